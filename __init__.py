@@ -17,7 +17,9 @@ def __getattr__(name: str) -> Any:
     if name in ("from_config", "from_pretrained"):
         from . import models
 
-        import_module(".generation", __name__)  # gives models their `generate`; more it loads when that is called
+        import_module(
+            ".generation", __name__
+        )  # gives models their `generate`; more it loads when that is called
 
         return getattr(models, name)
     if name == "generate":

@@ -8,7 +8,9 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 PARTS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))
-SUBPACKAGES = find_packages(".", include=[pattern for part in PARTS for pattern in (part, f"{part}.*")])
+SUBPACKAGES = find_packages(
+    ".", include=[pattern for part in PARTS for pattern in (part, f"{part}.*")]
+)
 DATA = ("recipes", "cli.board.page")  # folders without a module
 
 

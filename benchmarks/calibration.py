@@ -56,14 +56,18 @@ class Row:
     @property
     def title(self) -> str:
         layers = "/".join(str(self.changes[name]) for name in self.changes if "layer" in name)
-        shape = f"{self.batch} x {self.length}" + (f"/{self.target_length}" if self.target_length else "")
+        shape = f"{self.batch} x {self.length}" + (
+            f"/{self.target_length}" if self.target_length else ""
+        )
         width = network_of_config(self.config).hidden
         return f"{self.preset}, {layers} layers of {width}, {shape}, x {self.micro_batches}"
 
     @property
     def layout(self) -> str:
         data = self.processes // (self.tensor * self.pipeline)
-        extra = ", ".join(name if value is True else str(value) for name, value in self.extra.items())
+        extra = ", ".join(
+            name if value is True else str(value) for name, value in self.extra.items()
+        )
         return f"{self.tensor} x {self.pipeline} x {data}" + (f", {extra}" if extra else "")
 
     def arguments(self, folder: str) -> dict[str, Any]:
@@ -100,11 +104,22 @@ def bert(width: int, layers: int, heads: int, vocabulary: int = 8192) -> dict[st
 
 
 def t5(width: int, layers: int, heads: int, inner: int, vocabulary: int = 8192) -> dict[str, Any]:
-    sizes = {"d_model": width, "num_layers": layers, "num_decoder_layers": layers, "num_heads": heads, "d_ff": inner}
+    sizes = {
+        "d_model": width,
+        "num_layers": layers,
+        "num_decoder_layers": layers,
+        "num_heads": heads,
+        "d_ff": inner,
+    }
     return sizes | {"vocab_size": vocabulary}
 
 
-LLAMA = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8}
+LLAMA = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+}
 LLAMA |= {"num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 1024}
 ROWS = (
     Row("gpt2", gpt2(384, 6, 6), 4, 256),
@@ -118,9 +133,20 @@ ROWS = (
     Row("mt5-small", t5(512, 3, 6, 1024, 50_000), 4, 128, 32),
     Row("llama-quickstart", LLAMA, 4, 256),
     Row("gpt2", gpt2(512, 4, 8), 4, 256, tensor=2, processes=2),
-    Row("gpt2", gpt2(768, 2, 12), 2, 512, micro_batches=2, tensor=2, processes=2, extra={"sequence_parallel": True}),
+    Row(
+        "gpt2",
+        gpt2(768, 2, 12),
+        2,
+        512,
+        micro_batches=2,
+        tensor=2,
+        processes=2,
+        extra={"sequence_parallel": True},
+    ),
     Row("bert-base-uncased", bert(768, 3, 12, 30_522), 4, 128, tensor=2, processes=2),
-    Row("roberta-base", bert(512, 4, 8), 4, 256, tensor=2, processes=2, extra={"recompute": "full"}),
+    Row(
+        "roberta-base", bert(512, 4, 8), 4, 256, tensor=2, processes=2, extra={"recompute": "full"}
+    ),
     Row("t5-small", t5(512, 3, 8, 2048), 8, 192, 48, tensor=2, processes=2),
     Row("llama-quickstart", LLAMA, 4, 256, tensor=2, processes=2),
     Row("gpt2", gpt2(512, 4, 8), 2, 256, micro_batches=4, pipeline=2, processes=2),
@@ -153,7 +179,10 @@ class Samples:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
         ids = torch.randint(3, self.vocabulary, (self.row.length,), generator=generator)
-        return {"input_ids": ids, "labels": ids[: self.row.target_length or self.row.length].clone()}
+        return {
+            "input_ids": ids,
+            "labels": ids[: self.row.target_length or self.row.length].clone(),
+        }
 
 
 def train(text: str, folder: str) -> None:
@@ -169,15 +198,28 @@ def measured(row: Row) -> float:
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode:
             raise RuntimeError(f"{row.title} failed: {ended.stdout[-2000:]}{ended.stderr[-2000:]}")
-        records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return median([record["train/seconds"] for record in records if "train/seconds" in record][WARM_UP:])
+        records = [
+            json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()
+        ]
+    return median(
+        [record["train/seconds"] for record in records if "train/seconds" in record][WARM_UP:]
+    )
 
 
 def calibrated(path: Path | None, processes: int) -> str:
     """Returns a file with the machine's figures, which is made if none is passed."""
     if path is None:
         path = Path(tempfile.mkdtemp(), "machine.yaml")
-        command = ["shardzoo", "plan", "--calibrate", str(path), "--node-size", str(processes), "--precision", "fp32"]
+        command = [
+            "shardzoo",
+            "plan",
+            "--calibrate",
+            str(path),
+            "--node-size",
+            str(processes),
+            "--precision",
+            "fp32",
+        ]
         subprocess.run(command, check=True)
     return str(path)
 
@@ -188,7 +230,9 @@ def main() -> int:
         train(*arguments.measure)
         return 0
     devices = {1: calibrated(arguments.one, 1), 2: calibrated(arguments.two, 2)}
-    found = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    found = (
+        json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    )
     for number in arguments.rows:
         row = ROWS[number]
         found[str(number)] = {
@@ -208,12 +252,18 @@ def report(found: dict[str, dict[str, Any]]) -> int:
     for _, row in sorted(found.items(), key=lambda item: int(item[0])):
         errors.append(row["predicted"] / row["measured"] - 1)
         table.add_row(
-            row["model"], row["layout"], f"{row['predicted']:.3f}", f"{row['measured']:.3f}", f"{errors[-1]:+.1%}"
+            row["model"],
+            row["layout"],
+            f"{row['predicted']:.3f}",
+            f"{row['measured']:.3f}",
+            f"{errors[-1]:+.1%}",
         )
     sizes = [abs(error) for error in errors]
     console = Console(width=130)
     console.print(table)
-    console.print(f"{len(sizes)} configurations: median error {median(sizes):.1%}, worst {max(sizes):.1%}")
+    console.print(
+        f"{len(sizes)} configurations: median error {median(sizes):.1%}, worst {max(sizes):.1%}"
+    )
     return int(median(sizes) > MOST)
 
 

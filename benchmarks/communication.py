@@ -41,7 +41,16 @@ from shardzoo.models import find_config
 from shardzoo.mpu import ParallelMesh, collectives, dropout_state, shared_memory
 from shardzoo.trainer.engines.torch_engine import AdamW
 
-SIZES = [4, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 23, 1 << 26]  # bytes of a rank's tensor
+SIZES = [
+    4,
+    1 << 10,
+    1 << 14,
+    1 << 16,
+    1 << 18,
+    1 << 20,
+    1 << 23,
+    1 << 26,
+]  # bytes of a rank's tensor
 KINDS: dict[str, Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]] = {
     "all-reduce": lambda tensor, group: collectives.start_all_reduce(tensor, group)(),
     "all-gather": lambda tensor, group: collectives.start_all_gather(tensor, 0, group)(),
@@ -79,14 +88,20 @@ def run(size: int, function: Callable[..., None], *args: object) -> None:
         pass
 
 
-def start(size: int, function: Callable[..., None], *args: object) -> multiprocessing.ProcessContext:
+def start(
+    size: int, function: Callable[..., None], *args: object
+) -> multiprocessing.ProcessContext:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     arguments = (size, port, function, args)
-    return multiprocessing.start_processes(join, arguments, nprocs=size, join=False, start_method="fork")
+    return multiprocessing.start_processes(
+        join, arguments, nprocs=size, join=False, start_method="fork"
+    )
 
 
-def join(rank: int, size: int, port: int, function: Callable[..., None], args: tuple[object, ...]) -> None:
+def join(
+    rank: int, size: int, port: int, function: Callable[..., None], args: tuple[object, ...]
+) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -115,14 +130,22 @@ Step = Callable[[], float]
 
 
 def measure_collectives(mesh: ParallelMesh, rounds: int) -> None:
-    table = Table(title=f"{mesh.tp_size} ranks, fp32, {os.cpu_count()} cores: microseconds", title_justify="left")
+    table = Table(
+        title=f"{mesh.tp_size} ranks, fp32, {os.cpu_count()} cores: microseconds",
+        title_justify="left",
+    )
     for column in ("collective", "bytes", *ROUTES, "ratio"):
         table.add_column(column, justify="left" if column == "collective" else "right")
     for kind in KINDS:
         for size in SIZES:
-            micro = {name: 1e6 * seconds for name, seconds in time_collective(mesh, kind, size, rounds).items()}
+            micro = {
+                name: 1e6 * seconds
+                for name, seconds in time_collective(mesh, kind, size, rounds).items()
+            }
             values = [f"{micro[name]:,.1f}" for name in ROUTES]
-            table.add_row(kind, f"{size:,}", *values, f"{micro['gloo'] / micro['shared memory']:.1f}")
+            table.add_row(
+                kind, f"{size:,}", *values, f"{micro['gloo'] / micro['shared memory']:.1f}"
+            )
     if mesh.tp_rank == 0:
         Console().print(table)
 
@@ -161,7 +184,12 @@ def check(kind: str, own: torch.Tensor, result: torch.Tensor, mesh: ParallelMesh
 def measure_steps(mesh: ParallelMesh, rounds: int) -> None:
     for title, (preset, changes, batch_size, length, targets) in MODELS.items():
         config = find_config(preset).to_dict() | changes
-        ids = torch.randint(5, config["vocab_size"], (batch_size, length), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(
+            5,
+            config["vocab_size"],
+            (batch_size, length),
+            generator=torch.Generator().manual_seed(0),
+        )
         batch = {"input_ids": ids, "labels": ids[:, : targets or length].contiguous()}
         compare_steps(mesh, title, make_reference(config), batch, torch.float32, rounds)
 
@@ -206,7 +234,12 @@ def compare_steps(
             table.add_column(column, justify="left" if column == "variant" else "right")
         for name, values in seconds.items():
             median = statistics.median(values)
-            table.add_row(name, f"{median:.3f}", f"{min(values):.3f} … {max(values):.3f}", f"{median / whole:.2f}")
+            table.add_row(
+                name,
+                f"{median:.3f}",
+                f"{min(values):.3f} … {max(values):.3f}",
+                f"{median / whole:.2f}",
+            )
         Console().print(table)
 
 
@@ -223,12 +256,18 @@ def make_steps(
         dist.broadcast_object_list(folders)
         split = native_step(shardzoo.from_pretrained(folders[0], mesh, dtype=dtype), batch)
         alone = mesh.tp_rank == 0
-        whole = native_step(shardzoo.from_pretrained(folder, dtype=dtype), batch) if alone else lambda: 0.0
+        whole = (
+            native_step(shardzoo.from_pretrained(folder, dtype=dtype), batch)
+            if alone
+            else lambda: 0.0
+        )
         steps = {"one process": whole}
         steps |= {f"TP={mesh.tp_size}, {route}": split for route in ROUTES}
         for attention in ("eager", "sdpa") if autotp else ():
             rival = type(reference).from_pretrained(folders[0], attn_implementation=attention)
-            steps[f"TP={mesh.tp_size}, AutoTP {attention}"] = autotp_step(rival, mesh.tp_size, batch)
+            steps[f"TP={mesh.tp_size}, AutoTP {attention}"] = autotp_step(
+                rival, mesh.tp_size, batch
+            )
         dist.barrier()
     return steps
 
@@ -284,7 +323,9 @@ def kill_ranks(times: int) -> int:
             process.kill()
             process.join()
     left = set(Path("/dev/shm").iterdir()) - before
-    Console().print(f"{times} kills: {late} not noticed within 10 s, {len(left)} files left in /dev/shm")
+    Console().print(
+        f"{times} kills: {late} not noticed within 10 s, {len(left)} files left in /dev/shm"
+    )
     return int(bool(late or left))
 
 

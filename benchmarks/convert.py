@@ -38,7 +38,9 @@ print("MEASURED", seconds, time.process_time(), peak)
 
 def measure(work: str) -> tuple[float, float, int]:
     """Returns the seconds, CPU seconds and peak resident bytes of a Python process that runs `work`."""
-    done = subprocess.run([sys.executable, "-c", CHILD.format(work=work)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD.format(work=work)], capture_output=True, text=True, check=False
+    )
     if done.returncode or "MEASURED" not in done.stdout:
         raise SystemExit(f"failed: {work}\n{done.stdout}{done.stderr}")
     seconds, cpu, peak = done.stdout.rpartition("MEASURED")[2].split()
@@ -47,7 +49,9 @@ def measure(work: str) -> tuple[float, float, int]:
 
 def convert(*arguments: str) -> tuple[float, float, int]:
     """Returns what `measure` returns, for a command of `shardzoo convert` with its imports."""
-    return measure(f"from shardzoo.cli.main import main; assert main({['convert', *arguments]!r}) == 0")
+    return measure(
+        f"from shardzoo.cli.main import main; assert main({['convert', *arguments]!r}) == 0"
+    )
 
 
 def shell(*command: str) -> tuple[float, float]:
@@ -58,7 +62,9 @@ def shell(*command: str) -> tuple[float, float]:
     return seconds, sum(after[2:4]) - sum(before[2:4])
 
 
-def glm_shapes(layers: int, hidden: int = 1024, positions: int = 1025, vocabulary: int = 50048) -> tuple[dict, dict]:
+def glm_shapes(
+    layers: int, hidden: int = 1024, positions: int = 1025, vocabulary: int = 50048
+) -> tuple[dict, dict]:
     """Returns the config.json and the tensors' shapes of the original GLM.
 
     With 24 layers it is GLM-Large-Chinese: 356 million parameters, 1.42 GB in fp32.
@@ -77,7 +83,10 @@ def glm_shapes(layers: int, hidden: int = 1024, positions: int = 1025, vocabular
             ("mlp.dense_4h_to_h", hidden, 4 * hidden),
         ):
             shapes |= {f"{at}{linear}.weight": (rows, columns), f"{at}{linear}.bias": (rows,)}
-    shapes |= {"transformer.final_layernorm.weight": (hidden,), "transformer.final_layernorm.bias": (hidden,)}
+    shapes |= {
+        "transformer.final_layernorm.weight": (hidden,),
+        "transformer.final_layernorm.bias": (hidden,),
+    }
     config = {
         "model_type": "glm",
         "vocab_size": vocabulary,
@@ -90,12 +99,17 @@ def glm_shapes(layers: int, hidden: int = 1024, positions: int = 1025, vocabular
     return config, shapes
 
 
-def gpt2_shapes(layers: int, hidden: int = 1024, positions: int = 1024, vocabulary: int = 50257) -> tuple[dict, dict]:
+def gpt2_shapes(
+    layers: int, hidden: int = 1024, positions: int = 1024, vocabulary: int = 50257
+) -> tuple[dict, dict]:
     """Returns the config.json and the tensors' shapes of a GPT-2, whose matrices are stored transposed.
 
     With 24 layers it is gpt2-medium.
     """
-    shapes = {"transformer.wte.weight": (vocabulary, hidden), "transformer.wpe.weight": (positions, hidden)}
+    shapes = {
+        "transformer.wte.weight": (vocabulary, hidden),
+        "transformer.wpe.weight": (positions, hidden),
+    }
     for i in range(layers):
         at = f"transformer.h.{i}."
         for norm in ("ln_1", "ln_2"):
@@ -119,13 +133,18 @@ def gpt2_shapes(layers: int, hidden: int = 1024, positions: int = 1024, vocabula
     return config, shapes
 
 
-def llama_shapes(layers: int, hidden: int = 1024, positions: int = 4096, vocabulary: int = 32000) -> tuple[dict, dict]:
+def llama_shapes(
+    layers: int, hidden: int = 1024, positions: int = 4096, vocabulary: int = 32000
+) -> tuple[dict, dict]:
     """Returns the config.json and the tensors' shapes of a Llama with four query heads for each key-value head."""
     inner, narrow = 11 * hidden // 4, hidden // 4
     shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for i in range(layers):
         at = f"model.layers.{i}."
-        shapes |= {f"{at}{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {
+            f"{at}{norm}.weight": (hidden,)
+            for norm in ("input_layernorm", "post_attention_layernorm")
+        }
         shapes |= {f"{at}self_attn.{x}_proj.weight": (hidden, hidden) for x in "qo"}
         shapes |= {f"{at}self_attn.{x}_proj.weight": (narrow, hidden) for x in "kv"}
         shapes |= {f"{at}mlp.{x}_proj.weight": (inner, hidden) for x in ("gate", "up")}
@@ -152,7 +171,9 @@ def write_checkpoint(folder: Path, config: dict, shapes: dict) -> int:
     """Writes a Hugging Face folder with random bytes as weights and returns their number."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    header, _ = make_header({name: ("F32", shape) for name, shape in shapes.items()}, {"format": "pt"})
+    header, _ = make_header(
+        {name: ("F32", shape) for name, shape in shapes.items()}, {"format": "pt"}
+    )
     rest = total = sum(4 * int(np.prod(shape)) for shape in shapes.values())
     random = np.random.default_rng(0)
     with (folder / "model.safetensors").open("wb") as file:
@@ -181,7 +202,17 @@ def steps_of_formats(family: str, source: Path, root: Path) -> dict[str, tuple[o
     }
     if family != "glm":
         steps |= {
-            "to Megatron-LM, 2 x 2": ("split", source, root / "megatron", "--to", "megatron", "--tp", 2, "--pp", 2),
+            "to Megatron-LM, 2 x 2": (
+                "split",
+                source,
+                root / "megatron",
+                "--to",
+                "megatron",
+                "--tp",
+                2,
+                "--pp",
+                2,
+            ),
             "from Megatron-LM": ("merge", root / "megatron", root / "of-megatron", *one_file),
         }
     if family == "gpt2":
@@ -204,7 +235,9 @@ def write_layer_files(source: Path, folder: Path) -> None:
     from safetensors.torch import load_file
 
     config = json.loads((source / "config.json").read_text())
-    modules = gpt_modules(load_file(source / "model.safetensors"), config["n_head"], config["n_layer"])
+    modules = gpt_modules(
+        load_file(source / "model.safetensors"), config["n_head"], config["n_layer"]
+    )
     write_layers(folder, modules, Layout(2), "deepspeed")
     copyfile(source / "config.json", folder / "config.json")
 
@@ -217,7 +250,9 @@ def run(family: str, size: str, root: Path, repeat: int, formats: bool) -> None:
     weights = str(source / "model.safetensors")
     digests = tensor_hashes(weights)
     _, _, bare = measure("import torch")
-    print(f"{family}, {layers} layers of {hidden}, {nbytes / 1e9:.2f} GB; import torch alone: {bare / 2**20:.0f} MiB")
+    print(
+        f"{family}, {layers} layers of {hidden}, {nbytes / 1e9:.2f} GB; import torch alone: {bare / 2**20:.0f} MiB"
+    )
     for _ in range(repeat):
         copied, copying = shell("cp", weights, str(root / "copy"))
         hashed, hashing = shell("sha256sum", str(root / "copy"))
@@ -235,7 +270,9 @@ def run(family: str, size: str, root: Path, repeat: int, formats: bool) -> None:
             if step[0] == "merge" and "--to" not in step:
                 check_and_remove(digests, Path(str(step[1])), Path(str(step[2])))
         base = copied + hashed
-        print(f"  cp {copied:.2f} s + sha256sum {hashed:.2f} s = {base:.2f} s, {copying + hashing:.2f} s of CPU")
+        print(
+            f"  cp {copied:.2f} s + sha256sum {hashed:.2f} s = {base:.2f} s, {copying + hashing:.2f} s of CPU"
+        )
         for name, (seconds, cpu, peak) in results.items():
             memory = (peak - bare) / 2**20
             print(
@@ -248,8 +285,12 @@ def run(family: str, size: str, root: Path, repeat: int, formats: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="where to work, in a new folder that is removed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="where to work, in a new folder that is removed"
+    )
     parser.add_argument("--families", nargs="+", default=["glm", "gpt2"], choices=list(FAMILIES))
     parser.add_argument(
         "--sizes",

@@ -105,7 +105,13 @@ def throughput(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table
             raise SystemExit(f"document {number} was prepared wrongly")
     ours, theirs = take_turns(arguments.repeats, prepare, encode)
     megabytes = corpus.stat().st_size / 1e6
-    row(table, f"preparation, {arguments.threads} thread(s), MB/s", megabytes / ours, megabytes / theirs, "0.9")
+    row(
+        table,
+        f"preparation, {arguments.threads} thread(s), MB/s",
+        megabytes / ours,
+        megabytes / theirs,
+        "0.9",
+    )
 
 
 def index_building(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table) -> None:
@@ -122,12 +128,19 @@ def index_building(arguments: Arguments, corpus: Path, tokenizer: Path, table: T
     lengths = np.add.reduceat(sizes, marks[:-1], dtype=np.int64)
     count = int(lengths.sum()) // 1024
     sample = (lengths, 0, 1024, count)
-    if not np.array_equal(builders.compiled_sentence_index(*small), builders.reference_sentence_index(*small)):
+    if not np.array_equal(
+        builders.compiled_sentence_index(*small), builders.reference_sentence_index(*small)
+    ):
         raise SystemExit("the sentence indices differ")
-    if not np.array_equal(builders.compiled_sample_index(*sample), builders.reference_sample_index(*sample)):
+    if not np.array_equal(
+        builders.compiled_sample_index(*sample), builders.reference_sample_index(*sample)
+    ):
         raise SystemExit("the sample indices differ")
     tokens, total, total_reference = arguments.index_tokens / 1e6, 0.0, 0.0
-    for name, builder, inputs in (("sentence", "sentence_index", sentence), ("packing", "sample_index", sample)):
+    for name, builder, inputs in (
+        ("sentence", "sentence_index", sentence),
+        ("packing", "sample_index", sample),
+    ):
         ours, theirs = take_turns(
             1 if builder == "sentence_index" else 9,
             lambda name=builder, inputs=inputs: getattr(builders, f"compiled_{name}")(*inputs),
@@ -142,7 +155,14 @@ def loader(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table) ->
     """Compares the speed of the loader without workers with that of the quickstart model's training steps."""
     import torch
 
-    from shardzoo.data import GPTDataset, IndexedDataset, PrepareOptions, ResumableLoader, Share, prepare_dataset
+    from shardzoo.data import (
+        GPTDataset,
+        IndexedDataset,
+        PrepareOptions,
+        ResumableLoader,
+        Share,
+        prepare_dataset,
+    )
     from shardzoo.models import from_config
 
     prefix = corpus.with_name("prepared")
@@ -171,7 +191,13 @@ def loader(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table) ->
     train()
     ours, theirs = take_turns(arguments.repeats, load, train)
     tokens = batch_size * config.n_positions
-    row(table, "loader, thousand tokens/s", 20 * tokens / ours / 1e3, 5 * tokens / theirs / 1e3, "20")
+    row(
+        table,
+        "loader, thousand tokens/s",
+        20 * tokens / ours / 1e3,
+        5 * tokens / theirs / 1e3,
+        "20",
+    )
 
 
 def quickstart():
@@ -201,7 +227,9 @@ def memory(arguments: Arguments, corpus: Path, tokenizer: Path, table: Table) ->
     peaks = []
     for path in (corpus, quarter):
         command = [sys.executable, "-c", PEAK, str(path), str(path.with_suffix("")), str(tokenizer)]
-        peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 1024)
+        peaks.append(
+            int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 1024
+        )
 
     row(table, f"peak MiB for {corpus.stat().st_size / 1e6:.0f} MB of text", *peaks, "at most 1.5")
 

@@ -75,7 +75,14 @@ T2T_TABLE = (
                "frozen": ("embeddings",)}),
 )  # fmt: skip
 GPT2 = {"n_embd": 768, "n_head": 12, "n_layer": 6, "vocab_size": 32000}
-T5 = {"d_model": 640, "d_kv": 64, "num_heads": 10, "d_ff": 2048, "num_layers": 6, "vocab_size": 32128}
+T5 = {
+    "d_model": 640,
+    "d_kv": 64,
+    "num_heads": 10,
+    "d_ff": 2048,
+    "num_layers": 6,
+    "vocab_size": 32128,
+}
 CASES = (
     Case("GPT-2, AdamW", "gpt2", GPT2, {"micro_batch_size": 4, "length": 512, "padded": False}),
     Case(
@@ -186,7 +193,17 @@ def t2t_config(name: str) -> Any:
 
 def show_t2t_table(memory: int = 24 << 30) -> None:
     table = Table(title="Adafactor on a card of 24 GB", title_justify="left")
-    for column in ("model", "precision", "length", "batch", "other", "peak at", "GiB", "fits", "largest batch"):
+    for column in (
+        "model",
+        "precision",
+        "length",
+        "batch",
+        "other",
+        "peak at",
+        "GiB",
+        "fits",
+        "largest batch",
+    ):
         table.add_column(column)
     for name, values in T2T_TABLE:
         config, job = t2t_config(name), Job(optimizer="adafactor", **values)
@@ -195,9 +212,17 @@ def show_t2t_table(memory: int = 24 << 30) -> None:
             lambda size: estimate(config, replace(job, micro_batch_size=size)).peak.total <= memory  # noqa: B023
         )
         other = ", ".join(
-            (["recompute"] if job.recompute == "full" else []) + [f"frozen {part}" for part in job.frozen]
+            (["recompute"] if job.recompute == "full" else [])
+            + [f"frozen {part}" for part in job.frozen]
         )
-        cells = (job.precision, job.length, job.micro_batch_size, other, peak.name, f"{peak.total / (1 << 30):.1f}")
+        cells = (
+            job.precision,
+            job.length,
+            job.micro_batch_size,
+            other,
+            peak.name,
+            f"{peak.total / (1 << 30):.1f}",
+        )
         table.add_row(name, *map(str, cells), "yes" if peak.total <= memory else "no", str(largest))
     Console(width=120).print(table)
 
@@ -270,11 +295,16 @@ def measure(case: Case) -> None:
     warm_up(arguments)
     gc.collect()
     before = status("VmRSS")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         parallel_config = ParallelConfig(job.sequence_parallel, job.recompute)
         dtype = torch.bfloat16 if job.precision == "bf16" else torch.float32
         model = from_config(
-            case.config(), mesh if job.tensor_parallel_size > 1 else None, dtype=dtype, parallel_config=parallel_config
+            case.config(),
+            mesh if job.tensor_parallel_size > 1 else None,
+            dtype=dtype,
+            parallel_config=parallel_config,
         )
         apply_lora(model, arguments)
         freeze(model, job)
@@ -332,7 +362,9 @@ def batch_of(case: Case, job: Job) -> dict[str, Any]:
     shape = (job.micro_batch_size, job.length)
     ids = torch.randint(5, config.vocab_size, shape)
     target = (job.micro_batch_size, job.target_length or job.length)
-    labels = torch.randint(5, config.vocab_size, target) if config.model_type in ("t5", "mt5") else ids
+    labels = (
+        torch.randint(5, config.vocab_size, target) if config.model_type in ("t5", "mt5") else ids
+    )
     batch = {"input_ids": ids, "labels": labels}
     if job.padded:
         lengths = torch.full((shape[0],), job.length // 2)

@@ -41,13 +41,29 @@ from shardzoo.generation.decoders import Decoder
 SIZES = {  # as published
     "gpt2": transformers.GPT2Config(),
     "t5-small": transformers.T5Config(decoder_start_token_id=0),
-    "t5-base": transformers.T5Config(num_layers=12, d_model=768, num_heads=12, d_ff=3072, decoder_start_token_id=0),
+    "t5-base": transformers.T5Config(
+        num_layers=12, d_model=768, num_heads=12, d_ff=3072, decoder_start_token_id=0
+    ),
 }
 
 TINY = {  # which show that everything runs
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64},
-    "t5-small": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "vocab_size": 99},
-    "t5-base": {"d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_decoder_layers": 3, "vocab_size": 99},
+    "t5-small": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "vocab_size": 99,
+    },
+    "t5-base": {
+        "d_model": 48,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 3,
+        "num_decoder_layers": 3,
+        "vocab_size": 99,
+    },
 }
 
 Side = Callable[[int], Tensor]  # from the number of new tokens to the sequences
@@ -96,8 +112,14 @@ def main() -> int:
 
 def measure(name: str, batch: int, arguments: Arguments) -> dict:
     torch.manual_seed(0)
-    config = type(SIZES[name])(**SIZES[name].to_diff_dict() | TINY[name]) if arguments.tiny else SIZES[name]
-    reference = (transformers.GPT2LMHeadModel if name == "gpt2" else transformers.T5ForConditionalGeneration)(config)
+    config = (
+        type(SIZES[name])(**SIZES[name].to_diff_dict() | TINY[name])
+        if arguments.tiny
+        else SIZES[name]
+    )
+    reference = (
+        transformers.GPT2LMHeadModel if name == "gpt2" else transformers.T5ForConditionalGeneration
+    )(config)
     reference.eval()
     reference.generation_config.eos_token_id = None  # all sides decode the same number of tokens
     reference.generation_config.pad_token_id = 0
@@ -111,7 +133,9 @@ def measure(name: str, batch: int, arguments: Arguments) -> dict:
     def by_transformers(**options) -> Side:
         def decode(count: int) -> Tensor:
             length = {"max_new_tokens": count, "min_new_tokens": count}
-            return reference.generate(ids, attention_mask=mask, do_sample=False, **length, **options)
+            return reference.generate(
+                ids, attention_mask=mask, do_sample=False, **length, **options
+            )
 
         return decode
 
@@ -128,7 +152,9 @@ def measure(name: str, batch: int, arguments: Arguments) -> dict:
         "new_tokens": arguments.new_tokens,
     }
     if arguments.compiled:
-        sides["hf static compiled"] = by_transformers(cache_implementation="static", compile_config=compilation())
+        sides["hf static compiled"] = by_transformers(
+            cache_implementation="static", compile_config=compilation()
+        )
     tokens, first_call = {}, {}
     for side, decode in sides.items():  # also warms up, and compiles
         started = time.perf_counter()
@@ -137,20 +163,30 @@ def measure(name: str, batch: int, arguments: Arguments) -> dict:
         decode(1)
     wrong = [side for side, found in tokens.items() if not torch.equal(found, tokens["hf dynamic"])]
     if wrong:
-        return result | {"error": f"{', '.join(wrong)} and transformers with its dynamic cache decoded other tokens"}
+        return result | {
+            "error": f"{', '.join(wrong)} and transformers with its dynamic cache decoded other tokens"
+        }
     for model in (reference, native):
         model.to(dtype=getattr(torch, arguments.dtype))
     for decode in sides.values():
         decode(2)
     counts = (arguments.new_tokens, 1)
-    whole, prompt = (take_turns(sides, count, arguments.rounds, arguments.device) for count in counts)
+    whole, prompt = (
+        take_turns(sides, count, arguments.rounds, arguments.device) for count in counts
+    )
     best = min(seconds for side, seconds in whole.items() if side != "native")
-    cache = cache_sizes(config, sides["native"], arguments.new_tokens, getattr(torch, arguments.dtype).itemsize)
+    cache = cache_sizes(
+        config, sides["native"], arguments.new_tokens, getattr(torch, arguments.dtype).itemsize
+    )
     least = bytes_of_a_step(native, cache["formula"], arguments) / read_bandwidth(arguments.device)
     return result | {
-        "tokens_per_second": {side: batch * arguments.new_tokens / seconds for side, seconds in whole.items()},
+        "tokens_per_second": {
+            side: batch * arguments.new_tokens / seconds for side, seconds in whole.items()
+        },
         "first_token_ms": {side: 1000 * seconds for side, seconds in prompt.items()},
-        "step_ms": {side: 1000 * (whole[side] - prompt[side]) / (arguments.new_tokens - 1) for side in sides},
+        "step_ms": {
+            side: 1000 * (whole[side] - prompt[side]) / (arguments.new_tokens - 1) for side in sides
+        },
         "least_step_ms": 1000 * least,
         "first_call_s": first_call,
         "ratio": best / whole["native"],
@@ -189,7 +225,11 @@ def bytes_of_a_step(native, cache: int, arguments: Arguments) -> float:
     Half of the new tokens are in the cache on average.
     """
     blocks = native.decoder.blocks if hasattr(native, "decoder") else native.blocks
-    kept = {id(block.cross_attention.key_value.weight) for block in blocks if hasattr(block, "cross_attention")}
+    kept = {
+        id(block.cross_attention.key_value.weight)
+        for block in blocks
+        if hasattr(block, "cross_attention")
+    }
     weights = {id(weight): weight for weight in [*blocks.parameters(), *native.head.parameters()]}
     read = sum(weight.nbytes for key, weight in weights.items() if key not in kept)
     length = arguments.prompt + arguments.new_tokens
@@ -198,10 +238,17 @@ def bytes_of_a_step(native, cache: int, arguments: Arguments) -> float:
 
 def read_bandwidth(device: str) -> float:
     """Returns the bytes per second of the fastest of several ways to read 512 MiB (2 GiB of a GPU) in fp32."""
-    data, vector = torch.ones(2**14 if device == "cuda" else 2**12, 2**15, device=device), torch.ones(2**15)
+    data, vector = (
+        torch.ones(2**14 if device == "cuda" else 2**12, 2**15, device=device),
+        torch.ones(2**15),
+    )
     vector = vector.to(device)
     with torch.inference_mode():
-        reads = {"sum": data.sum, "max": data.max, "product": lambda: shardzoo.ops.linear(vector, data)}
+        reads = {
+            "sum": data.sum,
+            "max": data.max,
+            "product": lambda: shardzoo.ops.linear(vector, data),
+        }
         sides: dict[str, Side] = {name: lambda _, f=f: f() for name, f in reads.items()}
         return data.nbytes / min(take_turns(sides, 0, 7, device).values())
 
@@ -222,10 +269,17 @@ def cache_sizes(config, decode: Side, count: int, itemsize: int) -> dict[str, in
         Decoder.__init__ = original
     (rows, length), source = found.shape, 0
     if isinstance(config, transformers.T5Config):
-        layers, inner, source = config.num_layers, config.num_heads * config.d_kv, kept[0].sources[0].length
+        layers, inner, source = (
+            config.num_layers,
+            config.num_heads * config.d_kv,
+            kept[0].sources[0].length,
+        )
     else:
         layers, inner = config.n_layer, config.n_embd
-    return {"bytes": kept[0].nbytes, "formula": 2 * layers * rows * inner * (length - 1 + source) * itemsize}
+    return {
+        "bytes": kept[0].nbytes,
+        "formula": 2 * layers * rows * inner * (length - 1 + source) * itemsize,
+    }
 
 
 def record(path: Path, results: list[dict], device: str) -> None:
@@ -238,8 +292,14 @@ def record(path: Path, results: list[dict], device: str) -> None:
     }
     known = json.loads(path.read_text())["results"] if path.exists() else []
     done = {(result["model"], result["dtype"], result["batch"]) for result in results}
-    known = [one for one in known if (one["model"], one.get("dtype", "float32"), one["batch"]) not in done]
-    path.write_text(json.dumps({"environment": environment, "results": [*known, *results]}, indent=1) + "\n")
+    known = [
+        one
+        for one in known
+        if (one["model"], one.get("dtype", "float32"), one["batch"]) not in done
+    ]
+    path.write_text(
+        json.dumps({"environment": environment, "results": [*known, *results]}, indent=1) + "\n"
+    )
 
 
 def show(result: dict) -> None:
@@ -248,14 +308,19 @@ def show(result: dict) -> None:
     if "error" in result:
         console.print(f"[red]{title}: {result['error']}[/red]")
         return
-    table = Table(title=title, caption=f"native / best of transformers: {result['ratio']:.2f}; cache {result['cache']}")
+    table = Table(
+        title=title,
+        caption=f"native / best of transformers: {result['ratio']:.2f}; cache {result['cache']}",
+    )
     table.add_column("side")
     for heading in ("tokens/s", "first token ms", "step ms", "of reading once", "first call s"):
         table.add_column(heading, justify="right")
     for side, rate in result["tokens_per_second"].items():
         first, step = result["first_token_ms"][side], result["step_ms"][side]
         share, call = result["least_step_ms"] / step, result["first_call_s"][side]
-        table.add_row(side, f"{rate:,.1f}", f"{first:.1f}", f"{step:.2f}", f"{share:.0%}", f"{call:.1f}")
+        table.add_row(
+            side, f"{rate:,.1f}", f"{first:.1f}", f"{step:.2f}", f"{share:.0%}", f"{call:.1f}"
+        )
     console.print(table)
 
 

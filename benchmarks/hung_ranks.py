@@ -70,7 +70,12 @@ def train(stage: str, folder: Path, arguments: dict[str, Any]) -> None:
     workers = {"num_workers": 1} if stage == "worker" else {}
     settings = {"train_steps": 6, "log_interval": 1, "save_interval": 2, "eval_interval": 3}
     trainer = StoppingTrainer(
-        env_type="pytorchDDP", num_gpus=2, save_dir=str(folder / "run"), **settings, **workers, **arguments
+        env_type="pytorchDDP",
+        num_gpus=2,
+        save_dir=str(folder / "run"),
+        **settings,
+        **workers,
+        **arguments,
     )
     sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
     sizes |= {"bos_token_id": 1, "eos_token_id": 2}
@@ -95,7 +100,9 @@ def train(stage: str, folder: Path, arguments: dict[str, Any]) -> None:
     trainer.train(model, train_dataset=Tokens(), valid_dataset=Tokens())
 
 
-def launch(stage: str, folder: Path, faults: dict[str, Any], ranks: int = 2, **arguments: Any) -> None:
+def launch(
+    stage: str, folder: Path, faults: dict[str, Any], ranks: int = 2, **arguments: Any
+) -> None:
     """The life of the launcher's process. `faults` are the fields of `Faults`."""
     from shardzoo.trainer.launch import local
 
@@ -103,7 +110,9 @@ def launch(stage: str, folder: Path, faults: dict[str, Any], ranks: int = 2, **a
         train(stage, folder, arguments)
         return 0
 
-    multiprocessing.set_start_method("fork", force=True)  # of data workers: this process has a forkserver's
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # of data workers: this process has a forkserver's
     local.subprocess = SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=ForkedRank)  # pyright: ignore
     command: Any = (folder, work, {})
     quietly(folder / "log", lambda: local.run_ranks(command, ranks, local.Faults(**faults)), {})
@@ -114,10 +123,15 @@ def run_stage(stage: str, stall_timeout: float) -> tuple[float | None, str]:
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        process = context.Process(target=launch, args=(stage, folder, {"stall_timeout": stall_timeout}))
+        process = context.Process(
+            target=launch, args=(stage, folder, {"stall_timeout": stall_timeout})
+        )
         process.start()
         process.join(stall_timeout + 120)
-        ended, messages = time.time(), (folder / "log").read_text() if (folder / "log").exists() else ""
+        ended, messages = (
+            time.time(),
+            (folder / "log").read_text() if (folder / "log").exists() else "",
+        )
         process.kill()
         process.join()
         if not is_named(stage, folder, process.exitcode, messages):
@@ -128,9 +142,19 @@ def run_stage(stage: str, stall_timeout: float) -> tuple[float | None, str]:
 def is_named(stage: str, folder: Path, code: int | None, messages: str) -> bool:
     """Returns whether the messages name the stopped rank or worker."""
     process = (folder / "stopped").read_text() if (folder / "stopped").exists() else "none"
-    who = f"rank 1 waits for its process {process}, " if stage == "worker" else "rank 1 is stopped by a signal"
+    who = (
+        f"rank 1 waits for its process {process}, "
+        if stage == "worker"
+        else "rank 1 is stopped by a signal"
+    )
     where = {"worker": "'data'", "collective": "the collective all_reduce"}.get(stage, stage)
-    return code == 75 and who in messages and where in messages and 'File "' in messages and "rank 0 " not in messages
+    return (
+        code == 75
+        and who in messages
+        and where in messages
+        and 'File "' in messages
+        and "rank 0 " not in messages
+    )
 
 
 def main() -> int:
@@ -145,7 +169,9 @@ def main() -> int:
     with ThreadPoolExecutor(chosen.jobs) as pool:
         results = list(pool.map(lambda stage: run_stage(stage, chosen.stall_timeout), stages))
     for stage in chosen.stages:
-        report(stage, [result for name, result in zip(stages, results, strict=True) if name == stage])
+        report(
+            stage, [result for name, result in zip(stages, results, strict=True) if name == stage]
+        )
     return int(any(seconds is None for seconds, _ in results))
 
 
@@ -154,9 +180,14 @@ def report(stage: str, results: list[tuple[float | None, str]]) -> None:
         if seconds is None:
             print(f"{stage}: missed, {messages}", flush=True)
     named = [(seconds, messages) for seconds, messages in results if seconds is not None]
-    phases = collections.Counter(messages.partition("in phase '")[2].partition("'")[0] for _, messages in named)
+    phases = collections.Counter(
+        messages.partition("in phase '")[2].partition("'")[0] for _, messages in named
+    )
     spread = f"{min(named)[0]:.1f} to {max(named)[0]:.1f}" if named else "-"
-    print(f"{stage}: named {len(named)} of {len(results)}, ended after {spread} s, {dict(phases)}", flush=True)
+    print(
+        f"{stage}: named {len(named)} of {len(results)}, ended after {spread} s, {dict(phases)}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,16 @@ class Job:
     def __init__(self, arguments: Arguments, texts: Path, folder: Path) -> None:
         self.folder, words = folder, [*MODEL.split(), *RUN.split(), *arguments.layout]
         resume = ["--resume"] if [*folder.glob("checkpoints/step-*")] else ["--overwrite"]
-        command = [sys.executable, str(PRETRAIN), "--data", str(texts), "--output-dir", str(folder), *words, *resume]
+        command = [
+            sys.executable,
+            str(PRETRAIN),
+            "--data",
+            str(texts),
+            "--output-dir",
+            str(folder),
+            *words,
+            *resume,
+        ]
         command += [f"train_steps={arguments.steps}", "save_interval=4", "log_interval=1"]
         self.log = (folder.parent / f"{folder.name}.log").open("a")
         self.process = subprocess.Popen(
@@ -59,7 +68,9 @@ class Job:
         file = self.folder / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("}")]
-        return [(record["step"], record["train/loss"]) for record in records if "train/loss" in record]
+        return [
+            (record["step"], record["train/loss"]) for record in records if "train/loss" in record
+        ]
 
     def wait(self, phase: str, generator: random.Random, preparation: float) -> None:
         """Waits for a random moment of a phase, or for the end of the job."""
@@ -88,12 +99,17 @@ class Job:
             self.process.wait(limit)
         _, alive = psutil.wait_procs(family, timeout=1.0)
         if alive or not self.process.returncode:
-            raise SystemExit(f"{len(alive)} processes were left after {limit} s: {alive}; see {self.log.name}")
+            raise SystemExit(
+                f"{len(alive)} processes were left after {limit} s: {alive}; see {self.log.name}"
+            )
         return victim, time.monotonic() - started
 
 
 def checkpoint(folder: Path, step: int) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted((folder / "checkpoints" / f"step-{step:06d}").iterdir())}
+    return {
+        path.name: path.read_bytes()
+        for path in sorted((folder / "checkpoints" / f"step-{step:06d}").iterdir())
+    }
 
 
 def finish(arguments: Arguments, texts: Path, folder: Path) -> tuple[Job, float]:
@@ -123,12 +139,15 @@ def main(arguments: Arguments) -> None:
         phase, job = PHASES[done % len(PHASES)], Job(arguments, texts, work / "killed")
         job.wait(phase, generator, preparation)
         if job.process.poll() is not None:
-            raise SystemExit(f"the run ended before kill {done + 1}; use more than {arguments.steps} steps")
+            raise SystemExit(
+                f"the run ended before kill {done + 1}; use more than {arguments.steps} steps"
+            )
         rank, seconds = job.kill(generator, arguments.limit)
         done, step = done + 1, max(job.losses(), default=(0, 0.0))[0]
         code = job.process.returncode
         print(
-            f"kill {done:2} {phase:9} rank {rank} after step {step:3}: exit code {code} in {seconds:.1f} s", flush=True
+            f"kill {done:2} {phase:9} rank {rank} after step {step:3}: exit code {code} in {seconds:.1f} s",
+            flush=True,
         )
     killed, _ = finish(arguments, texts, work / "killed")
     expected = dict(whole.losses())
@@ -136,8 +155,12 @@ def main(arguments: Arguments) -> None:
     assert {step for step, _ in killed.losses()} == set(expected)
     assert all(loss == expected[step] for step, loss in killed.losses()), "a loss differs"
     first, second = (checkpoint(job.folder, arguments.steps) for job in (whole, killed))
-    differing = sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
-    print(f"{len(killed.losses())} losses equal; of {len(first)} files of the last checkpoint differ: {differing}")
+    differing = sorted(
+        name for name in first.keys() | second.keys() if first.get(name) != second.get(name)
+    )
+    print(
+        f"{len(killed.losses())} losses equal; of {len(first)} files of the last checkpoint differ: {differing}"
+    )
 
 
 if __name__ == "__main__":

@@ -58,7 +58,12 @@ NO_LAUNCH = (
     "aten::promote_types",
 )
 
-READS = ("aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select", "aten::_unique2")  # wait for the device
+READS = (
+    "aten::nonzero",
+    "aten::_local_scalar_dense",
+    "aten::masked_select",
+    "aten::_unique2",
+)  # wait for the device
 ALL_PREDICTED = mock.patch.object(_config, "meta_nonzero_assume_all_nonzero", True)
 # torch knows no autocast of the meta device, and raises instead of saying that it is off.
 NO_AUTOCAST = mock.patch.multiple(
@@ -97,7 +102,9 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        view = any(result.alias_info and not result.alias_info.is_write for result in func._schema.returns)
+        view = any(
+            result.alias_info and not result.alias_info.is_write for result in func._schema.returns
+        )
         if not view and not name.startswith(NO_LAUNCH):
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
@@ -117,7 +124,11 @@ class Options:
 def settings(family: str, dropout: bool) -> dict[str, Any]:
     """Returns a base configuration with its own dropout or with none."""
     values = find_config(PRESETS[family]).to_dict()
-    return values if dropout else {k: 0.0 if "drop" in k and isinstance(v, float) else v for k, v in values.items()}
+    return (
+        values
+        if dropout
+        else {k: 0.0 if "drop" in k and isinstance(v, float) else v for k, v in values.items()}
+    )
 
 
 def batch_of(family: str, size: int) -> dict[str, torch.Tensor]:
@@ -154,7 +165,9 @@ def foreign(family: str, dropout: bool, size: int, attention: str) -> Counter[st
     model_class = getattr(transformers, ARCHITECTURES[family])
     config = model_class.config_class.from_dict(settings(family, dropout))
     with torch.device("meta"):
-        model = model_class._from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
+        model = model_class._from_config(
+            config, attn_implementation=attention, dtype=torch.bfloat16
+        )
     return count(model, batch_of(family, size))
 
 
@@ -173,17 +186,32 @@ def compare(family: str, dropout: bool, options: Options) -> dict[str, Any]:
         if options.names and not suffix:
             print(family, dropout, sides["shardzoo"].most_common(options.names))
         if len(sides) == 2:
-            row["ratio" + suffix] = round(row["shardzoo" + suffix] / row["transformers" + suffix], 3)
+            row["ratio" + suffix] = round(
+                row["shardzoo" + suffix] / row["transformers" + suffix], 3
+            )
     return row
 
 
 def main(options: Options) -> int:
-    columns = ("shardzoo", "transformers", "ratio", "shardzoo reads", "transformers reads", "ratio in parts")
+    columns = (
+        "shardzoo",
+        "transformers",
+        "ratio",
+        "shardzoo reads",
+        "transformers reads",
+        "ratio in parts",
+    )
     heads = ("ours", "theirs", "ratio", "reads", "theirs", "in parts")
     table = Table("family", "dropout", *heads, title="operators of a training step")
-    rows = [compare(family, dropout, options) for family in options.families for dropout in (True, False)]
+    rows = [
+        compare(family, dropout, options)
+        for family in options.families
+        for dropout in (True, False)
+    ]
     for row in rows:
-        table.add_row(row["family"], str(row["dropout"]), *(str(row.get(column, "")) for column in columns))
+        table.add_row(
+            row["family"], str(row["dropout"]), *(str(row.get(column, "")) for column in columns)
+        )
     Console().print(table)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -40,7 +40,10 @@ def main() -> int:
     from rich.table import Table
 
     arguments = tyro.cli(Arguments, description=__doc__)
-    table = Table(title=f"T5, {arguments.layers} + {arguments.layers} layers, one training step", title_justify="left")
+    table = Table(
+        title=f"T5, {arguments.layers} + {arguments.layers} layers, one training step",
+        title_justify="left",
+    )
     for column in ("length", "who", "loss", "seconds", "peak GiB", "of which the step's"):
         table.add_column(column, justify="left" if column == "who" else "right")
     for length in arguments.lengths:
@@ -52,8 +55,18 @@ def main() -> int:
 
 def in_a_process(length: int, arguments: Arguments, attention: str) -> list[str]:
     """Returns the cells of a step that runs by itself."""
-    order = [sys.executable, __file__, "step", str(length), str(arguments.layers), attention, str(arguments.limit)]
-    ran = subprocess.run(order, env={**os.environ, **ALLOCATOR}, capture_output=True, text=True, check=False)
+    order = [
+        sys.executable,
+        __file__,
+        "step",
+        str(length),
+        str(arguments.layers),
+        attention,
+        str(arguments.limit),
+    ]
+    ran = subprocess.run(
+        order, env={**os.environ, **ALLOCATOR}, capture_output=True, text=True, check=False
+    )
     if ran.returncode:
         fits = "can't allocate memory" not in ran.stderr and ran.returncode != -9
         return ["", "", ran.stderr.strip().splitlines()[-1] if fits else "does not fit", ""]
@@ -69,11 +82,20 @@ def step(length: int, layers: int, attention: str, limit: float) -> None:
     import shardzoo
     from shardzoo.mpu import dropout_state
 
-    size = {"d_model": 512, "d_ff": 2048, "num_layers": layers, "num_heads": 8, "d_kv": 64, "dropout_rate": 0.1}
+    size = {
+        "d_model": 512,
+        "d_ff": 2048,
+        "num_layers": layers,
+        "num_heads": 8,
+        "d_kv": 64,
+        "dropout_rate": 0.1,
+    }
     config = transformers.T5Config(**size, decoder_start_token_id=0)
     torch.manual_seed(0)
     if attention:
-        config._attn_implementation = attention  # what `attn_implementation=` of from_pretrained sets
+        config._attn_implementation = (
+            attention  # what `attn_implementation=` of from_pretrained sets
+        )
         model = transformers.T5ForConditionalGeneration(config)
     else:
         model = shardzoo.from_config(config)

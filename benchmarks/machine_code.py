@@ -31,9 +31,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MULTIPROCESSORS, CLOCK, BANDWIDTH = 132, 1.755e9, 3.35e12  # H100 SXM at its usual boost clock
-DTYPES = {"fp32": ("f", 4, 4), "bf16": ("13__nv_bfloat16", 8, 2)}  # mangled, elements of a vector, bytes of an element
+DTYPES = {
+    "fp32": ("f", 4, 4),
+    "bf16": ("13__nv_bfloat16", 8, 2),
+}  # mangled, elements of a vector, bytes of an element
 EXPONENTIALS = ("MUFU",)
-FULL_RATE = ("FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2", "IMAD", "MOV", "UMOV", "NOP", "LD", "ST", "BRA", "BSSY")
+FULL_RATE = (
+    "FADD",
+    "FMUL",
+    "FFMA",
+    "HADD2",
+    "HMUL2",
+    "HFMA2",
+    "IMAD",
+    "MOV",
+    "UMOV",
+    "NOP",
+    "LD",
+    "ST",
+    "BRA",
+    "BSSY",
+)
 FULL_RATE += ("BSYNC", "EXIT", "BAR", "SHFL", "U", "S2", "CS2R", "R2UR", "WARPSYNC", "CALL")
 
 
@@ -93,7 +111,11 @@ class Count:
 def nvdisasm() -> str:
     """Returns the path of nvdisasm. Raises FileNotFoundError where there is none."""
     spec = importlib.util.find_spec("triton")
-    beside = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm" if spec and spec.origin else None
+    beside = (
+        Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+        if spec and spec.origin
+        else None
+    )
     found = shutil.which("nvdisasm") or (str(beside) if beside and beside.exists() else None)
     if found is None:
         raise FileNotFoundError("there is no nvdisasm on PATH and none in an installed Triton")
@@ -103,13 +125,26 @@ def nvdisasm() -> str:
 def compile_kernels(source: Path, arch: str, folder: Path) -> tuple[Path, str]:
     """Returns a file's machine code below `folder`, and what ptxas says about registers and spills."""
     cubin = folder / f"{source.stem}.{arch}.cubin"
-    command = ["nvcc", "-O3", "-std=c++17", f"-arch={arch}", "-cubin", "-Xptxas", "-v", str(source), "-o", str(cubin)]
+    command = [
+        "nvcc",
+        "-O3",
+        "-std=c++17",
+        f"-arch={arch}",
+        "-cubin",
+        "-Xptxas",
+        "-v",
+        str(source),
+        "-o",
+        str(cubin),
+    ]
     return cubin, subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def disassembled(cubin: Path) -> str:
     """Returns what nvdisasm prints of a file, as JSON."""
-    return subprocess.run([nvdisasm(), "-json", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [nvdisasm(), "-json", str(cubin)], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def parse(disassembly: str) -> dict[str, list[Instruction]]:
@@ -132,7 +167,10 @@ def registers(report: str) -> dict[str, tuple[int, int]]:
         report,
         re.DOTALL,
     )
-    return {name: (int(used), int(stack) + int(stores) + int(loads)) for name, stack, stores, loads, used in found}
+    return {
+        name: (int(used), int(stack) + int(stores) + int(loads))
+        for name, stack, stores, loads, used in found
+    }
 
 
 def next_ones(code: Sequence[Instruction], i: int) -> list[int]:
@@ -180,7 +218,9 @@ def main_loop(code: Sequence[Instruction]) -> list[int]:
         if not any(head <= h and t <= tail and (h, t) != (head, tail) for h, t in ways)
     ]
     return max(
-        inner, key=lambda way: sum(is_wide(code[i]) for i in way if code[i].opcode.startswith("LDG")), default=[]
+        inner,
+        key=lambda way: sum(is_wide(code[i]) for i in way if code[i].opcode.startswith("LDG")),
+        default=[],
     )
 
 
@@ -195,7 +235,9 @@ def count(code: Sequence[Instruction], way: Sequence[int]) -> Count:
     exponentials = sum(opcode.startswith(EXPONENTIALS) for opcode in opcodes)
     full = sum(opcode.startswith(FULL_RATE) for opcode in opcodes)
     accesses = [opcode for opcode in opcodes if opcode.startswith(("LDG", "STG"))]
-    loads, stores = (sum(o.startswith(kind) and ".128" in o for o in accesses) for kind in ("LDG", "STG"))
+    loads, stores = (
+        sum(o.startswith(kind) and ".128" in o for o in accesses) for kind in ("LDG", "STG")
+    )
     halves = len(opcodes) - exponentials - full
     return Count(len(opcodes), halves, exponentials, loads, stores, len(accesses) - loads - stores)
 
@@ -206,7 +248,9 @@ def busy(kernel: Kernel, size: int, per_16: float, halves: float, exponentials: 
     Args:
         per_16, halves, exponentials: Instructions for 16 elements: all, those of the half-rate unit, exponentials.
     """
-    cycles = max(per_16, 2 * halves, 8 * exponentials)  # of a scheduler, for 16 elements of each of 32 lanes
+    cycles = max(
+        per_16, 2 * halves, 8 * exponentials
+    )  # of a scheduler, for 16 elements of each of 32 lanes
     compute = cycles / (MULTIPROCESSORS * 4 * CLOCK)
     return compute / (32 * 16 * size * kernel.moves / BANDWIDTH)
 
@@ -229,12 +273,16 @@ KERNELS = (  # passes: of 8,192 rows of 768 columns, or 3,072 behind an activati
     Kernel("its gradient", "activation", "glu_backward_kernel", 5, "STG", 2, 15, "Li2E"),
     Kernel("bias_dropout_residual", "dropout", "dropout_forward_kernel", 3, "STG", 1, 4),
     Kernel("its gradient", "dropout", "dropout_backward_kernel", 2, "STG", 1, 6),
-    Kernel("cross_entropy_stats", "cross_entropy", "cross_entropy_stats_kernel", 1, "LDG", 1, 6, "Lb0E"),
+    Kernel(
+        "cross_entropy_stats", "cross_entropy", "cross_entropy_stats_kernel", 1, "LDG", 1, 6, "Lb0E"
+    ),
     Kernel("cross_entropy_grad", "cross_entropy", "cross_entropy_grad_kernel", 2, "STG", 1, 6),
 )
 
 
-def row(kernel: Kernel, dtype: str, code: Sequence[Instruction], used: tuple[int, int]) -> list[str]:
+def row(
+    kernel: Kernel, dtype: str, code: Sequence[Instruction], used: tuple[int, int]
+) -> list[str]:
     """Returns the kernel's row of the table."""
     _, width, size = DTYPES[dtype]
     loop, whole = main_loop(code), whole_way(code)
@@ -243,7 +291,14 @@ def row(kernel: Kernel, dtype: str, code: Sequence[Instruction], used: tuple[int
     scale = 16 / (vectors * width)
     total = scale * (inside.instructions + around / kernel.passes)
     share = busy(kernel, size, total, scale * inside.halves, scale * inside.exponentials)
-    numbers = [inside.loads, inside.stores, inside.narrow, round(scale * inside.instructions), around, round(total)]
+    numbers = [
+        inside.loads,
+        inside.stores,
+        inside.narrow,
+        round(scale * inside.instructions),
+        around,
+        round(total),
+    ]
     return [kernel.label, dtype, *map(str, used), *map(str, numbers), f"{share:.0%}"]
 
 
@@ -259,7 +314,9 @@ def table(arch: str) -> list[list[str]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for file in dict.fromkeys(kernel.file for kernel in KERNELS):
-            cubin, report = compile_kernels(ROOT / "csrc" / "cuda" / f"{file}.cu", arch, Path(folder))
+            cubin, report = compile_kernels(
+                ROOT / "csrc" / "cuda" / f"{file}.cu", arch, Path(folder)
+            )
             codes, used = parse(disassembled(cubin)), registers(report)
             for kernel in (kernel for kernel in KERNELS if kernel.file == file):
                 for dtype in DTYPES:
@@ -268,7 +325,19 @@ def table(arch: str) -> list[list[str]]:
     return rows
 
 
-HEADINGS = ["kernel", "dtype", "registers", "spills", "loads", "stores", "narrow", "loop", "around", "of 16", "busy"]
+HEADINGS = [
+    "kernel",
+    "dtype",
+    "registers",
+    "spills",
+    "loads",
+    "stores",
+    "narrow",
+    "loop",
+    "around",
+    "of 16",
+    "busy",
+]
 
 
 def main() -> None:

@@ -29,7 +29,9 @@ STRAGGLERS = Stragglers(slow_share=0.001, slowdown=1.2, jitter=0.03)
 
 def models() -> dict[str, tuple[ModelConfig, int]]:
     """Returns configurations and lengths; of the encoder-decoders, of source and target each."""
-    wide = find_config("gpt2").with_changes(n_embd=10_240, n_head=80, n_layer=80, vocab_size=50_304, n_positions=2048)
+    wide = find_config("gpt2").with_changes(
+        n_embd=10_240, n_head=80, n_layer=80, vocab_size=50_304, n_positions=2048
+    )
     return {
         "GLM-10B": (find_config("glm-10b"), 1024),
         "T5-11B": (find_config("t5-11b"), 512),
@@ -38,7 +40,9 @@ def models() -> dict[str, tuple[ModelConfig, int]]:
     }
 
 
-def planned(config: ModelConfig, length: int, devices: int, cluster: Cluster) -> dict[str, Any] | None:
+def planned(
+    config: ModelConfig, length: int, devices: int, cluster: Cluster
+) -> dict[str, Any] | None:
     """Returns the fastest layout with its simulation, or None if none fits."""
     asked = Request(devices, BATCH, length, length)
     found = plans(config, asked, cluster, best=1)
@@ -46,7 +50,10 @@ def planned(config: ModelConfig, length: int, devices: int, cluster: Cluster) ->
         return None
     (first,) = found
     run, network = first.run, network_of_config(config)
-    steps = [simulate_step(network, run, cluster, stragglers=STRAGGLERS, seed=seed) for seed in range(DRAWS)]
+    steps = [
+        simulate_step(network, run, cluster, stragglers=STRAGGLERS, seed=seed)
+        for seed in range(DRAWS)
+    ]
     step = sum(steps) / DRAWS
     work = TOKENS / (BATCH * length) * step
     save = save_seconds(config, run, asked)
@@ -87,8 +94,17 @@ def draw(curves: dict[str, dict[int, dict[str, Any] | None]], device: str, path:
         fitting = {devices: row for devices, row in curve.items() if row}
         left.plot([*fitting], [row["MFU"] for row in fitting.values()], "o-", label=name)
         middle.plot([*fitting], [row["days"] for row in fitting.values()], "o-", label=name)
-        right.plot([*fitting], [row["useful"] * row["stragglers"] for row in fitting.values()], "o-", label=name)
-    titles = ("MFU of the fastest layout", "days for 300 billion tokens", "share kept with stragglers and failures")
+        right.plot(
+            [*fitting],
+            [row["useful"] * row["stragglers"] for row in fitting.values()],
+            "o-",
+            label=name,
+        )
+    titles = (
+        "MFU of the fastest layout",
+        "days for 300 billion tokens",
+        "share kept with stragglers and failures",
+    )
     for axes, title in zip((left, middle, right), titles, strict=True):
         axes.set(title=title, xlabel=device, xscale="log")
         axes.grid(alpha=0.3)
@@ -100,8 +116,12 @@ def draw(curves: dict[str, dict[int, dict[str, Any] | None]], device: str, path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the fastest layouts of four models over the number of devices.")
-    parser.add_argument("--device", default="a100", help="a100, h100, … or a YAML file, as of `shardzoo plan`")
+    parser = argparse.ArgumentParser(
+        description="Draw the fastest layouts of four models over the number of devices."
+    )
+    parser.add_argument(
+        "--device", default="a100", help="a100, h100, … or a YAML file, as of `shardzoo plan`"
+    )
     parser.add_argument("--output", type=Path, help="also draw the curves into this file")
     arguments = parser.parse_args()
     cluster = cluster_of(arguments.device)

@@ -38,7 +38,13 @@ class Arguments:
     """What to measure."""
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    sizes: tuple[str, ...] = ("1024x768x768", "1024x768x3072", "1024x3072x768", "256x768x768", "256x768x32128")
+    sizes: tuple[str, ...] = (
+        "1024x768x768",
+        "1024x768x3072",
+        "1024x3072x768",
+        "256x768x768",
+        "256x768x32128",
+    )
     """Tokens x inputs x outputs."""
     seconds: float = 0.5
     """About how long to repeat each product."""
@@ -57,14 +63,21 @@ def main() -> int:
             tokens, inputs, outputs = map(int, size.split("x"))
             for name, (a, b) in factors(tokens, inputs, outputs, getattr(torch, dtype)).items():
                 check(a, b, dtype)
-                results.append({"size": size, "dtype": dtype, "product": name} | measure(a, b, arguments.seconds))
+                results.append(
+                    {"size": size, "dtype": dtype, "product": name}
+                    | measure(a, b, arguments.seconds)
+                )
     show(results, facts)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": facts, "results": results}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"environment": facts, "results": results}, indent=1) + "\n"
+        )
     return 0
 
 
-def factors(tokens: int, inputs: int, outputs: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+def factors(
+    tokens: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns the factors of the products of a linear layer, in the layouts of memory that it has."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((tokens, inputs), (outputs, inputs), (tokens, outputs))
@@ -101,19 +114,32 @@ def measure(a: Tensor, b: Tensor, seconds: float) -> dict:
             spent[name].append(time.perf_counter() - start)
     flops = 2e-9 * a.numel() * b.shape[1]
     rates = {name: flops / statistics.median(values) for name, values in spent.items()}
-    return {"rates": rates, "ratio": rates["ours"] / max(rate for name, rate in rates.items() if name != "ours")}
+    return {
+        "rates": rates,
+        "ratio": rates["ours"] / max(rate for name, rate in rates.items() if name != "ours"),
+    }
 
 
 def show(results: list[dict], facts: dict[str, str]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
     table = Table(title="GFLOP/s", title_justify="left")
-    for column in ("dtype", "tokens x inputs x outputs", "product", "ours", "torch.mm", "oneDNN", "ratio"):
+    for column in (
+        "dtype",
+        "tokens x inputs x outputs",
+        "product",
+        "ours",
+        "torch.mm",
+        "oneDNN",
+        "ratio",
+    ):
         table.add_column(column, justify="left" if column in ("dtype", "product") else "right")
     for result in results:
         rates = (result["rates"].get(name) for name in ("ours", "torch.mm", "oneDNN"))
         cells = ("" if rate is None else f"{rate:,.0f}" for rate in rates)
-        table.add_row(result["dtype"], result["size"], result["product"], *cells, f"{result['ratio']:.2f}")
+        table.add_row(
+            result["dtype"], result["size"], result["product"], *cells, f"{result['ratio']:.2f}"
+        )
     console.print(table)
 
 

@@ -68,12 +68,17 @@ def llama_3(gpus: int, seconds: float) -> tuple[Network, Run, Cluster, float]:
     return model, Run(gpus, 2048, 1, 8192, **layout), CLUSTERS[H100], seconds
 
 
-def mt5(gpus: int, batch: int, tensor: int, pipeline: int, seconds: float) -> tuple[Network, Run, Cluster, float]:
+def mt5(
+    gpus: int, batch: int, tensor: int, pipeline: int, seconds: float
+) -> tuple[Network, Run, Cluster, float]:
     block = Block(
         hidden=768, heads=12, head_size=64, feed_forward=2048, mlp_kept=2, attention_dropout=False, dropouts=0,
         statistics=1, bias=True, gated=True,
     )  # fmt: skip
-    stacks = Stack("encoder", 12, block), Stack("decoder", 12, replace(block, causal=True, cross=True), is_decoder=True)
+    stacks = (
+        Stack("encoder", 12, block),
+        Stack("decoder", 12, replace(block, causal=True, cross=True), is_decoder=True),
+    )
     usual = CLUSTERS["a100"]
     layout = {"tensor": tensor, "pipeline": pipeline, "fused_attention": False, "zero_stage": 0}
     return (
@@ -86,13 +91,21 @@ def mt5(gpus: int, batch: int, tensor: int, pipeline: int, seconds: float) -> tu
 
 OTHERS = {
     "llama-3-2024": [llama_3(8192, 11.598), llama_3(16_384, 6.2339)],
-    "libai-mt5-2022": [mt5(1, 16, 1, 1, 0.23), mt5(8, 128, 1, 1, 0.3), mt5(8, 16, 1, 8, 0.73), mt5(8, 32, 2, 2, 0.34)],
+    "libai-mt5-2022": [
+        mt5(1, 16, 1, 1, 0.23),
+        mt5(8, 128, 1, 1, 0.3),
+        mt5(8, 16, 1, 8, 0.73),
+        mt5(8, 32, 2, 2, 0.34),
+    ],
 }
 
 
 def other_errors(source: str) -> list[float]:
     """Returns the relative errors of the runs of a source in `OTHERS`."""
-    return [step_time(model, run, cluster).total / seconds - 1 for model, run, cluster, seconds in OTHERS[source]]
+    return [
+        step_time(model, run, cluster).total / seconds - 1
+        for model, run, cluster, seconds in OTHERS[source]
+    ]
 
 
 def published(path: Path = RUNS) -> list[dict[str, str]]:
@@ -102,24 +115,39 @@ def published(path: Path = RUNS) -> list[dict[str, str]]:
 
 def network(row: dict[str, str]) -> Network:
     """Returns the model of a run. Megatron's and LiBai's blocks keep no keys for dropout, which time does not show."""
-    hidden, heads, inner, layers = (int(row[name]) for name in ("hidden", "heads", "feed_forward", "layers"))
+    hidden, heads, inner, layers = (
+        int(row[name]) for name in ("hidden", "heads", "feed_forward", "layers")
+    )
     gated = row["gated"] == "1"
     block = Block(
         hidden=hidden, heads=heads, head_size=hidden // heads, feed_forward=inner, mlp_kept=2,
         attention_dropout=True, dropouts=2, statistics=2, causal=row["model"] != "bert", gated=gated,
     )  # fmt: skip
-    parameters = layers * (4 * hidden**2 + (2 + gated) * hidden * inner) + int(row["vocabulary"]) * hidden
+    parameters = (
+        layers * (4 * hidden**2 + (2 + gated) * hidden * inner) + int(row["vocabulary"]) * hidden
+    )
     return network_of(Activations((Stack("", layers, block),)), int(row["vocabulary"]), parameters)
 
 
 def run_of(row: dict[str, str]) -> Run:
-    names = ("gpus", "global_batch", "micro_batch", "length", "tensor", "pipeline", "chunks", "gradient_itemsize")
+    names = (
+        "gpus",
+        "global_batch",
+        "micro_batch",
+        "length",
+        "tensor",
+        "pipeline",
+        "chunks",
+        "gradient_itemsize",
+    )
     return Run(
         **{name: int(row[name]) for name in names},
         recompute=row["recompute"],  # pyright: ignore[reportArgumentType]
         sequence_parallel=row["sequence_parallel"] == "1",
         fused_attention=row["source"].startswith("llm-foundry"),
-        zero_stage=3 if row["source"].startswith("llm-foundry") else int(row["source"] == "bloom-2022"),
+        zero_stage=3
+        if row["source"].startswith("llm-foundry")
+        else int(row["source"] == "bloom-2022"),
     )
 
 
@@ -128,7 +156,9 @@ def error(row: dict[str, str], rates: Rates, sustained: float = DEVICES[H100].su
     return predicted(row, rates, sustained).total / float(row["seconds"]) - 1
 
 
-def predicted(row: dict[str, str], rates: Rates, sustained: float = DEVICES[H100].sustained) -> StepTime:
+def predicted(
+    row: dict[str, str], rates: Rates, sustained: float = DEVICES[H100].sustained
+) -> StepTime:
     cluster = replace(CLUSTERS[row["cluster"]], rates=rates)
     if row["cluster"] == H100:
         cluster = replace(cluster, device=replace(cluster.device, sustained=sustained))
@@ -153,7 +183,9 @@ def fit(rows: Sequence[dict[str, str]]) -> Fit:
     return found_at(min(minima, key=lambda minimum: minimum.cost).x)
 
 
-def report(name: str, rows: Sequence[dict[str, str]], rates: Rates, sustained: float) -> tuple[float, float]:
+def report(
+    name: str, rows: Sequence[dict[str, str]], rates: Rates, sustained: float
+) -> tuple[float, float]:
     """Prints and returns the median and the largest error of some runs."""
     errors = [abs(error(row, rates, sustained)) for row in rows]
     found = median(errors), max(errors)
@@ -162,9 +194,15 @@ def report(name: str, rows: Sequence[dict[str, str]], rates: Rates, sustained: f
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the rates again to half of the runs")
-    parser.add_argument("--by-source", action="store_true", help="hold out one source after the other")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--fit", action="store_true", help="fit the rates again to half of the runs"
+    )
+    parser.add_argument(
+        "--by-source", action="store_true", help="hold out one source after the other"
+    )
     parser.add_argument("--rows", action="store_true", help="print each run")
     arguments = parser.parse_args()
     rows, found = published(), (Rates(), DEVICES[H100].sustained)
@@ -176,17 +214,24 @@ def main() -> int:
     if arguments.rows:
         for row in rows:
             parts = predicted(row, *found)
-            shares = " ".join(f"{name}={value / parts.total:.0%}" for name, value in parts.parts.items())
-            size = (
-                f"{row['model']}-{row['layers']}x{row['hidden']} t{row['tensor']} p{row['pipeline']} of {row['gpus']}"
+            shares = " ".join(
+                f"{name}={value / parts.total:.0%}" for name, value in parts.parts.items()
             )
-            print(f"{row['source']:26} {size:30} {row['recompute']:9} {error(row, *found):+6.1%}  {shares}")
+            layout = f"t{row['tensor']} p{row['pipeline']} of {row['gpus']}"
+            size = f"{row['model']}-{row['layers']}x{row['hidden']} {layout}"
+            print(
+                f"{row['source']:26} {size:30} {row['recompute']:9} {error(row, *found):+6.1%}  {shares}"
+            )
     for source in dict.fromkeys(row["source"] for row in rows):
         report(source, [row for row in rows if row["source"] == source], *found)
     if arguments.by_source:
         for source in SOURCES:
             without = fit([row for row in rows if not row["source"].startswith(source)])
-            report(f"{source}, held out", [row for row in rows if row["source"].startswith(source)], *without)
+            report(
+                f"{source}, held out",
+                [row for row in rows if row["source"].startswith(source)],
+                *without,
+            )
     for source in OTHERS:
         print(f"{source}: {', '.join(f'{error:+.1%}' for error in other_errors(source))}")
     report("fitted", fitted, *found)

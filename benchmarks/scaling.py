@@ -46,7 +46,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import convert
 import data
 import trainer
-from shardzoo.data import GPTDataset, IndexedDataset, PrepareOptions, ResumableLoader, Share, prepare_dataset
+from shardzoo.data import (
+    GPTDataset,
+    IndexedDataset,
+    PrepareOptions,
+    ResumableLoader,
+    Share,
+    prepare_dataset,
+)
 from shardzoo.models import find_config, from_config, from_pretrained
 from shardzoo.models.common.config import ModelConfig
 from shardzoo.models.sizes import parameter_sizes
@@ -135,7 +142,9 @@ def train(arguments: Arguments) -> list[Sweep]:
 
     def sweep(name: str) -> Sweep:
         def settings(size: int) -> tuple[ModelConfig, dict[str, int]]:
-            config = find_config("gpt2").with_changes(**BASE | ({name: size} if name in BASE else {}))
+            config = find_config("gpt2").with_changes(
+                **BASE | ({name: size} if name in BASE else {})
+            )
             return config, SHAPE | ({name: size} if name in SHAPE else {})
 
         return Sweep(
@@ -163,12 +172,21 @@ def measured_step(config: ModelConfig, shape: dict[str, int], repeats: int) -> V
 
     step()
     # The profiler does not see the pool of large CPU outputs; it has no part in the peak, nor the kernel that uses it.
-    without_pool = mock.patch("shardzoo.ops.library.recycled", lambda like, size: like.new_empty(size))
+    without_pool = mock.patch(
+        "shardzoo.ops.library.recycled", lambda like, size: like.new_empty(size)
+    )
     without_kernel = mock.patch.object(sys.modules["shardzoo.ops.matmul"], "_kernel_dtypes", tuple)
-    with without_pool, without_kernel, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        without_pool,
+        without_kernel,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         step()
     found: Any = profiler.profiler
-    events = sorted((e for e in found.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    events = sorted(
+        (e for e in found.kineto_results.events() if e.name() == "[memory]"),
+        key=lambda e: e.start_ns(),
+    )
     peak = max(accumulate(event.nbytes() for event in events))
     kept = 12 * sum(parameter.numel() for parameter in model.parameters())  # weights and moments
     return {"seconds": fastest(repeats + 1, step), "peak bytes": peak + kept}
@@ -178,9 +196,23 @@ def expected_step(config: ModelConfig, shape: dict[str, int]) -> Values:
     count, batch = shape["accumulation"], shape["batch"]
     # Dropout in attention draws a mask for each score, which takes time like scores that are written to memory.
     run = Run(
-        1, batch * count, batch, shape["length"], fused_attention=False, zero_stage=0, itemsize=4, gradient_itemsize=4
+        1,
+        batch * count,
+        batch,
+        shape["length"],
+        fused_attention=False,
+        zero_stage=0,
+        itemsize=4,
+        gradient_itemsize=4,
     )
-    job = Job(batch, shape["length"], padded=False, accumulation_steps=count, precision="fp32", device="cpu")
+    job = Job(
+        batch,
+        shape["length"],
+        padded=False,
+        accumulation_steps=count,
+        precision="fp32",
+        device="cpu",
+    )
     return {
         "seconds": step_time(network_of_config(config), run, cluster_of("cpu")).total,
         "peak bytes": estimate(config, job).peak.total - FRAMEWORK["cpu"],
@@ -197,10 +229,16 @@ def over_ranks(arguments: Arguments) -> list[Sweep]:
         return calibration.Row("gpt2", BASE, batch, 256, 0, parts, tensor, pipeline, ranks)
 
     def expected(axis: str, ranks: int) -> Values:
-        time = step_time(network_of_config(row(axis, 1).config), row(axis, ranks).run, cluster_of("cpu")).total
+        time = step_time(
+            network_of_config(row(axis, 1).config), row(axis, ranks).run, cluster_of("cpu")
+        ).total
         return {"seconds": time * max(ranks / cores, 1.0)}
 
-    titles = {"tensor": "tensor-parallel ranks", "pipeline": "pipeline stages", "data": "data-parallel ranks"}
+    titles = {
+        "tensor": "tensor-parallel ranks",
+        "pipeline": "pipeline stages",
+        "data": "data-parallel ranks",
+    }
     return [
         Sweep(
             f"training step over {titles[axis]}",
@@ -222,19 +260,36 @@ class Sent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors if torch.is_tensor(tensor))
+            self.bytes += sum(
+                tensor.numel() * tensor.element_size()
+                for tensor in tensors
+                if torch.is_tensor(tensor)
+            )
         return func(*args, **(kwargs or {}))
 
 
 def communicate(arguments: Arguments) -> list[Sweep]:
     """Bytes that a tensor-parallel rank passes to collectives in a step: four tensors of the stream for each block."""
-    small = {"batch": 2, "length": 64, "n_embd": 96, "n_layer": 2, "n_head": 24, "vocab_size": 1536, "n_positions": 512}
+    small = {
+        "batch": 2,
+        "length": 64,
+        "n_embd": 96,
+        "n_layer": 2,
+        "n_head": 24,
+        "vocab_size": 1536,
+        "n_positions": 512,
+    }
     sizes = {
         "ranks": (2, 4, 6, 8), "batch": (1, 2, 4, 8), "length": (32, 64, 128, 256), "n_embd": (96, 192, 384),
         "n_layer": (2, 4, 8), "vocab_size": (1536, 6144, 24_576),
     }  # fmt: skip
     grows = {"batch", "length", "n_embd", "n_layer"}
-    titles = {"ranks": "tensor-parallel ranks", "n_embd": "width", "n_layer": "layers", "vocab_size": "vocabulary"}
+    titles = {
+        "ranks": "tensor-parallel ranks",
+        "n_embd": "width",
+        "n_layer": "layers",
+        "vocab_size": "vocabulary",
+    }
     return [
         Sweep(
             f"communication over {titles.get(name, name)}",
@@ -254,7 +309,9 @@ def sent_bytes(settings: dict[str, int]) -> float:
         return float(Path(file.name).read_text())
 
 
-def count_bytes(mesh: ParallelMesh, settings: dict[str, int], shape: tuple[int, int], path: str) -> None:
+def count_bytes(
+    mesh: ParallelMesh, settings: dict[str, int], shape: tuple[int, int], path: str
+) -> None:
     collectives._SMALL, shared_memory.find = 0, lambda tensor, group: None  # as between hosts
     model: Any = from_config(find_config("gpt2").with_changes(**settings), mesh).train()
     ids = torch.zeros(shape, dtype=torch.long)
@@ -267,12 +324,18 @@ def count_bytes(mesh: ParallelMesh, settings: dict[str, int], shape: tuple[int, 
 
 def steps(arguments: Arguments) -> list[Sweep]:
     """Seconds of the trainer's steps after the first two, with logging in each."""
-    config = find_config("gpt2-quickstart").with_changes(n_embd=64, n_layer=1, n_head=4, vocab_size=512)
+    config = find_config("gpt2-quickstart").with_changes(
+        n_embd=64, n_layer=1, n_head=4, vocab_size=512
+    )
 
     def run(count: int) -> Values:
         with tempfile.TemporaryDirectory() as folder:
             samples = trainer.Samples(512, 32)
-            return {"seconds": sum(trainer.ours(from_config(config), samples, folder, train_steps=count).seconds)}
+            return {
+                "seconds": sum(
+                    trainer.ours(from_config(config), samples, folder, train_steps=count).seconds
+                )
+            }
 
     torch.set_num_threads(1)
     return [Sweep("a run over its steps", (100, 400, 1600), run, lambda count: {"seconds": count})]
@@ -288,11 +351,17 @@ def saves(arguments: Arguments) -> list[Sweep]:
         with tempfile.TemporaryDirectory() as folder:
             model: Any = from_config(config(width))
             written = fastest(arguments.repeats, lambda: model.save_pretrained(folder))
-            return {"saving s": written, "loading s": fastest(arguments.repeats, lambda: from_pretrained(folder))}
+            return {
+                "saving s": written,
+                "loading s": fastest(arguments.repeats, lambda: from_pretrained(folder)),
+            }
 
     def size(width: int) -> Values:
         nbytes = 4 * sum(size.full for size in parameter_sizes(config(width)))
-        return {"saving s": fastest(arguments.repeats, lambda: write(bytes(nbytes))), "loading s": nbytes}
+        return {
+            "saving s": fastest(arguments.repeats, lambda: write(bytes(nbytes))),
+            "loading s": nbytes,
+        }
 
     return [Sweep("saving and loading over width", (256, 512, 1024, 1536), run, size)]
 
@@ -320,7 +389,10 @@ def conversion(arguments: Arguments) -> list[Sweep]:
                 for _ in range(arguments.repeats):
                     rmtree(root / ("two" if title == "splitting" else "one"), ignore_errors=True)
                     runs.append(convert.convert(*words))
-                found |= {f"{title} s": min(r[0] for r in runs), f"{title}, peak bytes": min(r[2] for r in runs)}
+                found |= {
+                    f"{title} s": min(r[0] for r in runs),
+                    f"{title}, peak bytes": min(r[2] for r in runs),
+                }
             return found
 
     def size(layers: int) -> Values:
@@ -333,9 +405,19 @@ def conversion(arguments: Arguments) -> list[Sweep]:
         with tempfile.TemporaryDirectory() as name:
             root = Path(name)
             convert.write_checkpoint(root / "source", *convert.gpt2_shapes(32, 512))
-            words = ("split", str(root / "source"), str(root / "parts"), "--tp", str(files), "--overwrite")
+            words = (
+                "split",
+                str(root / "source"),
+                str(root / "parts"),
+                "--tp",
+                str(files),
+                "--overwrite",
+            )
             runs = [convert.convert(*words) for _ in range(arguments.repeats)]
-            return {"splitting s": min(r[0] for r in runs), "splitting, peak bytes": min(r[2] for r in runs)}
+            return {
+                "splitting s": min(r[0] for r in runs),
+                "splitting, peak bytes": min(r[2] for r in runs),
+            }
 
     return [
         Sweep("conversion over layers", (8, 16, 32, 64), run, size),
@@ -356,9 +438,20 @@ def prepare(arguments: Arguments) -> list[Sweep]:
         with tempfile.TemporaryDirectory() as folder:
             corpus, tokenizer = data.make_corpus(Path(folder), megabytes)
             options = PrepareOptions(tokenizer)
-            return {"seconds": fastest(1, lambda: prepare_dataset(corpus, corpus.with_name("prepared"), options))}
+            return {
+                "seconds": fastest(
+                    1, lambda: prepare_dataset(corpus, corpus.with_name("prepared"), options)
+                )
+            }
 
-    return [Sweep("preparation over megabytes of text", (6, 12, 24, 48), run, lambda size: {"seconds": size})]
+    return [
+        Sweep(
+            "preparation over megabytes of text",
+            (6, 12, 24, 48),
+            run,
+            lambda size: {"seconds": size},
+        )
+    ]
 
 
 DOCUMENT = 600  # tokens
@@ -371,18 +464,32 @@ def indexed(arguments: Arguments) -> list[Sweep]:
     def run(tokens: int) -> Values:
         with tempfile.TemporaryDirectory() as folder:
             prefix = make_tokens(Path(folder) / "made", tokens)
-            found: Values = {"opening s": fastest(arguments.repeats, lambda: IndexedDataset(prefix))}
+            found: Values = {
+                "opening s": fastest(arguments.repeats, lambda: IndexedDataset(prefix))
+            }
             corpus = IndexedDataset(prefix)
-            found["index of samples s"] = fastest(arguments.repeats, lambda: GPTDataset(corpus, 1024))
+            found["index of samples s"] = fastest(
+                arguments.repeats, lambda: GPTDataset(corpus, 1024)
+            )
             samples = GPTDataset(corpus, 1024)
-            found["first batch s"] = fastest(arguments.repeats, lambda: next(iter(ResumableLoader(samples, Share(4)))))
+            found["first batch s"] = fastest(
+                arguments.repeats, lambda: next(iter(ResumableLoader(samples, Share(4))))
+            )
             batches = iter(ResumableLoader(samples, Share(4)))
             next(batches)
-            found["batch s"] = fastest(arguments.repeats, lambda: [next(batches) for _ in range(SAMPLES)]) / SAMPLES
+            found["batch s"] = (
+                fastest(arguments.repeats, lambda: [next(batches) for _ in range(SAMPLES)])
+                / SAMPLES
+            )
             return found
 
     def expected(tokens: int) -> Values:
-        return {"opening s": tokens, "index of samples s": tokens, "first batch s": tokens, "batch s": 1.0}
+        return {
+            "opening s": tokens,
+            "index of samples s": tokens,
+            "first batch s": tokens,
+            "batch s": 1.0,
+        }
 
     return [Sweep("a corpus over tokens", (10**6, 10**7, 10**8, 10**9), run, expected)]
 
@@ -412,10 +519,21 @@ def start(arguments: Arguments) -> list[Sweep]:
         words = [sys.executable, "-m", "torch.distributed.run", "--no-python", f"--nproc-per-node={ranks}",
                  "--standalone", sys.executable, "-c", START.format(ranks)]  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return {"seconds": fastest(1, lambda: subprocess.run(words, check=True, capture_output=True, env=environment))}
+        return {
+            "seconds": fastest(
+                1, lambda: subprocess.run(words, check=True, capture_output=True, env=environment)
+            )
+        }
 
     cores = os.cpu_count() or 1
-    return [Sweep("starting over processes", (1, 2, 4, 8, 16), run, lambda ranks: {"seconds": max(ranks, cores)})]
+    return [
+        Sweep(
+            "starting over processes",
+            (1, 2, 4, 8, 16),
+            run,
+            lambda ranks: {"seconds": max(ranks, cores)},
+        )
+    ]
 
 
 PARTS = {
@@ -443,10 +561,21 @@ def table(results: dict[str, Any]) -> Table:
     shown = Table("cost", "sizes", "at the smallest", "at the largest", "exponent", "expected", "")
     for title, figures in results.items():
         for name, row in figures.items():
-            over = REASONS.get(f"{title}: {name}", "too fast") if row["exponent"] > row["expected"] + MARGIN else ""
+            over = (
+                REASONS.get(f"{title}: {name}", "too fast")
+                if row["exponent"] > row["expected"] + MARGIN
+                else ""
+            )
             ends = [f"{row['values'][place]:,.4g}" for place in (0, -1)]
             sizes = f"{row['sizes'][0]:,} to {row['sizes'][-1]:,}"
-            shown.add_row(f"{title}: {name}", sizes, *ends, f"{row['exponent']:.2f}", f"{row['expected']:.2f}", over)
+            shown.add_row(
+                f"{title}: {name}",
+                sizes,
+                *ends,
+                f"{row['exponent']:.2f}",
+                f"{row['expected']:.2f}",
+                over,
+            )
     return shown
 
 
@@ -461,9 +590,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
         for name, row in figures.items():
             sizes, values = np.array(row["sizes"], float), np.array(row["values"])
             scaled = values / values[0]
-            (points,) = axes.plot(sizes, scaled, "o", label=f"{name}: {row['exponent']:.2f} ({row['expected']:.2f})")
+            (points,) = axes.plot(
+                sizes, scaled, "o", label=f"{name}: {row['exponent']:.2f} ({row['expected']:.2f})"
+            )
             middle = np.exp(np.log(scaled).mean() - row["expected"] * np.log(sizes).mean())
-            axes.plot(sizes, middle * sizes ** row["expected"], "--", color=points.get_color(), alpha=0.6)
+            axes.plot(
+                sizes, middle * sizes ** row["expected"], "--", color=points.get_color(), alpha=0.6
+            )
         axes.set(title=title, xscale="log", yscale="log")
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
@@ -475,7 +608,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
 def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__)
     kept = arguments.json is not None and arguments.json.exists()
-    results: dict[str, Any] = json.loads(arguments.json.read_text()) if arguments.json and kept else {}
+    results: dict[str, Any] = (
+        json.loads(arguments.json.read_text()) if arguments.json and kept else {}
+    )
     for part in arguments.parts:
         for sweep in PARTS[part](arguments):
             started = time.perf_counter()
@@ -486,8 +621,18 @@ def main() -> int:
     Console(width=150).print(table(results))
     if arguments.plots:
         draw(results, arguments.plots)
-    rows = {f"{title}: {name}": row for title, figures in results.items() for name, row in figures.items()}
-    return int(any(row["exponent"] > row["expected"] + MARGIN for name, row in rows.items() if name not in REASONS))
+    rows = {
+        f"{title}: {name}": row
+        for title, figures in results.items()
+        for name, row in figures.items()
+    }
+    return int(
+        any(
+            row["exponent"] > row["expected"] + MARGIN
+            for name, row in rows.items()
+            if name not in REASONS
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -132,7 +132,10 @@ class ForkedRank:
             os.environ.update(env)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            own = {**spec, "limit": spec.get("limit") if int(env["RANK"]) == spec.get("rank", 0) else None}
+            own = {
+                **spec,
+                "limit": spec.get("limit") if int(env["RANK"]) == spec.get("rank", 0) else None,
+            }
             quietly(folder / "log", work, own)
         note_pid(folder, self.pid)
 
@@ -221,7 +224,14 @@ def command(job: Job, spec: dict[str, Any]) -> None:
 
     workers.MEMORY, sources.CHUNK_BYTES, prepare.SECONDS_BETWEEN_COMMITS = 1 << 18, 8192, -1.0
     if job.group == "preparation":
-        paths = ["--input", str(job.source / "text.jsonl"), "--output", str(job.output), "--tokenizer", str(job.source)]
+        paths = [
+            "--input",
+            str(job.source / "text.jsonl"),
+            "--output",
+            str(job.output),
+            "--tokenizer",
+            str(job.source),
+        ]
         words = ["data", "prepare", *paths, "--workers", job.name[0]]
     else:
         destination = job.output
@@ -259,7 +269,9 @@ class Soak:
         process.join()
         job.seconds = time.monotonic() - started
         if process.exitcode != 0:
-            raise SystemExit(f"{job.name} fails without a fault:\n{(job.folder / 'log').read_text()}")
+            raise SystemExit(
+                f"{job.name} fails without a fault:\n{(job.folder / 'log').read_text()}"
+            )
         job.expected = job.made(job.folder)
         clear(job)
 
@@ -299,7 +311,9 @@ class Soak:
             kind = "SIGKILL"
         if kind == "full disk":
             spec["limit"] = int(2 ** self.chosen.uniform(8, 18))
-            spec["rank"] = self.chosen.randrange(TRAINING[job.name][0]) if job.name in TRAINING else 0
+            spec["rank"] = (
+                self.chosen.randrange(TRAINING[job.name][0]) if job.name in TRAINING else 0
+            )
         process, started = self.start(job, spec), time.monotonic()
         moment = started + self.chosen.uniform(0.05, 0.9) * job.seconds
         if kind in SIGNALS:
@@ -310,7 +324,9 @@ class Soak:
                 return False
             self.send(job, process, SIGNALS[kind])
             started = time.monotonic() + spec.get("stall", 0.0)
-        self.expect_end(job, process, kind, started if kind in SIGNALS else started + 4 * job.seconds)
+        self.expect_end(
+            job, process, kind, started if kind in SIGNALS else started + 4 * job.seconds
+        )
         key = job.group, kind
         self.done[key] += 1
         self.slowest[key] = max(self.slowest.get(key, 0.0), time.monotonic() - started)
@@ -333,8 +349,13 @@ class Soak:
 
     def damage(self, job: Job, kind: str) -> bool:
         """Removes a file of what is written so far, or flips a bit of it."""
-        unfinished = [*job.folder.glob(".output.partial/*.partial"), *job.folder.glob("output.*partial*")]
-        files = [path for path in (*unfinished, *job.output.glob("checkpoints/*/*")) if path.is_file()]
+        unfinished = [
+            *job.folder.glob(".output.partial/*.partial"),
+            *job.folder.glob("output.*partial*"),
+        ]
+        files = [
+            path for path in (*unfinished, *job.output.glob("checkpoints/*/*")) if path.is_file()
+        ]
         if not files:
             return False
         path = self.chosen.choice(sorted(files))
@@ -364,10 +385,17 @@ class Soak:
                 self.problem(job, kind, f"process {pid} is left: {' '.join(told.split())}")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        log = (job.folder / "log").read_text(errors="replace") if (job.folder / "log").exists() else ""
+        log = (
+            (job.folder / "log").read_text(errors="replace")
+            if (job.folder / "log").exists()
+            else ""
+        )
         if "Traceback" in log:
             self.problem(job, kind, f"traceback:\n{log[-8000:]}")
-        elif process.exitcode not in EXIT_CODES and (process.exitcode, kind) != (STALLED, "SIGSTOP"):
+        elif process.exitcode not in EXIT_CODES and (process.exitcode, kind) != (
+            STALLED,
+            "SIGSTOP",
+        ):
             self.problem(job, kind, f"exit code {process.exitcode}: {log[-8000:]}")
 
     def problem(self, job: Job, kind: str, text: str) -> None:
@@ -390,12 +418,20 @@ def clear(job: Job) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def made_by_training(folder: Path) -> dict[str, bytes]:
     """Each step's loss, also of the steps that were done again, and the last checkpoint."""
-    losses = sorted(set((folder / "losses").read_text().splitlines())) if (folder / "losses").exists() else []
+    losses = (
+        sorted(set((folder / "losses").read_text().splitlines()))
+        if (folder / "losses").exists()
+        else []
+    )
     found = tree(folder / f"output/checkpoints/step-{STEPS:06d}")
     left = [str(path.relative_to(folder)) for path in folder.glob("output/checkpoints/.*")]
     left += [path.name for path in folder.glob("output/.run.lock")]
@@ -438,7 +474,15 @@ def jobs(folder: Path) -> Iterator[Job]:
         yield make_job(folder, "preparation", name, command, made_files, kinds, source)
 
 
-def make_job(folder: Path, group: str, name: str, begin: Any, made: Any, faults: tuple[str, ...], source: Path) -> Job:
+def make_job(
+    folder: Path,
+    group: str,
+    name: str,
+    begin: Any,
+    made: Any,
+    faults: tuple[str, ...],
+    source: Path,
+) -> Job:
     own = folder / f"{group} {name}".replace(" ", "-").replace("=", "")
     own.mkdir()
     return Job(group, name, own, begin, made, faults, source=source)
@@ -455,7 +499,12 @@ def make_model(folder: Path) -> None:
 
 
 def soak(
-    goals: dict[str, int], seconds: float, seed: int, folder: Path, report: Path | None, names: Sequence[str]
+    goals: dict[str, int],
+    seconds: float,
+    seed: int,
+    folder: Path,
+    report: Path | None,
+    names: Sequence[str],
 ) -> Soak:
     """Injects faults until each group has its goal, or the time is over. `names` are those of jobs; none is all."""
     found, started = Soak(folder, random.Random(seed)), time.monotonic()
@@ -466,7 +515,9 @@ def soak(
             by_group.setdefault(job.group, []).append(job)
             print(f"{job.group}, {job.name}: {job.seconds:.2f} s undisturbed", flush=True)
     reached, turn = Counter[str](), 0
-    while time.monotonic() - started < seconds and any(reached[group] < goals[group] for group in by_group):
+    while time.monotonic() - started < seconds and any(
+        reached[group] < goals[group] for group in by_group
+    ):
         # The group that is furthest from its goal is next, and its jobs in turn.
         group = min(by_group, key=lambda name: reached[name] / goals[name])
         job = by_group[group][turn % len(by_group[group])]
@@ -477,7 +528,10 @@ def soak(
             found.problem(job, "the soak itself", traceback.format_exc())
             clear(job)
         passed = ", ".join(f"{reached[name]} of {goals[name]} {name}" for name in by_group)
-        print(f"{time.monotonic() - started:.0f} s: {passed}; {len(found.problems)} problems", flush=True)
+        print(
+            f"{time.monotonic() - started:.0f} s: {passed}; {len(found.problems)} problems",
+            flush=True,
+        )
         if report is not None:
             report.write_text(json.dumps(summary(found), indent=1) + "\n")
     return found
@@ -485,7 +539,12 @@ def soak(
 
 def summary(found: Soak) -> dict[str, Any]:
     rows = [
-        {"group": group, "fault": kind, "count": count, "slowest_seconds": round(found.slowest[group, kind], 2)}
+        {
+            "group": group,
+            "fault": kind,
+            "count": count,
+            "slowest_seconds": round(found.slowest[group, kind], 2),
+        }
         for (group, kind), count in sorted(found.done.items())
     ]
     return {"faults": sum(found.done.values()), "rows": rows, "problems": found.problems}
@@ -499,14 +558,21 @@ def table(found: Soak) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for group, goal in (("training", 400), ("conversion", 400), ("preparation", 200)):
         parser.add_argument(f"--{group}", type=int, default=goal, help="number of faults")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where to work; by default a temporary folder")
     parser.add_argument("--report", type=Path, help="a JSON file for the table")
-    parser.add_argument("--jobs", nargs="*", default=[], help=f"of {', '.join((*TRAINING, *CONVERSION, *PREPARATION))}")
+    parser.add_argument(
+        "--jobs",
+        nargs="*",
+        default=[],
+        help=f"of {', '.join((*TRAINING, *CONVERSION, *PREPARATION))}",
+    )
     given = parser.parse_args()
     goals = {group: getattr(given, group) for group in ("training", "conversion", "preparation")}
     with tempfile.TemporaryDirectory(prefix="shardzoo-soak-", dir=given.folder) as folder:

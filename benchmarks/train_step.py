@@ -75,7 +75,10 @@ DROPOUTS = {
     "t5": ("dropout_rate",),
     "mt5": ("dropout_rate",),
 }
-WITHOUT_AUTOTP = ("gpt2", "modernbert")  # DeepSpeed 0.19 refuses the first, and splits the other's gates wrongly
+WITHOUT_AUTOTP = (
+    "gpt2",
+    "modernbert",
+)  # DeepSpeed 0.19 refuses the first, and splits the other's gates wrongly
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 PARTS = {  # part of a step -> what the names of its torch operators contain
     "products": ("aten::mm", "aten::addmm", "aten::bmm", "matrix_product"),
@@ -126,9 +129,13 @@ def main() -> int:
     transformers.logging.disable_progress_bar()
     if arguments.model_parallel_size > 1:
         ignored = {"device": "cpu", "clock": "wall", "threads": 0, "required": 0.0, "json": None}
-        given = [f"--{name}" for name, default in ignored.items() if getattr(arguments, name) != default]
+        given = [
+            f"--{name}" for name, default in ignored.items() if getattr(arguments, name) != default
+        ]
         if given:
-            raise SystemExit(f"--model-parallel-size times ranks of one thread each on this CPU: leave {given[0]} out")
+            raise SystemExit(
+                f"--model-parallel-size times ranks of one thread each on this CPU: leave {given[0]} out"
+            )
         from communication import run  # which makes DeepSpeed use the CPU
 
         for family, dtype in itertools.product(arguments.families, arguments.dtypes):
@@ -142,7 +149,9 @@ def main() -> int:
             wrong |= "error" in result or result["ratio"] < arguments.required
             results.append(result)
             show(result)
-            if arguments.json:  # after each measurement, so that an interrupted run keeps the earlier ones
+            if (
+                arguments.json
+            ):  # after each measurement, so that an interrupted run keeps the earlier ones
                 report = {"environment": facts, "results": results}
                 arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(wrong)
@@ -153,7 +162,10 @@ def measure(family: str, dtype: str, arguments: Arguments) -> dict:
     reference = make_reference(family, arguments)
     cpu_batch = make_batch(family, reference.config, arguments)
     batch = {name: value.to(arguments.device) for name, value in cpu_batch.items()}
-    tokens = sum(int(batch[name].numel()) for name in ("input_ids", *(["labels"] if family in ("t5", "mt5") else [])))
+    tokens = sum(
+        int(batch[name].numel())
+        for name in ("input_ids", *(["labels"] if family in ("t5", "mt5") else []))
+    )
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
         variants = make_variants(folder, type(reference), getattr(torch, dtype), arguments)
@@ -189,7 +201,8 @@ def measure(family: str, dtype: str, arguments: Arguments) -> dict:
         "seconds": medians,
         "spread": {name: (min(values), max(values)) for name, values in seconds.items()},
         "ratio": rivals[rival] / own[best],
-        "plain_ratio": min(rivals[name] for name in rivals if "compiled" not in name) / medians["native"],
+        "plain_ratio": min(rivals[name] for name in rivals if "compiled" not in name)
+        / medians["native"],
         "gemm_gflops": statistics.median(rates) / 1e9,
         "gemm_seconds": step_flops(variants["native"], batch) / statistics.median(rates),
         "best_native": own[best],
@@ -204,10 +217,14 @@ def measure_ranks(mesh: ParallelMesh, family: str, dtype: str, arguments: Argume
 
     reference = make_reference(family, arguments)
     batch = make_batch(family, reference.config, arguments)
-    tolerance = float("inf") if arguments.dropout else LOSS_TOLERANCE[dtype]  # masks of dropout differ
+    tolerance = (
+        float("inf") if arguments.dropout else LOSS_TOLERANCE[dtype]
+    )  # masks of dropout differ
     autotp = dtype == "float32" and family not in WITHOUT_AUTOTP
     kind = getattr(torch, dtype)
-    compare_steps(mesh, f"{family} {dtype}", reference, batch, kind, arguments.rounds, tolerance, autotp)
+    compare_steps(
+        mesh, f"{family} {dtype}", reference, batch, kind, arguments.rounds, tolerance, autotp
+    )
 
 
 def make_reference(family: str, arguments: Arguments) -> nn.Module:
@@ -220,7 +237,9 @@ def make_reference(family: str, arguments: Arguments) -> nn.Module:
     torch.manual_seed(0)
     model = kind.get(family, transformers.AutoModelForSeq2SeqLM).from_config(config)
     if family == "mt5":
-        model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight) * config.d_model**-0.5)
+        model.lm_head.weight = nn.Parameter(
+            torch.randn_like(model.lm_head.weight) * config.d_model**-0.5
+        )
     return model
 
 
@@ -240,7 +259,9 @@ def make_batch(family: str, config, arguments: Arguments) -> dict[str, torch.Ten
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def make_variants(folder: str, kind: type, dtype: torch.dtype, arguments: Arguments) -> dict[str, nn.Module]:
+def make_variants(
+    folder: str, kind: type, dtype: torch.dtype, arguments: Arguments
+) -> dict[str, nn.Module]:
     def rival(attention: str) -> nn.Module:
         model = kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
         return model.to(arguments.device, dtype).train()  # T5's wo stays in fp32 otherwise
@@ -282,7 +303,11 @@ def make_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], 
         dropout_state.set(1, 0)
         loss = model(**batch).loss
         loss.backward()
-        norm = clip(parameters, 1.0, optimizer) if native else nn.utils.clip_grad_norm_(parameters, 1.0)
+        norm = (
+            clip(parameters, 1.0, optimizer)
+            if native
+            else nn.utils.clip_grad_norm_(parameters, 1.0)
+        )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         norm.item()  # waits for the device
@@ -300,7 +325,9 @@ def time_parts(step: Callable[[], object], device: str) -> dict[str, float]:
     shares = dict.fromkeys([*PARTS, "rest"], 0.0)
     for event in profiler.key_averages():
         part = (part for part, names in PARTS.items() if any(name in event.key for name in names))
-        shares[next(part, "rest")] += event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
+        shares[next(part, "rest")] += (
+            event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
+        )
     return {part: value / sum(shares.values()) for part, value in shares.items()}
 
 
@@ -332,9 +359,8 @@ def step_flops(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
 
 def show(result: dict) -> None:
     console = Console()
-    title = (
-        f"{result['family']} {result['dtype']}, {result['parameters'] / 1e6:.0f}M parameters, {result['tokens']} tokens"
-    )
+    parameters = f"{result['parameters'] / 1e6:.0f}M parameters"
+    title = f"{result['family']} {result['dtype']}, {parameters}, {result['tokens']} tokens"
     if "error" in result:
         console.print(f"[red]{title}: not timed, because the results are wrong: {result['error']}")
         return
@@ -343,7 +369,9 @@ def show(result: dict) -> None:
         table.add_column(column, justify="left" if column == "variant" else "right")
     for name, seconds in sorted(result["seconds"].items(), key=lambda item: item[1]):
         low, high = result["spread"][name]
-        table.add_row(name, f"{result['tokens'] / seconds:,.0f}", f"{seconds:.3f}", f"{low:.3f} … {high:.3f}")
+        table.add_row(
+            name, f"{result['tokens'] / seconds:,.0f}", f"{seconds:.3f}", f"{low:.3f} … {high:.3f}"
+        )
     console.print(table)
     best, gemm = result["best_native"], result["gemm_seconds"]
     console.print(

@@ -81,8 +81,16 @@ class Clock(SilentReporter):
 
 def ours(model: torch.nn.Module, data: Any, folder: str, **settings: Any) -> Clock:
     clock = Clock()
-    defaults = {"log_interval": 1, "weight_decay": 0.0, "lr": 1e-4, "lr_schedule": "linear", "warmup_steps": 0}
-    arguments = TrainingArguments(**{**defaults, "save_interval": 1 << 30, "save_dir": folder, **settings})
+    defaults = {
+        "log_interval": 1,
+        "weight_decay": 0.0,
+        "lr": 1e-4,
+        "lr_schedule": "linear",
+        "warmup_steps": 0,
+    }
+    arguments = TrainingArguments(
+        **{**defaults, "save_interval": 1 << 30, "save_dir": folder, **settings}
+    )
     Trainer(arguments).train(model, train_dataset=data, reporter=clock)
     return clock
 
@@ -137,7 +145,10 @@ def overhead(arguments: Arguments) -> dict[str, Any]:
             clock = ours(from_config(config), data, folder, train_steps=30, micro_batch_size=4)
     finally:
         trainer_module.make_engine, TrainingLoop._train_step = make, step  # type: ignore[assignment]
-    return {"step seconds": statistics.median(clock.seconds), "overhead": statistics.median(shares[2:])}
+    return {
+        "step seconds": statistics.median(clock.seconds),
+        "overhead": statistics.median(shares[2:]),
+    }
 
 
 class SaverClock(BackgroundSaver):
@@ -186,7 +197,9 @@ class Saves:
     def values(self, every: int) -> dict[str, float]:
         quiet = [seconds for seconds, busy in self.steps if not busy]
         usual = statistics.median(quiet)
-        slowed = sum(seconds - usual for seconds, busy in self.steps if busy) / len(self.blocked) / usual
+        slowed = (
+            sum(seconds - usual for seconds, busy in self.steps if busy) / len(self.blocked) / usual
+        )
         stalls = [sum(parts.values()) / usual for parts in self.blocked]
         names = dict.fromkeys(name for parts in self.blocked for name in parts)
         return {
@@ -194,8 +207,14 @@ class Saves:
             "spread of quiet steps, share of a step": statistics.stdev(quiet) / usual,
             "stall, share of a step": statistics.median(stalls),
             "largest stall, share of a step": max(stalls),
-            **{f"- {name}": statistics.median(p.get(name, 0.0) for p in self.blocked) / usual for name in names},
-            **{f"- {name}, largest": max(p.get(name, 0.0) for p in self.blocked) / usual for name in names},
+            **{
+                f"- {name}": statistics.median(p.get(name, 0.0) for p in self.blocked) / usual
+                for name in names
+            },
+            **{
+                f"- {name}, largest": max(p.get(name, 0.0) for p in self.blocked) / usual
+                for name in names
+            },
             "slowed in all by a save, share of a step": slowed,
             f"slowed per step of an interval of {every}": slowed / every,
             "seconds until a save is complete": statistics.median(self.written),
@@ -289,15 +308,31 @@ def run_with_saves(arguments: Arguments, folder: str, every: int) -> Saves:
             "save_interval": every, "save_total_limit": 1, "train_steps": 4 * every, "env_type": arguments.env_type,
             "micro_batch_size": arguments.micro_batch_size,
         }  # fmt: skip
-        zero = {"zero_stage": arguments.zero_stage} if arguments.env_type.startswith("deepspeed") else {}
-        clock = ours(from_config(config), Samples(2048, config.max_sequence_length), folder, **settings, **zero)
+        zero = (
+            {"zero_stage": arguments.zero_stage}
+            if arguments.env_type.startswith("deepspeed")
+            else {}
+        )
+        clock = ours(
+            from_config(config),
+            Samples(2048, config.max_sequence_length),
+            folder,
+            **settings,
+            **zero,
+        )
     steps = list(zip(clock.seconds, busy[2:], strict=True))
-    return Saves(steps, savers[-1].blocked[:3], savers[-1].written[:3], sum(written.values()), peak_memory())
+    return Saves(
+        steps, savers[-1].blocked[:3], savers[-1].written[:3], sum(written.values()), peak_memory()
+    )
 
 
 def peak_memory() -> int:
     """Returns the largest resident size of this process, in bytes, since it was reset."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    [line] = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
     return int(line.split()[1]) << 10
 
 
@@ -317,7 +352,9 @@ def main() -> None:
             table.add_row(name, *map(shown, value if isinstance(value, list) else [value]))
         Console().print(table)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"threads": torch.get_num_threads(), **results}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"threads": torch.get_num_threads(), **results}, indent=1) + "\n"
+        )
 
 
 def shown(value: Any) -> str:

@@ -131,7 +131,11 @@ def take_part(side: int, turns: list[Any], results: Any, folder: str, arguments:
     if SIDES[side] == "transformers":
         theirs(clock, data, folder, arguments)
     else:
-        kind: Any = shardzoo if SIDES[side] == "ours, our model" else transformers.T5ForConditionalGeneration
+        kind: Any = (
+            shardzoo
+            if SIDES[side] == "ours, our model"
+            else transformers.T5ForConditionalGeneration
+        )
         ours(kind, clock, data, folder, arguments)
     results.put((SIDES[side], clock.losses, clock.seconds))
 
@@ -143,14 +147,22 @@ def race(arguments: Arguments, dropout: float) -> dict[str, float]:
         RuntimeError: A process failed, or the losses without dropout differ.
     """
     context = multiprocessing.get_context("spawn")
-    turns, results = [context.Semaphore(int(side == 0)) for side in range(len(SIDES))], context.Queue()
+    turns, results = (
+        [context.Semaphore(int(side == 0)) for side in range(len(SIDES))],
+        context.Queue(),
+    )
     losses, seconds = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         config = transformers.T5Config(**T5_V1_1_SMALL, dropout_rate=dropout)
         transformers.T5ForConditionalGeneration(config).save_pretrained(f"{folder}/model")
         processes = [
-            context.Process(target=take_part, name=name, args=(side, turns, results, folder, arguments), daemon=True)
+            context.Process(
+                target=take_part,
+                name=name,
+                args=(side, turns, results, folder, arguments),
+                daemon=True,
+            )
             for side, name in enumerate(SIDES)
         ]
         for process in processes:
@@ -162,10 +174,14 @@ def race(arguments: Arguments, dropout: float) -> dict[str, float]:
                 side, losses[side], seconds[side] = results.get(timeout=1)
         for process in processes:
             process.join()
-    found = {f"{side}, seconds": statistics.median(values[UNTIMED:]) for side, values in seconds.items()}
+    found = {
+        f"{side}, seconds": statistics.median(values[UNTIMED:]) for side, values in seconds.items()
+    }
     for side in SIDES[1:]:
         if not dropout:
-            differences = [abs(own - other) for own, other in zip(losses[SIDES[0]], losses[side], strict=True)]
+            differences = [
+                abs(own - other) for own, other in zip(losses[SIDES[0]], losses[side], strict=True)
+            ]
             if not all(difference <= TOLERANCE for difference in differences):
                 raise RuntimeError(f"{side}: the losses differ by {max(differences):.1e}")
             found[f"{side}, largest difference of a loss"] = max(differences)

@@ -20,7 +20,10 @@ Kind = Literal["huggingface", "shards", "legacy", "megatron", "dcp"]
 
 EXTRAS = "extras.safetensors"
 # Files of tensor-parallel ranks: those of the original GLM and of DeepSpeed, and those of FlagAI.
-LEGACY_FILES = (re.compile(r"mp_rank_(\d{2,})_model_states\.pt"), re.compile(r"pytorch_model_(\d+)\.bin"))
+LEGACY_FILES = (
+    re.compile(r"mp_rank_(\d{2,})_model_states\.pt"),
+    re.compile(r"pytorch_model_(\d+)\.bin"),
+)
 TRACKERS = ("latest", TRACKER)
 UNIVERSAL = "latest_universal"  # names the newest folder of DeepSpeed's universal checkpoint
 WEIGHT_FILES = (
@@ -61,7 +64,9 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
-        return list(dict.fromkeys(chunk.file for tensor in self.tensors() for _, chunk in pieces(tensor)))
+        return list(
+            dict.fromkeys(chunk.file for tensor in self.tensors() for _, chunk in pieces(tensor))
+        )
 
     @property
     def nbytes(self) -> int:
@@ -97,9 +102,13 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
     if (files_in := _folder_of_ranks(folder)) is not None:
         if is_dcp(files_in):
             return _open_dcp(folder, files_in, config_file)
-        return (_open_megatron if reader_of(files_in) else _open_legacy)(folder, files_in, config_file)
+        return (_open_megatron if reader_of(files_in) else _open_legacy)(
+            folder, files_in, config_file
+        )
     if (folder / UNIVERSAL).exists():
-        raise ValueError(f"{folder} is a universal checkpoint of DeepSpeed, which is written, but not read")
+        raise ValueError(
+            f"{folder} is a universal checkpoint of DeepSpeed, which is written, but not read"
+        )
     if any(folder.glob("rank_*.safetensors*")):
         raise ValueError(f"{folder} has no {MANIFEST}: it is not a complete folder of shards")
     raise ValueError(
@@ -121,7 +130,9 @@ def _open_huggingface(folder: Path, config_file: Path | None) -> Checkpoint:
             tensors = index_by_name(_read_weights(checked_file(folder, single)))
             return Checkpoint("huggingface", folder, config, (tensors,))
         if (folder / index).exists():
-            return Checkpoint("huggingface", folder, config, (_read_indexed(folder, checked_file(folder, index)),))
+            return Checkpoint(
+                "huggingface", folder, config, (_read_indexed(folder, checked_file(folder, index)),)
+            )
     raise AssertionError("open_checkpoint found one of the files")
 
 
@@ -129,7 +140,10 @@ def _read_weights(path: Path, ranks: int | None = None) -> list[StoredTensor]:
     """Reads the tensors of one file of weights; `ranks` is the number of rank files, if it is one of those."""
     if path.suffix == ".safetensors":
         return read_header(path)[0]
-    from .formats.torch_file import load_without_storage, locate_tensors  # torch takes seconds to import
+    from .formats.torch_file import (
+        load_without_storage,
+        locate_tensors,
+    )  # torch takes seconds to import
 
     state = load_without_storage(path)
     whole = cast(dict[Any, Any], state) if isinstance(state, dict) else {}
@@ -158,9 +172,13 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
     found = index_by_name(tensors)
     for name, file in weight_map.items():
         if name not in found:
-            raise ValueError(f"{index} says that tensor {name} is in {file}, which does not have it")
+            raise ValueError(
+                f"{index} says that tensor {name} is in {file}, which does not have it"
+            )
         if found[name].file.name != file:
-            raise ValueError(f"{index} says that tensor {name} is in {file}, but it is in {found[name].file.name}")
+            raise ValueError(
+                f"{index} says that tensor {name} is in {file}, but it is in {found[name].file.name}"
+            )
     if unlisted := sorted(found.keys() - weight_map.keys()):
         raise ValueError(f"{found[unlisted[0]]} is not listed in {index}")
     return found
@@ -171,7 +189,9 @@ def _open_shards(folder: Path, config_file: Path | None) -> Checkpoint:
     ranks: list[dict[str, StoredTensor]] = []
     for rank in range(manifest.tensor_parallel_size):
         path, *others = stage_files(folder, f"rank_{rank:02d}.safetensors")
-        tensors = index_by_name([tensor for file in (path, *others) for tensor in read_header(file)[0]])
+        tensors = index_by_name(
+            [tensor for file in (path, *others) for tensor in read_header(file)[0]]
+        )
         if missing := sorted(manifest.tensors.keys() - tensors.keys()):
             raise ValueError(f"{path} lacks tensor {missing[0]} of the manifest")
         if unknown := sorted(tensors.keys() - manifest.tensors.keys()):
@@ -182,8 +202,12 @@ def _open_shards(folder: Path, config_file: Path | None) -> Checkpoint:
         path = checked_file(folder, EXTRAS)
         extras = index_by_name(read_header(path)[0])
         if extras.keys() != manifest.extras.keys():
-            raise ValueError(f"{path} does not contain exactly the extra tensors that the manifest lists")
-    return Checkpoint("shards", folder, _config(folder, config_file), tuple(ranks), extras, manifest)
+            raise ValueError(
+                f"{path} does not contain exactly the extra tensors that the manifest lists"
+            )
+    return Checkpoint(
+        "shards", folder, _config(folder, config_file), tuple(ranks), extras, manifest
+    )
 
 
 def _folder_of_ranks(folder: Path) -> Path | None:
@@ -191,7 +215,9 @@ def _folder_of_ranks(folder: Path) -> Path | None:
     if (
         is_dcp(folder)
         or reader_of(folder)
-        or any(pattern.fullmatch(entry.name) for entry in folder.iterdir() for pattern in LEGACY_FILES)
+        or any(
+            pattern.fullmatch(entry.name) for entry in folder.iterdir() for pattern in LEGACY_FILES
+        )
     ):
         return folder
     for tracker in TRACKERS:
@@ -199,9 +225,13 @@ def _folder_of_ranks(folder: Path) -> Path | None:
             with checked_file(folder, tracker).open("rb") as file:
                 tag = file.read(256).decode(errors="replace").strip()
             if not tag or "/" in tag or "\0" in tag or tag in (".", ".."):
-                raise ValueError(f"{folder / tracker} names {tag!r}, which is not the name of a folder beside it")
+                raise ValueError(
+                    f"{folder / tracker} names {tag!r}, which is not the name of a folder beside it"
+                )
             for name in (tag, f"iter_{tag:0>7}"):
-                if (folder / name).is_dir() and (folder / name).resolve().parent == folder.resolve():
+                if (folder / name).is_dir() and (
+                    folder / name
+                ).resolve().parent == folder.resolve():
                     return folder / name
             raise ValueError(f"{folder / tracker} names the folder {tag!r}, which does not exist")
     return None
@@ -210,7 +240,8 @@ def _folder_of_ranks(folder: Path) -> Path | None:
 def _open_legacy(folder: Path, files_in: Path, config_file: Path | None) -> Checkpoint:
     names = [entry.name for entry in files_in.iterdir()]
     found = (
-        {int(match[1]): match.string for match in map(pattern.fullmatch, names) if match} for pattern in LEGACY_FILES
+        {int(match[1]): match.string for match in map(pattern.fullmatch, names) if match}
+        for pattern in LEGACY_FILES
     )
     by_rank = next(filter(None, found), dict[int, str]())
     size = len(by_rank)
@@ -222,7 +253,9 @@ def _open_legacy(folder: Path, files_in: Path, config_file: Path | None) -> Chec
     for rank in range(size):
         tensors = index_by_name(_read_weights(checked_file(files_in, by_rank[rank]), size))
         if ranks and (differing := sorted(tensors.keys() ^ ranks[0].keys())):
-            raise ValueError(f"tensor {differing[0]} is not in both {by_rank[0]} and {by_rank[rank]} of {files_in}")
+            raise ValueError(
+                f"tensor {differing[0]} is not in both {by_rank[0]} and {by_rank[rank]} of {files_in}"
+            )
         ranks.append(tensors)
     return Checkpoint("legacy", folder, _config_beside(folder, files_in, config_file), tuple(ranks))
 
@@ -231,15 +264,21 @@ def _open_megatron(folder: Path, files_in: Path, config_file: Path | None) -> Ch
     read = reader_of(files_in)
     assert read is not None  # the caller found one
     saved, ranks = read(files_in)
-    return Checkpoint("megatron", folder, _config_beside(folder, files_in, config_file), ranks, saved=saved)
+    return Checkpoint(
+        "megatron", folder, _config_beside(folder, files_in, config_file), ranks, saved=saved
+    )
 
 
 def _open_dcp(folder: Path, files_in: Path, config_file: Path | None) -> Checkpoint:
     saved, tensors = open_dcp(files_in)
     config = _config_beside(folder, files_in, config_file)
-    return Checkpoint("dcp" if saved is None else "megatron", folder, config, (tensors,), saved=saved)
+    return Checkpoint(
+        "dcp" if saved is None else "megatron", folder, config, (tensors,), saved=saved
+    )
 
 
-def _config_beside(folder: Path, files_in: Path, config_file: Path | None) -> Mapping[str, Any] | None:
+def _config_beside(
+    folder: Path, files_in: Path, config_file: Path | None
+) -> Mapping[str, Any] | None:
     home = next((place for place in (files_in, folder) if (place / CONFIG).exists()), folder)
     return _config(home, config_file)

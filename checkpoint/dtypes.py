@@ -45,5 +45,7 @@ def from_torch_name(name: str) -> str:
     """Returns safetensors' name of a PyTorch type: `bfloat16` or `torch.bfloat16` -> `BF16`, else raises ValueError."""
     name = name.removeprefix("torch.")
     if name not in _BY_TORCH_NAME:
-        raise ValueError(f"element type {name} cannot be stored; use one of {', '.join(_BY_TORCH_NAME)}")
+        raise ValueError(
+            f"element type {name} cannot be stored; use one of {', '.join(_BY_TORCH_NAME)}"
+        )
     return _BY_TORCH_NAME[name]

@@ -56,7 +56,9 @@ def _allow_open_files(count: int) -> None:
     if soft == resource.RLIM_INFINITY or needed + SPARE_FILES <= soft:
         return
     if hard != resource.RLIM_INFINITY and needed + SPARE_FILES > hard:
-        raise ValueError(f"{count:,} files must be open at once, but the limit is {hard:,}; raise it with `ulimit -Hn`")
+        raise ValueError(
+            f"{count:,} files must be open at once, but the limit is {hard:,}; raise it with `ulimit -Hn`"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed + SPARE_FILES, hard))
 
 
@@ -154,7 +156,9 @@ class Input:
 def check_hash(tensor: StoredTensor, found: str, expected: str | None) -> None:
     """Raises ValueError if the sha256 `found` differs from the recorded one."""
     if expected is not None and found != expected:
-        raise ValueError(f"{tensor} is damaged: its sha256 is {found[:16]}…, but the manifest has {expected[:16]}…")
+        raise ValueError(
+            f"{tensor} is damaged: its sha256 is {found[:16]}…, but the manifest has {expected[:16]}…"
+        )
 
 
 class Output(Protocol):
@@ -174,7 +178,9 @@ class Output(Protocol):
 class Writer:
     """An `Output` that writes the same bytes to one or several files and hashes them once."""
 
-    def __init__(self, tensors: Sequence[StoredTensor], files: Mapping[Path, int] | OpenFiles) -> None:
+    def __init__(
+        self, tensors: Sequence[StoredTensor], files: Mapping[Path, int] | OpenFiles
+    ) -> None:
         self.tensors = tensors
         self._targets = [(tensor, files[tensor.file]) for tensor in tensors]
         self._digest = hashlib.sha256()
@@ -190,7 +196,9 @@ class Writer:
         return self._digest.hexdigest()
 
     def _pad(self, stop: int) -> None:
-        assert stop >= self._position, f"{self.tensors[0]} must be written in the order of its bytes"
+        assert stop >= self._position, (
+            f"{self.tensors[0]} must be written in the order of its bytes"
+        )
         while self._position < stop:
             self._put(memoryview(ZEROS)[: stop - self._position])
 

@@ -16,7 +16,20 @@ from .json_digest import add_digest, remove_digest, write_durably
 CONFIG = "config.json"
 STATE = "trainer_state.json"  # of a training checkpoint; it records the digests of all other files
 WEIGHT_SUFFIXES = frozenset(
-    (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ckpt", ".npz", ".partial")
+    (
+        ".safetensors",
+        ".bin",
+        ".pt",
+        ".pth",
+        ".h5",
+        ".msgpack",
+        ".onnx",
+        ".ot",
+        ".gguf",
+        ".ckpt",
+        ".npz",
+        ".partial",
+    )
 )
 OWN_FILES = frozenset(("manifest.json", STATE, "latest", "latest_checkpointed_iteration.txt"))
 LARGEST_COMPANION = 1 << 30  # bytes
@@ -27,7 +40,9 @@ Ranges = list[tuple[int, int]]  # [first byte, end)
 
 def holds_weights(name: str) -> bool:
     """Returns whether a file of this name belongs to the weights or to their description, apart from config.json."""
-    is_weight = Path(name).suffix in WEIGHT_SUFFIXES or name.endswith((".safetensors.index.json", ".bin.index.json"))
+    is_weight = Path(name).suffix in WEIGHT_SUFFIXES or name.endswith(
+        (".safetensors.index.json", ".bin.index.json")
+    )
     return is_weight or name in OWN_FILES
 
 
@@ -62,7 +77,9 @@ def read_state_file(folder: Path) -> dict[str, Any]:
     remove_digest(content, folder / STATE)
     version = content.get("version", EVERY_FILE)
     if version not in (1, EVERY_FILE):
-        raise ValueError(f"{STATE} has version {version!r:.20}; this version of shardzoo reads {EVERY_FILE}")
+        raise ValueError(
+            f"{STATE} has version {version!r:.20}; this version of shardzoo reads {EVERY_FILE}"
+        )
     if not is_object(content.get("files")):
         raise ValueError(f"{STATE} lists no files")
     return content
@@ -102,7 +119,9 @@ def holds_training_state(folder: Path) -> bool:
     if (folder / "manifest.json").exists():
         return True
     content = read_folder_json(folder, STATE, finite=False) or {}
-    return not isinstance(content.get("log_history"), list) or not content.keys().isdisjoint(("files", "sha256"))
+    return not isinstance(content.get("log_history"), list) or not content.keys().isdisjoint(
+        ("files", "sha256")
+    )
 
 
 def check_companions(folder: Path, without: Collection[str] = ()) -> None:
@@ -113,7 +132,10 @@ def check_companions(folder: Path, without: Collection[str] = ()) -> None:
     if not holds_training_state(folder):
         return
     names = read_state_file(folder)["files"]
-    check_recorded(folder, [name for name in names if Path(name).suffix != ".safetensors" and name not in without])
+    check_recorded(
+        folder,
+        [name for name in names if Path(name).suffix != ".safetensors" and name not in without],
+    )
 
 
 def check_recorded(folder: Path, names: Iterable[str]) -> None:
@@ -129,12 +151,17 @@ def check_recorded(folder: Path, names: Iterable[str]) -> None:
 
 def seal(folder: Path, state: Mapping[str, Any]) -> None:
     """Writes the state of a training checkpoint with the digests and sizes of all files that the folder has."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    files = sorted(
+        path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
+    )
     recorded = {
         "files": {path.name: file_digest(path) for path in files},
         "sizes": {path.name: path.stat().st_size for path in files},
     }
-    write_durably(folder / STATE, json.dumps(add_digest({**state, "version": EVERY_FILE, **recorded}), indent=1))
+    write_durably(
+        folder / STATE,
+        json.dumps(add_digest({**state, "version": EVERY_FILE, **recorded}), indent=1),
+    )
 
 
 def _parts(state: Mapping[str, Any], name: str) -> list[tuple[Ranges | None, str, int | None]]:
@@ -147,7 +174,9 @@ def _parts(state: Mapping[str, Any], name: str) -> list[tuple[Ranges | None, str
     if isinstance(digest, str):
         return [(None, digest, end if type(end) is int else None)]
     try:
-        parts = [([(int(a), int(b)) for a, b in part["ranges"]], str(part["sha256"])) for part in digest]
+        parts = [
+            ([(int(a), int(b)) for a, b in part["ranges"]], str(part["sha256"])) for part in digest
+        ]
         if not parts:
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -155,12 +184,16 @@ def _parts(state: Mapping[str, Any], name: str) -> list[tuple[Ranges | None, str
     end = 0
     for first, stop in sorted(span for ranges, _ in parts for span in ranges):
         if first != end or stop < first:
-            raise ValueError(f"the digests of {name!r:.100} in {STATE} leave out or repeat bytes at {end:,}")
+            raise ValueError(
+                f"the digests of {name!r:.100} in {STATE} leave out or repeat bytes at {end:,}"
+            )
         end = stop
     return [(ranges, sha256, end) for ranges, sha256 in parts]
 
 
-def _changed(folder: Path, name: str, ranges: Ranges | None, digest: str, size: int | None) -> Iterator[str]:
+def _changed(
+    folder: Path, name: str, ranges: Ranges | None, digest: str, size: int | None
+) -> Iterator[str]:
     """Yields what is wrong with a part of a file, if anything."""
     if "/" not in name and "\0" not in name and not os.path.lexists(folder / name):
         yield f"{name} is missing"

@@ -15,10 +15,14 @@ TEXTS = ("*.json", "*.model", "*.txt", "*.jinja")
 # Files that no reader of a model opens: those in folders (other programs' formats) and Mistral's second copy.
 IGNORED = ("*/*", "consolidated*.safetensors")
 HUB_NAME = re.compile(r"(?P<owner>[\w.-]+)/[\w.-]+(@\S+)?")
-SHA256 = re.compile(r"[0-9a-f]{64}")  # the name in the cache of a file that the Hub stores under its sha256
+SHA256 = re.compile(
+    r"[0-9a-f]{64}"
+)  # the name in the cache of a file that the Hub stores under its sha256
 
 
-def find_model(name: str | Path, argument: str, patterns: tuple[str, ...] = (*TEXTS, *WEIGHTS)) -> Path:
+def find_model(
+    name: str | Path, argument: str, patterns: tuple[str, ...] = (*TEXTS, *WEIGHTS)
+) -> Path:
     """Returns the folder of `org/name[@revision]` on the Hub, downloaded if needed; of any other name, the path itself.
 
     A name is one on the Hub if there is neither such a path nor a folder `org`. Arguments and errors are those of
@@ -36,7 +40,11 @@ def find_config_folder(name: str) -> str:
 
 
 def find_folder(
-    name: str, argument: str, patterns: tuple[str, ...] = (*TEXTS, *WEIGHTS), *, cache: str | None = None
+    name: str,
+    argument: str,
+    patterns: tuple[str, ...] = (*TEXTS, *WEIGHTS),
+    *,
+    cache: str | None = None,
 ) -> Path:
     """Returns the folder `name`, or that of the Hub's repository `name[@revision]`, downloaded if needed.
 
@@ -65,7 +73,9 @@ def find_folder(
     known = _stored_files(hub, repository, options.get("cache_dir"))
     try:
         folder = Path(
-            hub.snapshot_download(repository, allow_patterns=list(patterns), ignore_patterns=list(IGNORED), **options)
+            hub.snapshot_download(
+                repository, allow_patterns=list(patterns), ignore_patterns=list(IGNORED), **options
+            )
         )
     except failures as error:
         raise ValueError(
@@ -82,7 +92,13 @@ def find_folder(
 
 
 def upload_folder(
-    folder: Path, repository: str, *, revision: str | None, private: bool | None, message: str, token: str | None
+    folder: Path,
+    repository: str,
+    *,
+    revision: str | None,
+    private: bool | None,
+    message: str,
+    token: str | None,
 ) -> str:
     """Commits the files of a folder to the Hub's repository, which is made if needed. Returns the commit's address.
 
@@ -97,7 +113,11 @@ def upload_folder(
         if revision is not None:
             api.create_branch(repository, branch=revision, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=repository, folder_path=folder, revision=revision, commit_message=message, delete_patterns=STALE
+            repo_id=repository,
+            folder_path=folder,
+            revision=revision,
+            commit_message=message,
+            delete_patterns=STALE,
         )
     except failures as error:
         raise ValueError(
@@ -124,7 +144,11 @@ def _reason(hub: Any, error: Exception, repository: str, revision: str) -> str:
 
 def _stored_files(hub: Any, repository: str, cache: str | None) -> set[str]:
     """Returns the names of the files that the cache has of a repository."""
-    folder = Path(cache or hub.constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "blobs"
+    folder = (
+        Path(cache or hub.constants.HF_HUB_CACHE)
+        / f"models--{repository.replace('/', '--')}"
+        / "blobs"
+    )
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 

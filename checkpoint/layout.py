@@ -42,7 +42,11 @@ class ParameterSpec:
 
     def ranges(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
         """Returns the ranges along `dim` that rank `rank` of `size` holds; the whole length if replicated."""
-        return stored_ranges(self.shard, rank, size, self.order) if self.shard else ((0, (self.shape or (1,))[0]),)
+        return (
+            stored_ranges(self.shard, rank, size, self.order)
+            if self.shard
+            else ((0, (self.shape or (1,))[0]),)
+        )
 
     def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
         """Returns the shape of a rank's part. ValueError, naming the sizes that work, if `size` is not one of them."""
@@ -66,7 +70,9 @@ class ParameterSpec:
 
 
 @lru_cache(maxsize=4096)  # the layers of a model share their ranges
-def stored_ranges(shard: Shard, rank: int, size: int, order: RowOrder) -> tuple[tuple[int, int], ...]:
+def stored_ranges(
+    shard: Shard, rank: int, size: int, order: RowOrder
+) -> tuple[tuple[int, int], ...]:
     """Returns the ranges along the split dimension that a rank stores, in the order in which it stores them.
 
     With grouped queries, "heads" means the query heads of a group, then its k, then its v, as in Megatron-LM.
@@ -152,7 +158,11 @@ class ParameterPlacement:
     @property
     def is_ascending(self) -> bool:
         """Whether every stored tensor holds its ranges in the parameter's order."""
-        return all(first[0] <= second[0] for part in self.slices() for first, second in pairwise(part.ranges))
+        return all(
+            first[0] <= second[0]
+            for part in self.slices()
+            for first, second in pairwise(part.ranges)
+        )
 
     def renumbered(self, order: Sequence[tuple[int, int]]) -> ParameterPlacement:
         """Returns the placement of the same tensors along another numbering: these ranges, one after the other."""
@@ -171,9 +181,13 @@ class ParameterPlacement:
         def moved(part: TensorSlice) -> TensorSlice:
             return replace(part, ranges=tuple(r for span in part.ranges for r in renumber(*span)))
 
-        return replace(self, copies=tuple(tuple(moved(part) for part in copy) for copy in self.copies))
+        return replace(
+            self, copies=tuple(tuple(moved(part) for part in copy) for copy in self.copies)
+        )
 
-    def wanted(self, ranges: Iterable[tuple[int, int]], copy: int = 0) -> Iterator[tuple[TensorSlice, int, int, int]]:
+    def wanted(
+        self, ranges: Iterable[tuple[int, int]], copy: int = 0
+    ) -> Iterator[tuple[TensorSlice, int, int, int]]:
         """Yields what a rank that holds `ranges` along `dim` must read from one copy: (slice, start, stop, position).
 
         [start, stop) along the tensor's dimension belongs at `position` of the rank's part.
@@ -190,14 +204,20 @@ class ParameterPlacement:
         for part in self.slices():
             if part.tensor.dtype != self.dtype:
                 first = self.copies[0][0].tensor
-                raise ValueError(f"{part.tensor} has type {part.tensor.dtype}, but {first} has type {first.dtype}")
+                raise ValueError(
+                    f"{part.tensor} has type {part.tensor.dtype}, but {first} has type {first.dtype}"
+                )
             expected = [*self.shape]
-            expected[self.dim] = part.shape()[self.dim] if len(part.shape()) == len(self.shape) else -1
+            expected[self.dim] = (
+                part.shape()[self.dim] if len(part.shape()) == len(self.shape) else -1
+            )
             if part.across is not None:
                 expected[1 - self.dim] = part.across[1] - part.across[0]
             width = sum(stop - start for start, stop in part.ranges)
             if list(part.shape()) != expected or expected[self.dim] < width:
-                raise ValueError(f"{part.tensor} has shape {list(part.tensor.shape)}, which does not fit {self.name}")
+                raise ValueError(
+                    f"{part.tensor} has shape {list(part.tensor.shape)}, which does not fit {self.name}"
+                )
         for copy in self.copies:
             bands: dict[tuple[int, int] | None, list[TensorSlice]] = {}
             for part in copy:
@@ -205,10 +225,17 @@ class ParameterPlacement:
             for band in bands.values():
                 self._check_coverage(band)
             spans = sorted(band for band in bands if band is not None)
-            if spans and (None in bands or [start for start, _ in spans] != [0, *(stop for _, stop in spans[:-1])]):
-                raise ValueError(f"the chunks of {self.name} in {copy[0].tensor.file.parent} are not those of a grid")
+            if spans and (
+                None in bands
+                or [start for start, _ in spans] != [0, *(stop for _, stop in spans[:-1])]
+            ):
+                raise ValueError(
+                    f"the chunks of {self.name} in {copy[0].tensor.file.parent} are not those of a grid"
+                )
             if spans and spans[-1][1] != self.shape[1 - self.dim]:
-                raise ValueError(f"a part of {self.name} is missing in {copy[0].tensor.file.parent}")
+                raise ValueError(
+                    f"a part of {self.name} is missing in {copy[0].tensor.file.parent}"
+                )
 
     def _check_coverage(self, copy: Sequence[TensorSlice]) -> None:
         position = 0
@@ -217,10 +244,14 @@ class ParameterPlacement:
                 problem = "stored twice" if start < position else "missing"
                 low, high = sorted((start, position))
                 files = ", ".join(sorted({str(part.tensor.file) for part in copy}))
-                raise ValueError(f"[{low}, {high}) of {self.name} (dim {self.dim}) is {problem} in {files}")
+                raise ValueError(
+                    f"[{low}, {high}) of {self.name} (dim {self.dim}) is {problem} in {files}"
+                )
             position = stop
         if position != self.shape[self.dim] and 0 not in self.shape:
-            raise ValueError(f"[{position}, {self.shape[self.dim]}) of {self.name} is not stored in any file")
+            raise ValueError(
+                f"[{position}, {self.shape[self.dim]}) of {self.name} is not stored in any file"
+            )
 
 
 @dataclass(frozen=True)
@@ -237,7 +268,9 @@ class CheckpointLayout:
 
     def tensors(self) -> list[StoredTensor]:
         """Returns every stored tensor once."""
-        parts = (part.tensor for placement in self.placements.values() for part in placement.slices())
+        parts = (
+            part.tensor for placement in self.placements.values() for part in placement.slices()
+        )
         return list(dict.fromkeys([*parts, *self.extras.values()]))
 
 
@@ -248,8 +281,13 @@ def place_by_rank(
     size = len(ranks)
     placements: dict[str, ParameterPlacement] = {}
     for name, parameter in parameters.items():
-        parts = [slices(ranks[rank][name], parameter.ranges(rank, size), parameter.dim) for rank in range(size)]
-        copies = (tuple(part for rank in parts for part in rank),) if parameter.shard else tuple(parts)
+        parts = [
+            slices(ranks[rank][name], parameter.ranges(rank, size), parameter.dim)
+            for rank in range(size)
+        ]
+        copies = (
+            (tuple(part for rank in parts for part in rank),) if parameter.shard else tuple(parts)
+        )
         placements[name] = ParameterPlacement(name, parameter.shape or (1,), parameter.dim, copies)
     return placements
 
@@ -264,7 +302,9 @@ def slices(
     if not isinstance(tensor, ChunkedTensor):
         return (TensorSlice(tensor.at_least_1d(), ranges, transposed),)
     if len(tensor.shape) > 2:
-        raise ValueError(f"{tensor} has several chunks and {len(tensor.shape)} dimensions; at most 2 can be read")
+        raise ValueError(
+            f"{tensor} has several chunks and {len(tensor.shape)} dimensions; at most 2 can be read"
+        )
     along = 1 - dim if transposed else dim
     found: list[TensorSlice] = []
     for start, chunk in pieces(tensor):
@@ -291,9 +331,14 @@ def place_whole(name: str, tensor: StoredTensor) -> ParameterPlacement:
     whole rows."""
     row = prod(tensor.shape[1:])
     if any(chunk.shape[1:] != tensor.shape[1:] for _, chunk in pieces(tensor)):
-        raise ValueError(f"{tensor} is not a parameter of the model, and its chunks are not whole rows")
+        raise ValueError(
+            f"{tensor} is not a parameter of the model, and its chunks are not whole rows"
+        )
     flat = tuple(
-        TensorSlice(replace(chunk, shape=(chunk.numel,)), ((first := sum(start[:1]) * row, first + chunk.numel),))
+        TensorSlice(
+            replace(chunk, shape=(chunk.numel,)),
+            ((first := sum(start[:1]) * row, first + chunk.numel),),
+        )
         for start, chunk in pieces(tensor)
     )
     return ParameterPlacement(name, (tensor.numel,), 0, (flat,))
@@ -301,7 +346,10 @@ def place_whole(name: str, tensor: StoredTensor) -> ParameterPlacement:
 
 def check_no_overlap(tensors: Sequence[StoredTensor]) -> None:
     """Raises ValueError if two tensors that are about to be written share bytes."""
-    spans = sorted((str(tensor.file), tensor.offset, tensor.offset + tensor.nbytes, tensor.name) for tensor in tensors)
+    spans = sorted(
+        (str(tensor.file), tensor.offset, tensor.offset + tensor.nbytes, tensor.name)
+        for tensor in tensors
+    )
     for (file, _, stop, name), (next_file, start, _, next_name) in pairwise(spans):
         if file == next_file and start < stop:
             raise ValueError(f"tensors {name} and {next_name} of {file} would overlap")

@@ -91,12 +91,19 @@ class Manifest:
             raise ValueError(f"{folder} has no {MANIFEST}: it is not a complete folder of shards")
         version = content.get("format_version")
         if version != FORMAT_VERSION:
-            raise ValueError(f"{path} has format version {version}; this version reads {FORMAT_VERSION}")
+            raise ValueError(
+                f"{path} has format version {version}; this version reads {FORMAT_VERSION}"
+            )
         remove_digest(content, path)
         try:
             del content["format_version"]
-            tensors = {name: _record(TensorRecord, record) for name, record in content.pop("tensors").items()}
-            extras = {name: _record(ExtraRecord, record) for name, record in content.pop("extras").items()}
+            tensors = {
+                name: _record(TensorRecord, record)
+                for name, record in content.pop("tensors").items()
+            }
+            extras = {
+                name: _record(ExtraRecord, record) for name, record in content.pop("extras").items()
+            }
             recorded = content.pop("vocabulary", None)
             vocabulary = None if recorded is None else Vocabulary.from_json(recorded, str(path))
             manifest = cls(tensors=tensors, extras=extras, vocabulary=vocabulary, **content)
@@ -108,30 +115,45 @@ class Manifest:
     def _check(self, path: Path) -> None:
         size = self.tensor_parallel_size
         if type(size) is not int or not 1 <= size <= 100_000:
-            raise ValueError(f"{path} must have a tensor_parallel_size from 1 to 100,000, not {size!r}")
+            raise ValueError(
+                f"{path} must have a tensor_parallel_size from 1 to 100,000, not {size!r}"
+            )
         if type(self.vocab_size) is not int or type(self.padded_vocab_size) is not int:
             sizes = f"{self.vocab_size!r} and {self.padded_vocab_size!r}"
-            raise ValueError(f"{path} must have integers as vocab_size and padded_vocab_size, not {sizes}")
+            raise ValueError(
+                f"{path} must have integers as vocab_size and padded_vocab_size, not {sizes}"
+            )
         if not maps_to_text(self.ties):
             raise ValueError(f"the ties of {path} must map names of tensors to names of tensors")
         for name, record in self.tensors.items():
             digests, stored = record.sha256, record.stored
-            if not _are(str, digests) or not _are(str, stored) or type(record.shard) not in (dict, NoneType):
+            if (
+                not _are(str, digests)
+                or not _are(str, stored)
+                or type(record.shard) not in (dict, NoneType)
+            ):
                 raise ValueError(f"{path}: the record of tensor {name} is invalid: {record}")
             if len(digests) != size:
-                raise ValueError(f"{path}: tensor {name} has {len(digests)} hashes for {size} ranks")
+                raise ValueError(
+                    f"{path}: tensor {name} has {len(digests)} hashes for {size} ranks"
+                )
         for name, record in (*self.tensors.items(), *self.extras.items()):
             if not _are(int, record.shape) or type(record.dtype) is not str:
                 raise ValueError(f"{path}: the record of tensor {name} is invalid: {record}")
 
 
 def _are(kind: type, values: object) -> bool:
-    return isinstance(values, tuple) and all(type(value) is kind for value in cast(tuple[Any, ...], values))
+    return isinstance(values, tuple) and all(
+        type(value) is kind for value in cast(tuple[Any, ...], values)
+    )
 
 
 def _record(kind: type, values: Mapping[str, Any]) -> Any:
     return kind(
-        **{name: tuple(cast(list[Any], value)) if isinstance(value, list) else value for name, value in values.items()}
+        **{
+            name: tuple(cast(list[Any], value)) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
     )
 
 
@@ -141,7 +163,9 @@ def checked_tokenizer(folder: Path, text_folder: Path) -> Tokenizer:
     Raises ValueError if there is none, or if a manifest records that the model was trained with another vocabulary.
     """
     if not text_folder.is_dir():
-        raise ValueError(f"{text_folder} is not a folder; name a folder on this disk with a tokenizer")
+        raise ValueError(
+            f"{text_folder} is not a folder; name a folder on this disk with a tokenizer"
+        )
     if (text_folder / "checkpoints").is_dir() and not has_tokenizer(text_folder):
         raise ValueError(
             f"{text_folder} is a run's folder; name a model in it: {text_folder}/hf, or one of its checkpoints"

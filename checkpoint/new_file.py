@@ -81,7 +81,10 @@ def new_safetensors_file(name: str, shapes: Mapping[str, tuple[str, tuple[int, .
     """Lays out a safetensors file with these tensors: name -> (type, shape)."""
     header, offsets = make_header(shapes, METADATA)
     path = Path(name)
-    tensors = {key: StoredTensor(key, path, dtype, shape, offsets[key]) for key, (dtype, shape) in shapes.items()}
+    tensors = {
+        key: StoredTensor(key, path, dtype, shape, offsets[key])
+        for key, (dtype, shape) in shapes.items()
+    }
     size = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=len(header))
     return NewFile(name, header, size, tensors)
 
@@ -112,14 +115,17 @@ class NewTorchFile(NewFile):
                 checksum = 0
                 for position in range(start, start + length, 1 << 20):
                     checksum = zlib.crc32(
-                        os.pread(file.fileno(), min(1 << 20, start + length - position), position), checksum
+                        os.pread(file.fileno(), min(1 << 20, start + length - position), position),
+                        checksum,
                     )
                 os.pwrite(file.fileno(), struct.pack("<L", checksum), local + 14)
                 os.pwrite(file.fileno(), struct.pack("<L", checksum), central + 16)
 
 
 def new_torch_file(
-    name: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]], arrange: Callable[[OrderedDict[str, Any]], Any]
+    name: str,
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]],
+    arrange: Callable[[OrderedDict[str, Any]], Any],
 ) -> NewTorchFile:
     """Lays out a torch file that loads as what `arrange` makes of the named tensors; `shapes` is name -> (type, shape).
 
@@ -127,9 +133,16 @@ def new_torch_file(
     """
     for tensor, (dtype, _) in shapes.items():
         if dtype not in STORAGES:
-            raise ValueError(f"a torch file cannot hold {dtype}, the type of {tensor}; choose another one with --dtype")
-    contents: list[tuple[str, bytes | int]] = [("data.pkl", _pickle(shapes, arrange)), ("byteorder", b"little")]
-    contents += [(f"data/{key}", prod(s) * item_size(d)) for key, (d, s) in enumerate(shapes.values())]
+            raise ValueError(
+                f"a torch file cannot hold {dtype}, the type of {tensor}; choose another one with --dtype"
+            )
+    contents: list[tuple[str, bytes | int]] = [
+        ("data.pkl", _pickle(shapes, arrange)),
+        ("byteorder", b"little"),
+    ]
+    contents += [
+        (f"data/{key}", prod(s) * item_size(d)) for key, (d, s) in enumerate(shapes.values())
+    ]
     contents.append(("version", b"3\n"))
     position = 0
     placed: list[tuple[bytes, int, int, int]] = []
@@ -151,7 +164,9 @@ def new_torch_file(
         key: StoredTensor(key, file, dtype, shape, starts[f"{ROOT}/data/{index}".encode()])
         for index, (key, (dtype, shape)) in enumerate(shapes.items())
     }
-    records = tuple((place[1], at, place[2], place[3]) for place, at in zip(placed, central, strict=True))
+    records = tuple(
+        (place[1], at, place[2], place[3]) for place, at in zip(placed, central, strict=True)
+    )
     size = pieces[-1][0] + len(pieces[-1][1])
     return NewTorchFile(name, pieces[0][1], size, tensors, tuple(pieces), records)
 
@@ -171,7 +186,10 @@ def new_chunk_file(
     for key, kind in shapes.items():
         own = new_torch_file(name, {key: kind}, lambda found: next(iter(found.values())))
         parts += [(position + at, content) for at, content in own.pieces]
-        records += [(local + position, at + position, start + position, size) for local, at, start, size in own.records]
+        records += [
+            (local + position, at + position, start + position, size)
+            for local, at, start, size in own.records
+        ]
         tensors[key] = replace(own.tensors[key], offset=own.tensors[key].offset + position)
         windows[key] = (position, own.size)
         position += own.size
@@ -231,7 +249,8 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickle(
-    shapes: Mapping[str, tuple[str, tuple[int, ...]]], arrange: Callable[[OrderedDict[str, Any]], Any]
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]],
+    arrange: Callable[[OrderedDict[str, Any]], Any],
 ) -> bytes:
     tensors = OrderedDict(
         (name, _Tensor(_Storage(str(key), dtype, prod(shape)), shape))
@@ -248,13 +267,19 @@ def _local_header(name: bytes, length: int, position: int) -> bytes:
     unpadded = position + LOCAL.size + len(name) + len(wide) + 4
     padding = struct.pack("<2H", 0x4246, -unpadded % ALIGNMENT) + b"\0" * (-unpadded % ALIGNMENT)
     extra = wide + padding
-    return LOCAL.pack(b"PK\3\4", 45, 0, 0, 0, 0x21, 0, FAR, FAR, len(name), len(extra)) + name + extra
+    return (
+        LOCAL.pack(b"PK\3\4", 45, 0, 0, 0, 0x21, 0, FAR, FAR, len(name), len(extra)) + name + extra
+    )
 
 
 def _central_header(name: bytes, length: int, local: int) -> bytes:
     wide = WIDE_CENTRAL.pack(1, 24, length, length, local)
     return (
-        CENTRAL.pack(b"PK\1\2", 45, 45, 0, 0, 0, 0x21, 0, FAR, FAR, len(name), len(wide), 0, 0, 0, 0, FAR) + name + wide
+        CENTRAL.pack(
+            b"PK\1\2", 45, 45, 0, 0, 0, 0x21, 0, FAR, FAR, len(name), len(wide), 0, 0, 0, 0, FAR
+        )
+        + name
+        + wide
     )
 
 
@@ -262,4 +287,8 @@ def _end(count: int, length: int, start: int) -> bytes:
     """Returns the zip64 end of the directory, its locator, and the end in the original zip format."""
     wide = END_WIDE.pack(b"PK\6\6", END_WIDE.size - 12, 45, 45, 0, 0, count, count, length, start)
     locator = LOCATOR.pack(b"PK\6\7", 0, start + length, 1)
-    return wide + locator + END.pack(b"PK\5\6", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), FAR, FAR, 0)
+    return (
+        wide
+        + locator
+        + END.pack(b"PK\5\6", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), FAR, FAR, 0)
+    )

@@ -24,12 +24,16 @@ from .stored_tensor import StoredTensor, index_by_name
 from .tensor_reader import TensorReader, tensor_bytes, torch_dtype
 
 OPTIMIZER = "optimizer"  # stem of the files with an optimizer's state, whose tensors are named KIND/PARAMETER
-MASTER_WEIGHT = "master_weight"  # the kind of the fp32 weights that an optimizer keeps of 16-bit parameters
+MASTER_WEIGHT = (
+    "master_weight"  # the kind of the fp32 weights that an optimizer keeps of 16-bit parameters
+)
 CUT_ALIGNMENT = 64  # bytes; at least the largest element
 
 
 def rank_file(folder: Path, stem: str, rank: int, stage: int = 0) -> Path:
-    return folder / (f"{stem}_{rank:02d}" + (f"_stage_{stage:02d}" if stage else "") + ".safetensors")
+    return folder / (
+        f"{stem}_{rank:02d}" + (f"_stage_{stage:02d}" if stage else "") + ".safetensors"
+    )
 
 
 @dataclass(frozen=True)
@@ -68,25 +72,40 @@ class FileShare:
     cut: dict[str, tuple[int, int]]
 
 
-def share_of_file(tensors: Mapping[str, Tensor | TensorPart], share: int = 0, shares: int = 1) -> FileShare:
+def share_of_file(
+    tensors: Mapping[str, Tensor | TensorPart], share: int = 0, shares: int = 1
+) -> FileShare:
     """Returns what rank `share` of `shares` writes of the file with these tensors.
 
     Every rank names the same tensors. Of those that all ranks hold, each rank writes equally many bytes; a
     `TensorPart` is written by the rank that has it. The bytes do not depend on the order of the tensors.
     """
-    header, starts = make_header({name: _stored_as(tensors[name]) for name in sorted(tensors)}, {"format": "pt"})
-    held = len(header) + sum(tensor.nbytes for tensor in tensors.values() if isinstance(tensor, Tensor))
-    edges = [min(held, -(-held * number // shares // CUT_ALIGNMENT) * CUT_ALIGNMENT) for number in range(shares + 1)]
+    header, starts = make_header(
+        {name: _stored_as(tensors[name]) for name in sorted(tensors)}, {"format": "pt"}
+    )
+    held = len(header) + sum(
+        tensor.nbytes for tensor in tensors.values() if isinstance(tensor, Tensor)
+    )
+    edges = [
+        min(held, -(-held * number // shares // CUT_ALIGNMENT) * CUT_ALIGNMENT)
+        for number in range(shares + 1)
+    ]
     found, before = FileShare(header if share == 0 else b"", {}, {}, set(), {}), len(header)
     for name in sorted(tensors, key=starts.__getitem__):
         tensor, at = tensors[name], starts[name]
         if isinstance(tensor, TensorPart):
-            size, start, piece = tensor.values.element_size(), tensor.start, tensor.values.reshape(-1)
+            size, start, piece = (
+                tensor.values.element_size(),
+                tensor.start,
+                tensor.values.reshape(-1),
+            )
             found.cut[name] = at, prod(tensor.shape) * size
         else:
             # Larger elements come first, so `before` and the edges are multiples of this element's size.
             size, end = tensor.element_size(), before + tensor.nbytes
-            start, stop = (min(max(edge, before), end) - before for edge in edges[share : share + 2])
+            start, stop = (
+                min(max(edge, before), end) - before for edge in edges[share : share + 2]
+            )
             start, piece = start // size, tensor.detach().reshape(-1)[start // size : stop // size]
             if any(before < edge < end for edge in edges):
                 found.cut[name] = at, tensor.nbytes
@@ -142,7 +161,10 @@ def open_rank_files(folder: Path, stem: str) -> list[dict[str, StoredTensor]]:
     """Returns each rank's tensors by name, for as many ranks as there are files. ValueError if one is damaged."""
     size = sum("_stage_" not in path.name for path in folder.glob(f"{stem}_*.safetensors"))
     files = [stage_files(folder, rank_file(Path(), stem, rank).name) for rank in range(size)]
-    return [index_by_name([tensor for path in paths for tensor in read_header(path)[0]]) for paths in files]
+    return [
+        index_by_name([tensor for path in paths for tensor in read_header(path)[0]])
+        for paths in files
+    ]
 
 
 class ShardedReader:
@@ -151,7 +173,9 @@ class ShardedReader:
     `ranks` has the stored tensors of each rank, and `shards` their split: a tensor without one is replicated.
     """
 
-    def __init__(self, ranks: Sequence[Mapping[str, StoredTensor]], shards: Mapping[str, Shard | None]) -> None:
+    def __init__(
+        self, ranks: Sequence[Mapping[str, StoredTensor]], shards: Mapping[str, Shard | None]
+    ) -> None:
         self._ranks, self._shards = ranks, shards
         self._reader = TensorReader()
 

@@ -34,12 +34,18 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
             raise ValueError(f"{path} has {size} bytes, too few for a safetensors file")
         (length,) = struct.unpack("<Q", length_bytes)
         if length > size - 8:
-            raise ValueError(f"{path} declares a header of {length:,} bytes, but has {size:,} bytes in all")
+            raise ValueError(
+                f"{path} declares a header of {length:,} bytes, but has {size:,} bytes in all"
+            )
         if length > LARGEST_JSON:
-            raise ValueError(f"{path} declares a header of {length:,} bytes; at most {LARGEST_JSON:,} are read")
+            raise ValueError(
+                f"{path} declares a header of {length:,} bytes; at most {LARGEST_JSON:,} are read"
+            )
         text = file.read(length)
     if not text.startswith(b"{"):
-        raise ValueError(f"the header of {path} does not start with '{{': it is not a safetensors file")
+        raise ValueError(
+            f"the header of {path} does not start with '{{': it is not a safetensors file"
+        )
     header = parse_json(text, f"the header of {path}")
     metadata = header.pop("__metadata__", {})
     if not maps_to_text(metadata):
@@ -66,7 +72,9 @@ def _span(path: Path, name: str, entry: object, data_size: int) -> tuple[int, in
         raise ValueError(f"{where} must have a shape and two data_offsets of whole numbers >= 0")
     begin, end = offsets
     if not begin <= end <= data_size:
-        raise ValueError(f"{where} claims bytes [{begin:,}, {end:,}) of {data_size:,}: the file is truncated or wrong")
+        raise ValueError(
+            f"{where} claims bytes [{begin:,}, {end:,}) of {data_size:,}: the file is truncated or wrong"
+        )
     nbytes = item_size(dtype)
     for length in shape:
         nbytes *= length
@@ -105,7 +113,11 @@ def make_header(
         nbytes = item_size(dtype)
         for length in shape:
             nbytes *= length
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [position, position + nbytes],
+        }
         position += nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)

@@ -54,7 +54,11 @@ class ChunkedTensor(StoredTensor):
 
 def pieces(tensor: StoredTensor) -> tuple[tuple[tuple[int, ...], StoredTensor], ...]:
     """Returns the chunks of a tensor, or the tensor itself as the only one: first indices, stored tensor."""
-    return tensor.chunks if isinstance(tensor, ChunkedTensor) else (((0,) * len(tensor.shape), tensor),)
+    return (
+        tensor.chunks
+        if isinstance(tensor, ChunkedTensor)
+        else (((0,) * len(tensor.shape), tensor),)
+    )
 
 
 def index_by_name(tensors: list[StoredTensor]) -> dict[str, StoredTensor]:

@@ -34,7 +34,9 @@ class TensorReader:
     def __exit__(self, *exception: object) -> None:
         self._files.__exit__(*exception)
 
-    def chunks(self, tensor: StoredTensor, dim: int, start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
+    def chunks(
+        self, tensor: StoredTensor, dim: int, start: int, stop: int
+    ) -> Iterator[tuple[slice, Tensor]]:
         """Yields [start, stop) along `dim` (0 or 1) of a tensor of one or two dimensions, in pieces along dimension 0.
 
         Each piece comes with its rows in the result, and has the stored type.
@@ -70,7 +72,9 @@ class TensorReader:
         self._read(tensor, 0, values)
         return values
 
-    def fill(self, placement: ParameterPlacement, ranges: Iterable[tuple[int, int]], into: Tensor) -> None:
+    def fill(
+        self, placement: ParameterPlacement, ranges: Iterable[tuple[int, int]], into: Tensor
+    ) -> None:
         """Copies `ranges` of the parameter into a rank's part, and fills the vocabulary padding with zeros."""
         filled = 0
         for part, start, stop, position in placement.wanted(ranges):
@@ -115,14 +119,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def check_digests(
-    tensors: Sequence[StoredTensor], digests: Mapping[tuple[Path, str], str], rank: int = 0, size: int = 1
+    tensors: Sequence[StoredTensor],
+    digests: Mapping[tuple[Path, str], str],
+    rank: int = 0,
+    size: int = 1,
 ) -> None:
     """Checks a rank's share of the tensors against their recorded digests. Raises ValueError if one does not match.
 
     `tensors` are in the order of their bytes. Each rank checks a contiguous share of about equal size. Tensors without
     a recorded digest are skipped.
     """
-    recorded = [tensor for tensor in tensors if (tensor.file, tensor.name) in digests and tensor.nbytes]
+    recorded = [
+        tensor for tensor in tensors if (tensor.file, tensor.name) in digests and tensor.nbytes
+    ]
     total, position, mine = sum(tensor.nbytes for tensor in recorded), 0, list[StoredTensor]()
     for tensor in recorded:
         if (position + tensor.nbytes // 2) * size // total == rank:
@@ -131,6 +140,8 @@ def check_digests(
     threads = max(1, min(4, (os.cpu_count() or 1) // size))
     with OpenFiles(open_for_reading) as files, ThreadPoolExecutor(threads) as pool:
         files.open([tensor.file for tensor in mine])
-        found = pool.map(hash_stored, mine, [files[tensor.file] for tensor in mine], repeat(CHUNK_BYTES // 8))
+        found = pool.map(
+            hash_stored, mine, [files[tensor.file] for tensor in mine], repeat(CHUNK_BYTES // 8)
+        )
         for tensor, digest in zip(mine, found, strict=True):
             check_hash(tensor, digest, digests[tensor.file, tensor.name])

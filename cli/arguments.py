@@ -58,16 +58,25 @@ class ConfigLoader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise yaml.YAMLError(f"{node.value!r:.100} is not a value of {node.tag!r:.100}: {error}") from None
+            raise yaml.YAMLError(
+                f"{node.value!r:.100} is not a value of {node.tag!r:.100}: {error}"
+            ) from None
 
 
 ConfigLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+"),
+    list("-+.0123456789"),
 )
 
 
 def parse(
-    kind: type[Arguments], page: HelpPage, argv: Sequence[str], *, quiet: bool, values: Mapping[str, Any] | None = None
+    kind: type[Arguments],
+    page: HelpPage,
+    argv: Sequence[str],
+    *,
+    quiet: bool,
+    values: Mapping[str, Any] | None = None,
 ) -> Arguments:
     """Parses a command line into an object of the dataclass `kind`, whose help is `page`.
 
@@ -107,14 +116,20 @@ def read_yaml(kind: type, path: Path) -> dict[str, Any]:
         with open(path, "rb", opener=_open_file) as file:
             text = file.read(LARGEST_YAML + 1)
         if len(text) > LARGEST_YAML:
-            raise ValueError(f"--config: {path} has more than {LARGEST_YAML:,} bytes; name a file of arguments")
+            raise ValueError(
+                f"--config: {path} has more than {LARGEST_YAML:,} bytes; name a file of arguments"
+            )
         values = yaml.load(text, ConfigLoader) or {}  # a SafeLoader
     except FileNotFoundError:
         raise ValueError(f"--config: there is no file {path}") from None
     except OSError as error:
-        raise ValueError(f"--config: {path} cannot be read ({error.strerror}); name a YAML file") from None
+        raise ValueError(
+            f"--config: {path} cannot be read ({error.strerror}); name a YAML file"
+        ) from None
     except RecursionError:
-        raise ValueError(f"--config: {path} is not YAML that can be read: it is nested too deeply") from None
+        raise ValueError(
+            f"--config: {path} is not YAML that can be read: it is nested too deeply"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config: {path} is not YAML: {error}") from None
     return _checked(kind, values, path, "")
@@ -134,19 +149,25 @@ def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
     """Returns `values` by the names of `kind`'s fields. `part` is the dotted prefix of their keys, for messages."""
     if not isinstance(values, dict):
         where = f"{part.rstrip('.')} in {path}" if part else path
-        raise ValueError(f"--config: {where} must hold `name: value` lines, not a {type(values).__name__}")
+        raise ValueError(
+            f"--config: {where} must hold `name: value` lines, not a {type(values).__name__}"
+        )
     known = [field.name for field in fields(kind)]
     taken = [*known, *argument_aliases(known)]
     named = {str(given).replace("-", "_"): value for given, value in values.items()}
     for name in named:
         if name not in taken:
-            raise ValueError(f"--config: {path} sets {part}{name}, which is not an argument{hint(name, taken, part)}")
+            raise ValueError(
+                f"--config: {path} sets {part}{name}, which is not an argument{hint(name, taken, part)}"
+            )
     try:
         named = resolve_aliases(named, known)
     except ValueError as error:
         raise ValueError(f"--config: {path}: {error}") from None
     kinds = get_type_hints(kind)
-    return {name: _part(kinds[name], value, path, f"{part}{name}.") for name, value in named.items()}
+    return {
+        name: _part(kinds[name], value, path, f"{part}{name}.") for name, value in named.items()
+    }
 
 
 def _part(kind: Any, value: Any, path: Path, part: str) -> Any:
@@ -160,11 +181,18 @@ def overrides_as_options(argv: Sequence[str], kind: type) -> list[str]:
 
     A word after an option of `kind` that takes a value is that value.
     """
-    switches = {*SWITCHES, *(name for name, annotation in get_type_hints(kind).items() if annotation is bool)}
+    switches = {
+        *SWITCHES,
+        *(name for name, annotation in get_type_hints(kind).items() if annotation is bool),
+    }
     options: list[str] = []
     for word in argv:
         before = options[-1] if options else ""
-        is_value = before.startswith("--") and "=" not in before and before[2:].replace("-", "_") not in switches
+        is_value = (
+            before.startswith("--")
+            and "=" not in before
+            and before[2:].replace("-", "_") not in switches
+        )
         override = None if is_value else OVERRIDE.fullmatch(word)
         if override is None:
             options.append(word)
@@ -195,7 +223,13 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
         option, equals, value = word.partition("=")
         name = option[2:].replace("-", "_") if option.startswith("--") else ""
         if name in (*AS_HERE, RESUME) and name not in kinds:
-            value = value if equals else words.popleft() if words and not words[0].startswith("--") else "True"
+            value = (
+                value
+                if equals
+                else words.popleft()
+                if words and not words[0].startswith("--")
+                else "True"
+            )
             if str(AS_HERE.get(name)) == value:
                 continue
             if name == RESUME and value not in VALUES:
@@ -215,7 +249,9 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
                 options = _switched(options, *SWITCHES[name], on, default)
             else:
                 part, dot, leaf = name.rpartition(".")
-                options.append(f"--{name}={on}" if optional else f"--{part}{dot}{'' if on else 'no_'}{leaf}")
+                options.append(
+                    f"--{name}={on}" if optional else f"--{part}{dot}{'' if on else 'no_'}{leaf}"
+                )
         elif optional and not equals:
             options.append(f"--{name.removeprefix('no_')}=False")
         elif name in aliases and name == SAVE_EPOCH:
@@ -239,11 +275,15 @@ def _kinds(default: Any, part: str = "") -> Iterator[tuple[str, Any]]:
 
 def _truth(name: str, value: str, optional: bool) -> bool | None:
     if value not in VALUES or (value == "None" and not optional):
-        raise ValueError(f"--{name} must be True or False{' or None' if optional else ''}, not {value!r}")
+        raise ValueError(
+            f"--{name} must be True or False{' or None' if optional else ''}, not {value!r}"
+        )
     return VALUES[value]
 
 
-def _switched(options: list[str], target: str, value: str, on: bool | None, default: Any) -> list[str]:
+def _switched(
+    options: list[str], target: str, value: str, on: bool | None, default: Any
+) -> list[str]:
     """Returns the options with a switch that sets `target` to `value`. A switch that is off does not change others."""
     if on:
         return [*options, f"--{target}={value}"]

@@ -21,7 +21,14 @@ from ..ops.bench.cases import Case, cases
 from ..ops.bench.measure import Result, measure
 from .help import HelpPage, show_commands
 
-SHAPED = ("layer_norm", "rms_norm", "bias_gelu", "geglu", "swiglu", "bias_dropout_residual")  # those that --shape sizes
+SHAPED = (
+    "layer_norm",
+    "rms_norm",
+    "bias_gelu",
+    "geglu",
+    "swiglu",
+    "bias_dropout_residual",
+)  # those that --shape sizes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -59,7 +66,12 @@ class Kernels:
 HELP = HelpPage(
     "shardzoo bench kernels",
     Kernels,
-    sections={"device": "what is measured", "repetitions": "how", "length": "what is measured", "json": "output"},
+    sections={
+        "device": "what is measured",
+        "repetitions": "how",
+        "length": "what is measured",
+        "json": "output",
+    },
 )
 
 
@@ -95,7 +107,9 @@ def run(options: Kernels) -> int:
         for dtype in options.dtype if not options.op or case.name in options.op else ():
             with console.status(f"{case.name} {dtype}"):
                 results.append(attempt(case, device, dtype, options))
-            if options.json:  # written after each case, so that an interrupted run leaves its results
+            if (
+                options.json
+            ):  # written after each case, so that an interrupted run leaves its results
                 report = {"environment": facts, "results": [result.to_dict() for result in results]}
                 options.json.write_text(json.dumps(report, indent=1) + "\n")
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
@@ -103,10 +117,14 @@ def run(options: Kernels) -> int:
     wrong = [result for result in results if result.error]
     for result in wrong:
         verdict = row(result)[-1]
-        console.print(f"{verdict}: {result.op} {result.dtype}: {result.error}", style="bold red", markup=False)
+        console.print(
+            f"{verdict}: {result.op} {result.dtype}: {result.error}", style="bold red", markup=False
+        )
     for result in results:
         for name, reason in result.missing.items():
-            console.print(f"not measured: {name} of {result.op} {result.dtype}: {reason}", markup=False)
+            console.print(
+                f"not measured: {name} of {result.op} {result.dtype}: {reason}", markup=False
+            )
     if options.plot:
         plot([result for result in results if not result.error], options.plot)
     return 1 if wrong else 0
@@ -115,7 +133,9 @@ def run(options: Kernels) -> int:
 def chosen_cases(options: Kernels, device: str) -> list[Case]:
     """Returns the cases at their usual sizes, and then those at the other lengths and shapes that are asked for."""
     first, *longer = (cases(device, options.scale, length) for length in options.length)
-    found = first + [case for others in longer for case in others if case.name.startswith("attention")]
+    found = first + [
+        case for others in longer for case in others if case.name.startswith("attention")
+    ]
     shapes = [parsed_shape(text) for text in options.shape]
     if not shapes:
         return found
@@ -127,8 +147,14 @@ def chosen_cases(options: Kernels, device: str) -> list[Case]:
 def parsed_shape(text: str) -> tuple[int, int]:
     """Returns rows and columns from a text such as 8192x768. Raises ValueError for another text."""
     rows, _, columns = text.partition("x")
-    if not (rows.isdecimal() and columns.isdecimal()) or int(rows) % 8 or not int(rows) * int(columns):
-        raise ValueError(f"--shape must be rows, a multiple of 8, and columns, such as 8192x768, not {text!r}")
+    if (
+        not (rows.isdecimal() and columns.isdecimal())
+        or int(rows) % 8
+        or not int(rows) * int(columns)
+    ):
+        raise ValueError(
+            f"--shape must be rows, a multiple of 8, and columns, such as 8192x768, not {text!r}"
+        )
     return int(rows), int(columns)
 
 
@@ -162,15 +188,34 @@ def processor() -> str:
     """Returns the processor's name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    name = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+    )
     return name or platform.processor() or platform.machine()
 
 
 def table(results: list[Result]) -> Table:
     """Returns a table with a row per operator and dtype. Times include forward and backward unless stated otherwise."""
-    columns = ["op", "dtype", "shape", "kernels", "ours ms", "spread", "eager ms", "x eager", "x compile", "copy GB/s"]
+    columns = [
+        "op",
+        "dtype",
+        "shape",
+        "kernels",
+        "ours ms",
+        "spread",
+        "eager ms",
+        "x eager",
+        "x compile",
+        "copy GB/s",
+    ]
     columns += ["fwd out", "of copy", "bwd out", "of copy", "both of copy", "x others"]
-    shown = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, title="forward + backward", title_justify="left")
+    shown = Table(
+        *columns,
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title="forward + backward",
+        title_justify="left",
+    )
     for result in results:
         shown.add_row(*row(result))
     return shown
@@ -182,7 +227,12 @@ def row(result: Result) -> list[str]:
     if result.error:
         return [*cells, "FAILED" if result.error.startswith("failed") else "WRONG"]
     ours, eager = result.timings["ours"], result.timings["eager"]
-    cells += [f"{ours.median:.2f}", f"{ours.spread:.2f}", f"{eager.median:.2f}", times(result.speedup("eager"))]
+    cells += [
+        f"{ours.median:.2f}",
+        f"{ours.spread:.2f}",
+        f"{eager.median:.2f}",
+        times(result.speedup("eager")),
+    ]
     cells.append(times(result.speedup("compile")))
     cells.append(f"{result.bandwidth('copy'):.1f}")
     for name in ("ours forward out", "ours backward out"):
@@ -203,7 +253,9 @@ def plot(results: list[Result], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    contenders = [name for name in ("eager", "compile", "ours") if any(name in r.timings for r in results)]
+    contenders = [
+        name for name in ("eager", "compile", "ours") if any(name in r.timings for r in results)
+    ]
     figure, axes = plt.subplots(figsize=(1.2 + 1.1 * len(results), 4), layout="constrained")
     for offset, name in enumerate(contenders):
         heights = [r.bandwidth(name) if name in r.timings else 0.0 for r in results]
@@ -211,7 +263,9 @@ def plot(results: list[Result], path: Path) -> None:
         axes.bar(places, heights, width=0.8 / len(contenders), label=name)
     copies = [r.bandwidth("copy") for r in results]
     axes.plot(range(len(results)), copies, "k_", markersize=24, label="copy")
-    axes.set_xticks(range(len(results)), [f"{r.op}\n{r.dtype}" for r in results], rotation=45, fontsize=7)
+    axes.set_xticks(
+        range(len(results)), [f"{r.op}\n{r.dtype}" for r in results], rotation=45, fontsize=7
+    )
     axes.set_ylabel("GB/s, forward + backward")
     axes.legend()
     figure.savefig(path, dpi=150)

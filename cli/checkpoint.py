@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, or 2 after a user's error or if a checkpoint is damaged."""
     argv = sys.argv[1:] if argv is None else argv
     show_commands("shardzoo checkpoint", "Checks the checkpoints of a training run.", HELP, argv)
-    command = tyro.extras.subcommand_cli_from_dict({"verify": Verify}, prog="shardzoo checkpoint", args=argv)
+    command = tyro.extras.subcommand_cli_from_dict(
+        {"verify": Verify}, prog="shardzoo checkpoint", args=argv
+    )
     return exit_code_of(lambda: report(command))
 
 
@@ -58,17 +60,26 @@ def report(command: Verify) -> int:
     one = (folder / STATE).exists() or (folder / STATE).is_symlink()
     found = [verdict(path) for path in ([folder] if one else map(run.checkpoint, run.steps()))]
     if not found:
-        raise ValueError(f"{folder} holds no checkpoint; name the folder of a run, or one of its checkpoints")
+        raise ValueError(
+            f"{folder} holds no checkpoint; name the folder of a run, or one of its checkpoints"
+        )
     if command.json:
         print(json.dumps({"checkpoints": [asdict(entry) for entry in found]}))
     else:
-        rows = [(e.checkpoint, str(e.files), gigabytes(e.bytes), "damaged" if e.problems else "ok") for e in found]
+        rows = [
+            (e.checkpoint, str(e.files), gigabytes(e.bytes), "damaged" if e.problems else "ok")
+            for e in found
+        ]
         print(columns(("checkpoint", "files", "size", "state"), rows), end="")
         for entry in found:
             for problem in entry.problems:
                 print(printable(f"{entry.checkpoint}: {problem}"))
             if entry.without_digest:
-                print(printable(f"{entry.checkpoint}: no digest was recorded of {', '.join(entry.without_digest)}"))
+                print(
+                    printable(
+                        f"{entry.checkpoint}: no digest was recorded of {', '.join(entry.without_digest)}"
+                    )
+                )
     return USAGE_ERROR if any(entry.problems for entry in found) else 0
 
 
@@ -85,4 +96,6 @@ def verdict(folder: Path) -> Verdict:
     except (ValueError, OSError) as error:
         problems = problems or [message_of(error)]
     without = [] if problems else [file.name for file in files if file.name not in recorded]
-    return Verdict(folder.name, len(files), sum(file.stat().st_size for file in files), problems, without)
+    return Verdict(
+        folder.name, len(files), sum(file.stat().st_size for file in files), problems, without
+    )

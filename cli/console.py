@@ -71,7 +71,8 @@ def facts(values: Mapping[str, object]) -> str:
     """Returns a line for each name and value."""
     width = max(map(len, values))
     return "\n" + "\n".join(
-        f"{name.replace('_', ' '):<{width}}  {printable(str(value))}" for name, value in values.items()
+        f"{name.replace('_', ' '):<{width}}  {printable(str(value))}"
+        for name, value in values.items()
     )
 
 
@@ -93,9 +94,20 @@ def transfer_progress(*, as_json: bool) -> Iterator[Callable[[int, int], None]]:
         yield _ProgressLines(as_json, JSON_SECONDS if as_json else TEXT_SECONDS).report
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    parts = (BarColumn(bar_width=32), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    parts = (
+        BarColumn(bar_width=32),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*parts, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
@@ -110,7 +122,9 @@ class _ProgressLines:
     def __init__(self, as_json: bool, interval: float) -> None:
         self._as_json, self._interval = as_json, interval
         self._started = self._printed = time.monotonic()
-        self._first: int | None = None  # bytes that were done before the work began, by an interrupted run
+        self._first: int | None = (
+            None  # bytes that were done before the work began, by an interrupted run
+        )
 
     def report(self, done: int, total: int) -> None:
         now = time.monotonic()
@@ -121,6 +135,11 @@ class _ProgressLines:
         self._printed = now
         speed = (done - self._first) / max(now - self._started, 1e-9)
         left = (total - done) / speed
-        values = {"bytes": done, "total": total, "bytes_per_second": round(speed), "seconds_left": round(left, 1)}
+        values = {
+            "bytes": done,
+            "total": total,
+            "bytes_per_second": round(speed),
+            "seconds_left": round(left, 1),
+        }
         text = f"{gigabytes(done)} of {gigabytes(total)}, {gigabytes(round(speed))}/s, {left:.0f} s left"
         print(json.dumps(values) if self._as_json else text, file=sys.stderr, flush=True)

@@ -161,7 +161,9 @@ HELP = {
     "merge": HelpPage("shardzoo convert merge", MergeShards, sections={**WRITING, "to": "result"}),
     "reshard": HelpPage("shardzoo convert reshard", ReshardCheckpoint, sections=WRITING),
     "verify": HelpPage(
-        "shardzoo convert verify", VerifyCheckpoint, sections={"round_trip": "what is compared", "json": "options"}
+        "shardzoo convert verify",
+        VerifyCheckpoint,
+        sections={"round_trip": "what is compared", "json": "options"},
     ),
     "inspect": HelpPage("shardzoo convert inspect", InspectCheckpoint),
     "diff": HelpPage("shardzoo convert diff", DiffCheckpoints),
@@ -171,9 +173,13 @@ HELP = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, 1 if `verify` or `diff` found differences, or 2 after a user's error."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    show_commands("shardzoo convert", "Splits, merges, reshards and compares checkpoints.", HELP, argv)
+    show_commands(
+        "shardzoo convert", "Splits, merges, reshards and compares checkpoints.", HELP, argv
+    )
     command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
-    command = tyro.cli(command_type, prog="shardzoo convert", args=argv, config=(tyro.conf.OmitSubcommandPrefixes,))
+    command = tyro.cli(
+        command_type, prog="shardzoo convert", args=argv, config=(tyro.conf.OmitSubcommandPrefixes,)
+    )
     return exit_code_of(lambda: run(command))
 
 
@@ -187,8 +193,14 @@ def run(command: Common) -> int:
 
 def _with_folders(command: Common) -> Common:
     """Returns the command with folders instead of names on the Hub, `org/name[@revision]`, which are downloaded."""
-    given = {name: getattr(command, name, None) for name in ("source", "first", "second", "folder", "adapter")}
-    return replace(command, **{name: find_model(path, name) for name, path in given.items() if path is not None})
+    given = {
+        name: getattr(command, name, None)
+        for name in ("source", "first", "second", "folder", "adapter")
+    }
+    return replace(
+        command,
+        **{name: find_model(path, name) for name, path in given.items() if path is not None},
+    )
 
 
 def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -> int:
@@ -201,16 +213,26 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
     if isinstance(command, ReshardCheckpoint):
         source = open_checkpoint(command.source, command.config)
         if source.kind == "huggingface":
-            raise ValueError(f"{command.source} is a {source.description}; use `split` instead of `reshard`")
+            raise ValueError(
+                f"{command.source} is a {source.description}; use `split` instead of `reshard`"
+            )
     started = time.monotonic()
     try:
         with transfer_progress(as_json=command.json) as report:
             if isinstance(command, MergeShards):
-                outcome = operations.merge(command.source, command.destination, options, report, command.to)
+                outcome = operations.merge(
+                    command.source, command.destination, options, report, command.to
+                )
             else:
                 ranks = {"stages": command.pp, "names": command.names}
                 outcome = operations.split(
-                    command.source, command.destination, command.tp, options, report, command.to, **ranks
+                    command.source,
+                    command.destination,
+                    command.tp,
+                    options,
+                    report,
+                    command.to,
+                    **ranks,
                 )
     except KeyboardInterrupt:
         print("interrupted; continue with --resume", file=sys.stderr)
@@ -226,7 +248,9 @@ def _options(command: Converting) -> Options:
     from ..convert.operations import LARGEST_FILE, Options
 
     if isinstance(command, MergeShards) and command.step is not None and command.to != "universal":
-        raise ValueError(f"step is a property of universal checkpoints: leave it out for --to {command.to}")
+        raise ValueError(
+            f"step is a property of universal checkpoints: leave it out for --to {command.to}"
+        )
     largest = getattr(command, "max_file_gb", LARGEST_FILE / 1e9)
     if not 0 < largest < 1e9:
         raise ValueError(f"max_file_gb must be more than 0, not {largest}")
@@ -248,7 +272,11 @@ def _options(command: Converting) -> Options:
 def _print_outcome(command: Converting, outcome: Outcome, seconds: float) -> None:
     speed = (outcome.nbytes - outcome.kept) / max(seconds, 1e-9)
     if command.json:
-        pace = {"seconds": seconds, "bytes_per_second": round(speed), "destination": str(command.destination)}
+        pace = {
+            "seconds": seconds,
+            "bytes_per_second": round(speed),
+            "destination": str(command.destination),
+        }
         print(json.dumps({**asdict(outcome), **pace}))
         return
     kept = f", of which {gigabytes(outcome.kept)} already existed" if outcome.kept else ""
@@ -266,7 +294,13 @@ def run_plan(command: PlanConversion) -> int:
         print(json.dumps(planned))
         return 0
     rows = [
-        (row["name"], row["dtype"], _shape(row["shape"]), row["split"], f"{row['bytes_per_rank']:,}")
+        (
+            row["name"],
+            row["dtype"],
+            _shape(row["shape"]),
+            row["split"],
+            f"{row['bytes_per_rank']:,}",
+        )
         for row in planned["tensors"]
     ]
     sys.stdout.write(columns(("tensor", "type", "shape", "split", "bytes per file"), rows))
@@ -322,12 +356,17 @@ def run_verify(command: VerifyCheckpoint) -> int:
 
     options = Options(jobs=command.jobs, config_file=command.config)
     if command.logits + command.round_trip + (command.second is not None) > 1:
-        raise ValueError("a second folder, --round-trip and --logits are separate checks: use one of them")
+        raise ValueError(
+            "a second folder, --round-trip and --logits are separate checks: use one of them"
+        )
     if command.logits:
         return _run_logits(command)
     with transfer_progress(as_json=command.json) as report:
         if command.second is not None:
-            verdict, done = verification.verify_equal(command.first, command.second, options, report), "compared"
+            verdict, done = (
+                verification.verify_equal(command.first, command.second, options, report),
+                "compared",
+            )
         elif command.round_trip:
             verdict = verification.verify_round_trip(command.first, command.tp, options, report)
             done = "converted and compared"

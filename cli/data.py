@@ -55,8 +55,12 @@ class Prepare:
     """Continue an interrupted run."""
 
     def run(self, console: Console) -> None:
-        source = None if not self.input else self.input[0] if len(self.input) == 1 else list(self.input)
-        options = PrepareOptions(self.tokenizer, self.text_key, self.append_eos, self.eos_token, self.split_sentences)
+        source = (
+            None if not self.input else self.input[0] if len(self.input) == 1 else list(self.input)
+        )
+        options = PrepareOptions(
+            self.tokenizer, self.text_key, self.append_eos, self.eos_token, self.split_sentences
+        )
         with prepare_progress(console) as progress:
             report = prepare_dataset(
                 source,
@@ -124,7 +128,9 @@ class Split:
     def run(self, console: Console) -> None:
         names = (Path(f"{self.output}_{part}") for part in ("train", "valid", "test"))
         shares = {name: share for name, share in zip(names, self.shares, strict=True) if share != 0}
-        for name, count in split_dataset(IndexedDataset(self.prefix), shares, seed=self.seed).items():
+        for name, count in split_dataset(
+            IndexedDataset(self.prefix), shares, seed=self.seed
+        ).items():
             console.print(f"{name}: {count} documents")
 
 
@@ -144,10 +150,14 @@ class TrainTokenizer:
     """Key or column of the text."""
 
     def run(self, console: Console) -> None:
-        source = None if not self.input else self.input[0] if len(self.input) == 1 else list(self.input)
+        source = (
+            None if not self.input else self.input[0] if len(self.input) == 1 else list(self.input)
+        )
         documents = Documents(source, self.text_key)
         tokenizer = train_tokenizer(self.kind, documents, self.vocab_size, self.output)
-        console.print(f"{self.output}: {tokenizer.vocab_size} entries from {documents.report.documents} documents")
+        console.print(
+            f"{self.output}: {tokenizer.vocab_size} entries from {documents.report.documents} documents"
+        )
         _print_bad(console, documents.report)
 
 
@@ -212,11 +222,21 @@ def _description(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Table:
         "token type": str(dataset.dtype),
         "largest token id": str(ids[-1] if len(ids) else "-"),
         "distinct tokens": str(len(ids)),
-        "vocabulary": f"{meta.vocabulary.size} tokens, sha256 {meta.vocabulary.sha256}" if meta else "not recorded",
+        "vocabulary": f"{meta.vocabulary.size} tokens, sha256 {meta.vocabulary.sha256}"
+        if meta
+        else "not recorded",
     }
     if len(lengths):
-        rows["tokens per document"] = f"{lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}"
-    end = meta.end_token if meta else end_token(tokenizer, split_sentences=False) if tokenizer else None
+        rows["tokens per document"] = (
+            f"{lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}"
+        )
+    end = (
+        meta.end_token
+        if meta
+        else end_token(tokenizer, split_sentences=False)
+        if tokenizer
+        else None
+    )
     if end is not None:
         last = dataset.last_tokens()
         rows["documents that end with"] = f"token {end}: {(last == end).sum()} of {len(last)}"

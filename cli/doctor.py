@@ -32,7 +32,11 @@ def main(argv: list[str]) -> int:
     show_help(HELP, argv)
     tyro.cli(Doctor, args=argv, prog=HELP.program)
     console = Console(highlight=False, soft_wrap=True)
-    for title, facts in (("Machine", machine()), ("Compiled parts", compiled()), ("Kernels", used())):
+    for title, facts in (
+        ("Machine", machine()),
+        ("Compiled parts", compiled()),
+        ("Kernels", used()),
+    ):
         console.print(f"[bold]{title}[/bold]")
         for name, value in facts.items():
             console.print(f"  {name:<22}", end="")
@@ -53,7 +57,9 @@ def machine() -> dict[str, str]:
     }
     if platform.system() == "Linux":
         pages = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
-        facts["huge pages"] = "on" if pages else "off (THP_MEM_ALLOC_ENABLE=1 makes CPU tensors 2 to 4 times faster)"
+        facts["huge pages"] = (
+            "on" if pages else "off (THP_MEM_ALLOC_ENABLE=1 makes CPU tensors 2 to 4 times faster)"
+        )
     return facts
 
 
@@ -74,11 +80,15 @@ def compiled() -> dict[str, str]:
     if error is None:
         facts["CPU instructions"] = library.cpu_isa()
         facts["CUDA kernels"] = (
-            "built in" if library.has_cuda_kernels() else "not built in (no working nvcc, or switched off)"
+            "built in"
+            if library.has_cuda_kernels()
+            else "not built in (no working nvcc, or switched off)"
         )
         facts["built with"] = library.build_info()
     else:
-        facts["to build"] = "pip install --no-build-isolation --force-reinstall --no-deps <source folder>"
+        facts["to build"] = (
+            "pip install --no-build-isolation --force-reinstall --no-deps <source folder>"
+        )
     facts["shared memory"] = (
         "built in: ranks of one host exchange CPU tensors through it"
         if shared_memory.compiled

@@ -21,7 +21,15 @@ from ..data.files import read_folder_json
 from ..models import FAMILIES, find_config
 from ..models.common.config import ModelConfig
 from ..plan.layouts import Remedy, remedies
-from ..trainer.estimate import Estimate, Job, bubble, choose_blocks, estimate, estimate_stages, largest_micro_batch
+from ..trainer.estimate import (
+    Estimate,
+    Job,
+    bubble,
+    choose_blocks,
+    estimate,
+    estimate_stages,
+    largest_micro_batch,
+)
 from ..trainer.estimate.tables import stage_rows, stage_table
 from .console import exit_code_of
 from .help import HelpPage, show_help
@@ -136,9 +144,16 @@ def result_of(found: Estimate, arguments: EstimateArguments, largest: int | None
 
 def table_of(found: Estimate, arguments: EstimateArguments) -> Table:
     """Returns a table of the memory in use at the peak."""
-    share = f"{found.parameters:,} parameters" + (" on a rank" if arguments.tp * arguments.pp > 1 else "")
+    share = f"{found.parameters:,} parameters" + (
+        " on a rank" if arguments.tp * arguments.pp > 1 else ""
+    )
     trained = "" if found.trained == found.parameters else f", {found.trained:,} of them trained"
-    table = Table(title=f"{arguments.model}: {share}{trained}", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table = Table(
+        title=f"{arguments.model}: {share}{trained}",
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
     table.add_column(f"at the peak, {found.peak.name}")
     table.add_column("GiB", justify="right")
     for name, value in found.peak.lines.items():
@@ -153,7 +168,12 @@ def stages_result(stages: Sequence[Estimate], job: Job) -> dict[str, Any]:
     if job.pipeline_parallel_size == 1:
         return {}
     rows = [
-        {"blocks": count, "parameters": found.parameters, "in_flight": flying, "peak": found.peak.total}
+        {
+            "blocks": count,
+            "parameters": found.parameters,
+            "in_flight": flying,
+            "peak": found.peak.total,
+        }
         for count, found, flying in stage_rows(stages, job)
     ]
     return {"stages": rows, "bubble": bubble(len(stages), job.accumulation_steps)}
@@ -162,12 +182,18 @@ def stages_result(stages: Sequence[Estimate], job: Job) -> dict[str, Any]:
 def verdict(found: Estimate, device_memory: float, largest: int, asked: int) -> Text:
     spare = device_memory - found.peak.total / GIB
     if spare >= 0:
-        text = Text(f"fits {device_memory:g} GiB, with {spare:.2f} GiB to spare", style="bold green")
+        text = Text(
+            f"fits {device_memory:g} GiB, with {spare:.2f} GiB to spare", style="bold green"
+        )
     else:
-        text = Text(f"does not fit {device_memory:g} GiB: {-spare:.2f} GiB are missing", style="bold red")
+        text = Text(
+            f"does not fit {device_memory:g} GiB: {-spare:.2f} GiB are missing", style="bold red"
+        )
     if largest:
         more = "" if largest == asked else f" (asked for: {asked})"
-        return text + Text(f"; the largest micro-batch that fits is {largest}{more}", style="default not bold")
+        return text + Text(
+            f"; the largest micro-batch that fits is {largest}{more}", style="default not bold"
+        )
     return text + Text("; no micro-batch fits", style="default not bold")
 
 
@@ -195,7 +221,8 @@ def advice(found: Sequence[Remedy]) -> Table | Text:
         table.add_column(name, justify="left" if name == "options" else "right")
     for remedy in found:
         words = [
-            f"{OPTIONS[name]} {value}" if value is not True else OPTIONS[name] for name, value in remedy.changes.items()
+            f"{OPTIONS[name]} {value}" if value is not True else OPTIONS[name]
+            for name, value in remedy.changes.items()
         ]
         table.add_row(" ".join(words), f"{remedy.memory / GIB:.2f}", f"{remedy.cost - 1:+.0%}")
     return table
@@ -230,7 +257,10 @@ def run(arguments: EstimateArguments) -> int:
     config, longest = find_any_config(arguments.model)
     job = arguments.job(longest)
     if arguments.pp > 1:
-        job = replace(job, pipeline_blocks=choose_blocks(config, arguments.pp, arguments.pipeline_partition, job))
+        job = replace(
+            job,
+            pipeline_blocks=choose_blocks(config, arguments.pp, arguments.pipeline_partition, job),
+        )
     stages = estimate_stages(config, job)
     found = max(stages, key=lambda stage: stage.peak.total)
     fits, largest, others = True, None, None
@@ -239,11 +269,17 @@ def run(arguments: EstimateArguments) -> int:
         largest = largest_micro_batch(
             lambda size: estimate(config, replace(job, micro_batch_size=size)).peak.total <= memory
         )
-        others = remedies(config, job, memory) if not fits and isinstance(config, ModelConfig) else None
+        others = (
+            remedies(config, job, memory) if not fits and isinstance(config, ModelConfig) else None
+        )
     if arguments.json:
         result = result_of(found, arguments, largest) | stages_result(stages, job)
         print(
-            json.dumps(result | ({"remedies": [vars(one) for one in others]} if others is not None else {}), indent=2)
+            json.dumps(
+                result
+                | ({"remedies": [vars(one) for one in others]} if others is not None else {}),
+                indent=2,
+            )
         )
     else:
         show(found, stages, job, arguments, largest, others)

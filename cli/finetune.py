@@ -51,9 +51,13 @@ class FinetuneCommand(FinetuningArguments):
         super().__post_init__()
         object.__setattr__(self, "prompt_list", texts("prompt_list", self.prompt_list))
         if self.prompt_list and self.lora_rank:
-            raise ValueError("prompt_list and lora_rank both freeze the model to train other weights: use one of them")
+            raise ValueError(
+                "prompt_list and lora_rank both freeze the model to train other weights: use one of them"
+            )
         if self.prompt_list and self.pipeline_parallel_size > 1:
-            raise ValueError("prompt_list needs the embedding on every process: use pipeline_parallel_size=1")
+            raise ValueError(
+                "prompt_list needs the embedding on every process: use pipeline_parallel_size=1"
+            )
 
 
 def help_page() -> HelpPage:
@@ -76,8 +80,22 @@ def help_page() -> HelpPage:
             "config": "run",
         },
         common=(
-            *("task", "validation_file", "test_file", "source_id", "target_id", "max_source_length"),
-            *("max_target_length", "predict_with_generate", "lora_rank", "epochs", *COMMON_TRAINING, "overwrite"),
+            *(
+                "task",
+                "validation_file",
+                "test_file",
+                "source_id",
+                "target_id",
+                "max_source_length",
+            ),
+            *(
+                "max_target_length",
+                "predict_with_generate",
+                "lora_rank",
+                "epochs",
+                *COMMON_TRAINING,
+                "overwrite",
+            ),
         ),
         names=SHORT_NAMES,
     )
@@ -107,12 +125,22 @@ def make_trainer(arguments: FinetuneCommand) -> Trainer:
     """
     if not arguments.model_name_or_path:
         raise ValueError("--model-name-or-path is missing: name the folder of a model")
-    if arguments.train_file is None and arguments.validation_file is None and arguments.test_file is None:
-        raise ValueError("there is nothing to do: name a --train-file, --validation-file or --test-file")
+    if (
+        arguments.train_file is None
+        and arguments.validation_file is None
+        and arguments.test_file is None
+    ):
+        raise ValueError(
+            "there is nothing to do: name a --train-file, --validation-file or --test-file"
+        )
     from ..trainer.trainer import Trainer  # torch and transformers take seconds to import
 
     trainer = Trainer(arguments)
-    parts = {name: True for name in ("encoder", "decoder", "embeddings") if getattr(arguments, f"freeze_{name}")}
+    parts = {
+        name: True
+        for name in ("encoder", "decoder", "embeddings")
+        if getattr(arguments, f"freeze_{name}")
+    }
     trainer.freeze(**parts)
     if arguments.prompt_list:
         trainer.convert_to_prompt_tuning(arguments.prompt_list)

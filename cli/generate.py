@@ -85,9 +85,27 @@ HELP = HelpPage(
         "config": "other",
     },
     common=(
-        *("prompt", "file", "stream", "full_text", "tp", "pp", "batch_size", "dtype", "adapter", "tokenizer"),
+        *(
+            "prompt",
+            "file",
+            "stream",
+            "full_text",
+            "tp",
+            "pp",
+            "batch_size",
+            "dtype",
+            "adapter",
+            "tokenizer",
+        ),
         *("max_new_tokens", "min_new_tokens", "stop_strings", "do_sample", "seed", "num_beams"),
-        *("num_return_sequences", "temperature", "top_k", "top_p", "repetition_penalty", "no_repeat_ngram_size"),
+        *(
+            "num_return_sequences",
+            "temperature",
+            "top_k",
+            "top_p",
+            "repetition_penalty",
+            "no_repeat_ngram_size",
+        ),
         "config",
     ),
 )
@@ -95,11 +113,19 @@ HELP = HelpPage(
 
 def given_settings(arguments: GenerateArguments, argv: Sequence[str]) -> dict[str, Any]:
     """Returns the settings that the command line or its YAML file names. The model's own file decides the others."""
-    named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    named = {
+        word.partition("=")[0].lstrip("-").replace("-", "_")
+        for word in argv
+        if word.startswith("--")
+    }
     if arguments.config is not None:
         named |= read_yaml(GenerateArguments, arguments.config).keys()
     settings = {field.name for field in fields(GenerationSettings)}
-    return {name: getattr(arguments, name) for name in settings if name in named or f"no_{name}" in named}
+    return {
+        name: getattr(arguments, name)
+        for name in settings
+        if name in named or f"no_{name}" in named
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,13 +153,19 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
         raise ValueError(f"{sizes} must be at least 1")
     arguments = replace(arguments, model=str(find_model(arguments.model, "--model")))
     if not Path(arguments.model).is_dir():
-        raise ValueError(f"--model: {arguments.model} is not a folder, nor a name on the Hub: org/name[@revision]")
+        raise ValueError(
+            f"--model: {arguments.model} is not a folder, nor a name on the Hub: org/name[@revision]"
+        )
     if arguments.adapter is not None:
         arguments = replace(arguments, adapter=find_model(arguments.adapter, "--adapter"))
     if arguments.tokenizer is not None:
-        arguments = replace(arguments, tokenizer=find_model(arguments.tokenizer, "--tokenizer", TEXTS))
+        arguments = replace(
+            arguments, tokenizer=find_model(arguments.tokenizer, "--tokenizer", TEXTS)
+        )
     if arguments.adapter is not None and not (arguments.adapter / "adapter_config.json").is_file():
-        raise ValueError(f"--adapter: {arguments.adapter} holds no adapter: it has no adapter_config.json")
+        raise ValueError(
+            f"--adapter: {arguments.adapter} holds no adapter: it has no adapter_config.json"
+        )
     if arguments.prompt and arguments.file:
         raise ValueError("--prompt and --file are both given: use one of them")
     if not arguments.prompt and arguments.file is None and sys.stdin is None:
@@ -200,8 +232,12 @@ def show(
 
         tokenizer: Any = pipeline.tokenizer
         if not pipeline.streams:
-            raise ValueError("--stream works only for continuations and answers, but this model fills blanks")
-        streamer = TextStreamer(tokenizer, skip_prompt=not arguments.full_text, skip_special_tokens=True)
+            raise ValueError(
+                "--stream works only for continuations and answers, but this model fills blanks"
+            )
+        streamer = TextStreamer(
+            tokenizer, skip_prompt=not arguments.full_text, skip_special_tokens=True
+        )
         pipeline(batch, streamer=streamer, **settings)
         return
     for entry in pipeline(batch, return_full_text=arguments.full_text, **settings):
@@ -210,7 +246,12 @@ def show(
 
 
 def is_interactive(arguments: GenerateArguments) -> bool:
-    return not arguments.prompt and arguments.file is None and sys.stdin is not None and sys.stdin.isatty()
+    return (
+        not arguments.prompt
+        and arguments.file is None
+        and sys.stdin is not None
+        and sys.stdin.isatty()
+    )
 
 
 def read_prompts(arguments: GenerateArguments) -> Iterator[str]:
@@ -223,7 +264,9 @@ def read_prompts(arguments: GenerateArguments) -> Iterator[str]:
         try:
             with arguments.file.open(encoding="utf-8") as lines:
                 read = (
-                    json_lines(lines, arguments.file) if arguments.file.suffix == ".jsonl" else without_newlines(lines)
+                    json_lines(lines, arguments.file)
+                    if arguments.file.suffix == ".jsonl"
+                    else without_newlines(lines)
                 )
                 yield from read
         except (OSError, UnicodeDecodeError) as error:

@@ -24,7 +24,10 @@ INTERRUPTED = 130  # as a shell reports a SIGINT
 TOPICS = {
     "train": {
         "pretrain": ("shardzoo.cli.pretrain", "pretrain a model on text"),
-        "finetune": ("shardzoo.cli.finetune", "fine-tune a model on pairs, labelled texts or plain text"),
+        "finetune": (
+            "shardzoo.cli.finetune",
+            "fine-tune a model on pairs, labelled texts or plain text",
+        ),
         "board": ("shardzoo.cli.board.command", "show runs on a local page while they go on"),
         "checkpoint": ("shardzoo.cli.checkpoint", "verify the checkpoints of a run"),
     },
@@ -35,8 +38,14 @@ TOPICS = {
         "models": ("shardzoo.cli.models", "list families, presets and their sizes"),
     },
     "prepare": {
-        "data": ("shardzoo.cli.data", "prepare, merge, split and inspect corpora; train tokenizers"),
-        "estimate": ("shardzoo.cli.estimate", "estimate whether a training run fits a device's memory"),
+        "data": (
+            "shardzoo.cli.data",
+            "prepare, merge, split and inspect corpora; train tokenizers",
+        ),
+        "estimate": (
+            "shardzoo.cli.estimate",
+            "estimate whether a training run fits a device's memory",
+        ),
         "plan": ("shardzoo.cli.plan", "lay a training run out on a cluster, and predict its time"),
     },
     "this machine": {
@@ -90,7 +99,9 @@ def _repeating_interrupts() -> Generator[None]:
 def _interrupt_after(code: CodeType) -> None:
     """Interrupts the main thread when it has left a function, in which the interrupt would be lost again."""
     main = threading.main_thread().ident or 0
-    while code in (frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames().get(main))):
+    while code in (
+        frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames().get(main))
+    ):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -99,7 +110,11 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = ["usage: shardzoo COMMAND [options]"]
     for topic, commands in TOPICS.items():
-        lines += ["", f"{topic}:", *(f"  {name:<{width}}  {text}" for name, (_, text) in commands.items())]
+        lines += [
+            "",
+            f"{topic}:",
+            *(f"  {name:<{width}}  {text}" for name, (_, text) in commands.items()),
+        ]
     return "\n".join([*lines, "", "`shardzoo COMMAND --help` shows a command's options."])
 
 

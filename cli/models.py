@@ -108,22 +108,44 @@ def short(parameters: int) -> str:
 
 def table_of(arguments: ModelsArguments) -> Table:
     """Returns a table with a row for each model."""
-    purpose = "inference" if arguments.optimizer == "none" else f"training with {arguments.optimizer}"
+    purpose = (
+        "inference" if arguments.optimizer == "none" else f"training with {arguments.optimizer}"
+    )
     table = Table(
         title=f"{arguments.dtype}, {purpose}, {arguments.tp} tensor-parallel rank{'s' if arguments.tp > 1 else ''}",
         box=box.SIMPLE,
         pad_edge=False,
     )
-    for column in ("family", "model", "parameters", "on a rank", "GiB on a rank", "uneven work", "ranks at most"):
-        table.add_column(column, justify="left" if column in ("family", "model") else "right", overflow="fold")
+    for column in (
+        "family",
+        "model",
+        "parameters",
+        "on a rank",
+        "GiB on a rank",
+        "uneven work",
+        "ranks at most",
+    ):
+        table.add_column(
+            column, justify="left" if column in ("family", "model") else "right", overflow="fold"
+        )
     for name, config in select(arguments.names):
         size = measure(config, arguments.tp)
         on_rank = memory = uneven = "cannot be split so"
         if size.on_rank is not None and size.uneven is not None:
             on_rank = f"{size.on_rank:,}"
-            memory = f"{bytes_on_rank(size.on_rank, arguments.dtype, arguments.optimizer) / GIB:.2f}"
+            memory = (
+                f"{bytes_on_rank(size.on_rank, arguments.dtype, arguments.optimizer) / GIB:.2f}"
+            )
             uneven = f"{size.uneven:.1%}"
-        table.add_row(config.model_type, name, f"{size.parameters:,}", on_rank, memory, uneven, str(size.largest))
+        table.add_row(
+            config.model_type,
+            name,
+            f"{size.parameters:,}",
+            on_rank,
+            memory,
+            uneven,
+            str(size.largest),
+        )
     return table
 
 
@@ -138,11 +160,15 @@ def main(argv: list[str]) -> int:
         if not arguments.names:
             console.print(families_table())
             console.print(
-                "`shardzoo models NAME …` shows sizes on a rank of families, presets or folders.", style="dim"
+                "`shardzoo models NAME …` shows sizes on a rank of families, presets or folders.",
+                style="dim",
             )
             return 0
         console.print(table_of(arguments))
-        console.print("Activations and the engine's buffers are not included: see `shardzoo estimate`.", style="dim")
+        console.print(
+            "Activations and the engine's buffers are not included: see `shardzoo estimate`.",
+            style="dim",
+        )
         return 0
 
     return exit_code_of(run)

@@ -21,7 +21,14 @@ from ..models.common.config import ModelConfig
 from ..plan.calibration import calibrate
 from ..plan.hardware import FILES, Cluster, cluster_of
 from ..plan.layouts import Plan, Request, network_of_config, plans, save_seconds
-from ..plan.simulate import Failures, Stragglers, outlook, save_interval, simulate_step, young_interval
+from ..plan.simulate import (
+    Failures,
+    Stragglers,
+    outlook,
+    save_interval,
+    simulate_step,
+    young_interval,
+)
 from .arguments import read_yaml
 from .console import exit_code_of
 from .help import HelpPage, show_help
@@ -101,7 +108,17 @@ class PlanArguments:
     """Simulation: of slow devices, jitter and failures."""
 
     def cluster(self) -> Cluster:
-        names = ("peak", "peak_fp32", "sustained", "memory", "bandwidth", "inside", "network", "node_size", "adapters")
+        names = (
+            "peak",
+            "peak_fp32",
+            "sustained",
+            "memory",
+            "bandwidth",
+            "inside",
+            "network",
+            "node_size",
+            "adapters",
+        )
         return cluster_of(self.device, **{name: getattr(self, name) for name in names})
 
     def request(self, longest: int, cluster: Cluster) -> Request:
@@ -131,8 +148,27 @@ HELP = HelpPage(
         "mtbf": "simulation",
     },
     common=(
-        *("gpus", "device", "node_size", "network", "calibrate", "tokens", "global_batch_size", "length", "precision"),
-        *("optimizer", "best", "write", "json", "simulate", "mtbf", "restart_seconds", "slow_share"),
+        *(
+            "gpus",
+            "device",
+            "node_size",
+            "network",
+            "calibrate",
+            "tokens",
+            "global_batch_size",
+            "length",
+            "precision",
+        ),
+        *(
+            "optimizer",
+            "best",
+            "write",
+            "json",
+            "simulate",
+            "mtbf",
+            "restart_seconds",
+            "slow_share",
+        ),
     ),
 )
 
@@ -160,7 +196,9 @@ def result_of(plan: Plan, cluster: Cluster, tokens: float) -> dict[str, Any]:
 
 
 def table_of(rows: Sequence[dict[str, Any]], arguments: PlanArguments) -> Table:
-    title = f"{arguments.model} on {arguments.gpus} x {arguments.device}, {arguments.tokens:.3g} tokens"
+    title = (
+        f"{arguments.model} on {arguments.gpus} x {arguments.device}, {arguments.tokens:.3g} tokens"
+    )
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     for name in ("TP", "PP", "DP", "ZeRO", "recompute", "SP", "batch", "step s", "MFU", "tokens/s", "days",
                  "GPU-hours", "GiB"):  # fmt: skip
@@ -185,7 +223,9 @@ def reason(plans: Sequence[Plan]) -> str:
     """Says what the first layout's step is spent on, and where it gains most on the second."""
     first = plans[0]
     parts = sorted(first.time.parts.items(), key=lambda part: -part[1])
-    bound = ", ".join(f"{name.replace('_', ' ')} {value / first.time.total:.0%}" for name, value in parts if value)
+    bound = ", ".join(
+        f"{name.replace('_', ' ')} {value / first.time.total:.0%}" for name, value in parts if value
+    )
     text = f"The first layout's step: {bound}."
     if len(plans) > 1:
         gains = {name: plans[1].time.parts[name] - value for name, value in parts}
@@ -195,16 +235,28 @@ def reason(plans: Sequence[Plan]) -> str:
     return text
 
 
-def simulated(plan: Plan, config: ModelConfig, request: Request, arguments: PlanArguments) -> dict[str, Any]:
+def simulated(
+    plan: Plan, config: ModelConfig, request: Request, arguments: PlanArguments
+) -> dict[str, Any]:
     """Returns what `--simulate` prints of a layout, in seconds: its step from events, and the run with failures."""
     network, cluster = network_of_config(config), arguments.cluster()
     stragglers = Stragglers(arguments.slow_share, arguments.slowdown, arguments.jitter)
     samples = STEPS if stragglers.jitter or stragglers.slow_share else 1
     seeds = range(arguments.seed, arguments.seed + samples)
-    steps = [simulate_step(network, plan.run, cluster, stragglers=stragglers, seed=seed) for seed in seeds]
+    steps = [
+        simulate_step(network, plan.run, cluster, stragglers=stragglers, seed=seed)
+        for seed in seeds
+    ]
     step = sum(steps) / samples
-    save = save_seconds(config, plan.run, request) if arguments.save_seconds is None else arguments.save_seconds
-    failures, devices = Failures(arguments.mtbf * 3600, save, arguments.restart_seconds), plan.run.gpus
+    save = (
+        save_seconds(config, plan.run, request)
+        if arguments.save_seconds is None
+        else arguments.save_seconds
+    )
+    failures, devices = (
+        Failures(arguments.mtbf * 3600, save, arguments.restart_seconds),
+        plan.run.gpus,
+    )
     work = arguments.tokens / (plan.run.global_batch * plan.run.length) * step
     found = outlook(failures, devices, work, seed=arguments.seed)
     return {
@@ -225,7 +277,9 @@ def simulated(plan: Plan, config: ModelConfig, request: Request, arguments: Plan
 
 def account(values: dict[str, Any], plan: Plan) -> str:
     """Says in words what `simulated` found."""
-    intervals = ", ".join(f"{name} {seconds:,.0f} s" for name, seconds in values["intervals"].items())
+    intervals = ", ".join(
+        f"{name} {seconds:,.0f} s" for name, seconds in values["intervals"].items()
+    )
     return (
         f"Simulated on {plan.run.gpus:,} ranks: a step takes {values['step_alike']:.4g} s if all are alike "
         f"({plan.time.total:.4g} s by the formulas), {values['step']:.4g} s with the stragglers that were asked for. "
@@ -237,13 +291,20 @@ def account(values: dict[str, Any], plan: Plan) -> str:
 
 def recipe(plan: Plan, request: Request, arguments: PlanArguments) -> dict[str, Any]:
     """Returns the arguments of `pretrain.py`: those of the model's own recipe, if it has one, with layout and nodes."""
-    run, own = plan.run, {path.stem: path for path in RECIPES.glob("*.yaml")}.get(arguments.model or "")
-    values: dict[str, Any] = dict(read_yaml(PretrainCommand, own)) if own else {"model": arguments.model}
+    run, own = (
+        plan.run,
+        {path.stem: path for path in RECIPES.glob("*.yaml")}.get(arguments.model or ""),
+    )
+    values: dict[str, Any] = (
+        dict(read_yaml(PretrainCommand, own)) if own else {"model": arguments.model}
+    )
     values.pop("gradient_accumulation_steps", None)
     layout = {
         "model_parallel_size": run.tensor,
         "pipeline_parallel_size": run.pipeline,
-        "env_type": "deepspeed" if run.zero_stage == 3 else "deepspeed+mpu",  # the latter refuses stage 3
+        "env_type": "deepspeed"
+        if run.zero_stage == 3
+        else "deepspeed+mpu",  # the latter refuses stage 3
         "zero_stage": run.zero_stage,
         "sequence_parallel": run.sequence_parallel,
         "recompute": run.recompute,
@@ -255,7 +316,9 @@ def recipe(plan: Plan, request: Request, arguments: PlanArguments) -> dict[str, 
         "train_steps": ceil(arguments.tokens / (run.global_batch * run.length)),
     }
     nodes = ceil(run.gpus / arguments.cluster().node_size)
-    if run.gpus % nodes == 0:  # so that pretrain.py starts as many processes, or asks for a hostfile
+    if (
+        run.gpus % nodes == 0
+    ):  # so that pretrain.py starts as many processes, or asks for a hostfile
         layout |= {"num_nodes": nodes, "num_gpus": run.gpus // nodes}
     return values | layout | ({"target_length": run.target_length} if run.target_length else {})
 
@@ -270,7 +333,9 @@ def main(argv: list[str]) -> int:
 def measure(arguments: PlanArguments, path: Path) -> None:
     """Measures this machine, and writes its figures. ValueError if another kind of file or more processes are asked."""
     if path.suffix not in FILES:
-        raise ValueError(f"--calibrate writes a YAML file, so its name must end with {' or '.join(FILES)}, not {path}")
+        raise ValueError(
+            f"--calibrate writes a YAML file, so its name must end with {' or '.join(FILES)}, not {path}"
+        )
     with Console(stderr=True).status("training small models, to measure this machine"):
         figures = calibrate(arguments.node_size, arguments.precision)
     text = f"# Measured by shardzoo plan --calibrate; the rates hold for {figures['node_size']} processes on a node.\n"
@@ -280,7 +345,9 @@ def measure(arguments: PlanArguments, path: Path) -> None:
 def run(arguments: PlanArguments) -> int:
     """Plans, prints and writes. ValueError for a user's mistake."""
     if not arguments.tokens > 0 or arguments.best < 1:
-        raise ValueError(f"tokens must be above 0 and best at least 1, not {arguments.tokens:g} and {arguments.best}")
+        raise ValueError(
+            f"tokens must be above 0 and best at least 1, not {arguments.tokens:g} and {arguments.best}"
+        )
     if arguments.seed < 0:
         raise ValueError(f"seed must be 0 or more, not {arguments.seed}")
     if arguments.calibrate:
@@ -289,7 +356,9 @@ def run(arguments: PlanArguments) -> int:
             return 0
         arguments = replace(arguments, device=str(arguments.calibrate))
     if arguments.model is None:
-        raise ValueError("name a MODEL: a preset, or a folder or file with a Hugging Face config.json")
+        raise ValueError(
+            "name a MODEL: a preset, or a folder or file with a Hugging Face config.json"
+        )
     cluster = arguments.cluster()
     config = find_config(arguments.model)
     request = arguments.request(config.max_sequence_length, cluster)
@@ -307,7 +376,11 @@ def run(arguments: PlanArguments) -> int:
             console.print(account(rows[0]["simulated"], found[0]))
     else:
         room = cluster.device.memory / GIB
-        console.print(f"no layout of {arguments.gpus} x {arguments.device} with {room:.0f} GiB holds {arguments.model}")
+        console.print(
+            f"no layout of {arguments.gpus} x {arguments.device} with {room:.0f} GiB holds {arguments.model}"
+        )
     if found and arguments.write:
-        arguments.write.write_text(yaml.safe_dump(recipe(found[0], request, arguments), sort_keys=False))
+        arguments.write.write_text(
+            yaml.safe_dump(recipe(found[0], request, arguments), sort_keys=False)
+        )
     return 0 if found else NO_LAYOUT_FITS

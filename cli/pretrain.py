@@ -70,11 +70,21 @@ def help_page(objective: str) -> HelpPage:
             "output_dir": "run",
         },
         common=(
-            *("model", "init_from", "data", "objective", "sequence_length", "train_steps", *COMMON_TRAINING),
+            *(
+                "model",
+                "init_from",
+                "data",
+                "objective",
+                "sequence_length",
+                "train_steps",
+                *COMMON_TRAINING,
+            ),
             *("resume", "overwrite", "fast_dev_run", "dry_run"),
         ),
         names=SHORT_NAMES,
-        texts={"objective": f"What the model learns, here {objective}. One of {', '.join(objective_names())}."},
+        texts={
+            "objective": f"What the model learns, here {objective}. One of {', '.join(objective_names())}."
+        },
     )
 
 
@@ -83,16 +93,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch = RankInfo.from_environment()
 
     def work() -> int:
-        arguments = read_arguments(sys.argv[1:] if argv is None else argv, quiet=not launch.is_first)
+        arguments = read_arguments(
+            sys.argv[1:] if argv is None else argv, quiet=not launch.is_first
+        )
         inputs = choose_inputs(arguments, launch)
-        recipe = arguments.config if arguments.config and arguments.config.parent == RECIPES else None
+        recipe = (
+            arguments.config if arguments.config and arguments.config.parent == RECIPES else None
+        )
         defaults = f"defaults of recipes/{recipe.name}" if recipe and launch.is_first else ""
         if arguments.dry_run and launch.is_first:
             print(defaults)
             Console().print(run_plan(arguments, inputs))
         size, stages = arguments.model_parallel_size, arguments.pipeline_parallel_size
         if launch.world_size < size * stages and not arguments.dry_run and not arguments.hostfile:
-            split = f"--model-parallel-size {size}" + (f" x --pipeline-parallel-size {stages}" if stages > 1 else "")
+            split = f"--model-parallel-size {size}" + (
+                f" x --pipeline-parallel-size {stages}" if stages > 1 else ""
+            )
             print(f"{split} needs {size * stages} processes; starting them on this machine")
         ensure_processes_of(arguments)
         if defaults:
@@ -128,7 +144,9 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
     page = help_page(values["objective"].name)
     arguments = parse(PretrainCommand, page, argv, values=values, quiet=quiet)
     if saved is not None:
-        _check_unchanged(arguments, PretrainCommand(**{**saved, "objective": _objective((), None, saved)}))
+        _check_unchanged(
+            arguments, PretrainCommand(**{**saved, "objective": _objective((), None, saved)})
+        )
     if arguments.fast_dev_run:
         arguments = replace(arguments, train_steps=20, eval_interval=10)
     return arguments
@@ -157,7 +175,8 @@ def _recipe(argv: Sequence[str]) -> Path | None:
 def _saved_values(argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the saved arguments of the run in the output folder, if the command line continues or evaluates it."""
     resume, eval_only = (
-        (given_value(argv, name) or str(values.get(name, False))).lower() == "true" for name in ("resume", "eval_only")
+        (given_value(argv, name) or str(values.get(name, False))).lower() == "true"
+        for name in ("resume", "eval_only")
     )
     folder = given_value(argv, "output_dir") or values.get("output_dir")
     if folder is None:
@@ -171,7 +190,9 @@ def _saved_values(argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, A
         return None
     if read := read_yaml(PretrainCommand, checked_file(saved.parent, saved.name)):
         return read
-    raise ValueError(f"{saved} is empty, so the run cannot go on; start a new one in another --output-dir")
+    raise ValueError(
+        f"{saved} is empty, so the run cannot go on; start a new one in another --output-dir"
+    )
 
 
 def _check_unchanged(arguments: PretrainCommand, before: PretrainCommand) -> None:
@@ -193,7 +214,9 @@ def _without_objective(argv: Sequence[str]) -> tuple[list[str], str | None]:
         if option != OBJECTIVE_OPTION:
             rest.append(word)
             continue
-        name = value if equals else words.popleft() if words and not words[0].startswith("-") else ""
+        name = (
+            value if equals else words.popleft() if words and not words[0].startswith("-") else ""
+        )
         find_objective(name)
     return rest, name
 
@@ -213,17 +236,30 @@ def _objective(argv: Sequence[str], name: str | None, values: Mapping[str, Any])
     chosen = name or in_file
     settings = settings if chosen == in_file else {}
     kind = find_objective(chosen)
-    given = [word[len(SETTING) :].partition("=")[0].replace("-", "_") for word in argv if word.startswith(SETTING)]
+    given = [
+        word[len(SETTING) :].partition("=")[0].replace("-", "_")
+        for word in argv
+        if word.startswith(SETTING)
+    ]
     known = [field.name for field in fields(kind)]
     for setting in (*settings, *(setting.removeprefix("no_") for setting in given)):
         if setting not in known:
             raise ValueError(_no_setting(chosen, setting, known))
     hints = get_type_hints(kind)
-    return kind(**{key: checked_value(f"objective.{key}", hints[key], value) for key, value in settings.items()})
+    return kind(
+        **{
+            key: checked_value(f"objective.{key}", hints[key], value)
+            for key, value in settings.items()
+        }
+    )
 
 
 def _no_setting(name: str, setting: str, known: Sequence[str]) -> str:
-    owners = [other for other in objective_names() if setting in (f.name for f in fields(find_objective(other)))]
+    owners = [
+        other
+        for other in objective_names()
+        if setting in (f.name for f in fields(find_objective(other)))
+    ]
     elsewhere = f" (a setting of {', '.join(owners)})" if owners else ""
     listed = f"its settings are {', '.join(known)}" if known else "it has no settings"
     return f"objective {name!r} has no setting {setting!r}{elsewhere}; {listed}"

@@ -11,7 +11,9 @@ from ..trainer.launch.rank_info import RankInfo
 from .console import USAGE_ERROR, print_error, users_error
 
 PACKAGE = __name__.partition(".")[0]
-REPORT_TIMEOUT = timedelta(seconds=5)  # time in which all ranks with the same error are expected to raise it
+REPORT_TIMEOUT = timedelta(
+    seconds=5
+)  # time in which all ranks with the same error are expected to raise it
 
 
 def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
@@ -42,14 +44,19 @@ def _report_once(error: ValueError | OSError, launch: RankInfo) -> None:
         return
     # This uses the group's store instead of a collective, because another rank may be inside a different collective.
     store = dist.distributed_c10d._get_default_store()
-    reported, seen = f"reported: {error}", [f"seen by {rank}: {error}" for rank in range(launch.world_size)]
+    reported, seen = (
+        f"reported: {error}",
+        [f"seen by {rank}: {error}" for rank in range(launch.world_size)],
+    )
     if launch.is_first:
         _report(error)
         store.set(reported, "")
     try:
         store.wait(seen[1:] if launch.is_first else [reported], REPORT_TIMEOUT)
         store.set(seen[launch.rank], "")
-    except RuntimeError:  # a timeout, or the store has ended with the first rank, which then did not raise this error
+    except (
+        RuntimeError
+    ):  # a timeout, or the store has ended with the first rank, which then did not raise this error
         if not launch.is_first:
             _report(error)
 

@@ -47,7 +47,11 @@ class Copy:
 
 
 def run_copy(
-    copy: Copy, files: OpenFiles, hashes: Mapping[tuple[Path, str], str], make_output: OutputFactory, chunk: int
+    copy: Copy,
+    files: OpenFiles,
+    hashes: Mapping[tuple[Path, str], str],
+    make_output: OutputFactory,
+    chunk: int,
 ) -> Digests:
     """Copies one parameter and returns the sha256 of every target tensor.
 
@@ -60,7 +64,9 @@ def run_copy(
     """
     source, target = copy.source, copy.target
     product = _Product.of(copy.updates, source.shape, files) if copy.updates else None
-    if not target.is_ascending:  # the rows are numbered as they are written, which is in the order of the bytes
+    if (
+        not target.is_ascending
+    ):  # the rows are numbered as they are written, which is in the order of the bytes
         order = [span for part in target.copies[0] for span in part.ranges if span[0] < span[1]]
         source, target = source.renumbered(order), target.renumbered(order)
         product = product and product.renumbered(source.dim, order)
@@ -74,7 +80,9 @@ def run_copy(
     groups: dict[tuple, list[TensorSlice]] = {}
     for part in target.slices():
         groups.setdefault((part.ranges, part.tensor.shape), []).append(part)
-    outputs = [(parts[0], make_output([part.tensor for part in parts])) for parts in groups.values()]
+    outputs = [
+        (parts[0], make_output([part.tensor for part in parts])) for parts in groups.values()
+    ]
     if any(part.transposed or part.across for part in source.slices()):
         copy_tiles(source, target, outputs, files, hashes, chunk, convert)
     else:
@@ -92,12 +100,17 @@ def _check_hashes(
     """Checks the recorded hashes of tensors that will not be read in the order of their bytes."""
     for part in source.copies[0]:
         if recorded := hashes.get((part.tensor.file, part.tensor.name)):
-            check_hash(part.tensor, hash_stored(part.tensor, files[part.tensor.file], chunk), recorded)
+            check_hash(
+                part.tensor, hash_stored(part.tensor, files[part.tensor.file], chunk), recorded
+            )
 
 
 def _transposed(placement: ParameterPlacement) -> ParameterPlacement:
     """Returns the same placement, described as that of the transposed parameter."""
-    copies = tuple(tuple(replace(part, transposed=not part.transposed) for part in copy) for copy in placement.copies)
+    copies = tuple(
+        tuple(replace(part, transposed=not part.transposed) for part in copy)
+        for copy in placement.copies
+    )
     return ParameterPlacement(placement.name, placement.shape[::-1], 1 - placement.dim, copies)
 
 
@@ -139,7 +152,9 @@ class _Slots:
     @classmethod
     def of(cls, part: TensorSlice, rows: _Rows, dim: int) -> _Slots:
         length = rows.length // rows.inner if rows.inner else 0
-        pieces = tuple((a * rows.inner, b * rows.inner, c * rows.inner) for a, b, c in part.local(0, length))
+        pieces = tuple(
+            (a * rows.inner, b * rows.inner, c * rows.inner) for a, b, c in part.local(0, length)
+        )
         return cls(pieces, part.shape()[dim] * rows.inner)
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -177,7 +192,9 @@ def _copy_straight(
         full = _gather(block, rows, copies[0], source_item)
         for other in copies[1:]:
             if not np.array_equal(full, _gather(block, rows, other, source_item)):
-                raise ValueError(f"{other[0][1].tensor} differs from {copies[0][0][1].tensor}; both must be equal")
+                raise ValueError(
+                    f"{other[0][1].tensor} differs from {copies[0][0][1].tensor}; both must be equal"
+                )
         full = convert.block(full, block, rows, source.dim)
         _scatter(block, rows, full, sinks, target_item)
     for _, opened in copies[0]:
@@ -206,7 +223,11 @@ def _gather(
 
 
 def _scatter(
-    block: tuple[int, int, int, int], rows: _Rows, full: np.ndarray, sinks: list[tuple[_Slots, Output]], itemsize: int
+    block: tuple[int, int, int, int],
+    rows: _Rows,
+    full: np.ndarray,
+    sinks: list[tuple[_Slots, Output]],
+    itemsize: int,
 ) -> None:
     first, last, start, stop = block
     for slots, output in sinks:
@@ -236,7 +257,9 @@ class _Product:
         lefts: list[np.ndarray] = []
         rights: list[np.ndarray] = []
         for update in updates:
-            first, second = (_read_doubles(tensor, files) for tensor in (update.first, update.second))
+            first, second = (
+                _read_doubles(tensor, files) for tensor in (update.first, update.second)
+            )
             lefts.append(np.zeros((shape[0], len(first))))
             lefts[-1][slice(*update.rows)] = update.scaling * second
             rights.append(first)
@@ -247,7 +270,11 @@ class _Product:
 
     def renumbered(self, dim: int, order: Sequence[tuple[int, int]]) -> _Product:
         index = np.concatenate([np.arange(start, stop) for start, stop in order])
-        return _Product(self.left[index], self.right) if dim == 0 else _Product(self.left, self.right[:, index])
+        return (
+            _Product(self.left[index], self.right)
+            if dim == 0
+            else _Product(self.left, self.right[:, index])
+        )
 
 
 def _read_doubles(tensor: StoredTensor, files: OpenFiles) -> np.ndarray:
@@ -265,24 +292,38 @@ class _Conversion:
     name: str
     product: _Product | None
 
-    def block(self, full: np.ndarray, block: tuple[int, int, int, int], rows: _Rows, dim: int) -> np.ndarray:
+    def block(
+        self, full: np.ndarray, block: tuple[int, int, int, int], rows: _Rows, dim: int
+    ) -> np.ndarray:
         """Returns a block that `_gather` returned, converted."""
         if self.product is None:
-            return full if self.source == self.target else cast(full, self.source, self.target, self.name)
+            return (
+                full
+                if self.source == self.target
+                else cast(full, self.source, self.target, self.name)
+            )
         first, last, start, stop = block
         if dim == 1:
-            return self._added(full, self.product.left[first:last], self.product.right[:, start:stop])
+            return self._added(
+                full, self.product.left[first:last], self.product.right[:, start:stop]
+            )
         low, high = start // rows.inner, -(-stop // rows.inner)
         whole = np.zeros((high - low) * rows.inner, full.dtype)
         place = slice(start - low * rows.inner, stop - low * rows.inner)
         whole[place] = full[0]
-        added = self._added(whole.reshape(high - low, -1), self.product.left[low:high], self.product.right)
+        added = self._added(
+            whole.reshape(high - low, -1), self.product.left[low:high], self.product.right
+        )
         return added.reshape(1, -1)[:, place]
 
     def band(self, band: np.ndarray, part: TensorSlice, dim: int, top: int) -> np.ndarray:
         """Returns rows from `top` on of a target tensor, converted. Rows or columns of padding get no update."""
         if self.product is None:
-            return band if self.source == self.target else cast(band, self.source, self.target, self.name)
+            return (
+                band
+                if self.source == self.target
+                else cast(band, self.source, self.target, self.name)
+            )
         held = np.concatenate([np.arange(start, stop) for start, stop in part.ranges])
         left, right = self.product.left, self.product.right
         size = part.shape()[dim]
@@ -304,11 +345,16 @@ class _Conversion:
         for start in range(0, len(block), step):
             values = _values(np.ascontiguousarray(block[start : start + step]), self.source)
             factors = torch.from_numpy(left[start : start + step])
-            total, term = torch.zeros(values.shape, dtype=torch.float64), torch.empty(values.shape, dtype=torch.float64)
+            total, term = (
+                torch.zeros(values.shape, dtype=torch.float64),
+                torch.empty(values.shape, dtype=torch.float64),
+            )
             for number in range(len(columns)):
                 if bool(factors[:, number].any()):
                     total += torch.mul(factors[:, number, None], columns[number], out=term)
-            result[start : start + step] = _stored(values, values.double() + total, self.target, self.name)
+            result[start : start + step] = _stored(
+                values, values.double() + total, self.target, self.name
+            )
         return result
 
 
@@ -329,7 +375,9 @@ def _values(block: np.ndarray, dtype: str) -> Tensor:
     """Returns elements that are given as unsigned integers of their size."""
     import torch
 
-    return torch.from_numpy(block.view(f"i{item_size(dtype)}")).view(getattr(torch, torch_name(dtype)))
+    return torch.from_numpy(block.view(f"i{item_size(dtype)}")).view(
+        getattr(torch, torch_name(dtype))
+    )
 
 
 def _stored(values: Tensor, results: Tensor, target: str, name: str) -> np.ndarray:
@@ -340,7 +388,9 @@ def _stored(values: Tensor, results: Tensor, target: str, name: str) -> np.ndarr
     finite = torch.isfinite(values.float())
     if not bool((torch.isfinite(converted.float()) | ~finite).all()):
         largest = results[finite].double().abs().max().item()
-        raise ValueError(f"{name} has a value of {largest:.6g}, which does not fit {torch_name(target)}")
+        raise ValueError(
+            f"{name} has a value of {largest:.6g}, which does not fit {torch_name(target)}"
+        )
     size = item_size(target)
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     return converted.view(signed).numpy().view(f"u{size}")
@@ -368,9 +418,13 @@ def copy_tiles(
         step = max(1, chunk // max(1, width * max(itemsize, item_size(source.dtype))))
         for top in range(0, height, step):
             bottom = min(top + step, height)
-            band = _band(source.copies[0], part, target.dim, (top, bottom, width), source.dtype, files, chunk)
+            band = _band(
+                source.copies[0], part, target.dim, (top, bottom, width), source.dtype, files, chunk
+            )
             for copy in source.copies[1:]:
-                other = _band(copy, part, target.dim, (top, bottom, width), source.dtype, files, chunk)
+                other = _band(
+                    copy, part, target.dim, (top, bottom, width), source.dtype, files, chunk
+                )
                 if not np.array_equal(band, other):
                     first = source.copies[0][0].tensor
                     raise ValueError(f"{copy[0].tensor} differs from {first}; both must be equal")
@@ -398,18 +452,25 @@ def _band(
             continue
         skipped = low - part.across[0] if part.across else low if dim == 1 else 0
         others = (skipped, skipped + high - low)  # of the tensor, along its other dimension
-        place = band.T[low:high] if dim == 0 else band[low - top : high - top]  # [other dimension, dim]
+        place = (
+            band.T[low:high] if dim == 0 else band[low - top : high - top]
+        )  # [other dimension, dim]
         for run in _runs(target, part, (top, bottom) if dim == 0 else (0, width)):
             own = (run[0][0], run[-1][0] + run[-1][2])
             extents = (own, others) if (dim == 0) != part.transposed else (others, own)
             tile = _read_tile(part.tensor, files[part.tensor.file], *extents, chunk)
             tile = tile.T if (dim == 0) != part.transposed else tile
-            moves = [(there - own[0], here - (top if dim == 0 else 0), count) for there, here, count in run]
+            moves = [
+                (there - own[0], here - (top if dim == 0 else 0), count)
+                for there, here, count in run
+            ]
             _place(place, tile, moves)
     return band
 
 
-def _runs(target: TensorSlice, source: TensorSlice, window: tuple[int, int]) -> Iterator[list[tuple[int, int, int]]]:
+def _runs(
+    target: TensorSlice, source: TensorSlice, window: tuple[int, int]
+) -> Iterator[list[tuple[int, int, int]]]:
     """Yields what both tensors hold in `window` of the target, in runs that are contiguous in the source.
 
     A run consists of (position in the source, position in the target, count).
@@ -434,7 +495,11 @@ def _runs(target: TensorSlice, source: TensorSlice, window: tuple[int, int]) -> 
 
 
 def _read_tile(
-    tensor: StoredTensor, descriptor: int, rows: tuple[int, int], columns: tuple[int, int], chunk: int
+    tensor: StoredTensor,
+    descriptor: int,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    chunk: int,
 ) -> np.ndarray:
     """Returns tensor[rows, columns], by one contiguous read if whole rows fit into `chunk`, else by one per row."""
     itemsize, width = item_size(tensor.dtype), tensor.shape[1]
@@ -460,12 +525,20 @@ def _place(out: np.ndarray, tile: np.ndarray, moves: Sequence[tuple[int, int, in
     out_by_rows, tile_by_rows = (array.strides[1] == array.itemsize for array in (out, tile))
     if out_by_rows != tile_by_rows:
         signed = f"i{out.itemsize}"
-        if tile_by_rows and out.T.flags.c_contiguous and sum(count for *_, count in moves) >= 16 * len(moves):
+        if (
+            tile_by_rows
+            and out.T.flags.c_contiguous
+            and sum(count for *_, count in moves) >= 16 * len(moves)
+        ):
             for start, at, count in moves:
-                dense = torch.from_numpy(np.ascontiguousarray(tile[:, start : start + count]).view(signed))
+                dense = torch.from_numpy(
+                    np.ascontiguousarray(tile[:, start : start + count]).view(signed)
+                )
                 torch.from_numpy(out.T[at : at + count].view(signed)).copy_(dense.t())
             return
-        dense = torch.from_numpy(np.ascontiguousarray(tile if tile_by_rows else tile.T).view(signed))
+        dense = torch.from_numpy(
+            np.ascontiguousarray(tile if tile_by_rows else tile.T).view(signed)
+        )
         turned = np.empty(dense.shape[::-1], out.dtype)
         torch.from_numpy(turned.view(signed)).copy_(dense.t())
         tile = turned.T if tile_by_rows else turned

@@ -31,21 +31,35 @@ class Destination:
     def check(self, source: Path, *, overwrite: bool, resume: bool) -> None:
         """Raises ValueError if writing would touch the source, or replace something without `overwrite`."""
         if overwrite and resume:
-            raise ValueError("--resume continues a conversion and --overwrite starts it again: use one of them")
+            raise ValueError(
+                "--resume continues a conversion and --overwrite starts it again: use one of them"
+            )
         here, there = self.folder.resolve(), source.resolve()
         if not self.folder.name or here == there or here in there.parents or there in here.parents:
-            raise ValueError(f"{self.folder} and the source {source} must be two folders, neither inside the other")
+            raise ValueError(
+                f"{self.folder} and the source {source} must be two folders, neither inside the other"
+            )
         if not self.folder.parent.is_dir():
-            raise ValueError(f"the folder {self.folder.parent} does not exist; create it before {self.folder.name}")
+            raise ValueError(
+                f"the folder {self.folder.parent} does not exist; create it before {self.folder.name}"
+            )
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
             raise ValueError(f"{self.folder} exists and is not a folder; name another destination")
         if self.work.is_symlink() or (self.work.exists() and not self.work.is_dir()):
-            raise ValueError(f"{self.work} exists and is not a folder, but the conversion needs that name; remove it")
+            raise ValueError(
+                f"{self.work} exists and is not a folder, but the conversion needs that name; remove it"
+            )
         if self.folder.exists() and any(self.folder.iterdir()):
             if not overwrite and not resume:
-                raise ValueError(f"{self.folder} exists; replace it with --overwrite, or name another folder")
-            if overwrite and not any((self.folder / name).exists() for name in (MANIFEST, "config.json", "latest")):
-                raise ValueError(f"{self.folder} holds no model, so it is not replaced; name another folder")
+                raise ValueError(
+                    f"{self.folder} exists; replace it with --overwrite, or name another folder"
+                )
+            if overwrite and not any(
+                (self.folder / name).exists() for name in (MANIFEST, "config.json", "latest")
+            ):
+                raise ValueError(
+                    f"{self.folder} holds no model, so it is not replaced; name another folder"
+                )
         if self.work.exists() and not overwrite and not resume:
             raise ValueError(
                 f"{self.work} is left from an interrupted conversion; continue it with --resume, or start again with "
@@ -71,7 +85,9 @@ class Destination:
         try:
             (self.work / MANIFEST).unlink(missing_ok=True)
             for file in files:
-                if (self.work / file.name).exists():  # a run was interrupted while it renamed the files
+                if (
+                    self.work / file.name
+                ).exists():  # a run was interrupted while it renamed the files
                     (self.work / file.name).rename(self.partial(file.name))
             missing = [file for file in files if not self._is_made(file)]
             self._check_space(sum(file.size for file in missing))

@@ -33,7 +33,10 @@ def inspect_folder(folder: Path, config_file: Path | None = None) -> Inspection:
     """Reads the headers of a checkpoint folder. Raises ValueError if it has no weights or damaged headers."""
     source = open_checkpoint(folder, config_file)
     rows = [_row(name, tensor, source) for name, tensor in source.ranks[0].items()]
-    rows += [{**_row(name, tensor, source), "split": "kept unchanged"} for name, tensor in source.extras.items()]
+    rows += [
+        {**_row(name, tensor, source), "split": "kept unchanged"}
+        for name, tensor in source.extras.items()
+    ]
     return Inspection(_facts(source), tuple(rows))
 
 
@@ -53,7 +56,9 @@ def _row(name: str, tensor: StoredTensor, source: Checkpoint) -> dict[str, Any]:
     row = {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape), "bytes": tensor.nbytes}
     if source.manifest is not None and name in source.manifest.tensors:
         record = source.manifest.tensors[name]
-        row["split"] = f"dim {record.shard['dim']} of {list(record.shape)}" if record.shard else "replicated"
+        row["split"] = (
+            f"dim {record.shard['dim']} of {list(record.shape)}" if record.shard else "replicated"
+        )
     return row
 
 
@@ -69,12 +74,16 @@ def _facts(source: Checkpoint) -> dict[str, Any]:
     }
     if (saved := source.saved) is not None:
         facts["ranks"], facts["pipeline stages"] = len(source.ranks), saved.stages
-        facts["version"] = f"{saved.version:.1f}, rows of fused QKV in the order of {saved.row_order}"
+        facts["version"] = (
+            f"{saved.version:.1f}, rows of fused QKV in the order of {saved.row_order}"
+        )
         facts["iteration"] = "unknown" if saved.iteration is None else saved.iteration
     if (manifest := source.manifest) is not None:
         facts["ranks"] = manifest.tensor_parallel_size
         facts["vocabulary"] = f"{manifest.vocab_size}, padded to {manifest.padded_vocab_size}"
-        facts["ties"] = ", ".join(f"{alias} = {kept}" for alias, kept in manifest.ties.items()) or "none stored"
+        facts["ties"] = (
+            ", ".join(f"{alias} = {kept}" for alias, kept in manifest.ties.items()) or "none stored"
+        )
         facts["kept unchanged"] = len(manifest.extras)
     return facts
 
@@ -104,7 +113,11 @@ class Comparison:
 def comparable(first: Checkpoint, second: Checkpoint) -> bool:
     """Returns whether both folders have the same format, the same number of ranks, and the same order of rows."""
     orders = [checkpoint.saved and checkpoint.saved.row_order for checkpoint in (first, second)]
-    return first.kind == second.kind != "dcp" and len(first.ranks) == len(second.ranks) and orders[0] == orders[1]
+    return (
+        first.kind == second.kind != "dcp"
+        and len(first.ranks) == len(second.ranks)
+        and orders[0] == orders[1]
+    )
 
 
 def diff(first: Checkpoint, second: Checkpoint) -> Comparison:
@@ -121,7 +134,11 @@ def diff(first: Checkpoint, second: Checkpoint) -> Comparison:
                 continue
             difference = _difference(name, ours, theirs)
             if difference is not None:
-                differences.append(Difference(name + where, difference.what, difference.elements, difference.largest))
+                differences.append(
+                    Difference(
+                        name + where, difference.what, difference.elements, difference.largest
+                    )
+                )
     return Comparison(count, tuple(sorted(differences, key=lambda difference: difference.name)))
 
 
@@ -133,7 +150,9 @@ def _recorded(source: Checkpoint, rank: int, name: str) -> str | None:
     return source.manifest.tensors[name].sha256[rank] if name in source.manifest.tensors else None
 
 
-def _difference(name: str, ours: Mapping[str, StoredTensor], theirs: Mapping[str, StoredTensor]) -> Difference | None:
+def _difference(
+    name: str, ours: Mapping[str, StoredTensor], theirs: Mapping[str, StoredTensor]
+) -> Difference | None:
     if name not in theirs:
         return Difference(name, "only in the first")
     if name not in ours:
@@ -141,7 +160,8 @@ def _difference(name: str, ours: Mapping[str, StoredTensor], theirs: Mapping[str
     mine, other = ours[name], theirs[name]
     if (mine.dtype, mine.shape) != (other.dtype, other.shape):
         return Difference(
-            name, f"{mine.dtype} {list(mine.shape)} in the first, {other.dtype} {list(other.shape)} in the second"
+            name,
+            f"{mine.dtype} {list(mine.shape)} in the first, {other.dtype} {list(other.shape)} in the second",
         )
     elements, largest = 0, 0.0
     for first, second in _chunks(mine, other):
@@ -151,7 +171,9 @@ def _difference(name: str, ours: Mapping[str, StoredTensor], theirs: Mapping[str
         floats = [_as_floats(chunk, mine.dtype) for chunk in (first, second)]
         if floats[0] is not None and floats[1] is not None:
             with np.errstate(invalid="ignore", over="ignore"):
-                largest = float(np.fmax(largest, np.nanmax(np.abs(floats[0] - floats[1]), initial=0.0)))
+                largest = float(
+                    np.fmax(largest, np.nanmax(np.abs(floats[0] - floats[1]), initial=0.0))
+                )
     if not elements:
         return None
     known = mine.dtype in (*_NUMPY_FLOATS, "BF16")

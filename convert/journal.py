@@ -42,7 +42,9 @@ class Journal:
                     f"{folder} was started with another source or other arguments, or the source has changed since; "
                     f"start again with --overwrite"
                 )
-            self.finished = {line["copy"]: _digests(line["sha256"]) for line in lines[1:] if "sha256" in line}
+            self.finished = {
+                line["copy"]: _digests(line["sha256"]) for line in lines[1:] if "sha256" in line
+            }
         else:
             self._file.truncate(0)
             self._append({"fingerprint": fingerprint})
@@ -103,4 +105,8 @@ def _complete_lines(path: Path) -> list[dict]:
 
 
 def _digests(by_file: Mapping[str, Mapping[str, str]]) -> Digests:
-    return {(Path(file), tensor): digest for file, tensors in by_file.items() for tensor, digest in tensors.items()}
+    return {
+        (Path(file), tensor): digest
+        for file, tensors in by_file.items()
+        for tensor, digest in tensors.items()
+    }

@@ -45,7 +45,9 @@ class LogitsDifference:
         return self.relative <= TOLERANCE
 
 
-def compare_logits(folder: Path, size: int | None, config_file: Path | None = None) -> LogitsDifference:
+def compare_logits(
+    folder: Path, size: int | None, config_file: Path | None = None
+) -> LogitsDifference:
     """Compares the fp32 logits of random tokens: those of `size` processes that load shards, and transformers'.
 
     If `folder` has another format, shards or a Hugging Face folder are written to a temporary folder. A family that
@@ -69,9 +71,15 @@ def compare_logits(folder: Path, size: int | None, config_file: Path | None = No
             merge(folder, plain, options)
         ours = _split_logits(shards, size, inputs, Path(temporary))
         known = transformers_class(mapped)
-        theirs = _reference_logits(known, plain, inputs, mapped) if known else _unsplit_logits(shards, inputs)
+        theirs = (
+            _reference_logits(known, plain, inputs, mapped)
+            if known
+            else _unsplit_logits(shards, inputs)
+        )
     reference = (
-        f"transformers' {known.__name__}" if known else "the unsplit model (transformers does not have this family)"
+        f"transformers' {known.__name__}"
+        if known
+        else "the unsplit model (transformers does not have this family)"
     )
     largest = (ours - theirs).abs().max().item()
     return LogitsDifference(size, reference, largest, theirs.abs().max().item())
@@ -86,7 +94,9 @@ def example_inputs(mapped: MappedCheckpoint) -> dict[str, Tensor]:
     ids = cast(type[Body], model_class(config)).example_ids(config, ids)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if getattr(config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = torch.randint(mapped.model.vocab_size, (BATCH, length), generator=generator)
+        inputs["decoder_input_ids"] = torch.randint(
+            mapped.model.vocab_size, (BATCH, length), generator=generator
+        )
     if not family(config.model_type).masks_padding:
         del inputs["attention_mask"]  # it has another meaning in this family
     return inputs
@@ -106,14 +116,18 @@ def _unsplit_logits(folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
 
 def _split_logits(folder: Path, size: int, inputs: Mapping[str, Tensor], temporary: Path) -> Tensor:
     result = temporary / "logits.pt"
-    multiprocessing.set_forkserver_preload([__name__])  # imports everything once instead of once per rank
+    multiprocessing.set_forkserver_preload(
+        [__name__]
+    )  # imports everything once instead of once per rank
     arguments = (folder, size, dict(inputs), temporary / "rendezvous", result)
     start_processes(_rank_logits, arguments, nprocs=size, start_method="forkserver")
     return torch.load(result, weights_only=True)
 
 
 @torch.no_grad()
-def _rank_logits(rank: int, folder: Path, size: int, inputs: dict[str, Tensor], rendezvous: Path, result: Path) -> None:
+def _rank_logits(
+    rank: int, folder: Path, size: int, inputs: dict[str, Tensor], rendezvous: Path, result: Path
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     try:
@@ -131,11 +145,17 @@ def transformers_class(mapped: MappedCheckpoint) -> Any:
     import transformers
 
     config = mapped.model.config
-    return getattr(transformers, config.architecture, None) if family(config.model_type).in_transformers else None
+    return (
+        getattr(transformers, config.architecture, None)
+        if family(config.model_type).in_transformers
+        else None
+    )
 
 
 @torch.no_grad()
-def _reference_logits(kind: Any, folder: Path, inputs: Mapping[str, Tensor], mapped: MappedCheckpoint) -> Tensor:
+def _reference_logits(
+    kind: Any, folder: Path, inputs: Mapping[str, Tensor], mapped: MappedCheckpoint
+) -> Tensor:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -143,12 +163,18 @@ def _reference_logits(kind: Any, folder: Path, inputs: Mapping[str, Tensor], map
     model, report = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    if problems := {what: sorted(names) for what, names in report.items() if names and what != "unexpected_keys"}:
+    if problems := {
+        what: sorted(names) for what, names in report.items() if names and what != "unexpected_keys"
+    }:
         raise ValueError(f"transformers cannot load {folder} without problems: {problems}")
     if "head.weight" in mapped.model.parameters:
         # transformers 5 ties the head of every T5, even if the file has a separate one
         # (huggingface/transformers#48154).
         head = from_pretrained(folder, dtype=torch.float32).get_parameter("head.weight")
-        model.get_output_embeddings().weight = torch.nn.Parameter(head[: mapped.model.vocab_size].clone())
-        model.config.tie_word_embeddings = False  # by which transformers 5 decides whether to scale a UMT5's logits
+        model.get_output_embeddings().weight = torch.nn.Parameter(
+            head[: mapped.model.vocab_size].clone()
+        )
+        model.config.tie_word_embeddings = (
+            False  # by which transformers 5 decides whether to scale a UMT5's logits
+        )
     return logits_of(model.eval()(**inputs))

@@ -22,7 +22,15 @@ from .copying import Digests
 from .destination import Destination
 from .journal import Journal, open_partial
 from .plan import ConversionPlan, add_optimizer, plan_conversion, plan_universal, source_state
-from .target import LARGEST_FILE, Target, dcp_target, huggingface_target, legacy_target, megatron_target, shards_target
+from .target import (
+    LARGEST_FILE,
+    Target,
+    dcp_target,
+    huggingface_target,
+    legacy_target,
+    megatron_target,
+    shards_target,
+)
 from .workers import Worker, block_size, run_copies, run_copies_in_processes
 
 ADAPTER_FOLDER = "adapter"
@@ -66,7 +74,9 @@ class Options:
         if self.keep_adapter and self.adapter is None:
             raise ValueError("keep_adapter needs an adapter")
         if self.with_optimizer and (self.adapter is not None or self.dtype is not None):
-            raise ValueError("with_optimizer moves a run as it is, so it allows neither an adapter nor a dtype")
+            raise ValueError(
+                "with_optimizer moves a run as it is, so it allows neither an adapter nor a dtype"
+            )
         for name, count in (("jobs", self.jobs), ("workers", self.workers)):
             if count is not None and not 1 <= count <= MOST_WORKERS:
                 raise ValueError(f"{name} must be from 1 to {MOST_WORKERS}, not {count}")
@@ -112,11 +122,19 @@ def split(
     if style == "megatron":
         make_target = partial(megatron_target, stages=stages, style=names)
     elif stages != 1 or names is not None:
-        raise ValueError(f"pipeline stages and names of tensors can be chosen for Megatron-LM only, not for {style}")
+        raise ValueError(
+            f"pipeline stages and names of tensors can be chosen for Megatron-LM only, not for {style}"
+        )
     else:
         make_target = legacy_target if style == "legacy" else shards_target
     options = options or Options()
-    return _convert(source, destination, options, report, lambda mapped: make_target(mapped, size, options.dtype))
+    return _convert(
+        source,
+        destination,
+        options,
+        report,
+        lambda mapped: make_target(mapped, size, options.dtype),
+    )
 
 
 def merge(
@@ -138,7 +156,11 @@ def merge(
         return _convert(source, destination, options, report, None)
     make_target = dcp_target if style == "dcp" else huggingface_target
     return _convert(
-        source, destination, options, report, lambda mapped: make_target(mapped, options.dtype, options.largest_file)
+        source,
+        destination,
+        options,
+        report,
+        lambda mapped: make_target(mapped, options.dtype, options.largest_file),
     )
 
 
@@ -158,11 +180,15 @@ def _convert(
         _check_complete(todo, destination)
         place.tidy()
         return Outcome(len(todo.copies), todo.nbytes, todo.nbytes)
-    texts = _companions(todo, options)  # before the weights are copied, so that an error in them costs no time
+    texts = _companions(
+        todo, options
+    )  # before the weights are copied, so that an error in them costs no time
     before = source_state(todo.files)
     journal = place.begin(todo.target.files, todo.fingerprint(), overwrite=options.overwrite)
     try:
-        return _run(todo, place, journal, texts, before, options, report or (lambda done, total: None))
+        return _run(
+            todo, place, journal, texts, before, options, report or (lambda done, total: None)
+        )
     except (ValueError, MemoryError):
         place.abandon()
         raise
@@ -173,12 +199,18 @@ def _convert(
         journal.close()
 
 
-def _plan(source: Path, options: Options, make_target: Callable[[MappedCheckpoint], Target] | None) -> ConversionPlan:
+def _plan(
+    source: Path, options: Options, make_target: Callable[[MappedCheckpoint], Target] | None
+) -> ConversionPlan:
     if make_target is None:
         if options.adapter is not None or options.dtype is not None:
-            raise ValueError("a universal checkpoint has a run's own weights in fp32: leave out adapter and dtype")
+            raise ValueError(
+                "a universal checkpoint has a run's own weights in fp32: leave out adapter and dtype"
+            )
         return plan_universal(source, options.config_file, step_as_tensor=options.step_as_tensor)
-    todo = plan_conversion(source, make_target, options.config_file, options.adapter, keep_adapter=options.keep_adapter)
+    todo = plan_conversion(
+        source, make_target, options.config_file, options.adapter, keep_adapter=options.keep_adapter
+    )
     return add_optimizer(todo) if options.with_optimizer else todo
 
 
@@ -206,11 +238,17 @@ def _run(
         report(done, todo.nbytes)
         copies = [todo.copies[index] for index in rest]
         if options.workers > 1:
-            worker = Worker(todo.files, names, opener, todo.mapped.digests, block_size(options.workers))
+            worker = Worker(
+                todo.files, names, opener, todo.mapped.digests, block_size(options.workers)
+            )
             work = run_copies_in_processes(copies, worker, options.workers)
         else:
             work = run_copies(
-                copies, inputs, todo.mapped.digests, lambda tensors: Writer(tensors, outputs), options.threads
+                copies,
+                inputs,
+                todo.mapped.digests,
+                lambda tensors: Writer(tensors, outputs),
+                options.threads,
             )
         for position, written in work:
             journal.record(rest[position], written)
@@ -221,7 +259,9 @@ def _run(
         raise ValueError(f"{source.folder} changed while it was being read; convert it again")
     # A run that resumes from another number of ranks makes random states of its own.
     shards = target.kind == "shards"
-    state = {**read_state_file(source.folder), "world_size": 0} if shards and todo.optimizer else None
+    state = (
+        {**read_state_file(source.folder), "world_size": 0} if shards and todo.optimizer else None
+    )
     place.finish(target.files, texts, _manifest(todo, digests) if shards else None, state)
     return Outcome(len(todo.copies), todo.nbytes, kept_bytes)
 
@@ -232,9 +272,13 @@ def _intact(todo: ConversionPlan, finished: Mapping[int, Digests], outputs: Open
     for index, digests in finished.items():
         if index not in range(len(todo.copies)):
             continue
-        tensors = {(part.tensor.file, part.tensor.name): part.tensor for part in todo.copies[index].target.slices()}
+        tensors = {
+            (part.tensor.file, part.tensor.name): part.tensor
+            for part in todo.copies[index].target.slices()
+        }
         if digests.keys() == tensors.keys() and all(
-            hash_stored(tensor, outputs[tensor.file], 1 << 20) == digests[key] for key, tensor in tensors.items()
+            hash_stored(tensor, outputs[tensor.file], 1 << 20) == digests[key]
+            for key, tensor in tensors.items()
         ):
             kept.add(index)
     return kept
@@ -242,7 +286,9 @@ def _intact(todo: ConversionPlan, finished: Mapping[int, Digests], outputs: Open
 
 def _companions(todo: ConversionPlan, options: Options) -> dict[str, bytes | Path]:
     """Returns the small files of source and target and `config.json` by name: contents, or the file to copy."""
-    texts: dict[str, bytes | Path] = {path.name: path for path in companion_files(todo.mapped.checkpoint.folder)}
+    texts: dict[str, bytes | Path] = {
+        path.name: path for path in companion_files(todo.mapped.checkpoint.folder)
+    }
     config = dict(todo.mapped.checkpoint.config or todo.mapped.model.config.to_dict())
     if options.dtype is not None:
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
@@ -251,11 +297,19 @@ def _companions(todo: ConversionPlan, options: Options) -> dict[str, bytes | Pat
         texts["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
     if todo.adapter is not None and options.keep_adapter:
         texts |= {f"{ADAPTER_FOLDER}/{path.name}": path for path in todo.adapter.files}
-    return texts | {name: text.encode() if isinstance(text, str) else text for name, text in todo.target.texts.items()}
+    return texts | {
+        name: text.encode() if isinstance(text, str) else text
+        for name, text in todo.target.texts.items()
+    }
 
 
 def _manifest(todo: ConversionPlan, digests: Digests) -> Manifest:
-    source, model, target, names = todo.mapped.checkpoint, todo.mapped.model, todo.target, todo.mapped.names
+    source, model, target, names = (
+        todo.mapped.checkpoint,
+        todo.mapped.model,
+        todo.target,
+        todo.mapped.names,
+    )
     canonical = model.new_names()
     records = {}
     for name, parameter in model.parameters.items():
@@ -293,9 +347,13 @@ def _check_complete(todo: ConversionPlan, destination: Path) -> None:
         there = wanted if sizes == {file.name: file.size for file in todo.target.files} else set()
     else:
         found = open_checkpoint(destination, destination)
-        there = {_where(tensor) for rank in (*found.ranks, found.extras) for tensor in rank.values()}
+        there = {
+            _where(tensor) for rank in (*found.ranks, found.extras) for tensor in rank.values()
+        }
     if missing or there != wanted:
-        raise ValueError(f"{destination} is the result of another conversion; replace it with --overwrite")
+        raise ValueError(
+            f"{destination} is the result of another conversion; replace it with --overwrite"
+        )
 
 
 def _where(tensor: StoredTensor) -> tuple[str, str, str, int, int]:

@@ -50,7 +50,11 @@ class ConversionPlan:
     @property
     def files(self) -> list[Path]:
         """The files to read."""
-        return [*self.mapped.checkpoint.files, *(self.adapter.files if self.adapter else ()), *self.optimizer]
+        return [
+            *self.mapped.checkpoint.files,
+            *(self.adapter.files if self.adapter else ()),
+            *self.optimizer,
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +91,11 @@ def plan_conversion(
     opened = None if adapter is None else open_adapter(mapped.model, adapter)
     if opened is not None and not keep_adapter:
         copies = tuple(
-            replace(copy, source=opened.saved.get(copy.name, copy.source), updates=opened.updates.get(copy.name, ()))
+            replace(
+                copy,
+                source=opened.saved.get(copy.name, copy.source),
+                updates=opened.updates.get(copy.name, ()),
+            )
             for copy in copies
         )
     return ConversionPlan(mapped, target, copies, opened)
@@ -106,16 +114,23 @@ def add_optimizer(plan: ConversionPlan) -> ConversionPlan:
     stored, specs = _optimizer_state(plan.mapped)
     files: dict[str, NewFile] = {}
     for rank in range(size):
-        shapes = {name: (stored[0][name].dtype, spec.local_shape(rank, size)) for name, spec in specs.items()}
+        shapes = {
+            name: (stored[0][name].dtype, spec.local_shape(rank, size))
+            for name, spec in specs.items()
+        }
         path = rank_file(Path(), OPTIMIZER, rank).name
         files[path] = new_safetensors_file(path, shapes)
     goals = place_by_rank(specs, [file.tensors for file in files.values()])
-    copies = tuple(Copy(name, place, goals[name]) for name, place in _place_state(specs, stored).items())
+    copies = tuple(
+        Copy(name, place, goals[name]) for name, place in _place_state(specs, stored).items()
+    )
     target = replace(plan.target, files=(*plan.target.files, *files.values()))
     return replace(plan, target=target, copies=(*plan.copies, *copies), optimizer=_files_of(stored))
 
 
-def plan_universal(source: Path, config_file: Path | None = None, *, step_as_tensor: bool) -> ConversionPlan:
+def plan_universal(
+    source: Path, config_file: Path | None = None, *, step_as_tensor: bool
+) -> ConversionPlan:
     """Plans the conversion of a training checkpoint to DeepSpeed's universal checkpoint.
 
     Raises ValueError if the source has no optimizer's state, if its files are damaged, or if the state is of another
@@ -123,11 +138,18 @@ def plan_universal(source: Path, config_file: Path | None = None, *, step_as_ten
     """
     mapped = map_checkpoint(open_checkpoint(source, config_file))
     stored, specs = _optimizer_state(mapped)
-    state, shapes = read_state_file(source), {name: spec.shape for name, spec in mapped.model.parameters.items()}
+    state, shapes = (
+        read_state_file(source),
+        {name: spec.shape for name, spec in mapped.model.parameters.items()},
+    )
     whole = [name for name, spec in specs.items() if spec.shape == shapes[name.partition("/")[2]]]
-    kinds = sorted({name.partition("/")[0] for name in whole if len(specs[name].shape)} - {MASTER_WEIGHT})
+    kinds = sorted(
+        {name.partition("/")[0] for name in whole if len(specs[name].shape)} - {MASTER_WEIGHT}
+    )
     found = _place_state({name: specs[name] for name in whole}, stored)
-    for lacking in (f"{kind}/{name}" for kind in kinds for name in shapes if f"{kind}/{name}" not in found):
+    for lacking in (
+        f"{kind}/{name}" for kind in kinds for name in shapes if f"{kind}/{name}" not in found
+    ):
         raise ValueError(
             f"a universal checkpoint needs states of all parameters in their own shapes, such as Adam's moments, but "
             f"{source}, of {state['optimizer'] or 'another optimizer'}, has no {lacking}"
@@ -135,7 +157,9 @@ def plan_universal(source: Path, config_file: Path | None = None, *, step_as_ten
     for name, placement in mapped.layout.placements.items():
         found[f"{FP32}/{name}"] = found.get(f"{MASTER_WEIGHT}/{name}", placement)
     step = _step_count(stored[0], state)
-    target = universal_target(mapped, kinds, torch.tensor(float(step)) if step_as_tensor else step, state)
+    target = universal_target(
+        mapped, kinds, torch.tensor(float(step)) if step_as_tensor else step, state
+    )
     wanted = {name: replace(found[name], name=name) for name in target.layout.placements}
     copies = compose(CheckpointLayout(wanted), target.layout)
     return ConversionPlan(mapped, target, copies, optimizer=_files_of(stored))
@@ -144,7 +168,9 @@ def plan_universal(source: Path, config_file: Path | None = None, *, step_as_ten
 def _step_count(stored: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> int:
     """Returns the steps that the optimizer counted, or those of the run. ValueError if parameters differ in them."""
     with TensorReader() as reader:
-        counts = {int(reader.whole(tensor)) for name, tensor in stored.items() if name.startswith("step/")}
+        counts = {
+            int(reader.whole(tensor)) for name, tensor in stored.items() if name.startswith("step/")
+        }
     if len(counts) > 1:
         raise ValueError(
             f"a universal checkpoint has one number of steps, but parameters were updated {sorted(counts)[:5]} times"
@@ -152,7 +178,9 @@ def _step_count(stored: Mapping[str, StoredTensor], state: Mapping[str, Any]) ->
     return counts.pop() if counts else int(state["step"])
 
 
-def _optimizer_state(mapped: MappedCheckpoint) -> tuple[list[dict[str, StoredTensor]], dict[str, ParameterSpec]]:
+def _optimizer_state(
+    mapped: MappedCheckpoint,
+) -> tuple[list[dict[str, StoredTensor]], dict[str, ParameterSpec]]:
     """Returns each rank's stored tensors of the optimizer, and their whole shapes and splits, by KIND/PARAMETER.
 
     A tensor with as many dimensions as its parameter is split like it; others, such as step counts, are the same on all
@@ -165,13 +193,17 @@ def _optimizer_state(mapped: MappedCheckpoint) -> tuple[list[dict[str, StoredTen
             f"{checkpoint.folder} is a {checkpoint.description} with {len(stored)} files of an optimizer's state, but "
             "moving it needs a training checkpoint with one for each rank"
         )
-    specs = {name: _state_spec(mapped.model.parameters, tensor) for name, tensor in stored[0].items()}
+    specs = {
+        name: _state_spec(mapped.model.parameters, tensor) for name, tensor in stored[0].items()
+    }
     for rank, tensors in enumerate(stored):
         if differing := sorted(tensors.keys() ^ specs.keys()):
             raise ValueError(f"tensor {differing[0]} is not in the optimizer's files of all ranks")
         for name, spec in specs.items():
             if tensors[name].shape != spec.local_shape(rank, len(stored)):
-                raise ValueError(f"{tensors[name]} has shape {list(tensors[name].shape)}, which does not fit {name}")
+                raise ValueError(
+                    f"{tensors[name]} has shape {list(tensors[name].shape)}, which does not fit {name}"
+                )
     check_recorded(checkpoint.folder, [path.name for path in _files_of(stored)])
     return stored, specs
 
@@ -180,7 +212,9 @@ def _place_state(
     specs: Mapping[str, ParameterSpec], stored: Sequence[Mapping[str, StoredTensor]]
 ) -> dict[str, ParameterPlacement]:
     """Returns the placements of an optimizer's state. Of copies, which may differ by rounding, the first one counts."""
-    return {name: replace(p, copies=p.copies[:1]) for name, p in place_by_rank(specs, stored).items()}
+    return {
+        name: replace(p, copies=p.copies[:1]) for name, p in place_by_rank(specs, stored).items()
+    }
 
 
 def _files_of(stored: Sequence[Mapping[str, StoredTensor]]) -> tuple[Path, ...]:
@@ -211,12 +245,17 @@ def compose(source: CheckpointLayout, target: CheckpointLayout) -> tuple[Copy, .
     for name, placement in source.placements.items():
         goal = target.placements[name]
         if (placement.shape, placement.dim) != (goal.shape, goal.dim):
-            raise ValueError(f"{name} has shape {placement.shape} in the source, but {goal.shape} in the target")
+            raise ValueError(
+                f"{name} has shape {placement.shape} in the source, but {goal.shape} in the target"
+            )
         copies.append(Copy(name, placement, goal))
     for name, tensor in source.extras.items():
         goal_tensor = target.extras[name]
         if (tensor.dtype, tensor.shape) != (goal_tensor.dtype, goal_tensor.shape):
-            mine, other = f"{tensor.dtype} {tensor.shape}", f"{goal_tensor.dtype} {goal_tensor.shape}"
+            mine, other = (
+                f"{tensor.dtype} {tensor.shape}",
+                f"{goal_tensor.dtype} {goal_tensor.shape}",
+            )
             raise ValueError(f"{tensor} is {mine}, but {goal_tensor} is {other}")
         copies.append(Copy(name, place_whole(name, tensor), place_whole(name, goal_tensor)))
     return tuple(sorted(copies, key=_first_byte))
@@ -241,7 +280,9 @@ def dry_run(source: Path, size: int | None, config_file: Path | None = None) -> 
     Raises ValueError if the conversion would fail before it copies.
     """
     todo = plan_conversion(
-        source, lambda m: huggingface_target(m) if size is None else shards_target(m, size), config_file
+        source,
+        lambda m: huggingface_target(m) if size is None else shards_target(m, size),
+        config_file,
     )
     known = todo.mapped.model.entries()
     tensors = []
@@ -262,8 +303,16 @@ def dry_run(source: Path, size: int | None, config_file: Path | None = None) -> 
         )
     for name, tensor in todo.target.layout.extras.items():
         shape = list(tensor.shape)
-        row = {"name": name, "stored": [name], "dtype": tensor.dtype, "shape": shape, "split": "kept unchanged"}
-        tensors.append({**row, "transposed": False, "shape_per_rank": shape, "bytes_per_rank": tensor.nbytes})
+        row = {
+            "name": name,
+            "stored": [name],
+            "dtype": tensor.dtype,
+            "shape": shape,
+            "split": "kept unchanged",
+        }
+        tensors.append(
+            {**row, "transposed": False, "shape_per_rank": shape, "bytes_per_rank": tensor.nbytes}
+        )
     model = todo.mapped.model
     return {
         "tensors": tensors,
@@ -281,7 +330,11 @@ def dry_run(source: Path, size: int | None, config_file: Path | None = None) -> 
 def _describe(parameter: ParameterSpec, size: int) -> str:
     if parameter.shard is None:
         return "replicated"
-    blocks = f" in blocks {'+'.join(map(str, parameter.shard.groups))}" if len(parameter.shard.groups) > 1 else ""
+    blocks = (
+        f" in blocks {'+'.join(map(str, parameter.shard.groups))}"
+        if len(parameter.shard.groups) > 1
+        else ""
+    )
     unequal = len({parameter.local_shape(rank, size) for rank in range(size)}) > 1
     return f"dim {parameter.dim}{blocks}{', padded' * bool(parameter.shard.pad_multiple)}{', unequal parts' * unequal}"
 

@@ -15,10 +15,22 @@ from ..checkpoint.dtypes import FLOATS
 from ..checkpoint.formats.dcp import METADATA, SUFFIX
 from ..checkpoint.formats.megatron import RANK_FILES, TRACKER, megatron_state
 from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, place_by_rank
-from ..checkpoint.new_file import NewFile, dcp_metadata, new_chunk_file, new_safetensors_file, new_torch_file
+from ..checkpoint.new_file import (
+    NewFile,
+    dcp_metadata,
+    new_chunk_file,
+    new_safetensors_file,
+    new_torch_file,
+)
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.common.megatron import Style
-from ..models.huggingface import LARGEST_FILE, divide, huggingface_layout, stored_shapes, weight_files
+from ..models.huggingface import (
+    LARGEST_FILE,
+    divide,
+    huggingface_layout,
+    stored_shapes,
+    weight_files,
+)
 from ..models.mapping import MappedCheckpoint, megatron_map
 
 LEGACY_FOLDER = "release"  # the file `latest` names this folder
@@ -49,33 +61,44 @@ def shards_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
     dtypes = new_dtypes(mapped, dtype)
     files, ranks = [], []
     for rank in range(size):
-        shapes = {name: (dtypes[name], p.local_shape(rank, size)) for name, p in mapped.model.parameters.items()}
+        shapes = {
+            name: (dtypes[name], p.local_shape(rank, size))
+            for name, p in mapped.model.parameters.items()
+        }
         file = new_safetensors_file(f"rank_{rank:02d}.safetensors", shapes)
         files.append(file)
         ranks.append(file.tensors)
     placements = place_by_rank(mapped.model.parameters, ranks)
     extras: Mapping[str, StoredTensor] = {}
     if mapped.layout.extras:
-        extra_shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in mapped.layout.extras.items()}
+        extra_shapes = {
+            name: (tensor.dtype, tensor.shape) for name, tensor in mapped.layout.extras.items()
+        }
         file = new_safetensors_file(EXTRAS, extra_shapes)
         files.append(file)
         extras = file.tensors
     return Target("shards", size, CheckpointLayout(placements, extras), tuple(files))
 
 
-def huggingface_target(mapped: MappedCheckpoint, dtype: str | None = None, largest_file: int = LARGEST_FILE) -> Target:
+def huggingface_target(
+    mapped: MappedCheckpoint, dtype: str | None = None, largest_file: int = LARGEST_FILE
+) -> Target:
     """Lays out a Hugging Face folder.
 
     The tensors have the names of the Hugging Face folder that they came from, or the current names if there was none.
     """
-    shapes = stored_shapes(mapped.model, mapped.names, new_dtypes(mapped, dtype), mapped.layout.extras)
+    shapes = stored_shapes(
+        mapped.model, mapped.names, new_dtypes(mapped, dtype), mapped.layout.extras
+    )
     files, texts = weight_files(shapes, largest_file)
     tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
     layout = huggingface_layout(mapped.model, mapped.names, tensors, mapped.layout.extras)
     return Target("huggingface", 1, layout, files, texts)
 
 
-def dcp_target(mapped: MappedCheckpoint, dtype: str | None = None, largest_file: int = LARGEST_FILE) -> Target:
+def dcp_target(
+    mapped: MappedCheckpoint, dtype: str | None = None, largest_file: int = LARGEST_FILE
+) -> Target:
     """Lays out a folder of `torch.distributed.checkpoint`, with each tensor in one chunk.
 
     The tensors have the names of transformers' state dictionary. Names of tied tensors are listed for the same bytes.
@@ -85,7 +108,10 @@ def dcp_target(mapped: MappedCheckpoint, dtype: str | None = None, largest_file:
     groups = divide(stored_shapes(model, names, new_dtypes(mapped, dtype), extras), largest_file)
     made = [new_chunk_file(f"__{number}_0{SUFFIX}", group) for number, group in enumerate(groups)]
     tensors = {name: tensor for file, _ in made for name, tensor in file.tensors.items()}
-    pairs = [(model.module_name(alias), model.module_name(kept)) for alias, kept in model.name_map.aliases]
+    pairs = [
+        (model.module_name(alias), model.module_name(kept))
+        for alias, kept in model.name_map.aliases
+    ]
     aliases = {alias: kept for alias, kept in pairs if kept in tensors and alias not in tensors}
     files = tuple(file for file, _ in made)
     texts: dict[str, str | bytes] = {METADATA: dcp_metadata(made, aliases)}
@@ -98,7 +124,10 @@ MOST_GROUPS = 1024  # of the optimizer that loads a universal checkpoint
 
 
 def universal_target(
-    mapped: MappedCheckpoint, kinds: Sequence[str], step: torch.Tensor | int, state: Mapping[str, Any]
+    mapped: MappedCheckpoint,
+    kinds: Sequence[str],
+    step: torch.Tensor | int,
+    state: Mapping[str, Any],
 ) -> Target:
     """Lays out DeepSpeed's universal checkpoint: one torch file for each parameter and each kind of state.
 
@@ -113,7 +142,9 @@ def universal_target(
     model = mapped.model
     names = model.first_names()
     if mapped.layout.extras:
-        raise ValueError(f"a universal checkpoint holds parameters, and {next(iter(mapped.layout.extras))} is not one")
+        raise ValueError(
+            f"a universal checkpoint holds parameters, and {next(iter(mapped.layout.extras))} is not one"
+        )
     shapes = stored_shapes(model, names, dict.fromkeys(model.parameters, "F32"), {})
     tag = f"global_step{state['step']}"
     placements: dict[str, ParameterPlacement] = {}
@@ -124,7 +155,9 @@ def universal_target(
             for name, shape in shapes.items()
         }
         files += made.values()
-        layout = huggingface_layout(model, names, {name: file.tensors["param"] for name, file in made.items()}, {})
+        layout = huggingface_layout(
+            model, names, {name: file.tensors["param"] for name, file in made.items()}, {}
+        )
         placements |= {f"{kind}/{name}": placement for name, placement in layout.placements.items()}
     texts: dict[str, str | bytes] = {f"{tag}/zero/{name}/step.pt": _saved(step) for name in shapes}
     texts[f"{tag}/zero/optimizer_state.pt"] = _saved(_optimizer_state(step))
@@ -181,15 +214,21 @@ def legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None = None)
     """
     model, dtypes = mapped.model, new_dtypes(mapped, dtype)
     known = model.entries()
-    original = all(len(entry.stored_names()) == 1 and not entry.transpose for entry in known.values())
-    parameters = {name: p.without_padding() if original else p for name, p in model.parameters.items()}
+    original = all(
+        len(entry.stored_names()) == 1 and not entry.transpose for entry in known.values()
+    )
+    parameters = {
+        name: p.without_padding() if original else p for name, p in model.parameters.items()
+    }
     names = {name: known[name].stored_names()[0] if original else name for name in parameters}
     _refuse_extras(mapped, "mp_rank files")
     shapes = {names[name]: (dtypes[name], p.even_shape(size)) for name, p in parameters.items()}
     files, ranks = [], []
     for rank in range(size):
         path = f"{LEGACY_FOLDER}/mp_rank_{rank:02d}_model_states.pt"
-        file = new_torch_file(path, shapes, lambda tensors: {"module": tensors, "mp_world_size": size})
+        file = new_torch_file(
+            path, shapes, lambda tensors: {"module": tensors, "mp_world_size": size}
+        )
         files.append(file)
         ranks.append({name: file.tensors[names[name]] for name in parameters})
     return Target(
@@ -207,7 +246,11 @@ def _refuse_extras(mapped: MappedCheckpoint, what: str) -> None:
 
 
 def megatron_target(
-    mapped: MappedCheckpoint, size: int, dtype: str | None = None, stages: int = 1, style: Style | None = None
+    mapped: MappedCheckpoint,
+    size: int,
+    dtype: str | None = None,
+    stages: int = 1,
+    style: Style | None = None,
 ) -> Target:
     """Lays out Megatron-LM's files of `size` tensor-parallel ranks and `stages` pipeline stages, version 3.0.
 
@@ -219,7 +262,9 @@ def megatron_target(
     style = found.checked_style(style)
     _refuse_extras(mapped, "Megatron-LM's files")
     model.check_size(size)
-    specs = {name: found.stored_spec(parameter, "heads") for name, parameter in model.parameters.items()}
+    specs = {
+        name: found.stored_spec(parameter, "heads") for name, parameter in model.parameters.items()
+    }
     arguments = found.all_arguments(model.config, specs, (size, stages), style)
     arrange = partial(megatron_state, arguments=arguments, nested=style == "legacy")
     plan = found.divide(model.parameters, stages, style)
@@ -230,7 +275,10 @@ def megatron_target(
         ranks.append({})
         tied.append({})
         for stage, names in enumerate(plan):
-            shapes = {stored: (dtypes[name], specs[name].even_shape(size)) for stored, name in names.items()}
+            shapes = {
+                stored: (dtypes[name], specs[name].even_shape(size))
+                for stored, name in names.items()
+            }
             folder = f"{LEGACY_FOLDER}/mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
             files.append(new_torch_file(f"{folder}/{RANK_FILES[0]}", shapes, arrange))
             for stored, name in names.items():
@@ -238,7 +286,9 @@ def megatron_target(
     placements = place_by_rank(specs, ranks)
     for name, again in place_by_rank({name: specs[name] for name in tied[0]}, tied).items():
         placements[name] = replace(placements[name], copies=placements[name].copies + again.copies)
-    return Target("megatron", size, CheckpointLayout(placements), tuple(files), {TRACKER: LEGACY_FOLDER})
+    return Target(
+        "megatron", size, CheckpointLayout(placements), tuple(files), {TRACKER: LEGACY_FOLDER}
+    )
 
 
 def new_dtypes(mapped: MappedCheckpoint, dtype: str | None) -> dict[str, str]:

@@ -63,7 +63,9 @@ def _differing_copies(mapped: MappedCheckpoint, digests: dict[tuple[Path, str], 
             for mine, other in zip(first, copy, strict=True) if len(first) == len(copy) else ():
                 keys = [(part.tensor.file, part.tensor.name) for part in (mine, other)]
                 if all(key in digests for key in keys) and digests[keys[0]] != digests[keys[1]]:
-                    problems.append(f"{other.tensor} differs from {mine.tensor}; both must be equal")
+                    problems.append(
+                        f"{other.tensor} differs from {mine.tensor}; both must be equal"
+                    )
     return problems
 
 
@@ -71,30 +73,46 @@ def _repeated_ranks(mapped: MappedCheckpoint, digests: dict[tuple[Path, str], st
     """Describes rank files that are copies of one another, if the format records no hashes."""
     if mapped.checkpoint.kind not in ("legacy", "megatron"):
         return []
-    parts = [placement.copies[0] for placement in mapped.layout.placements.values() if len(placement.copies[0]) > 1]
+    parts = [
+        placement.copies[0]
+        for placement in mapped.layout.placements.values()
+        if len(placement.copies[0]) > 1
+    ]
     seen: dict[tuple, int] = {}
     for rank in range(len(mapped.checkpoint.ranks)):
-        contents = tuple(digests.get((copy[rank].tensor.file, copy[rank].tensor.name)) for copy in parts)
+        contents = tuple(
+            digests.get((copy[rank].tensor.file, copy[rank].tensor.name)) for copy in parts
+        )
         if contents in seen:
-            return [f"rank {rank} of {mapped.checkpoint.folder} repeats rank {seen[contents]} in every split tensor"]
+            return [
+                f"rank {rank} of {mapped.checkpoint.folder} repeats rank {seen[contents]} in every split tensor"
+            ]
         seen[contents] = rank
     return []
 
 
-def verify_equal(first: Path, second: Path, options: Options, report: Callable[[int, int], None]) -> Verdict:
+def verify_equal(
+    first: Path, second: Path, options: Options, report: Callable[[int, int], None]
+) -> Verdict:
     """Compares all weights of two folders of any formats byte by byte, without padding."""
-    ours, theirs = (map_checkpoint(open_checkpoint(folder, options.config_file)) for folder in (first, second))
+    ours, theirs = (
+        map_checkpoint(open_checkpoint(folder, options.config_file)) for folder in (first, second)
+    )
     return _compare(ours, theirs, options, report)
 
 
-def verify_round_trip(folder: Path, size: int | None, options: Options, report: Callable[[int, int], None]) -> Verdict:
+def verify_round_trip(
+    folder: Path, size: int | None, options: Options, report: Callable[[int, int], None]
+) -> Verdict:
     """Converts the folder into a temporary folder beside it and compares the result with it, tensor names included.
 
     A Hugging Face folder is split over `size` ranks, by default two. A folder of
     another format is merged.
     """
     mapped = map_checkpoint(open_checkpoint(folder, options.config_file))
-    with tempfile.TemporaryDirectory(prefix=".round-trip-", dir=folder.resolve().parent) as temporary:
+    with tempfile.TemporaryDirectory(
+        prefix=".round-trip-", dir=folder.resolve().parent
+    ) as temporary:
         there = Path(temporary) / "converted"
         if mapped.checkpoint.kind == "huggingface":
             split(folder, there, size or SMALLEST_SPLIT, options, report)
@@ -112,7 +130,10 @@ def verify_round_trip(folder: Path, size: int | None, options: Options, report: 
 
 
 def _compare(
-    source: MappedCheckpoint, target: MappedCheckpoint, options: Options, report: Callable[[int, int], None]
+    source: MappedCheckpoint,
+    target: MappedCheckpoint,
+    options: Options,
+    report: Callable[[int, int], None],
 ) -> Verdict:
     copies = compose(source.layout, target.layout)
     comparers: list[Comparer] = []
@@ -136,5 +157,7 @@ def _compare(
             done += copies[index].nbytes
             report(done, total)
     for comparer in comparers:
-        problems += [f"{tensor} differs, first at byte {at:,}" for tensor, at in comparer.differing.items()]
+        problems += [
+            f"{tensor} differs, first at byte {at:,}" for tensor, at in comparer.differing.items()
+        ]
     return Verdict(tuple(problems), len(copies), total)

@@ -6,7 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context, parent_process
@@ -33,7 +39,9 @@ def run_copies(
     jobs: int,
 ) -> Iterator[tuple[int, Digests]]:
     """Copies in `jobs` threads; the first error stops all. Yields each finished copy's index and target hashes."""
-    work = partial(run_copy, files=files, hashes=hashes, make_output=make_output, chunk=block_size(jobs))
+    work = partial(
+        run_copy, files=files, hashes=hashes, make_output=make_output, chunk=block_size(jobs)
+    )
     with ThreadPoolExecutor(jobs) as pool:
         yield from _in_pool(pool, work, copies, jobs)
 
@@ -65,7 +73,9 @@ class Worker:
         )
 
 
-def run_copies_in_processes(copies: Sequence[Copy], worker: Worker, count: int) -> Iterator[tuple[int, Digests]]:
+def run_copies_in_processes(
+    copies: Sequence[Copy], worker: Worker, count: int
+) -> Iterator[tuple[int, Digests]]:
     """Copies in `count` processes, one thread each, like `run_copies`.
 
     Raises `concurrent.futures.process.BrokenProcessPool` if a process dies.

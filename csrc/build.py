@@ -40,7 +40,14 @@ X86_FLAGS = {
 COMMON = ["-fPIC", "-Wall", "-Wextra", "-fvisibility=hidden"]
 # Without -ffast-math, rounding happens as written. Contraction to FMA, errno and trapping do not change finite results.
 CPU_FLAGS = [
-    *("-O3", "-std=c++17", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+    *(
+        "-O3",
+        "-std=c++17",
+        "-Wno-psabi",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-ffp-contract=fast",
+    ),
     "-fno-semantic-interposition",
 ]
 
@@ -53,11 +60,22 @@ def extensions() -> list[Extension]:
     """Returns the extensions to build: none under SHARDZOO_BUILD=skip."""
     if mode("SHARDZOO_BUILD", ("auto", "required", "skip")) == "skip":
         return []
-    relative = [str(path.relative_to(CSRC.parent)) for path in sorted(CSRC.rglob("*.[ch]*")) if path.is_file()]
-    libraries = [(room, path.stem) for room in ("data", "mpu") for path in sorted((CSRC / room).glob("*.cpp"))]
+    relative = [
+        str(path.relative_to(CSRC.parent))
+        for path in sorted(CSRC.rglob("*.[ch]*"))
+        if path.is_file()
+    ]
+    libraries = [
+        (room, path.stem)
+        for room in ("data", "mpu")
+        for path in sorted((CSRC / room).glob("*.cpp"))
+    ]
     return [
         Extension(KERNELS, ["csrc/binding/ops.cpp"], depends=relative),
-        *(Extension(f"shardzoo.{room}._{name}", [f"csrc/{room}/{name}.cpp"]) for room, name in libraries),
+        *(
+            Extension(f"shardzoo.{room}._{name}", [f"csrc/{room}/{name}.cpp"])
+            for room, name in libraries
+        ),
     ]
 
 
@@ -125,7 +143,10 @@ def describe(error: Exception) -> str:
     """Returns the reason why a build failed, as one line."""
     if isinstance(error, subprocess.CalledProcessError):
         lines = (error.stderr or "").strip().splitlines()
-        first = next((line for line in lines if "error" in line), lines[0] if lines else f"exit {error.returncode}")
+        first = next(
+            (line for line in lines if "error" in line),
+            lines[0] if lines else f"exit {error.returncode}",
+        )
         return f"{Path(error.cmd[0]).name} failed: {first}"
     return str(error)
 
@@ -187,8 +208,16 @@ def cpu_jobs(cxx: list[str], objects: Path) -> list[tuple[Path, Path, list[str]]
             jobs.append((source, target, [*cxx, *flags, "-c", str(source), "-o", str(target)]))
     source, target = CSRC / "cpu" / "dispatch.cpp", objects / "dispatch.o"
     defines = ["-DSHARDZOO_X86"] if x86 else []
-    jobs.append((source, target, [*cxx, *COMMON, "-O2", "-std=c++17", *defines, "-c", str(source), "-o", str(target)]))
-    return [(s, t, [flag for flag in c if not (clang and flag == "-Wno-psabi")]) for s, t, c in jobs]
+    jobs.append(
+        (
+            source,
+            target,
+            [*cxx, *COMMON, "-O2", "-std=c++17", *defines, "-c", str(source), "-o", str(target)],
+        )
+    )
+    return [
+        (s, t, [flag for flag in c if not (clang and flag == "-Wno-psabi")]) for s, t, c in jobs
+    ]
 
 
 def cuda_architectures() -> list[str]:
@@ -207,16 +236,34 @@ def cuda_jobs(nvcc: str, cxx: list[str], objects: Path) -> list[tuple[Path, Path
     return [(s, t, [nvcc, *flags, "-c", str(s), "-o", str(t)]) for s, t in pairs]
 
 
-def binding_jobs(cxx: list[str], objects: Path, torch: Path, cuda: bool) -> list[tuple[Path, Path, list[str]]]:
+def binding_jobs(
+    cxx: list[str], objects: Path, torch: Path, cuda: bool
+) -> list[tuple[Path, Path, list[str]]]:
     """Returns the compile commands of the binding to torch, which uses its stable ABI, and of the build information."""
     include = ["-isystem", str(torch / "include")]
-    machine_code = " ".join(flag.split("=")[-1] for flag in cuda_architectures()) if cuda else "none"
-    defines = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", *(["-DSHARDZOO_WITH_CUDA", "-DUSE_CUDA"] if cuda else [])]
+    machine_code = (
+        " ".join(flag.split("=")[-1] for flag in cuda_architectures()) if cuda else "none"
+    )
+    defines = [
+        f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
+        *(["-DSHARDZOO_WITH_CUDA", "-DUSE_CUDA"] if cuda else []),
+    ]
     defines += [f'-DSHARDZOO_CUDA_CODE="{machine_code}"']
     jobs = []
     for source in (CSRC / "build_info.cpp", *sorted((CSRC / "binding").glob("*.cpp"))):
         target = objects / f"{source.stem}.{'cuda' if cuda else 'cpu'}.binding.o"
-        command = [*cxx, *COMMON, "-O2", "-std=c++20", *defines, *include, "-c", str(source), "-o", str(target)]
+        command = [
+            *cxx,
+            *COMMON,
+            "-O2",
+            "-std=c++20",
+            *defines,
+            *include,
+            "-c",
+            str(source),
+            "-o",
+            str(target),
+        ]
         jobs.append((source, target, command))
     return jobs
 

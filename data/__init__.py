@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from .loading.mixture import MixedSamples, parse_mixture
     from .loading.stream import DocumentRecords, IterableRecords, ResumableStream, TextStream
     from .objectives.bart import BartObjective, MBartObjective, TextInfilling
-    from .objectives.bert import NextSentenceObjective, SentenceOrderObjective, SentencePairDataset, SentencePairs
+    from .objectives.bert import (
+        NextSentenceObjective,
+        SentenceOrderObjective,
+        SentencePairDataset,
+        SentencePairs,
+    )
     from .objectives.blank_infilling import BlankInfilling
     from .objectives.denoising import PrefixLM, SpanCorruption
     from .objectives.glm import GLMDataset, GLMMixture, GLMObjective
@@ -76,7 +81,12 @@ if TYPE_CHECKING:
     from .tokenizers.glm_tokens import GLMTokens, glm_token_ids, glm_tokenizer
     from .tokenizers.sentinels import add_sentinels, sentinel_ids
     from .tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
-    from .tokenizers.training import train_byte_level_bpe, train_sentencepiece, train_tokenizer, train_wordpiece
+    from .tokenizers.training import (
+        train_byte_level_bpe,
+        train_sentencepiece,
+        train_tokenizer,
+        train_wordpiece,
+    )
     from .tokenizers.vocabulary import Vocabulary
 
 # fmt: off

@@ -23,19 +23,26 @@ def parse_json(text: bytes, what: str, *, finite: bool = True) -> Any:
     constant = _no_constant if finite else None
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=constant)
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{what} is not valid JSON: {reason}") from None
 
 
-def read_json_object(path: Path, *, finite: bool = True, largest: int = LARGEST_JSON) -> dict[str, Any]:
+def read_json_object(
+    path: Path, *, finite: bool = True, largest: int = LARGEST_JSON
+) -> dict[str, Any]:
     """Returns the JSON object in a file of at most `largest` bytes. ValueError if there is none; see `parse_json`."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise ValueError(f"{path} is not a regular file")
         if found.st_size > largest:
-            raise ValueError(f"{path} has {found.st_size:,} bytes; such a file has at most {largest:,}")
+            raise ValueError(
+                f"{path} has {found.st_size:,} bytes; such a file has at most {largest:,}"
+            )
         text = path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
@@ -62,7 +69,9 @@ def checked_file(folder: Path, name: str) -> Path:
     snapshots are made of such links. ValueError for anything else.
     """
     if not name or name != os.path.basename(name) or name in (".", "..") or "\0" in name:
-        raise ValueError(f"{folder} names a file {name!r}; a model's files must be in its own folder")
+        raise ValueError(
+            f"{folder} names a file {name!r}; a model's files must be in its own folder"
+        )
     path = folder / name
     try:
         real = path.resolve(strict=True)
@@ -74,14 +83,20 @@ def checked_file(folder: Path, name: str) -> Path:
         raise ValueError(f"{path} is not a regular file")
     home = folder.resolve()
     if real.parent != home and real.parent != home.parent.parent / "blobs":
-        raise ValueError(f"{path} is a link out of its folder, to {real}; copy the file into the folder first")
+        raise ValueError(
+            f"{path} is a link out of its folder, to {real}; copy the file into the folder first"
+        )
     return path
 
 
 def read_folder_json(folder: Path, name: str, *, finite: bool = True) -> dict[str, Any] | None:
     """Returns the JSON object of a folder's file, or None if the file does not exist. ValueError if it is damaged."""
     path = folder / name
-    return read_json_object(checked_file(folder, name), finite=finite) if path.exists() or path.is_symlink() else None
+    return (
+        read_json_object(checked_file(folder, name), finite=finite)
+        if path.exists() or path.is_symlink()
+        else None
+    )
 
 
 def printable(text: str) -> str:

@@ -16,7 +16,11 @@ def missing_packages() -> str:
     """Returns what to install before models can be evaluated; empty if nothing is missing."""
     missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
     installs = "install them by `pip install 'shardzoo[lm-eval]'`"
-    return f"lm-evaluation-harness needs the packages {' and '.join(missing)}: {installs}" if missing else ""
+    return (
+        f"lm-evaluation-harness needs the packages {' and '.join(missing)}: {installs}"
+        if missing
+        else ""
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -56,7 +56,9 @@ class ModelArguments:
         if "pretrained" not in given:
             raise ValueError("model_args must name the model: pretrained=FOLDER")
         named = {name: value for name, value in given.items() if name in own and value is not None}
-        return cls(**named, harness={name: given[name] for name in HARNESS_ARGUMENTS if name in given})
+        return cls(
+            **named, harness={name: given[name] for name in HARNESS_ARGUMENTS if name in given}
+        )
 
     def __post_init__(self) -> None:
         size = self.tensor_parallel_size
@@ -76,6 +78,8 @@ class ModelArguments:
         """Returns the folders of the model, its tokenizer and its LoRA weights, downloaded if they are on the Hub."""
         model = find_model(self.pretrained, "pretrained")
         if not model.is_dir():
-            raise ValueError(f"pretrained: {model} is not a folder, nor a name on the Hub: org/name[@revision]")
+            raise ValueError(
+                f"pretrained: {model} is not a folder, nor a name on the Hub: org/name[@revision]"
+            )
         texts = model if self.tokenizer is None else find_model(self.tokenizer, "tokenizer", TEXTS)
         return model, texts, None if self.peft is None else find_model(self.peft, "peft")

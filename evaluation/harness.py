@@ -31,8 +31,13 @@ from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.ranks import on_first_rank
 from .arguments import ModelArguments
 
-HFLM: Any = huggingface.HFLM  # decorators of the harness hide its type, and the parameters of `simple_evaluate` below
-BACKENDS = {"continuation": "causal", "answer": "seq2seq"}  # what a model generates -> the harness's word for it
+HFLM: Any = (
+    huggingface.HFLM
+)  # decorators of the harness hide its type, and the parameters of `simple_evaluate` below
+BACKENDS = {
+    "continuation": "causal",
+    "answer": "seq2seq",
+}  # what a model generates -> the harness's word for it
 
 
 class WholeOutputs(nn.Module):
@@ -89,7 +94,11 @@ class ShardzooLM(HFLM):
         folder, texts, adapter = arguments.folders()
         mesh, device = _join(arguments)
         checked_tokenizer(folder, texts)  # before the weights are read, which may take minutes
-        dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype.removeprefix("torch."))
+        dtype = (
+            None
+            if arguments.dtype == "auto"
+            else getattr(torch, arguments.dtype.removeprefix("torch."))
+        )
         model: Any = from_pretrained(folder, mesh, dtype, device=device, adapter=adapter)
         if adapter is not None:
             merge_lora(model)
@@ -123,11 +132,20 @@ class ShardzooLM(HFLM):
     ) -> Tensor:  # [B, S, V]
         return self._on_all_ranks("_model_call", inps=inps, attn_mask=attn_mask, labels=labels)
 
-    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:  # [B, T]
-        return self._on_all_ranks("_model_generate", context=context, max_length=max_length, stop=stop, **settings)
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], **settings: Any
+    ) -> Tensor:  # [B, T]
+        return self._on_all_ranks(
+            "_model_generate", context=context, max_length=max_length, stop=stop, **settings
+        )
 
     def _on_all_ranks(self, name: str, **arguments: Any) -> Tensor:
-        on_first_rank(lambda: [name, {k: v.tolist() if isinstance(v, Tensor) else v for k, v in arguments.items()}])
+        on_first_rank(
+            lambda: [
+                name,
+                {k: v.tolist() if isinstance(v, Tensor) else v for k, v in arguments.items()},
+            ]
+        )
         return getattr(super(), name)(**arguments)
 
 
@@ -141,7 +159,9 @@ def simple_evaluate(model_args: Mapping[str, Any] | str, **options: Any) -> dict
         model_args: See `ShardzooLM`; a mapping, or text such as "pretrained=FOLDER,tensor_parallel_size=2".
         options: Of `lm_eval.simple_evaluate`, such as `tasks`.
     """
-    given = dict(simple_parse_args_string(model_args) if isinstance(model_args, str) else model_args)
+    given = dict(
+        simple_parse_args_string(model_args) if isinstance(model_args, str) else model_args
+    )
     if not RankInfo.from_environment().is_first:
         ShardzooLM(**given, device=options.get("device")).serve()
         return None
@@ -175,10 +195,14 @@ def _join(arguments: ModelArguments) -> tuple[ParallelMesh | None, torch.device]
             f"lm-eval`, which starts them, or `torchrun --nproc-per-node {size}`"
         )
     wanted = torch.device(arguments.device or "cuda").type
-    wanted = wanted if wanted != "cuda" or torch.cuda.is_available() else "cpu"  # "cuda:0" is the harness's default
+    wanted = (
+        wanted if wanted != "cuda" or torch.cuda.is_available() else "cpu"
+    )  # "cuda:0" is the harness's default
     if size == 1:
         return None, single_device(wanted if wanted == "cpu" else arguments.device or wanted)
     device = initialize_distributed(launch)
     if device.type != wanted:
-        raise ValueError(f"device={arguments.device} is not what the ranks use on this machine: {device.type}")
+        raise ValueError(
+            f"device={arguments.device} is not what the ranks use on this machine: {device.type}"
+        )
     return ParallelMesh(size), device

@@ -78,7 +78,9 @@ def main(
         label2id={name: i for i, name in enumerate(names)},
     )
     net = shardzoo.from_pretrained(folder, trainer.mesh, config=config, new=["classifier"])
-    values = trainer.train(net, train_dataset=train, valid_dataset=held_out, metric_methods={"accuracy": accuracy})
+    values = trainer.train(
+        net, train_dataset=train, valid_dataset=held_out, metric_methods={"accuracy": accuracy}
+    )
     share = f"{values['accuracy']:.0%} of {len(held_out)} held-out texts"
     trainer.console.print(f"{share} are classified correctly; the classes are {names}")
 

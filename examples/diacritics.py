@@ -58,17 +58,26 @@ def main(
         save_dir=str(save_dir),
         resume=True,
     )
-    source = data or tiny.json_lines([{"text": text} for text in tiny.sentences(800)], save_dir / "romanian.jsonl")
-    folder = model or tiny.checkpoint("mt5", tiny.sentences(800), save_dir / "tiny-mt5", vocab_size=350)
+    source = data or tiny.json_lines(
+        [{"text": text} for text in tiny.sentences(800)], save_dir / "romanian.jsonl"
+    )
+    folder = model or tiny.checkpoint(
+        "mt5", tiny.sentences(800), save_dir / "tiny-mt5", vocab_size=350
+    )
     tokenizer = load_tokenizer(folder)
 
     def sample(text, generator):
         pair = tokenizer.encode_batch([strip_diacritics(text), text])
         source, target = (closed(ids, max_length, tokenizer.eos_token_id) for ids in pair)
-        return {"input_ids": source, "labels": target}  # input_ids are padded with the padding token, labels with -100
+        return {
+            "input_ids": source,
+            "labels": target,
+        }  # input_ids are padded with the padding token, labels with -100
 
     records, share = DocumentRecords(source), trainer.share
-    stream = ResumableStream(records, sample, share, shuffle_buffer=1000, epochs=epochs, num_workers=num_workers)
+    stream = ResumableStream(
+        records, sample, share, shuffle_buffer=1000, epochs=epochs, num_workers=num_workers
+    )
     trainer.train(shardzoo.from_pretrained(folder, trainer.mesh), train_dataset=stream)
 
 

@@ -34,7 +34,9 @@ class TitleDataset(Dataset):
 
     def __getitem__(self, i):
         source, target = self.pairs[i]
-        sample = self.tokenizer(source, text_target=target, max_length=self.max_length, truncation=True)
+        sample = self.tokenizer(
+            source, text_target=target, max_length=self.max_length, truncation=True
+        )
         return {"input_ids": sample.input_ids, "labels": sample.labels}
 
 
@@ -77,7 +79,9 @@ def main(
         training_script=__file__,
     )
     pairs = load_pairs(data) if data else [(doc.text, doc.title) for doc in tiny.docstrings()]
-    folder = model or tiny.checkpoint("t5", [" ".join(pair) for pair in pairs], save_dir / "tiny-t5")
+    folder = model or tiny.checkpoint(
+        "t5", [" ".join(pair) for pair in pairs], save_dir / "tiny-t5"
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if env_type == "deepspeed+mpu":  # splits the layers, which only the zoo's models support
         net = shardzoo.from_pretrained(folder, mesh=trainer.mesh)

@@ -66,7 +66,9 @@ def main(
         save_dir=str(save_dir),
         resume=True,
     )
-    source = data or tiny.json_lines([{"text": doc.text} for doc in tiny.docstrings()], save_dir / "docstrings.jsonl")
+    source = data or tiny.json_lines(
+        [{"text": doc.text} for doc in tiny.docstrings()], save_dir / "docstrings.jsonl"
+    )
     folder, prefix = model or save_dir / "tiny-glm", trainer.run_folder.data / "texts"
 
     def prepare() -> None:
@@ -81,16 +83,24 @@ def main(
     objective = GLMObjective(vocabulary=glm_vocabulary, token=token, sentence=sentence)
     mixture = PretrainingData(objective, sequence_length, micro_batch_size=batch_size)
     share = trainer.share
-    loader = build_loader(mixture, IndexedDataset(prefix), tokenizer, rank=share.rank, world_size=share.world_size)
+    loader = build_loader(
+        mixture, IndexedDataset(prefix), tokenizer, rank=share.rank, world_size=share.world_size
+    )
 
     if model:
         net = shardzoo.from_pretrained(model, trainer.mesh)
     else:
-        net = shardzoo.from_config({"model_type": "glm", "vocab_size": vocabulary, **SIZES}, trainer.mesh)
+        net = shardzoo.from_config(
+            {"model_type": "glm", "vocab_size": vocabulary, **SIZES}, trainer.mesh
+        )
     values = trainer.train(net, train_dataset=loader, extra_files=None if model else folder)
 
-    trained = trainer.run_folder.checkpoint(int(values["step"]))  # a checkpoint also has its tokenizer
-    fill = TextGenerationPipeline(trained, trainer.mesh, device=trainer.device, glm_vocabulary=glm_vocabulary)
+    trained = trainer.run_folder.checkpoint(
+        int(values["step"])
+    )  # a checkpoint also has its tokenizer
+    fill = TextGenerationPipeline(
+        trained, trainer.mesh, device=trainer.device, glm_vocabulary=glm_vocabulary
+    )
     trainer.console.print(fill(text, max_new_tokens=8)[0], markup=False)
 
 

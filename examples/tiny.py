@@ -19,8 +19,20 @@ T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
 SIZES = {
     "t5": T5,
     "mt5": T5,
-    "bert": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128},
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0},
+    "bert": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    },
+    "gpt2": {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
 }
 KINDS = {
     "t5": ("T5ForConditionalGeneration", train_sentencepiece),
@@ -48,7 +60,9 @@ def docstrings() -> list[Docstring]:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 title, _, text = (ast.get_docstring(node) or "").partition("\n\n")
                 if text:
-                    found.append(Docstring(package, " ".join(title.split()), " ".join(text.split())))
+                    found.append(
+                        Docstring(package, " ".join(title.split()), " ".join(text.split()))
+                    )
     return found
 
 
@@ -70,7 +84,9 @@ def json_lines(records: Sequence[object], path: Path) -> Path:
     return path
 
 
-def checkpoint(model_type: str, texts: Sequence[str], folder: Path, *, vocab_size: int = 600) -> Path:
+def checkpoint(
+    model_type: str, texts: Sequence[str], folder: Path, *, vocab_size: int = 600
+) -> Path:
     """Makes a Hugging Face folder of a small random model and a tokenizer trained on the texts, and returns its path.
 
     Every rank may call it; only the first one makes the folder, unless it exists.
@@ -86,7 +102,9 @@ def checkpoint(model_type: str, texts: Sequence[str], folder: Path, *, vocab_siz
         tokenizer = train_tokenizer(texts, vocab_size, partial)
         sizes = {**SIZES[model_type], "vocab_size": tokenizer.vocab_size}
         transformers.set_seed(0)
-        model = getattr(transformers, architecture)(transformers.AutoConfig.for_model(model_type, **sizes))
+        model = getattr(transformers, architecture)(
+            transformers.AutoConfig.for_model(model_type, **sizes)
+        )
         model.save_pretrained(partial)
         partial.rename(folder)
 

@@ -130,7 +130,9 @@ class FinetuningArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         chosen = self.env_type
-        object.__setattr__(self, "env_type", self._environment())  # the checks need the resolved value
+        object.__setattr__(
+            self, "env_type", self._environment()
+        )  # the checks need the resolved value
         super().__post_init__()
         object.__setattr__(self, "env_type", chosen)
         for name, least in (("max_source_length", 2), ("max_target_length", 2), ("block_size", 2),
@@ -154,7 +156,9 @@ class FinetuningArguments(TrainingArguments):
         if self.resume and self.output_dir is None:
             raise ValueError("resume needs output_dir, the folder of the run to resume")
         if self.resume and self.overwrite:
-            raise ValueError("resume continues a run and overwrite deletes it: use only one of them")
+            raise ValueError(
+                "resume continues a run and overwrite deletes it: use only one of them"
+            )
         for name in ("save_dir", "experiment_name"):
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
@@ -162,16 +166,24 @@ class FinetuningArguments(TrainingArguments):
                 )
         for name in ("label_smoothing", "dropout_rate"):
             if not 0 <= (getattr(self, name) or 0) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must be at least 0 and below 1, not {getattr(self, name)}"
+                )
         for name in ("label_smoothing", "class_weights", "weight_id", "packing"):
             if getattr(self, name) and self.pipeline_parallel_size > 1:
-                raise ValueError(f"{name} does not work with pipeline stages; use pipeline_parallel_size=1")
+                raise ValueError(
+                    f"{name} does not work with pipeline stages; use pipeline_parallel_size=1"
+                )
         known = list(dict.fromkeys(name for names in METRICS.values() for name in names))
         for name in self.metric.split(","):
             if name.strip() not in known:
-                raise ValueError(f"metric must be one of {', '.join(known)}, or several with commas, not {name!r}")
+                raise ValueError(
+                    f"metric must be one of {', '.join(known)}, or several with commas, not {name!r}"
+                )
         if self.predict_with_generate and self.zero_stage == 3:
-            raise ValueError("predict_with_generate needs whole parameters, which ZeRO stage 3 splits; use stage 2")
+            raise ValueError(
+                "predict_with_generate needs whole parameters, which ZeRO stage 3 splits; use stage 2"
+            )
 
     def _environment(self) -> EnvType:
         if self.env_type is not None:
@@ -188,7 +200,11 @@ class FinetuningArguments(TrainingArguments):
         )
         if self.zero_stage == 3:
             return "deepspeed"
-        zero = self.zero_stage is not None or self.offload_optimizer or self.deepspeed_config is not None
+        zero = (
+            self.zero_stage is not None
+            or self.offload_optimizer
+            or self.deepspeed_config is not None
+        )
         return "deepspeed+mpu" if several or zero else "pytorch"
 
     def resolved(self) -> FinetuningArguments:

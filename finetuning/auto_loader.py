@@ -69,7 +69,9 @@ class AutoLoader:
         if task == "text-generation" and task not in known:
             task = "text2text-generation"  # of an encoder, its language model
         if task not in known:
-            raise ValueError(f"a {source.model_type} does not learn {task_name}; it learns {', '.join(known)}")
+            raise ValueError(
+                f"a {source.model_type} does not learn {task_name}; it learns {', '.join(known)}"
+            )
         labels = [f"LABEL_{number}" for number in range(class_num or 0)]
         head = Labels(labels, "single_label_classification", stored=not labels).head(task)
         self.model = load_model(source, task, arguments, mesh, torch.device(device), head)
@@ -121,32 +123,50 @@ class FlagAITokenizer:
         """
         if self.text is None:
             cut = {"max_length": max_length, "truncation": truncation} if max_length else {}
-            return self.backend(source_text, target_text, return_token_type_ids=True, verbose=False, **cut)
+            return self.backend(
+                source_text, target_text, return_token_type_ids=True, verbose=False, **cut
+            )
         length = max_length or 512
         [sample] = BlankDataset(
-            [(source_text, target_text or "")], self.text, max_source_length=length, max_target_length=length
+            [(source_text, target_text or "")],
+            self.text,
+            max_source_length=length,
+            max_target_length=length,
         )
         labels = sample.pop("labels")
-        masks = {"target_ids": labels.tolist(), "loss_mask": (labels != IGNORED).astype(int).tolist()}
+        masks = {
+            "target_ids": labels.tolist(),
+            "loss_mask": (labels != IGNORED).astype(int).tolist(),
+        }
         return {name: value.tolist() for name, value in sample.items()} | masks
 
     def get_command_id(self, name: str) -> int:
         """Returns the id of a special token by its name without brackets, such as "pad", "cls" or "eop"."""
-        found = getattr(self.text.tokens, name, None) if self.text else getattr(self.backend, f"{name}_token_id", None)
+        found = (
+            getattr(self.text.tokens, name, None)
+            if self.text
+            else getattr(self.backend, f"{name}_token_id", None)
+        )
         if found is None:
             raise ValueError(f"the tokenizer has no special token {name!r}")
         return int(found)
 
-    def tokenize(self, text: str, maxlen: int | None = None, add_spatial_tokens: bool = False) -> list[str]:
+    def tokenize(
+        self, text: str, maxlen: int | None = None, add_spatial_tokens: bool = False
+    ) -> list[str]:
         """Returns the tokens of a text, at most `maxlen`, with the special ones around them if they are added."""
         cut = {"max_length": maxlen, "truncation": True} if maxlen else {}
-        ids = self.backend(text, add_special_tokens=add_spatial_tokens, verbose=False, **cut)["input_ids"]
+        ids = self.backend(text, add_special_tokens=add_spatial_tokens, verbose=False, **cut)[
+            "input_ids"
+        ]
         return self.backend.convert_ids_to_tokens(ids)
 
     def rematch(self, text: str, tokens: Sequence[str]) -> list[list[int]]:
         """Returns the characters of the text that each of its `tokens` has; none for a special token."""
         special = bool(tokens) and tokens[0] in self.backend.all_special_tokens
-        encoded = self.backend(text, return_offsets_mapping=True, add_special_tokens=special, verbose=False)
+        encoded = self.backend(
+            text, return_offsets_mapping=True, add_special_tokens=special, verbose=False
+        )
         pieces = [list(range(*place)) for place in encoded["offset_mapping"]][: len(tokens)]
         last = [[]] if special and tokens[-1] in self.backend.all_special_tokens else []
         return [*pieces[: len(tokens) - len(last)], *last]
@@ -158,7 +178,8 @@ def seq2seq_collate_fn(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.
     See `data.PrefixMaskedDataset` for the labels and the mask that follow from the segments.
     """
     rows = [
-        {"input_ids": np.array(one["input_ids"]), "token_type_ids": np.array(one["segment_ids"])} for one in samples
+        {"input_ids": np.array(one["input_ids"]), "token_type_ids": np.array(one["segment_ids"])}
+        for one in samples
     ]
     for row in rows:
         ids, generated = row["input_ids"], row["token_type_ids"] == 1
@@ -170,4 +191,6 @@ def seq2seq_collate_fn(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.
 
 def bert_sequence_label_collate_fn(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """Makes a padded batch of `input_ids` and a label for each token."""
-    return PadBatch()([{name: np.array(one[name]) for name in ("input_ids", "labels")} for one in samples])
+    return PadBatch()(
+        [{name: np.array(one[name]) for name in ("input_ids", "labels")} for one in samples]
+    )

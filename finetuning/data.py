@@ -54,7 +54,11 @@ class FinetuningData:
     """
 
     def __init__(
-        self, arguments: FinetuningArguments, task: str, source: ModelSource, tokenizer: TextTokenizer
+        self,
+        arguments: FinetuningArguments,
+        task: str,
+        source: ModelSource,
+        tokenizer: TextTokenizer,
     ) -> None:
         self.arguments, self.task, self.source, self.tokenizer = arguments, task, source, tokenizer
         self.prompt: list[str] = []
@@ -100,7 +104,9 @@ class FinetuningData:
         if self.task != "chat":
             end = self.arguments.separator if self.continues else ""
             return self.prepare_source(record[0]) + end, record[1]
-        last = max(number for number, message in enumerate(record) if message["role"] == "assistant")
+        last = max(
+            number for number, message in enumerate(record) if message["role"] == "assistant"
+        )
         return self.chat(record[:last]), record[last]["content"]
 
     def chat(self, messages: list[dict[str, str]]) -> str:
@@ -125,7 +131,11 @@ class FinetuningData:
     @property
     def continues(self) -> bool:
         """Whether a target continues its source after the separator."""
-        return self.source.shape == "decoder" and self.task == "text2text-generation" and self.blanks is None
+        return (
+            self.source.shape == "decoder"
+            and self.task == "text2text-generation"
+            and self.blanks is None
+        )
 
     def check_lengths(self, positions: int | None) -> None:
         """Raises ValueError if samples may be longer than the model's positions."""
@@ -138,7 +148,10 @@ class FinetuningData:
             **{task: {"max_source_length": arguments.max_source_length} for task in WITHOUT_TEXTS},
         }.get(
             self.task,
-            {"max_source_length": arguments.max_source_length, "max_target_length": arguments.max_target_length},
+            {
+                "max_source_length": arguments.max_source_length,
+                "max_target_length": arguments.max_target_length,
+            },
         )
         if sum(asked.values()) > positions:
             named = " + ".join(f"{name}={value}" for name, value in asked.items())
@@ -180,14 +193,22 @@ class FinetuningData:
             size = chosen.block_size or min(self.positions or LONGEST_BLOCK, LONGEST_BLOCK)
             return BlockDataset(iter_documents(path), self.tokenizer, size)
         if self.task == "text-classification":
-            others = {"pair_id": chosen.pair_id, "weight_id": chosen.weight_id, "prefix": chosen.prefix}
+            others = {
+                "pair_id": chosen.pair_id,
+                "weight_id": chosen.weight_id,
+                "prefix": chosen.prefix,
+            }
             return load_labeled(path, **keys, **others)
         if self.task == "token-classification":
             return load_labeled_words(path, **keys)
         if self.task == "question-answering":
             return load_questions(path)
         if self.task == "multiple-choice":
-            others = {"pair_id": chosen.pair_id, "choices_id": chosen.choices_id, "prefix": chosen.prefix}
+            others = {
+                "pair_id": chosen.pair_id,
+                "choices_id": chosen.choices_id,
+                "prefix": chosen.prefix,
+            }
             return load_choices(path, **keys, **others)
         if self.task == "chat":
             return load_chats(path, messages_id=chosen.messages_id)
@@ -212,10 +233,16 @@ class FinetuningData:
         if self.blanks is not None:
             return BlankDataset(pairs, self.blanks, **lengths)
         if self.source.shape == "encoder":
-            return PrefixMaskedDataset(pairs, self.tokenizer, self.tokenizer.ends, segments=self.segments, **lengths)
+            return PrefixMaskedDataset(
+                pairs, self.tokenizer, self.tokenizer.ends, segments=self.segments, **lengths
+            )
         if self.source.shape == "decoder":
             return PromptDataset(
-                pairs, self.tokenizer, separator=chosen.separator, begin=self.tokenizer.begin, **lengths
+                pairs,
+                self.tokenizer,
+                separator=chosen.separator,
+                begin=self.tokenizer.begin,
+                **lengths,
             )
         return Seq2SeqDataset(pairs, self.tokenizer, begin=self.tokenizer.begin, **lengths)
 
@@ -223,17 +250,27 @@ class FinetuningData:
         """Returns the samples as they are trained on: packed, or in an order by length, if the arguments say so."""
         samples, chosen = self.samples(records), self.arguments
         if chosen.packing:
-            if self.source.shape != "decoder" or self.task not in ("chat", "text2text-generation") or self.blanks:
-                raise ValueError(f"packing is for conversations and pairs of decoders, not for {self.task}")
+            if (
+                self.source.shape != "decoder"
+                or self.task not in ("chat", "text2text-generation")
+                or self.blanks
+            ):
+                raise ValueError(
+                    f"packing is for conversations and pairs of decoders, not for {self.task}"
+                )
             window = self.source.values.get("sliding_window")
             size = chosen.block_size or chosen.max_source_length + chosen.max_target_length
             if not self.source.native or (window is not None and window < size):
-                raise ValueError("packing needs a model of the zoo (native=True), and rows within its sliding_window")
+                raise ValueError(
+                    "packing needs a model of the zoo (native=True), and rows within its sliding_window"
+                )
             samples = PackedDataset(samples, size)
         return ByLength(samples) if chosen.group_by_length else samples
 
     def _labeled_samples(self, records: Any) -> Any:
-        encoder = Encoder(self.tokenizer.backend, self.arguments.max_source_length, segments=self.segments)
+        encoder = Encoder(
+            self.tokenizer.backend, self.arguments.max_source_length, segments=self.segments
+        )
         if self.task == "question-answering":
             return AnswerSpans(records, encoder, self.arguments.doc_stride)
         if self.task == "multiple-choice":
@@ -242,7 +279,9 @@ class FinetuningData:
         if self.task == "token-classification":
             return ClassifiedWords(records, encoder, self.labels.target)
         weighs = self.arguments.weight_id is not None
-        return ClassifiedTexts(records, encoder, self.labels.target, self.prepare_source, weighs=weighs)
+        return ClassifiedTexts(
+            records, encoder, self.labels.target, self.prepare_source, weighs=weighs
+        )
 
     @property
     def segments(self) -> bool:
@@ -263,7 +302,9 @@ class FinetuningData:
 
     def _split_records(self) -> HeldOutSplit:
         if self._split is None:
-            self._split = held_out(self._train_records(), self.arguments.validation_split, self.arguments.seed)
+            self._split = held_out(
+                self._train_records(), self.arguments.validation_split, self.arguments.seed
+            )
         return self._split
 
 
@@ -285,7 +326,9 @@ class TextTokenizer(TransformersTokenizer):
         starts = (n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
         self.begin: list[int] = whole[: next(starts, 0)]
         self.ends = (backend.cls_token_id, backend.sep_token_id)  # around the texts of an encoder
-        self.special = {"eos_token": backend.eos_token_id} if backend.eos_token_id is not None else {}
+        self.special = (
+            {"eos_token": backend.eos_token_id} if backend.eos_token_id is not None else {}
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self.backend(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
@@ -331,7 +374,9 @@ class ByLength:
         return self.samples[index]
 
     def make_order(self, seed: int, global_batch: int) -> LengthBuckets:
-        lengths = [self.samples[number]["input_ids"].shape[-1] for number in range(len(self.samples))]
+        lengths = [
+            self.samples[number]["input_ids"].shape[-1] for number in range(len(self.samples))
+        ]
         return LengthBuckets(lengths, global_batch, seed=seed)
 
 
@@ -353,7 +398,8 @@ def held_out(records: Any, percent: float, seed: int) -> HeldOutSplit:
         )
     order = np.random.default_rng(seed).permutation(len(records))
     return HeldOutSplit(
-        Chosen(records, np.sort(order[count:]).tolist()), Chosen(records, np.sort(order[:count]).tolist())
+        Chosen(records, np.sort(order[count:]).tolist()),
+        Chosen(records, np.sort(order[:count]).tolist()),
     )
 
 
@@ -367,7 +413,12 @@ class Collate:
     """
 
     def __init__(
-        self, pad_token_id: int, multiple_of: int = 1, *, learn_padding: bool = False, prefixes: bool = False
+        self,
+        pad_token_id: int,
+        multiple_of: int = 1,
+        *,
+        learn_padding: bool = False,
+        prefixes: bool = False,
     ) -> None:
         self.pad_token_id, self.learn_padding, self.prefixes = pad_token_id, learn_padding, prefixes
         self._pad = PadBatch(pad_token_id, multiple_of=multiple_of)
@@ -378,7 +429,9 @@ class Collate:
             batch["attention_mask"] = segment_mask(batch.pop("segment_ids"))
         if self.prefixes:
             lengths = [len(sample["input_ids"]) for sample in samples]
-            batch["attention_mask"] = prefix_mask(batch["attention_mask"], lengths, batch["input_ids"].shape[1])
+            batch["attention_mask"] = prefix_mask(
+                batch["attention_mask"], lengths, batch["input_ids"].shape[1]
+            )
         if self.learn_padding:
             learned = batch["labels"][:, : max(len(sample["labels"]) for sample in samples)]
             learned[learned == IGNORED] = self.pad_token_id

@@ -23,7 +23,9 @@ from .text_generator import TextGenerator
 ROUGE = ("rouge1", "rouge2", "rougeL")
 VALUES = {"rouge": ROUGE, "squad": ("exact_match", "f1"), "seqeval": ("f1", "precision", "recall")}
 PACKAGES = {
-    **dict.fromkeys(("f1", "precision", "recall", "matthews_correlation"), ("sklearn", "scikit-learn")),
+    **dict.fromkeys(
+        ("f1", "precision", "recall", "matthews_correlation"), ("sklearn", "scikit-learn")
+    ),
     "spearmanr": ("scipy", "scipy"),
     "seqeval": ("seqeval", "seqeval"),
 }
@@ -38,10 +40,14 @@ def metric_names(given: str, kind: str) -> tuple[str, ...]:
     named = [name.strip() for name in given.split(",") if name.strip()]
     for name in named:
         if name not in METRICS[kind] and named != [METRICS["texts"][0]]:
-            raise ValueError(f"metric must be one of {', '.join(METRICS[kind])} for {kind}, not {name!r}")
+            raise ValueError(
+                f"metric must be one of {', '.join(METRICS[kind])} for {kind}, not {name!r}"
+            )
         module, package = PACKAGES.get(name, ("math", ""))
         if name in METRICS[kind] and find_spec(module) is None:
-            raise ValueError(f'the metric {name} needs the package {package}: pip install "shardzoo[metrics]"')
+            raise ValueError(
+                f'the metric {name} needs the package {package}: pip install "shardzoo[metrics]"'
+            )
     own = [name for name in named if name in METRICS[kind]]
     first = [] if kind in ("texts", "tokens") else [METRICS[kind][0]]
     return tuple(dict.fromkeys([*first, *own]))
@@ -52,7 +58,9 @@ def value_names(metrics: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for metric in metrics for name in VALUES.get(metric, (metric,))))
 
 
-def text_values(metrics: Sequence[str], predictions: Sequence[str], targets: Sequence[str]) -> dict[str, float]:
+def text_values(
+    metrics: Sequence[str], predictions: Sequence[str], targets: Sequence[str]
+) -> dict[str, float]:
     """Compares generated texts with their targets; leading and trailing white space is ignored.
 
     Args:
@@ -60,11 +68,16 @@ def text_values(metrics: Sequence[str], predictions: Sequence[str], targets: Seq
             gives mean F-measures of ROUGE-1, -2 and -L with stemming, 0 to 100 (Lin 2004). "accuracy" and "exact_match"
             are the share of texts equal to their target, 0 to 1.
     """
-    predictions, targets = [text.strip() for text in predictions], [text.strip() for text in targets]
+    predictions, targets = (
+        [text.strip() for text in predictions],
+        [text.strip() for text in targets],
+    )
     values: dict[str, float] = {}
     for metric in metrics:
         if metric in ("accuracy", "exact_match"):
-            values[metric] = sum(p == t for p, t in zip(predictions, targets, strict=True)) / len(targets)
+            values[metric] = sum(p == t for p, t in zip(predictions, targets, strict=True)) / len(
+                targets
+            )
         elif metric == "rouge":
             values |= _rouge(predictions, targets)
         else:
@@ -80,10 +93,14 @@ def _rouge(predictions: Sequence[str], targets: Sequence[str]) -> dict[str, floa
 
     scorer = RougeScorer(list(ROUGE), use_stemmer=True)
     scores = [scorer.score(target, text) for text, target in zip(predictions, targets, strict=True)]
-    return {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE}
+    return {
+        name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE
+    }
 
 
-def generated_texts(generator: TextGenerator, model: Any, sources: Sequence[str], ranks: Ranks) -> list[str]:
+def generated_texts(
+    generator: TextGenerator, model: Any, sources: Sequence[str], ranks: Ranks
+) -> list[str]:
     """Returns the texts generated for the sources, on all ranks; the data-parallel ranks share the sources."""
     mine = range(ranks.dp_rank, len(sources), ranks.dp_size)
     texts = generator(model, [sources[number] for number in mine])
@@ -96,7 +113,9 @@ def predictions_of(kind: str, output: Any, batch: Mapping[str, Tensor]) -> list[
     """Returns what the metrics of a `kind` need of each row: (prediction, label), for words lists of such pairs, and
     for answers the logits of the first and the last token."""
     if kind == "answers":
-        logits = (output_field(output, f"{end}_logits").float().cpu().tolist() for end in ("start", "end"))
+        logits = (
+            output_field(output, f"{end}_logits").float().cpu().tolist() for end in ("start", "end")
+        )
         return list(zip(*logits, strict=True))
     logits, labels = output_field(output, "logits").float().cpu(), batch["labels"].cpu()
     if kind == "numbers":
@@ -106,11 +125,15 @@ def predictions_of(kind: str, output: Any, batch: Mapping[str, Tensor]) -> list[
     chosen = logits.argmax(-1).tolist()
     if kind == "classes":
         return list(zip(chosen, labels.tolist(), strict=True))
-    pairs = (zip(row, wanted, strict=True) for row, wanted in zip(chosen, labels.tolist(), strict=True))
+    pairs = (
+        zip(row, wanted, strict=True) for row, wanted in zip(chosen, labels.tolist(), strict=True)
+    )
     return [[(found, label) for found, label in row if label != IGNORED] for row in pairs]
 
 
-def predicted_values(kind: str, metrics: Sequence[str], found: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
+def predicted_values(
+    kind: str, metrics: Sequence[str], found: Sequence[Any], names: Sequence[str]
+) -> dict[str, float]:
     """Returns the values of metrics of predictions, which `predictions_of` returned.
 
     Classes: f1, precision and recall are of class 1 if there are two classes, else means over the classes; of several
@@ -142,7 +165,9 @@ def _number_value(metric: str, predicted: np.ndarray, wanted: np.ndarray) -> flo
     if metric in ("mse", "mae"):
         errors = np.abs(predicted - wanted)
         return float((errors**2 if metric == "mse" else errors).mean())
-    if metric == "spearmanr":  # Pearson's correlation of the ranks, of which equal numbers share their mean
+    if (
+        metric == "spearmanr"
+    ):  # Pearson's correlation of the ranks, of which equal numbers share their mean
         from scipy.stats import rankdata
 
         predicted, wanted = rankdata(predicted), rankdata(wanted)
@@ -151,15 +176,21 @@ def _number_value(metric: str, predicted: np.ndarray, wanted: np.ndarray) -> flo
     return float(np.corrcoef(predicted, wanted)[0, 1])
 
 
-def _word_values(metrics: Sequence[str], found: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
+def _word_values(
+    metrics: Sequence[str], found: Sequence[Any], names: Sequence[str]
+) -> dict[str, float]:
     pairs = [pair for row in found for pair in row]
     values = {"accuracy": sum(a == b for a, b in pairs) / max(1, len(pairs))}
     if "seqeval" in metrics:
         from seqeval import metrics as library
 
-        predicted, wanted = ([[names[pair[side]] for pair in row] for row in found] for side in (0, 1))
+        predicted, wanted = (
+            [[names[pair[side]] for pair in row] for row in found] for side in (0, 1)
+        )
         for name in VALUES["seqeval"]:
-            values[name] = float(getattr(library, f"{name}_score")(wanted, predicted, zero_division=0))
+            values[name] = float(
+                getattr(library, f"{name}_score")(wanted, predicted, zero_division=0)
+            )
     return values
 
 
@@ -184,7 +215,9 @@ def best_answers(spans: AnswerSpans, found: Sequence[Any]) -> list[str]:
         best[question] = max(best.get(question, (-np.inf, "")), (float(scores[first, last]), text))
         absent[question] = min(absent.get(question, np.inf), float(start[cls] + end[cls]))
     may_lack = any(not record.answers for record in spans.records)
-    return ["" if may_lack and absent[n] > best[n][0] else best[n][1] for n in range(len(spans.records))]
+    return [
+        "" if may_lack and absent[n] > best[n][0] else best[n][1] for n in range(len(spans.records))
+    ]
 
 
 def answer_values(answers: Sequence[str], records: Sequence[Any]) -> dict[str, float]:

@@ -50,8 +50,14 @@ def part_parameters(model: nn.Module, source: ModelSource, part: str) -> dict[st
             f"{type(model).__name__} is a {source.shape} and has no {part}: freeze its {source.shape} or its embeddings"
         )
     apart = {id(parameter) for parameter in embeddings.values()}
-    modules = _native_part(model, part) if source.native else _transformers_part(model, source, part)
-    prefixes = tuple(f"{name}." for name, module in model.named_modules() if any(module is one for one in modules))
+    modules = (
+        _native_part(model, part) if source.native else _transformers_part(model, source, part)
+    )
+    prefixes = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if any(module is one for one in modules)
+    )
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -75,7 +81,11 @@ def _transformers_part(model: Any, source: ModelSource, part: str) -> list[nn.Mo
 def head_parameters(model: nn.Module, source: ModelSource) -> dict[str, nn.Parameter]:
     """Returns the parameters that are in no other part."""
     parts = ("encoder", "decoder") if source.shape == "encoder-decoder" else (source.shape,)
-    others = {id(p) for part in (*parts, "embeddings") for p in part_parameters(model, source, part).values()}
+    others = {
+        id(p)
+        for part in (*parts, "embeddings")
+        for p in part_parameters(model, source, part).values()
+    }
     return {name: p for name, p in model.named_parameters() if id(p) not in others}
 
 

@@ -62,7 +62,9 @@ class ModelSource:
 def locate(name: str, cache: str | None = None) -> Path:
     """Returns the folder of a model, downloaded by the first rank if needed. ValueError if there is none."""
     if not name:
-        raise ValueError("model_name_or_path is missing: name the folder of a model, or one on the Hugging Face Hub")
+        raise ValueError(
+            "model_name_or_path is missing: name the folder of a model, or one on the Hugging Face Hub"
+        )
     return on_first_rank(lambda: find_folder(name, "model_name_or_path", cache=cache))
 
 
@@ -126,10 +128,14 @@ def with_dropout(values: dict[str, Any] | None, rate: float | None) -> dict[str,
     rates = [
         name
         for name, value in known.items()
-        if re.search("dropout|pdrop", name) and "classifier" not in name and isinstance(value, float)
+        if re.search("dropout|pdrop", name)
+        and "classifier" not in name
+        and isinstance(value, float)
     ]
     if not rates:
-        raise ValueError(f"the {values.get('model_type')} has no dropout, so dropout_rate={rate} cannot be set")
+        raise ValueError(
+            f"the {values.get('model_type')} has no dropout, so dropout_rate={rate} cannot be set"
+        )
     return {**values, **dict.fromkeys(rates, rate)}
 
 
@@ -161,10 +167,14 @@ def _native(
     made: dict[str, Any] = {"device": device, "dtype": DTYPES[arguments.precision]}
     config = task_config(source, task).with_changes(**(head or {}))
     blocks, architecture = _stage_blocks(config, arguments, mesh, device), config.architecture
-    made["parallel_config"] = ParallelConfig(arguments.sequence_parallel, arguments.recompute, blocks)
+    made["parallel_config"] = ParallelConfig(
+        arguments.sequence_parallel, arguments.recompute, blocks
+    )
     of_adapter = source.adapter is not None and (source.adapter / CONFIG).exists()
     stored = architecture in (source.values.get("architectures") or [architecture])
-    new = [] if stored else missing_modules(source.folder, config)  # a damaged head is not replaced by random values
+    new = (
+        [] if stored else missing_modules(source.folder, config)
+    )  # a damaged head is not replaced by random values
     if head is not None or of_adapter:
         new = [*new, *(name for name in label_modules(config) if name not in new)]
     if not stored or new or head is not None or arguments.dropout_rate is not None:
@@ -177,7 +187,9 @@ def _native(
 
 def task_config(source: ModelSource, task: str) -> ModelConfig:
     """Returns the configuration of the zoo's model with the head of the task."""
-    return config_from_dict({**source.values, "architectures": [family(source.model_type).tasks[task]]})
+    return config_from_dict(
+        {**source.values, "architectures": [family(source.model_type).tasks[task]]}
+    )
 
 
 def label_modules(config: ModelConfig) -> list[str]:
@@ -187,7 +199,10 @@ def label_modules(config: ModelConfig) -> list[str]:
 
 
 def _stage_blocks(
-    config: ModelConfig, arguments: FinetuningArguments, mesh: ParallelMesh | None, device: torch.device
+    config: ModelConfig,
+    arguments: FinetuningArguments,
+    mesh: ParallelMesh | None,
+    device: torch.device,
 ) -> tuple[int, ...] | None:
     """Returns the number of blocks of each pipeline stage, if there are several. The first rank may measure them."""
     if mesh is None or mesh.pp_size == 1:
@@ -200,14 +215,20 @@ def _stage_blocks(
         precision=arguments.precision,
         device="cuda" if device.type == "cuda" else "cpu",
     )
-    return on_first_rank(lambda: choose_blocks(config, mesh.pp_size, arguments.pipeline_partition, job))
+    return on_first_rank(
+        lambda: choose_blocks(config, mesh.pp_size, arguments.pipeline_partition, job)
+    )
 
 
-def _transformers(source: ModelSource, task: str, arguments: FinetuningArguments, head: dict[str, Any]) -> nn.Module:
+def _transformers(
+    source: ModelSource, task: str, arguments: FinetuningArguments, head: dict[str, Any]
+) -> nn.Module:
     import transformers
 
     stored = read_folder_json(source.folder, CONFIG) or {}
-    rates = {key: value for key, value in source.values.items() if stored.get(key) != value}  # of dropout_rate
+    rates = {
+        key: value for key, value in source.values.items() if stored.get(key) != value
+    }  # of dropout_rate
     name = AUTO_CLASSES[task]
     if task == "text2text-generation" and source.shape == "encoder-decoder":
         name = "AutoModelForSeq2SeqLM"
@@ -217,10 +238,15 @@ def _transformers(source: ModelSource, task: str, arguments: FinetuningArguments
         torch.manual_seed(arguments.seed)
         try:
             model: Any = getattr(transformers, name).from_pretrained(
-                source.folder, local_files_only=True, ignore_mismatched_sizes=bool(head), **{**rates, **head}
+                source.folder,
+                local_files_only=True,
+                ignore_mismatched_sizes=bool(head),
+                **{**rates, **head},
             )
         except (OSError, KeyError) as error:
-            raise ValueError(f"{source.folder} holds no model that transformers loads: {error}") from None
+            raise ValueError(
+                f"{source.folder} holds no model that transformers loads: {error}"
+            ) from None
     return model
 
 
@@ -237,6 +263,8 @@ def positions_of(model: nn.Module, source: ModelSource) -> int | None:
 
 def _positions_of_padding(model: nn.Module) -> int:
     """Returns the rows of a transformers model's position table that no token uses, such as RoBERTa's padding rows."""
-    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    tables = (
+        module for name, module in model.named_modules() if name.endswith("position_embeddings")
+    )
     padding = next((getattr(table, "padding_idx", None) for table in tables), None)
     return 0 if padding is None else padding + 1

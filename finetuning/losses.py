@@ -87,7 +87,10 @@ class WeightedLoss:
             factors = 1.0 if self.class_weights is None else logits.new_tensor(self.class_weights)
             return losses * factors, torch.tensor(labels.numel(), device=losses.device)
         flat = F.cross_entropy(
-            logits.flatten(0, -2), labels.flatten(), reduction="none", label_smoothing=self.smoothing
+            logits.flatten(0, -2),
+            labels.flatten(),
+            reduction="none",
+            label_smoothing=self.smoothing,
         )
         losses, kept = flat.view(labels.shape), labels != IGNORED
         if self.class_weights is not None:

@@ -41,10 +41,19 @@ class Predictor:
         temperature: float = 1.0,
     ) -> str:
         """Returns a text sampled for `text`, as `generate` does with do_sample."""
-        chosen = {"top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty, "temperature": temperature}
-        return self._generate(text, input_max_length, out_max_length, num_beams=1, do_sample=True, **chosen)
+        chosen = {
+            "top_k": top_k,
+            "top_p": top_p,
+            "repetition_penalty": repetition_penalty,
+            "temperature": temperature,
+        }
+        return self._generate(
+            text, input_max_length, out_max_length, num_beams=1, do_sample=True, **chosen
+        )
 
-    def predict_ner(self, text: str, target: Sequence[str], maxlen: int = 256) -> list[tuple[int, int, str]]:
+    def predict_ner(
+        self, text: str, target: Sequence[str], maxlen: int = 256
+    ) -> list[tuple[int, int, str]]:
         """Returns (first character, last character, kind) of each entity; `target` are the BIO labels by class."""
         tokens = self.tokenizer.tokenize(text, maxlen=maxlen, add_spatial_tokens=True)
         places = self.tokenizer.rematch(text, tokens)
@@ -58,17 +67,25 @@ class Predictor:
                 entities[-1] = (entities[-1][0], place[-1], kind)
             elif place and label.startswith("B-"):
                 entities.append((place[0], place[-1], kind))
-            inside = bool(place) and label != "O" and bool(entities) and entities[-1][1] == place[-1]
+            inside = (
+                bool(place) and label != "O" and bool(entities) and entities[-1][1] == place[-1]
+            )
         return entities
 
     def predict_cls_classifier(self, text: str | Sequence[str], maxlen: int = 512) -> int:
         """Returns the class of a text, or of two."""
         texts = (text,) if isinstance(text, str) else tuple(text)
-        return int(self._logits(self.tokenizer.encode_plus(*texts, max_length=maxlen)["input_ids"])[0].argmax())
+        return int(
+            self._logits(self.tokenizer.encode_plus(*texts, max_length=maxlen)["input_ids"])[
+                0
+            ].argmax()
+        )
 
     def predict_masklm(self, text: str, maxlen: int = 512) -> str:
         """Returns the text with the most probable token at each position."""
-        ids = self._logits(self.tokenizer.encode_plus(text, max_length=maxlen)["input_ids"])[0].argmax(-1)
+        ids = self._logits(self.tokenizer.encode_plus(text, max_length=maxlen)["input_ids"])[
+            0
+        ].argmax(-1)
         return self.tokenizer.decode(ids.tolist())
 
     @torch.inference_mode()
@@ -80,7 +97,9 @@ class Predictor:
     def _generate(self, text: str, longest_input: int, longest_output: int, **settings: Any) -> str:
         config = self.model.config
         kind = family(config.model_type).kind
-        source = ModelSource(Path(self.model.name_or_path), {"model_type": config.model_type}, kind, native=True)
+        source = ModelSource(
+            Path(self.model.name_or_path), {"model_type": config.model_type}, kind, native=True
+        )
         generator = TextGenerator(
             source,
             self.tokenizer.words,

@@ -37,7 +37,14 @@ from .freezing import ModelSummary, part_parameters, summarize, summary_of
 from .loading import find_source, label_modules, load_model, positions_of, task_config
 from .losses import SMOOTHED, WEIGHTED, WeightedLoss, parse_class_weights
 from .saving import check_run, open_run, save_whole, tokenizer_folder, write_companions
-from .soft_prompt import add_prompt, initial_rows, input_embedding, load_prompt, save_prompt, without_prompt
+from .soft_prompt import (
+    add_prompt,
+    initial_rows,
+    input_embedding,
+    load_prompt,
+    save_prompt,
+    without_prompt,
+)
 from .tasks import choose_task
 from .text_generator import TextGenerator
 
@@ -68,7 +75,9 @@ class Finetuning:
         self._texts = TextTokenizer(self.tokenizer)
         self._data = FinetuningData(arguments, self.task, self.source, self._texts)
         self.metrics = metric_names(arguments.metric, self._data.kind)
-        self.model: Any = load_model(self.source, self.task, arguments, trainer.mesh, trainer.device, self._head())
+        self.model: Any = load_model(
+            self.source, self.task, arguments, trainer.mesh, trainer.device, self._head()
+        )
         self.model.to(trainer.device)
         self._complete_padding()
         self.weighted_loss = self._make_loss()
@@ -109,13 +118,22 @@ class Finetuning:
 
     # What is trained
 
-    def freeze(self, encoder: bool | None = None, decoder: bool | None = None, embeddings: bool | None = None) -> None:
+    def freeze(
+        self,
+        encoder: bool | None = None,
+        decoder: bool | None = None,
+        embeddings: bool | None = None,
+    ) -> None:
         """Freezes a part (True), makes it trainable again (False), or leaves it unchanged (None).
 
         Embeddings are the tables of tokens, positions and segments; a head that is tied to the token table is frozen
         with it. ValueError for a part that the model does not have.
         """
-        for part, frozen in (("encoder", encoder), ("decoder", decoder), ("embeddings", embeddings)):
+        for part, frozen in (
+            ("encoder", encoder),
+            ("decoder", decoder),
+            ("embeddings", embeddings),
+        ):
             if frozen is None:
                 continue
             for parameter in part_parameters(self.model, self.source, part).values():
@@ -132,16 +150,25 @@ class Finetuning:
         if not tokens or "" in tokens:
             raise ValueError('prompt_list must name new tokens, such as ["<prompt0>", "<prompt1>"]')
         if old := [token for token in tokens if token in known]:
-            raise ValueError(f"the tokenizer has the token {old[0]!r} already; name new ones in prompt_list")
-        if self.task not in ("text2text-generation", "text-classification") or self._data.blanks is not None:
+            raise ValueError(
+                f"the tokenizer has the token {old[0]!r} already; name new ones in prompt_list"
+            )
+        if (
+            self.task not in ("text2text-generation", "text-classification")
+            or self._data.blanks is not None
+        ):
             what = "plain text" if self.task == "text-generation" else f"data for {self.task}"
-            raise ValueError(f"prompt tuning puts tokens before sources, and {what} has no sources; use pairs")
+            raise ValueError(
+                f"prompt tuning puts tokens before sources, and {what} has no sources; use pairs"
+            )
         if self._prompt is not None:
             raise ValueError(f"the model has a soft prompt already: {', '.join(self._data.prompt)}")
         embedding = input_embedding(self.model)
         first_id = max(len(self.tokenizer), max(known.values()) + 1)
         vocab_size = min(self.model.config.vocab_size, len(self.tokenizer))
-        self._add_prompt(tokens, first_id, initial_rows(embedding, len(tokens), vocab_size, self.arguments.seed))
+        self._add_prompt(
+            tokens, first_id, initial_rows(embedding, len(tokens), vocab_size, self.arguments.seed)
+        )
 
     def convert_to_lora(self, **settings: Any) -> None:
         """Freezes the model and adds LoRA weights. `settings` are those of peft's LoraConfig (r, target_modules, …).
@@ -149,16 +176,22 @@ class Finetuning:
         The head of a classifier is trained besides, as in peft. ValueError for settings that the model does not follow.
         """
         if has_lora(self.model) or self._prompt is not None:
-            raise ValueError("the model has LoRA weights or a soft prompt already; load it again for others")
+            raise ValueError(
+                "the model has LoRA weights or a soft prompt already; load it again for others"
+            )
         heads = self._heads_to_save()
         settings = {"task_type": self._peft_task(), **settings}
         if heads:
-            settings["modules_to_save"] = list(dict.fromkeys([*(settings.get("modules_to_save") or ()), *heads]))
+            settings["modules_to_save"] = list(
+                dict.fromkeys([*(settings.get("modules_to_save") or ()), *heads])
+            )
         convert_to_lora(self.model, settings, self.arguments.seed, self.source.folder)
 
     def _add_adapter(self) -> None:
         """Adds the LoRA weights that the arguments name, or that the model's folder holds."""
-        folder = self.source.adapter if self.arguments.adapter is None else Path(self.arguments.adapter)
+        folder = (
+            self.source.adapter if self.arguments.adapter is None else Path(self.arguments.adapter)
+        )
         if folder is not None and not has_lora(self.model):
             take_adapter(self.model, folder)
         if self.arguments.lora_rank:
@@ -200,7 +233,11 @@ class Finetuning:
                 f"save_best={best!r} is a validation value, but nothing validates: set a validation_file or a "
                 "validation_split above 0, and call train(valid=True)"
             )
-        names = value_names(self.metrics) if self._data.kind != "texts" or self._measures_texts() else []
+        names = (
+            value_names(self.metrics)
+            if self._data.kind != "texts" or self._measures_texts()
+            else []
+        )
         self.trainer.check_arguments(["loss", *self._perplexity({"loss": 0.0}), *names])
         on_first_rank(lambda: check_run(self.arguments))
 
@@ -231,9 +268,15 @@ class Finetuning:
 
     def evaluate(self, file: str | Path | None = None) -> dict[str, float]:
         """Returns the validation values of a file, by default of the validation data."""
-        records = self._data.read(str(file), self.arguments.max_eval_samples) if file else self._data.validation()
+        records = (
+            self._data.read(str(file), self.arguments.max_eval_samples)
+            if file
+            else self._data.validation()
+        )
         if records is None:
-            raise ValueError("there is no validation data: set a validation_file, or a validation_split above 0")
+            raise ValueError(
+                "there is no validation data: set a validation_file, or a validation_split above 0"
+            )
         self._measure(records)
         return self.trainer.evaluate(self.model, self._samples, self._metrics(), self._collate())
 
@@ -296,18 +339,24 @@ class Finetuning:
             shutil.rmtree(scratch)
             if self._prompt is not None:
                 tokens = self._data.prompt
-                save_prompt(self._prompt, tokens, self.tokenizer.convert_tokens_to_ids(tokens[0]), path)
+                save_prompt(
+                    self._prompt, tokens, self.tokenizer.convert_tokens_to_ids(tokens[0]), path
+                )
 
         on_first_rank(finish)
         return path
 
     def _add_prompt(self, tokens: list[str], first_id: int, rows: Any) -> None:
         if self.ranks.pp_size > 1:
-            raise ValueError("soft prompts need the embedding on every process: use pipeline_parallel_size=1")
+            raise ValueError(
+                "soft prompts need the embedding on every process: use pipeline_parallel_size=1"
+            )
         self.tokenizer.add_tokens(tokens, special_tokens=True)
         ids = self.tokenizer.convert_tokens_to_ids(tokens)
         if ids != list(range(first_id, first_id + len(tokens))):
-            raise ValueError(f"the soft prompt's tokens have the ids {ids}, but must be numbered from {first_id}")
+            raise ValueError(
+                f"the soft prompt's tokens have the ids {ids}, but must be numbered from {first_id}"
+            )
         embedding: Any = input_embedding(self.model)
         rows = rows.to(embedding.weight.device, embedding.weight.dtype)
         self._prompt = add_prompt(self.model, embedding, first_id, rows)
@@ -318,7 +367,11 @@ class Finetuning:
         config = self.model.config
         if getattr(config, "pad_token_id", None) is not None:
             return
-        pad = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        pad = (
+            self.tokenizer.eos_token_id
+            if self.tokenizer.pad_token_id is None
+            else self.tokenizer.pad_token_id
+        )
         if not self.source.native:
             config.pad_token_id = pad
         elif self._data.labels is not None:
@@ -330,7 +383,9 @@ class Finetuning:
         weighs = arguments.weight_id is not None and self.task == "text-classification"
         for name, kinds in (("label_smoothing", SMOOTHED), ("class_weights", WEIGHTED)):
             if getattr(arguments, name) and kind not in kinds:
-                raise ValueError(f"{name} is for {', '.join(kinds)}, not for the {kind} of {self.task}")
+                raise ValueError(
+                    f"{name} is for {', '.join(kinds)}, not for the {kind} of {self.task}"
+                )
         if arguments.weight_id is not None and not weighs:
             raise ValueError(f"weight_id is for text-classification, not for {self.task}")
         if not (arguments.label_smoothing or arguments.class_weights or weighs):
@@ -352,21 +407,31 @@ class Finetuning:
     def _as_in_training(self, text: str) -> str:
         if self.task == "chat":
             return self._data.chat([{"role": "user", "content": self.arguments.prefix + text}])
-        prefix = "" if text.startswith(self.arguments.prefix) else self.arguments.prefix  # t2t's texts have it
+        prefix = (
+            "" if text.startswith(self.arguments.prefix) else self.arguments.prefix
+        )  # t2t's texts have it
         return self._data.pair((prefix + text, ""))[0] if self._data.generates else text
 
     def _collate(self) -> Collate:
         pad = getattr(self.model.config, "pad_token_id", None)
         learns = not self.arguments.ignore_pad_token_for_loss
-        if learns and (self.task != "text2text-generation" or self.source.shape != "encoder-decoder"):
-            raise ValueError("ignore_pad_token_for_loss=False is for the targets of encoder-decoders")
+        if learns and (
+            self.task != "text2text-generation" or self.source.shape != "encoder-decoder"
+        ):
+            raise ValueError(
+                "ignore_pad_token_for_loss=False is for the targets of encoder-decoders"
+            )
         prefixes = self.source.shape == "encoder" and self.task == "text2text-generation"
         multiple = self.arguments.length_multiple
         return Collate(0 if pad is None else pad, multiple, learn_padding=learns, prefixes=prefixes)
 
     def _metrics(self) -> dict[str, Any]:
         """Returns the metrics that are means over targets; the others need all predictions."""
-        return {"accuracy": next_token_accuracy} if self._data.kind == "tokens" and self.metrics else {}
+        return (
+            {"accuracy": next_token_accuracy}
+            if self._data.kind == "tokens" and self.metrics
+            else {}
+        )
 
     def _measure(self, records: Any) -> None:
         self._measured, self._predictions = records, {}
@@ -375,7 +440,9 @@ class Finetuning:
     def collect(self, rows: range, batch: Mapping[str, Any], output: Any) -> None:
         """Keeps what the metrics need of the model's output for the samples `rows`."""
         if self._data.kind not in ("texts", "tokens") and self.ranks.reports:
-            self._predictions |= zip(rows, predictions_of(self._data.kind, output, batch), strict=True)
+            self._predictions |= zip(
+                rows, predictions_of(self._data.kind, output, batch), strict=True
+            )
 
     def _measures_texts(self) -> bool:
         return self.arguments.predict_with_generate and self._data.generates
@@ -388,14 +455,19 @@ class Finetuning:
             return values
         if kind == "texts":
             pairs = [self._data.pair(records[number]) for number in range(len(records))]
-            texts = generated_texts(self._generator, module, [source for source, _ in pairs], self.ranks)
+            texts = generated_texts(
+                self._generator, module, [source for source, _ in pairs], self.ranks
+            )
             return {**values, **text_values(self.metrics, texts, [target for _, target in pairs])}
         own, self._predictions = self._predictions, {}
         every = dict(pair for part in self.ranks.gather(own) for pair in part.items())
         found = [every[row] for row in range(len(self._samples))]
         if kind == "answers":
             answers = best_answers(self._samples, found)
-            return {**values, **answer_values(answers, [records[number] for number in range(len(records))])}
+            return {
+                **values,
+                **answer_values(answers, [records[number] for number in range(len(records))]),
+            }
         names = self._data.labels.names if self._data.labels else []
         return {**values, **predicted_values(kind, self.metrics, found, names)}
 

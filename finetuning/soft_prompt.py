@@ -34,7 +34,9 @@ class PromptedEmbedding(nn.Module):
 
     def __init__(self, base: nn.Module, first_id: int, prompt: nn.Parameter) -> None:
         super().__init__()
-        self._base = (base,)  # in a tuple, so that it is not a submodule and its weight keeps its name
+        self._base = (
+            base,
+        )  # in a tuple, so that it is not a submodule and its weight keeps its name
         self.weight: Any = base.weight
         self.first_id = first_id
         self.prompt = prompt
@@ -43,7 +45,9 @@ class PromptedEmbedding(nn.Module):
     def base(self) -> Any:
         return self._base[0]
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, **options: Any) -> Iterator[tuple[str, Any]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, **options: Any
+    ) -> Iterator[tuple[str, Any]]:
         """Yields a copy of the whole table, [first_id + P, H], as scripts for t2t-tuner read it.
 
         The model's `named_parameters` and those without `recurse` yield the parameters themselves.
@@ -65,14 +69,20 @@ class PromptedEmbedding(nn.Module):
         return self._insert(x, ids, new), shared
 
     def _insert(self, x: Tensor, ids: Tensor, new: Tensor) -> Tensor:
-        return torch.where(new[..., None], F.embedding((ids - self.first_id).clamp(min=0), self.prompt), x)
+        return torch.where(
+            new[..., None], F.embedding((ids - self.first_id).clamp(min=0), self.prompt), x
+        )
 
 
 def input_embedding(model: Any) -> Any:
     """Returns the model's token embedding."""
     if hasattr(model, "get_input_embeddings"):
         return model.get_input_embeddings()
-    return next(module for module in model.modules() if isinstance(module, (VocabParallelEmbedding, PromptedEmbedding)))
+    return next(
+        module
+        for module in model.modules()
+        if isinstance(module, (VocabParallelEmbedding, PromptedEmbedding))
+    )
 
 
 @torch.no_grad()
@@ -90,12 +100,17 @@ def add_prompt(model: Any, embedding: Any, first_id: int, rows: Tensor) -> nn.Pa
     ValueError with sequence parallelism.
     """
     if getattr(embedding, "sequence_parallel", False):
-        raise ValueError("soft prompts need complete sequences on each rank: use sequence_parallel=False")
+        raise ValueError(
+            "soft prompts need complete sequences on each rank: use sequence_parallel=False"
+        )
     for parameter in model.parameters():
         parameter.requires_grad = False
     prompt = nn.Parameter(rows)
     _replace(
-        model, lambda module: PromptedEmbedding(module, first_id, prompt) if _looks_up(module, embedding) else None
+        model,
+        lambda module: (
+            PromptedEmbedding(module, first_id, prompt) if _looks_up(module, embedding) else None
+        ),
     )
     model.extra_input_ids = max(0, first_id + len(rows) - model.config.vocab_size)
     return prompt
@@ -145,5 +160,7 @@ def load_prompt(folder: Path) -> tuple[list[str], int, Tensor] | None:
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{folder} has an unreadable soft prompt: {error}") from None
     if rows.dim() != 2 or len(rows) != len(tokens):
-        raise ValueError(f"{folder / PROMPT_FILE} has shape {list(rows.shape)} for {len(tokens)} tokens")
+        raise ValueError(
+            f"{folder / PROMPT_FILE} has shape {list(rows.shape)} for {len(tokens)} tokens"
+        )
     return tokens, first_id, rows

@@ -15,7 +15,11 @@ from .loading import ModelSource
 
 PAIR_SUFFIXES = (".source", ".target")
 WORD_SUFFIXES = (".conll", ".bio", ".iob")
-WITHOUT_TEXTS = (*WITH_LABELS, "question-answering", "multiple-choice")  # their models generate nothing
+WITHOUT_TEXTS = (
+    *WITH_LABELS,
+    "question-answering",
+    "multiple-choice",
+)  # their models generate nothing
 _OF_ANY = ("text-classification", "token-classification", "question-answering")
 TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
     "encoder-decoder": ("text2text-generation", *_OF_ANY),
@@ -26,10 +30,18 @@ TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
 
 def choose_task(arguments: FinetuningArguments, source: ModelSource) -> Task:
     """Returns the task given by the arguments, or implied by model and file. ValueError if the model does not fit."""
-    fitting = tuple(family(source.model_type).tasks) if source.native else TRANSFORMERS_TASKS[source.shape]
+    fitting = (
+        tuple(family(source.model_type).tasks)
+        if source.native
+        else TRANSFORMERS_TASKS[source.shape]
+    )
     task = arguments.task or _implied_task(arguments, source, fitting)
     if task not in fitting:
-        hint = "" if source.native is False or task not in TRANSFORMERS_TASKS[source.shape] else "; native=False does"
+        hint = (
+            ""
+            if source.native is False or task not in TRANSFORMERS_TASKS[source.shape]
+            else "; native=False does"
+        )
         raise ValueError(
             f"{source.folder} is a {source.shape} ({source.model_type}), which does not learn {task}; it "
             f"learns {' or '.join(fitting)}{hint}"
@@ -37,7 +49,9 @@ def choose_task(arguments: FinetuningArguments, source: ModelSource) -> Task:
     return cast(Task, task)
 
 
-def _implied_task(arguments: FinetuningArguments, source: ModelSource, fitting: Sequence[str]) -> str:
+def _implied_task(
+    arguments: FinetuningArguments, source: ModelSource, fitting: Sequence[str]
+) -> str:
     if arguments.train_file is None:
         return fitting[0]
     path = Path(arguments.train_file)
@@ -69,7 +83,11 @@ def first_record(path: Path) -> dict[str, Any]:
         from datasets import Dataset, load_from_disk
 
         data: Any = load_from_disk(str(path)) if path.is_dir() else Dataset.from_parquet(str(path))
-        return dict(data[0]) if hasattr(data, "column_names") and isinstance(data, Dataset) and len(data) else {}
+        return (
+            dict(data[0])
+            if hasattr(data, "column_names") and isinstance(data, Dataset) and len(data)
+            else {}
+        )
     if not path.is_file() or path.suffix not in (".json", ".jsonl"):
         return {}
     with path.open("rb") as file:
@@ -113,7 +131,11 @@ def problem_of(labels: Sequence[Any]) -> ProblemType:
     fraction or a point."""
     if any(isinstance(label, tuple) for label in labels):
         return "multi_label_classification"
-    return "regression" if any(isinstance(label, float) for label in labels) else "single_label_classification"
+    return (
+        "regression"
+        if any(isinstance(label, float) for label in labels)
+        else "single_label_classification"
+    )
 
 
 class Labels:
@@ -148,10 +170,14 @@ class Labels:
             try:
                 return np.array(float(label), np.float32)
             except (TypeError, ValueError):
-                raise ValueError(f"the label {label!r} is not a number, which regression needs") from None
+                raise ValueError(
+                    f"the label {label!r} is not a number, which regression needs"
+                ) from None
         if self.problem == "multi_label_classification":
             several = label if isinstance(label, tuple) else (label,)
-            return np.isin(np.arange(len(self.names)), [self.class_of(name) for name in several]).astype(np.float32)
+            return np.isin(
+                np.arange(len(self.names)), [self.class_of(name) for name in several]
+            ).astype(np.float32)
         return np.array(self.class_of(label), np.int64)
 
     def head(self, task: str) -> dict[str, Any] | None:
@@ -166,10 +192,16 @@ class Labels:
         }
         # transformers writes the problem type of sequences only, and one class of several is its default.
         one = self.problem == "single_label_classification"
-        return settings if one or task != "text-classification" else {**settings, "problem_type": self.problem}
+        return (
+            settings
+            if one or task != "text-classification"
+            else {**settings, "problem_type": self.problem}
+        )
 
 
-def find_labels(arguments: FinetuningArguments, task: str, source: ModelSource, labels: Sequence[Any] | None) -> Labels:
+def find_labels(
+    arguments: FinetuningArguments, task: str, source: ModelSource, labels: Sequence[Any] | None
+) -> Labels:
     """Returns the labels of a task: those of the stored classifier if it covers the training data's.
 
     Args:
@@ -178,17 +210,23 @@ def find_labels(arguments: FinetuningArguments, task: str, source: ModelSource, 
     Raises ValueError if there are fewer than two classes, or neither data nor a classifier.
     """
     names = stored_labels(source, task)
-    known = source.values.get("problem_type") or ("regression" if names is not None and len(names) == 1 else None)
+    known = source.values.get("problem_type") or (
+        "regression" if names is not None and len(names) == 1 else None
+    )
     if labels is None:
         if names is None:
-            raise ValueError(f"{source.folder} has no classifier, and without train_file its labels are unknown")
+            raise ValueError(
+                f"{source.folder} has no classifier, and without train_file its labels are unknown"
+            )
         return Labels(names, arguments.problem_type or known or "single_label_classification")
     problem = arguments.problem_type or (
         "single_label_classification" if task != WITH_LABELS[0] else problem_of(labels)
     )
     if problem == "regression":
         return Labels([], problem, stored=names is not None and len(names) == 1)
-    distinct = label_names(name for label in labels for name in (label if isinstance(label, tuple) else (str(label),)))
+    distinct = label_names(
+        name for label in labels for name in (label if isinstance(label, tuple) else (str(label),))
+    )
     if names is not None and Labels(names, problem).covers(distinct) and known in (None, problem):
         return Labels(names, problem)
     if len(distinct) < (1 if problem == "multi_label_classification" else 2):

@@ -52,7 +52,9 @@ class TextGenerator:
         self.max_source_length, self.batch_size = max_source_length, batch_size
         self.blanks, self.segments, self.is_chat = blanks, segments, is_chat
         self.defaults = {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
-        self._stored = read_folder_json(source.folder, "generation_config.json") if source.native else None
+        self._stored = (
+            read_folder_json(source.folder, "generation_config.json") if source.native else None
+        )
 
     def __call__(self, model: Any, sources: Sequence[str], **settings: Any) -> list[str]:
         """Returns `num_return_sequences` texts for each source. `settings` are those of `generate`."""
@@ -63,7 +65,9 @@ class TextGenerator:
 
     def _generate(self, model: Any, sources: Sequence[str], given: dict[str, Any]) -> list[str]:
         if self.blanks is not None:
-            ids, mask = pad_prompts([self.blanks.encode(text) for text in sources], self.blanks.tokens.pad)
+            ids, mask = pad_prompts(
+                [self.blanks.encode(text) for text in sources], self.blanks.tokens.pad
+            )
             settings = {**self.defaults, "generation_config": self._stored, **given}
             found = fill_blanks(model, ids, self.blanks.tokens, mask, **settings)
             return [self.blanks.decode(one.pieces[0]) for one in found]
@@ -74,12 +78,16 @@ class TextGenerator:
         if empty := [text for text, row in zip(sources, rows, strict=True) if not row]:
             raise ValueError(f"the text {empty[0]!r} has no tokens")
         pad = self._pad_token_id(model)
-        ids, mask = pad_prompts(rows, pad, left=not answers)  # an encoder's input is padded as in training
+        ids, mask = pad_prompts(
+            rows, pad, left=not answers
+        )  # an encoder's input is padded as in training
         settings = {**self.defaults, "pad_token_id": pad, **given}
         if "max_length" in given and "max_new_tokens" not in given:
             del settings["max_new_tokens"]
         elif not answers and self.positions is not None and "max_new_tokens" not in given:
-            settings["max_new_tokens"] = max(1, min(settings["max_new_tokens"], self.positions - ids.shape[1] + 1))
+            settings["max_new_tokens"] = max(
+                1, min(settings["max_new_tokens"], self.positions - ids.shape[1] + 1)
+            )
         device = next(model.parameters()).device
         if settings.get("num_beam_groups", 1) > 1 and not self.source.native:
             found = generate_in_groups(model, ids, mask, settings)
@@ -87,7 +95,9 @@ class TextGenerator:
             if self.source.native and self._stored is not None:
                 settings["generation_config"] = self._stored
             with evaluating(model):
-                found = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **settings)
+                found = model.generate(
+                    input_ids=ids.to(device), attention_mask=mask.to(device), **settings
+                )
         if not answers:
             found = found[:, ids.shape[1] :]
         return self.tokenizer.backend.batch_decode(found.tolist(), skip_special_tokens=True)
@@ -97,20 +107,29 @@ class TextGenerator:
         cls, sep = self.tokenizer.ends
         row = closed([cls, *self.tokenizer.encode(source)], self.max_source_length, sep)
         prompt = torch.from_numpy(row)[None].to(next(model.parameters()).device)  # [1, S]
-        settings = {**self.defaults, "pad_token_id": self._pad_token_id(model), "eos_token_id": sep, **given}
+        settings = {
+            **self.defaults,
+            "pad_token_id": self._pad_token_id(model),
+            "eos_token_id": sep,
+            **given,
+        }
         made = make_settings(model.config, self._stored, settings)
         with evaluating(model), torch.inference_mode():
             decoder = PrefixDecoder(model, len(row), self.segments, sequences_per_prompt(made))
             limit = made.length_limit(len(row))
             found = search(decoder, prompt, limit, made, Extras()).sequences
-        return self.tokenizer.backend.batch_decode(found[:, len(row) :].tolist(), skip_special_tokens=True)
+        return self.tokenizer.backend.batch_decode(
+            found[:, len(row) :].tolist(), skip_special_tokens=True
+        )
 
     def _encode(self, sources: Sequence[str], answers: bool) -> list[list[int]]:
         """Encodes sources as the samples of training are encoded."""
         begin = [] if self.is_chat else self.tokenizer.begin
         rows, length = self.tokenizer.encode_batch(list(sources)), self.max_source_length
         if answers:
-            return [closed(begin + row, length, self.tokenizer.eos_token_id).tolist() for row in rows]
+            return [
+                closed(begin + row, length, self.tokenizer.eos_token_id).tolist() for row in rows
+            ]
         return [opened(row, length, begin).tolist() for row in rows]
 
     def _pad_token_id(self, model: Any) -> int:
@@ -144,7 +163,9 @@ class TransformersDecoder(Decoder):
         else:
             mask = F.pad(self.mask, (0, ids.shape[1] - self.mask.shape[1]), value=1)  # [R, T]
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, cached:]
-            output = self.inner(ids[:, cached:], attention_mask=mask, position_ids=positions, **inputs)
+            output = self.inner(
+                ids[:, cached:], attention_mask=mask, position_ids=positions, **inputs
+            )
         self.past = output.past_key_values
         return output.logits[:, -1]
 
@@ -152,7 +173,9 @@ class TransformersDecoder(Decoder):
         self.past.batch_repeat_interleave(self.copies)
         self.mask = self.mask.repeat_interleave(self.copies, 0)
         if self.encoded is not None:
-            self.encoded.last_hidden_state = self.encoded.last_hidden_state.repeat_interleave(self.copies, 0)
+            self.encoded.last_hidden_state = self.encoded.last_hidden_state.repeat_interleave(
+                self.copies, 0
+            )
 
     def select(self, rows: Tensor) -> None:
         self.past.reorder_cache(rows)
@@ -189,11 +212,21 @@ def generate_in_groups(model: Any, ids: Tensor, mask: Tensor, settings: dict[str
         encoded, prompt, visible = None, ids, mask
         if model.config.is_encoder_decoder:
             encoded = model.get_encoder()(input_ids=ids, attention_mask=mask)
-            start = made.decoder_start_token_id if made.decoder_start_token_id is not None else made.bos_token_id
+            start = (
+                made.decoder_start_token_id
+                if made.decoder_start_token_id is not None
+                else made.bos_token_id
+            )
             prompt, visible = torch.full((len(ids), 1), start or 0, device=ids.device), None
         decoder = TransformersDecoder(model, mask, encoded, made.num_beams)
         limit = made.length_limit(prompt.shape[1])
         found = search(
-            decoder, prompt, limit, made, Extras(), encoder_ids=None if encoded is None else ids, attention_mask=visible
+            decoder,
+            prompt,
+            limit,
+            made,
+            Extras(),
+            encoder_ids=None if encoded is None else ids,
+            attention_mask=visible,
         )
     return found.sequences.clone()

@@ -80,30 +80,50 @@ def generate(
     """
     check_model(model)
     made = make_settings(model.config, generation_config, settings)
-    extras = Extras(logits_processor or (), stopping_criteria or (), prefix_allowed_tokens_fn, streamer, tokenizer)
+    extras = Extras(
+        logits_processor or (),
+        stopping_criteria or (),
+        prefix_allowed_tokens_fn,
+        streamer,
+        tokenizer,
+    )
     # Inference mode saves a few percent of a step; the results are copied into ordinary tensors afterwards.
     with evaluating(model), torch.inference_mode():
         kind = getattr(model, "generates", None)
         if kind == "answer":
-            given = (input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs)
+            given = (
+                input_ids,
+                attention_mask,
+                decoder_input_ids,
+                decoder_attention_mask,
+                encoder_outputs,
+            )
             found = _answer(model, *given, made, extras)
         elif kind == "blanks":
             found = _fill(model, input_ids, position_ids, generation_attention_mask, made, extras)
         elif kind == "continuation":
             found = _continue(model, input_ids, attention_mask, made, extras)
         else:
-            raise ValueError(f"a {type(model).__name__} generates no text; see generation.fill_mask")
+            raise ValueError(
+                f"a {type(model).__name__} generates no text; see generation.fill_mask"
+            )
     scores = found.sequences_scores
     found = GenerateOutput(found.sequences.clone(), None if scores is None else scores.clone())
     return found if return_dict_in_generate else found.sequences
 
 
 def _continue(
-    model: Any, ids: Tensor | None, mask: Tensor | None, settings: GenerationSettings, extras: Extras
+    model: Any,
+    ids: Tensor | None,
+    mask: Tensor | None,
+    settings: GenerationSettings,
+    extras: Extras,
 ) -> GenerateOutput:
     if ids is None or ids.shape[-1] == 0:
         if settings.bos_token_id is None:
-            raise ValueError("the prompt is empty and the model has no bos_token_id to start with: pass bos_token_id=…")
+            raise ValueError(
+                "the prompt is empty and the model has no bos_token_id to start with: pass bos_token_id=…"
+            )
         rows = 1 if ids is None else len(ids)
         ids, mask = torch.full((rows, 1), settings.bos_token_id, device=device_of(model)), None
     ids = ids.to(device_of(model))
@@ -137,7 +157,11 @@ def _answer(
             )
         ids = ids.to(device)
         check_ids(ids, model.config.vocab_size + model.extra_input_ids)
-        if mask is None and settings.pad_token_id is not None and settings.pad_token_id not in settings.eos_token_ids:
+        if (
+            mask is None
+            and settings.pad_token_id is not None
+            and settings.pad_token_id not in settings.eos_token_ids
+        ):
             mask = (ids != settings.pad_token_id).long()
         if mask is not None:
             mask = mask.to(device)
@@ -146,7 +170,9 @@ def _answer(
     if encoded is None:
         encoded = model.encode(ids, mask)
     assert encoded is not None
-    prompt, decoder_mask = decoder_prompt(decoder_ids, decoder_mask, len(encoded.last_hidden_state), settings, device)
+    prompt, decoder_mask = decoder_prompt(
+        decoder_ids, decoder_mask, len(encoded.last_hidden_state), settings, device
+    )
     check_ids(prompt, model.config.vocab_size, "decoder_input_ids")
     decoder_mask = None if decoder_mask is None or bool((decoder_mask != 0).all()) else decoder_mask
     limit = settings.length_limit(prompt.shape[1])
@@ -173,17 +199,34 @@ def _fill(
     device, length = device_of(model), ids.shape[1]
     ids = ids.to(device)
     check_ids(ids, model.config.vocab_size)
-    if positions.dim() != 3 or positions.shape[2] < length or visible.dim() != 4 or visible.shape[3] < length:
+    if (
+        positions.dim() != 3
+        or positions.shape[2] < length
+        or visible.dim() != 4
+        or visible.shape[3] < length
+    ):
         raise ValueError(
             f"for {length} tokens position_ids must be [B, 2, {length} or more] and generation_attention_mask "
             f"[B, 1, {length} or more, the same]; they are {list(positions.shape)} and {list(visible.shape)}"
         )
     rows = visible.to(device)[:, 0, :length, :length].bool().expand(len(ids), -1, -1)
-    return fill(model, ids, positions.to(device)[:, :, :length].expand(len(ids), -1, -1), rows, settings, extras)
+    return fill(
+        model,
+        ids,
+        positions.to(device)[:, :, :length].expand(len(ids), -1, -1),
+        rows,
+        settings,
+        extras,
+    )
 
 
 def fill(
-    model: Any, ids: Tensor, positions: Tensor, visible: Tensor, settings: GenerationSettings, extras: Extras
+    model: Any,
+    ids: Tensor,
+    positions: Tensor,
+    visible: Tensor,
+    settings: GenerationSettings,
+    extras: Extras,
 ) -> GenerateOutput:
     """Fills one blank of each row of ids [B, T0], as `BlankDecoder`. ValueError if the positions do not suffice."""
     limit, most = settings.length_limit(ids.shape[1]), model.config.max_sequence_length + 1
@@ -194,7 +237,9 @@ def fill(
             f"{most}; use a shorter text or a smaller max_new_tokens"
         )
     capacity = limit - 1 if settings.use_cache else None
-    decoder = BlankDecoder(model, positions, visible, copies=sequences_per_prompt(settings), capacity=capacity)
+    decoder = BlankDecoder(
+        model, positions, visible, copies=sequences_per_prompt(settings), capacity=capacity
+    )
     return search(decoder, ids, limit, settings, extras, attention_mask=visible[:, -1].long())
 
 
@@ -216,7 +261,9 @@ def search(
     model = decoder.model
     if limit == prompt.shape[1]:
         return GenerateOutput(ids[:: max(1, decoder.copies // settings.num_return_sequences)])
-    together = decoder.copies // settings.num_beam_groups  # rows of a prompt that one call processes
+    together = (
+        decoder.copies // settings.num_beam_groups
+    )  # rows of a prompt that one call processes
 
     def for_each(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.repeat_interleave(together, 0)
@@ -237,7 +284,9 @@ def search(
     if settings.num_beams == 1:
         return GenerateOutput(decode(decoder, ids, limit, settings, processors, extras.streamer))
     if extras.streamer is not None:
-        raise ValueError("a streamer needs num_beams=1, because beam search chooses its tokens only at the end")
+        raise ValueError(
+            "a streamer needs num_beams=1, because beam search chooses its tokens only at the end"
+        )
     method = beam_search if settings.num_beam_groups == 1 else group_beam_search
     return GenerateOutput(*method(decoder, ids, limit, settings, processors))
 
@@ -249,7 +298,9 @@ def sequences_per_prompt(settings: GenerationSettings) -> int:
 def fit_positions(prompt: int, limit: int, positions: int, settings: GenerationSettings) -> int:
     """Returns `limit`, reduced to the positions if it is the default. ValueError if the positions do not suffice."""
     if prompt > positions:
-        raise ValueError(f"the prompt has {prompt} tokens, but the model has only {positions} positions; shorten it")
+        raise ValueError(
+            f"the prompt has {prompt} tokens, but the model has only {positions} positions; shorten it"
+        )
     most = positions + 1  # the last token needs no position, because nothing follows it
     if limit > most:
         if settings.max_new_tokens is None and settings.max_length is None:
@@ -264,9 +315,13 @@ def fit_positions(prompt: int, limit: int, positions: int, settings: GenerationS
 def check_model(model: nn.Module) -> None:
     """Raises ValueError for models with sequence parallelism, and for models that are not of the zoo."""
     if getattr(getattr(model, "parallel_config", None), "sequence_parallel", False):
-        raise ValueError("decoding needs complete sequences on each rank: load the model without sequence parallelism")
+        raise ValueError(
+            "decoding needs complete sequences on each rank: load the model without sequence parallelism"
+        )
     if getattr(model, "config", None) is None:
-        raise ValueError(f"a {type(model).__name__} is not a model of the zoo; load one with shardzoo.from_pretrained")
+        raise ValueError(
+            f"a {type(model).__name__} is not a model of the zoo; load one with shardzoo.from_pretrained"
+        )
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -28,7 +28,12 @@ class Decoder(ABC):
     """
 
     def __init__(
-        self, model: Any, layers: int, copies: int, capacity: int | None, source_length: int | None = None
+        self,
+        model: Any,
+        layers: int,
+        copies: int,
+        capacity: int | None,
+        source_length: int | None = None,
     ) -> None:
         self.model, self.copies = model, copies
         self.cache = None if capacity is None else Cache(layers, capacity, source_length)
@@ -78,7 +83,12 @@ class CausalDecoder(Decoder):
     """
 
     def __init__(
-        self, model: CausalLM, attention_mask: Tensor | None, *, copies: int = 1, capacity: int | None
+        self,
+        model: CausalLM,
+        attention_mask: Tensor | None,
+        *,
+        copies: int = 1,
+        capacity: int | None,
     ) -> None:
         super().__init__(model, len(block_list(model)), copies, capacity)
         self.mask = attention_mask
@@ -89,7 +99,11 @@ class CausalDecoder(Decoder):
             mask = F.pad(self.mask, (0, ids.shape[1] - self.mask.shape[1]), value=1)  # [R, T]
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, cached:]
         output = self.model(
-            ids[:, cached:], attention_mask=mask, position_ids=positions, cache=self.cache, logits_to_keep=1
+            ids[:, cached:],
+            attention_mask=mask,
+            position_ids=positions,
+            cache=self.cache,
+            logits_to_keep=1,
         )
         return self.last_logits(output)
 
@@ -118,7 +132,9 @@ class Seq2SeqDecoder(Decoder):
         copies: int = 1,
         capacity: int | None,
     ) -> None:
-        super().__init__(model, len(block_list(model)), copies, capacity, encoded.last_hidden_state.shape[1])
+        super().__init__(
+            model, len(block_list(model)), copies, capacity, encoded.last_hidden_state.shape[1]
+        )
         self.encoded, self.mask, self.decoder_mask = encoded, attention_mask, decoder_mask
 
     def next_logits(self, ids: Tensor, cached: int) -> Tensor:
@@ -151,7 +167,13 @@ class BlankDecoder(Decoder):
     """
 
     def __init__(
-        self, model: Any, positions: Tensor, visible: Tensor, *, copies: int = 1, capacity: int | None
+        self,
+        model: Any,
+        positions: Tensor,
+        visible: Tensor,
+        *,
+        copies: int = 1,
+        capacity: int | None,
     ) -> None:
         super().__init__(model, len(block_list(model)), copies, capacity)
         self.positions, self.visible = positions, visible
@@ -160,14 +182,22 @@ class BlankDecoder(Decoder):
         length, prompt = ids.shape[1], self.visible.shape[1]
         steps = torch.arange(1, length - prompt + 1, device=ids.device)
         last = self.positions[:, :, -1:]
-        later = torch.stack([last[:, 0].expand(-1, len(steps)), last[:, 1] + steps], 1)  # [B, 2, T - T0]
+        later = torch.stack(
+            [last[:, 0].expand(-1, len(steps)), last[:, 1] + steps], 1
+        )  # [B, 2, T - T0]
         positions = torch.cat([self.positions, later], 2)[:, :, cached:]
         # A prompt's last token attends to all of the prompt except padding. New tokens attend to the same, and causally
         # to new tokens.
         keys = F.pad(self.visible[:, -1], (0, length - prompt), value=True)  # [B, T]
-        new = lower_triangular_mask(length - prompt, length, ids.device) & keys[:, None]  # [B, T - T0, T]
-        mask = torch.cat([F.pad(self.visible, (0, length - prompt)), new], 1)[:, None, cached:]  # [B, 1, S, T]
-        output = self.model(ids[:, cached:], positions, mask, cache=self.cache, logits_to_keep=1, use_cache=False)
+        new = (
+            lower_triangular_mask(length - prompt, length, ids.device) & keys[:, None]
+        )  # [B, T - T0, T]
+        mask = torch.cat([F.pad(self.visible, (0, length - prompt)), new], 1)[
+            :, None, cached:
+        ]  # [B, 1, S, T]
+        output = self.model(
+            ids[:, cached:], positions, mask, cache=self.cache, logits_to_keep=1, use_cache=False
+        )
         return self.last_logits(output)
 
     def repeat_rows(self) -> None:

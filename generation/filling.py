@@ -68,10 +68,19 @@ def fill_mask(
     """
     check_model(model)
     if not fills_masks(type(model)):
-        able = [n for name in FAMILIES for n, model in family(name).architectures.items() if fills_masks(model)]
-        raise ValueError(f"a {type(model).__name__} cannot fill masks; load one of {', '.join(able)}")
+        able = [
+            n
+            for name in FAMILIES
+            for n, model in family(name).architectures.items()
+            if fills_masks(model)
+        ]
+        raise ValueError(
+            f"a {type(model).__name__} cannot fill masks; load one of {', '.join(able)}"
+        )
     if getattr(model, "stage", None) is not None:
-        raise ValueError("fill_mask needs all blocks in each process: load the model without pipeline stages")
+        raise ValueError(
+            "fill_mask needs all blocks in each process: load the model without pipeline stages"
+        )
     vocab_size = model.config.vocab_size
     if not 1 <= top_k <= vocab_size:
         raise ValueError(f"top_k must be from 1 to the vocabulary's {vocab_size}, not {top_k}")
@@ -134,7 +143,9 @@ def fill_blanks(
     """
     check_model(model)
     if getattr(model, "generates", None) != "blanks":
-        raise ValueError(f"a {type(model).__name__} cannot fill blanks; use generate, or fill_mask for masked tokens")
+        raise ValueError(
+            f"a {type(model).__name__} cannot fill blanks; use generate, or fill_mask for masked tokens"
+        )
     ids = input_ids.to(device_of(model))
     check_ids(ids, model.config.vocab_size)
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
@@ -143,7 +154,9 @@ def fill_blanks(
     made = make_settings(model.config, generation_config, settings)
     made = replace(made, pad_token_id=tokens.pad, eos_token_id=[tokens.eop, tokens.eos])
     if made.num_return_sequences > 1:
-        raise ValueError("num_return_sequences must be 1, because a text is filled once; call again with another seed")
+        raise ValueError(
+            "num_return_sequences must be 1, because a text is filled once; call again with another seed"
+        )
     if tokens.gmask == tokens.eop:
         copy = tokens.eop + 2
         texts = [[tokens.gmask if token == copy else token for token in text] for text in texts]
@@ -157,14 +170,20 @@ def fill_blanks(
         for number in range(max(map(len, places))):
             rows = [row for row, blanks in enumerate(places) if len(blanks) > number]
             prompts = [_Prompt.make(texts[row], places[row], pieces[row], tokens) for row in rows]
-            for row, piece in zip(rows, _fill_next(model, prompts, tokens, made, extras), strict=True):
+            for row, piece in zip(
+                rows, _fill_next(model, prompts, tokens, made, extras), strict=True
+            ):
                 pieces[row].append(piece)
     return [BlankFills(_joined(*one), one[2]) for one in zip(texts, places, pieces, strict=True)]
 
 
 def _blanks(text: list[int], tokens: GLMTokens) -> list[int]:
     """Returns the positions of the blanks."""
-    return [place for place, token in enumerate(text) if token in (tokens.mask, tokens.smask, tokens.gmask)]
+    return [
+        place
+        for place, token in enumerate(text)
+        if token in (tokens.mask, tokens.smask, tokens.gmask)
+    ]
 
 
 def _joined(text: list[int], places: list[int], pieces: list[list[int]]) -> list[int]:
@@ -189,7 +208,9 @@ class _Prompt:
     text: int
 
     @classmethod
-    def make(cls, text: list[int], blanks: list[int], pieces: list[list[int]], tokens: GLMTokens) -> _Prompt:
+    def make(
+        cls, text: list[int], blanks: list[int], pieces: list[list[int]], tokens: GLMTokens
+    ) -> _Prompt:
         ids, places, steps = list(text), list(range(len(text))), [0] * len(text)
         for blank, piece in zip(blanks, [*pieces, []], strict=False):
             ids += [tokens.sop, *piece]
@@ -199,7 +220,11 @@ class _Prompt:
 
 
 def _fill_next(
-    model: Any, prompts: list[_Prompt], tokens: GLMTokens, settings: GenerationSettings, extras: Extras
+    model: Any,
+    prompts: list[_Prompt],
+    tokens: GLMTokens,
+    settings: GenerationSettings,
+    extras: Extras,
 ) -> list[list[int]]:
     """Returns the tokens of the next piece of each prompt."""
     width, device = max(len(prompt.ids) for prompt in prompts), device_of(model)

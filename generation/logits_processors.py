@@ -53,18 +53,35 @@ class LogitsProcessors:
         tokenizer: Any = None,
     ) -> None:
         self.vocab_size, self.mesh = vocab_size, mesh
-        eos = torch.tensor(settings.eos_token_ids, device=prompt.device) if settings.eos_token_ids else None
-        made = _edits(settings, prompt, encoder_ids if encoder_ids is not None else prompt, attention_mask, eos, limit)
+        eos = (
+            torch.tensor(settings.eos_token_ids, device=prompt.device)
+            if settings.eos_token_ids
+            else None
+        )
+        made = _edits(
+            settings,
+            prompt,
+            encoder_ids if encoder_ids is not None else prompt,
+            attention_mask,
+            eos,
+            limit,
+        )
         if prefix_allowed_tokens_fn is not None:
-            made.insert(0, p.PrefixConstrainedLogitsProcessor(prefix_allowed_tokens_fn, settings.num_beams))
+            made.insert(
+                0, p.PrefixConstrainedLogitsProcessor(prefix_allowed_tokens_fn, settings.num_beams)
+            )
         self.processors = p.LogitsProcessorList(_merged(made, processors))
         if settings.do_sample:
             self.processors += _warpers(settings, eos, prompt.device)
         if settings.renormalize_logits:
             self.processors.append(p.LogitNormalization())
         self.needs_rows = any(type(processor) not in _SPLIT for processor in self.processors)
-        self.criteria = StoppingCriteriaList(_merged(_criteria(settings, eos, limit, tokenizer), criteria))
-        self.may_disagree = any(type(criterion) not in _FUNCTIONS_OF_TOKENS for criterion in self.criteria)
+        self.criteria = StoppingCriteriaList(
+            _merged(_criteria(settings, eos, limit, tokenizer), criteria)
+        )
+        self.may_disagree = any(
+            type(criterion) not in _FUNCTIONS_OF_TOKENS for criterion in self.criteria
+        )
 
     def __call__(self, ids: Any, scores: Any) -> tuple[Tensor, ParallelMesh | None]:
         """Processes scores [R, Vp] of the sequences so far, ids [R, T].
@@ -98,7 +115,9 @@ _SPLIT: dict[type, Callable[[Any, Tensor, ParallelMesh | None], Tensor]] = {
 }
 
 
-def _edits(s: GenerationSettings, prompt: Tensor, encoder_ids: Any, mask: Tensor | None, eos, limit: int) -> list:
+def _edits(
+    s: GenerationSettings, prompt: Tensor, encoder_ids: Any, mask: Tensor | None, eos, limit: int
+) -> list:
     """Returns the processors that every strategy uses."""
     device: Any = prompt.device  # transformers annotates it as a string
     start, made = prompt.shape[1], []
@@ -106,20 +125,28 @@ def _edits(s: GenerationSettings, prompt: Tensor, encoder_ids: Any, mask: Tensor
         bias: Any = s.sequence_bias
         made.append(p.SequenceBiasLogitsProcessor(bias))
     if s.encoder_repetition_penalty != 1.0:
-        made.append(p.EncoderRepetitionPenaltyLogitsProcessor(s.encoder_repetition_penalty, encoder_ids))
+        made.append(
+            p.EncoderRepetitionPenaltyLogitsProcessor(s.encoder_repetition_penalty, encoder_ids)
+        )
     if s.repetition_penalty != 1.0:
         padding = None if mask is None else (mask != 0).int().argmax(1)
-        made.append(p.RepetitionPenaltyLogitsProcessor(s.repetition_penalty, prompt_ignore_length=padding))
+        made.append(
+            p.RepetitionPenaltyLogitsProcessor(s.repetition_penalty, prompt_ignore_length=padding)
+        )
     if s.no_repeat_ngram_size > 0:
         made.append(p.NoRepeatNGramLogitsProcessor(s.no_repeat_ngram_size))
     if s.encoder_no_repeat_ngram_size > 0:
-        made.append(p.EncoderNoRepeatNGramLogitsProcessor(s.encoder_no_repeat_ngram_size, encoder_ids))
+        made.append(
+            p.EncoderNoRepeatNGramLogitsProcessor(s.encoder_no_repeat_ngram_size, encoder_ids)
+        )
     if s.bad_words_ids is not None:
         made.append(p.NoBadWordsLogitsProcessor(s.bad_words_ids, eos))
     if s.min_length > 0 and eos is not None:
         made.append(p.MinLengthLogitsProcessor(s.min_length, eos, device=device))
     if s.min_new_tokens and eos is not None:
-        made.append(p.MinNewTokensLengthLogitsProcessor(start, s.min_new_tokens, eos, device=device))
+        made.append(
+            p.MinNewTokensLengthLogitsProcessor(start, s.min_new_tokens, eos, device=device)
+        )
     if s.forced_bos_token_id is not None:
         made.append(p.ForcedBOSTokenLogitsProcessor(s.forced_bos_token_id))
     if s.forced_eos_token_id is not None:
@@ -128,13 +155,17 @@ def _edits(s: GenerationSettings, prompt: Tensor, encoder_ids: Any, mask: Tensor
         made.append(p.InfNanRemoveLogitsProcessor())
     if s.exponential_decay_length_penalty is not None:
         if eos is None:
-            raise ValueError("exponential_decay_length_penalty makes the end token likelier, so it needs eos_token_id")
+            raise ValueError(
+                "exponential_decay_length_penalty makes the end token likelier, so it needs eos_token_id"
+            )
         made.append(p.ExponentialDecayLengthPenalty(s.exponential_decay_length_penalty, eos, start))
     if s.suppress_tokens is not None:
         made.append(p.SuppressTokensLogitsProcessor(s.suppress_tokens, device=device))
     if s.begin_suppress_tokens is not None:
         begin = start if start > 1 or s.forced_bos_token_id is None else start + 1
-        made.append(p.SuppressTokensAtBeginLogitsProcessor(s.begin_suppress_tokens, begin, device=device))
+        made.append(
+            p.SuppressTokensAtBeginLogitsProcessor(s.begin_suppress_tokens, begin, device=device)
+        )
     return made
 
 

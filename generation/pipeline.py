@@ -59,7 +59,9 @@ class TextGenerationPipeline:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         folder = path = find_model(path, "path")
         text_folder = folder if tokenizer is None else Path(tokenizer)
-        size = checked_tokenizer(folder, text_folder).vocab_size  # before the weights are read, which may take minutes
+        size = checked_tokenizer(
+            folder, text_folder
+        ).vocab_size  # before the weights are read, which may take minutes
         self.model: Any = from_pretrained(path, mesh, dtype, device=device, adapter=adapter)
         if adapter is not None:
             merge_lora(self.model)
@@ -71,11 +73,18 @@ class TextGenerationPipeline:
         self.batch_size = batch_size
         self.generation_config = read_folder_json(folder, "generation_config.json")
         make_blank_text = family(self.model.config.model_type).blank_text
-        self.blank_text = None if make_blank_text is None else make_blank_text(text_folder, glm_vocabulary)
+        self.blank_text = (
+            None if make_blank_text is None else make_blank_text(text_folder, glm_vocabulary)
+        )
         self.tokenizer = None if self.blank_text else load_transformers_tokenizer(text_folder)
 
     def __call__(
-        self, texts: str | Sequence[str], *, return_full_text: bool = True, streamer: Any = None, **settings: Any
+        self,
+        texts: str | Sequence[str],
+        *,
+        return_full_text: bool = True,
+        streamer: Any = None,
+        **settings: Any,
     ) -> list[dict[str, Any]]:
         """Returns one entry for each sequence, in the order of the texts.
 
@@ -101,12 +110,16 @@ class TextGenerationPipeline:
         """Whether a streamer can show tokens as they are generated."""
         return self.blank_text is None and not fills_masks(type(self.model))
 
-    def _generate(self, texts: list[str], full: bool, streamer: Any, given: dict[str, Any]) -> list[dict[str, Any]]:
+    def _generate(
+        self, texts: list[str], full: bool, streamer: Any, given: dict[str, Any]
+    ) -> list[dict[str, Any]]:
         tokenizer: Any = self.tokenizer
         settings = make_settings(self.model.config, self.generation_config, given)
         rows = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
         if any(not row for row in rows):
-            first = tokenizer.bos_token_id if settings.bos_token_id is None else settings.bos_token_id
+            first = (
+                tokenizer.bos_token_id if settings.bos_token_id is None else settings.bos_token_id
+            )
             if first is None:
                 raise ValueError(
                     "a prompt is empty, and neither the tokenizer nor the model has a bos token to start with"
@@ -114,7 +127,9 @@ class TextGenerationPipeline:
             rows = [row or [first] for row in rows]
         pad = settings.pad_token_id
         # The model ignores masked positions, but their ids must be in the vocabulary.
-        ids, mask = pad_prompts(rows, pad if pad is not None and pad < self.model.config.vocab_size else 0)
+        ids, mask = pad_prompts(
+            rows, pad if pad is not None and pad < self.model.config.vocab_size else 0
+        )
         found: Any = generate(
             self.model, ids, mask, generation_config=settings, tokenizer=tokenizer, streamer=streamer,
             return_dict_in_generate=True,
@@ -123,18 +138,33 @@ class TextGenerationPipeline:
         entries = []
         for number, sequence in enumerate(found.sequences.tolist()):
             text = texts[number // settings.num_return_sequences]
-            new = tokenizer.decode(sequence[0 if answers else ids.shape[1] :], skip_special_tokens=True)
+            new = tokenizer.decode(
+                sequence[0 if answers else ids.shape[1] :], skip_special_tokens=True
+            )
             entry = {"prompt": text, "generated_text": text + new if full and not answers else new}
             if found.sequences_scores is not None:
                 entry["score"] = float(found.sequences_scores[number])
             entries.append(entry)
         return entries
 
-    def _fill_blanks(self, texts: list[str], blanks: BlankText, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    def _fill_blanks(
+        self, texts: list[str], blanks: BlankText, settings: dict[str, Any]
+    ) -> list[dict[str, Any]]:
         ids, mask = pad_prompts([blanks.encode(text) for text in texts], blanks.tokens.pad)
-        found = fill_blanks(self.model, ids, blanks.tokens, mask, generation_config=self.generation_config, **settings)
+        found = fill_blanks(
+            self.model,
+            ids,
+            blanks.tokens,
+            mask,
+            generation_config=self.generation_config,
+            **settings,
+        )
         return [
-            {"prompt": text, "generated_text": blanks.decode(one.ids), "pieces": [blanks.decode(p) for p in one.pieces]}
+            {
+                "prompt": text,
+                "generated_text": blanks.decode(one.ids),
+                "pieces": [blanks.decode(p) for p in one.pieces],
+            }
             for text, one in zip(texts, found, strict=True)
         ]
 
@@ -145,9 +175,14 @@ class TextGenerationPipeline:
             )
         tokenizer: Any = self.tokenizer
         encoded = tokenizer(text, return_tensors="pt")
-        found = fill_mask(self.model, encoded["input_ids"], mask_token_id=tokenizer.mask_token_id, **settings)
+        found = fill_mask(
+            self.model, encoded["input_ids"], mask_token_id=tokenizer.mask_token_id, **settings
+        )
         masks = [
-            [{"token": tokenizer.decode([token]).strip(), "score": score} for token, score in zip(*row, strict=True)]
+            [
+                {"token": tokenizer.decode([token]).strip(), "score": score}
+                for token, score in zip(*row, strict=True)
+            ]
             for row in zip(found.tokens.tolist(), found.scores.tolist(), strict=True)
         ]
         return {"prompt": text, "masks": masks}

@@ -10,10 +10,15 @@ from torch import Tensor
 from .settings import GenerationSettings
 
 
-def pad_prompts(rows: Sequence[Sequence[int]], pad: int, *, left: bool = True) -> tuple[Tensor, Tensor]:
+def pad_prompts(
+    rows: Sequence[Sequence[int]], pad: int, *, left: bool = True
+) -> tuple[Tensor, Tensor]:
     """Returns the token ids of several prompts, padded on one side, and their mask, int64 [B, T] each."""
     width = max(map(len, rows))
-    ids, mask = torch.full((len(rows), width), pad), torch.zeros(len(rows), width, dtype=torch.int64)
+    ids, mask = (
+        torch.full((len(rows), width), pad),
+        torch.zeros(len(rows), width, dtype=torch.int64),
+    )
     for number, row in enumerate(rows):
         place = slice(width - len(row), None) if left else slice(len(row))
         ids[number, place], mask[number, place] = torch.tensor(row, dtype=torch.int64), 1
@@ -23,7 +28,9 @@ def pad_prompts(rows: Sequence[Sequence[int]], pad: int, *, left: bool = True) -
 def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
     """Raises ValueError unless ids are integers [B, T] with at least one row, all in the vocabulary."""
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not len(ids):
-        raise ValueError(f"{name} must be integers [batch, length], not {ids.dtype} {tuple(ids.shape)}")
+        raise ValueError(
+            f"{name} must be integers [batch, length], not {ids.dtype} {tuple(ids.shape)}"
+        )
     outside = (ids < 0) | (ids >= vocab_size)
     if outside.any():
         row, column = outside.nonzero()[0].tolist()
@@ -36,10 +43,14 @@ def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
 def check_mask(mask: Tensor, ids: Tensor, name: str = "attention_mask") -> None:
     """Raises ValueError unless the mask has the shape of the ids and every row has a token."""
     if mask.shape != ids.shape:
-        raise ValueError(f"{name} has shape {list(mask.shape)}, but must have that of the ids, {list(ids.shape)}")
+        raise ValueError(
+            f"{name} has shape {list(mask.shape)}, but must have that of the ids, {list(ids.shape)}"
+        )
     empty = (mask == 0).all(1)
     if empty.any():
-        raise ValueError(f"row {int(empty.nonzero()[0])} of {name} has no token; start it with the bos token")
+        raise ValueError(
+            f"row {int(empty.nonzero()[0])} of {name} has no token; start it with the bos token"
+        )
 
 
 def left_padding(ids: Tensor, mask: Tensor | None, settings: GenerationSettings) -> Tensor | None:
@@ -58,12 +69,18 @@ def left_padding(ids: Tensor, mask: Tensor | None, settings: GenerationSettings)
     if bool((mask == 1).all()):
         return None
     if bool((mask[:, -1] == 0).any()):
-        raise ValueError("prompts to be continued must be padded on the left: use padding_side='left'")
+        raise ValueError(
+            "prompts to be continued must be padded on the left: use padding_side='left'"
+        )
     return mask
 
 
 def decoder_prompt(
-    given: Tensor | None, mask: Tensor | None, rows: int, settings: GenerationSettings, device: torch.device
+    given: Tensor | None,
+    mask: Tensor | None,
+    rows: int,
+    settings: GenerationSettings,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the beginning of an encoder-decoder's output, int64 [B, T], and its mask.
 
@@ -72,7 +89,9 @@ def decoder_prompt(
     start = settings.decoder_start_token_id
     start = settings.bos_token_id if start is None else start
     if start is None:
-        raise ValueError("the model's configuration has no decoder_start_token_id: pass decoder_start_token_id=…")
+        raise ValueError(
+            "the model's configuration has no decoder_start_token_id: pass decoder_start_token_id=…"
+        )
     first = torch.full((rows, 1), start, device=device)
     if given is None:
         return first, None

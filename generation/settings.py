@@ -120,8 +120,12 @@ class GenerationSettings:
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         if self.early_stopping not in (True, False, "never"):
-            raise ValueError(f"early_stopping must be true, false or 'never', not {self.early_stopping!r}")
-        if (self.num_beams > 1 or not self.do_sample) and self.num_return_sequences > self.num_beams:
+            raise ValueError(
+                f"early_stopping must be true, false or 'never', not {self.early_stopping!r}"
+            )
+        if (
+            self.num_beams > 1 or not self.do_sample
+        ) and self.num_return_sequences > self.num_beams:
             raise ValueError(
                 f"num_return_sequences={self.num_return_sequences} must not exceed num_beams={self.num_beams}; "
                 "raise num_beams, or sample with do_sample=True"
@@ -132,20 +136,26 @@ class GenerationSettings:
         beams, groups = self.num_beams, self.num_beam_groups
         if beams % groups:
             fitting = [n for n in range(1, beams + 1) if beams % n == 0]
-            raise ValueError(f"num_beams={beams} cannot form {groups} groups; use num_beam_groups from {fitting}")
+            raise ValueError(
+                f"num_beams={beams} cannot form {groups} groups; use num_beam_groups from {fitting}"
+            )
         if groups > 1 and (self.do_sample or self.diversity_penalty <= 0):
             raise ValueError(
                 "num_beam_groups > 1 needs do_sample=False and a diversity_penalty above 0, without which all groups "
                 "would choose the same tokens"
             )
         if groups == 1 and self.diversity_penalty:
-            raise ValueError(f"diversity_penalty={self.diversity_penalty} needs num_beam_groups > 1")
+            raise ValueError(
+                f"diversity_penalty={self.diversity_penalty} needs num_beam_groups > 1"
+            )
 
     @property
     def eos_token_ids(self) -> list[int]:
         if self.eos_token_id is None:
             return []
-        return [self.eos_token_id] if isinstance(self.eos_token_id, int) else list(self.eos_token_id)
+        return (
+            [self.eos_token_id] if isinstance(self.eos_token_id, int) else list(self.eos_token_id)
+        )
 
     def length_limit(self, prompt: int) -> int:
         """Returns the maximum length of a sequence with this prompt length. ValueError if it leaves no new token."""
@@ -165,7 +175,9 @@ class GenerationSettings:
 def _field_kinds() -> dict[str, tuple[Any, ...]]:
     """Returns the types that each setting may have, without early_stopping, whose three values are listed above."""
     hints = get_type_hints(GenerationSettings)
-    return {name: get_args(hint) or (hint,) for name, hint in hints.items() if name != "early_stopping"}
+    return {
+        name: get_args(hint) or (hint,) for name, hint in hints.items() if name != "early_stopping"
+    }
 
 
 def _is_allowed(value: Any, kinds: tuple[Any, ...]) -> bool:
@@ -174,7 +186,8 @@ def _is_allowed(value: Any, kinds: tuple[Any, ...]) -> bool:
         containers = [kind for kind in kinds if get_origin(kind) in (list, tuple)]
         items: list[Any] = list(value)
         return any(
-            get_args(kind) not in ((int,), (str,)) or all(_is_allowed(item, get_args(kind)) for item in items)
+            get_args(kind) not in ((int,), (str,))
+            or all(_is_allowed(item, get_args(kind)) for item in items)
             for kind in containers
         )
     if isinstance(value, float):
@@ -185,11 +198,19 @@ def _is_allowed(value: Any, kinds: tuple[Any, ...]) -> bool:
 
 
 def _kind_names(kinds: tuple[Any, ...]) -> str:
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "null"}
+    names = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "a string",
+        NoneType: "null",
+    }
     return " or ".join(names.get(kind) or str(kind) for kind in kinds)
 
 
-def make_settings(config: ModelConfig, given: Any, arguments: Mapping[str, Any]) -> GenerationSettings:
+def make_settings(
+    config: ModelConfig, given: Any, arguments: Mapping[str, Any]
+) -> GenerationSettings:
     """Makes settings from `arguments`, then `given`, then the model's configuration, the first having precedence.
 
     Args:
@@ -207,12 +228,20 @@ def make_settings(config: ModelConfig, given: Any, arguments: Mapping[str, Any])
     values: dict[str, Any] = {name: getattr(config, name, None) for name in model_tokens}
     if isinstance(given, GenerationSettings):
         of_given = {field.name: getattr(given, field.name) for field in fields(given)}
-        values |= {name: value for name, value in of_given.items() if name not in values or value is not None}
+        values |= {
+            name: value
+            for name, value in of_given.items()
+            if name not in values or value is not None
+        }
     elif given is not None:
         entries = given if isinstance(given, Mapping) else given.to_dict()
         known = {field.name for field in fields(GenerationSettings)}
         values |= _supported(
-            {n: v for n, v in entries.items() if v is not None and n not in _ASIDE and (n in known or v is not False)}
+            {
+                n: v
+                for n, v in entries.items()
+                if v is not None and n not in _ASIDE and (n in known or v is not False)
+            }
         )
     values |= _supported({name: value for name, value in arguments.items() if value is not None})
     settings = GenerationSettings(**values)

@@ -46,7 +46,9 @@ def decode(
     while length < limit and running.any():
         so_far = sequences[:, :length]
         scores, over = processors(so_far, decoder(so_far))
-        tokens = most_likely(scores, over) if draws is None else drawn(scores, draws.next(rows), over)
+        tokens = (
+            most_likely(scores, over) if draws is None else drawn(scores, draws.next(rows), over)
+        )
         if settings.eos_token_ids:
             tokens = tokens.where(running, settings.pad_token_id or 0)
         sequences[:, length] = tokens
@@ -63,7 +65,11 @@ NEVER = -1e9  # the score of candidates that must not be chosen
 
 
 def beam_search(
-    decoder: Decoder, ids: Tensor, limit: int, settings: GenerationSettings, processors: LogitsProcessors
+    decoder: Decoder,
+    ids: Tensor,
+    limit: int,
+    settings: GenerationSettings,
+    processors: LogitsProcessors,
 ) -> tuple[Tensor, Tensor]:
     """Decodes by beam search.
 
@@ -79,19 +85,25 @@ def beam_search(
     while True:
         running = search.running.flatten(0, 1)[:, : search.length]
         scores, over = processors(running, log_probabilities(decoder(running), decoder.model.mesh))
-        origins = search.step(*search.candidates(scores, over, decoder.model.config.vocab_size), processors)
+        origins = search.step(
+            *search.candidates(scores, over, decoder.model.config.vocab_size), processors
+        )
         if not search.may_continue():
             break
         decoder.select(origins)
     kept = settings.num_return_sequences
     length = prompt + int(search.finished_lengths[:, :kept].max())
-    return search.finished[:, :kept, :length].flatten(0, 1), search.finished_scores[:, :kept].flatten()
+    return search.finished[:, :kept, :length].flatten(0, 1), search.finished_scores[
+        :, :kept
+    ].flatten()
 
 
 class _Search:
     """The running and the finished sequences of all prompts, each [B, n, limit] with scores [B, n]."""
 
-    def __init__(self, ids: Tensor, limit: int, settings: GenerationSettings, mesh: ParallelMesh | None) -> None:
+    def __init__(
+        self, ids: Tensor, limit: int, settings: GenerationSettings, mesh: ParallelMesh | None
+    ) -> None:
         self.settings, self.limit = settings, limit
         (rows, n, self.length), device = ids.shape, ids.device
         self.prompt = self.length
@@ -111,23 +123,34 @@ class _Search:
         self.ends = torch.zeros(rows, self.keep, dtype=torch.bool, device=device)
         self.draws = Draws(settings.seed, mesh, device) if settings.do_sample else None
 
-    def candidates(self, scores: Tensor, mesh: ParallelMesh | None, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    def candidates(
+        self, scores: Tensor, mesh: ParallelMesh | None, vocab_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns scores, tokens and beams [B, K] of the `keep` best, or sampled, continuations of each prompt.
 
         `scores` [B · n, Vp] of the next tokens are split over `mesh`.
         """
         n = self.settings.num_beams
         if self.draws is not None:
-            total = whole_rows(scores, vocab_size, mesh).unflatten(0, (-1, n)) + self.running_scores[..., None]
+            total = (
+                whole_rows(scores, vocab_size, mesh).unflatten(0, (-1, n))
+                + self.running_scores[..., None]
+            )
             chances = total.flatten(1).softmax(-1).cpu()
-            chosen = chances.multinomial(self.keep, generator=self.draws.generator).to(scores.device)  # [B, K]
+            chosen = chances.multinomial(self.keep, generator=self.draws.generator).to(
+                scores.device
+            )  # [B, K]
             return total.flatten(1).gather(1, chosen), chosen % vocab_size, chosen // vocab_size
         values, tokens = best(scores, self.keep, mesh)  # [B · n, k]
-        values = (values.unflatten(0, (-1, n)) + self.running_scores[..., None]).flatten(1)  # [B, n · k]
+        values = (values.unflatten(0, (-1, n)) + self.running_scores[..., None]).flatten(
+            1
+        )  # [B, n · k]
         values, order = values.topk(min(self.keep, values.shape[1]))
         return values, tokens.view(len(values), -1).gather(1, order), order // tokens.shape[1]
 
-    def step(self, values: Tensor, tokens: Tensor, beams: Tensor, processors: LogitsProcessors) -> Tensor:
+    def step(
+        self, values: Tensor, tokens: Tensor, beams: Tensor, processors: LogitsProcessors
+    ) -> Tensor:
         """Continues with the best candidates that do not end with this token, and keeps the finished ones.
 
         Returns int64 [B · n], the row that each running sequence continues.
@@ -161,7 +184,11 @@ class _Search:
     def may_continue(self) -> bool:
         """Returns whether a running sequence may still become better than a finished one."""
         settings = self.settings
-        latest = self.limit if settings.early_stopping == "never" and settings.length_penalty > 0 else self.length
+        latest = (
+            self.limit
+            if settings.early_stopping == "never" and settings.length_penalty > 0
+            else self.length
+        )
         possible = self.running_scores[:, :1] / (latest - self.prompt) ** settings.length_penalty
         worst = self.finished_scores.amin(1, keepdim=True).where(self.is_finished, NEVER)
         self.may_improve &= (possible > worst).any(-1, keepdim=True)
@@ -200,11 +227,17 @@ class _Hypotheses:
             return
         penalty = self.settings.length_penalty
         at = longest if self.settings.early_stopping == "never" and penalty > 0 else length
-        self.is_done |= self.settings.early_stopping is True or self.worst >= best_running / at**penalty
+        self.is_done |= (
+            self.settings.early_stopping is True or self.worst >= best_running / at**penalty
+        )
 
 
 def group_beam_search(
-    decoder: Decoder, ids: Tensor, limit: int, settings: GenerationSettings, processors: LogitsProcessors
+    decoder: Decoder,
+    ids: Tensor,
+    limit: int,
+    settings: GenerationSettings,
+    processors: LogitsProcessors,
 ) -> tuple[Tensor, Tensor]:
     """Decodes by diverse beam search; arguments and results are those of `beam_search`."""
     n, groups = settings.num_beams, settings.num_beam_groups
@@ -215,11 +248,15 @@ def group_beam_search(
     beams = ids.unflatten(0, (batch, groups, size))  # [B, G, n/G, T]
     while beams.shape[-1] < limit:
         flat = beams.flatten(0, 2)
-        logs = log_probabilities(decoder(flat), decoder.model.mesh).unflatten(0, (batch, groups, size))
+        logs = log_probabilities(decoder(flat), decoder.model.mesh).unflatten(
+            0, (batch, groups, size)
+        )
         tokens = ids.new_zeros(batch, groups, size)
         origins = ids.new_zeros(batch, groups, size)
         for group in range(groups):
-            avoided = _subtract_chosen(logs[:, group], tokens[:, :group].flatten(1), settings, decoder.model.mesh)
+            avoided = _subtract_chosen(
+                logs[:, group], tokens[:, :group].flatten(1), settings, decoder.model.mesh
+            )
             processed, over = processors(beams[:, group].flatten(0, 1), avoided.flatten(0, 1))
             step = _candidates(processed, scores[:, group], settings, over)
             for row in range(batch):
@@ -228,13 +265,18 @@ def group_beam_search(
         chosen = origins[..., None].expand_as(beams)
         beams = torch.cat([beams.gather(2, chosen), tokens[..., None]], -1)
         first = torch.arange(batch * groups, device=ids.device).view(batch, groups, 1) * size
-        if all(one.is_done for row in hypotheses for one in row) or processors.stops(beams.flatten(0, 2)).all():
+        if (
+            all(one.is_done for row in hypotheses for one in row)
+            or processors.stops(beams.flatten(0, 2)).all()
+        ):
             break
         decoder.select((origins + first).flatten())
     return _finalize(hypotheses, beams, scores, prompt, limit, settings)
 
 
-def _subtract_chosen(logs: Tensor, chosen: Tensor, settings: GenerationSettings, mesh: ParallelMesh | None) -> Tensor:
+def _subtract_chosen(
+    logs: Tensor, chosen: Tensor, settings: GenerationSettings, mesh: ParallelMesh | None
+) -> Tensor:
     """Subtracts `diversity_penalty` from scores [B, n/G, Vp] for each time that the token is in `chosen` [B, k]."""
     column = chosen - tp_rank(mesh) * logs.shape[-1]
     here = (column >= 0) & (column < logs.shape[-1])
@@ -299,8 +341,13 @@ def _finalize(
     for row, groups in enumerate(hypotheses):
         for group, one in enumerate(groups):
             if not one.is_done:
-                for sequence, score in zip(beams[row, group], scores[row, group].tolist(), strict=True):
-                    one.add(sequence, score / max(beams.shape[-1] - prompt, 1) ** settings.length_penalty)
+                for sequence, score in zip(
+                    beams[row, group], scores[row, group].tolist(), strict=True
+                ):
+                    one.add(
+                        sequence,
+                        score / max(beams.shape[-1] - prompt, 1) ** settings.length_penalty,
+                    )
         together = sorted((one for group in groups for one in group.kept), key=lambda one: one[0])
         found += together[::-1][: settings.num_return_sequences]
     longest = min(max(len(sequence) for _, sequence in found) + 1, limit)

@@ -16,7 +16,14 @@ from .common.transformer import MAX_EAGER_SCORES, has_attention_kernel, suits_bl
 
 FP32 = 4
 INT64 = 8
-FUSED_GATES = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")  # activations of `GatedMLP`
+FUSED_GATES = (
+    "gelu",
+    "gelu_new",
+    "gelu_fast",
+    "gelu_pytorch_tanh",
+    "silu",
+    "swish",
+)  # activations of `GatedMLP`
 NOTHING_SPECIAL = ParallelConfig()
 
 
@@ -91,7 +98,10 @@ class Block:
     def on_rank(self, size: int) -> Block:
         """Returns the part of the block that the busiest of `size` ranks computes."""
         kept = self.key_value_heads or self.heads
-        parts = [(first_unit(self.heads, rank, size), first_unit(self.heads, rank + 1, size)) for rank in range(size)]
+        parts = [
+            (first_unit(self.heads, rank, size), first_unit(self.heads, rank + 1, size))
+            for rank in range(size)
+        ]
         served = self.heads // kept  # query heads of a key-value head
         return replace(
             self,
@@ -134,7 +144,9 @@ class BlockBytes:
     """The memory of one block in bytes."""
 
     kept: int  # between the forward and the backward pass
-    working: int  # in addition during the block's backward pass: recomputed tensors, inner gradients
+    working: (
+        int  # in addition during the block's backward pass: recomputed tensors, inner gradients
+    )
 
 
 def block_bytes(stack: Stack, batch: Batch, layout: Layout) -> BlockBytes:
@@ -166,13 +178,19 @@ def end_bytes(activations: Activations, batch: Batch, layout: Layout) -> int:
 def logit_bytes(columns: int, batch: Batch, layout: Layout) -> int:
     """Returns the bytes of a rank's logits, [.., columns], that exist at a time; the gradient replaces them."""
     tokens = batch.size * (batch.target_length or batch.length)
-    return (min(tokens * columns, AT_A_TIME) if suits_chunks(tokens, columns) else tokens * columns) * layout.itemsize
+    return (
+        min(tokens * columns, AT_A_TIME) if suits_chunks(tokens, columns) else tokens * columns
+    ) * layout.itemsize
 
 
 def head_sum_bytes(shape: tuple[int, ...], batch: Batch, layout: Layout) -> int:
     """Returns the bytes in which the loss sums the gradient of a rank's 16-bit head, [Vp, H], over chunks of logits."""
     tokens = batch.size * (batch.target_length or batch.length)
-    return FP32 * shape[0] * shape[1] if layout.itemsize < FP32 and suits_chunks(tokens, shape[0]) else 0
+    return (
+        FP32 * shape[0] * shape[1]
+        if layout.itemsize < FP32 and suits_chunks(tokens, shape[0])
+        else 0
+    )
 
 
 def _stream(stack: Stack, batch: Batch, layout: Layout) -> int:
@@ -189,9 +207,15 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
     tokens, inner = _tokens(stack, batch), block.heads * block.head_size
     norms = 3 if block.cross else 2
     # The input, the output and the statistics of each norm.
-    total = norms * (2 * _stream(stack, batch, layout) + tokens * block.statistics * FP32 // layout.sequence_split)
+    total = norms * (
+        2 * _stream(stack, batch, layout)
+        + tokens * block.statistics * FP32 // layout.sequence_split
+    )
     if block.output_norms:  # the input and the statistics of each
-        total += norms * (_stream(stack, batch, layout) + tokens * block.statistics * FP32 // layout.sequence_split)
+        total += norms * (
+            _stream(stack, batch, layout)
+            + tokens * block.statistics * FP32 // layout.sequence_split
+        )
     if block.qk_norm:  # the statistics of each head; the inputs are parts of qkv
         total += tokens * (inner + block.key_value_size) // block.head_size * FP32
     total += _attention_features(stack, batch, layout, without_core=without_core) * tokens * e
@@ -206,12 +230,19 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
     elif block.own_bias and without_core:  # an input of the recomputed core
         total += block.heads * lengths[0] ** 2 * e
     if block.borrows:
-        total += (inner + 2 * block.key_value_size) * block.hidden * e  # the weight, as it is put together
+        total += (
+            (inner + 2 * block.key_value_size) * block.hidden * e
+        )  # the weight, as it is put together
     total += block.mlp_kept * tokens * block.feed_forward * e
     if block.gated and not block.fused and t > 1:
-        total += 2 * block.feed_forward * block.hidden * e  # weights of gate and up, stacked for a single collective
+        total += (
+            2 * block.feed_forward * block.hidden * e
+        )  # weights of gate and up, stacked for a single collective
     if block.attention_dropout:
-        dropping = [not without_core or _in_blocks(block, layout, lengths[0], keys, crosses=False) for keys in lengths]
+        dropping = [
+            not without_core or _in_blocks(block, layout, lengths[0], keys, crosses=False)
+            for keys in lengths
+        ]
         total += sum(dropping) * batch.size * INT64
     return total + block.dropouts * batch.size * INT64
 
@@ -226,14 +257,18 @@ def _attention_features(stack: Stack, batch: Batch, layout: Layout, *, without_c
         # k and v are kept with each head repeated, or v as a copy
         unrotated = qkv if block.qk_norm else qkv - inner  # the norms' inputs, or else q itself
         return 4 * inner + (unrotated if block.qk_norm or not block.rotary else 0)
-    return qkv + inner + (inner + key_value if block.rotary else 0)  # v is a view of qkv, which is kept as a whole
+    return (
+        qkv + inner + (inner + key_value if block.rotary else 0)
+    )  # v is a view of qkv, which is kept as a whole
 
 
 def _own_length(stack: Stack, batch: Batch) -> int:
     return batch.target_length if stack.is_decoder else batch.length
 
 
-def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: bool, recomputed: bool) -> int:
+def _core(
+    stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: bool, recomputed: bool
+) -> int:
     """Returns the bytes that attention keeps besides queries, keys, values and its output."""
     block, queries = stack.block, _own_length(stack, batch)
     log_sums = batch.size * block.heads * queries * FP32
@@ -245,14 +280,20 @@ def _core(stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: boo
     if _materializes_weights(block, layout, queries, keys, crosses):
         return weights * (2 if block.attention_dropout else 1)
     windowed = block.window is not None and keys > block.window + 1
-    padded = batch.padded and not (stack.is_decoder and not crosses)  # a target's padding is behind its tokens
+    padded = batch.padded and not (
+        stack.is_decoder and not crosses
+    )  # a target's padding is behind its tokens
     if not (padded or windowed):
         return log_sums
     rows = queries if windowed or (block.causal and not crosses) else 1
-    return log_sums + (batch.size if padded else 1) * rows * keys * layout.itemsize  # the additive mask
+    return (
+        log_sums + (batch.size if padded else 1) * rows * keys * layout.itemsize
+    )  # the additive mask
 
 
-def _materializes_weights(block: Block, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:
+def _materializes_weights(
+    block: Block, layout: Layout, queries: int, keys: int, crosses: bool
+) -> bool:
     """Returns whether attention writes its weights to memory, instead of running a fused kernel."""
     if _in_blocks(block, layout, queries, keys, crosses):
         return False
@@ -286,7 +327,9 @@ def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) ->
     elif _in_blocks(block, layout, length, length, crosses=False):
         heads = batch.size * block.heads
         if has_attention_kernel(layout.device, e):
-            attention += heads * (2 * length - 1) * FP32 if block.bias else 0  # each sample's gradient of the bias
+            attention += (
+                heads * (2 * length - 1) * FP32 if block.bias else 0
+            )  # each sample's gradient of the bias
         else:  # six tensors of a block's scores, and the sums of the gradients of k and v in fp32
             scores = heads * min(rows_at_once(heads * length * e, layout.device), length) * length
             attention += 6 * scores * e + 2 * inner // e * FP32

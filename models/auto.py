@@ -38,7 +38,9 @@ def find_config(name: str) -> ModelConfig:
     values = read_folder_json(folder, file)
     if values is None:
         known = ", ".join(preset for preset, _ in presets())
-        raise ValueError(f"model {name!r} is neither a preset nor a folder with a {CONFIG}; presets: {known}")
+        raise ValueError(
+            f"model {name!r} is neither a preset nor a folder with a {CONFIG}; presets: {known}"
+        )
     return config_from_dict(values)
 
 
@@ -49,7 +51,9 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     return config
 
 
-def infer_config(ranks: Sequence[Mapping[str, StoredTensor]], saved: SavedRun | None = None) -> ModelConfig:
+def infer_config(
+    ranks: Sequence[Mapping[str, StoredTensor]], saved: SavedRun | None = None
+) -> ModelConfig:
     """Infers the configuration of a model without a `config.json` from each rank's tensors, or raises ValueError.
 
     `saved` is what is known about the program that wrote them.
@@ -69,12 +73,16 @@ def find_megatron_map(names: Iterable[str]) -> MegatronMap:
     """Returns the map of the family to which tensors of these names, in Megatron-LM's files, belong."""
     names = list(names)
     if any("cross_attention" in name or "inter_attention" in name for name in names):
-        raise ValueError("it is Megatron-LM's T5, which has learned positions; no T5 of transformers has those")
+        raise ValueError(
+            "it is Megatron-LM's T5, which has learned positions; no T5 of transformers has those"
+        )
     for found in filter(None, (family(name).megatron for name in FAMILIES)):
         if found.owns(found.spell(names)):
             return found
     listed = ", ".join(sorted(names)[:5])
-    raise ValueError(f"its tensors are of no family that Megatron-LM shares with the zoo: {listed}, …")
+    raise ValueError(
+        f"its tensors are of no family that Megatron-LM shares with the zoo: {listed}, …"
+    )
 
 
 def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:
@@ -88,14 +96,18 @@ def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:
         return config_from_dict(cast(dict[str, Any], config))
     if hasattr(config, "to_dict"):
         return config_from_dict(config.to_dict())
-    raise ValueError(f"a model's configuration cannot be a {type(config).__name__}; pass a dict, a preset or a path")
+    raise ValueError(
+        f"a model's configuration cannot be a {type(config).__name__}; pass a dict, a preset or a path"
+    )
 
 
 def model_class(config: ModelConfig) -> type[nn.Module]:
     """Returns the class that `config.architecture` names. Raises ValueError if the family does not have it."""
     known = family(config.model_type).architectures
     if config.architecture not in known:
-        raise ValueError(refuse_architecture(config.architecture, config.model_type, architectures()))
+        raise ValueError(
+            refuse_architecture(config.architecture, config.model_type, architectures())
+        )
     return known[config.architecture]
 
 
@@ -104,7 +116,9 @@ def build_on_meta(
 ) -> nn.Module:
     """Builds this rank's part of the model on the meta device: parameters have their `.shard` but no storage."""
     with torch.device("meta"):
-        return model_class(config)(config, mesh=mesh, parallel_config=parallel_config or ParallelConfig())
+        return model_class(config)(
+            config, mesh=mesh, parallel_config=parallel_config or ParallelConfig()
+        )
 
 
 @dataclass(frozen=True)

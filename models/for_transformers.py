@@ -19,7 +19,9 @@ from ..mpu import dropout_state
 from .loading import from_pretrained
 from .saving import save_pretrained
 
-LARGEST_FILE = "50GB"  # of transformers, whose Trainer reads a checkpoint in one file by `load_state_dict`
+LARGEST_FILE = (
+    "50GB"  # of transformers, whose Trainer reads a checkpoint in one file by `load_state_dict`
+)
 
 
 class Output(dict[str, Any]):
@@ -50,7 +52,9 @@ class TransformersModel(PreTrainedModel):
 
     def __init__(self, model: Any) -> None:
         if model.mesh is not None:
-            raise ValueError("transformers' Trainer cannot train a split model; use shardzoo.trainer.Trainer")
+            raise ValueError(
+                "transformers' Trainer cannot train a split model; use shardzoo.trainer.Trainer"
+            )
         super().__init__(AutoConfig.for_model(**model.config.to_dict()))
         self.model = model
         self.accepts_loss_kwargs = "num_items_in_batch" in _parameters(model.forward)
@@ -65,11 +69,17 @@ class TransformersModel(PreTrainedModel):
         """Calls the model; see its `forward`. In training the dropout masks follow from PyTorch's generator."""
         if self.training:
             dropout_state.set(int(torch.randint(1 << 32, ())), first_sample=0)
-        return Output(self.model(*inputs, **options, **({} if labels is None else {"labels": labels})), self.training)
+        return Output(
+            self.model(*inputs, **options, **({} if labels is None else {"labels": labels})),
+            self.training,
+        )
 
     def generate(self, *inputs: Any, **settings: Any) -> Any:
         """Generates sequences; see `shardzoo.generate`."""
-        for name in ("labels", "synced_gpus"):  # a batch of the Trainer has labels; synced_gpus is for ZeRO 3 and FSDP
+        for name in (
+            "labels",
+            "synced_gpus",
+        ):  # a batch of the Trainer has labels; synced_gpus is for ZeRO 3 and FSDP
             settings.pop(name, None)
         return self.model.generate(*inputs, **settings)
 
@@ -77,7 +87,10 @@ class TransformersModel(PreTrainedModel):
         """Does nothing: a model of the zoo is built with its ties."""
 
     def activation_checkpointing_enable(
-        self, activation_checkpointing_kwargs: Any = None, every_n_layers: int = 1, offload: bool = False
+        self,
+        activation_checkpointing_kwargs: Any = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
     ) -> None:
         """Recomputes the activations of all blocks in the backward pass. ValueError for what the zoo does not have."""
         if every_n_layers != 1 or offload:
@@ -91,7 +104,9 @@ class TransformersModel(PreTrainedModel):
         """Keeps activations for the backward pass."""
         self._recompute(False)
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **options: Any) -> None:
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Any = None, **options: Any
+    ) -> None:
         """The name of `activation_checkpointing_enable` before transformers 5.23."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
@@ -101,7 +116,11 @@ class TransformersModel(PreTrainedModel):
                 module.recompute_blocks = on
 
     def save_pretrained(
-        self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Any = None,
+        **options: Any,
     ) -> None:
         """Writes a Hugging Face folder. The weights are always the model's own, not those of `state_dict`."""
         if is_main_process:
@@ -109,7 +128,9 @@ class TransformersModel(PreTrainedModel):
             if (settings := getattr(self, "generation_config", None)) is not None:
                 settings.save_pretrained(save_directory)
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Loads this module's own state, or the tensors of a Hugging Face folder, of which none may be missing."""
         if state_dict.keys() <= self.state_dict().keys():
             return super().load_state_dict(state_dict, strict, assign)

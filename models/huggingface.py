@@ -18,7 +18,10 @@ Shapes = dict[str, tuple[str, tuple[int, ...]]]  # name of a tensor -> type, sha
 
 
 def stored_shapes(
-    model: NativeModel, names: StoredNames, dtypes: Mapping[str, str], extras: Mapping[str, StoredTensor]
+    model: NativeModel,
+    names: StoredNames,
+    dtypes: Mapping[str, str],
+    extras: Mapping[str, StoredTensor],
 ) -> Shapes:
     """Returns the type and shape of each tensor. ValueError if two tensors would have the same name.
 
@@ -44,13 +47,16 @@ def stored_shapes(
     return shapes
 
 
-def weight_files(shapes: Shapes, largest_file: int) -> tuple[tuple[NewFile, ...], dict[str, str | bytes]]:
+def weight_files(
+    shapes: Shapes, largest_file: int
+) -> tuple[tuple[NewFile, ...], dict[str, str | bytes]]:
     """Returns the weight files of at most `largest_file` bytes, and the index by its name if there are several."""
     groups = divide(shapes, largest_file)
     count = len(groups)
     files = tuple(
         new_safetensors_file(
-            "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors", group
+            "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors",
+            group,
         )
         for number, group in enumerate(groups, 1)
     )
@@ -63,7 +69,10 @@ def weight_files(shapes: Shapes, largest_file: int) -> tuple[tuple[NewFile, ...]
 
 
 def huggingface_layout(
-    model: NativeModel, names: StoredNames, tensors: Mapping[str, StoredTensor], extras: Mapping[str, StoredTensor]
+    model: NativeModel,
+    names: StoredNames,
+    tensors: Mapping[str, StoredTensor],
+    extras: Mapping[str, StoredTensor],
 ) -> CheckpointLayout:
     """Returns where the tensors of a Hugging Face folder hold the parameters."""
     known = model.entries()
@@ -77,7 +86,9 @@ def huggingface_layout(
             )
             for copy in names.copies(name)
         )
-        placements[name] = ParameterPlacement(name, parameter.shape or (1,), parameter.dim, tuple(parts))
+        placements[name] = ParameterPlacement(
+            name, parameter.shape or (1,), parameter.dim, tuple(parts)
+        )
     return CheckpointLayout(placements, {name: tensors[name] for name in extras})
 
 

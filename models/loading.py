@@ -16,14 +16,30 @@ from ..checkpoint.hub import find_model
 from ..checkpoint.layout import ParameterPlacement, ParameterSpec
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import TensorReader, check_digests, torch_dtype
-from ..mpu import ParallelMesh, VocabParallelHead, any_rank, gather_from_tp, initialize, materialize, tp_rank, tp_size
+from ..mpu import (
+    ParallelMesh,
+    VocabParallelHead,
+    any_rank,
+    gather_from_tp,
+    initialize,
+    materialize,
+    tp_rank,
+    tp_size,
+)
 from .auto import as_config, build_on_meta
 from .common.config import ModelConfig
 from .common.name_map import NameMap
 from .common.parallel_config import ParallelConfig
 from .common.pipeline import take_stage
 from .lora import load_adapter
-from .mapping import MappedCheckpoint, config_errors, have_same_bytes, map_checkpoint, native_model, stored_config
+from .mapping import (
+    MappedCheckpoint,
+    config_errors,
+    have_same_bytes,
+    map_checkpoint,
+    native_model,
+    stored_config,
+)
 from .registry import family
 
 
@@ -66,19 +82,27 @@ def from_pretrained(
     """
     folder = find_model(path, "path")
     if not folder.is_dir():
-        raise ValueError(f"{path} is not a folder, nor a name on the Hugging Face Hub: org/name[@revision]")
+        raise ValueError(
+            f"{path} is not a folder, nor a name on the Hugging Face Hub: org/name[@revision]"
+        )
     checkpoint = open_checkpoint(folder)
     given = None if config is None else as_config(config)
     # A stored head is first loaded into a separate parameter; _tie_equal ties it when both are in memory.
     # Of a pipeline, no stage may have both, so the stored bytes decide.
     in_memory = mesh is None or mesh.pp_size == 1
-    settings = stored_config(checkpoint, given, repeats=(lambda head, embedding: False) if in_memory else None)
+    settings = stored_config(
+        checkpoint, given, repeats=(lambda head, embedding: False) if in_memory else None
+    )
     with config_errors():
         model: Any = build_on_meta(settings, mesh, parallel_config)
     absent = _absent_names(model, new)
     mapped = map_checkpoint(checkpoint, native_model(settings, model), absent)
     take_stage(model, mesh, parallel_config)
-    dtypes = {torch_dtype(part.tensor) for place in mapped.layout.placements.values() for part in place.slices()}
+    dtypes = {
+        torch_dtype(part.tensor)
+        for place in mapped.layout.placements.values()
+        for part in place.slices()
+    }
     materialize(model, device, _promoted(dtypes) if dtype is None else dtype)
     _load(model, mapped, mesh)
     if in_memory:
@@ -112,9 +136,15 @@ def missing_modules(folder: Path, config: ModelConfig) -> list[str]:
         return any(name_map.todays_name(name, names) in names for name in stored)
 
     def predicts_words(module: str) -> bool:
-        return any(isinstance(part, VocabParallelHead) for part in model.get_submodule(module).modules())
+        return any(
+            isinstance(part, VocabParallelHead) for part in model.get_submodule(module).modules()
+        )
 
-    return [name for name in getattr(model, "head_modules", ()) if not predicts_words(name) and not is_stored(name)]
+    return [
+        name
+        for name in getattr(model, "head_modules", ())
+        if not predicts_words(name) and not is_stored(name)
+    ]
 
 
 def _absent_names(model: nn.Module, new: Sequence[str]) -> set[str]:
@@ -126,8 +156,12 @@ def _absent_names(model: nn.Module, new: Sequence[str]) -> set[str]:
     for name in new:
         if name not in modules:
             children = ", ".join(child for child, _ in model.named_children())
-            raise ValueError(f"new names the module {name!r}, which the model does not have; it has {children}")
-    absent = {f"{module}.{name}" for module in new for name, _ in modules[module].named_parameters()}
+            raise ValueError(
+                f"new names the module {name!r}, which the model does not have; it has {children}"
+            )
+    absent = {
+        f"{module}.{name}" for module in new for name, _ in modules[module].named_parameters()
+    }
     if new:
         name_map: NameMap = family(cast(Any, model).config.model_type).name_map
         heads = {entry.native for entry in name_map.entries if "{i}" not in entry.native}
@@ -141,7 +175,9 @@ def _promoted(dtypes: set[torch.dtype]) -> torch.dtype:
         return next(iter(dtypes))
     result = torch.bfloat16 if all(dtype.itemsize == 1 for dtype in dtypes) else None
     for dtype in sorted(dtypes, key=str):
-        if dtype.itemsize > 1:  # torch does not promote 8-bit types, but any other type can represent their values
+        if (
+            dtype.itemsize > 1
+        ):  # torch does not promote 8-bit types, but any other type can represent their values
             result = dtype if result is None else torch.promote_types(result, dtype)
     assert result is not None
     return result
@@ -155,7 +191,9 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
     shares: dict[str, Tensor] = {}
     problem = ""
     try:
-        placements = {name: place for name, place in mapped.layout.placements.items() if name in parameters}
+        placements = {
+            name: place for name, place in mapped.layout.placements.items() if name in parameters
+        }
         _check_digests(mapped, placements.values(), rank, size)
         with TensorReader() as reader, TensorReader() as other:
             _check_zeros(reader, mapped)
@@ -168,7 +206,9 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
                     _check_copies(reader, other, placement, specs[name], rank, size)
     except (OSError, ValueError) as error:
         problem = str(error)
-    if any_rank(problem != "", mesh):  # before the exchange, where the other ranks would wait for a failed one
+    if any_rank(
+        problem != "", mesh
+    ):  # before the exchange, where the other ranks would wait for a failed one
         raise ValueError(problem or "another rank could not read its part of the checkpoint")
     for name, share in shares.items():
         parameter = parameters[name]
@@ -176,10 +216,14 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
         parameter.copy_(whole[: parameter.numel()].view(parameter.shape))
 
 
-def _check_digests(mapped: MappedCheckpoint, placements: Iterable[ParameterPlacement], rank: int, size: int) -> None:
+def _check_digests(
+    mapped: MappedCheckpoint, placements: Iterable[ParameterPlacement], rank: int, size: int
+) -> None:
     """Raises ValueError if the digest of one of this rank's share of the tensors is not the recorded one."""
     tensors = {part.tensor for place in placements for part in place.slices()}
-    tensors |= set(mapped.layout.extras.values())  # every stage of a pipeline checks those of no parameter
+    tensors |= set(
+        mapped.layout.extras.values()
+    )  # every stage of a pipeline checks those of no parameter
     check_digests(sorted(tensors, key=lambda t: (t.file, t.offset)), mapped.digests, rank, size)
 
 
@@ -198,7 +242,9 @@ def _exchange_device(mesh: ParallelMesh | None) -> str:
     return "cpu" if mesh is None else mesh.device_type
 
 
-def _read_share(reader: TensorReader, placement: ParameterPlacement, parameter: Tensor, rank: int, size: int) -> Tensor:
+def _read_share(
+    reader: TensorReader, placement: ParameterPlacement, parameter: Tensor, rank: int, size: int
+) -> Tensor:
     """Reads this rank's share of a replicated parameter, in the parameter's type; the last share is padded."""
     start, stop, length = _share(parameter.numel(), rank, size)
     share = torch.zeros(length, dtype=parameter.dtype)
@@ -206,7 +252,9 @@ def _read_share(reader: TensorReader, placement: ParameterPlacement, parameter: 
     return share
 
 
-def _flat(reader: TensorReader, placement: ParameterPlacement, copy: int, start: int, stop: int) -> Tensor:
+def _flat(
+    reader: TensorReader, placement: ParameterPlacement, copy: int, start: int, stop: int
+) -> Tensor:
     """Returns elements [start, stop) of a flattened parameter, of which one copy is read."""
     parts = placement.copies[copy]
     if len(parts) == 1 and not parts[0].transposed:
@@ -223,28 +271,47 @@ def _share(total: int, rank: int, size: int) -> tuple[int, int, int]:
 
 
 def _check_copies(
-    reader: TensorReader, other: TensorReader, placement: ParameterPlacement, spec: ParameterSpec, rank: int, size: int
+    reader: TensorReader,
+    other: TensorReader,
+    placement: ParameterPlacement,
+    spec: ParameterSpec,
+    rank: int,
+    size: int,
 ) -> None:
     """Raises ValueError unless this rank's part of a parameter has the same bytes in every stored copy."""
     for number, copy in enumerate(placement.copies[1:], 1):
         if spec.shard is None:
             start, stop, _ = _share(prod(placement.shape), rank, size)
-            if not _same_bytes(_flat(reader, placement, 0, start, stop), _flat(other, placement, number, start, stop)):
+            if not _same_bytes(
+                _flat(reader, placement, 0, start, stop),
+                _flat(other, placement, number, start, stop),
+            ):
                 raise _differs(placement, copy[0].tensor)
             continue
         ranges = spec.ranges(rank, size)
-        if [(part.ranges, part.across) for part in copy] != [(p.ranges, p.across) for p in placement.copies[0]]:
-            raise ValueError(f"{placement.name} is stored twice in different chunks; merge the folder first")
-        for mine, repeat in zip(placement.wanted(ranges), placement.wanted(ranges, number), strict=True):
+        if [(part.ranges, part.across) for part in copy] != [
+            (p.ranges, p.across) for p in placement.copies[0]
+        ]:
+            raise ValueError(
+                f"{placement.name} is stored twice in different chunks; merge the folder first"
+            )
+        for mine, repeat in zip(
+            placement.wanted(ranges), placement.wanted(ranges, number), strict=True
+        ):
             dim = 1 - placement.dim if mine[0].transposed else placement.dim
-            chunks = (reader.chunks(mine[0].tensor, dim, *mine[1:3]), other.chunks(repeat[0].tensor, dim, *repeat[1:3]))
+            chunks = (
+                reader.chunks(mine[0].tensor, dim, *mine[1:3]),
+                other.chunks(repeat[0].tensor, dim, *repeat[1:3]),
+            )
             if not all(_same_bytes(a, b) for (_, a), (_, b) in zip(*chunks, strict=True)):
                 raise _differs(placement, repeat[0].tensor)
 
 
 def _differs(placement: ParameterPlacement, repeat: StoredTensor) -> ValueError:
     first = placement.copies[0][0].tensor
-    return ValueError(f"{repeat} differs from {first}; both must be equal, because both are {placement.name}")
+    return ValueError(
+        f"{repeat} differs from {first}; both must be equal, because both are {placement.name}"
+    )
 
 
 def _same_bytes(first: Tensor, second: Tensor) -> bool:

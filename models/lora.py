@@ -61,7 +61,9 @@ def _is_factor(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    return isinstance(value, (list, set, tuple)) and all(isinstance(name, str) for name in cast(list[Any], value))
+    return isinstance(value, (list, set, tuple)) and all(
+        isinstance(name, str) for name in cast(list[Any], value)
+    )
 
 
 def _is_expression(value: Any) -> bool:
@@ -157,8 +159,13 @@ def lora_config(**settings: Any) -> Any:
                 f"LoRA: models of the zoo do not support {field.name}={value!r}; leave it out, or use transformers' "
                 "model in one process"
             )
-    if not any(config.init_lora_weights is value or config.init_lora_weights == value for value in INITIAL_VALUES):
-        raise ValueError(f"LoRA: init_lora_weights must be True or 'gaussian', not {config.init_lora_weights!r}")
+    if not any(
+        config.init_lora_weights is value or config.init_lora_weights == value
+        for value in INITIAL_VALUES
+    ):
+        raise ValueError(
+            f"LoRA: init_lora_weights must be True or 'gaussian', not {config.init_lora_weights!r}"
+        )
     for names, (is_right, wanted) in CHECKS.items():
         for name in names.split():
             value = getattr(config, name)
@@ -225,7 +232,9 @@ def _adapter(layer: Any, modules: list[LinearModule], config: Any) -> Adapter:
             (config.rank_pattern, config.r), (config.alpha_pattern, config.lora_alpha),
         ))  # fmt: skip
         if r > max(shape):
-            raise ValueError(f"LoRA: the rank {r} is above both sizes of {module.name}, {shape[0]} x {shape[1]}")
+            raise ValueError(
+                f"LoRA: the rank {r} is above both sizes of {module.name}, {shape[0]} x {shape[1]}"
+            )
         factors[module.key] = LoraFactors(
             AdaptedRows(shape, module.parameter.shard, *module.rows),
             r,
@@ -236,7 +245,11 @@ def _adapter(layer: Any, modules: list[LinearModule], config: Any) -> Adapter:
         )
     attributes = [name for name, _ in layer.named_parameters(recurse=False)]
     several = "weight" not in attributes  # a layer with several outputs has a parameter for each
-    outputs = [attributes.index(module.parameter.name.rpartition(".")[2]) for module in modules] if several else ()
+    outputs = (
+        [attributes.index(module.parameter.name.rpartition(".")[2]) for module in modules]
+        if several
+        else ()
+    )
     return Adapter(layer, factors, outputs)
 
 
@@ -268,7 +281,9 @@ def _choose(model: Any, native: NativeModel, config: Any) -> tuple[LinearModule,
     linear = [module for module in known if isinstance(model.get_submodule(module.layer), LINEARS)]
     targets: Any = config.target_modules
     if not targets:
-        targets = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(native.config.model_type)
+        targets = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(
+            native.config.model_type
+        )
         if targets is None:
             raise ValueError(
                 f"LoRA: peft has no default targets for a {native.config.model_type}; name target_modules, of "
@@ -326,7 +341,9 @@ def _saved_parameters(native: NativeModel, names: Collection[str]) -> dict[str, 
             continue
         matched.update(*hits)
         if not all(hits):
-            raise ValueError(f"LoRA: modules_to_save name a part of {', '.join(stored)}, which are one layer here")
+            raise ValueError(
+                f"LoRA: modules_to_save name a part of {', '.join(stored)}, which are one layer here"
+            )
         if both := sorted(shared.intersection(entry.stored_names())):
             raise ValueError(
                 f"LoRA: modules_to_save name {both[0]}, which the model shares with its output head or another "
@@ -335,9 +352,13 @@ def _saved_parameters(native: NativeModel, names: Collection[str]) -> dict[str, 
         saved[native_name] = stored
     if unknown := sorted(set(names) - matched):
         tops = ", ".join(
-            dict.fromkeys(name.rpartition(".")[0] for name in own if ".{" not in name and name.count(".") < 3)
+            dict.fromkeys(
+                name.rpartition(".")[0] for name in own if ".{" not in name and name.count(".") < 3
+            )
         )
-        raise ValueError(f"LoRA: modules_to_save {unknown[0]!r} matches no module of the model; it has {tops}")
+        raise ValueError(
+            f"LoRA: modules_to_save {unknown[0]!r} matches no module of the model; it has {tops}"
+        )
     return saved
 
 
@@ -362,7 +383,11 @@ def stored_modules(model: Any, native_names: Collection[str]) -> list[str]:
 def adapters(model: nn.Module) -> dict[str, Adapter]:
     """Returns the adapters of this rank's layers by the layers' names."""
     modules = cast(Any, model).named_modules()
-    return {name.removesuffix(".adapter"): module for name, module in modules if isinstance(module, Adapter)}
+    return {
+        name.removesuffix(".adapter"): module
+        for name, module in modules
+        if isinstance(module, Adapter)
+    }
 
 
 def peft_names(model: Any) -> dict[str, tuple[str, ...]]:
@@ -371,8 +396,12 @@ def peft_names(model: Any) -> dict[str, tuple[str, ...]]:
     names: dict[str, tuple[str, ...]] = {}
     for module in lora.modules:
         for factor in ("lora_A", "lora_B"):
-            names[f"{module.layer}.adapter.{module.key}.{factor}"] = (f"{PREFIX}{module.name}.{factor}.weight",)
-    return names | {name: tuple(PREFIX + part for part in stored) for name, stored in lora.saved.items()}
+            names[f"{module.layer}.adapter.{module.key}.{factor}"] = (
+                f"{PREFIX}{module.name}.{factor}.weight",
+            )
+    return names | {
+        name: tuple(PREFIX + part for part in stored) for name, stored in lora.saved.items()
+    }
 
 
 @torch.no_grad()
@@ -384,7 +413,11 @@ def whole_weights(model: Any) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         if name in names and name not in copies:
             whole = _gathered(parameter, model.mesh).cpu()
-            parts = [whole] if name not in entries else _parts(whole, native.parameters[name], entries[name])
+            parts = (
+                [whole]
+                if name not in entries
+                else _parts(whole, native.parameters[name], entries[name])
+            )
             found |= dict(zip(names[name], parts, strict=True))
     mesh: ParallelMesh | None = model.mesh
     if mesh is None or mesh.pp_size == 1:
@@ -401,13 +434,22 @@ def _of_all_stages(
     for row, name in enumerate(names):
         if name in found:
             shape = found[name].shape
-            kinds[row, : len(shape)], kinds[row, 2] = torch.tensor(shape), DTYPES.index(found[name].dtype)
+            kinds[row, : len(shape)], kinds[row, 2] = (
+                torch.tensor(shape),
+                DTYPES.index(found[name].dtype),
+            )
     kinds = kinds.to(device)
     cast(Any, dist).all_reduce(kinds, group=mesh.pp_group)
     whole: dict[str, Tensor] = {}
-    for name, (rows, columns, number) in zip(names, cast(list[list[int]], cast(Any, kinds).tolist()), strict=True):
-        own = found.get(name, torch.zeros([size for size in (rows, columns) if size], dtype=DTYPES[number]))
-        bits = own.to(device, copy=True).view(torch.uint8)  # as whole numbers, which zeros do not change
+    for name, (rows, columns, number) in zip(
+        names, cast(list[list[int]], cast(Any, kinds).tolist()), strict=True
+    ):
+        own = found.get(
+            name, torch.zeros([size for size in (rows, columns) if size], dtype=DTYPES[number])
+        )
+        bits = own.to(device, copy=True).view(
+            torch.uint8
+        )  # as whole numbers, which zeros do not change
         cast(Any, dist).all_reduce(bits, group=mesh.pp_group)
         whole[name] = bits.cpu().view(DTYPES[number])
     return whole
@@ -423,13 +465,19 @@ def _gathered(parameter: Any, mesh: ParallelMesh | None) -> Tensor:
     padded.narrow(dim, 0, parameter.shape[dim]).copy_(parameter)
     parts = torch.split(gather_from_tp(padded, mesh, dim), longest, dim)
     lengths = [shard.local_shape(rank, size)[dim] for rank in range(size)]
-    return shard.merge([part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)])
+    return shard.merge(
+        [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
+    )
 
 
 def _parts(whole: Tensor, spec: ParameterSpec, entry: Entry) -> list[Tensor]:
     """Returns the tensors that are stored for a parameter."""
     spans = stacked_ranges(spec, entry)
-    parts = [whole.narrow(spec.dim, start, stop - start) for start, stop in spans] if whole.dim() else [whole]
+    parts = (
+        [whole.narrow(spec.dim, start, stop - start) for start, stop in spans]
+        if whole.dim()
+        else [whole]
+    )
     return [(part.t() if entry.transpose else part).contiguous() for part in parts]
 
 
@@ -450,7 +498,9 @@ def save_adapter(model: Any, folder: str | Path, base: str = "") -> None:
     weights = whole_weights(model)
     if not dist.is_initialized() or cast(Any, dist).get_rank() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        write_adapter_config(Path(folder), model.lora.config, base or getattr(model, "name_or_path", "") or "")
+        write_adapter_config(
+            Path(folder), model.lora.config, base or getattr(model, "name_or_path", "") or ""
+        )
         write_tensors(Path(folder) / WEIGHTS_FILE, weights)
     if dist.is_initialized():
         cast(Any, dist).barrier()
@@ -462,7 +512,11 @@ def folder_digest(folder: Path) -> str:
     Names of files and their contents count, other files such as the tokenizer's do not.
     """
     manifest = folder / MANIFEST
-    files = [manifest] if manifest.exists() else sorted(p for p in folder.iterdir() if p.suffix in WEIGHT_SUFFIXES)
+    files = (
+        [manifest]
+        if manifest.exists()
+        else sorted(p for p in folder.iterdir() if p.suffix in WEIGHT_SUFFIXES)
+    )
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path.name}\0{file_digest(path)}\0".encode())
@@ -475,7 +529,9 @@ def check_same_lora(model: Any, folder: Path) -> None:
     for name in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         mine, theirs = getattr(own, name), getattr(stored, name)
         if mine != theirs:
-            raise ValueError(f"{folder} was trained with {name}={theirs!r}, and cannot go on with {mine!r}")
+            raise ValueError(
+                f"{folder} was trained with {name}={theirs!r}, and cannot go on with {mine!r}"
+            )
 
 
 def read_adapter_config(folder: Path) -> Any:
@@ -487,7 +543,9 @@ def read_adapter_config(folder: Path) -> Any:
     known = {field.name for field in fields(import_peft().LoraConfig)}
     for name in values.keys() - known:
         if values[name]:
-            raise ValueError(f"{folder / CONFIG_FILE} has {name}={values[name]!r}, which this release of peft lacks")
+            raise ValueError(
+                f"{folder / CONFIG_FILE} has {name}={values[name]!r}, which this release of peft lacks"
+            )
     try:
         return lora_config(**{name: value for name, value in values.items() if name in known})
     except ValueError as error:
@@ -515,7 +573,13 @@ def load_weights(model: Any, folder: Path) -> None:
         for name, parameter in model.named_parameters():
             if name in names:
                 transposed = name in entries and entries[name].transpose
-                _fill_from(reader, [stored[part] for part in names[name]], parameter, model.mesh, transposed)
+                _fill_from(
+                    reader,
+                    [stored[part] for part in names[name]],
+                    parameter,
+                    model.mesh,
+                    transposed,
+                )
 
 
 def _stored_weights(model: Any, folder: Path) -> dict[str, StoredTensor]:
@@ -530,7 +594,9 @@ def _stored_weights(model: Any, folder: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"{folder / WEIGHTS_FILE} {kind} {few}{more}")
     for tensor in stored.values():
         if tensor.dtype not in FLOATS:
-            raise ValueError(f"{tensor} has type {torch_name(tensor.dtype)}, but must have a floating-point type")
+            raise ValueError(
+                f"{tensor} has type {torch_name(tensor.dtype)}, but must have a floating-point type"
+            )
     return stored
 
 
@@ -559,14 +625,19 @@ def open_adapter(native: NativeModel, folder: Path) -> StoredAdapter:
     updates: dict[str, tuple[Update, ...]] = {}
     for module in model.lora.modules:
         factors: LoraFactors = getattr(layers[module.layer], module.key)
-        pair = [stored[names[f"{module.layer}.adapter.{module.key}.{factor}"][0]] for factor in ("lora_A", "lora_B")]
+        pair = [
+            stored[names[f"{module.layer}.adapter.{module.key}.{factor}"][0]]
+            for factor in ("lora_A", "lora_B")
+        ]
         for tensor, parameter in zip(pair, (factors.lora_A, factors.lora_B), strict=True):
             _check_shape(tensor, tuple(parameter.shape))
         update = Update(module.rows, factors.scaling, *pair)
         updates[module.parameter.name] = (*updates.get(module.parameter.name, ()), update)
     entries = native.entries()
     saved = {
-        name: _saved_placement(native.parameters[name], entries[name], [stored[part] for part in names[name]])
+        name: _saved_placement(
+            native.parameters[name], entries[name], [stored[part] for part in names[name]]
+        )
         for name in model.lora.saved
     }
     return StoredAdapter((folder / CONFIG_FILE, folder / WEIGHTS_FILE), updates, saved)
@@ -577,17 +648,26 @@ def _check_shape(tensor: StoredTensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{tensor} has shape {list(tensor.shape)}, but {list(expected)} is needed")
 
 
-def _saved_placement(spec: ParameterSpec, entry: Entry, tensors: list[StoredTensor]) -> ParameterPlacement:
+def _saved_placement(
+    spec: ParameterSpec, entry: Entry, tensors: list[StoredTensor]
+) -> ParameterPlacement:
     """Returns where an adapter stores the whole value of a parameter."""
     spans = stacked_ranges(spec, entry)
     for tensor, span in zip(tensors, spans, strict=True):
         _check_shape(tensor, stored_shape(spec, span, entry))
-    parts = (TensorSlice(t.at_least_1d(), (span,), entry.transpose) for t, span in zip(tensors, spans, strict=True))
+    parts = (
+        TensorSlice(t.at_least_1d(), (span,), entry.transpose)
+        for t, span in zip(tensors, spans, strict=True)
+    )
     return ParameterPlacement(spec.name, spec.shape or (1,), spec.dim, (tuple(parts),))
 
 
 def _fill_from(
-    reader: TensorReader, stored: list[StoredTensor], parameter: Any, mesh: ParallelMesh | None, transposed: bool
+    reader: TensorReader,
+    stored: list[StoredTensor],
+    parameter: Any,
+    mesh: ParallelMesh | None,
+    transposed: bool,
 ) -> None:
     parts = [reader.whole(tensor) for tensor in stored]
     parts = [part.t() if transposed else part for part in parts]
@@ -596,9 +676,13 @@ def _fill_from(
     if len({part.shape[1:] for part in parts}) == 1 and (len(parts) == 1 or parts[0].dim()):
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, 0)
         if tuple(whole.shape) == expected:
-            parameter.copy_(whole if shard is None else shard.slice(whole, tp_rank(mesh), tp_size(mesh)))
+            parameter.copy_(
+                whole if shard is None else shard.slice(whole, tp_rank(mesh), tp_size(mesh))
+            )
             return
-    raise ValueError(f"{stored[0]} has shape {list(stored[0].shape)}, but {list(expected)} are needed in all")
+    raise ValueError(
+        f"{stored[0]} has shape {list(stored[0].shape)}, but {list(expected)} are needed in all"
+    )
 
 
 @torch.no_grad()

@@ -23,7 +23,14 @@ from ..checkpoint.dtypes import FLOATS, torch_name
 from ..checkpoint.file_io import open_for_reading, read_bytes
 from ..checkpoint.folder_files import STATE
 from ..checkpoint.formats.megatron import SavedRun
-from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, ParameterSpec, TensorSlice, place_by_rank, slices
+from ..checkpoint.layout import (
+    CheckpointLayout,
+    ParameterPlacement,
+    ParameterSpec,
+    TensorSlice,
+    place_by_rank,
+    slices,
+)
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.stored_tensor import StoredTensor, pieces
 from ..checkpoint.tensor_reader import TensorReader
@@ -64,20 +71,30 @@ class NativeModel:
     def module_names(self) -> StoredNames:
         """Returns the name of each parameter's tensors in the state dictionary of transformers' module."""
         entries = self.entries().items()
-        return StoredNames({name: tuple(map(self.module_name, entry.stored_names())) for name, entry in entries}, {})
+        return StoredNames(
+            {name: tuple(map(self.module_name, entry.stored_names())) for name, entry in entries},
+            {},
+        )
 
     def first_names(self) -> StoredNames:
         """Returns the name of each parameter's tensors in `named_parameters` of transformers' module."""
         names, swapped = self.module_names(), dict[str, str]()
         if re.fullmatch(self.name_map.head_first, self.config.architecture):
             body = self.name_map.prefix
-            swapped = {kept: alias for alias, kept in self.name_map.aliases if kept.startswith(body)}
+            swapped = {
+                kept: alias for alias, kept in self.name_map.aliases if kept.startswith(body)
+            }
         own = names.by_parameter.items()
-        return StoredNames({name: tuple(swapped.get(s, s) for s in stored) for name, stored in own}, {})
+        return StoredNames(
+            {name: tuple(swapped.get(s, s) for s in stored) for name, stored in own}, {}
+        )
 
     def new_names(self) -> dict[str, tuple[str, ...]]:
         """Returns native name -> names of its tensors in a new Hugging Face folder."""
-        return {name: tuple(map(self.spell, entry.stored_names())) for name, entry in self.entries().items()}
+        return {
+            name: tuple(map(self.spell, entry.stored_names()))
+            for name, entry in self.entries().items()
+        }
 
     def padded_vocab_size(self, size: int) -> int:
         """Returns the rows of the vocabulary over all of `size` ranks, padding included."""
@@ -98,14 +115,21 @@ class NativeModel:
 class StoredNames:
     """The names of the tensors in a Hugging Face folder, which a merge restores."""
 
-    by_parameter: Mapping[str, tuple[str, ...]]  # native name -> names of the tensors that are stacked in the parameter
-    ties: Mapping[str, str]  # name of a tensor that repeats another one -> name of that other tensor
+    by_parameter: Mapping[
+        str, tuple[str, ...]
+    ]  # native name -> names of the tensors that are stacked in the parameter
+    ties: Mapping[
+        str, str
+    ]  # name of a tensor that repeats another one -> name of that other tensor
 
     def copies(self, parameter: str) -> list[tuple[str, ...]]:
         """Returns the names of the parameter's tensors, and once more for each tensor that repeats one of them."""
         own = self.by_parameter[parameter]
         repeats = [(alias, kept) for alias, kept in self.ties.items() if kept in own]
-        return [own, *(tuple(alias if name == kept else name for name in own) for alias, kept in repeats)]
+        return [
+            own,
+            *(tuple(alias if name == kept else name for name in own) for alias, kept in repeats),
+        ]
 
 
 @dataclass(frozen=True)
@@ -156,7 +180,9 @@ def map_checkpoint(
     try:
         if model is None:
             model = native_model(stored_config(checkpoint))
-        wanted = {name: parameter for name, parameter in model.parameters.items() if name not in absent}
+        wanted = {
+            name: parameter for name, parameter in model.parameters.items() if name not in absent
+        }
         finder = {
             "huggingface": _map_huggingface, "shards": _map_shards, "legacy": _map_legacy, "megatron": _map_megatron,
             "dcp": _map_huggingface,
@@ -200,7 +226,9 @@ def stored_config(
     layers = getattr(config, config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
     layers += getattr(config, "decoder_layers", 0)
     if not 0 < layers <= most:
-        raise ValueError(f"config.json: it claims {layers:,} layers, but the files have {most:,} tensors in all")
+        raise ValueError(
+            f"config.json: it claims {layers:,} layers, but the files have {most:,} tensors in all"
+        )
     config = config.fitted_to(checkpoint.ranks[0].keys())
     tied = _is_tied(checkpoint, config, values, repeats or have_same_bytes)
     return config if tied is None else config.with_changes(tie_word_embeddings=tied)
@@ -213,7 +241,14 @@ def config_errors() -> Generator[None, None, None]:
         yield
     except ValueError:
         raise
-    except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError) as error:
+    except (
+        TypeError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        RuntimeError,
+        MemoryError,
+    ) as error:
         raise ValueError(f"config.json: {error}") from None
 
 
@@ -224,7 +259,9 @@ def stacked_ranges(parameter: ParameterSpec, entry: Entry) -> list[tuple[int, in
         return [(0, length)]
     groups = parameter.shard.groups if parameter.shard else ()
     if len(groups) != len(entry.stored_names()):
-        raise ValueError(f"{parameter.name} has {len(groups)} groups for {', '.join(entry.stored_names())}")
+        raise ValueError(
+            f"{parameter.name} has {len(groups)} groups for {', '.join(entry.stored_names())}"
+        )
     stops = [sum(groups[: i + 1]) for i in range(len(groups))]
     return list(zip([0, *stops], stops, strict=False))
 
@@ -239,7 +276,10 @@ def stored_shape(parameter: ParameterSpec, span: tuple[int, int], entry: Entry) 
 
 def have_same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
     """Returns whether two stored tensors are equal bit for bit; reading stops at the first difference."""
-    starts = [[(start, chunk.shape, chunk.dtype) for start, chunk in pieces(tensor)] for tensor in (first, second)]
+    starts = [
+        [(start, chunk.shape, chunk.dtype) for start, chunk in pieces(tensor)]
+        for tensor in (first, second)
+    ]
     if starts[0] != starts[1]:
         return False
     return all(
@@ -277,22 +317,36 @@ def _is_tied(
     if checkpoint.saved is not None:
         return _is_tied_in_megatron(checkpoint, checkpoint.saved, config, repeats)
     if checkpoint.kind not in ("huggingface", "dcp"):
-        return not {entry.native for entry in name_map.untied_entries()} & checkpoint.ranks[0].keys()
+        return (
+            not {entry.native for entry in name_map.untied_entries()} & checkpoint.ranks[0].keys()
+        )
     known = name_map.stored_names()
-    tensors = {name_map.todays_name(name, known): tensor for name, tensor in checkpoint.ranks[0].items()}
+    tensors = {
+        name_map.todays_name(name, known): tensor for name, tensor in checkpoint.ranks[0].items()
+    }
     heads = [(name, kept) for name, kept in name_map.aliases if name in untied and name in tensors]
     if not heads:
         return values.get("tie_word_embeddings") is not False
     for head, kept in heads:
-        others = [kept, *(name for name, same in name_map.aliases if same == kept and name not in untied)]
+        others = [
+            kept,
+            *(name for name, same in name_map.aliases if same == kept and name not in untied),
+        ]
         stored = next((tensors[name] for name in others if name in tensors), None)
-        if not (getattr(config, "tie_word_embeddings", True) if stored is None else repeats(tensors[head], stored)):
+        if not (
+            getattr(config, "tie_word_embeddings", True)
+            if stored is None
+            else repeats(tensors[head], stored)
+        ):
             return False
     return True
 
 
 def _is_tied_in_megatron(
-    checkpoint: Checkpoint, saved: SavedRun, config: ModelConfig, repeats: Callable[[StoredTensor, StoredTensor], bool]
+    checkpoint: Checkpoint,
+    saved: SavedRun,
+    config: ModelConfig,
+    repeats: Callable[[StoredTensor, StoredTensor], bool],
 ) -> bool:
     """Returns whether the head is tied: the arguments decide, or else whether the last stage repeats the embedding."""
     names, tensors = megatron_map(config).spell(checkpoint.ranks[0]), checkpoint.ranks[0]
@@ -309,7 +363,9 @@ def megatron_map(config: ModelConfig) -> MegatronMap:
     found = family(config.model_type).megatron
     if found is None:
         having = ", ".join(name for name in FAMILIES if family(name).megatron is not None)
-        raise ValueError(f"Megatron-LM has no {config.model_type} that equals transformers'; it has {having}")
+        raise ValueError(
+            f"Megatron-LM has no {config.model_type} that equals transformers'; it has {having}"
+        )
     return found
 
 
@@ -318,19 +374,30 @@ def _check_types(layout: CheckpointLayout) -> None:
         for part in placement.slices():
             if part.tensor.dtype not in FLOATS:
                 kind = torch_name(part.tensor.dtype)
-                raise ValueError(f"{part.tensor} has type {kind}, but {name} must have a floating-point type")
+                raise ValueError(
+                    f"{part.tensor} has type {kind}, but {name} must have a floating-point type"
+                )
 
 
-def _map_huggingface(checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]) -> MappedCheckpoint:
+def _map_huggingface(
+    checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]
+) -> MappedCheckpoint:
     tensors = checkpoint.ranks[0]
     untied = getattr(model.config, "tie_word_embeddings", True) is False
     match = model.name_map.match(model.parameters, tensors, untied=untied)
     stored = {
-        name: tuple(match.sources[today] for today in entry.stored_names()) for name, entry in match.entries.items()
+        name: tuple(match.sources[today] for today in entry.stored_names())
+        for name, entry in match.entries.items()
     }
-    ties = {alias: match.sources[kept] for alias, kept in match.aliases.items() if kept in match.sources}
+    ties = {
+        alias: match.sources[kept] for alias, kept in match.aliases.items() if kept in match.sources
+    }
     is_dcp = checkpoint.kind == "dcp"
-    same = {alias for alias, kept in ties.items() if is_dcp and _places(tensors[alias]) == _places(tensors[kept])}
+    same = {
+        alias
+        for alias, kept in ties.items()
+        if is_dcp and _places(tensors[alias]) == _places(tensors[kept])
+    }
     names = StoredNames(stored, {alias: kept for alias, kept in ties.items() if alias not in same})
     placements: dict[str, ParameterPlacement] = {}
     used = set(same)
@@ -342,11 +409,18 @@ def _map_huggingface(checkpoint: Checkpoint, model: NativeModel, absent: Collect
         for copy in names.copies(name):
             used.update(copy)
             for stored_name, span in zip(copy, spans, strict=True):
-                _check_shape(tensors[stored_name], stored_shape(parameter, span, entry), name, problems)
+                _check_shape(
+                    tensors[stored_name], stored_shape(parameter, span, entry), name, problems
+                )
             parts = zip(copy, spans, strict=True)
-            found = (slices(tensors[part], (span,), parameter.dim, entry.transpose) for part, span in parts)
+            found = (
+                slices(tensors[part], (span,), parameter.dim, entry.transpose)
+                for part, span in parts
+            )
             copies.append(tuple(chain.from_iterable(found)))
-        placements[name] = ParameterPlacement(name, parameter.shape or (1,), parameter.dim, tuple(copies))
+        placements[name] = ParameterPlacement(
+            name, parameter.shape or (1,), parameter.dim, tuple(copies)
+        )
     _refuse_shapes(problems)
     extras = {name: tensor for name, tensor in tensors.items() if name not in used}
     return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements, extras), names, {})
@@ -357,7 +431,9 @@ def _places(tensor: StoredTensor) -> list[tuple[Path, int]]:
     return [(chunk.file, chunk.offset) for _, chunk in pieces(tensor)]
 
 
-def _check_shape(tensor: StoredTensor, expected: tuple[int, ...], name: str, problems: list[str]) -> None:
+def _check_shape(
+    tensor: StoredTensor, expected: tuple[int, ...], name: str, problems: list[str]
+) -> None:
     if tensor.shape != expected:
         problems.append(
             f"{tensor} has shape {list(tensor.shape)}, but {name} needs {list(expected)} according to config.json"
@@ -366,21 +442,29 @@ def _check_shape(tensor: StoredTensor, expected: tuple[int, ...], name: str, pro
 
 def _refuse_shapes(problems: list[str]) -> None:
     if problems:
-        more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+        more = (
+            f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+        )
         raise ValueError("; ".join(problems[:MOST_PROBLEMS]) + more)
 
 
-def _map_shards(checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]) -> MappedCheckpoint:
+def _map_shards(
+    checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]
+) -> MappedCheckpoint:
     manifest = checkpoint.manifest
     assert manifest is not None  # every checkpoint of this kind has one
     _check_manifest(manifest, model, absent)
     extras = checkpoint.extras
-    layout = CheckpointLayout(_by_rank(checkpoint, model.parameters, {name: name for name in model.parameters}), extras)
+    layout = CheckpointLayout(
+        _by_rank(checkpoint, model.parameters, {name: name for name in model.parameters}), extras
+    )
     for name, placement in layout.placements.items():
         for part in placement.slices():
             if torch_name(part.tensor.dtype) != manifest.tensors[name].dtype:
                 wanted = manifest.tensors[name].dtype
-                raise ValueError(f"{part.tensor} has type {part.tensor.dtype}, but {wanted} in the manifest")
+                raise ValueError(
+                    f"{part.tensor} has type {part.tensor.dtype}, but {wanted} in the manifest"
+                )
     differing = {
         name: _first_of_close(checkpoint.folder, placement)
         for name, placement in layout.placements.items()
@@ -395,7 +479,10 @@ def _map_shards(checkpoint: Checkpoint, model: NativeModel, absent: Collection[s
     for name, extra in manifest.extras.items():
         tensor = extras[name]
         if (tensor.shape, torch_name(tensor.dtype)) != (extra.shape, extra.dtype):
-            mine, recorded = f"{tensor.dtype} {list(tensor.shape)}", f"{extra.dtype} {list(extra.shape)}"
+            mine, recorded = (
+                f"{tensor.dtype} {list(tensor.shape)}",
+                f"{extra.dtype} {list(extra.shape)}",
+            )
             raise ValueError(f"{tensor} is {mine}, but {recorded} in the manifest")
         digests[tensor.file, name] = extra.sha256
     return MappedCheckpoint(checkpoint, model, layout, _names_in_manifest(manifest, model), digests)
@@ -410,12 +497,16 @@ def _first_of_close(folder: Path, placement: ParameterPlacement) -> ParameterPla
     """
     if not (folder / STATE).exists():
         name, count = placement.name, len(placement.copies)
-        raise ValueError(f"{folder}: tensor {name} must be the same on all {count} ranks, but its hashes differ")
+        raise ValueError(
+            f"{folder}: tensor {name} must be the same on all {count} ranks, but its hashes differ"
+        )
     with TensorReader() as reader:
         first, *others = [reader.whole(copy[0].tensor).double() for copy in placement.copies]
     relative = 2.0**-6 if torch_name(placement.dtype) in ("bfloat16", "float16") else 1e-4
     for number, other in enumerate(others, 1):
-        if not torch.allclose(first, other, rtol=relative, atol=relative * float(first.abs().max())):
+        if not torch.allclose(
+            first, other, rtol=relative, atol=relative * float(first.abs().max())
+        ):
             raise ValueError(
                 f"{placement.copies[number][0].tensor} differs from {placement.copies[0][0].tensor} by "
                 f"{float((first - other).abs().max()):.2g}; copies of a parameter may differ by rounding only"
@@ -429,9 +520,15 @@ def _names_in_manifest(manifest: Manifest, model: NativeModel) -> StoredNames:
     for name, names in stored.items():
         if len(names) != len(known[name]):
             mine, needed = ", ".join(names), len(known[name])
-            raise ValueError(f"the manifest stores {name} as {mine}, but this model needs {needed} names for it")
-    if unknown := sorted(set(manifest.ties.values()) - {name for names in stored.values() for name in names}):
-        raise ValueError(f"the manifest ties a tensor to {unknown[0]}, which the model does not have")
+            raise ValueError(
+                f"the manifest stores {name} as {mine}, but this model needs {needed} names for it"
+            )
+    if unknown := sorted(
+        set(manifest.ties.values()) - {name for names in stored.values() for name in names}
+    ):
+        raise ValueError(
+            f"the manifest ties a tensor to {unknown[0]}, which the model does not have"
+        )
     return StoredNames(stored, manifest.ties)
 
 
@@ -448,27 +545,41 @@ def _check_manifest(manifest: Manifest, model: NativeModel, absent: Collection[s
         record = manifest.tensors[name]
         if record.shape != parameter.shape:
             found, needed = list(record.shape), list(parameter.shape)
-            raise ValueError(f"{name} has shape {found} in the manifest, but {needed} according to config.json")
+            raise ValueError(
+                f"{name} has shape {found} in the manifest, but {needed} according to config.json"
+            )
         mine = asdict(parameter.shard) if parameter.shard else None
         theirs = record.shard and {
             key: tuple(cast(list[Any], value)) if isinstance(value, list) else value
             for key, value in record.shard.items()
         }
         if mine != theirs:
-            raise ValueError(f"{name} is split as {theirs} in the manifest, but as {mine} in this model")
+            raise ValueError(
+                f"{name} is split as {theirs} in the manifest, but as {mine} in this model"
+            )
 
 
-def _map_legacy(checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]) -> MappedCheckpoint:
+def _map_legacy(
+    checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]
+) -> MappedCheckpoint:
     if absent:
-        raise ValueError(f"new modules cannot be added to {checkpoint.description}; split or merge the folder first")
+        raise ValueError(
+            f"new modules cannot be added to {checkpoint.description}; split or merge the folder first"
+        )
     tensors = checkpoint.ranks[0]
     if model.parameters.keys() <= tensors.keys():
         names = {name: name for name in model.parameters}
     else:
         match = model.name_map.match(model.parameters, tensors)
-        if any(entry.transpose or len(entry.stored_names()) > 1 for entry in match.entries.values()):
-            raise ValueError("mp_rank files of this family must have shardzoo's native names for the tensors")
-        names = {name: match.sources[entry.stored_names()[0]] for name, entry in match.entries.items()}
+        if any(
+            entry.transpose or len(entry.stored_names()) > 1 for entry in match.entries.values()
+        ):
+            raise ValueError(
+                "mp_rank files of this family must have shardzoo's native names for the tensors"
+            )
+        names = {
+            name: match.sources[entry.stored_names()[0]] for name, entry in match.entries.items()
+        }
     if unknown := sorted(tensors.keys() - set(names.values())):
         raise ValueError(f"{tensors[unknown[0]]} is not a parameter of the model")
     parameters = {name: parameter.without_padding() for name, parameter in model.parameters.items()}
@@ -476,53 +587,78 @@ def _map_legacy(checkpoint: Checkpoint, model: NativeModel, absent: Collection[s
     parameters |= {name: model.parameters[name] for name in padded}
     placements = _by_rank(checkpoint, parameters, names)
     _check_ranks_differ(checkpoint, model, names)
-    return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements), StoredNames(model.new_names(), {}), {})
+    return MappedCheckpoint(
+        checkpoint, model, CheckpointLayout(placements), StoredNames(model.new_names(), {}), {}
+    )
 
 
-def _map_megatron(checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]) -> MappedCheckpoint:
+def _map_megatron(
+    checkpoint: Checkpoint, model: NativeModel, absent: Collection[str]
+) -> MappedCheckpoint:
     if absent:
-        raise ValueError(f"new modules cannot be added to a {checkpoint.description}; split or merge the folder first")
+        raise ValueError(
+            f"new modules cannot be added to a {checkpoint.description}; split or merge the folder first"
+        )
     saved, ranks, found = checkpoint.saved, checkpoint.ranks, megatron_map(model.config)
     assert saved is not None  # every checkpoint of this kind has it
     found.check(saved.arguments, ranks[0])
     heads = saved.arguments.get("num_attention_heads")
     if isinstance(heads, int) and heads != model.config.attention_heads:
-        raise ValueError(f"config.json has {model.config.attention_heads} attention heads, but its arguments {heads}")
+        raise ValueError(
+            f"config.json has {model.config.attention_heads} attention heads, but its arguments {heads}"
+        )
     spelled = found.spell(ranks[0])
     match = found.match(model.parameters, spelled)
-    names = {name: spelled[match.sources[entry.stored_names()[0]]] for name, entry in match.entries.items()}
+    names = {
+        name: spelled[match.sources[entry.stored_names()[0]]]
+        for name, entry in match.entries.items()
+    }
     specs = {
-        name: found.stored_spec(parameter, saved.row_order, (ranks[0][names[name]].shape or (1,))[0])
+        name: found.stored_spec(
+            parameter, saved.row_order, (ranks[0][names[name]].shape or (1,))[0]
+        )
         for name, parameter in model.parameters.items()
     }
     placements = _by_rank(checkpoint, specs, names)
     for alias, kept in match.aliases.items():  # the last pipeline stage has a copy of the embedding
-        native = next(name for name, entry in match.entries.items() if entry.stored_names() == (kept,))
+        native = next(
+            name for name, entry in match.entries.items() if entry.stored_names() == (kept,)
+        )
         again = _by_rank(checkpoint, {native: specs[native]}, {native: spelled[alias]})[native]
-        placements[native] = replace(placements[native], copies=placements[native].copies + again.copies)
+        placements[native] = replace(
+            placements[native], copies=placements[native].copies + again.copies
+        )
     _check_ranks_differ(checkpoint, model, names)
-    return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements), StoredNames(model.new_names(), {}), {})
+    return MappedCheckpoint(
+        checkpoint, model, CheckpointLayout(placements), StoredNames(model.new_names(), {}), {}
+    )
 
 
-def _check_ranks_differ(checkpoint: Checkpoint, model: NativeModel, names: Mapping[str, str]) -> None:
+def _check_ranks_differ(
+    checkpoint: Checkpoint, model: NativeModel, names: Mapping[str, str]
+) -> None:
     """Raises ValueError if two rank files, which record no digests, have the same first bytes in every split matrix."""
     if len(checkpoint.ranks) == 1:
         return
-    split = [names[p.name] for p in model.parameters.values() if p.shard is not None and len(p.shape) > 1]
+    split = [
+        names[p.name] for p in model.parameters.values() if p.shard is not None and len(p.shape) > 1
+    ]
     seen: dict[tuple[bytes, ...], int] = {}
     for rank, tensors in enumerate(checkpoint.ranks):
         beginnings = tuple(_bytes_of(tensors[name], 0, 4096) for name in split)
         if beginnings in seen and any(len(set(content)) > 1 for content in beginnings):
             name = next(iter(tensors.values())).file.name
-            raise ValueError(f"{name} repeats rank {seen[beginnings]} in every split matrix: one of the two is wrong")
+            raise ValueError(
+                f"{name} repeats rank {seen[beginnings]} in every split matrix: one of the two is wrong"
+            )
         seen[beginnings] = rank
 
 
 def _is_padded(parameter: ParameterSpec, checkpoint: Checkpoint, name: str) -> bool:
     """Returns whether the files pad the vocabulary as this package's layers do."""
-    return bool(parameter.shard and parameter.shard.pad_multiple) and checkpoint.ranks[0][name].shape == (
-        parameter.local_shape(0, len(checkpoint.ranks))
-    )
+    return bool(parameter.shard and parameter.shard.pad_multiple) and checkpoint.ranks[0][
+        name
+    ].shape == (parameter.local_shape(0, len(checkpoint.ranks)))
 
 
 def _by_rank(
@@ -536,7 +672,8 @@ def _by_rank(
             _check_shape(tensors[names[name]], expected, name, problems)
     _refuse_shapes(problems)
     return place_by_rank(
-        parameters, [{name: tensors[names[name]] for name in parameters} for tensors in checkpoint.ranks]
+        parameters,
+        [{name: tensors[names[name]] for name in parameters} for tensors in checkpoint.ranks],
     )
 
 
@@ -544,7 +681,11 @@ class _SkipInitialization(TorchFunctionMode):
     """Skips `torch.nn.init`: on parameters without storage it does nothing but import half of torch's compiler."""
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if getattr(function, "__module__", None) == "torch.nn.init":
             return args[0] if args else (kwargs or {})["tensor"]

@@ -16,7 +16,10 @@ MISSING: dict[str, tuple[str, str]] = {
     "big_bird": ("bert", "block-sparse attention"),
     "bigbird_pegasus": ("mbart", "block-sparse attention"),
     "bloom": ("gpt2", "ALiBi, a bias of attention scores"),
-    "chatglm": ("glm4", "blocks without norms after attention and MLP, and the names of its tensors"),
+    "chatglm": (
+        "glm4",
+        "blocks without norms after attention and MLP, and the names of its tensors",
+    ),
     "deberta": ("bert", "disentangled attention, with relative positions in queries and keys"),
     "deberta-v2": ("bert", "disentangled attention, with relative positions in queries and keys"),
     "falcon": ("llama", "blocks with attention and MLP side by side"),
@@ -53,7 +56,9 @@ def head_of(architecture: str) -> str:
     return "" if found is None else found[0].replace("LMHeadModel", "ForCausalLM")
 
 
-def refuse_family(model_type: object, architecture: object, zoo: Mapping[str, Sequence[str]]) -> str:
+def refuse_family(
+    model_type: object, architecture: object, zoo: Mapping[str, Sequence[str]]
+) -> str:
     """Returns the message for a `model_type` that the zoo does not have.
 
     Args:
@@ -63,7 +68,11 @@ def refuse_family(model_type: object, architecture: object, zoo: Mapping[str, Se
     name, wanted = str(model_type), str(architecture or "")
     close, lacking = MISSING.get(name, ("", ""))
     if close not in zoo:
-        able = [family for family, known in zoo.items() if not wanted or head_of(wanted) in map(head_of, known)]
+        able = [
+            family
+            for family, known in zoo.items()
+            if not wanted or head_of(wanted) in map(head_of, known)
+        ]
         close = _closest(name, able or list(zoo))
         lacking = "its blocks (docs/adding-a-model.md adds a family)"
     for family, known in zoo.items():
@@ -77,7 +86,9 @@ def refuse_family(model_type: object, architecture: object, zoo: Mapping[str, Se
     )
 
 
-def refuse_architecture(architecture: object, model_type: str, zoo: Mapping[str, Sequence[str]]) -> str:
+def refuse_architecture(
+    architecture: object, model_type: str, zoo: Mapping[str, Sequence[str]]
+) -> str:
     """Returns the message for an architecture that a family of the zoo does not have."""
     known, name = zoo[model_type], str(architecture)
     owners = [family for family, others in zoo.items() if name in others]
@@ -86,7 +97,11 @@ def refuse_architecture(architecture: object, model_type: str, zoo: Mapping[str,
     if owners:
         return f"{problem}, or set model_type to {owners[0]!r}, whose architecture it is"
     head = head_of(name)
-    lacking = f"the head {head}" if head and head not in map(head_of, known) else f"a class called {shown(name)}"
+    lacking = (
+        f"the head {head}"
+        if head and head not in map(head_of, known)
+        else f"a class called {shown(name)}"
+    )
     return f"{problem}. The nearest one that works is {_closest_architecture(name, known)}; missing: {lacking}"
 
 
@@ -94,7 +109,9 @@ def _closest_architecture(wanted: str, known: Sequence[str]) -> str:
     """Returns the architecture with the most similar head, and of those the one with the most similar name."""
     if not wanted:
         return known[0]
-    return max(known, key=lambda name: (_likeness(head_of(name), head_of(wanted)), _likeness(name, wanted)))
+    return max(
+        known, key=lambda name: (_likeness(head_of(name), head_of(wanted)), _likeness(name, wanted))
+    )
 
 
 def _closest(name: str, names: Sequence[str]) -> str:

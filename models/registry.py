@@ -19,12 +19,16 @@ from .common.megatron import MegatronMap
 from .common.name_map import NameMap
 from .nearest import refuse_family
 
-HYPHENATED = ("xlm-roberta",)  # the names that a folder, which is a package, spells with an underscore
+HYPHENATED = (
+    "xlm-roberta",
+)  # the names that a folder, which is a package, spells with an underscore
 
 
 def _find_families() -> dict[str, str]:
     spelled = {name.replace("-", "_"): name for name in HYPHENATED}
-    folders = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.ispkg]
+    folders = [
+        module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.ispkg
+    ]
     return {spelled.get(folder, folder): folder for folder in sorted(folders) if folder != "common"}
 
 
@@ -103,10 +107,15 @@ class Family:
 
     def __post_init__(self) -> None:
         found = {
-            task: name for task, end in HEADS_OF_TASKS.items() for name in self.architectures if name.endswith(end)
+            task: name
+            for task, end in HEADS_OF_TASKS.items()
+            for name in self.architectures
+            if name.endswith(end)
         }
         if self.kind == "encoder":  # generates with a mask of attention (UniLM)
-            found["text2text-generation"] = next(name for name in self.architectures if name.endswith("ForMaskedLM"))
+            found["text2text-generation"] = next(
+                name for name in self.architectures if name.endswith("ForMaskedLM")
+            )
         elif "text-generation" in self.tasks:
             found["chat"] = self.tasks["text-generation"]
         object.__setattr__(self, "tasks", {**self.tasks, **found})
@@ -130,7 +139,10 @@ def family_of(values: Mapping[str, Any]) -> Family:
     """Returns the family of the contents of a `config.json`. ValueError if they name none, or one not in the zoo."""
     if "model_type" in values:
         names = values.get("architectures")
-        return family(values["model_type"], cast(list[Any], names)[0] if isinstance(names, list) and names else "")
+        return family(
+            values["model_type"],
+            cast(list[Any], names)[0] if isinstance(names, list) and names else "",
+        )
     for known in map(family, FAMILIES):
         if known.has_config is not None and known.has_config(values):
             return known

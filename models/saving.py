@@ -43,7 +43,9 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 CARD = "README.md"
 
 
-def save_pretrained(model: Any, save_directory: str | Path, *, max_shard_size: int | str = LARGEST_FILE) -> None:
+def save_pretrained(
+    model: Any, save_directory: str | Path, *, max_shard_size: int | str = LARGEST_FILE
+) -> None:
     """Writes a Hugging Face folder, which transformers and `from_pretrained` load. Collective over the model's mesh.
 
     Weights that are there are replaced; other files, such as the tokenizer's, stay. Without `config.json`, which is
@@ -64,12 +66,16 @@ def save_pretrained(model: Any, save_directory: str | Path, *, max_shard_size: i
         return
     native = native_model(model.config)
     names = StoredNames(native.new_names(), {})
-    files, texts = weight_files(stored_shapes(native, names, _dtypes(model), {}), _bytes(max_shard_size))
+    files, texts = weight_files(
+        stored_shapes(native, names, _dtypes(model), {}), _bytes(max_shard_size)
+    )
     work = folder / ".weights.partial"
     try:
         _together(mesh, lambda: _begin(folder, work, files) if _is_first(mesh) else None)
         _together(mesh, lambda: _write_parts(model, native, files, work))
-        _together(mesh, lambda: _finish(model, folder, work, files, texts) if _is_first(mesh) else None)
+        _together(
+            mesh, lambda: _finish(model, folder, work, files, texts) if _is_first(mesh) else None
+        )
     except ValueError:
         if _is_first(mesh):
             shutil.rmtree(work, ignore_errors=True)
@@ -119,7 +125,9 @@ def push_to_hub(
             return None
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        return upload_folder(folder, repo_id, revision=revision, private=private, message=commit_message, token=token)
+        return upload_folder(
+            folder, repo_id, revision=revision, private=private, message=commit_message, token=token
+        )
     finally:
         if _is_first(mesh):
             shutil.rmtree(folder, ignore_errors=True)
@@ -132,7 +140,9 @@ cast(Any, Body).push_to_hub = push_to_hub
 
 def _dtypes(model: Any) -> dict[str, str]:
     """Returns native name -> safetensors name of the type, of the parameters of all pipeline stages. Collective."""
-    own = {name: from_torch_name(str(parameter.dtype)) for name, parameter in model.named_parameters()}
+    own = {
+        name: from_torch_name(str(parameter.dtype)) for name, parameter in model.named_parameters()
+    }
     mesh: ParallelMesh | None = model.mesh
     if mesh is None or mesh.pp_size == 1:
         return own
@@ -142,10 +152,14 @@ def _dtypes(model: Any) -> dict[str, str]:
 
 def _bytes(size: int | str) -> int:
     """Returns a number of bytes, given as such or as transformers writes it: "5GB", of 10^9 bytes."""
-    if isinstance(size, str) and (match := re.fullmatch(r"(\d+)\s*([KMG]?I?B)", size.strip().upper())):
+    if isinstance(size, str) and (
+        match := re.fullmatch(r"(\d+)\s*([KMG]?I?B)", size.strip().upper())
+    ):
         size = int(match[1]) * UNITS.get(match[2], 0)
     if not isinstance(size, int) or size < 1:
-        raise ValueError(f"max_shard_size must be a number of bytes or a text such as '5GB', not {size!r}")
+        raise ValueError(
+            f"max_shard_size must be a number of bytes or a text such as '5GB', not {size!r}"
+        )
     return size
 
 
@@ -195,11 +209,15 @@ def _write_parts(model: Any, native: NativeModel, files: tuple[NewFile, ...], wo
     """Writes this rank's part of every parameter of this stage, on the first replica of the model."""
     mesh: ParallelMesh | None = model.mesh
     if not work.is_dir():
-        raise ValueError(f"{work.parent} is not seen by all ranks; name a folder on a file system that they share")
+        raise ValueError(
+            f"{work.parent} is not seen by all ranks; name a folder on a file system that they share"
+        )
     if mesh is not None and mesh.dp_rank:
         return
     tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-    placements = huggingface_layout(native, StoredNames(native.new_names(), {}), tensors, {}).placements
+    placements = huggingface_layout(
+        native, StoredNames(native.new_names(), {}), tensors, {}
+    ).placements
     rank, size, copies = tp_rank(mesh), tp_size(mesh), copied_parameters(model)
     with OpenFiles(lambda path: os.open(work / path, os.O_WRONLY | os.O_CLOEXEC)) as opened:
         for name, parameter in model.named_parameters():
@@ -219,14 +237,19 @@ def _write_parts(model: Any, native: NativeModel, files: tuple[NewFile, ...], wo
 
 def _check_part(spec: ParameterSpec, parameter: Tensor, rank: int, size: int) -> None:
     """Raises ValueError if this rank does not have its part, as under ZeRO 3."""
-    if tuple(parameter.shape) not in (spec.local_shape(rank, size), spec.shape if size == 1 else None):
+    if tuple(parameter.shape) not in (
+        spec.local_shape(rank, size),
+        spec.shape if size == 1 else None,
+    ):
         raise ValueError(
             f"{spec.name} has shape {list(parameter.shape)} in memory instead of {list(spec.local_shape(rank, size))}; "
             "under ZeRO 3, save the model with the trainer"
         )
 
 
-def _write_block(tensor: StoredTensor, descriptor: int, block: Tensor, along: int, start: int) -> None:
+def _write_block(
+    tensor: StoredTensor, descriptor: int, block: Tensor, along: int, start: int
+) -> None:
     """Writes a block of a stored tensor: its indices from `start` on along one dimension, all indices of the others."""
     for offset, data in _pieces(tensor, block, along, start):
         position = tensor.offset + offset
@@ -235,7 +258,9 @@ def _write_block(tensor: StoredTensor, descriptor: int, block: Tensor, along: in
             data, position = data[written:], position + written
 
 
-def _pieces(tensor: StoredTensor, block: Tensor, along: int, start: int) -> Iterator[tuple[int, memoryview]]:
+def _pieces(
+    tensor: StoredTensor, block: Tensor, along: int, start: int
+) -> Iterator[tuple[int, memoryview]]:
     """Yields the bytes of a block that are contiguous in the tensor, with their first byte in the tensor."""
     size = block.element_size()
     line = block.shape[along] * prod(tensor.shape[along + 1 :]) * size  # contiguous bytes
@@ -255,7 +280,13 @@ def _pieces(tensor: StoredTensor, block: Tensor, along: int, start: int) -> Iter
             done += stride
 
 
-def _finish(model: Any, folder: Path, work: Path, files: tuple[NewFile, ...], texts: Mapping[str, str | bytes]) -> None:
+def _finish(
+    model: Any,
+    folder: Path,
+    work: Path,
+    files: tuple[NewFile, ...],
+    texts: Mapping[str, str | bytes],
+) -> None:
     """Replaces the weights of the folder by those in `work`. `config.json` goes first and comes last."""
     for name in (CONFIG, INDEX, "pytorch_model.bin.index.json"):
         (folder / name).unlink(missing_ok=True)
@@ -269,9 +300,13 @@ def _finish(model: Any, folder: Path, work: Path, files: tuple[NewFile, ...], te
         (folder / name).write_text(str(text), encoding="utf-8")
         sync(folder / name)
     if not (folder / CARD).exists():
-        parameters = sum(prod(spec.shape) for spec in native_model(model.config).parameters.values())
+        parameters = sum(
+            prod(spec.shape) for spec in native_model(model.config).parameters.values()
+        )
         facts = {"parameters": f"{parameters:,}", "type": str(model.dtype).removeprefix("torch.")}
-        (folder / CARD).write_text(model_card(model.config, model.config.architecture, facts), encoding="utf-8")
+        (folder / CARD).write_text(
+            model_card(model.config, model.config.architecture, facts), encoding="utf-8"
+        )
     values = {**model.config.to_dict(), "dtype": str(model.dtype).removeprefix("torch.")}
     (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     sync(folder / CONFIG)
@@ -279,13 +314,19 @@ def _finish(model: Any, folder: Path, work: Path, files: tuple[NewFile, ...], te
 
 
 def model_card(
-    config: ModelConfig, title: str, facts: Mapping[str, str], sections: Mapping[str, str] | None = None
+    config: ModelConfig,
+    title: str,
+    facts: Mapping[str, str],
+    sections: Mapping[str, str] | None = None,
 ) -> str:
     """Returns the text of a README.md: what the model is, how it is loaded, and other sections by their titles."""
     import yaml
 
     known = family(config.model_type).in_transformers
-    header = {"library_name": "transformers" if known else "shardzoo", "tags": ["shardzoo", config.model_type]}
+    header = {
+        "library_name": "transformers" if known else "shardzoo",
+        "tags": ["shardzoo", config.model_type],
+    }
     load = (
         f"from transformers import AutoTokenizer, {config.architecture}\n\n"
         f'model = {config.architecture}.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")'
@@ -294,6 +335,7 @@ def model_card(
     )
     rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
     parts = {**(sections or {}), "How it is loaded": f"In this folder:\n\n```python\n{load}\n```"}
-    return f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {title}\n\n| | |\n|---|---|\n{rows}" + "".join(
-        f"\n## {name}\n\n{text}\n" for name, text in parts.items()
+    return (
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {title}\n\n| | |\n|---|---|\n{rows}"
+        + "".join(f"\n## {name}\n\n{text}\n" for name, text in parts.items())
     )

@@ -44,7 +44,12 @@ def sizes_of(model: nn.Module, tensor_parallel_size: int) -> list[ParameterSize]
             f"a {type(model).__name__} of this configuration cannot be split {tensor_parallel_size} ways; use a "
             f"tensor-parallel size from 1 to {largest}"
         )
-    tables = {parameter for module in model.modules() if is_embedding(module) for parameter in module.parameters()}
+    tables = {
+        parameter
+        for module in model.modules()
+        if is_embedding(module)
+        for parameter in module.parameters()
+    }
     sizes: list[ParameterSize] = []
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "shard", None)
@@ -81,4 +86,6 @@ def uneven_work(model: nn.Module, tensor_parallel_size: int) -> float:
 
 
 def _shards(model: nn.Module) -> list[Shard]:
-    return [parameter.shard for parameter in model.parameters() if isinstance(parameter, SplitParameter)]
+    return [
+        parameter.shard for parameter in model.parameters() if isinstance(parameter, SplitParameter)
+    ]

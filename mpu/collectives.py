@@ -52,9 +52,12 @@ Finish = Callable[[], Tensor]
 _HALF = (torch.bfloat16, torch.float16)
 _SMALL = 1 << 19  # bytes, summed over the ranks
 # torch 2.13 renamed these functions and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor")
+_all_gather = getattr(
+    dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+)
 _reduce_scatter = getattr(
-    dist, "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    dist,
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor",
 )
 
 Reduction = Literal["auto", "native", "fp32"]
@@ -101,7 +104,9 @@ class _Reduce(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, partial_grad: bool) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, partial_grad: bool
+    ) -> Tensor:
         ctx.dim, ctx.group, ctx.partial_grad = dim, group, partial_grad
         return start_all_gather(tensor, dim, group)()
 
@@ -114,9 +119,15 @@ class _Gather(Function):
 
 class _Scatter(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, partial: bool) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, partial: bool
+    ) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return start_reduce_scatter(tensor, dim, group)() if partial else local_slice(tensor, dim, group)
+        return (
+            start_reduce_scatter(tensor, dim, group)()
+            if partial
+            else local_slice(tensor, dim, group)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
@@ -136,22 +147,34 @@ def reduce_from_tp(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
     return tensor if mesh is None or tp_size(mesh) == 1 else _Reduce.apply(tensor, mesh.tp_group)
 
 
-def gather_from_tp(tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1, *, partial_grad: bool = False) -> Tensor:
+def gather_from_tp(
+    tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1, *, partial_grad: bool = False
+) -> Tensor:
     """Returns the ranks' tensors concatenated along `dim`.
 
     Args:
         partial_grad: True when the ranks then compute differently: their gradients are summed. False when every rank
             runs the same computation.
     """
-    return tensor if mesh is None or tp_size(mesh) == 1 else _Gather.apply(tensor, dim, mesh.tp_group, partial_grad)
+    return (
+        tensor
+        if mesh is None or tp_size(mesh) == 1
+        else _Gather.apply(tensor, dim, mesh.tp_group, partial_grad)
+    )
 
 
 def scatter_to_tp(tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1) -> Tensor:
     """Returns this rank's slice of a replicated tensor along `dim`. Raises ValueError if the size is not divisible."""
-    return tensor if mesh is None or tp_size(mesh) == 1 else _Scatter.apply(tensor, dim, mesh.tp_group, False)
+    return (
+        tensor
+        if mesh is None or tp_size(mesh) == 1
+        else _Scatter.apply(tensor, dim, mesh.tp_group, False)
+    )
 
 
-def gather_sequence(tensor: Tensor, mesh: ParallelMesh | None, *, partial_grad: bool = True) -> Tensor:
+def gather_sequence(
+    tensor: Tensor, mesh: ParallelMesh | None, *, partial_grad: bool = True
+) -> Tensor:
     """Gathers the sequence dimension: [B, S/tp, ...] -> [B, S, ...].
 
     Args:
@@ -243,9 +266,16 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
         return lambda: tensor
     if channel := shared_memory.find(tensor, group):
         tensor = tensor.contiguous()
-        return shared_memory.start(channel, shared_memory.ALL_REDUCE, tensor, tensor, tensor.numel())
+        return shared_memory.start(
+            channel, shared_memory.ALL_REDUCE, tensor, tensor, tensor.numel()
+        )
     native = _adds_natively(tensor, group)
-    if not native and tensor.is_cpu and tensor.nbytes * size <= _SMALL and tensor.is_floating_point():
+    if (
+        not native
+        and tensor.is_cpu
+        and tensor.nbytes * size <= _SMALL
+        and tensor.is_floating_point()
+    ):
         return _start_exchange_and_sum(tensor.expand(size, *tensor.shape).contiguous(), group)
     if native or tensor.dtype not in _HALF or size == 2:
         tensor = tensor.contiguous()
@@ -267,9 +297,13 @@ def start_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Fini
     if tensor.numel() == 0:
         return lambda: gathered.movedim(0, dim).flatten(dim, dim + 1)
     if channel := shared_memory.find(tensor, group):
-        arrived = shared_memory.start(channel, shared_memory.ALL_GATHER, tensor.contiguous(), gathered, tensor.numel())
+        arrived = shared_memory.start(
+            channel, shared_memory.ALL_GATHER, tensor.contiguous(), gathered, tensor.numel()
+        )
     else:
-        arrived = _after(_all_gather(gathered.view(-1), tensor.reshape(-1), group=group, async_op=True), gathered)
+        arrived = _after(
+            _all_gather(gathered.view(-1), tensor.reshape(-1), group=group, async_op=True), gathered
+        )
     return lambda: arrived().movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -281,19 +315,25 @@ def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
     if size == 1:
         return lambda: tensor
     share = equal_share(tensor, dim, size)
-    pieces = torch.unflatten(tensor, dim, (size, share)).movedim(dim, 0).contiguous()  # [size, ..., share, ...]
+    pieces = (
+        torch.unflatten(tensor, dim, (size, share)).movedim(dim, 0).contiguous()
+    )  # [size, ..., share, ...]
     if not tensor.numel():
         return lambda: pieces[0]
     if _adds_natively(tensor, group) and not shared_memory.find(tensor, group):
         summed = torch.empty_like(pieces[0])
-        return _after(_reduce_scatter(summed.view(-1), pieces.view(-1), group=group, async_op=True), summed)
+        return _after(
+            _reduce_scatter(summed.view(-1), pieces.view(-1), group=group, async_op=True), summed
+        )
     return _start_exchange_and_sum(pieces, group)
 
 
 def local_slice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Returns this rank's equal slice of `dim`, as a copy, so that the whole tensor can be freed."""
     share = equal_share(tensor, dim % tensor.dim(), group.size())
-    return tensor.narrow(dim, group.rank() * share, share).clone(memory_format=torch.contiguous_format)
+    return tensor.narrow(dim, group.rank() * share, share).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
@@ -303,12 +343,16 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
     """
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     own = torch.tensor(bytearray(data), dtype=torch.uint8, device=device)
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    sizes = [
+        torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))
+    ]
     dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
     longest = max(int(size) for size in sizes)
     texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
     dist.all_gather(texts, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
-    found = [cast(list[int], text[: int(size)].tolist()) for text, size in zip(texts, sizes, strict=True)]
+    found = [
+        cast(list[int], text[: int(size)].tolist()) for text, size in zip(texts, sizes, strict=True)
+    ]
     return [bytes(numbers) for numbers in found]
 
 

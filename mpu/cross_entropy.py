@@ -51,7 +51,9 @@ def vocab_parallel_cross_entropy(
     columns = logits.shape[-1] * (1 if mesh is None else mesh.tp_size)
     classes = columns if num_classes is None else num_classes
     if not 0 < classes <= columns:
-        raise ValueError(f"num_classes {classes} must be between 1 and the {columns} columns of all ranks")
+        raise ValueError(
+            f"num_classes {classes} must be between 1 and the {columns} columns of all ranks"
+        )
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"labels {tuple(labels.shape)} do not match logits {tuple(logits.shape)}")
     if reduction not in ("mean", "sum", "none"):

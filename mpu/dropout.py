@@ -70,7 +70,9 @@ class DropoutState:
         if self._key is None:
             return {}
         seed, visits, known = self._key.seed, self._key.visits, self._key.known
-        uses = [use_key(seed, site, visit) for site, count in visits.items() for visit in range(count)]
+        uses = [
+            use_key(seed, site, visit) for site, count in visits.items() for visit in range(count)
+        ]
         return known if uses == list(known) else {use: row for row, use in enumerate(uses)}
 
     def capture(self) -> DropoutKey | None:
@@ -94,7 +96,9 @@ class DropoutState:
     @contextmanager
     def rows_per_sample(self, count: int) -> Generator[None]:
         """Within the context, each sample of the micro-batch has `count` consecutive rows."""
-        with self._using(self._key and self._key._replace(first_sample=self._key.first_sample * count)):
+        with self._using(
+            self._key and self._key._replace(first_sample=self._key.first_sample * count)
+        ):
             yield
 
     @contextmanager
@@ -113,7 +117,9 @@ class DropoutState:
     def visit(self, site: int, batch: int, device: torch.device) -> Tensor:
         """Returns the keys of the samples for this use of the site, int64 [batch]. Raises RuntimeError before `set`."""
         if self._key is None:
-            raise RuntimeError("call dropout_state.set(seed, first_sample) before a forward pass with dropout")
+            raise RuntimeError(
+                "call dropout_state.set(seed, first_sample) before a forward pass with dropout"
+            )
         seed, first_sample, visits, known, tables, _ = self._key
         count = visits.get(site, 0)
         visits[site] = count + 1
@@ -121,7 +127,9 @@ class DropoutState:
         if use not in known:
             return dropout_keys(use, *name)
         table = tables[name] if name in tables else dropout_keys(list(known), *name)
-        if type(table) is Tensor and not table.is_inference():  # others are of no use outside their mode
+        if (
+            type(table) is Tensor and not table.is_inference()
+        ):  # others are of no use outside their mode
             tables[name] = table
         return table[known[use]]
 
@@ -140,7 +148,9 @@ def _allocate_keys(x: Tensor, site: int) -> Tensor:
 # In a compiled graph, the keys come from an operator, because each step has others: they must not become constants, and
 # an operator is called at the same places of the forward pass in which a module that is not compiled counts its visits.
 # The tag keeps a compiler from calling it once for two uses, or again in the backward pass.
-cast(Any, LIBRARY).define("keys_of_site(Tensor x, int site) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+cast(Any, LIBRARY).define(
+    "keys_of_site(Tensor x, int site) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+)
 cast(Any, LIBRARY).impl("keys_of_site", _keys_of_site, "CompositeExplicitAutograd")
 cast(Any, torch).library.register_fake("shardzoo::keys_of_site", _allocate_keys, lib=LIBRARY)
 
@@ -161,7 +171,12 @@ class Dropout(nn.Module):
     """
 
     def __init__(
-        self, p: float, *, split_dim: int | None = None, count: int | None = None, mesh: ParallelMesh | None = None
+        self,
+        p: float,
+        *,
+        split_dim: int | None = None,
+        count: int | None = None,
+        mesh: ParallelMesh | None = None,
     ):
         super().__init__()
         if not 0 <= p < 1:
@@ -201,16 +216,26 @@ class Dropout(nn.Module):
         dropped."""
         if not self.drops:
             return {}
-        return {"dropout": self.p, "keys": self.keys(tensor), "first_head": self.first_of(tensor.shape[1])}
+        return {
+            "dropout": self.p,
+            "keys": self.keys(tensor),
+            "first_head": self.first_of(tensor.shape[1]),
+        }
 
     def first_of(self, local: int) -> int:
         """Returns the index over all ranks of the first of this rank's `local` heads, features or positions."""
         if self.mesh is None or self.mesh.tp_size == 1:
             return 0
         rank = tp_rank(self.mesh)
-        return rank * local if self.count is None else first_unit(self.count, rank, tp_size(self.mesh))
+        return (
+            rank * local if self.count is None else first_unit(self.count, rank, tp_size(self.mesh))
+        )
 
-    def keys(self, tensor: Tensor, visit: Callable[[int, int, torch.device], Tensor] = dropout_state.visit) -> Tensor:
+    def keys(
+        self,
+        tensor: Tensor,
+        visit: Callable[[int, int, torch.device], Tensor] = dropout_state.visit,
+    ) -> Tensor:
         """Returns the keys of the samples of a tensor [B, ...] for this use of the site, int64 [B].
 
         `visit` is `dropout_state.visit_rows` for tensors of which positions may be left out.
@@ -233,7 +258,9 @@ def assign_dropout_sites(model: nn.Module, prefix: str = "") -> None:
     modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules(prefix=prefix))
     for name, module in modules:
         if isinstance(module, Dropout):
-            module.site = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+            module.site = int.from_bytes(
+                hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"
+            )
 
 
 def scaled_masked_softmax(
@@ -274,5 +301,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     key = dropout_state.capture()
     return cast(Any, torch_checkpoint).checkpoint(
-        function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), dropout_state.replay(key)), **kwargs
+        function,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), dropout_state.replay(key)),
+        **kwargs,
     )

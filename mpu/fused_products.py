@@ -66,7 +66,9 @@ def gathered_product(
     return _in_pieces(tensor, matrix, bias, group, pieces) if pieces > 1 else None
 
 
-def scattered_product(tensor: Tensor, matrix: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor | None:
+def scattered_product(
+    tensor: Tensor, matrix: Tensor, bias: Tensor | None, group: dist.ProcessGroup
+) -> Tensor | None:
     """Returns this rank's part of the sequence of the sum of all ranks' `tensor @ matrix`, plus `bias` on every rank.
 
     Args:
@@ -80,7 +82,12 @@ def scattered_product(tensor: Tensor, matrix: Tensor, bias: Tensor | None, group
     Raises:
         ValueError: The ranks cannot have equal parts of the sequence.
     """
-    if torch.compiler.is_compiling() or tensor.dim() != 3 or not tensor.numel() or group not in _symmetric:
+    if (
+        torch.compiler.is_compiling()
+        or tensor.dim() != 3
+        or not tensor.numel()
+        or group not in _symmetric
+    ):
         return None
     equal_share(tensor, SEQUENCE_DIM, group.size())
     _operators()
@@ -145,12 +152,20 @@ def _agree_on_problem(find: Callable[[dist.ProcessGroup], str], group: dist.Proc
 
 
 def _no_gpu(group: dist.ProcessGroup) -> str:
-    return "" if torch.cuda.is_available() and "nccl" in dist.get_backend(group) else "the ranks compute on CPUs"
+    return (
+        ""
+        if torch.cuda.is_available() and "nccl" in dist.get_backend(group)
+        else "the ranks compute on CPUs"
+    )
 
 
 def _several_hosts(group: dist.ProcessGroup) -> str:
     hosts = {text.decode() for text in gather_bytes(socket.gethostname().encode(), group)}
-    return f"the tensor-parallel ranks are on {len(hosts)} hosts: {', '.join(sorted(hosts))}" if len(hosts) > 1 else ""
+    return (
+        f"the tensor-parallel ranks are on {len(hosts)} hosts: {', '.join(sorted(hosts))}"
+        if len(hosts) > 1
+        else ""
+    )
 
 
 def _no_access(group: dist.ProcessGroup) -> str:

@@ -17,7 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import autocast_arguments, empty_pooled, in_inference_mode, library, linear, linear_cross_entropy, matmul
+from ..ops import (
+    autocast_arguments,
+    empty_pooled,
+    in_inference_mode,
+    library,
+    linear,
+    linear_cross_entropy,
+    matmul,
+)
 from ..ops.autograd import Function, once_differentiable
 from ..ops.library import OPS, may_decode
 from .collectives import (
@@ -68,20 +76,34 @@ class ColumnParallelLinear(SplitLayer):
     ):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.gather_output, self.sequence_parallel, self.mesh = gather_output, sequence_parallel, mesh
+        self.gather_output, self.sequence_parallel, self.mesh = (
+            gather_output,
+            sequence_parallel,
+            mesh,
+        )
         groups = tuple(groups or ())
         self.shard = Shard((out_features, in_features), 0, groups, unit)
         self.weight = split_parameter(self.shard, mesh)  # [out/tp, in]
-        self.bias = split_parameter(Shard((out_features,), 0, groups, unit), mesh) if bias else None  # [out/tp]
+        self.bias = (
+            split_parameter(Shard((out_features,), 0, groups, unit), mesh) if bias else None
+        )  # [out/tp]
 
-        self._lends = mesh is not None and not gather_output and bool(self.shard.shared_blocks(mesh.tp_size))
+        self._lends = (
+            mesh is not None and not gather_output and bool(self.shard.shared_blocks(mesh.tp_size))
+        )
         self._borrowed: list[tuple[Tensor, Tensor | None]] | None = None  # see `borrow_once`
 
     def forward(self, tensor: Tensor) -> Tensor:
-        weight, bias = self._needed_rows(self.mesh) if self._lends and self.mesh else (self.weight, self.bias)
-        output = column_parallel(tensor, weight, bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
+        weight, bias = (
+            self._needed_rows(self.mesh) if self._lends and self.mesh else (self.weight, self.bias)
+        )
+        output = column_parallel(
+            tensor, weight, bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh
+        )
         if self.gather_output and self.mesh is not None and self.mesh.tp_size > 1:
-            return torch.cat(_whole_blocks(output, self.shard, range(self.shard.blocks), self.mesh, -1), -1)
+            return torch.cat(
+                _whole_blocks(output, self.shard, range(self.shard.blocks), self.mesh, -1), -1
+            )
         return output
 
     def keep_borrowed(self, keep: bool) -> None:
@@ -98,19 +120,27 @@ class ColumnParallelLinear(SplitLayer):
         return rows
 
 
-def _borrow_rows(weight: Tensor, bias: Tensor | None, shard: Shard, mesh: ParallelMesh) -> tuple[Tensor, Tensor | None]:
+def _borrow_rows(
+    weight: Tensor, bias: Tensor | None, shard: Shard, mesh: ParallelMesh
+) -> tuple[Tensor, Tensor | None]:
     """Returns this rank's rows, with all rows of the shared blocks that it needs.
 
     The gradients of borrowed rows are summed and return to the ranks that hold them.
     """
     rank, size = mesh.tp_rank, mesh.tp_size
     shared, ranges = shard.shared_blocks(size), shard.ranges(rank, size)
-    first = sum(stop - start for start, stop in ranges[: shared[0]])  # shared blocks are the last ones
-    own = weight[first:] if bias is None else torch.cat([weight[first:], bias[first:, None]], 1)  # one exchange
+    first = sum(
+        stop - start for start, stop in ranges[: shared[0]]
+    )  # shared blocks are the last ones
+    own = (
+        weight[first:] if bias is None else torch.cat([weight[first:], bias[first:, None]], 1)
+    )  # one exchange
     starts = list(accumulate(shard.groups, initial=0))
     rows = [
         block[start - starts[number] : stop - starts[number]]
-        for number, block in zip(shared, _whole_blocks(own, shard, shared, mesh, 0, partial_grad=True), strict=True)
+        for number, block in zip(
+            shared, _whole_blocks(own, shard, shared, mesh, 0, partial_grad=True), strict=True
+        )
         for start, stop in [shard.needed_ranges(rank, size)[number]]
     ]
     if bias is None:
@@ -122,7 +152,13 @@ def _borrow_rows(weight: Tensor, bias: Tensor | None, shard: Shard, mesh: Parall
 
 
 def _whole_blocks(
-    part: Tensor, shard: Shard, blocks: Sequence[int], mesh: ParallelMesh, dim: int, *, partial_grad: bool = False
+    part: Tensor,
+    shard: Shard,
+    blocks: Sequence[int],
+    mesh: ParallelMesh,
+    dim: int,
+    *,
+    partial_grad: bool = False,
 ) -> list[Tensor]:
     """Gathers blocks of a shard, of which `part` holds this rank's rows along `dim`, one block after the other."""
     ranges = [shard.ranges(rank, mesh.tp_size) for rank in range(mesh.tp_size)]
@@ -183,7 +219,11 @@ class RowParallelLinear(SplitLayer):
     ):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.input_is_parallel, self.sequence_parallel, self.mesh = input_is_parallel, sequence_parallel, mesh
+        self.input_is_parallel, self.sequence_parallel, self.mesh = (
+            input_is_parallel,
+            sequence_parallel,
+            mesh,
+        )
         self.shard = Shard((out_features, in_features), 1, unit=unit)
         self.weight = split_parameter(self.shard, mesh)  # [out, in/tp]
         self.bias = nn.Parameter(torch.full((out_features,), float("nan"))) if bias else None
@@ -199,12 +239,19 @@ class RowParallelLinear(SplitLayer):
 
 
 def column_parallel(
-    tensor: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, mesh: ParallelMesh | None
+    tensor: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    sequence_parallel: bool,
+    mesh: ParallelMesh | None,
 ) -> Tensor:
     """Applies `linear` with this rank's rows of the weight: [..., in] or [B, S/tp, in] -> [..., out/tp]."""
     if mesh is None or mesh.tp_size == 1:
         return linear(tensor, weight, bias)
-    return _ColumnParallel.apply(*autocast_arguments(tensor, weight, bias), mesh.tp_group, sequence_parallel)
+    return _ColumnParallel.apply(
+        *autocast_arguments(tensor, weight, bias), mesh.tp_group, sequence_parallel
+    )
 
 
 class _ColumnParallel(Function):
@@ -217,7 +264,12 @@ class _ColumnParallel(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, sequence_parallel: bool
+        ctx: Any,
+        tensor: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
@@ -261,11 +313,19 @@ class _RowParallel(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, sequence_parallel: bool
+        ctx: Any,
+        tensor: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        if sequence_parallel and (fused := scattered_product(tensor, weight.t(), bias, group)) is not None:
+        if (
+            sequence_parallel
+            and (fused := scattered_product(tensor, weight.t(), bias, group)) is not None
+        ):
             return fused
         partial = linear(tensor, weight, bias if group.rank() == 0 else None)
         if sequence_parallel:
@@ -324,7 +384,9 @@ class VocabParallelEmbedding(SplitLayer):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence_parallel, self.mesh = sequence_parallel, mesh
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}")
+            raise ValueError(
+                f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}"
+            )
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.shard = Shard((num_embeddings, embedding_dim), 0, pad_multiple=pad_multiple)
         self.weight = split_parameter(self.shard, mesh)  # [Vp, H]
@@ -345,7 +407,9 @@ class VocabParallelEmbedding(SplitLayer):
         [(start, stop)] = self.shard.ranges(self.mesh.tp_rank, self.mesh.tp_size)
         elsewhere = (ids < start) | (ids >= stop)  # [B, S]
         padding_idx = self.padding_idx
-        padding_idx = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
+        padding_idx = (
+            padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
+        )
         rows, table = embedding((ids - start).masked_fill(elsewhere, 0), table, padding_idx)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)  # [B, S, H]
         if self.sequence_parallel:
@@ -387,7 +451,9 @@ class VocabParallelHead(SplitLayer):
             pad_multiple = tied.shard.pad_multiple
         self.shard = Shard((num_embeddings, hidden_size), 0, pad_multiple=pad_multiple)
         self.tied = tied is not None
-        self.weight = tied.weight if tied is not None else split_parameter(self.shard, mesh)  # [Vp, H]
+        self.weight = (
+            tied.weight if tied is not None else split_parameter(self.shard, mesh)
+        )  # [Vp, H]
         bias_shard = Shard((num_embeddings,), 0, pad_multiple=pad_multiple)
         self.bias = split_parameter(bias_shard, mesh) if bias else None  # [Vp]
 
@@ -399,9 +465,13 @@ class VocabParallelHead(SplitLayer):
             table: The table that the tied embedding's `embed` returned; an untied head ignores it.
         """
         weight = self.shared_weight(table)
-        return column_parallel(hidden, weight, self.bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
+        return column_parallel(
+            hidden, weight, self.bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh
+        )
 
-    def losses(self, hidden: Tensor, target: Tensor, table: Tensor | None = None, *, ignore_index: int) -> Tensor:
+    def losses(
+        self, hidden: Tensor, target: Tensor, table: Tensor | None = None, *, ignore_index: int
+    ) -> Tensor:
         """Returns the cross-entropy losses [T].
 
         Args:
@@ -415,7 +485,12 @@ class VocabParallelHead(SplitLayer):
         if self.mesh is None or self.mesh.tp_size == 1:
             check_ids(target.masked_fill(target == ignore_index, 0), self.num_embeddings, "label")
             return linear_cross_entropy(
-                hidden, weight, self.bias, target, num_classes=self.num_embeddings, ignore_index=ignore_index
+                hidden,
+                weight,
+                self.bias,
+                target,
+                num_classes=self.num_embeddings,
+                ignore_index=ignore_index,
             )
         return head_losses(
             hidden,
@@ -453,7 +528,9 @@ class _Embedding(Function):
     """Implements `embedding`: returns the rows, and the table for its next use."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, ids: Tensor, table: Tensor, padding_idx: int | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(ids)
         ctx.shape, ctx.padding_idx = table.shape, padding_idx
         ctx.set_materialize_grads(False)
@@ -467,7 +544,9 @@ class _Embedding(Function):
             return None, total, None
         if not rows.is_cpu:  # an accelerator's own kernel sums in a fixed order
             padding_idx = -1 if ctx.padding_idx is None else ctx.padding_idx
-            own = torch.ops.aten.embedding_dense_backward(rows, ids, ctx.shape[0], padding_idx, False)
+            own = torch.ops.aten.embedding_dense_backward(
+                rows, ids, ctx.shape[0], padding_idx, False
+            )
             return None, own if total is None else total.add_(own), None
         if ctx.padding_idx is not None:
             rows = rows.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0)
@@ -489,7 +568,9 @@ class _Norm(nn.Module):
 
     operator: ClassVar[str]
 
-    def __init__(self, hidden_size: int, eps: float, sequence_parallel: bool, mesh: ParallelMesh | None):
+    def __init__(
+        self, hidden_size: int, eps: float, sequence_parallel: bool, mesh: ParallelMesh | None
+    ):
         super().__init__()
         self.hidden_size, self.eps = hidden_size, eps
         self.sequence_parallel, self.mesh = sequence_parallel, mesh
@@ -499,7 +580,9 @@ class _Norm(nn.Module):
         """Returns the parameters that the operator takes."""
         return (self.weight,)
 
-    def forward(self, tensor: Tensor, residual: Tensor | None = None, *, return_residual: bool = False) -> Any:
+    def forward(
+        self, tensor: Tensor, residual: Tensor | None = None, *, return_residual: bool = False
+    ) -> Any:
         """Returns norm(h) with h = tensor + residual in one pass over memory, or h = tensor; or (norm(h), h).
 
         The gradient of the returned h is added within the norm's own backward pass.
@@ -509,8 +592,14 @@ class _Norm(nn.Module):
             residual: In the shape of tensor.
             return_residual: Return h too, for the next residual addition.
         """
-        if tensor.shape[-1] != self.hidden_size or (residual is not None and residual.shape != tensor.shape):
-            got = tuple(tensor.shape) if residual is None else f"{tuple(tensor.shape)} and {tuple(residual.shape)}"
+        if tensor.shape[-1] != self.hidden_size or (
+            residual is not None and residual.shape != tensor.shape
+        ):
+            got = (
+                tuple(tensor.shape)
+                if residual is None
+                else f"{tuple(tensor.shape)} and {tuple(residual.shape)}"
+            )
             raise ValueError(
                 f"a norm of {self.hidden_size} features needs equal shapes [..., {self.hidden_size}]; got {got}"
             )
@@ -580,7 +669,12 @@ class RMSNorm(_Norm):
     operator = "rms_norm"
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
     ):
         super().__init__(hidden_size, eps, sequence_parallel, mesh)
 
@@ -606,9 +700,15 @@ class _NormWithResidual(Function):
     ):
         output, summed, *statistics = OPS[operator](tensor, residual, *parameters, eps)
         ctx.save_for_backward(tensor if residual is None else summed, parameters[0], *statistics)
-        ctx.operator, ctx.group, ctx.has_residual = OPS[f"{operator}_backward"], group, residual is not None
+        ctx.operator, ctx.group, ctx.has_residual = (
+            OPS[f"{operator}_backward"],
+            group,
+            residual is not None,
+        )
         ctx.has_bias = [parameter is not None for parameter in parameters[1:]]
-        ctx.returns_h = forked or residual is not None  # without h, a compiler still passes zeros as its gradient
+        ctx.returns_h = (
+            forked or residual is not None
+        )  # without h, a compiler still passes zeros as its gradient
         ctx.set_materialize_grads(False)  # h may have no gradient
         return output, tensor.view_as(tensor) if forked else summed
 

@@ -19,7 +19,9 @@ AXES = ("pipeline", "data", "tensor")
 Backend = Literal["auto", "nccl", "gloo"]
 
 
-def validate_layout(world_size: int, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> int:
+def validate_layout(
+    world_size: int, tensor_parallel_size: int, pipeline_parallel_size: int = 1
+) -> int:
     """Returns the data-parallel size that fills `world_size` processes.
 
     This is arithmetic only, so it can run before any process is started.
@@ -41,7 +43,11 @@ def validate_layout(world_size: int, tensor_parallel_size: int, pipeline_paralle
         )
     per_stage = world_size // pipeline_parallel_size
     if per_stage % tensor_parallel_size:
-        stages = f" in each of {pipeline_parallel_size} pipeline stages" if pipeline_parallel_size > 1 else ""
+        stages = (
+            f" in each of {pipeline_parallel_size} pipeline stages"
+            if pipeline_parallel_size > 1
+            else ""
+        )
         raise ValueError(
             f"{per_stage} processes{stages} cannot be split into tensor-parallel groups of "
             f"{tensor_parallel_size}; use tensor_parallel_size {describe_sizes(divisors(per_stage))}"
@@ -79,7 +85,9 @@ class ParallelMesh:
                 f"a multiple of {needed} processes, but this is one process without a launcher: start the script with "
                 f"`torchrun --nproc-per-node {needed}` or `deepspeed --num_gpus {needed}`, or use sizes of 1"
             )
-        self.dp_size = validate_layout(self.world_size, tensor_parallel_size, pipeline_parallel_size)
+        self.dp_size = validate_layout(
+            self.world_size, tensor_parallel_size, pipeline_parallel_size
+        )
         self.device_type = "cuda" if torch.cuda.is_available() else "cpu"
         self.device_mesh: DeviceMesh | None = None
         self.pp_rank = self.dp_rank = self.tp_rank = 0
@@ -89,7 +97,9 @@ class ParallelMesh:
             self.device_mesh = init_device_mesh(
                 self.device_type, (self.pp_size, self.dp_size, self.tp_size), mesh_dim_names=AXES
             )
-            self.pp_rank, self.dp_rank, self.tp_rank = (self.device_mesh.get_local_rank(axis) for axis in AXES)
+            self.pp_rank, self.dp_rank, self.tp_rank = (
+                self.device_mesh.get_local_rank(axis) for axis in AXES
+            )
             self._groups = {axis: self.device_mesh.get_group(axis) for axis in AXES}
             self._groups["model"] = self._build_model_group(self.device_mesh)
 
@@ -116,7 +126,9 @@ class ParallelMesh:
 
     def _group(self, axis: str) -> dist.ProcessGroup:
         if axis not in self._groups:
-            raise RuntimeError("this mesh is a single process without torch.distributed, so it has no process groups")
+            raise RuntimeError(
+                "this mesh is a single process without torch.distributed, so it has no process groups"
+            )
         return self._groups[axis]
 
     def _build_model_group(self, device_mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -213,7 +225,9 @@ def join_process_group() -> bool:
         )
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())  # a launcher may show each process one GPU
+        torch.cuda.set_device(
+            local_rank % torch.cuda.device_count()
+        )  # a launcher may show each process one GPU
     init_process_group()
     atexit.register(_leave_process_group)
     return True
@@ -232,16 +246,26 @@ def init_process_group(timeout: timedelta | None = None, backend: Backend = "aut
     """
     has_gpu = torch.cuda.is_available()
     if backend == "nccl" and not has_gpu:
-        raise ValueError("distributed_backend='nccl' needs a GPU, and this process sees none; use 'gloo' or 'auto'")
+        raise ValueError(
+            "distributed_backend='nccl' needs a GPU, and this process sees none; use 'gloo' or 'auto'"
+        )
     chosen = ("nccl" if has_gpu else "gloo") if backend == "auto" else backend
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent has opened a rendezvous
+    has_agent = (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )  # torchrun's agent has opened a rendezvous
     if os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1") and not has_agent:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
-        descriptor = socket.create_server(address, backlog=world_size + 16).detach() if rank == 0 else None
+        descriptor = (
+            socket.create_server(address, backlog=world_size + 16).detach() if rank == 0 else None
+        )
         wait = timeout or timedelta(minutes=30)  # torch's default
-        store = cast(Any, dist).TCPStore(*address, world_size, rank == 0, wait, master_listen_fd=descriptor)
-        dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        store = cast(Any, dist).TCPStore(
+            *address, world_size, rank == 0, wait, master_listen_fd=descriptor
+        )
+        dist.init_process_group(
+            chosen, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
         return
     dist.init_process_group(chosen, timeout=timeout)
 

@@ -51,13 +51,17 @@ class SplitParameter(nn.Parameter):
 
 def split_parameter(shard: Shard, mesh: ParallelMesh | None) -> SplitParameter:
     """Returns a parameter for this rank's part of `shard`, filled with NaN until it is initialized or loaded."""
-    parameter = SplitParameter(torch.full(shard.local_shape(tp_rank(mesh), tp_size(mesh)), float("nan")))
+    parameter = SplitParameter(
+        torch.full(shard.local_shape(tp_rank(mesh), tp_size(mesh)), float("nan"))
+    )
     parameter.shard = shard
     parameter.model_parallel = parameter.tensor_model_parallel = True
     return parameter
 
 
-def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> nn.Module:
+def materialize(
+    model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None
+) -> nn.Module:
     """Allocates uninitialized storage, in place, for the parameters of a model built under `torch.device("meta")`.
 
     Unlike `nn.Module.to_empty`, it keeps tied parameters tied and keeps a parameter's attributes such as `.shard`.
@@ -87,7 +91,9 @@ def materialize(model: nn.Module, device: torch.device | str, dtype: torch.dtype
     return model
 
 
-def _with_storage(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
+def _with_storage(
+    parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None
+) -> nn.Parameter:
     wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
     values: Tensor = (
         torch.empty(parameter.shape, device=device, dtype=wanted)
@@ -107,7 +113,9 @@ def parameter_seed(seed: int, name: str) -> int:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, fill: Fill, seed: int, mesh: ParallelMesh | None = None, prefix: str = "") -> None:
+def initialize(
+    model: nn.Module, fill: Fill, seed: int, mesh: ParallelMesh | None = None, prefix: str = ""
+) -> None:
     """Initializes every parameter with its part of a full value that depends only on (seed, name).
 
     Only one full parameter is in memory at a time.
@@ -125,7 +133,9 @@ def initialize(model: nn.Module, fill: Fill, seed: int, mesh: ParallelMesh | Non
     for own_name, parameter in model.named_parameters(prefix=prefix):
         shard = getattr(parameter, "shard", None)
         name = own_name if shard is None or shard.tied_to is None else shard.tied_to
-        full = torch.full(parameter.shape if shard is None else shard.shape, float("nan"), dtype=torch.float32)
+        full = torch.full(
+            parameter.shape if shard is None else shard.shape, float("nan"), dtype=torch.float32
+        )
         fill(name, full, torch.Generator().manual_seed(parameter_seed(seed, name)))
         if full.isnan().any():
             raise ValueError(f"fill left values of {name!r} unset")
@@ -147,13 +157,19 @@ def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) ->
     for parameter in parameters:
         if parameter.grad is None or getattr(parameter, "ds_pipe_replicated", False):
             continue
-        (split if getattr(parameter, "tensor_model_parallel", False) else replicated).append(parameter.grad)
+        (split if getattr(parameter, "tensor_model_parallel", False) else replicated).append(
+            parameter.grad
+        )
     if mesh is None or mesh.tp_rank == 0:
         split += replicated
     device = parameters[0].device if parameters else torch.device("cpu")
     squares = torch.zeros((), dtype=torch.float32, device=device)
-    if split and all(map(suits_optimizer_kernels, split)):  # in one pass, in an order that depends only on the sizes
-        squares = torch.tensor(sum(call_compiled("square_sum", grad) for grad in split), dtype=torch.float32)
+    if split and all(
+        map(suits_optimizer_kernels, split)
+    ):  # in one pass, in an order that depends only on the sizes
+        squares = torch.tensor(
+            sum(call_compiled("square_sum", grad) for grad in split), dtype=torch.float32
+        )
     elif split:
         wide = reduce(torch.promote_types, (grad.dtype for grad in split), torch.float32)
         norms = torch.ops.aten._foreach_norm(split, 2, dtype=wide)
@@ -169,7 +185,9 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, mesh: ParallelMesh | None = None) -> Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[Tensor], max_norm: float, mesh: ParallelMesh | None = None
+) -> Tensor:
     """Scales all gradients so that their total norm is at most `max_norm`, and returns the norm before scaling.
 
     It works like `torch.nn.utils.clip_grad_norm_`, and does not wait for the device.
@@ -179,7 +197,9 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, mesh: Paralle
     factor = clip_factor(norm, max_norm)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
-        torch.ops.aten._foreach_mul_(gradients, factor)  # the factor is fp32, so a 16-bit gradient is rounded once
+        torch.ops.aten._foreach_mul_(
+            gradients, factor
+        )  # the factor is fp32, so a 16-bit gradient is rounded once
     return norm
 
 

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from .mesh import ParallelMesh
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+)
 HEADER = 10  # the index of the type, the number of dimensions, and up to eight sizes
 
 
@@ -48,7 +56,9 @@ def broadcast_from_stage(tensor: Tensor | None, stage: int, mesh: ParallelMesh) 
     if mesh.pp_rank == stage:
         assert tensor is not None
         tensor = tensor.contiguous()
-        header[: 2 + tensor.dim()] = torch.tensor([DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape])
+        header[: 2 + tensor.dim()] = torch.tensor(
+            [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        )
     cast(Any, dist).broadcast(header, group=mesh.pp_group, group_src=stage)
     if mesh.pp_rank != stage:
         tensor = _empty(header)

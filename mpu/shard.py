@@ -50,14 +50,20 @@ class Shard:
         set_field(self, "dim", self.dim % len(self.shape))
         length = self.shape[self.dim]
         if self.groups and (sum(self.groups) != length or min(self.groups) < 1):
-            raise ValueError(f"groups {self.groups} must be > 0 and add up to {length}, dim {self.dim} of {self.shape}")
+            raise ValueError(
+                f"groups {self.groups} must be > 0 and add up to {length}, dim {self.dim} of {self.shape}"
+            )
         if self.pad_multiple < 0 or self.unit < 1:
-            raise ValueError(f"pad_multiple {self.pad_multiple} must be >= 0 and unit {self.unit} >= 1")
+            raise ValueError(
+                f"pad_multiple {self.pad_multiple} must be >= 0 and unit {self.unit} >= 1"
+            )
         if self.pad_multiple and (len(self.groups) > 1 or self.unit > 1):
             raise ValueError("pad_multiple needs a single block and unit 1; drop groups and unit")
         for width in self._blocks:
             if width % self.unit:
-                raise ValueError(f"a block of {width} rows is not a whole number of units of {self.unit}")
+                raise ValueError(
+                    f"a block of {width} rows is not a whole number of units of {self.unit}"
+                )
 
     @property
     def _blocks(self) -> tuple[int, ...]:
@@ -69,13 +75,17 @@ class Shard:
         if self.pad_multiple or not max(self._blocks):
             return None
         widest = max(self._blocks)
-        return min(width for width in self._blocks if width == widest or widest % width) // self.unit
+        return (
+            min(width for width in self._blocks if width == widest or widest % width) // self.unit
+        )
 
     def check(self, size: int) -> None:
         """Raises `ValueError`, naming the sizes that work, if this tensor cannot be split over `size` ranks."""
         largest = self.largest_size
         if size < 1 or (largest is not None and size > largest):
-            raise ValueError(f"{self._rows()} cannot be split {size} ways; use 1 to {largest or 'any number of'} ranks")
+            raise ValueError(
+                f"{self._rows()} cannot be split {size} ways; use 1 to {largest or 'any number of'} ranks"
+            )
 
     def check_even(self, size: int) -> None:
         """Raises `ValueError`, naming the sizes that work, unless all ranks hold equal parts without padding."""
@@ -114,7 +124,9 @@ class Shard:
             local = self._padded(width, size)
             return min(rank * local, width), min((rank + 1) * local, width)
         unit = 1 if self.is_shared(block, size) else self.unit
-        return first_unit(width // unit, rank, size) * unit, first_unit(width // unit, rank + 1, size) * unit
+        return first_unit(width // unit, rank, size) * unit, first_unit(
+            width // unit, rank + 1, size
+        ) * unit
 
     def _padded(self, width: int, size: int) -> int:
         return -(-width // size // self.pad_multiple) * self.pad_multiple
@@ -137,7 +149,9 @@ class Shard:
 
         Ranges exclude padding, so the range of a rank that holds only padding is empty.
         """
-        return self._in_tensor([self._bounds(block, rank, size) for block in self._checked(rank, size)])
+        return self._in_tensor(
+            [self._bounds(block, rank, size) for block in self._checked(rank, size)]
+        )
 
     def needed_ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
         """Returns the ranges along `dim` that `rank` computes with: `ranges`, except for shared blocks."""
@@ -146,7 +160,9 @@ class Shard:
         for block in self._checked(rank, size):
             start, stop = self._bounds(block, rank, size)
             if self.is_shared(block, size):
-                served = widest // self._blocks[block]  # units of the widest block that share one unit of this one
+                served = (
+                    widest // self._blocks[block]
+                )  # units of the widest block that share one unit of this one
                 start, stop = (first_unit(widest // self.unit, r, size) for r in (rank, rank + 1))
                 start, stop = start // served * self.unit, -(-stop // served) * self.unit
             needed.append((start, stop))
@@ -160,13 +176,20 @@ class Shard:
 
     def _in_tensor(self, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         offsets = accumulate(self._blocks, initial=0)
-        return [(offset + start, offset + stop) for offset, (start, stop) in zip(offsets, ranges, strict=False)]
+        return [
+            (offset + start, offset + stop)
+            for offset, (start, stop) in zip(offsets, ranges, strict=False)
+        ]
 
     def slice(self, full: Tensor, rank: int, size: int) -> Tensor:
         """Returns this rank's part of `full` as a new contiguous tensor; padding rows are zeros."""
         if tuple(full.shape) != self.shape:
-            raise ValueError(f"expected the full tensor of shape {self.shape}, got {tuple(full.shape)}")
-        pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank, size)]
+            raise ValueError(
+                f"expected the full tensor of shape {self.shape}, got {tuple(full.shape)}"
+            )
+        pieces = [
+            full.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank, size)
+        ]
         local = torch.zeros(self.local_shape(rank, size), dtype=full.dtype, device=full.device)
         offset = 0
         for piece in pieces:
@@ -181,10 +204,14 @@ class Shard:
         for rank, part in enumerate(parts):
             expected = self.local_shape(rank, size)
             if tuple(part.shape) != expected or part.dtype != full.dtype:
-                raise ValueError(f"part {rank} is {part.dtype} {tuple(part.shape)}; expected {full.dtype} {expected}")
+                raise ValueError(
+                    f"part {rank} is {part.dtype} {tuple(part.shape)}; expected {full.dtype} {expected}"
+                )
             offset = 0
             for start, stop in self.ranges(rank, size):
-                full.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, offset, stop - start))
+                full.narrow(self.dim, start, stop - start).copy_(
+                    part.narrow(self.dim, offset, stop - start)
+                )
                 offset += stop - start
         return full
 

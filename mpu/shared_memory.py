@@ -28,11 +28,16 @@ from torch.nn import Parameter
 LIBRARY = Path(__file__).with_name("_shared_memory.so")
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = range(3)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
-SLOT, SLOTS = 1 << 18, 8  # bytes of a slot, and slots of a rank: some of them stay in a core's second-level cache
+SLOT, SLOTS = (
+    1 << 18,
+    8,
+)  # bytes of a slot, and slots of a rank: some of them stay in a core's second-level cache
 SPIN = 3e-5  # seconds for which a rank looks for others' data before it sleeps, if every rank has a core
 TIMEOUT = 1800.0  # seconds: torch's default
 
-_channels: WeakKeyDictionary[dist.ProcessGroup, Channel | None] = WeakKeyDictionary()  # None: the group has no channel
+_channels: WeakKeyDictionary[dist.ProcessGroup, Channel | None] = (
+    WeakKeyDictionary()
+)  # None: the group has no channel
 _timeouts: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary()
 
 
@@ -47,7 +52,18 @@ def _load() -> ctypes.PyDLL | None:
     for name, returned, *given in (
         ("most_ranks", whole),
         ("channel_bytes", number, whole, number, number),
-        ("channel_open", channel, whole, whole, ctypes.POINTER(whole), whole, number, number, seconds, seconds),
+        (
+            "channel_open",
+            channel,
+            whole,
+            whole,
+            ctypes.POINTER(whole),
+            whole,
+            number,
+            number,
+            seconds,
+            seconds,
+        ),
         ("channel_start", number, channel, code, code, channel, channel, number, ctypes.py_object),
         ("channel_finish", number, channel, number),
         ("channel_set_timeout", None, channel, seconds),
@@ -78,13 +94,25 @@ class Channel:
     _handle: int | None = None
 
     def __init__(
-        self, descriptor: int, rank: int, processes: list[int], capacity: int, slots: int, timeout: float, spin: float
+        self,
+        descriptor: int,
+        rank: int,
+        processes: list[int],
+        capacity: int,
+        slots: int,
+        timeout: float,
+        spin: float,
     ) -> None:
         assert compiled is not None
         self._library, size = compiled, len(processes)
         ids = (ctypes.c_int * size)(*processes)
-        self._handle = compiled.shardzoo_channel_open(descriptor, rank, ids, size, capacity, slots, timeout, spin)
-        self._start, self._finish = compiled.shardzoo_channel_start, compiled.shardzoo_channel_finish
+        self._handle = compiled.shardzoo_channel_open(
+            descriptor, rank, ids, size, capacity, slots, timeout, spin
+        )
+        self._start, self._finish = (
+            compiled.shardzoo_channel_start,
+            compiled.shardzoo_channel_finish,
+        )
 
     def __del__(self) -> None:
         if self._handle is not None:
@@ -92,7 +120,9 @@ class Channel:
 
     def start(self, kind: int, dtype: int, tensor: Tensor, out: Tensor, count: int) -> int:
         """Starts a collective; returns its number. The tensors stay alive until it has ended."""
-        return self._start(self._handle, kind, dtype, tensor.data_ptr(), out.data_ptr(), count, (tensor, out))
+        return self._start(
+            self._handle, kind, dtype, tensor.data_ptr(), out.data_ptr(), count, (tensor, out)
+        )
 
     def finish(self, number: int) -> None:
         """Waits for a collective's end. Raises RuntimeError if a rank has ended, is late or calls another one."""
@@ -121,7 +151,9 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
         channel.set_timeout(seconds)
 
 
-def start(channel: Channel, kind: int, tensor: Tensor, out: Tensor, count: int) -> Callable[[], Tensor]:
+def start(
+    channel: Channel, kind: int, tensor: Tensor, out: Tensor, count: int
+) -> Callable[[], Tensor]:
     """Starts a collective of contiguous tensors. Returns a function that waits for its end and returns `out`.
 
     Args:
@@ -142,7 +174,9 @@ def _open(group: dist.ProcessGroup) -> Channel | None:
     ranks = _gather([*_host(), os.getpid(), file], group)
     channel = None
     if all(rank[:2] == ranks[0][:2] for rank in ranks):
-        channel = _map_file(f"/proc/{ranks[0][2]}/fd/{ranks[0][3]}", [rank[2] for rank in ranks], group)
+        channel = _map_file(
+            f"/proc/{ranks[0][2]}/fd/{ranks[0][3]}", [rank[2] for rank in ranks], group
+        )
     opened = _gather([channel is not None], group)
     if file >= 0:
         os.close(file)
@@ -169,7 +203,9 @@ def _map_file(path: str, processes: list[int], group: dist.ProcessGroup) -> Chan
     except OSError:
         return None
     try:
-        return Channel(file, group.rank(), processes, SLOT, SLOTS, _timeouts.get(group, TIMEOUT), spin)
+        return Channel(
+            file, group.rank(), processes, SLOT, SLOTS, _timeouts.get(group, TIMEOUT), spin
+        )
     except RuntimeError:  # there is no address space for it
         return None
     finally:

@@ -14,7 +14,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .library import Op, compute_dtype, contiguous, empty_placeholder, empty_pooled, needs_gradient, same_dtype
+from .library import (
+    Op,
+    compute_dtype,
+    contiguous,
+    empty_placeholder,
+    empty_pooled,
+    needs_gradient,
+    same_dtype,
+)
 from .matmul import fits_pool
 
 APPROXIMATIONS = ("none", "tanh")
@@ -35,7 +43,9 @@ def gelu_derivative(z: Tensor, tanh: bool) -> Tensor:
         # t * t is exactly 1 where z * z overflows; without the `where`, 0 * inf would be NaN.
         return 0.5 * (1.0 + t) + torch.where(t.abs() == 1.0, 0.0, 0.5 * z * (1.0 - t * t) * inner)
     density = torch.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
-    return 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0))) + torch.where(density == 0.0, 0.0, z * density)
+    return 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0))) + torch.where(
+        density == 0.0, 0.0, z * density
+    )
 
 
 def _preactivation(x, bias):
@@ -52,7 +62,9 @@ def bias_gelu_backward_reference(grad, x, bias, tanh):
     """Returns the gradients of x and of the bias."""
     z = _preactivation(x, bias)
     grad_z = grad.to(z.dtype) * gelu_derivative(z, tanh)
-    grad_bias = empty_placeholder(x) if bias is None else grad_z.flatten(0, -2).sum(0).to(bias.dtype)
+    grad_bias = (
+        empty_placeholder(x) if bias is None else grad_z.flatten(0, -2).sum(0).to(bias.dtype)
+    )
     return grad_z.to(x.dtype), grad_bias
 
 
@@ -73,7 +85,9 @@ bias_gelu_backward_op = Op(
         empty_placeholder(x) if bias is None else torch.empty_like(bias),
     ),
     reference=bias_gelu_backward_reference,
-    prepare=lambda grad, x, bias, tanh: same_dtype(grad, x, bias) or (*contiguous(grad, x, bias), tanh),
+    prepare=lambda grad, x, bias, tanh: (
+        same_dtype(grad, x, bias) or (*contiguous(grad, x, bias), tanh)
+    ),
 )
 
 
@@ -103,9 +117,13 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
         ValueError: `approximate` has another value, or the bias has another size.
     """
     if approximate not in APPROXIMATIONS:
-        raise ValueError(f"approximate must be {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}")
+        raise ValueError(
+            f"approximate must be {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}"
+        )
     if bias is not None and tuple(bias.shape) != (x.shape[-1],):
-        raise ValueError(f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}")
+        raise ValueError(
+            f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}"
+        )
     return bias_gelu_op(x, bias, approximate == "tanh")
 
 
@@ -154,7 +172,9 @@ glu_op = Op(
     ("y",),
     allocate=lambda gate, up, activation: (empty_pooled(gate),),
     reference=glu_reference,
-    prepare=lambda gate, up, activation: same_dtype(gate, up) or (_rows(gate), _rows(up), activation),
+    prepare=lambda gate, up, activation: (
+        same_dtype(gate, up) or (_rows(gate), _rows(up), activation)
+    ),
 )
 glu_backward_op = Op(
     "glu_backward",
@@ -183,13 +203,17 @@ glu_op.autograd(_glu_setup_context, _glu_backward)
 
 def _check_same_shape(gate: Tensor, up: Tensor) -> None:
     if gate.shape != up.shape or gate.dim() == 0:
-        raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must have the same shape [..., F]")
+        raise ValueError(
+            f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must have the same shape [..., F]"
+        )
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """Returns gelu(gate) * up, both [..., F] with any row stride. `approximate` is "none" (erf) or "tanh" (T5 v1.1)."""
     if approximate not in APPROXIMATIONS:
-        raise ValueError(f"approximate must be {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}")
+        raise ValueError(
+            f"approximate must be {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}"
+        )
     _check_same_shape(gate, up)
     return glu_op(gate, up, GELU_TANH if approximate == "tanh" else GELU)
 
@@ -211,7 +235,9 @@ class _ReLU(Function):
     @once_differentiable
     def backward(ctx, *grads: Tensor):
         (y,) = ctx.saved_tensors
-        return torch.ops.aten.threshold_backward.grad_input(grads[0], y, 0, grad_input=empty_pooled(y))
+        return torch.ops.aten.threshold_backward.grad_input(
+            grads[0], y, 0, grad_input=empty_pooled(y)
+        )
 
 
 def relu(x: Tensor) -> Tensor:

@@ -22,7 +22,15 @@ from torch.utils.flop_counter import sdpa_flop_count
 
 from . import library, softmax
 from .dropout import keys_from_row
-from .library import Op, compute_dtype, empty_placeholder, empty_pooled, flop_counters, may_decode, same_dtype
+from .library import (
+    Op,
+    compute_dtype,
+    empty_placeholder,
+    empty_pooled,
+    flop_counters,
+    may_decode,
+    same_dtype,
+)
 from .matmul import autocast_arguments, matmul
 
 # Bytes of the scores that exist at a time, over all samples and heads. On a CPU, smaller blocks are slower because the
@@ -120,7 +128,11 @@ def backward_reference(grad, out, lse, q, k, v, *arguments):
     """Returns the gradients of q, k, v and of the relative bias, which are summed over the blocks in fp32."""
     rules, k, v = Rules(*arguments), k.contiguous(), v.contiguous()
     wide, bias = torch.promote_types(q.dtype, torch.float32), rules.relative_bias
-    grad_q, grad_k, grad_v = empty_pooled(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    grad_q, grad_k, grad_v = (
+        empty_pooled(q),
+        torch.zeros_like(k, dtype=wide),
+        torch.zeros_like(v, dtype=wide),
+    )
     grad_bias = empty_placeholder(q) if bias is None else torch.zeros_like(bias, dtype=wide)
     for block in _blocks(q, k, rules):
         rows = slice(block.start, block.end)
@@ -134,7 +146,12 @@ def backward_reference(grad, out, lse, q, k, v, *arguments):
         grad_scores = _fold(grad_scores, k)
         grad_q[:, :, rows] = matmul(grad_scores, _first(k, block)).view(q[:, :, rows].shape)
         _add_product(_first(grad_k, block), grad_scores.mT, _fold(q[:, :, rows], k))
-    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_bias if bias is None else grad_bias.to(bias.dtype)
+    return (
+        grad_q,
+        grad_k.to(k.dtype),
+        grad_v.to(v.dtype),
+        grad_bias if bias is None else grad_bias.to(bias.dtype),
+    )
 
 
 def _backward_scores(grad, q, k, v, rules, block, grad_v):
@@ -146,7 +163,9 @@ def _backward_scores(grad, q, k, v, rules, block, grad_v):
     del dropped, weights
     grad_weights = matmul(grad_out, _first(v, block).mT).view(probs.shape)
     keys, has_bias = _block_keys(rules, block), rules.relative_bias is not None
-    return softmax.backward_op(grad_weights, probs, keys, rules.scale, rules.dropout, rules.first_head, int(has_bias))
+    return softmax.backward_op(
+        grad_weights, probs, keys, rules.scale, rules.dropout, rules.first_head, int(has_bias)
+    )
 
 
 def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
@@ -162,14 +181,18 @@ def _probabilities(scores: Tensor, rules: Rules, block: Block) -> tuple[Tensor, 
         # Row i begins at Sq - 1 - i, so the block's last row comes first. (`flip` would put the columns together.)
         size = block.end - block.start
         diagonals = (
-            bias[:, block.first_distance :][:, : size + block.columns - 1].to(scores.dtype).unfold(1, block.columns, 1)
+            bias[:, block.first_distance :][:, : size + block.columns - 1]
+            .to(scores.dtype)
+            .unfold(1, block.columns, 1)
         )
         bias = diagonals.index_select(1, torch.arange(size, device=scores.device).flip(0))[None]
     causal, prefix, others = False, None, rules
     if rules.causal and block.columns == block.diagonal:  # the softmax applies these two itself
         causal, prefix, others = True, rules.prefix, rules._replace(causal=False, prefix=None)
     mask, keys = _block_mask(others, block, scores.device), _block_keys(rules, block)
-    return softmax.forward_op(scores, mask, bias, prefix, keys, rules.scale, causal, rules.dropout, rules.first_head)
+    return softmax.forward_op(
+        scores, mask, bias, prefix, keys, rules.scale, causal, rules.dropout, rules.first_head
+    )
 
 
 def _block_keys(rules: Rules, block: Block) -> Tensor | None:
@@ -230,7 +253,11 @@ def _allocate(q, *_):
 
 
 def _allocate_backward(grad, out, lse, q, k, v, relative_bias, *rules):
-    bias = empty_placeholder(q) if relative_bias is None else relative_bias.new_empty(relative_bias.shape)
+    bias = (
+        empty_placeholder(q)
+        if relative_bias is None
+        else relative_bias.new_empty(relative_bias.shape)
+    )
     return *map(_empty_heads, (q, k, v)), bias
 
 
@@ -263,7 +290,10 @@ def _prepared_rules(q, k, relative_bias, mask, prefix, key_lengths, keys, *setti
     return (
         None if relative_bias is None else relative_bias.float().contiguous(),
         None if mask is None else mask.expand(*q.shape[:3], k.shape[2]),
-        *(None if x is None else x.to(torch.int64).contiguous() for x in (prefix, key_lengths, keys)),
+        *(
+            None if x is None else x.to(torch.int64).contiguous()
+            for x in (prefix, key_lengths, keys)
+        ),
         *settings,
     )
 
@@ -359,21 +389,43 @@ def attention(
     _check_lengths(q.shape[0], causal, {"prefix": prefix, "key_lengths": key_lengths})
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"a dropout probability must be at least 0 and less than 1, got {dropout}")
-    if dropout and (keys is None or keys.dtype != torch.int64 or tuple(keys.shape) != (q.shape[0],)):
-        raise ValueError(f"dropout needs int64 `keys`, one per sample, shape ({q.shape[0]},) (see dropout_keys)")
+    if dropout and (
+        keys is None or keys.dtype != torch.int64 or tuple(keys.shape) != (q.shape[0],)
+    ):
+        raise ValueError(
+            f"dropout needs int64 `keys`, one per sample, shape ({q.shape[0]},) (see dropout_keys)"
+        )
     tensors = (relative_bias, mask, prefix, key_lengths, keys if dropout else None)
     counted = [(counter, counter.get_total_flops()) for counter in flop_counters()]
     out = forward_op(
-        *autocast_arguments(q, k, v), *tensors, float(scale), causal, float(dropout), first_head, first_row
+        *autocast_arguments(q, k, v),
+        *tensors,
+        float(scale),
+        causal,
+        float(dropout),
+        first_head,
+        first_row,
     )[0]
     for counter, before in counted:
-        if counter.get_total_flops() == before:  # a kernel's products, unlike the reference's, are not seen
-            counter.flop_counts["Global"][torch.ops.shardzoo.attention] += sdpa_flop_count(q.shape, k.shape, v.shape)
+        if (
+            counter.get_total_flops() == before
+        ):  # a kernel's products, unlike the reference's, are not seen
+            counter.flop_counts["Global"][torch.ops.shardzoo.attention] += sdpa_flop_count(
+                q.shape, k.shape, v.shape
+            )
     return out
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, relative_bias: Tensor | None, mask: Tensor | None) -> None:
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or k.shape[::3] != q.shape[::3] or q.shape[1] % k.shape[1]:
+def _check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, relative_bias: Tensor | None, mask: Tensor | None
+) -> None:
+    if (
+        q.dim() != 4
+        or k.dim() != 4
+        or k.shape != v.shape
+        or k.shape[::3] != q.shape[::3]
+        or q.shape[1] % k.shape[1]
+    ):
         raise ValueError(
             "attention needs q [B, N, Sq, D] and k, v [B, K, Sk, D] with N a multiple of K; got q "
             f"{tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -381,11 +433,17 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, relative_bias: Tensor | None,
     scores = (*q.shape[:3], k.shape[2])
     distances = (q.shape[1], q.shape[2] + k.shape[2] - 1)
     if relative_bias is not None and tuple(relative_bias.shape) != distances:
-        raise ValueError(f"a relative bias is [N, Sq + Sk - 1] = {distances}, got {tuple(relative_bias.shape)}")
+        raise ValueError(
+            f"a relative bias is [N, Sq + Sk - 1] = {distances}, got {tuple(relative_bias.shape)}"
+        )
     if mask is None:
         return
-    if mask.dim() != 4 or any(size not in (1, full) for size, full in zip(mask.shape, scores, strict=True)):
-        raise ValueError(f"mask {tuple(mask.shape)} does not broadcast to the scores {scores}; give it four dimensions")
+    if mask.dim() != 4 or any(
+        size not in (1, full) for size, full in zip(mask.shape, scores, strict=True)
+    ):
+        raise ValueError(
+            f"mask {tuple(mask.shape)} does not broadcast to the scores {scores}; give it four dimensions"
+        )
     if mask.dtype != torch.bool and (not mask.is_floating_point() or mask.requires_grad):
         raise ValueError(
             f"a mask must be boolean (True allows a key) or numbers without a gradient, got {mask.dtype}; "
@@ -404,7 +462,14 @@ def _check_lengths(batch: int, causal: bool, lengths: dict[str, Tensor | None]) 
 
 
 def few_queries_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, prefix: Tensor | None, *, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    prefix: Tensor | None,
+    *,
+    scale: float,
 ) -> Tensor | None:
     """Returns what `attention` does, in inference mode on a CPU; None if other operators can or should compute it.
 
@@ -415,6 +480,12 @@ def few_queries_attention(
         mask: Broadcastable to [B, N, Sq, Sk]. The other arguments are those of `attention`.
     """
     pays = q.itemsize == 2 or k.numel() >= MIN_FEW_KEYS
-    if not pays or prefix is not None or q.shape[3] > WIDEST_HEAD or not may_decode(q, k, v) or flop_counters():
+    if (
+        not pays
+        or prefix is not None
+        or q.shape[3] > WIDEST_HEAD
+        or not may_decode(q, k, v)
+        or flop_counters()
+    ):
         return None
     return library.call_compiled("attention_of_few_queries", q, k, v, mask, scale, causal)

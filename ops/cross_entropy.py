@@ -23,7 +23,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .library import LIBRARY, Op, compute_dtype, empty_placeholder, empty_pooled, runs_compiled, same_dtype
+from .library import (
+    LIBRARY,
+    Op,
+    compute_dtype,
+    empty_placeholder,
+    empty_pooled,
+    runs_compiled,
+    same_dtype,
+)
 from .matmul import addmm, autocast_arguments, matmul
 
 IGNORE_INDEX = -100
@@ -32,7 +40,9 @@ CHUNK_ELEMENTS = 1 << 21  # logits that are widened at once: 8 MiB in fp32
 # compute them again, which is a fourth product besides three; fewer logits are therefore kept.
 MOST_WHOLE, AT_A_TIME = 10**9, 1 << 26
 Gather = Callable[[Tensor], Tensor]  # each rank's [2 or 3, T] -> [ranks, 2 or 3, T]
-SumGrad = Callable[[Tensor], Callable[[], Tensor]]  # starts the sum over the ranks; the returned function finishes it
+SumGrad = Callable[
+    [Tensor], Callable[[], Tensor]
+]  # starts the sum over the ranks; the returned function finishes it
 
 
 def stats_reference(logits, target, first, columns, with_sum):
@@ -41,15 +51,27 @@ def stats_reference(logits, target, first, columns, with_sum):
     here = (target >= first) & (target < first + columns)
     if columns == 0:
         zero = torch.zeros_like(target, dtype=x.dtype)
-        return zero - float("inf"), zero, zero.clone(), zero.clone() if with_sum else empty_placeholder(x)
+        return (
+            zero - float("inf"),
+            zero,
+            zero.clone(),
+            zero.clone() if with_sum else empty_placeholder(x),
+        )
     maximum = x.amax(-1)
     shift = torch.where(maximum == float("-inf"), 0.0, maximum)
     sum_exp = torch.exp(x - shift[:, None]).sum(-1)
     picked = x.gather(1, (target - first).clamp(0, columns - 1)[:, None])[:, 0]
-    return maximum, sum_exp, torch.where(here, picked, 0.0), x.sum(-1) if with_sum else empty_placeholder(x)
+    return (
+        maximum,
+        sum_exp,
+        torch.where(here, picked, 0.0),
+        x.sum(-1) if with_sum else empty_placeholder(x),
+    )
 
 
-def grad_reference(logits, target, grad, log_z, first, columns, num_classes, label_smoothing, z_loss, ignore_index):
+def grad_reference(
+    logits, target, grad, log_z, first, columns, num_classes, label_smoothing, z_loss, ignore_index
+):
     """Returns the gradient of the local logits [T, Vp]; 0 in padding columns and ignored rows."""
     dtype = compute_dtype(logits)
     x, scale, lse = logits[:, :columns].to(dtype), grad.to(dtype)[:, None], log_z.to(dtype)[:, None]
@@ -73,14 +95,25 @@ def _check_columns(logits, columns):
 
 def _prepare_stats(logits, target, first, columns, with_sum):
     _check_columns(logits, columns)
-    return same_dtype(logits) or (logits.contiguous(), target.to(torch.int64).contiguous(), first, columns, with_sum)
+    return same_dtype(logits) or (
+        logits.contiguous(),
+        target.to(torch.int64).contiguous(),
+        first,
+        columns,
+        with_sum,
+    )
 
 
 def _prepare_grad(logits, target, grad, log_z, *settings):
     _check_columns(logits, settings[1])
     wide = compute_dtype(logits)
     vectors = (grad.to(wide).contiguous(), log_z.to(wide).contiguous())
-    return same_dtype(logits) or (logits.contiguous(), target.to(torch.int64).contiguous(), *vectors, *settings)
+    return same_dtype(logits) or (
+        logits.contiguous(),
+        target.to(torch.int64).contiguous(),
+        *vectors,
+        *settings,
+    )
 
 
 _SETTINGS = "SymInt first, SymInt columns, SymInt num_classes, float label_smoothing, float z_loss, int ignore_index"
@@ -102,7 +135,9 @@ grad_op = Op(
 )
 
 # Writes the gradient over the logits. This is a separate op, because an op's inputs and its `out` must not overlap.
-LIBRARY.define(f"cross_entropy_grad_(Tensor(a!) logits, Tensor target, Tensor grad, Tensor log_z, {_SETTINGS}) -> ()")
+LIBRARY.define(
+    f"cross_entropy_grad_(Tensor(a!) logits, Tensor target, Tensor grad, Tensor log_z, {_SETTINGS}) -> ()"
+)
 torch.library.register_fake("shardzoo::cross_entropy_grad_", lambda *_: None, lib=LIBRARY)
 
 
@@ -140,7 +175,9 @@ def _loss(logits, target, label_smoothing, z_loss, ignore_index):
 
 LIBRARY.impl("cross_entropy", _loss, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "shardzoo::cross_entropy", lambda logits, *_: _allocate_stats(logits, None, 0, 0, False)[:2], lib=LIBRARY
+    "shardzoo::cross_entropy",
+    lambda logits, *_: _allocate_stats(logits, None, 0, 0, False)[:2],
+    lib=LIBRARY,
 )
 
 
@@ -157,12 +194,16 @@ def _backward(ctx, grad_losses, grad_log_z):
     return grad, None, None, None, None
 
 
-torch.library.register_autograd("shardzoo::cross_entropy", _backward, setup_context=_setup_context, lib=LIBRARY)
+torch.library.register_autograd(
+    "shardzoo::cross_entropy", _backward, setup_context=_setup_context, lib=LIBRARY
+)
 
 
 def _check(logits: Tensor, target: Tensor) -> None:
     if logits.dim() != 2 or tuple(target.shape) != (logits.shape[0],):
-        raise ValueError(f"expected logits [T, V] and target [T], got {tuple(logits.shape)} and {tuple(target.shape)}")
+        raise ValueError(
+            f"expected logits [T, V] and target [T], got {tuple(logits.shape)} and {tuple(target.shape)}"
+        )
 
 
 def cross_entropy_stats(
@@ -251,7 +292,9 @@ def cross_entropy(
 ) -> Tensor:
     """Returns the differentiable losses [T] of whole logits [T, V] and target int64 [T], in fp32 (fp64 for fp64)."""
     _check(logits, target)
-    return torch.ops.shardzoo.cross_entropy(logits, target, float(label_smoothing), float(z_loss), ignore_index)[0]
+    return torch.ops.shardzoo.cross_entropy(
+        logits, target, float(label_smoothing), float(z_loss), ignore_index
+    )[0]
 
 
 def token_cross_entropy(
@@ -275,7 +318,9 @@ def token_cross_entropy(
         num_classes: The unpadded size of the whole vocabulary.
         gather: Gathers the statistics of all ranks; None if this rank has the whole vocabulary.
     """
-    return _TokenCrossEntropy.apply(logits, target, (num_classes, ignore_index, label_smoothing, z_loss, first, gather))
+    return _TokenCrossEntropy.apply(
+        logits, target, (num_classes, ignore_index, label_smoothing, z_loss, first, gather)
+    )
 
 
 def linear_cross_entropy(
@@ -309,7 +354,9 @@ def linear_cross_entropy(
         gather: As in `token_cross_entropy`.
     """
     settings = (num_classes, ignore_index, 0.0, 0.0, first, gather)
-    return _LinearCrossEntropy.apply(*autocast_arguments(hidden, weight, bias), target, settings, sum_grad)
+    return _LinearCrossEntropy.apply(
+        *autocast_arguments(hidden, weight, bias), target, settings, sum_grad
+    )
 
 
 class _TokenCrossEntropy(Function):
@@ -330,7 +377,12 @@ class _TokenCrossEntropy(Function):
         logits_grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for rows in _calls(logits):
             torch.ops.shardzoo.cross_entropy_grad_out(
-                logits[rows], target[rows], grads[0][rows], log_z[rows], *ctx.settings, grad_logits=logits_grad[rows]
+                logits[rows],
+                target[rows],
+                grads[0][rows],
+                log_z[rows],
+                *ctx.settings,
+                grad_logits=logits_grad[rows],
             )
         return logits_grad, None, None
 
@@ -350,7 +402,10 @@ class _LinearCrossEntropy(Function):
     ) -> Tensor:
         columns = _columns(len(weight), settings)
         if suits_chunks(len(hidden), len(weight)):
-            logits, (losses, log_z) = None, _chunked_losses(ctx, hidden, weight, bias, target, columns, settings)
+            logits, (losses, log_z) = (
+                None,
+                _chunked_losses(ctx, hidden, weight, bias, target, columns, settings),
+            )
         else:
             logits = addmm(bias, hidden, weight.t())  # [T, Vp]
             stats = _statistics(logits, target, settings, columns)
@@ -364,12 +419,22 @@ class _LinearCrossEntropy(Function):
     def backward(ctx, *grads: Tensor):
         hidden, weight, bias, logits, target, log_z = ctx.saved_tensors
         if logits is None:
-            return *_chunked_grads(ctx, grads[0], hidden, weight, bias, target, log_z), None, None, None
+            return (
+                *_chunked_grads(ctx, grads[0], hidden, weight, bias, target, log_z),
+                None,
+                None,
+                None,
+            )
         if ctx.spent:  # a second pass over a retained graph
             logits = addmm(bias, hidden, weight.t())
-        grad, ctx.spent = logits.data, True  # writing to .data keeps the saved tensors valid for a second pass
+        grad, ctx.spent = (
+            logits.data,
+            True,
+        )  # writing to .data keeps the saved tensors valid for a second pass
         for rows in _calls(grad):
-            torch.ops.shardzoo.cross_entropy_grad_(grad[rows], target[rows], grads[0][rows], log_z[rows], *ctx.settings)
+            torch.ops.shardzoo.cross_entropy_grad_(
+                grad[rows], target[rows], grads[0][rows], log_z[rows], *ctx.settings
+            )
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         input_grad = finish = None
         if needs_input:
@@ -396,11 +461,21 @@ class _SummedGrads:
         self.weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         self.bias = torch.zeros_like(bias, dtype=wide) if needs_bias and bias is not None else None
 
-    def add(self, part: slice, logits: Tensor, target: Tensor, grad: Tensor, log_z: Tensor, settings: tuple) -> None:
+    def add(
+        self,
+        part: slice,
+        logits: Tensor,
+        target: Tensor,
+        grad: Tensor,
+        log_z: Tensor,
+        settings: tuple,
+    ) -> None:
         """Adds those of the rows `part`, given the gradients of their losses. Overwrites the logits."""
         hidden, weight = self.factors
         for rows in _calls(logits):
-            torch.ops.shardzoo.cross_entropy_grad_(logits[rows], target[rows], grad[rows], log_z[rows], *settings)
+            torch.ops.shardzoo.cross_entropy_grad_(
+                logits[rows], target[rows], grad[rows], log_z[rows], *settings
+            )
         if self.input is not None:
             self.input[part] = matmul(logits, weight)
         if self.weight is not None and self.weight.dtype == logits.dtype:
@@ -427,7 +502,11 @@ def _chunked_losses(ctx, hidden, weight, bias, target, columns, settings) -> tup
     On a CPU it also computes the gradients of the losses' sum while the logits exist: in most steps the losses' own
     gradients are equal, and the backward pass only has to scale these.
     """
-    ctx.sums = _SummedGrads(ctx, hidden, weight, bias) if hidden.is_cpu and any(ctx.needs_input_grad) else None
+    ctx.sums = (
+        _SummedGrads(ctx, hidden, weight, bias)
+        if hidden.is_cpu and any(ctx.needs_input_grad)
+        else None
+    )
     every, sums = [], []
     for part in _chunks(len(hidden), len(weight), AT_A_TIME):
         logits = addmm(bias, hidden[part], weight.t())
@@ -467,7 +546,9 @@ def _statistics(logits: Tensor, target: Tensor, settings: tuple, columns: int) -
     They are those of this rank's columns; `settings` are those of `_token_losses`.
     """
     smoothing, first = settings[2] != 0, settings[-2]
-    stats = logits.new_empty(2 + smoothing, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+    stats = logits.new_empty(
+        2 + smoothing, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32)
+    )
     for rows in _calls(logits):
         maximum, sum_exp, picked, total = torch.ops.shardzoo.cross_entropy_stats(
             logits[rows], target[rows], first, columns, smoothing

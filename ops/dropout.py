@@ -56,7 +56,12 @@ def backward_reference(grad, keys, p, first_row, first_column, has_bias):
 
 
 def _prepare(x, bias, residual, keys, p, first_row, first_column):
-    return same_dtype(x, bias, residual) or (*contiguous(x, bias, residual, keys), p, first_row, first_column)
+    return same_dtype(x, bias, residual) or (
+        *contiguous(x, bias, residual, keys),
+        p,
+        first_row,
+        first_column,
+    )
 
 
 def _prepare_backward(grad, keys, p, first_row, first_column, has_bias):
@@ -94,7 +99,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad):
     (keys,) = ctx.saved_tensors
     has_bias = ctx.bias_dtype is not None
-    grad_x, grad_bias = bias_dropout_residual_backward_op(grad, keys, ctx.p, ctx.first_row, ctx.first_column, has_bias)
+    grad_x, grad_bias = bias_dropout_residual_backward_op(
+        grad, keys, ctx.p, ctx.first_row, ctx.first_column, has_bias
+    )
     grad_bias = grad_bias.to(ctx.bias_dtype) if has_bias else None
     grad_residual = None if ctx.residual_dtype is None else grad.to(ctx.residual_dtype)
     return grad_x, grad_bias, grad_residual, None, None, None, None
@@ -135,17 +142,27 @@ def bias_dropout_residual(
             f"dropout of x {tuple(x.shape)} needs one int64 key per sample, shape ({x.shape[0]},); got {got}"
         )
     if bias is not None and tuple(bias.shape) != (x.shape[-1],):
-        raise ValueError(f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}")
+        raise ValueError(
+            f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}"
+        )
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape")
-    return bias_dropout_residual_op(x, bias, residual, keys if p else None, float(p), first_row, first_column)
+        raise ValueError(
+            f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape"
+        )
+    return bias_dropout_residual_op(
+        x, bias, residual, keys if p else None, float(p), first_row, first_column
+    )
 
 
-def dropout(x: Tensor, p: float, keys: Tensor | None, *, first_row: int = 0, first_column: int = 0) -> Tensor:
+def dropout(
+    x: Tensor, p: float, keys: Tensor | None, *, first_row: int = 0, first_column: int = 0
+) -> Tensor:
     """Returns counter-based dropout of x [B, ..., C]. The arguments are as in `bias_dropout_residual`."""
     if p == 0.0:
         return x
-    return bias_dropout_residual(x, None, None, p=p, keys=keys, first_row=first_row, first_column=first_column)
+    return bias_dropout_residual(
+        x, None, None, p=p, keys=keys, first_row=first_row, first_column=first_column
+    )
 
 
 def _signed(value: int) -> int:
@@ -179,7 +196,9 @@ def use_key(seed: int, site: int, visit: int) -> int:
     return key
 
 
-def dropout_keys(key: int | list[int], first_sample: int, batch: int, device: torch.device | str = "cpu") -> Tensor:
+def dropout_keys(
+    key: int | list[int], first_sample: int, batch: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """Returns one key per sample, chain(key, first_sample + b): int64 [batch], or [uses, batch] for several keys.
 
     Args:
@@ -203,7 +222,11 @@ def keys_from_row(keys: Tensor, first_row: int | Tensor) -> Tensor:
 
     The key of a row depends on the sum of the sample's key and a multiple of the row.
     """
-    return keys + (first_row * _signed(_GOLDEN) if isinstance(first_row, Tensor) else _signed(_GOLDEN * first_row))
+    return keys + (
+        first_row * _signed(_GOLDEN)
+        if isinstance(first_row, Tensor)
+        else _signed(_GOLDEN * first_row)
+    )
 
 
 def attention_rows(first_head: int, heads: int, queries: int, device: torch.device | str) -> Tensor:
@@ -222,7 +245,9 @@ def dropout_threshold(p: float) -> int:
     return min(round(p * 2**32), _LOW)
 
 
-def dropout_keep(keys: Tensor, shape: tuple[int, ...], p: float, first_row: int = 0, first_column: int = 0) -> Tensor:
+def dropout_keep(
+    keys: Tensor, shape: tuple[int, ...], p: float, first_row: int = 0, first_column: int = 0
+) -> Tensor:
     """Returns the boolean mask of kept elements for a tensor [B, ..., C].
 
     Args:

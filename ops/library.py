@@ -45,7 +45,9 @@ COMPILED = Path(__file__).with_name("_kernels.so")
 VARIANTS = ("reference", "cpp", "cuda", "triton")
 CHOICES = ("auto", *VARIANTS)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-POOLED = 1 << 20  # bytes; outputs of this size or more use memory of the pool (csrc/binding/pool.cpp)
+POOLED = (
+    1 << 20
+)  # bytes; outputs of this size or more use memory of the pool (csrc/binding/pool.cpp)
 Outputs = tuple[torch.Tensor, ...]
 OPS: dict[str, Op] = {}  # by name
 torch_dispatch = attrgetter("__torch_dispatch__")
@@ -79,13 +81,17 @@ class Op:
     ) -> None:
         self.name, self.outputs, self.variants = name, tuple(outputs), variants
         self.allocate, self.reference, self.prepare = allocate, reference, prepare
-        self._function: type[torch.autograd.Function] | None = None  # the gradient formula, set by `autograd`
+        self._function: type[torch.autograd.Function] | None = (
+            None  # the gradient formula, set by `autograd`
+        )
         OPS[name] = self
         returned = ", ".join(f"Tensor {output}" for output in outputs)
         LIBRARY.define(f"{name}({arguments}) -> ({returned})")
         LIBRARY.impl(name, self._call, "CompositeExplicitAutograd")
         torch.library.register_fake(f"shardzoo::{name}", self._fake, lib=LIBRARY)
-        written = ", ".join(f"Tensor({chr(ord('a') + i)}!) {output}" for i, output in enumerate(outputs))
+        written = ", ".join(
+            f"Tensor({chr(ord('a') + i)}!) {output}" for i, output in enumerate(outputs)
+        )
         LIBRARY.define(f"{name}_out({arguments}, *, {written}) -> ()")
         LIBRARY.impl(f"{name}_out", self._call_out, "CompositeExplicitAutograd")
         torch.library.register_fake(f"shardzoo::{name}_out", lambda *_, **__: None, lib=LIBRARY)
@@ -108,7 +114,11 @@ class Op:
                 gradient = gradient or value.requires_grad
         if not gradient or not torch.is_grad_enabled():
             return self._call(*arguments)
-        return self._operator(*arguments) if self._function is None else self._function.apply(*arguments)
+        return (
+            self._operator(*arguments)
+            if self._function is None
+            else self._function.apply(*arguments)
+        )
 
     def _single_or_tuple(self, outputs: Outputs) -> Any:
         return outputs[0] if len(outputs) == 1 else outputs
@@ -139,7 +149,9 @@ class Op:
             target.copy_(value)
 
     def _shapes(self, arguments: tuple) -> Outputs:
-        meta = [value.to("meta") if isinstance(value, torch.Tensor) else value for value in arguments]
+        meta = [
+            value.to("meta") if isinstance(value, torch.Tensor) else value for value in arguments
+        ]
         return self.allocate(*meta)
 
     def run_fast(self, arguments: tuple, outputs: Outputs) -> bool:
@@ -148,7 +160,9 @@ class Op:
         device = first.device
         for value in arguments:
             if isinstance(value, torch.Tensor) and value.device != device:
-                raise ValueError(f"{self.name} got tensors on {device} and on {value.device}; use one device")
+                raise ValueError(
+                    f"{self.name} got tensors on {device} and on {value.device}; use one device"
+                )
         variant = self.choose_variant(device.type)
         if variant == "reference" or self.prepare is None:
             return False
@@ -176,7 +190,9 @@ class Op:
 
     def autograd(self, setup_context: Callable, backward: Callable) -> None:
         """Sets the op's gradient formula. The arguments are those of `torch.library.register_autograd`."""
-        torch.library.register_autograd(f"shardzoo::{self.name}", backward, setup_context=setup_context, lib=LIBRARY)
+        torch.library.register_autograd(
+            f"shardzoo::{self.name}", backward, setup_context=setup_context, lib=LIBRARY
+        )
 
         def forward(ctx, *arguments):
             outputs = self._call(*arguments)
@@ -221,9 +237,18 @@ def empty_pooled(like: torch.Tensor, *size: int) -> torch.Tensor:
     A large CPU tensor reuses the memory of a freed tensor, if the compiled kernels are available.
     """
     elements = math.prod(size) if size else like.numel()
-    if elements * like.itemsize >= POOLED and is_plain(type(like)) and like.is_cpu and load_error() is None:
+    if (
+        elements * like.itemsize >= POOLED
+        and is_plain(type(like))
+        and like.is_cpu
+        and load_error() is None
+    ):
         return recycled(like, size or like.shape)
-    return like.new_empty(size) if size else torch.empty_like(like, memory_format=torch.contiguous_format)
+    return (
+        like.new_empty(size)
+        if size
+        else torch.empty_like(like, memory_format=torch.contiguous_format)
+    )
 
 
 def empty_placeholder(like: torch.Tensor) -> torch.Tensor:
@@ -241,7 +266,10 @@ def is_watched() -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or (torch._C._len_torch_dispatch_stack() > 0 and torch._C._len_torch_dispatch_stack() > len(flop_counters()))
+        or (
+            torch._C._len_torch_dispatch_stack() > 0
+            and torch._C._len_torch_dispatch_stack() > len(flop_counters())
+        )
         or torch._C._len_torch_function_stack() > 0
         or peek_interpreter_stack() is not None
         or torch._C._is_tracing()
@@ -286,7 +314,12 @@ def may_decode(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
 def suits_optimizer_kernels(*tensors: torch.Tensor) -> bool:
     """Returns whether `square_sum` and `adamw` of the compiled kernels take these tensors: dense, alike, on a CPU."""
     dense = all(tensor.is_cpu and tensor.is_contiguous() and tensor.numel() for tensor in tensors)
-    return dense and same_dtype(*tensors) is None and can_bypass_dispatcher(*tensors) and choose_variant("cpu") == "cpp"
+    return (
+        dense
+        and same_dtype(*tensors) is None
+        and can_bypass_dispatcher(*tensors)
+        and choose_variant("cpu") == "cpp"
+    )
 
 
 def flop_counters() -> list[Any]:
@@ -374,7 +407,11 @@ def _best_variant(choice: str, device_type: str) -> str:
     preferred = ("cpp",) if device_type == "cpu" else ("cuda", "triton")
     reasons = {variant: unavailable(variant, device_type) for variant in preferred}
     best = next((variant for variant, reason in reasons.items() if reason is None), "reference")
-    why = "; ".join(reason for reason in reasons.values() if reason) if best == "reference" else "fastest available"
+    why = (
+        "; ".join(reason for reason in reasons.values() if reason)
+        if best == "reference"
+        else "fastest available"
+    )
     log.info("kernels on %s: %s (%s)", device_type, best, why)
     return best
 
@@ -386,7 +423,11 @@ def unavailable(variant: str, device_type: str) -> str | None:
     if variant == "triton":
         return triton_runs_on(device_type)
     if device_type == "cpu" and emulates_cuda():
-        return None if variant == "cuda" else "this build of the library runs its CUDA kernels on CPU tensors"
+        return (
+            None
+            if variant == "cuda"
+            else "this build of the library runs its CUDA kernels on CPU tensors"
+        )
     if device_type != ("cpu" if variant == "cpp" else "cuda"):
         return f"{variant} kernels do not run on {device_type} tensors"
     return missing_kernels(device_type)
@@ -467,7 +508,11 @@ def build_info() -> str:
 
 def is_amd_with_avx512_bf16() -> bool:
     """Returns whether the processor is AMD's and the CPU kernels use AVX512-BF16; False without the library."""
-    return load_error() is None and bool(_symbols().shardzoo_cpu_is_amd()) and cpu_isa() == "x86-64-v4+bf16"
+    return (
+        load_error() is None
+        and bool(_symbols().shardzoo_cpu_is_amd())
+        and cpu_isa() == "x86-64-v4+bf16"
+    )
 
 
 @functools.cache

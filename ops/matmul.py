@@ -27,13 +27,26 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from . import library
-from .library import POOLED, can_bypass_dispatcher, empty_pooled, flop_counters, in_inference_mode, needs_gradient
+from .library import (
+    POOLED,
+    can_bypass_dispatcher,
+    empty_pooled,
+    flop_counters,
+    in_inference_mode,
+    needs_gradient,
+)
 
-MIN_PRODUCT = 1 << 24  # multiplications; for fewer, the calls from Python take longer than the kernel saves
-MIN_PRODUCT_WITHOUT_LIBRARY = 1 << 18  # the same in a type that PyTorch multiplies without a library
+MIN_PRODUCT = (
+    1 << 24
+)  # multiplications; for fewer, the calls from Python take longer than the kernel saves
+MIN_PRODUCT_WITHOUT_LIBRARY = (
+    1 << 18
+)  # the same in a type that PyTorch multiplies without a library
 # The most rows of a linear layer for our kernel; with more, BLAS is as fast or faster.
 MAX_GEMV_ROWS = {torch.float32: 32, torch.float64: 8, torch.bfloat16: 8, torch.float16: 8}
-MAX_GEMV_ROWS_BF16 = 16  # with AVX512-BF16, where our kernel multiplies as BLAS does; not with AMX, which BLAS uses
+MAX_GEMV_ROWS_BF16 = (
+    16  # with AVX512-BF16, where our kernel multiplies as BLAS does; not with AMX, which BLAS uses
+)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -58,7 +71,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not x.is_cpu:
         return F.linear(x, weight, bias)
-    if torch.compiler.is_compiling() and _is_one_product(x, bias) and _is_operator(x.numel() * weight.shape[0], x):
+    if (
+        torch.compiler.is_compiling()
+        and _is_one_product(x, bias)
+        and _is_operator(x.numel() * weight.shape[0], x)
+    ):
         rows = torch.ops.shardzoo.product(x.flatten(0, -2), weight.t(), bias)
         return rows.view(*x.shape[:-1], weight.shape[0])
     if in_inference_mode() and (y := _few_rows(x, weight, bias)) is not None:
@@ -66,7 +83,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not needs_gradient(x, weight, bias):
         return _cpu_linear(x, weight, bias)
     largest = max(_elements(x, weight.shape[0]), x.numel(), weight.numel())
-    ours = _is_one_product(x, bias) and _is_ours(largest, x.numel() * weight.shape[0], x, weight, bias)
+    ours = _is_one_product(x, bias) and _is_ours(
+        largest, x.numel() * weight.shape[0], x, weight, bias
+    )
     return _Linear.apply(x, weight, bias) if ours else F.linear(x, weight, bias)
 
 
@@ -126,7 +145,11 @@ class _Linear(Function):
 
 
 def _is_operator(multiplications: int, a: Tensor) -> bool:
-    return multiplications >= _min_product(a.dtype) and a.is_floating_point() and not torch.is_autocast_enabled("cpu")
+    return (
+        multiplications >= _min_product(a.dtype)
+        and a.is_floating_point()
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -187,7 +210,11 @@ def _is_ours(elements: int, multiplications: int, first: Tensor, *others: Tensor
     fills_pool = elements * first.itemsize >= POOLED
     worthwhile = fills_pool or multiplications >= _min_product(first.dtype)
     # The kernel is asked for last, because a compiler cannot trace that.
-    return worthwhile and _is_plain_call(first, *others) and (fills_pool or _suits_kernel(multiplications, first))
+    return (
+        worthwhile
+        and _is_plain_call(first, *others)
+        and (fills_pool or _suits_kernel(multiplications, first))
+    )
 
 
 def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -211,7 +238,10 @@ def _cpu_matmul(a: Tensor, b: Tensor) -> Tensor:
 def _cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns `F.linear` outside autograd."""
     features = weight.shape[0]
-    if not (_is_one_product(x, bias) and _is_ours(_elements(x, features), x.numel() * features, x, weight, bias)):
+    if not (
+        _is_one_product(x, bias)
+        and _is_ours(_elements(x, features), x.numel() * features, x, weight, bias)
+    ):
         return F.linear(x, weight, bias)
     rows = x.flatten(0, -2)
     if (product := _multiply(rows, weight.t(), bias)) is not None:
@@ -269,9 +299,14 @@ def _matrices(tensor: Tensor) -> Tensor:
 @functools.cache
 def _types_without_library() -> tuple[torch.dtype, ...]:
     """Returns the types that PyTorch multiplies by its own loops here, which are up to 100 times slower."""
-    checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    checks = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }
     available = torch.backends.mkldnn.is_available()
-    return tuple(t for t, check in checks.items() if not (available and getattr(torch.ops.mkldnn, check)()))
+    return tuple(
+        t for t, check in checks.items() if not (available and getattr(torch.ops.mkldnn, check)())
+    )
 
 
 @cast(Any, torch.compiler).assume_constant_result
@@ -283,7 +318,9 @@ def _has_library(dtype: torch.dtype) -> bool:
 def _kernel_dtypes() -> tuple[torch.dtype, ...]:
     """Returns the types in which our kernel is faster on this processor than PyTorch."""
     always = library.is_amd_with_avx512_bf16()
-    return tuple(t for t in (torch.float32, torch.bfloat16, torch.float16) if always or not _has_library(t))
+    return tuple(
+        t for t in (torch.float32, torch.bfloat16, torch.float16) if always or not _has_library(t)
+    )
 
 
 def _min_product(dtype: torch.dtype) -> int:
@@ -313,7 +350,11 @@ def _product_flops(a: Tensor, b: Tensor, *_: object, out_val: Tensor | None) -> 
 
 @functools.cache
 def _max_gemv_rows(dtype: torch.dtype) -> int:
-    if dtype == torch.bfloat16 and library.load_error() is None and library.cpu_isa() == "x86-64-v4+bf16":
+    if (
+        dtype == torch.bfloat16
+        and library.load_error() is None
+        and library.cpu_isa() == "x86-64-v4+bf16"
+    ):
         return MAX_GEMV_ROWS_BF16
     return MAX_GEMV_ROWS.get(dtype, 0)
 
@@ -322,4 +363,8 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Returns `F.linear`, or None if the kernel for few rows cannot or should not compute it."""
     may = library.may_decode(x, weight, bias) and weight.layout is torch.strided
     most_rows = _max_gemv_rows(x.dtype) if may else 0
-    return library.call_compiled("linear_of_few_rows", x, weight, bias, most_rows) if most_rows else None
+    return (
+        library.call_compiled("linear_of_few_rows", x, weight, bias, most_rows)
+        if most_rows
+        else None
+    )

@@ -59,7 +59,9 @@ def _layer_norm_allocate(x, residual, weight, bias, eps):
 
 def _layer_norm_allocate_backward(grad, grad_summed, h, weight, mean, rstd, has_bias):
     grad_x = empty_pooled(h)
-    grad_weight, grad_bias = (weight.new_empty(weight.shape, dtype=compute_dtype(h)) for _ in range(2))
+    grad_weight, grad_bias = (
+        weight.new_empty(weight.shape, dtype=compute_dtype(h)) for _ in range(2)
+    )
     return grad_x, grad_weight, grad_bias if has_bias else empty_placeholder(weight)
 
 
@@ -171,7 +173,10 @@ def _rms_norm_prepare(x, residual, weight, eps):
 
 
 def _rms_norm_prepare_backward(grad, grad_summed, h, weight, rstd):
-    return same_dtype(grad, grad_summed, h, weight) or (*contiguous(grad, grad_summed, h, weight), rstd)
+    return same_dtype(grad, grad_summed, h, weight) or (
+        *contiguous(grad, grad_summed, h, weight),
+        rstd,
+    )
 
 
 rms_norm_op = Op(
@@ -204,7 +209,9 @@ def _rms_norm_setup_context(ctx, inputs, output):
 def _rms_norm_backward(ctx, grad, grad_summed, grad_rstd):
     h, weight, rstd = ctx.saved_tensors
     grad = torch.zeros_like(h) if grad is None else grad
-    grad_x, grad_weight = rms_norm_backward_op(grad, grad_summed if ctx.has_residual else None, h, weight, rstd)
+    grad_x, grad_weight = rms_norm_backward_op(
+        grad, grad_summed if ctx.has_residual else None, h, weight, rstd
+    )
     return grad_x, grad_x if ctx.has_residual else None, grad_weight.to(weight.dtype), None
 
 
@@ -228,5 +235,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def _mismatch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> ValueError:
     if residual is not None and residual.shape != x.shape:
-        return ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape")
-    return ValueError(f"a norm of x {tuple(x.shape)} needs a weight of its last dimension, got {tuple(weight.shape)}")
+        return ValueError(
+            f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape"
+        )
+    return ValueError(
+        f"a norm of x {tuple(x.shape)} needs a weight of its last dimension, got {tuple(weight.shape)}"
+    )

@@ -71,7 +71,9 @@ def backward_reference(grad, probs, keys, scale, dropout, first_head, bias_batch
     grad_z = p * (grad - (grad * p).sum(-1, keepdim=True))
     grad_bias = empty_placeholder(probs)
     if bias_batch:
-        grad_bias = (grad_z if bias_batch == probs.shape[0] else grad_z.sum(0, keepdim=True)).to(probs.dtype)
+        grad_bias = (grad_z if bias_batch == probs.shape[0] else grad_z.sum(0, keepdim=True)).to(
+            probs.dtype
+        )
     return (grad_z * scale).to(probs.dtype), grad_bias
 
 
@@ -80,7 +82,11 @@ def _allocate(scores, mask, bias, prefix, keys, scale, causal, dropout, first_he
 
 
 def _allocate_backward(grad, probs, keys, scale, dropout, first_head, bias_batch):
-    bias = empty_pooled(probs, bias_batch, *probs.shape[1:]) if bias_batch else empty_placeholder(probs)
+    bias = (
+        empty_pooled(probs, bias_batch, *probs.shape[1:])
+        if bias_batch
+        else empty_placeholder(probs)
+    )
     return empty_pooled(probs), bias
 
 
@@ -153,7 +159,9 @@ def _backward(ctx, grad_probs, grad_dropped):
     grad = grad_dropped if ctx.dropout else grad_probs
     if grad is None:
         return (None,) * 9
-    grad_scores, grad_bias = backward_op(grad, probs, keys, ctx.scale, ctx.dropout, ctx.first_head, bias_batch)
+    grad_scores, grad_bias = backward_op(
+        grad, probs, keys, ctx.scale, ctx.dropout, ctx.first_head, bias_batch
+    )
     grad_bias = None if shape is None else grad_bias.sum_to_size(shape)
     return grad_scores, None, grad_bias, None, None, None, None, None, None
 
@@ -190,7 +198,9 @@ def masked_softmax(
         ValueError: The shapes do not match, a prefix is passed without `causal`, or dropout without keys.
     """
     if scores.dim() != 4:
-        raise ValueError(f"attention scores must be [B, N, Sq, Sk], got shape {tuple(scores.shape)}")
+        raise ValueError(
+            f"attention scores must be [B, N, Sq, Sk], got shape {tuple(scores.shape)}"
+        )
     if prefix is not None and (not causal or tuple(prefix.shape) != (scores.shape[0],)):
         raise ValueError(
             f"a prefix needs causal=True and one length per sample, shape ({scores.shape[0]},); "
@@ -199,15 +209,22 @@ def masked_softmax(
     if dropout and (keys is None or keys.dtype != torch.int64):
         raise ValueError("dropout needs int64 `keys`, one per sample (see dropout_keys)")
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(f"a mask must be boolean (True allows a key) or floating point (added), not {mask.dtype}")
+        raise ValueError(
+            f"a mask must be boolean (True allows a key) or floating point (added), not {mask.dtype}"
+        )
     for name, tensor in (("mask", mask), ("bias", bias)):
         if tensor is not None and any(
-            size not in (1, full) for size, full in zip(tensor.shape[::-1], scores.shape[::-1], strict=False)
+            size not in (1, full)
+            for size, full in zip(tensor.shape[::-1], scores.shape[::-1], strict=False)
         ):
-            raise ValueError(f"{name} {tuple(tensor.shape)} does not broadcast to the scores {tuple(scores.shape)}")
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} does not broadcast to the scores {tuple(scores.shape)}"
+            )
     if bias is not None and bias.dim() != 4:
         bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
-    probs, dropped = forward_op(scores, mask, bias, prefix, keys, float(scale), causal, float(dropout), first_head)
+    probs, dropped = forward_op(
+        scores, mask, bias, prefix, keys, float(scale), causal, float(dropout), first_head
+    )
     return dropped if dropout else probs
 
 

@@ -64,14 +64,28 @@ class Case:
 
 def decoder(width: int, layers: int, vocabulary: int, dropout: float, *shape: int) -> Case:
     drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
-    sizes = {"n_embd": width, "n_layer": layers, "n_head": width // 64, "vocab_size": vocabulary, "n_positions": 2048}
+    sizes = {
+        "n_embd": width,
+        "n_layer": layers,
+        "n_head": width // 64,
+        "vocab_size": vocabulary,
+        "n_positions": 2048,
+    }
     return Case("gpt2-medium", sizes | drops, *shape)
 
 
 def encoder_decoder(width: int, layers: int, vocabulary: int, dropout: float, *shape: int) -> Case:
-    sizes = {"d_model": width, "d_ff": 4 * width, "num_heads": width // 64, "d_kv": 64, "vocab_size": vocabulary}
+    sizes = {
+        "d_model": width,
+        "d_ff": 4 * width,
+        "num_heads": width // 64,
+        "d_kv": 64,
+        "vocab_size": vocabulary,
+    }
     return Case(
-        "t5-small", sizes | {"num_layers": layers, "num_decoder_layers": layers, "dropout_rate": dropout}, *shape
+        "t5-small",
+        sizes | {"num_layers": layers, "num_decoder_layers": layers, "dropout_rate": dropout},
+        *shape,
     )
 
 
@@ -122,7 +136,10 @@ def calibrate(
         )
     itemsize = 4 if (precision or ("bf16" if gpus else "fp32")) == "fp32" else 2
     measured = measured or cases()
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, cpu_environment(processes)):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, cpu_environment(processes)),
+    ):
         arguments = (processes, free_port(), itemsize, measured, Path(folder))
         spawn(_measure, arguments, nprocs=processes)
         found = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
@@ -133,10 +150,17 @@ def calibrate(
     return figures(processes, itemsize, solve(measured, steps, itemsize)) | link
 
 
-def _measure(rank: int, processes: int, port: int, itemsize: int, measured: Sequence[Case], folder: Path) -> None:
+def _measure(
+    rank: int, processes: int, port: int, itemsize: int, measured: Sequence[Case], folder: Path
+) -> None:
     """Writes the seconds of each case, [[passes, update], ...], and those of each collective."""
     if processes > 1:
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        names = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": processes,
+            "LOCAL_WORLD_SIZE": processes,
+        }
         os.environ |= {name: str(value) for name, value in names.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     mesh = ParallelMesh(processes)
@@ -153,18 +177,28 @@ def _measure(rank: int, processes: int, port: int, itemsize: int, measured: Sequ
         return now()
 
     steps = [_step_seconds(case, itemsize, device, together, now) for case in measured]
-    messages = [_message_seconds(size, mesh, device, together, now) for size in MESSAGES] if processes > 1 else []
+    messages = (
+        [_message_seconds(size, mesh, device, together, now) for size in MESSAGES]
+        if processes > 1
+        else []
+    )
     (folder / f"{rank:06}.json").write_text(json.dumps([steps, messages]))
     if processes > 1:
         dist.destroy_process_group()
 
 
 def _step_seconds(
-    case: Case, itemsize: int, device: torch.device, together: Callable[[], float], now: Callable[[], float]
+    case: Case,
+    itemsize: int,
+    device: torch.device,
+    together: Callable[[], float],
+    now: Callable[[], float],
 ) -> tuple[float, float]:
     """Returns the seconds of the passes of a training step and of its update, by the trainer's own engine."""
     precision, dtype = ("fp32", torch.float32) if itemsize == 4 else ("bf16", torch.bfloat16)
-    arguments = TrainingArguments(precision=precision, gradient_accumulation_steps=case.micro_batches)
+    arguments = TrainingArguments(
+        precision=precision, gradient_accumulation_steps=case.micro_batches
+    )
     config = case.config
     model: Any = from_config(config).to(device, dtype).train()
     engine = TorchEngine(model, make_optimizer(model, arguments), arguments)
@@ -187,7 +221,11 @@ def _step_seconds(
 
 
 def _message_seconds(
-    size: int, mesh: ParallelMesh, device: torch.device, together: Callable[[], float], now: Callable[[], float]
+    size: int,
+    mesh: ParallelMesh,
+    device: torch.device,
+    together: Callable[[], float],
+    now: Callable[[], float],
 ) -> float:
     tensor, taken = torch.zeros(size // 4, device=device), list[float]()
     for _ in range(WARM_UP + ROUNDS):
@@ -243,8 +281,21 @@ def solve(measured: Sequence[Case], steps: Sequence[Sequence[float]], itemsize: 
     rows, seconds = list[list[float]](), list[float]()
     for case, (passes, update) in zip(measured, steps, strict=True):
         network, run = network_of_config(case.config), case.run(itemsize)
-        work = stage_work(network, run, tuple(stack.layers for stack in network.stacks), True)[1] * case.micro_batches
-        rows.append([work.flops, work.fused, work.operands + work.traffic, work.kernels, work.masked, 0.0, 1.0])
+        work = (
+            stage_work(network, run, tuple(stack.layers for stack in network.stacks), True)[1]
+            * case.micro_batches
+        )
+        rows.append(
+            [
+                work.flops,
+                work.fused,
+                work.operands + work.traffic,
+                work.kernels,
+                work.masked,
+                0.0,
+                1.0,
+            ]
+        )
         rows.append([0.0, 0.0, 0.0, 0.0, 0.0, update_bytes(network, run), 1.0])
         seconds += [passes, update]
     counts, taken = np.array(rows), np.array(seconds)

@@ -126,7 +126,9 @@ class Pass:
     masked: float = 0.0
 
     def __add__(self, other: Pass) -> Pass:
-        return Pass(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return Pass(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
 
     def __mul__(self, factor: float) -> Pass:
         return Pass(*(factor * value for value in vars(self).values()))
@@ -152,8 +154,15 @@ def block_pass(block: Block, run: Run, tokens: int, source: int) -> Pass:
     linear = [matmul(m, h, inner + 2 * part.key_value_size, e), matmul(m, inner, h, e)]
     if block.cross:
         memory = float(run.micro_batch * source)
-        linear += [matmul(m, h, inner, e), matmul(memory, h, 2 * part.key_value_size, e), matmul(m, inner, h, e)]
-    linear += [matmul(m, h, part.feed_forward * (1 + block.gated), e), matmul(m, part.feed_forward, h, e)]
+        linear += [
+            matmul(m, h, inner, e),
+            matmul(memory, h, 2 * part.key_value_size, e),
+            matmul(m, inner, h, e),
+        ]
+    linear += [
+        matmul(m, h, part.feed_forward * (1 + block.gated), e),
+        matmul(m, part.feed_forward, h, e),
+    ]
     # Norm, dropout and residual of both halves read or write the stream 5 times each; the activation function with its
     # bias reads and writes the inner features; the heads are rearranged once.
     stream = 2 * 5 * m * h / (run.tensor if run.sequence_parallel else 1)
@@ -174,11 +183,20 @@ def attention_pass(part: Block, run: Run, tokens: int, source: int) -> Pass:
             moved = run.itemsize * heads * d * 2 * (tokens + keys)
             # A causal mask skips half of the blocks of scores.
             seen = 0.5 if part.causal and keys == tokens else 1.0
-            found += Pass(operands=moved, kernels=1.0, fused=(2 + 5) / 3 * 2 * scores * d * seen, masked=masked * seen)
+            found += Pass(
+                operands=moved,
+                kernels=1.0,
+                fused=(2 + 5) / 3 * 2 * scores * d * seen,
+                masked=masked * seen,
+            )
         else:
-            products = matmul(tokens, d, keys, run.itemsize, heads) + matmul(tokens, keys, d, run.itemsize, heads)
+            products = matmul(tokens, d, keys, run.itemsize, heads) + matmul(
+                tokens, keys, d, run.itemsize, heads
+            )
             dropped = 3 if part.attention_dropout else 0  # reads, writes, and the mask's byte twice
-            found += products + Pass(traffic=run.itemsize * scores * (2 + dropped), kernels=2, masked=masked)
+            found += products + Pass(
+                traffic=run.itemsize * scores * (2 + dropped), kernels=2, masked=masked
+            )
     return found
 
 
@@ -187,7 +205,11 @@ def _stacks(network: Network, run: Run) -> Iterator[tuple[Stack, Pass, Pass]]:
     for stack in network.stacks:
         tokens, source = run.tokens(stack), run.length
         part = stack.block.on_rank(run.tensor)
-        yield stack, block_pass(stack.block, run, tokens, source), attention_pass(part, run, tokens, source)
+        yield (
+            stack,
+            block_pass(stack.block, run, tokens, source),
+            attention_pass(part, run, tokens, source),
+        )
 
 
 def step_time(network: Network, run: Run, cluster: Cluster) -> StepTime:
@@ -235,7 +257,10 @@ def stage_times(network: Network, run: Run, cluster: Cluster) -> list[StageTime]
     """Returns the time of each pipeline stage. Blocks are dealt evenly in their order; the last stage has the head."""
     found = dict[tuple[tuple[int, ...], bool], StageTime]()
     rings = [tensor_parallel_time(stack, run, network.hidden, cluster) for stack in network.stacks]
-    deal = [(counts, stage == run.pipeline - 1) for stage, counts in enumerate(_dealt(network, run.pipeline))]
+    deal = [
+        (counts, stage == run.pipeline - 1)
+        for stage, counts in enumerate(_dealt(network, run.pipeline))
+    ]
     for counts, is_last in dict.fromkeys(deal):
         once, every = stage_work(network, run, counts, is_last)
         busy, tensor = seconds(every, run, cluster), sum(map(mul, rings, counts))
@@ -244,7 +269,9 @@ def stage_times(network: Network, run: Run, cluster: Cluster) -> list[StageTime]
     return [found[stage] for stage in deal]
 
 
-def stage_work(network: Network, run: Run, counts: tuple[int, ...], is_last: bool) -> tuple[Pass, Pass]:
+def stage_work(
+    network: Network, run: Run, counts: tuple[int, ...], is_last: bool
+) -> tuple[Pass, Pass]:
     """Returns the forward pass of a stage with so many blocks of each stack, and all its passes together."""
     once, every = Pass(), Pass()
     for (_, whole, attention), count in zip(_stacks(network, run), counts, strict=True):
@@ -271,7 +298,9 @@ def _passes(run: Run) -> int:
 
 def _check(run: Run) -> None:
     if run.gpus % (run.tensor * run.pipeline):
-        raise ValueError(f"{run.gpus} devices are not a multiple of {run.tensor} x {run.pipeline} of one replica")
+        raise ValueError(
+            f"{run.gpus} devices are not a multiple of {run.tensor} x {run.pipeline} of one replica"
+        )
     if run.global_batch % (run.micro_batch * run.data):
         raise ValueError(
             f"global_batch {run.global_batch} is not a multiple of micro_batch {run.micro_batch} x {run.data} "
@@ -282,19 +311,28 @@ def _check(run: Run) -> None:
 def seconds(work: Pass, run: Run, cluster: Cluster) -> tuple[float, float, float]:
     """Returns the seconds of products, of memory traffic, and of launches that the device waits for."""
     device, rates = cluster.device, cluster.rates
-    bandwidth, peak = device.bandwidth * rates.memory, device.peak_of(run.itemsize) * device.sustained
+    bandwidth, peak = (
+        device.bandwidth * rates.memory,
+        device.peak_of(run.itemsize) * device.sustained,
+    )
     products = work.flops / (peak * rates.compute) + work.fused / (peak * rates.attention)
     products += work.operands / bandwidth
     memory = work.traffic / bandwidth + work.masked * rates.dropout
     launches = work.kernels * rates.launch
-    return products, memory, max(launches - products - memory, 0.0) if rates.asynchronous else launches
+    return (
+        products,
+        memory,
+        max(launches - products - memory, 0.0) if rates.asynchronous else launches,
+    )
 
 
 def head_pass(network: Network, run: Run) -> Pass:
     """Returns the logits and their loss, which reads and writes them in fp32 about three times."""
     tokens = run.micro_batch * run.tokens(network.stacks[-1])
     rows = -(-network.vocabulary // run.tensor)
-    return matmul(tokens, network.hidden, rows, run.itemsize) + Pass(traffic=3 * 4 * tokens * rows, kernels=10)
+    return matmul(tokens, network.hidden, rows, run.itemsize) + Pass(
+        traffic=3 * 4 * tokens * rows, kernels=10
+    )
 
 
 def tensor_parallel_time(stack: Stack, run: Run, hidden: int, cluster: Cluster) -> float:
@@ -302,8 +340,15 @@ def tensor_parallel_time(stack: Stack, run: Run, hidden: int, cluster: Cluster) 
 
     Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather of the same bytes.
     """
-    size, link = run.micro_batch * run.tokens(stack) * hidden * run.itemsize, cluster.link(run.tensor, 1)
-    return _passes(run) * (2 + stack.block.cross) * ring_all_reduce(size, run.tensor, link, cluster.rates)
+    size, link = (
+        run.micro_batch * run.tokens(stack) * hidden * run.itemsize,
+        cluster.link(run.tensor, 1),
+    )
+    return (
+        _passes(run)
+        * (2 + stack.block.cross)
+        * ring_all_reduce(size, run.tensor, link, cluster.rates)
+    )
 
 
 def message_time(network: Network, run: Run, cluster: Cluster) -> float:
@@ -312,7 +357,9 @@ def message_time(network: Network, run: Run, cluster: Cluster) -> float:
         return 0.0
     link = cluster.link(run.pipeline, run.tensor * run.data)
     size = run.micro_batch * run.length * network.hidden * run.itemsize
-    return 2 * run.chunks * (size / run.tensor / (link.bandwidth * cluster.rates.link) + link.latency)
+    return (
+        2 * run.chunks * (size / run.tensor / (link.bandwidth * cluster.rates.link) + link.latency)
+    )
 
 
 def gradient_time(network: Network, run: Run, cluster: Cluster, backward: float) -> float:
@@ -349,6 +396,13 @@ def update_bytes(network: Network, run: Run) -> float:
 
 def model_flops(network: Network, run: Run) -> float:
     """Returns the FLOPs of a step of all devices, 3 times those of the forward pass; scores count whole, as in MFU."""
-    whole = Run(run.gpus, run.global_batch, run.global_batch, run.length, run.target_length, fused_attention=False)
+    whole = Run(
+        run.gpus,
+        run.global_batch,
+        run.global_batch,
+        run.length,
+        run.target_length,
+        fused_attention=False,
+    )
     blocks = sum(stack.layers * found.flops for stack, found, _ in _stacks(network, whole))
     return 3 * (blocks + head_pass(network, whole).flops)

@@ -61,11 +61,15 @@ GB, GIB, TFLOPS = 1e9, 2**30, 1e12
 LINKS = {
     link.name: link
     for link in (
-        Link("nvlink2", 150 * GB, NVLINK_LATENCY, ((2, 1 / 6), (4, 4 / 6))),  # V100: 6 x 25 GB/s, DGX-1's cube mesh
+        Link(
+            "nvlink2", 150 * GB, NVLINK_LATENCY, ((2, 1 / 6), (4, 4 / 6))
+        ),  # V100: 6 x 25 GB/s, DGX-1's cube mesh
         Link("nvlink3", 300 * GB, NVLINK_LATENCY),  # A100: 12 x 25 GB/s
         Link("nvlink4", 450 * GB, NVLINK_LATENCY),  # H100, H200: 18 x 25 GB/s
         Link("nvlink5", 900 * GB, NVLINK_LATENCY),  # B200: 18 x 50 GB/s
-        Link("infinity-fabric", 448 * GB, NVLINK_LATENCY, ((2, 1 / 7), (4, 3 / 7))),  # MI300X: 7 x 64 GB/s
+        Link(
+            "infinity-fabric", 448 * GB, NVLINK_LATENCY, ((2, 1 / 7), (4, 3 / 7))
+        ),  # MI300X: 7 x 64 GB/s
         Link("shared-memory", 4 * GB, 50e-6),  # between processes, by gloo
         Link("pcie3", 16 * GB, NETWORK_LATENCY),
         Link("pcie4", 32 * GB, NETWORK_LATENCY),
@@ -83,9 +87,13 @@ DEVICES = {
         Device("a100-40gb", 312 * TFLOPS, 40 * GIB, 1555 * GB, 19.5 * TFLOPS),
         Device("a100", 312 * TFLOPS, 80 * GIB, 2039 * GB, 19.5 * TFLOPS),
         Device("h100", 989 * TFLOPS, 80 * GIB, 3350 * GB, 67 * TFLOPS, sustained=0.71),
-        Device("h200", 989 * TFLOPS, 141 * GIB, 4800 * GB, 67 * TFLOPS, sustained=0.71),  # an H100 with other memory
+        Device(
+            "h200", 989 * TFLOPS, 141 * GIB, 4800 * GB, 67 * TFLOPS, sustained=0.71
+        ),  # an H100 with other memory
         Device("b200", 2250 * TFLOPS, 180 * GIB, 8000 * GB, 80 * TFLOPS),
-        Device("cpu", 0.1 * TFLOPS, 8 * GIB, 10 * GB, 0.1 * TFLOPS),  # a process with one or two cores
+        Device(
+            "cpu", 0.1 * TFLOPS, 8 * GIB, 10 * GB, 0.1 * TFLOPS
+        ),  # a process with one or two cores
         Device("mi300x", 1307 * TFLOPS, 192 * GIB, 5300 * GB, 163.4 * TFLOPS),
     )
 }
@@ -159,8 +167,12 @@ class Cluster:
 
 
 CLUSTERS = {
-    "v100": Cluster(DEVICES["v100"], LINKS["nvlink2"], LINKS["infiniband-edr"], adapters=4),  # DGX-1
-    "a100-40gb": Cluster(DEVICES["a100-40gb"], LINKS["nvlink3"], LINKS["infiniband-hdr"]),  # DGX A100
+    "v100": Cluster(
+        DEVICES["v100"], LINKS["nvlink2"], LINKS["infiniband-edr"], adapters=4
+    ),  # DGX-1
+    "a100-40gb": Cluster(
+        DEVICES["a100-40gb"], LINKS["nvlink3"], LINKS["infiniband-hdr"]
+    ),  # DGX A100
     "a100": Cluster(DEVICES["a100"], LINKS["nvlink3"], LINKS["infiniband-hdr"]),
     "h100": Cluster(DEVICES["h100"], LINKS["nvlink4"], LINKS["infiniband-ndr"]),  # DGX H100
     "h200": Cluster(DEVICES["h200"], LINKS["nvlink4"], LINKS["infiniband-ndr"]),
@@ -197,16 +209,26 @@ def cluster_of(device: str, **changes: Any) -> Cluster:
     for name in changes.keys() - set(LINK_NAMES):
         _check_number(name, changes[name], whole=name in ("node_size", "adapters"))
     if changes.get("sustained", 1) > 1:
-        raise ValueError(f"sustained is a share of the peak, at most 1, not {changes['sustained']!r}")
+        raise ValueError(
+            f"sustained is a share of the peak, at most 1, not {changes['sustained']!r}"
+        )
     units = UNITS | {"sustained": 1.0}
     figures = {name: changes.pop(name) * unit for name, unit in units.items() if name in changes}
-    links = {name: _link(name, changes.pop(name), getattr(usual, name)) for name in LINK_NAMES if name in changes}
+    links = {
+        name: _link(name, changes.pop(name), getattr(usual, name))
+        for name in LINK_NAMES
+        if name in changes
+    }
     return replace(usual, device=replace(usual.device, **figures), rates=rates, **links, **changes)
 
 
 def _check_number(name: str, value: Any, *, whole: bool = False, zero: bool = False) -> None:
     """Raises ValueError if the value is not a number above 0, or 0 if `zero`, and below `MOST`."""
-    if type(value) not in ((int,) if whole else (int, float)) or not 0 <= value < MOST or not (value or zero):
+    if (
+        type(value) not in ((int,) if whole else (int, float))
+        or not 0 <= value < MOST
+        or not (value or zero)
+    ):
         kind = f"a {'whole ' if whole else ''}number {'from' if zero else 'above'} 0"
         raise ValueError(f"{name} must be {kind} and below {MOST:g}, not {value!r}")
 

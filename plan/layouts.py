@@ -52,14 +52,20 @@ class Plan:
 
     def mfu(self, cluster: Cluster) -> float:
         """Returns the share of the devices' peak that the model's FLOPs reach, without those of recomputation."""
-        return self.time.flops / (self.time.total * self.run.gpus * cluster.device.peak_of(self.run.itemsize))
+        return self.time.flops / (
+            self.time.total * self.run.gpus * cluster.device.peak_of(self.run.itemsize)
+        )
 
 
 def network_of_config(config: ModelConfig) -> Network:
     """Returns the network of a model of the zoo."""
     sizes = parameter_sizes(config)
     activations = family(config.model_type).activations(config)
-    owned = (stack for stack in activations.stacks if any(size.name.startswith(stack.path) for size in sizes))
+    owned = (
+        stack
+        for stack in activations.stacks
+        if any(size.name.startswith(stack.path) for size in sizes)
+    )
     parameters = sum(size.full for size in sizes)
     return network_of(replace(activations, stacks=tuple(owned)), config.vocab_size, parameters)
 
@@ -86,7 +92,10 @@ def job_of(run: Run, request: Request) -> Job:
 def save_seconds(config: ModelConfig, run: Run, request: Request) -> float:
     """Returns how long a save stops training at most: a rank copies its weights and optimizer state to the host."""
     lines = estimate(config, job_of(run, request)).moments[-1].lines
-    return sum(lines[name] for name in ("parameters", "fp32 master weights", "optimizer state")) / HOST_BANDWIDTH
+    return (
+        sum(lines[name] for name in ("parameters", "fp32 master weights", "optimizer state"))
+        / HOST_BANDWIDTH
+    )
 
 
 def layouts(config: ModelConfig, request: Request, node_size: int) -> Iterator[Run]:
@@ -96,13 +105,22 @@ def layouts(config: ModelConfig, request: Request, node_size: int) -> Iterator[R
     itemsize = 4 if request.precision == "fp32" else 2
     for tensor, pipeline in product(divisors(request.gpus), divisors(request.gpus)):
         data = request.gpus // (tensor * pipeline)
-        if tensor > widest or not data or request.gpus % (tensor * pipeline) or request.global_batch % data:
+        if (
+            tensor > widest
+            or not data
+            or request.gpus % (tensor * pipeline)
+            or request.global_batch % data
+        ):
             continue
         if not _divides(model, pipeline) or (pipeline > 1 and request.precision == "fp16"):
             continue
-        batches = [size for size in divisors(request.global_batch // data) if size & (size - 1) == 0]
+        batches = [
+            size for size in divisors(request.global_batch // data) if size & (size - 1) == 0
+        ]
         parallel = (False, True) if tensor > 1 and request.length % tensor == 0 else (False,)
-        for stage, recompute, split, batch in product(_stages(tensor, pipeline, data), RECOMPUTE, parallel, batches):
+        for stage, recompute, split, batch in product(
+            _stages(tensor, pipeline, data), RECOMPUTE, parallel, batches
+        ):
             run = Run(
                 request.gpus, request.global_batch, batch, request.length, request.target_length or 0, tensor, pipeline,
                 recompute=recompute, sequence_parallel=split, zero_stage=stage, itemsize=itemsize,
@@ -149,13 +167,20 @@ def plans(config: ModelConfig, request: Request, cluster: Cluster, best: int = 1
     Layouts are examined in the order of their predicted times. One that does not fit rules out larger micro-batches.
     """
     network, room = network_of_config(config), cluster.device.memory * (1 - SPARE)
-    timed = [(step_time(network, run, cluster), run) for run in layouts(config, request, cluster.node_size)]
+    timed = [
+        (step_time(network, run, cluster), run)
+        for run in layouts(config, request, cluster.node_size)
+    ]
     found: list[Plan] = []
     too_large: dict[Run, int] = {}
     hopeless = set[tuple[int, int, int, bool]]()
     for time, run in sorted(timed, key=lambda pair: pair[0].total):
         kind, split = replace(run, micro_batch=1), _split(run)
-        if len(found) == best or split in hopeless or run.micro_batch >= too_large.get(kind, run.micro_batch + 1):
+        if (
+            len(found) == best
+            or split in hopeless
+            or run.micro_batch >= too_large.get(kind, run.micro_batch + 1)
+        ):
             continue
         needed = estimate(config, job_of(run, request))
         if needed.peak.total <= room:
@@ -192,7 +217,11 @@ def remedies(config: ModelConfig, job: Job, memory: float) -> list[Remedy]:
     Recomputation, ZeRO, smaller micro-batches with as many more of them, tensor parallelism over further devices, with
     sequence parallelism, and Adafactor are tried alone and together. What does more than another remedy is left out.
     """
-    network, ladders, found = network_of_config(config), _ladders(config, job), dict[tuple[int, ...], Remedy]()
+    network, ladders, found = (
+        network_of_config(config),
+        _ladders(config, job),
+        dict[tuple[int, ...], Remedy](),
+    )
     before = _device_time(network, job)
     for count in range(1, len(ladders) + 1):
         for chosen in combinations(range(len(ladders)), count):
@@ -201,23 +230,37 @@ def remedies(config: ModelConfig, job: Job, memory: float) -> list[Remedy]:
                 place = tuple(steps.get(number, 0) for number in range(len(ladders)))
                 if any(all(a <= b for a, b in zip(other, place, strict=True)) for other in found):
                     continue
-                changes = {k: v for number, rung in steps.items() for k, v in ladders[number][rung - 1].items()}
+                changes = {
+                    k: v
+                    for number, rung in steps.items()
+                    for k, v in ladders[number][rung - 1].items()
+                }
                 if fitting := _fitting(config, job, changes, memory):
                     changed, needed = fitting
                     found[place] = Remedy(changes, needed, _device_time(network, changed) / before)
-    return sorted(found.values(), key=lambda remedy: ("optimizer" in remedy.changes, remedy.cost, remedy.memory))
+    return sorted(
+        found.values(),
+        key=lambda remedy: ("optimizer" in remedy.changes, remedy.cost, remedy.memory),
+    )
 
 
 def _ladders(config: ModelConfig, job: Job) -> list[Ladder]:
     batch, tensor, order = job.micro_batch_size, job.tensor_parallel_size, [*RECOMPUTE]
     smaller = [size for size in reversed(divisors(batch)) if size < batch]
     widest = min(largest_size(unsplit_on_meta(config)), cluster_of("a100").node_size)
-    wider = [{"tensor_parallel_size": factor * tensor} for factor in (2, 4, 8) if factor * tensor <= widest]
+    wider = [
+        {"tensor_parallel_size": factor * tensor}
+        for factor in (2, 4, 8)
+        if factor * tensor <= widest
+    ]
     stages = range((job.stage or 0) + 1, 4) if job.data_parallel_size > 1 else ()
     ladders: list[Ladder] = [
         [{"recompute": value} for value in order[order.index(job.recompute) + 1 :]],
         [{"zero_stage": stage} for stage in stages],
-        [{"micro_batch_size": s, "accumulation_steps": job.accumulation_steps * batch // s} for s in smaller],
+        [
+            {"micro_batch_size": s, "accumulation_steps": job.accumulation_steps * batch // s}
+            for s in smaller
+        ],
         wider,
         [{"sequence_parallel": True}] if not job.sequence_parallel else [],
         [{"optimizer": "adafactor"}] if job.optimizer != "adafactor" else [],
@@ -225,7 +268,9 @@ def _ladders(config: ModelConfig, job: Job) -> list[Ladder]:
     return [ladder for ladder in ladders if ladder]
 
 
-def _fitting(config: ModelConfig, job: Job, changes: dict[str, Any], memory: float) -> tuple[Job, int] | None:
+def _fitting(
+    config: ModelConfig, job: Job, changes: dict[str, Any], memory: float
+) -> tuple[Job, int] | None:
     """Returns the changed job and its bytes, or None if the trainer refuses it or it needs more than `memory`."""
     try:
         changed = replace(job, **changes)

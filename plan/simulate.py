@@ -52,20 +52,30 @@ def simulate_step(
 ) -> float:  # fmt: skip
     """Returns the seconds of a step from its events. ValueError for an interleaved schedule, which is not simulated."""
     if run.chunks > 1:
-        raise ValueError(f"the simulated schedule is 1F1B, with 1 group of layers on a rank, not {run.chunks}")
+        raise ValueError(
+            f"the simulated schedule is 1F1B, with 1 group of layers on a rank, not {run.chunks}"
+        )
     draw, stages = np.random.default_rng(seed), stage_times(network, run, cluster)
-    slow = np.where(draw.random((run.pipeline, run.data, run.tensor)) < stragglers.slow_share, stragglers.slowdown, 1.0)
+    slow = np.where(
+        draw.random((run.pipeline, run.data, run.tensor)) < stragglers.slow_share,
+        stragglers.slowdown,
+        1.0,
+    )
     busy, tensor = (
-        np.array(values) for values in zip(*((sum(s.busy), s.tensor_parallel) for s in stages), strict=True)
+        np.array(values)
+        for values in zip(*((sum(s.busy), s.tensor_parallel) for s in stages), strict=True)
     )
     shares = np.array([stage.forward for stage in stages]).T  # [2, P]
     passes = [
-        _varied(busy * share[0], slow, stragglers.jitter, run.micro_batches, draw) + (tensor * share[1])[:, None]
+        _varied(busy * share[0], slow, stragglers.jitter, run.micro_batches, draw)
+        + (tensor * share[1])[:, None]
         for share in (shares, 1 - shares)
     ]  # forward and backward, [M, P, D]
     ring, rounds = gradient_ring(network, run, cluster)
     hidden = cluster.rates.overlap * 2 / 3 * busy[:, None] * slow.max(-1)  # [P, D]
-    if run.zero_stage > 1:  # replicas exchange weights or gradients in each pass, so the slowest decides
+    if (
+        run.zero_stage > 1
+    ):  # replicas exchange weights or gradients in each pass, so the slowest decides
         passes = [times.max(-1, keepdims=True) for times in passes]
     ended = pipeline_ends(*passes, message_time(network, run, cluster) / 2)  # [P, D]
     if run.zero_stage > 1:
@@ -76,7 +86,9 @@ def simulate_step(
     return float(ended.max()) + update_time(network, run, cluster) + cluster.rates.step
 
 
-def _varied(seconds: np.ndarray, slow: np.ndarray, jitter: float, count: int, draw: np.random.Generator) -> np.ndarray:
+def _varied(
+    seconds: np.ndarray, slow: np.ndarray, jitter: float, count: int, draw: np.random.Generator
+) -> np.ndarray:
     """Returns the times of `count` passes through each stage, [M, P, D]: the slowest tensor-parallel rank decides."""
     if not jitter:
         return np.broadcast_to(seconds[:, None] * slow.max(-1), (count, *slow.shape[:2]))
@@ -106,9 +118,15 @@ def pipeline_ends(forward: np.ndarray, backward: np.ndarray, message: float = 0.
             source, target = (stage - 1, stage + 1) if kind == 0 else (stage + 1, stage - 1)
             if 0 <= source < stages and done[source][kind] <= batch:
                 break
-            begun = np.maximum(free[stage], sent[kind, source, batch]) if 0 <= source < stages else free[stage]
+            begun = (
+                np.maximum(free[stage], sent[kind, source, batch])
+                if 0 <= source < stages
+                else free[stage]
+            )
             own = (forward, backward)[kind][batch, stage]
-            free[stage] = sent[kind, stage, batch] = begun + own + (message if 0 <= target < stages else 0.0)
+            free[stage] = sent[kind, stage, batch] = (
+                begun + own + (message if 0 <= target < stages else 0.0)
+            )
             done[stage][kind] += 1
             place[stage] += 1
             ready.extend(other for other in (stage - 1, stage + 1) if 0 <= other < stages)
@@ -136,7 +154,9 @@ def ring_ends(begun: np.ndarray, hops: np.ndarray) -> np.ndarray:
     at = begun
     for _ in range(2 * (len(hops) - 1)):
         sent = at + hops
-        at = np.maximum(sent, np.roll(sent, 1, -1))  # a rank has sent its part and received its neighbor's
+        at = np.maximum(
+            sent, np.roll(sent, 1, -1)
+        )  # a rank has sent its part and received its neighbor's
     return at
 
 
@@ -156,7 +176,9 @@ class Failures:
 
     def __post_init__(self) -> None:
         if not 0 < self.device_mtbf < inf:
-            raise ValueError(f"the mean time between a device's failures must be above 0 s, not {self.device_mtbf}")
+            raise ValueError(
+                f"the mean time between a device's failures must be above 0 s, not {self.device_mtbf}"
+            )
         if not 0 < self.save < inf:
             raise ValueError(f"a save must take more than 0 s, not {self.save}")
         if not 0 <= self.restart < inf:
@@ -193,7 +215,9 @@ class Outlook:
     failures: float
 
 
-def outlook(failures: Failures, devices: int, work: float, *, runs: int = 200, seed: int = 0) -> Outlook:
+def outlook(
+    failures: Failures, devices: int, work: float, *, runs: int = 200, seed: int = 0
+) -> Outlook:
     """Draws long runs with each interval between saves, and runs of `work` seconds of training with the best.
 
     ValueError if failures come too often for a run to end.
@@ -208,7 +232,13 @@ def outlook(failures: Failures, devices: int, work: float, *, runs: int = 200, s
 
 
 def run_seconds(
-    failures: Failures, devices: int, intervals: np.ndarray, work: float, *, runs: int = 200, seed: int = 0
+    failures: Failures,
+    devices: int,
+    intervals: np.ndarray,
+    work: float,
+    *,
+    runs: int = 200,
+    seed: int = 0,
 ) -> np.ndarray:
     """Returns how long runs of `work` seconds of training take with failures, [intervals, runs].
 

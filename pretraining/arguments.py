@@ -81,14 +81,18 @@ class PretrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data or ()))
+        object.__setattr__(
+            self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data or ())
+        )
         if self.objective is not None:
             check_types(self.objective)
         for name in ("eval_sequences", "final_eval_sequences"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.train_steps is None:
-            raise ValueError("the corpus is repeated endlessly: set train_steps to the number of steps")
+            raise ValueError(
+                "the corpus is repeated endlessly: set train_steps to the number of steps"
+            )
 
     @property
     def model_name(self) -> str:
@@ -97,7 +101,9 @@ class PretrainingArguments(TrainingArguments):
 
     def of_the_run(self) -> dict[str, object]:
         """Returns the arguments that describe the run, without those of one invocation, as `--config` reads them."""
-        values: dict[str, Any] = {name: value for name, value in asdict(self).items() if name not in INVOCATION}
+        values: dict[str, Any] = {
+            name: value for name, value in asdict(self).items() if name not in INVOCATION
+        }
         if self.objective is not None:
             values["objective"] = {"name": self.objective.name, **values["objective"]}
         return values

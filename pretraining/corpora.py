@@ -103,7 +103,8 @@ def write_pairs(folder: Path, pairs: Sequence[Pair]) -> None:
         return str(path.relative_to(folder) if path.is_relative_to(folder) else path.absolute())
 
     values = [
-        {"train": recorded(pair.train), "valid": recorded(pair.valid), "share": str(pair.share)} for pair in pairs
+        {"train": recorded(pair.train), "valid": recorded(pair.valid), "share": str(pair.share)}
+        for pair in pairs
     ]
     (folder / PAIRS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -112,12 +113,18 @@ def read_pairs(folder: Path) -> list[Pair]:
     """Returns the pairs that `write_pairs` recorded."""
     values = json.loads((folder / PAIRS).read_text(encoding="utf-8"))
     return [
-        Pair(part["train"] and folder / part["train"], folder / part["valid"], Fraction(part["share"]))
+        Pair(
+            part["train"] and folder / part["train"],
+            folder / part["valid"],
+            Fraction(part["share"]),
+        )
         for part in values
     ]
 
 
-def prepare_data(arguments: PretrainingArguments, inputs: Inputs, folder: Path, console: Console) -> None:
+def prepare_data(
+    arguments: PretrainingArguments, inputs: Inputs, folder: Path, console: Console
+) -> None:
     """Writes the corpora and the tokenizer, and tries whether the objective can make samples of them."""
     folder.mkdir()
     if arguments.stream:
@@ -128,7 +135,8 @@ def prepare_data(arguments: PretrainingArguments, inputs: Inputs, folder: Path, 
             corpora = prepare_corpora(
                 mixture,
                 folder,
-                tokenizer=inputs.tokenizer or family(inputs.config.model_type).tokenizer_of(inputs.config),
+                tokenizer=inputs.tokenizer
+                or family(inputs.config.model_type).tokenizer_of(inputs.config),
                 vocab_size=arguments.vocab_size or inputs.config.vocab_size,
                 split_sentences=inputs.objective.split_sentences,
                 held_out_fraction=arguments.held_out_fraction,
@@ -139,7 +147,10 @@ def prepare_data(arguments: PretrainingArguments, inputs: Inputs, folder: Path, 
             console.print(note)
         place_tokenizer(inputs, corpora[0].tokenizer_dir, folder / TOKENIZER)
         parts = zip(corpora, mixture, strict=True)
-        write_pairs(folder, [Pair(corpus.train_prefix, corpus.valid_prefix, share) for corpus, (_, share) in parts])
+        write_pairs(
+            folder,
+            [Pair(corpus.train_prefix, corpus.valid_prefix, share) for corpus, (_, share) in parts],
+        )
     make_samples(arguments, inputs, folder, load_tokenizer(folder / TOKENIZER), Share(1))
 
 
@@ -180,7 +191,9 @@ def place_tokenizer(inputs: Inputs, trained: Path, folder: Path) -> Tokenizer:
     if tokenizer is None:
         tokenizer = load_tokenizer(trained)
         prepare_tokenizer(tokenizer, str(trained), inputs.objective, None)
-    if not has_tokenizer(folder) or Vocabulary.of(load_tokenizer(folder)) != Vocabulary.of(tokenizer):
+    if not has_tokenizer(folder) or Vocabulary.of(load_tokenizer(folder)) != Vocabulary.of(
+        tokenizer
+    ):
         save_tokenizer(tokenizer, folder)
     return tokenizer
 
@@ -191,7 +204,11 @@ def data_of(arguments: PretrainingArguments, inputs: Inputs) -> PretrainingData:
 
 
 def make_samples(
-    arguments: PretrainingArguments, inputs: Inputs, folder: Path, tokenizer: Tokenizer, share: Share
+    arguments: PretrainingArguments,
+    inputs: Inputs,
+    folder: Path,
+    tokenizer: Tokenizer,
+    share: Share,
 ) -> tuple[PretrainingSamples | BlockStream, PretrainingSamples]:
     """Returns what a rank trains on: endless samples or a stream of batches; and the samples of the held-out text."""
     data, pairs = data_of(arguments, inputs), read_pairs(folder)
@@ -206,5 +223,9 @@ def make_samples(
     if prefixes:
         return mixed(prefixes, data), held_out
     streams = [stream for stream, _ in open_streams(arguments)]
-    place = {"rank": share.rank, "world_size": share.world_size, "num_workers": arguments.num_workers}
+    place = {
+        "rank": share.rank,
+        "world_size": share.world_size,
+        "num_workers": arguments.num_workers,
+    }
     return BlockStream(streams, tokenizer, data, shares=shares, **place), held_out

@@ -24,7 +24,11 @@ from ..trainer.launch.ranks import Ranks
 TOLERANCE = 1e-4
 """Largest difference in nats between the losses of the sharded and the exported model, both in fp32."""
 NEW_TOKENS = 120
-SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 40}  # small models repeat themselves when decoded greedily
+SAMPLING = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_k": 40,
+}  # small models repeat themselves when decoded greedily
 MARKS = "[[", "]]"  # around what the model wrote
 
 Part = tuple[Sequence[int], bool]  # token ids, and whether the model wrote them
@@ -49,12 +53,19 @@ def load_exported(folder: Path) -> Any:
     if problems:
         raise ValueError(f"transformers does not load {folder} completely: {problems}")
     if getattr(config, "tie_word_embeddings", None) is False:
-        model.config.tie_word_embeddings = False  # transformers 5 says true of every UMT5, and scales its logits then
+        model.config.tie_word_embeddings = (
+            False  # transformers 5 says true of every UMT5, and scales its logits then
+        )
     return model.eval()
 
 
 def exported_loss(
-    folder: Path, samples: Any, *, batch_size: int, collate: Callable[[Sequence[Any]], Any], device: torch.device
+    folder: Path,
+    samples: Any,
+    *,
+    batch_size: int,
+    collate: Callable[[Sequence[Any]], Any],
+    device: torch.device,
 ) -> float:
     """Returns the mean loss of the exported model over samples, in nats per target.
 
@@ -90,7 +101,11 @@ def check_export(folder: Path, exported: float, sharded: float) -> None:
 
 
 def write_sample(
-    folder: Path, sample: Mapping[str, Any], prompt: str | None = None, *, blanks: GLMVocabulary | None = None
+    folder: Path,
+    sample: Mapping[str, Any],
+    prompt: str | None = None,
+    *,
+    blanks: GLMVocabulary | None = None,
 ) -> str:
     """Returns a text of which the exported model wrote the parts in [[ ]], the same at every call.
 
@@ -103,13 +118,22 @@ def write_sample(
     """
     pipeline = TextGenerationPipeline(folder, dtype=torch.float32, glm_vocabulary=blanks)
     tokenizer = load_tokenizer(folder)
-    write = {"continuation": _continue, "answer": _answer, "masks": _fill_masks, "blanks": _fill_blanks}
+    write = {
+        "continuation": _continue,
+        "answer": _answer,
+        "masks": _fill_masks,
+        "blanks": _fill_blanks,
+    }
     torch.manual_seed(0)
     with all_cores():
-        return _marked(write[pipeline.model.generates](pipeline, tokenizer, sample, prompt), tokenizer)
+        return _marked(
+            write[pipeline.model.generates](pipeline, tokenizer, sample, prompt), tokenizer
+        )
 
 
-def _continue(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None) -> list[Part]:
+def _continue(
+    pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None
+) -> list[Part]:
     longest = pipeline.model.config.max_sequence_length
     ids = _ids(sample["input_ids"]) if not prompt else _encoded(pipeline, prompt)
     ids = ids[: max(1, min(len(ids) if prompt else len(ids) // 2, longest - 1))]
@@ -118,7 +142,9 @@ def _continue(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: An
     return [(ids, False), (found[len(ids) :], True)]
 
 
-def _answer(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None) -> list[Part]:
+def _answer(
+    pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None
+) -> list[Part]:
     known: tuple[int, ...] = ()
     with suppress(ValueError):  # objectives that replace no spans need no sentinels
         known = sentinel_ids(tokenizer)
@@ -127,7 +153,9 @@ def _answer(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any,
         ids = _encoded(pipeline, prompt)
         if known and not set(ids) & set(known):
             ids = _encoded(pipeline, f"{prompt} {tokenizer.id_to_token(known[0])}")
-    found = _generated(pipeline, ids, min(NEW_TOKENS, pipeline.model.config.max_target_length or NEW_TOKENS))
+    found = _generated(
+        pipeline, ids, min(NEW_TOKENS, pipeline.model.config.max_target_length or NEW_TOKENS)
+    )
     blanks = set(ids) & set(known)
     if not blanks:
         return [(ids, False), (found, True)]
@@ -138,27 +166,48 @@ def _answer(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any,
             span = fills.setdefault(token, [])
         else:
             span.append(token)
-    return _filled(ids, {place: fills.get(token, []) for place, token in enumerate(ids) if token in blanks})
+    return _filled(
+        ids, {place: fills.get(token, []) for place, token in enumerate(ids) if token in blanks}
+    )
 
 
-def _fill_masks(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None) -> list[Part]:
+def _fill_masks(
+    pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None
+) -> list[Part]:
     mask = tokenizer.special_id("mask_token")
     ids = _ids(sample["input_ids"])
     if prompt:
         ids = _encoded(pipeline, prompt)
         ids = ids if mask in ids else _encoded(pipeline, f"{prompt} {tokenizer.id_to_token(mask)}")
-    segments = None if prompt or "token_type_ids" not in sample else torch.tensor([_ids(sample["token_type_ids"])])
-    found = fill_mask(pipeline.model, torch.tensor([ids]), token_type_ids=segments, mask_token_id=mask, top_k=1)
+    segments = (
+        None
+        if prompt or "token_type_ids" not in sample
+        else torch.tensor([_ids(sample["token_type_ids"])])
+    )
+    found = fill_mask(
+        pipeline.model, torch.tensor([ids]), token_type_ids=segments, mask_token_id=mask, top_k=1
+    )
     return _filled(ids, dict(zip(found.places[:, 1].tolist(), found.tokens.tolist(), strict=True)))
 
 
-def _fill_blanks(pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None) -> list[Part]:
+def _fill_blanks(
+    pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None
+) -> list[Part]:
     text: Any = pipeline.blank_text
-    ids = _cut(text.encode(prompt), pipeline) if prompt else _ids(sample["input_ids"])[: int(sample["attention_mask"])]
+    ids = (
+        _cut(text.encode(prompt), pipeline)
+        if prompt
+        else _ids(sample["input_ids"])[: int(sample["attention_mask"])]
+    )
     new = min(NEW_TOKENS, pipeline.model.config.max_sequence_length // 2)
-    found = fill_blanks(pipeline.model, torch.tensor([ids]), text.tokens, max_new_tokens=new, **SAMPLING)[0]
+    found = fill_blanks(
+        pipeline.model, torch.tensor([ids]), text.tokens, max_new_tokens=new, **SAMPLING
+    )[0]
     blanks = (text.tokens.mask, text.tokens.smask, text.tokens.gmask)
-    return _filled(ids, dict(zip([i for i, token in enumerate(ids) if token in blanks], found.pieces, strict=True)))
+    return _filled(
+        ids,
+        dict(zip([i for i, token in enumerate(ids) if token in blanks], found.pieces, strict=True)),
+    )
 
 
 def _ids(values: Any) -> list[int]:
@@ -195,12 +244,18 @@ def _filled(ids: Sequence[int], fills: Mapping[int, Sequence[int]]) -> list[Part
 
 def _marked(parts: Sequence[Part], tokenizer: Tokenizer) -> str:
     """Returns the text of the parts without special tokens, with marks around what the model wrote."""
-    exact = tokenizer.decode(tokenizer.encode(" a")) == " a"  # else decoding drops the white space around a part
+    exact = (
+        tokenizer.decode(tokenizer.encode(" a")) == " a"
+    )  # else decoding drops the white space around a part
     texts = [(tokenizer.decode(ids, skip_special_tokens=True), written) for ids, written in parts]
-    return ("" if exact else " ").join(text.join(MARKS) if written else text for text, written in texts)
+    return ("" if exact else " ").join(
+        text.join(MARKS) if written else text for text, written in texts
+    )
 
 
-def write_card(folder: Path, config: ModelConfig, facts: Mapping[str, str], *, command: str, sample: str) -> None:
+def write_card(
+    folder: Path, config: ModelConfig, facts: Mapping[str, str], *, command: str, sample: str
+) -> None:
     """Writes the folder's README.md: what the model is, how it was trained and how it is loaded."""
     quoted = "".join(f"    {line}\n" for line in sample.splitlines())
     sections = {

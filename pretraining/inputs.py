@@ -79,21 +79,31 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
     """
     check_folder(arguments)
     checkpoint = checkpoint_of(arguments)
-    adapts = arguments.lora_rank or arguments.adapter is not None  # then a checkpoint holds no whole model
+    adapts = (
+        arguments.lora_rank or arguments.adapter is not None
+    )  # then a checkpoint holds no whole model
     if checkpoint is not None and adapts and arguments.eval_only:
-        raise ValueError(f"{checkpoint} holds LoRA weights alone; evaluate the exported model: --init-from …/hf")
+        raise ValueError(
+            f"{checkpoint} holds LoRA weights alone; evaluate the exported model: --init-from …/hf"
+        )
     start = arguments.init_from if checkpoint is None or adapts else str(checkpoint)
     if adapts and not start:
         raise ValueError("LoRA weights adapt a trained model: name its folder with --init-from")
     weights = find_weights(start) if start else None
     if arguments.eval_only and weights is None:
-        found = f"; {arguments.output_dir} holds no complete checkpoint" if arguments.output_dir else ""
-        raise ValueError(f"eval_only needs weights: name them with init_from, or name the output_dir of a run{found}")
+        found = (
+            f"; {arguments.output_dir} holds no complete checkpoint" if arguments.output_dir else ""
+        )
+        raise ValueError(
+            f"eval_only needs weights: name them with init_from, or name the output_dir of a run{found}"
+        )
     config = choose_config(arguments, weights)
     objective = arguments.objective or find_objective(family(config.model_type).objective)()
     config = config_for(config, objective, arguments.model_name)
     # A run that continues has its own tokenizer and corpora.
-    named, sources = (arguments.tokenizer, sources_of(arguments)) if checkpoint is None else (None, [])
+    named, sources = (
+        (arguments.tokenizer, sources_of(arguments)) if checkpoint is None else (None, [])
+    )
     tokenizer, name = choose_tokenizer(named, weights, sources)
     if tokenizer is not None:
         prepare_tokenizer(tokenizer, name, objective, weights)
@@ -102,7 +112,9 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
             check_pair(prefix, tokenizer, name, stated=named is not None)
     check_layout(arguments, config, launch)
     lengths = choose_lengths(arguments, config, objective)
-    return Inputs(config, objective, weights, tokenizer, name, *lengths, continues=checkpoint is not None)
+    return Inputs(
+        config, objective, weights, tokenizer, name, *lengths, continues=checkpoint is not None
+    )
 
 
 def check_folder(arguments: PretrainingArguments) -> None:
@@ -110,7 +122,9 @@ def check_folder(arguments: PretrainingArguments) -> None:
     if arguments.output_dir is None or arguments.eval_only:
         return
     texts = [source for source, _ in parse_mixture(arguments.data)]
-    named = chain.from_iterable([text] if isinstance(text, str | Path) else text or () for text in texts)
+    named = chain.from_iterable(
+        [text] if isinstance(text, str | Path) else text or () for text in texts
+    )
     reads = (arguments.init_from, arguments.load_dir, arguments.tokenizer, *named)
     folder = RunFolder(Path(arguments.output_dir))
     folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite, reads=reads)
@@ -137,7 +151,10 @@ def sources_of(arguments: PretrainingArguments) -> list[Source]:
 
 def choose_config(arguments: PretrainingArguments, weights: Weights | None) -> ModelConfig:
     """Returns the configuration of the weights, or of new weights. ValueError if `model` contradicts the weights."""
-    changes = {name: getattr(arguments, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    changes = {
+        name: getattr(arguments, name)
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    }
     changes = {name: value for name, value in changes.items() if value is not None}
     if weights is None:
         return find_config(arguments.model_name).with_changes(**changes)
@@ -145,7 +162,10 @@ def choose_config(arguments: PretrainingArguments, weights: Weights | None) -> M
         return weights.config
     asked = find_config(arguments.model or str(weights.folder)).with_changes(**changes)
     for name in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        mine, theirs = (getattr(config, config.attribute_map.get(name, name)) for config in (asked, weights.config))
+        mine, theirs = (
+            getattr(config, config.attribute_map.get(name, name))
+            for config in (asked, weights.config)
+        )
         if mine != theirs:
             raise ValueError(
                 f"model {arguments.model_name} has {name}={mine}, but the weights in {weights.name} have {theirs}; "
@@ -159,7 +179,9 @@ def config_for(config: ModelConfig, objective: Objective, name: str) -> ModelCon
     facts = family(config.model_type)
     able = facts.pretrains
     if config.architecture.endswith("ForPreTraining") and config.architecture not in able.values():
-        fitting = [preset for preset, known in facts.presets.items() if known.architecture in able.values()]
+        fitting = [
+            preset for preset, known in facts.presets.items() if known.architecture in able.values()
+        ]
         raise ValueError(
             f"model {name} is an {config.architecture}, which no objective pretrains; objective {objective.name!r} "
             f"works with {', '.join(fitting)}"
@@ -170,7 +192,11 @@ def config_for(config: ModelConfig, objective: Objective, name: str) -> ModelCon
             f"objective {objective.name!r} does not fit model {name}, a {config.model_type}; use {', '.join(fitting)}"
         )
     architecture = able[objective.format]
-    return config if config.architecture == architecture else config.with_changes(architecture=architecture)
+    return (
+        config
+        if config.architecture == architecture
+        else config.with_changes(architecture=architecture)
+    )
 
 
 def choose_lengths(
@@ -186,7 +212,9 @@ def choose_lengths(
             f"{longest} positions, not {length}"
         )
     if arguments.target_length is not None and not has_target:
-        raise ValueError(f"target_length is for encoder-decoders; model {arguments.model_name} has only one sequence")
+        raise ValueError(
+            f"target_length is for encoder-decoders; model {arguments.model_name} has only one sequence"
+        )
     inputs, targets = objective.lengths(length, arguments.target_length)
     for name, value in {"sequence_length": inputs, "target_length": targets}.items():
         if arguments.sequence_parallel and value % size:
@@ -201,7 +229,9 @@ def default_objective(model: str | None, init_from: str | None) -> str:
     """Returns the name of the objective that the family of a model, or of weights, is pretrained with."""
     if model or not init_from:
         return family(find_config(model or DEFAULT_MODEL).model_type).objective
-    config = dict(presets()).get(init_from)  # a name on the Hub, whose family is known without a download
+    config = dict(presets()).get(
+        init_from
+    )  # a name on the Hub, whose family is known without a download
     return family((config or open_weights(init_from)[1]).model_type).objective
 
 
@@ -256,7 +286,10 @@ def choose_tokenizer(
 def check_special_ids(weights: Weights, tokenizer: Tokenizer, name: str) -> None:
     """Raises ValueError if the weights' configuration has other special ids than a tokenizer."""
     for key in ("bos", "eos", "pad"):
-        theirs, mine = getattr(weights.config, f"{key}_token_id", None), tokenizer.special.get(f"{key}_token")
+        theirs, mine = (
+            getattr(weights.config, f"{key}_token_id", None),
+            tokenizer.special.get(f"{key}_token"),
+        )
         if isinstance(theirs, int) and mine is not None and theirs != mine:
             raise ValueError(
                 f"tokenizer {name} has {key}_token_id {mine}, but the weights in {weights.name} have {theirs}; name "
@@ -272,7 +305,9 @@ def corpus_tokenizer(sources: Sequence[Source]) -> tuple[Tokenizer | None, str]:
     return None, ""
 
 
-def prepare_tokenizer(tokenizer: Tokenizer, name: str, objective: Objective, weights: Weights | None) -> None:
+def prepare_tokenizer(
+    tokenizer: Tokenizer, name: str, objective: Objective, weights: Weights | None
+) -> None:
     """Adds the objective's special tokens. ValueError if they cannot be added, or the weights lack rows for them."""
     before = tokenizer.vocab_size
     try:
@@ -281,7 +316,11 @@ def prepare_tokenizer(tokenizer: Tokenizer, name: str, objective: Objective, wei
         raise ValueError(f"tokenizer {name}: {error}") from None
     size = tokenizer.vocab_size
     if weights is not None and size > weights.config.vocab_size:
-        added = f" with the {size - before} that objective {objective.name!r} adds" if size > before else ""
+        added = (
+            f" with the {size - before} that objective {objective.name!r} adds"
+            if size > before
+            else ""
+        )
         raise ValueError(
             f"tokenizer {name} has {size} tokens{added}, but the weights in {weights.name} have only "
             f"{weights.config.vocab_size}"
@@ -307,7 +346,10 @@ def check_pair(prefix: Path, tokenizer: Tokenizer, name: str, *, stated: bool) -
                 f"corpus {prefix} does not record its vocabulary, so it may not be that of {name}; name the tokenizer "
                 "that it was prepared with by --tokenizer"
             ) from None
-        vocabulary, known = Vocabulary.of(load_tokenizer(folder)), f"{prefix}, whose tokenizer is {folder},"
+        vocabulary, known = (
+            Vocabulary.of(load_tokenizer(folder)),
+            f"{prefix}, whose tokenizer is {folder},",
+        )
     if not vocabulary.begins(tokenizer):
         raise ValueError(
             f"corpus {known} was prepared with another vocabulary ({vocabulary.size} tokens) than that of {name} "
@@ -318,16 +360,23 @@ def check_pair(prefix: Path, tokenizer: Tokenizer, name: str, *, stated: bool) -
 def with_vocabulary(config: ModelConfig, tokenizer: Tokenizer, objective: Objective) -> ModelConfig:
     """Returns the configuration of new weights for a tokenizer: its size and its special ids."""
     special, now = tokenizer.special, asdict(config)
-    ids = {f"{key}_token_id": special.get(f"{key}_token") for key in ("bos", "eos", "pad", "cls", "sep")}
+    ids = {
+        f"{key}_token_id": special.get(f"{key}_token")
+        for key in ("bos", "eos", "pad", "cls", "sep")
+    }
     ids |= {f"forced_{key}": ids[key] for key in tuple(ids) if now.get(f"forced_{key}") is not None}
     known = {field.name for field in fields(config)}
     if "decoder_start_token_id" in known:
         ids["pad_token_id"] = special.get("pad_token", special.get("eos_token"))
         starts_with_padding = now["decoder_start_token_id"] == now["pad_token_id"]
-        ids["decoder_start_token_id"] = ids["pad_token_id" if starts_with_padding else "eos_token_id"]
+        ids["decoder_start_token_id"] = ids[
+            "pad_token_id" if starts_with_padding else "eos_token_id"
+        ]
     ids |= objective.token_ids(tokenizer)
     own = {name: value for name, value in ids.items() if name in known}
     try:
         return config.with_changes(vocab_size=tokenizer.vocab_size, **own)
     except ValueError as error:
-        raise ValueError(f"the tokenizer {tokenizer.path} does not fit a {config.model_type}: {error}") from None
+        raise ValueError(
+            f"the tokenizer {tokenizer.path} does not fit a {config.model_type}: {error}"
+        ) from None

@@ -36,7 +36,15 @@ from ..trainer.run_folder import RunFolder, make_run_folder
 from ..trainer.run_lock import return_folder, take_folder
 from ..trainer.trainer import Trainer
 from .arguments import PretrainingArguments
-from .corpora import TOKENIZER, Collate, PaddedSamples, data_of, held_out_samples, make_samples, prepare_data
+from .corpora import (
+    TOKENIZER,
+    Collate,
+    PaddedSamples,
+    data_of,
+    held_out_samples,
+    make_samples,
+    prepare_data,
+)
 from .export import check_export, exported_loss, write_card, write_sample
 from .inputs import Inputs, with_vocabulary
 from .tables import (
@@ -72,15 +80,25 @@ class Pretraining:
         self.run_folder = RunFolder(path)
         self.trainer.run_folder = self.run_folder
         tokenizer = load_tokenizer(self.run_folder.data / TOKENIZER)
-        self.config = inputs.config if inputs.tokenizer else with_vocabulary(inputs.config, tokenizer, inputs.objective)
-        self.train, self.held_out = make_samples(arguments, inputs, self.run_folder.data, tokenizer, self.trainer.share)
+        self.config = (
+            inputs.config
+            if inputs.tokenizer
+            else with_vocabulary(inputs.config, tokenizer, inputs.objective)
+        )
+        self.train, self.held_out = make_samples(
+            arguments, inputs, self.run_folder.data, tokenizer, self.trainer.share
+        )
         self.collate = Collate(pad_batch(data_of(arguments, inputs), tokenizer))
         self.evaluated = held_out_samples(self.held_out, arguments.final_eval_sequences)
-        self.entropy = on_first_rank(lambda: target_entropy(self.evaluated[i] for i in range(len(self.evaluated))))
+        self.entropy = on_first_rank(
+            lambda: target_entropy(self.evaluated[i] for i in range(len(self.evaluated)))
+        )
         self.job = self._plan_stages()
         self.model = self._build_model()
         ranks, train_tokens = self.trainer.ranks, getattr(self.train, "tokens_per_epoch", None)
-        self.facts = run_facts(arguments, inputs, self.config, ranks.tp_size, ranks.dp_size, self.first_step)
+        self.facts = run_facts(
+            arguments, inputs, self.config, ranks.tp_size, ranks.dp_size, self.first_step
+        )
         self.facts |= corpus_facts(train_tokens, self.held_out.tokens_per_epoch, self.entropy)
         self.console.print(facts_table("Run", self.facts))
         if ranks.pp_size > 1:
@@ -113,7 +131,9 @@ class Pretraining:
             loss = self.evaluate()
             reporter.evaluation(int(step), {"loss": loss}, kind="final")
         trained = self._merge_adapter(trainer.run_folder.checkpoint(int(step)))
-        on_first_rank(lambda: self._finish(int(step), trained, loss, (time.monotonic() - started) / 60))
+        on_first_rank(
+            lambda: self._finish(int(step), trained, loss, (time.monotonic() - started) / 60)
+        )
 
     def _merge_adapter(self, checkpoint: Path) -> Path:
         """Returns the folder with the trained model, where LoRA weights are merged into their base. Collective."""
@@ -134,7 +154,9 @@ class Pretraining:
         return self.trainer.evaluate(self.model, self.evaluated, collate_fn=self.collate)["loss"]
 
     def _show_evaluation(self, loss: float) -> None:
-        self.console.print(facts_table("Result", {"held-out loss": compared_loss(loss, self.entropy)}))
+        self.console.print(
+            facts_table("Result", {"held-out loss": compared_loss(loss, self.entropy)})
+        )
         if not self.inputs.continues:
             on_first_rank(lambda: shutil.rmtree(self.run_folder.path))  # it held the corpus
 
@@ -168,7 +190,9 @@ class Pretraining:
             mark_run_as_begun()
             return first_step
         if self.inputs.weights is not None:
-            check_pretrained(self.inputs.weights.folder)  # before the corpus is prepared, which may take hours
+            check_pretrained(
+                self.inputs.weights.folder
+            )  # before the corpus is prepared, which may take hours
         with folder.new_data() as prepared:
             prepare_data(arguments, self.inputs, prepared, self.console)
             folder.begin(arguments.of_the_run(), prepared)
@@ -193,10 +217,14 @@ class Pretraining:
             ),
         }
         adapts = arguments.lora_rank or arguments.adapter is not None
-        if weights is None or (self.first_step and not adapts):  # the trainer loads what a run resumes from
+        if weights is None or (
+            self.first_step and not adapts
+        ):  # the trainer loads what a run resumes from
             return from_config(self.config, self.trainer.mesh, **made)
         new = missing_modules(weights.folder, self.config)
-        return from_pretrained(weights.folder, self.trainer.mesh, config=self.config, new=new, **made).train()
+        return from_pretrained(
+            weights.folder, self.trainer.mesh, config=self.config, new=new, **made
+        ).train()
 
     def _finish(self, step: int, trained: Path, loss: float, minutes: float) -> None:
         """Plots the losses, exports the model, evaluates the exported one, and reports all of it."""
@@ -214,16 +242,39 @@ class Pretraining:
         if trained != folder.checkpoint(step):
             shutil.rmtree(trained)
         self.console.print("loading the exported folder …")
-        how = {"batch_size": arguments.micro_batch_size, "collate": self.collate, "device": self.trainer.device}
+        how = {
+            "batch_size": arguments.micro_batch_size,
+            "collate": self.collate,
+            "device": self.trainer.device,
+        }
         exported = exported_loss(folder.hf, self.evaluated, **how)
-        loader = "transformers" if family(self.config.model_type).in_transformers else "the unsplit model"
+        loader = (
+            "transformers"
+            if family(self.config.model_type).in_transformers
+            else "the unsplit model"
+        )
         results = run_results(
-            loss=loss, exported=exported, entropy=self.entropy, loader=loader, ranks=ranks, minutes=minutes
+            loss=loss,
+            exported=exported,
+            entropy=self.entropy,
+            loader=loader,
+            ranks=ranks,
+            minutes=minutes,
         ) | step_time(folder.metrics(), arguments.global_batch(ranks.dp_size))
         blanks = getattr(self.inputs.objective, "vocabulary", None)
         sample = write_sample(folder.hf, self.held_out[0], arguments.sample_prompt, blanks=blanks)
-        write_card(folder.hf, self.config, {**self.facts, **results}, command=command_line(), sample=sample)
+        write_card(
+            folder.hf, self.config, {**self.facts, **results}, command=command_line(), sample=sample
+        )
         self.trainer.write_report({"Run": self.facts, "Export": results, "Sample": sample})
-        self.console.print(facts_table("Result", results | run_files(folder, self.config.architecture)))
-        self.console.print(Panel(Text(sample), title="the exported model wrote the parts in [[ ]]", title_align="left"))
+        self.console.print(
+            facts_table("Result", results | run_files(folder, self.config.architecture))
+        )
+        self.console.print(
+            Panel(
+                Text(sample),
+                title="the exported model wrote the parts in [[ ]]",
+                title_align="left",
+            )
+        )
         check_export(folder.hf, exported, loss)

@@ -33,7 +33,9 @@ GIB = 1 << 30
 
 def facts_table(title: str, facts: dict[str, str]) -> Table:
     """Returns a table with two columns: name and value."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE, show_header=False, pad_edge=False
+    )
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts.items():
@@ -81,16 +83,20 @@ def mesh_fact(stages: int, dp_size: int, tp_size: int) -> str:
 def tokenizer_fact(inputs: Inputs, config: ModelConfig) -> str:
     """Returns where the tokenizer is from, and whether the weights confirm it."""
     if inputs.tokenizer is None:
-        return (
-            f"{family(config.model_type).tokenizer_of(config)} of {config.vocab_size:,} tokens, trained on the corpus"
-        )
+        kind = family(config.model_type).tokenizer_of(config)
+        return f"{kind} of {config.vocab_size:,} tokens, trained on the corpus"
     unknown = inputs.weights is not None and inputs.weights.vocabulary is None
-    return inputs.tokenizer_name + (", taken as that of the weights, which record none" if unknown else "")
+    return inputs.tokenizer_name + (
+        ", taken as that of the weights, which record none" if unknown else ""
+    )
 
 
 def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Group:
     """Returns tables of what a run would do, without its corpus, whose size is unknown before it is prepared."""
-    tp_size, processes = arguments.model_parallel_size, processes_of(arguments) * max(1, arguments.num_nodes)
+    tp_size, processes = (
+        arguments.model_parallel_size,
+        processes_of(arguments) * max(1, arguments.num_nodes),
+    )
     dp_size = processes // (tp_size * arguments.pipeline_parallel_size)
     if inputs.tokenizer is None and arguments.vocab_size is not None:
         inputs = replace(inputs, config=inputs.config.with_changes(vocab_size=arguments.vocab_size))
@@ -102,9 +108,13 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Group:
     facts["memory"] = f"about {peak.total / GIB:.2f} GiB on a rank, at the peak in {peak.name}"
     uneven = uneven_work(build_on_meta(inputs.config, None), tp_size)
     if uneven >= 0.001:
-        facts["uneven work"] = f"the busiest tensor-parallel rank computes {uneven:.1%} more than an even share"
+        facts["uneven work"] = (
+            f"the busiest tensor-parallel rank computes {uneven:.1%} more than an even share"
+        )
     facts["corpus"] = ", ".join(arguments.data) or "the Python standard library"
-    folder = RunFolder(Path(arguments.output_dir or Path("runs", f"{Path(arguments.model_name).name}-DATE")))
+    folder = RunFolder(
+        Path(arguments.output_dir or Path("runs", f"{Path(arguments.model_name).name}-DATE"))
+    )
     if arguments.overwrite and folder.own_files():
         facts["would delete"] = ", ".join(str(path) for path in folder.own_files())
     plan = facts_table("Plan", facts | run_files(folder, inputs.config.architecture))
@@ -116,15 +126,21 @@ def with_stages(arguments: PretrainingArguments, config: ModelConfig, job: Job) 
     stages = arguments.pipeline_parallel_size
     if stages == 1:
         return job
-    return replace(job, pipeline_blocks=choose_blocks(config, stages, arguments.pipeline_partition, job))
+    return replace(
+        job, pipeline_blocks=choose_blocks(config, stages, arguments.pipeline_partition, job)
+    )
 
 
-def estimated_job(arguments: PretrainingArguments, inputs: Inputs, dp_size: int) -> tuple[ModelConfig, Job]:
+def estimated_job(
+    arguments: PretrainingArguments, inputs: Inputs, dp_size: int
+) -> tuple[ModelConfig, Job]:
     """Returns a configuration and a job whose memory is that of a run."""
     length, target = inputs.objective.lengths(inputs.sequence_length, inputs.target_length)
     config = inputs.config
     if length > config.max_sequence_length and family(config.model_type).kind != "encoder-decoder":
-        config = config.with_changes(max_position_embeddings=length)  # samples with blanks are longer than their text
+        config = config.with_changes(
+            max_position_embeddings=length
+        )  # samples with blanks are longer than their text
     deepspeed = arguments.env_type.startswith("deepspeed")
     return config, Job(
         micro_batch_size=arguments.micro_batch_size,
@@ -155,9 +171,8 @@ def corpus_facts(train_tokens: int | None, held_out_tokens: int, entropy: float)
 def compared_loss(loss: float, entropy: float) -> str:
     """Returns a loss beside its baseline, the entropy of the same targets."""
     side = "below" if loss <= entropy else "above"
-    return (
-        f"{loss:.4f} nats per target, {abs(entropy - loss):.2f} {side} the entropy of the same targets ({entropy:.3f})"
-    )
+    distance = f"{abs(entropy - loss):.2f} {side}"
+    return f"{loss:.4f} nats per target, {distance} the entropy of the same targets ({entropy:.3f})"
 
 
 def run_results(
@@ -196,7 +211,12 @@ def run_files(folder: RunFolder, architecture: str) -> dict[str, str]:
 @contextmanager
 def corpus_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Shows a progress bar for each stage of preparing a corpus, or a line for each without a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), DownloadColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+    )
     tasks = {}
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
 

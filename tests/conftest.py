@@ -27,10 +27,18 @@ gc.disable()  # until all tests are collected: imports make nothing but what sta
 
 def pytest_collection_modifyitems(config, items):
     """The longest files come first, so that no worker is left alone with one at the end."""
-    long = ("test_pipeline.py", "test_matrix.py", "test_resume.py", "test_tasks.py", "test_whole_matrix.py")
+    long = (
+        "test_pipeline.py",
+        "test_matrix.py",
+        "test_resume.py",
+        "test_tasks.py",
+        "test_whole_matrix.py",
+    )
     items.sort(key=lambda item: item.path.name not in long)
     if not EVERY_CASE:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("before_release")])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item.get_closest_marker("before_release")]
+        )
         items[:] = [item for item in items if not item.get_closest_marker("before_release")]
 
 

@@ -29,10 +29,16 @@ SHELL = tempfile.TemporaryDirectory()  # holds bash alone, in which DeepSpeed's 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, help="the folder of the wheel and the source distribution")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help="the folder of the wheel and the source distribution"
+    )
     parser.add_argument("pythons", nargs="*", help="interpreters")
-    parser.add_argument("--installed", action="store_true", help="try the package of this interpreter")
+    parser.add_argument(
+        "--installed", action="store_true", help="try the package of this interpreter"
+    )
     arguments = parser.parse_args()
     if arguments.installed == bool(arguments.folder and arguments.pythons):
         parser.error("name a folder and at least one Python, or give --installed")
@@ -51,7 +57,15 @@ def install(distributions: Path, python: str, folder: Path) -> Path:
     subprocess.run([python, "-m", "venv", str(folder / "environment")], check=True)
     index.mkdir()
     with local_index(distributions, index) as address:
-        command = [programs / "pip", "install", "--quiet", "--extra-index-url", address, "--only-binary", "shardzoo"]
+        command = [
+            programs / "pip",
+            "install",
+            "--quiet",
+            "--extra-index-url",
+            address,
+            "--only-binary",
+            "shardzoo",
+        ]
         constraints = ["--constraint", ROOT / "constraints.txt"]
         run(programs, folder, *command, *constraints, "shardzoo", DS_BUILD_OPS="0")
     return programs
@@ -62,7 +76,10 @@ def try_commands(programs: Path, folder: Path) -> None:
     here, elsewhere = folder / "here", folder / "elsewhere"
     here.mkdir()
     elsewhere.mkdir()
-    say(run(programs, here, "shardzoo", "--version").strip(), run(programs, here, "python", "--version").strip())
+    say(
+        run(programs, here, "shardzoo", "--version").strip(),
+        run(programs, here, "python", "--version").strip(),
+    )
     for command in (["python", "-c", "import shardzoo"], ["shardzoo", "--help"]):
         started = time.perf_counter()
         run(programs, here, *command)
@@ -71,25 +88,52 @@ def try_commands(programs: Path, folder: Path) -> None:
     for fact in ("built with", "ranks of one host exchange CPU tensors through it"):
         if fact not in report:
             raise SystemExit(f"the compiled parts are missing:\n{report}")
-    run(programs, here, "shardzoo", "pretrain", "--tp", "2", "--fast-dev-run", "--output-dir", "quick")
-    module = ["deepspeed", "--module", "shardzoo.pretrain", "--model-parallel-size", "2", "--fast-dev-run"]
+    run(
+        programs,
+        here,
+        "shardzoo",
+        "pretrain",
+        "--tp",
+        "2",
+        "--fast-dev-run",
+        "--output-dir",
+        "quick",
+    )
+    module = [
+        "deepspeed",
+        "--module",
+        "shardzoo.pretrain",
+        "--model-parallel-size",
+        "2",
+        "--fast-dev-run",
+    ]
     run(programs, here, *module, "--output-dir", "again")
     model = str(here / "quick" / "hf")
     run(programs, elsewhere, "shardzoo", "convert", "split", model, "shards", "--tp", "2")
     for source in (model, "shards"):
         words = ["--prompt", PROMPT, "--max-new-tokens", "8", "--tp", "2"]
-        text = json.loads(run(programs, elsewhere, "shardzoo", "generate", "--model", source, *words))
+        text = json.loads(
+            run(programs, elsewhere, "shardzoo", "generate", "--model", source, *words)
+        )
         say(f"generated from {Path(source).name}: {json.dumps(text)}")
 
 
 def run(programs: Path, folder: Path, *command: str | Path, **environment: str) -> str:
     """Runs a program of an environment; returns its output. Beside these only a shell is on the path: no compiler."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX", "NVCC", "CUDA_HOME")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "CXX", "NVCC", "CUDA_HOME")
+    }
     kept |= {"PATH": f"{programs}:{SHELL.name}", "PYTHONNOUSERSITE": "1", **environment}
     program = str(programs / command[0])
-    done = subprocess.run([program, *command[1:]], cwd=folder, env=kept, capture_output=True, text=True)
+    done = subprocess.run(
+        [program, *command[1:]], cwd=folder, env=kept, capture_output=True, text=True
+    )
     if done.returncode != 0:
-        raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise SystemExit(
+            f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 

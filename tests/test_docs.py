@@ -68,7 +68,11 @@ STARTED = ("shardzoo doctor", "shardzoo convert verify runs/quickstart/hf --logi
 OF_OTHERS = (
     "zero/stage_1_and_2.py", "bf16_optimizer.py", "script.py", "evaluate.py", "config/train_gpt2.py", "prepare.py",
 )  # fmt: skip
-SPLIT = ("README.md", "docs/trainer.md", "docs/coming-from/flagai.md")  # their snippets ask for two ranks
+SPLIT = (
+    "README.md",
+    "docs/trainer.md",
+    "docs/coming-from/flagai.md",
+)  # their snippets ask for two ranks
 AFTER_QUICKSTART = ("README.md", "docs/index.md")  # their commands read what `make pretrain` leaves
 # The same command for more families, whose recipes other tests read and whose models they train.
 ALIKE = [f"{QUICKSTART} --model {family}-quickstart" for family in ("t5", "mt5", "bert", "roberta")]
@@ -76,7 +80,9 @@ ALIKE = [f"{QUICKSTART} --model {family}-quickstart" for family in ("t5", "mt5",
 
 def test_every_block_is_code_that_is_run_or_marked_as_text():
     for page in PAGES:
-        wrong = [block.line for block in blocks(page) if block.language not in ("bash", "python", "text")]
+        wrong = [
+            block.line for block in blocks(page) if block.language not in ("bash", "python", "text")
+        ]
         assert not wrong, f"{page}: mark the blocks at lines {wrong} as bash, python or text"
     for words in CHECKS:
         assert len([page for page in PAGES for block in blocks(page) if words in block.text]) == 1
@@ -86,18 +92,31 @@ def test_every_block_is_code_that_is_run_or_marked_as_text():
 
 def test_what_does_not_run_says_what_it_needs():
     """Our commands in blocks of text begin with a comment such as `# needs 8 GPUs`; other systems' do not."""
-    ours = re.compile(r"^(?!#|\$).*\b(shardzoo \w|(pretrain|finetune|train|benchmarks/\w+)\.py\b)", re.MULTILINE)
+    ours = re.compile(
+        r"^(?!#|\$).*\b(shardzoo \w|(pretrain|finetune|train|benchmarks/\w+)\.py\b)", re.MULTILINE
+    )
     theirs = re.compile(r"\b(tools/|config/|_gpt\.py|flagai)")
     for page in PAGES:
         for block in blocks(page, "text"):
             if ours.search(block.text) and not theirs.search(block.text):
-                assert re.match(r"# (needs|takes) ", block.text), f"{page}: say what the block at {block.line} needs"
+                assert re.match(r"# (needs|takes) ", block.text), (
+                    f"{page}: say what the block at {block.line} needs"
+                )
 
 
 def test_the_arguments_that_replace_others_exist():
     """The second column of the tables of docs/coming-from, as options and as names with a value."""
-    known = {field.name for kind in (PretrainingArguments, FinetuningArguments) for field in fields(kind)}
-    known |= {*argument_aliases(known), "learning_rate", "config", "eval_only", "fast_dev_run", "resume"}
+    known = {
+        field.name for kind in (PretrainingArguments, FinetuningArguments) for field in fields(kind)
+    }
+    known |= {
+        *argument_aliases(known),
+        "learning_rate",
+        "config",
+        "eval_only",
+        "fast_dev_run",
+        "resume",
+    }
     for page in (page for page in PAGES if "/coming-from/" in page):
         for row in re.findall(r"^\|.*?\| (.*) \|$", (ROOT / page).read_text(), re.MULTILINE):
             for code in re.findall(r"`([^`]+)`", row):
@@ -125,7 +144,9 @@ def test_commands_that_are_run_elsewhere_are():
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "tests/README.md"])
 def test_links_lead_somewhere(page):
     """Files and headings as a forge names them; tests/test_site.py looks at those of the site."""
-    for target, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", (ROOT / page).read_text()):
+    for target, heading in re.findall(
+        r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", (ROOT / page).read_text()
+    ):
         path = (ROOT / page).parent / target if target else ROOT / page
         assert path.exists(), f"{page} links to {target}"
         assert not heading or heading in headings(path), f"{page} links to {target}#{heading}"
@@ -141,15 +162,24 @@ def headings(page: Path) -> set[str]:
 def our_files() -> list[str]:
     """Without hidden folders, such as a virtual environment with tens of thousands of files."""
     rooms = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    return [f"/{path.relative_to(ROOT)}" for path in [*ROOT.glob("*.py"), *(p for r in rooms for p in r.rglob("*.py"))]]
+    return [
+        f"/{path.relative_to(ROOT)}"
+        for path in [*ROOT.glob("*.py"), *(p for r in rooms for p in r.rglob("*.py"))]
+    ]
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "tests/README.md"])
 def test_files_that_a_page_names_exist(page):
     ours = our_files()
     named = re.findall(r"`([\w/]+\.py)\b", (ROOT / page).read_text())
-    missing = [name for name in named if name not in OF_OTHERS and not any(path.endswith(f"/{name}") for path in ours)]
-    missing = [name for name in missing if not name.startswith("models/starcoder2/")]  # the family that a page adds
+    missing = [
+        name
+        for name in named
+        if name not in OF_OTHERS and not any(path.endswith(f"/{name}") for path in ours)
+    ]
+    missing = [
+        name for name in missing if not name.startswith("models/starcoder2/")
+    ]  # the family that a page adds
     assert not missing
 
 
@@ -165,7 +195,9 @@ def models(tmp_path_factory) -> Path:
     save_model(folder / "bert", "BertForMaskedLM", "bert")
     untied = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
     save_model(folder / "t5-v1_1-base", "T5ForConditionalGeneration", "t5", **untied)
-    save_model(folder / "mt5-small", "MT5ForConditionalGeneration", "t5", vocab_size=437)  # with the sentinels
+    save_model(
+        folder / "mt5-small", "MT5ForConditionalGeneration", "t5", vocab_size=437
+    )  # with the sentinels
     trainer = Trainer(env_type="pytorch", train_steps=1, batch_size=2, save_dir=str(folder / "run"))
     trainer.train(shardzoo.from_pretrained(folder / "t5-v1_1-base"), train_dataset=Pairs(2))
     tokenizer_like("bert").save_pretrained(folder / "glm-large")
@@ -191,7 +223,9 @@ def workplace(models, tmp_path, monkeypatch) -> Path:
     short = SHORT + f"data: {tmp_path / 'texts'}\n"
     Path("short.yaml").write_text(SIZES + short)
     Path("init.yaml").write_text(short)
-    Path("pairs.json").write_text("".join(f'{{"s": "{words[:40]}", "t": "{words[:12]}"}}\n' for words in texts))
+    Path("pairs.json").write_text(
+        "".join(f'{{"s": "{words[:40]}", "t": "{words[:12]}"}}\n' for words in texts)
+    )
     Path("out").mkdir()
     torch.save(nanogpt_checkpoint(), "out/ckpt.pt")
     return tmp_path
@@ -213,7 +247,11 @@ def run_command(command: str, folder: Path, run_ranks) -> None:
     program, *words = shlex.split(command)
     if program == "shardzoo" and not command.startswith(STARTED) and ">" not in words:
         if "generate" in words and "--tp" in words:
-            assert not any(run_ranks(int(words[words.index("--tp") + 1]), run_here, words, folder, isolated=True))
+            assert not any(
+                run_ranks(
+                    int(words[words.index("--tp") + 1]), run_here, words, folder, isolated=True
+                )
+            )
         else:
             assert run_here(words, folder) == 0
         return
@@ -223,7 +261,13 @@ def run_command(command: str, folder: Path, run_ranks) -> None:
     if "pretrain.py" in words:
         command = f"{command} --config short.yaml"
     done = subprocess.run(
-        command, shell=True, cwd=folder, env=warm_environment(), capture_output=True, text=True, timeout=280
+        command,
+        shell=True,
+        cwd=folder,
+        env=warm_environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -292,7 +336,9 @@ CHECKS = {
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and blocks(page)])
 def test_page(page, workplace, run_ranks, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py"])  # a snippet is part of a script, which a launcher starts again
+    monkeypatch.setattr(
+        sys, "argv", ["train.py"]
+    )  # a snippet is part of a script, which a launcher starts again
     names = given_names()
     if page in AFTER_QUICKSTART:
         make_quickstart(workplace, run_ranks)
@@ -313,7 +359,9 @@ def test_page(page, workplace, run_ranks, monkeypatch):
 def pretrain_here(words: list[str], folder: Path) -> int:
     """Exit code of `pretrain.py` in this process, one of the ranks, with the short configuration."""
     os.chdir(folder)
-    config = "init.yaml" if "--init-from" in words else "short.yaml"  # weights have sizes of their own
+    config = (
+        "init.yaml" if "--init-from" in words else "short.yaml"
+    )  # weights have sizes of their own
     return importlib.import_module("shardzoo.cli.pretrain").main([*words, "--config", config]) or 0
 
 
@@ -328,7 +376,9 @@ def test_the_readmes_model_under_torchrun(workplace):
     [block] = [block for block in blocks("README.md", "python") if "ParallelMesh" in block.text]
     given = "import torch\ninput_ids = torch.arange(24).view(2, 12)\nattention_mask = torch.ones_like(input_ids)\n"
     given += "labels = input_ids[:, :5]\n"
-    Path("use.py").write_text(f"{given}{block.text}open(f'loss-{{mesh.rank}}', 'w').write(str(loss.item()))\n")
+    Path("use.py").write_text(
+        f"{given}{block.text}open(f'loss-{{mesh.rank}}', 'w').write(str(loss.item()))\n"
+    )
     done = subprocess.run(
         ["torchrun", "--nproc-per-node", "2", "use.py"],
         cwd=workplace, env=warm_environment(), capture_output=True, text=True, timeout=120,

@@ -28,7 +28,9 @@ def steps(workflow: Path) -> list[dict]:
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_steps_call_what_exists(workflow):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    commands = [shlex.split(step["run"], comments=True) for step in steps(workflow) if "run" in step]
+    commands = [
+        shlex.split(step["run"], comments=True) for step in steps(workflow) if "run" in step
+    ]
     assert all(set(words[1:]) <= targets for words in commands if words[0] == "make")
     scripts = [word for words in commands for word in words if word.endswith(".py")]
     assert all((ROOT / script).is_file() for script in scripts)
@@ -49,9 +51,14 @@ def test_jobs_are_limited(workflow):
 def test_all_places_name_the_same_pythons():
     tests = jobs(ROOT / ".github/workflows/ci.yml")["test"]["strategy"]["matrix"]["include"]
     assert sorted(row["python"] for row in tests) == PYTHONS
-    assert jobs(ROOT / ".github/workflows/wheels.yml")["try"]["strategy"]["matrix"]["python"] == PYTHONS
+    assert (
+        jobs(ROOT / ".github/workflows/wheels.yml")["try"]["strategy"]["matrix"]["python"]
+        == PYTHONS
+    )
     assert re.findall(r"Python :: (3\.\d+)", PYPROJECT) == PYTHONS
-    assert re.findall(r"cp(3)(\d+)-manylinux", PYPROJECT) == [("3", python[2:]) for python in PYTHONS]
+    assert re.findall(r"cp(3)(\d+)-manylinux", PYPROJECT) == [
+        ("3", python[2:]) for python in PYTHONS
+    ]
     assert f'requires-python = ">={PYTHONS[0]}"' in PYPROJECT
 
 
@@ -75,7 +82,10 @@ def test_all_places_name_the_same_version():
 @pytest.mark.parametrize("page", ["SECURITY.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md"])
 def test_pages_name_files_that_exist(page):
     text = (ROOT / page).read_text()
-    named = [*re.findall(r"`((?:tests|csrc|\.github|\.ci)[\w./-]*)`", text), *re.findall(r"\]\(([\w./-]+)\)", text)]
+    named = [
+        *re.findall(r"`((?:tests|csrc|\.github|\.ci)[\w./-]*)`", text),
+        *re.findall(r"\]\(([\w./-]+)\)", text),
+    ]
     assert named
     assert all((ROOT / name).exists() for name in named)
 

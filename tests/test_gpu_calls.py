@@ -35,7 +35,10 @@ def machine(gpu, monkeypatch):
     """Runs a call of these programs in this process, with limits as on a GPU; returns its exit code."""
 
     def call(folder: Path, *parts):
-        found = [gpu("parts").Part(name, seconds, ["-c", code], [], needs) for name, seconds, code, *needs in parts]
+        found = [
+            gpu("parts").Part(name, seconds, ["-c", code], [], needs)
+            for name, seconds, code, *needs in parts
+        ]
         monkeypatch.setitem(gpu("run").CALLS, "prove", lambda _: found)
         monkeypatch.setenv("PYTHON", sys.executable)
         if parts:
@@ -83,7 +86,12 @@ def test_the_commands_of_gpu_md(tmp_path):
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     for command in commands("docs/gpu.md"):
         done = subprocess.run(
-            command, shell=True, cwd=tmp_path, env=warm_environment(PYTHON="python"), capture_output=True, text=True
+            command,
+            shell=True,
+            cwd=tmp_path,
+            env=warm_environment(PYTHON="python"),
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert "| build | passed | " in (tmp_path / "dry" / "prove.md").read_text()
@@ -146,21 +154,31 @@ def test_without_a_gpu_nothing_runs_but_a_dry_run(machine, tmp_path, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert machine(tmp_path) == 2
-    assert "error: PyTorch finds no GPU here; --dry-run runs everything on the CPU" in capsys.readouterr().err
+    assert (
+        "error: PyTorch finds no GPU here; --dry-run runs everything on the CPU"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_is_missing_is_said_at_once(gpu, machine, tmp_path, monkeypatch, capsys):
     run = gpu("run")
-    monkeypatch.setattr(run, "missing", lambda names: [name for name in names if name in ("tyro", "deepspeed")])
+    monkeypatch.setattr(
+        run, "missing", lambda names: [name for name in names if name in ("tyro", "deepspeed")]
+    )
     assert machine(tmp_path) == 2
     shown = capsys.readouterr()
-    assert shown.out.startswith("missing packages: tyro, deepspeed. benchmarks/gpu_wheels.sh gathers them for WHEELS")
+    assert shown.out.startswith(
+        "missing packages: tyro, deepspeed. benchmarks/gpu_wheels.sh gathers them for WHEELS"
+    )
     assert shown.err == "error: nothing runs without tyro\n"
 
 
 def test_a_part_that_does_not_exist_is_refused():
     done = subprocess.run(
-        [SCRIPT, "prove", "--parts", "kernel"], capture_output=True, text=True, env=user_environment(PYTHON="python")
+        [SCRIPT, "prove", "--parts", "kernel"],
+        capture_output=True,
+        text=True,
+        env=user_environment(PYTHON="python"),
     )
     assert done.returncode == 2
     assert "there is no part 'kernel'; use build, doctor, kernels, parity" in done.stderr
@@ -171,8 +189,12 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{name}.py", "")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{info}/RECORD", "")
 
 
@@ -190,7 +212,9 @@ def test_wheels_bring_what_is_not_there(gpu, tmp_path):
 
 def test_the_wheels_are_of_what_the_parts_import(gpu):
     """In versions that constraints.txt knows, unless others depend on them."""
-    done = subprocess.run([sys.executable, "benchmarks/gpu/packages.py", "--names"], cwd=ROOT, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu/packages.py", "--names"], cwd=ROOT, capture_output=True
+    )
     names = done.stdout.decode().split()
     assert {"tyro", "pydantic", "pytest-xdist", "einops"} <= set(names)
     assert not {"torch", "transformers", "deepspeed"} & set(names)
@@ -215,9 +239,16 @@ def test_losses_that_differ_are_found(gpu, tmp_path):
 def test_a_step_that_computes_something_else_gets_no_speed(gpu, tmp_path):
     bench = gpu("steps").Bench("libai", "cpu", True, tmp_path / "steps.json")
     bench.check("first", 2.0, 1.0)
-    for loss, norm, wrong in ((2.03, 1.0, False), (2.05, 1.0, True), (2.0, 1.06, True), (float("nan"), 1.0, True)):
+    for loss, norm, wrong in (
+        (2.03, 1.0, False),
+        (2.05, 1.0, True),
+        (2.0, 1.06, True),
+        (float("nan"), 1.0, True),
+    ):
         bench.wrong = False
-        bench.attempt("transformers", lambda loss=loss, norm=norm: bench.check("transformers", loss, norm))
+        bench.attempt(
+            "transformers", lambda loss=loss, norm=norm: bench.check("transformers", loss, norm)
+        )
         assert bench.wrong == wrong
     bench.wrong = False
     bench.attempt("transformers, flash", lambda: {}["cannot run"])

@@ -24,7 +24,14 @@ from documents import PAGES, ROOT
 DOCS = ROOT / "docs"
 MODULES = ("", ".mpu", ".trainer", ".models", ".convert", ".generation", ".ops", ".data")
 # Attributes whose address a browser requests by itself.
-REQUESTED = {("script", "src"), ("img", "src"), ("link", "href"), ("source", "src"), ("iframe", "src"), ("use", "href")}
+REQUESTED = {
+    ("script", "src"),
+    ("img", "src"),
+    ("link", "href"),
+    ("source", "src"),
+    ("iframe", "src"),
+    ("use", "href"),
+}
 
 
 def navigation(entry) -> list[str]:
@@ -56,7 +63,9 @@ def test_the_site_loads_nothing_from_others():
 @pytest.mark.parametrize("page", [*PAGES, "tests/README.md", "CHANGELOG.md"])
 def test_a_list_or_table_begins_after_an_empty_line(page):
     """The forge forgives this; the site would show the lines as one paragraph."""
-    lines = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE).splitlines()
+    lines = re.sub(
+        r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE
+    ).splitlines()
     for before, line in pairwise(lines):
         for mark in ("- ", "|", "1. "):
             inside = before.startswith((mark, "  ", "#", "2. ")) or not before.strip()
@@ -65,7 +74,9 @@ def test_a_list_or_table_begins_after_an_empty_line(page):
 
 def test_the_drawings_are_up_to_date(tmp_path):
     words = ["python", str(DOCS / "scripts/drawings.py"), str(tmp_path / "pictures")]
-    done = subprocess.run(words, env=warm_environment(), capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(
+        words, env=warm_environment(), capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     for drawn in (tmp_path / "pictures").iterdir():
         stored = DOCS / "pictures" / drawn.name
@@ -104,9 +115,23 @@ class Page(HTMLParser):
 def site(tmp_path_factory) -> Path:
     """The built site."""
     folder = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    words = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
     done = subprocess.run(
-        words, cwd=ROOT, env=user_environment(NO_MKDOCS_2_WARNING="1"), capture_output=True, text=True, timeout=280
+        words,
+        cwd=ROOT,
+        env=user_environment(NO_MKDOCS_2_WARNING="1"),
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stdout.strip() + done.stderr.strip()
@@ -123,12 +148,16 @@ def test_no_link_of_the_site_is_dead(site, html):
     for path, page in html.items():
         for link in [*page.links, *page.requests]:
             parts = urlsplit(link)
-            if parts.scheme or parts.netloc or path.name == "404.html":  # that one is served at any address
+            if (
+                parts.scheme or parts.netloc or path.name == "404.html"
+            ):  # that one is served at any address
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             target = target / "index.html" if target.is_dir() else target
             missing = not target.exists() or (
-                parts.fragment and target in html and unquote(parts.fragment) not in html[target].ids | {"__top"}
+                parts.fragment
+                and target in html
+                and unquote(parts.fragment) not in html[target].ids | {"__top"}
             )
             if missing:
                 dead.append(f"{path.relative_to(site)}: {link}")
@@ -136,26 +165,36 @@ def test_no_link_of_the_site_is_dead(site, html):
 
 
 def test_a_browser_asks_nobody_else(site, html):
-    asked = {request for page in html.values() for request in page.requests if urlsplit(request).netloc}
+    asked = {
+        request for page in html.values() for request in page.requests if urlsplit(request).netloc
+    }
     assert not asked
     styles = "".join(path.read_text() for path in site.rglob("*.css"))
     assert not re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", styles)
     assert "fonts.g" not in "".join(path.read_text() for path in html)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on PATH (Debian: apt-get install chromium)"
+)
 def test_the_search_and_the_drawings_work_in_a_browser(site, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}/"
     with Browser(tmp_path / "profile") as page:
         page.open(f"{address}concepts.html")
-        page.wait("[...document.images].length == 3 && [...document.images].every(image => image.naturalWidth == 1000)")
+        page.wait(
+            "[...document.images].length == 3 && [...document.images].every(image => image.naturalWidth == 1000)"
+        )
         page.evaluate("document.querySelector('.md-search__input').focus()")
         page.call("Input.insertText", text="resharding")
         page.wait("document.querySelectorAll('.md-search-result__item').length > 0")
         assert not page.problems
-        assert not [request for request in page.requests if not request.startswith((address, "data:", "blob:"))]
+        assert not [
+            request
+            for request in page.requests
+            if not request.startswith((address, "data:", "blob:"))
+        ]
     server.shutdown()
 
 

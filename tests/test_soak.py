@@ -17,9 +17,22 @@ SOAK = Path(__file__).parents[1] / "benchmarks" / "soak.py"
 def test_faults_change_nothing(tmp_path):
     """One layout of each kind of work; the whole soak has all."""
     goals = ["--training", "4", "--conversion", "6", "--preparation", "4", "--seconds", "60"]
-    jobs = ["--jobs", "DDP", "split", "1 worker", "--folder", str(tmp_path), "--report", str(tmp_path / "report.json")]
+    jobs = [
+        "--jobs",
+        "DDP",
+        "split",
+        "1 worker",
+        "--folder",
+        str(tmp_path),
+        "--report",
+        str(tmp_path / "report.json"),
+    ]
     done = subprocess.run(
-        [sys.executable, str(SOAK), *goals, *jobs], env=user_environment(), capture_output=True, text=True, timeout=240
+        [sys.executable, str(SOAK), *goals, *jobs],
+        env=user_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())

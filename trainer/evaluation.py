@@ -19,15 +19,28 @@ from .launch.ranks import Ranks
 Metric = Callable[[Tensor, Tensor], Any]
 
 
-def metric_functions(metrics: Mapping[str, Metric] | Iterable[Sequence[Any]] | None) -> dict[str, Metric]:
+def metric_functions(
+    metrics: Mapping[str, Metric] | Iterable[Sequence[Any]] | None,
+) -> dict[str, Metric]:
     """Returns metrics by name, from a mapping or from FlagAI's list of [name, function]."""
     pairs = metrics.items() if isinstance(metrics, Mapping) else metrics
     named = {}
     for pair in pairs if isinstance(pairs, Iterable) else () if pairs is None else (pairs,):
-        if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], str) or not callable(pair[1]):
-            raise ValueError(f"metric_methods must be {{name: function}} or a list of [name, function], not {pair!r}")
+        if (
+            not isinstance(pair, Sequence)
+            or len(pair) != 2
+            or not isinstance(pair[0], str)
+            or not callable(pair[1])
+        ):
+            raise ValueError(
+                f"metric_methods must be {{name: function}} or a list of [name, function], not {pair!r}"
+            )
         if pair[0] in named or pair[0] in ("loss", "step"):
-            taken = "two metrics have" if pair[0] in named else "a value of every evaluation already has"
+            taken = (
+                "two metrics have"
+                if pair[0] in named
+                else "a value of every evaluation already has"
+            )
             raise ValueError(f"{taken} the name {pair[0]!r}; give the metric another one")
         named[pair[0]] = pair[1]
     return named
@@ -35,9 +48,15 @@ def metric_functions(metrics: Mapping[str, Metric] | Iterable[Sequence[Any]] | N
 
 def check_samples(samples: Any) -> None:
     """Raises ValueError for validation data that is empty or cannot be indexed."""
-    readable = hasattr(samples, "__len__") and hasattr(samples, "__getitem__") and not is_table(samples)
+    readable = (
+        hasattr(samples, "__len__") and hasattr(samples, "__getitem__") and not is_table(samples)
+    )
     if not readable or isinstance(samples, (type, str, bytes, Mapping)):
-        kind = f"the class {samples.__name__}" if isinstance(samples, type) else f"a {type(samples).__name__}"
+        kind = (
+            f"the class {samples.__name__}"
+            if isinstance(samples, type)
+            else f"a {type(samples).__name__}"
+        )
         raise ValueError(
             f"validation data must be a dataset with __len__ and __getitem__, such as a list of samples, not {kind}"
         )
@@ -79,9 +98,13 @@ def evaluate(
     for start in range(0, len(samples), per_round):
         first = start + ranks.dp_rank * batch_size
         rows = range(first, min(first + batch_size, len(samples)))
-        batch = to_device(collate([samples[i] for i in rows or range(min(batch_size, len(samples)))]), device)
+        batch = to_device(
+            collate([samples[i] for i in rows or range(min(batch_size, len(samples)))]), device
+        )
         output = forward_step(batch, model, None)
-        logits = output_field(output, "logits") if metrics else None  # computing them may be collective, too
+        logits = (
+            output_field(output, "logits") if metrics else None
+        )  # computing them may be collective, too
         if not rows or not is_last_stage(module):
             continue
         if collect is not None:
@@ -91,7 +114,9 @@ def evaluate(
             _add(sums["loss"], float(loss_of(output)) * count, count)
         for name, metric in (metrics or {}).items():
             if logits is None or "labels" not in batch:
-                raise ValueError(f"the metric {name} needs logits of forward_step and labels in the batch")
+                raise ValueError(
+                    f"the metric {name} needs logits of forward_step and labels in the batch"
+                )
             gather: Any = getattr(module, "gather_logits", None)
             whole = gather(logits) if gather else logits
             _add(sums[name], *_sum_and_count(name, metric(whole, batch["labels"]), len(rows)))
@@ -114,5 +139,11 @@ def _sum_and_count(name: str, value: Any, rows: int) -> tuple[float, float]:
             return float(total), float(count)
         return float(value) * rows, rows
     except (TypeError, ValueError, RuntimeError) as error:
-        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
-        raise ValueError(f"the metric {name} must return a number or [sum, count], not {found}") from error
+        found = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else f"{value!r:.60}"
+        )
+        raise ValueError(
+            f"the metric {name} must return a number or [sum, count], not {found}"
+        ) from error

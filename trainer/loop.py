@@ -16,7 +16,14 @@ from torch import Tensor
 
 from ..mpu import dropout_state
 from .arguments.training_arguments import TrainingArguments
-from .batches.loss_normalization import HostCopy, LossNormalizer, Uploads, label_problem, loss_of, to_device
+from .batches.loss_normalization import (
+    HostCopy,
+    LossNormalizer,
+    Uploads,
+    label_problem,
+    loss_of,
+    to_device,
+)
 from .batches.training_data import Batches
 from .checkpointing.extra_files import ExtraFiles
 from .checkpointing.model_files import ModelFiles, read_optimizer
@@ -114,7 +121,10 @@ class TrainingLoop:
         self._reads_late = self.device.type != "cpu"
         self._upload_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._unread: UnreadStep | None = None
-        self._loss, self._stop = math.nan, False  # the last loss that was read; whether a rank received a signal
+        self._loss, self._stop = (
+            math.nan,
+            False,
+        )  # the last loss that was read; whether a rank received a signal
         self._ends = (0.0, 0.0)  # when the last two steps ended
 
     def resume(self, point: ResumePoint) -> None:
@@ -138,7 +148,9 @@ class TrainingLoop:
         self.step, self.validation = state.step, dict(state.validation)
         if point.own:
             self._saved_at = state.step
-            self.best = dict(state.best) if state.best.get("name") == self.arguments.save_best else {}
+            self.best = (
+                dict(state.best) if state.best.get("name") == self.arguments.save_best else {}
+            )
             self.total_steps = self.step if self._is_stale() else self.total_steps
         self.engine.load_counters(state.counters)
         self.engine.load_optimizer_tensors(read_optimizer(folder, self.engine.module, self.ranks))
@@ -179,7 +191,9 @@ class TrainingLoop:
                     self.save()
                 if self._stop:
                     self.saver.wait()
-                    reporter.notice(f"stopped by a signal after step {self.step}, which has been saved")
+                    reporter.notice(
+                        f"stopped by a signal after step {self.step}, which has been saved"
+                    )
                     raise SystemExit(143)
             self._finish()
 
@@ -197,7 +211,9 @@ class TrainingLoop:
         self.schedule.before_step(self.step)
         lr = engine.optimizer.param_groups[0].get("lr")
         uploads = Uploads(micro_batches, self.device, self._upload_stream)
-        losses = engine.forward_backward(partial(self._forward, uploads, counts, totals), len(micro_batches)).double()
+        losses = engine.forward_backward(
+            partial(self._forward, uploads, counts, totals), len(micro_batches)
+        ).double()
         hold, results = None, []
         if self._reads_late and engine.can_hold:
             sums = self._sum_on_device(losses, signalled)
@@ -207,7 +223,9 @@ class TrainingLoop:
         else:
             self._read()
             shares = losses.tolist()
-            self._accept(self.step + 1, micro_batches, totals, self._sum_on_host(shares, signalled), shares)
+            self._accept(
+                self.step + 1, micro_batches, totals, self._sum_on_host(shares, signalled), shares
+            )
         if not self.saver.copied.is_set():
             self.saver.wait_for_copy()
         outcome = engine.step(hold)
@@ -235,7 +253,9 @@ class TrainingLoop:
         norm, *results = unread.results.read()
         if results:
             self._ends = self._ends[1], time.perf_counter()
-            self._accept(unread.number, unread.micro_batches, unread.totals, results[:3], results[3:])
+            self._accept(
+                unread.number, unread.micro_batches, unread.totals, results[:3], results[3:]
+            )
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm is {norm} at step {unread.number}, where the loss is {self._loss}; the last "
@@ -243,7 +263,12 @@ class TrainingLoop:
             )
 
     def _accept(
-        self, step: int, micro_batches: list[Any], totals: list[float], sums: list[float], shares: list[float]
+        self,
+        step: int,
+        micro_batches: list[Any],
+        totals: list[float],
+        sums: list[float],
+        shares: list[float],
     ) -> None:
         """Takes the sums over all ranks of a step's loss, of the ranks where it is not finite, and of signals.
 
@@ -255,7 +280,9 @@ class TrainingLoop:
             bad = next((k for k, share in enumerate(shares) if not math.isfinite(share)), None)
             self._raise_non_finite(step, bad, micro_batches, totals)
 
-    def _forward(self, uploads: Uploads, counts: list[list[float]], totals: list[float], k: int) -> Tensor:
+    def _forward(
+        self, uploads: Uploads, counts: list[list[float]], totals: list[float], k: int
+    ) -> Tensor:
         """Runs the forward pass of micro-batch `k`; returns its share of the step's loss."""
         dropout_state.set(self.arguments.seed, self.first_sample(self.step, k))
         batch = uploads.take(k)
@@ -281,14 +308,18 @@ class TrainingLoop:
         ):
             self.forward_step(inputs, self.engine.model, None)
 
-    def _count_targets(self, micro_batches: list[Any]) -> tuple[list[list[float]], list[float] | None]:
+    def _count_targets(
+        self, micro_batches: list[Any]
+    ) -> tuple[list[list[float]], list[float] | None]:
         """Returns the target counts of each micro-batch and of the global batch, or None if any rank's data has ended.
 
         Raises ValueError on every rank if one rank's labels are out of range, or if there is no target at all.
         """
         problem, counts = "", []
         for k, batch in enumerate(micro_batches):
-            problem = problem or label_problem(batch, self.engine.module, self.first_sample(self.step, k))
+            problem = problem or label_problem(
+                batch, self.engine.module, self.first_sample(self.step, k)
+            )
             counts.append(self.normalizer.count(batch))
         zeros = [0.0] * max(1, len(self.normalizer.arguments))
         own = [sum(column) for column in zip(zeros, *counts, strict=True)]
@@ -299,7 +330,9 @@ class TrainingLoop:
         if ends:
             return counts, None
         if not totals[0]:
-            raise ValueError(f"the global batch of step {self.step + 1} has no target: all its labels are -100")
+            raise ValueError(
+                f"the global batch of step {self.step + 1} has no target: all its labels are -100"
+            )
         return counts, totals
 
     def _sum_on_host(self, shares: list[float], signalled: StopSignal) -> list[float]:
@@ -311,25 +344,40 @@ class TrainingLoop:
     def _sum_on_device(self, losses: Tensor, signalled: StopSignal) -> Tensor:
         """Returns the same sums, fp64 [3], without waiting for the device."""
         bad = losses.isfinite().logical_not().any()
-        sums = torch.stack([losses.sum() * self.ranks.reports, bad.double(), bad.double().fill_(signalled.is_set)])
+        sums = torch.stack(
+            [losses.sum() * self.ranks.reports, bad.double(), bad.double().fill_(signalled.is_set)]
+        )
         return self.ranks.sum_on_device(sums)
 
-    def _raise_non_finite(self, step: int, bad: int | None, micro_batches: list[Any], totals: list[float]) -> None:
+    def _raise_non_finite(
+        self, step: int, bad: int | None, micro_batches: list[Any], totals: list[float]
+    ) -> None:
         """Ends training before the parameters change. Every rank repeats a forward pass to find the cause."""
         replicas = self.ranks.gather((self.ranks.dp_rank, bad))
-        of_own = [number for replica, number in replicas if replica == self.ranks.dp_rank and number is not None]
+        of_own = [
+            number
+            for replica, number in replicas
+            if replica == self.ranks.dp_rank and number is not None
+        ]
         k = of_own[0] if of_own else 0
         first = self.first_sample(step - 1, k)
         dropout_state.set(self.arguments.seed, first)
-        batch = {**to_device(micro_batches[k], self.device), **self.normalizer.model_arguments(totals)}
+        batch = {
+            **to_device(micro_batches[k], self.device),
+            **self.normalizer.model_arguments(totals),
+        }
         where = diagnose_non_finite(self.engine, self.forward_step, batch, self.ranks)
         last = first + self.arguments.micro_batch_size - 1
         samples = f"training samples {first} to {last} on rank {self.ranks.rank}"
         # By rank, so of a pipeline the first stage where something is not finite.
         texts = self.ranks.gather(f"{samples}: {where}" if of_own and where else "")
-        texts += self.ranks.gather(f"{samples}: the loss alone is not finite" if bad is not None else "")
+        texts += self.ranks.gather(
+            f"{samples}: the loss alone is not finite" if bad is not None else ""
+        )
         found = next(filter(None, texts))
-        raise FloatingPointError(f"the loss is {self._loss} at step {step}, from {found}; the last checkpoint is kept")
+        raise FloatingPointError(
+            f"the loss is {self._loss} at step {step}, from {found}; the last checkpoint is kept"
+        )
 
     def first_sample(self, steps: int, k: int) -> int:
         """Returns the number of the first sample of this rank's k-th micro-batch after `steps` steps."""
@@ -339,12 +387,19 @@ class TrainingLoop:
     def _values(self, result: StepResult) -> dict[str, float]:
         """Returns the values to log for a step."""
         outcome, seconds = result.outcome, self._ends[1] - max(result.started, self._ends[0])
-        values = {"loss": self._loss, "tokens_per_second": result.targets / seconds, "seconds": seconds}
+        values = {
+            "loss": self._loss,
+            "tokens_per_second": result.targets / seconds,
+            "seconds": seconds,
+        }
         values |= {
             "samples": self.step * self.global_batch_size,
             "samples_per_second": self.global_batch_size / seconds,
         }
-        values |= {**self.throughput.values(result.tokens, seconds), **memory_by_rank(self.device, self.ranks)}
+        values |= {
+            **self.throughput.values(result.tokens, seconds),
+            **memory_by_rank(self.device, self.ranks),
+        }
         if outcome.grad_norm is not None:
             values["grad_norm"] = float(outcome.grad_norm)
         if self.engine.loss_scale is not None:
@@ -401,7 +456,9 @@ class TrainingLoop:
         if name is None:
             return False
         if name not in values:
-            raise ValueError(f"save_best={name!r} is not among the validation values: {', '.join(values)}")
+            raise ValueError(
+                f"save_best={name!r} is not among the validation values: {', '.join(values)}"
+            )
         value, best = values[name], self.best.get("value", math.nan)
         if name.endswith(("loss", "perplexity")) or name in ("mse", "mae", "ter"):
             value, best = -value, -best
@@ -417,7 +474,9 @@ class TrainingLoop:
         since = self.best.get("since", 0) + 1
         self.best = {**self.best, "since": since}
         if self._is_stale():
-            self.reporter.notice(f"stopped early after step {self.step}: {since} evaluations without a better {name}")
+            self.reporter.notice(
+                f"stopped early after step {self.step}: {since} evaluations without a better {name}"
+            )
             self.total_steps = self.step
 
     def _is_stale(self) -> bool:
@@ -428,7 +487,9 @@ class TrainingLoop:
     def _finish(self) -> None:
         """Saves and evaluates the last step. It saves first, because the evaluation may fail or be interrupted."""
         if not self.step:
-            raise ValueError(f"train_dataset has fewer samples than the {self.global_batch_size} of one optimizer step")
+            raise ValueError(
+                f"train_dataset has fewer samples than the {self.global_batch_size} of one optimizer step"
+            )
         self._read()
         if self._saved_at != self.step:
             self.save()

@@ -32,7 +32,10 @@ def lora_settings(arguments: TrainingArguments) -> dict[str, Any]:
         "lora_dropout": arguments.lora_dropout,
         "use_rslora": arguments.use_rslora,
         "target_modules": targets or None,
-        "modules_to_save": [part for name in arguments.lora_modules_to_save for part in _parts(name)] or None,
+        "modules_to_save": [
+            part for name in arguments.lora_modules_to_save for part in _parts(name)
+        ]
+        or None,
     }
 
 
@@ -41,7 +44,9 @@ def _parts(name: str) -> list[str]:
     return [name] if REGEX & set(name) else [part for part in name.split(",") if part.strip()]
 
 
-def convert_to_lora(model: Any, settings: Mapping[str, Any], seed: int, base: Path | None = None) -> None:
+def convert_to_lora(
+    model: Any, settings: Mapping[str, Any], seed: int, base: Path | None = None
+) -> None:
     """Adds LoRA weights to a model, in place, and freezes all other parameters.
 
     Args:
@@ -86,4 +91,6 @@ def apply_lora(model: Any, arguments: TrainingArguments) -> None:
     elif not has_lora(model) and arguments.lora_rank:
         convert_to_lora(model, lora_settings(arguments), arguments.seed)
     if getattr(model, "lora", None) is not None and arguments.zero_stage == 3:
-        raise ValueError("ZeRO stage 3 does not work with LoRA weights of the zoo's models; use zero_stage 0, 1 or 2")
+        raise ValueError(
+            "ZeRO stage 3 does not work with LoRA weights of the zoo's models; use zero_stage 0, 1 or 2"
+        )

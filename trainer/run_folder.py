@@ -23,7 +23,11 @@ BEST = "best"  # a file that names the best checkpoint
 STEP_FOLDER = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,17})")
 NEW_DATA = ".data.partial"
 NEW_ARGUMENTS = ".arguments.yaml.partial"
-BEFORE_RUN = (LOCK, NEW_DATA, NEW_ARGUMENTS)  # a process killed while it prepared a run leaves these alone
+BEFORE_RUN = (
+    LOCK,
+    NEW_DATA,
+    NEW_ARGUMENTS,
+)  # a process killed while it prepared a run leaves these alone
 # What runs write into their folder, besides checkpoints.
 OWN = (
     NEW_DATA, NEW_ARGUMENTS, "arguments.yaml", "metrics.jsonl", "metrics.partial", ".metrics.jsonl.partial",
@@ -133,7 +137,9 @@ class RunFolder:
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
-    def first_step(self, *, resume: bool, overwrite: bool, reads: Iterable[str | Path | None] = ()) -> int:
+    def first_step(
+        self, *, resume: bool, overwrite: bool, reads: Iterable[str | Path | None] = ()
+    ) -> int:
         """Returns the step at which a run in this folder begins: 0 for a new run. Changes nothing.
 
         Raises ValueError if the folder holds another run, but neither `resume` nor `overwrite` is set; if `overwrite`
@@ -145,15 +151,21 @@ class RunFolder:
         step = self.latest_step()
         if resume:
             if step is None:
-                instead = "start again with --overwrite" if self.arguments_file.exists() else "start one"
-                raise ValueError(f"--resume: {self.path} holds no complete checkpoint; {instead} without --resume")
+                instead = (
+                    "start again with --overwrite" if self.arguments_file.exists() else "start one"
+                )
+                raise ValueError(
+                    f"--resume: {self.path} holds no complete checkpoint; {instead} without --resume"
+                )
             return step
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"output_dir {self.path} is a file; name a folder")
         if not self.path.is_dir() or all(entry.name in BEFORE_RUN for entry in self.path.iterdir()):
             return 0
         if not self.arguments_file.exists():
-            raise ValueError(f"output_dir {self.path} holds files that do not belong to a run; choose another folder")
+            raise ValueError(
+                f"output_dir {self.path} holds files that do not belong to a run; choose another folder"
+            )
         if not overwrite:
             reached = "with nothing saved yet" if step is None else f"saved at step {step}"
             resume_it = "" if step is None else "resume it with --resume, "
@@ -163,7 +175,9 @@ class RunFolder:
             )
         for path in filter(None, reads):
             if Path(path).resolve().is_relative_to(self.path.resolve()):
-                raise ValueError(f"--overwrite would delete {path}, which this run reads; choose another --output-dir")
+                raise ValueError(
+                    f"--overwrite would delete {path}, which this run reads; choose another --output-dir"
+                )
         return 0
 
     def own_files(self) -> list[Path]:
@@ -178,7 +192,11 @@ class RunFolder:
         for entry in sorted(self.own_files(), key=lambda entry: entry == self.arguments_file):
             if entry != keep:
                 remove(entry)
-        if self.checkpoints.is_dir() and not self.checkpoints.is_symlink() and not any(self.checkpoints.iterdir()):
+        if (
+            self.checkpoints.is_dir()
+            and not self.checkpoints.is_symlink()
+            and not any(self.checkpoints.iterdir())
+        ):
             self.checkpoints.rmdir()
 
     @contextmanager
@@ -210,22 +228,35 @@ class RunFolder:
         for later in self.steps():
             if later > step:
                 folder = self.checkpoint(later)
-                names = (folder.with_name(f"{folder.name}.abandoned{number or ''}") for number in count())
+                names = (
+                    folder.with_name(f"{folder.name}.abandoned{number or ''}") for number in count()
+                )
                 folder.rename(next(name for name in names if not name.exists()))
 
     def drop_metrics_after(self, step: int, *, evaluated: bool = True) -> None:
         """Removes the metrics after `step`, and a final evaluation's, because the run goes on."""
         if not self.metrics_file.exists():
             return
-        records = [record for record in self.metrics() if not any(name.startswith("final/") for name in record)]
+        records = [
+            record
+            for record in self.metrics()
+            if not any(name.startswith("final/") for name in record)
+        ]
         kept = [record for record in records if record["step"] <= step]
         if not evaluated:
-            kept = [r for r in kept if r["step"] < step or not any(name.startswith("valid/") for name in r)]
+            kept = [
+                r
+                for r in kept
+                if r["step"] < step or not any(name.startswith("valid/") for name in r)
+            ]
         write_durably(self.metrics_file, "".join(json.dumps(record) + "\n" for record in kept))
 
     def delete_unfinished(self) -> None:
         """Deletes the remains of checkpoints that killed processes were writing or deleting."""
-        for left in (*self.checkpoints.glob(".step-*.partial"), *self.checkpoints.glob(".step-*.deleted")):
+        for left in (
+            *self.checkpoints.glob(".step-*.partial"),
+            *self.checkpoints.glob(".step-*.deleted"),
+        ):
             with suppress(OSError):
                 remove(left)
 

@@ -49,7 +49,9 @@ def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
             f"{folder} is in use by {_owner(lease)}; wait for it or end it, or use another folder"
         ) from None
     except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"{folder} cannot be the run's folder, because a file is in its place; name another") from None
+        raise ValueError(
+            f"{folder} cannot be the run's folder, because a file is in its place; name another"
+        ) from None
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ValueError(f"{folder} cannot be used: {reason}; choose another folder") from None
@@ -92,7 +94,9 @@ def check_taken(folder: Path) -> None:
     """Raises ValueError if this process took a folder and has lost it, because it stood still for too long."""
     lease = _taken.get(folder.resolve())
     if lease is not None and lease.compromise is not None:
-        raise ValueError(f"{folder} is no longer this run's ({lease.compromise.reason}); another run may have taken it")
+        raise ValueError(
+            f"{folder} is no longer this run's ({lease.compromise.reason}); another run may have taken it"
+        )
 
 
 def _runs_here(owner: Any) -> bool:
@@ -105,9 +109,17 @@ def _runs_here(owner: Any) -> bool:
         here = f"{os.stat('/proc/self/ns/pid').st_ino:x}"
     except OSError:  # no Linux
         here = ""
-    return host == socket.gethostname() and namespace in ("", here) and process_state(owner.pid) not in ("", "Z")
+    return (
+        host == socket.gethostname()
+        and namespace in ("", here)
+        and process_state(owner.pid) not in ("", "Z")
+    )
 
 
 def _owner(lease: SoftFileLease) -> str:
     owner = lease.owner
-    return f"process {owner.pid} on {owner.hostname.partition(NAMESPACE)[0]}" if owner else "another process"
+    return (
+        f"process {owner.pid} on {owner.hostname.partition(NAMESPACE)[0]}"
+        if owner
+        else "another process"
+    )

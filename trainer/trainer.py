@@ -35,7 +35,12 @@ from .engines.optimizers import check_optimizer, check_stages, make_optimizer
 from .engines.precision import prepare_model
 from .engines.schedule import make_schedule
 from .evaluation import Metric, check_samples, evaluate, metric_functions
-from .launch.environment import initialize_distributed, keep_freed_memory, set_collective_timeout, single_device
+from .launch.environment import (
+    initialize_distributed,
+    keep_freed_memory,
+    set_collective_timeout,
+    single_device,
+)
 from .launch.launch import ensure_processes_of
 from .launch.rank_process import is_restarted
 from .launch.ranks import Ranks, on_first_rank
@@ -51,12 +56,18 @@ from .run_lock import return_folder
 
 PACKAGE = __name__.partition(".")[0]
 # Keywords that only the arguments of a recipe have -> their class.
-KINDS = dict.fromkeys(("model_name_or_path", "train_file"), (f"{PACKAGE}.finetuning.arguments", "FinetuningArguments"))
+KINDS = dict.fromkeys(
+    ("model_name_or_path", "train_file"), (f"{PACKAGE}.finetuning.arguments", "FinetuningArguments")
+)
 OF_FINETUNING = (
     "convert_to_lora", "convert_to_prompt_tuning", "freeze", "generate_single", "generate_diverse", "model",
     "model_summary", "save_model", "test", "tokenizer",
 )  # fmt: skip
-INTERVALS = {"eval_strategy": "eval_interval", "logging_strategy": "log_interval", "save_strategy": "save_interval"}
+INTERVALS = {
+    "eval_strategy": "eval_interval",
+    "logging_strategy": "log_interval",
+    "save_strategy": "save_interval",
+}
 NEVER = 1 << 62  # steps
 DEVELOPMENT_STEPS = 10  # of `dev_mode`, as in t2t-tuner
 
@@ -108,10 +119,16 @@ class Trainer:
     recipe: Any = None
 
     def __init__(
-        self, arguments: TrainingArguments | None = None, *, mesh: ParallelMesh | None = None, **keywords: Any
+        self,
+        arguments: TrainingArguments | None = None,
+        *,
+        mesh: ParallelMesh | None = None,
+        **keywords: Any,
     ) -> None:
         if arguments is not None and keywords:
-            raise ValueError(f"pass TrainingArguments or keywords ({', '.join(keywords)}), not both")
+            raise ValueError(
+                f"pass TrainingArguments or keywords ({', '.join(keywords)}), not both"
+            )
         if not isinstance(arguments, TrainingArguments | None):
             raise ValueError(
                 f"pass TrainingArguments or FinetuningArguments, or keywords as in Trainer(lr=1e-3), not a "
@@ -132,7 +149,9 @@ class Trainer:
             torch.set_float32_matmul_precision("high" if self.arguments.tf32 else "highest")
         self.ranks = Ranks(self.mesh)
         name = self.arguments.experiment_name
-        self.run_folder = RunFolder(Path(self.arguments.save_dir, name) if name else Path(self.arguments.save_dir))
+        self.run_folder = RunFolder(
+            Path(self.arguments.save_dir, name) if name else Path(self.arguments.save_dir)
+        )
         self.console = Console(quiet=self.ranks.rank != 0, markup=False)
         if notice := deepspeed_notice(self.arguments.deepspeed_config, vars(self.arguments)):
             self.console.print(notice)
@@ -149,7 +168,11 @@ class Trainer:
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the recipe."""
         if name.startswith("_") or self.recipe is None:
-            of = "; it belongs to fine-tuning: Trainer(model_name_or_path=…)" if name in OF_FINETUNING else ""
+            of = (
+                "; it belongs to fine-tuning: Trainer(model_name_or_path=…)"
+                if name in OF_FINETUNING
+                else ""
+            )
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{of}")
         return getattr(self.recipe, name)
 
@@ -220,13 +243,17 @@ class Trainer:
         total_steps = arguments.train_steps or data.steps
         schedule = make_schedule(lr_scheduler, optimizer, arguments, total_steps)
         point = open_run(self.run_folder, arguments, ranks, self.console.print)
-        extras = with_tokenizer(extras, model, point.folder if point else None, train_dataset, self.console.print)
+        extras = with_tokenizer(
+            extras, model, point.folder if point else None, train_dataset, self.console.print
+        )
         files = model_files(model)
         if point:
             files.load_weights(point.folder, ranks)
         engine = make_engine(model, optimizer, arguments, ranks)
         collate = collate_fn or DefaultCollate(_pad_token_id(model), arguments.length_multiple)
-        validate = partial(self.validate, engine.model, engine.module, valid_dataset, metrics, collate)
+        validate = partial(
+            self.validate, engine.model, engine.module, valid_dataset, metrics, collate
+        )
         loop = TrainingLoop(
             arguments=arguments,
             engine=engine,
@@ -234,11 +261,16 @@ class Trainer:
             batches=data.batches,
             schedule=schedule,
             forward_step=self.forward_step,
-            normalizer=LossNormalizer(model, mean_losses=type(self).forward_step is not Trainer.forward_step),
+            normalizer=LossNormalizer(
+                model, mean_losses=type(self).forward_step is not Trainer.forward_step
+            ),
             evaluate=validate if valid_dataset is not None else None,
             model_files=files,
             saver=BackgroundSaver(
-                self.run_folder, ranks, arguments.save_total_limit, seconds=2 * arguments.collective_timeout
+                self.run_folder,
+                ranks,
+                arguments.save_total_limit,
+                seconds=2 * arguments.collective_timeout,
             ),
             reporter=reporter or self.make_reporter(point.step if point else 0, total_steps),
             profiler=self._make_profiler(),
@@ -246,7 +278,9 @@ class Trainer:
             extra_files=extras,
             evaluate_last=reporter is None,
         )
-        return self._run(loop, point, loop.reporter if reporter is None else contextlib.nullcontext())
+        return self._run(
+            loop, point, loop.reporter if reporter is None else contextlib.nullcontext()
+        )
 
     def evaluate(
         self,
@@ -268,7 +302,12 @@ class Trainer:
         return self.validate(model, model, dataset, metric_functions(metric_methods), collate)
 
     def validate(
-        self, model: Any, module: nn.Module, dataset: Any, metrics: Mapping[str, Metric], collate: Callable[[Any], Any]
+        self,
+        model: Any,
+        module: nn.Module,
+        dataset: Any,
+        metrics: Mapping[str, Metric],
+        collate: Callable[[Any], Any],
     ) -> dict[str, float]:
         """Returns the values of one evaluation, the same on every rank. Subclasses may extend it.
 
@@ -296,7 +335,9 @@ class Trainer:
         if arguments.train_steps is None and not arguments.epochs:
             raise ValueError("set epochs or train_steps to define how long to train")
         if best is not None and names is not None and best not in names:
-            raise ValueError(f"save_best={best!r} is not among the validation values: {', '.join(names)}")
+            raise ValueError(
+                f"save_best={best!r} is not among the validation values: {', '.join(names)}"
+            )
 
     def _change_arguments(self, batch_size: int | None, dev_mode: bool, dataset: Any) -> None:
         """Applies the arguments of `train` that replace the run's, and counts the steps of intervals of an epoch."""
@@ -310,12 +351,22 @@ class Trainer:
                 continue
             size = NEVER if kind == "no" else None if makes_batches(dataset) else length_of(dataset)
             if size is None:
-                raise ValueError(f"{strategy}='epoch' needs a dataset of known length; use 'steps' with {interval}")
-            steps = NEVER if kind == "no" else max(1, size // self.arguments.global_batch(self.ranks.dp_size))
+                raise ValueError(
+                    f"{strategy}='epoch' needs a dataset of known length; use 'steps' with {interval}"
+                )
+            steps = (
+                NEVER
+                if kind == "no"
+                else max(1, size // self.arguments.global_batch(self.ranks.dp_size))
+            )
             self.arguments = replace(self.arguments, **{interval: steps, strategy: "steps"})
 
     def _check_task(
-        self, model: nn.Module | None, train_dataset: Any, valid_dataset: Any, metrics: Mapping[str, Metric]
+        self,
+        model: nn.Module | None,
+        train_dataset: Any,
+        valid_dataset: Any,
+        metrics: Mapping[str, Metric],
     ) -> nn.Module:
         if not isinstance(model, nn.Module):
             raise ValueError(
@@ -362,7 +413,10 @@ class Trainer:
         return mesh, device
 
     def _run(
-        self, loop: TrainingLoop, point: ResumePoint | None, reporting: contextlib.AbstractContextManager[Any]
+        self,
+        loop: TrainingLoop,
+        point: ResumePoint | None,
+        reporting: contextlib.AbstractContextManager[Any],
     ) -> dict[str, float]:
         """Runs the loop in the context `reporting`, from a checkpoint if given; returns the last validation values."""
         succeeded = False
@@ -386,23 +440,34 @@ class Trainer:
         if not point.optimizer:
             return
         loop.resume(point)
-        if point.random and not restore_random(point.folder, point.state, self.ranks, self.arguments.seed):
-            loop.reporter.notice("random generators are seeded again: their states were saved for another layout")
+        if point.random and not restore_random(
+            point.folder, point.state, self.ranks, self.arguments.seed
+        ):
+            loop.reporter.notice(
+                "random generators are seeded again: their states were saved for another layout"
+            )
 
     def _make_profiler(self) -> StepProfiler | None:
         steps = self.arguments.profile_steps
-        return StepProfiler(steps, self.run_folder.trace) if steps and self.ranks.rank == 0 else None
+        return (
+            StepProfiler(steps, self.run_folder.trace) if steps and self.ranks.rank == 0 else None
+        )
 
     def write_report(self, sections: Mapping[str, Section] | None = None) -> None:
         """Writes `report.html` into the run's folder, from the logged values. Called by the first rank.
 
         `sections` are further ones, heading -> text or table rows; versions, hardware and command follow them.
         """
-        records, name = self.run_folder.metrics(), self.arguments.experiment_name or self.run_folder.path.name
+        records, name = (
+            self.run_folder.metrics(),
+            self.arguments.experiment_name or self.run_folder.path.name,
+        )
         if not records:
             return
         ranks = self.ranks
-        mesh = f"{ranks.world_size}: {ranks.tp_size} tensor-parallel x {ranks.dp_size} data-parallel"
+        mesh = (
+            f"{ranks.world_size}: {ranks.tp_size} tensor-parallel x {ranks.dp_size} data-parallel"
+        )
         mesh += f" x {ranks.pp_size} pipeline stages" if ranks.pp_size > 1 else ""
         environment = {
             "Versions": {**versions(), "git commit": git_commit() or "none: not in a repository"},
@@ -410,7 +475,9 @@ class Trainer:
             "Command": command_line(),
         }
         parts = {**(sections or {}), **environment}
-        write_report(self.run_folder.report, records, asdict(self.arguments), title=name, sections=parts)
+        write_report(
+            self.run_folder.report, records, asdict(self.arguments), title=name, sections=parts
+        )
 
     def make_reporter(self, first_step: int, total_steps: int | None) -> Reporter:
         """Returns the reporter that shows and logs a run starting at `first_step`."""
@@ -420,14 +487,18 @@ class Trainer:
         board = Path(arguments.tensorboard_dir) if arguments.tensorboard_dir else folder.tensorboard
         name = arguments.experiment_name or folder.path.name
         run = TrackedRun(name, asdict(arguments), folder.path, first_step)
-        trackers = open_trackers(arguments.report_to, run, board, partial(self.console.print, markup=False))
+        trackers = open_trackers(
+            arguments.report_to, run, board, partial(self.console.print, markup=False)
+        )
         logs = [MetricsFile(folder.metrics_file), *trackers]
         return RunReporter(self.console, logs, first_step=first_step, total_steps=total_steps)
 
 
 def _of_restart(arguments: TrainingArguments) -> TrainingArguments:
     """Returns the arguments of a job that is started again: it resumes its run, or begins it again if none is saved."""
-    folder = getattr(arguments, "output_dir", None) or Path(arguments.save_dir, arguments.experiment_name or "")
+    folder = getattr(arguments, "output_dir", None) or Path(
+        arguments.save_dir, arguments.experiment_name or ""
+    )
     saved = RunFolder(Path(folder)).latest_step() is not None
     again = {"overwrite": not saved} if hasattr(arguments, "overwrite") else {}
     return replace(arguments, resume=saved, **again)

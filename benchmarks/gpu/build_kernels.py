@@ -33,15 +33,29 @@ def main() -> int:
         environment["SHARDZOO_BUILD"] = "skip"
     elif nvcc is None:
         if not LIBRARY.exists():
-            print("there is neither nvcc nor a library that was built elsewhere, ops/_kernels.so", file=sys.stderr)
+            print(
+                "there is neither nvcc nor a library that was built elsewhere, ops/_kernels.so",
+                file=sys.stderr,
+            )
             return 1
-        save(options.json, [table("Build", ("library", "seconds"), [["built elsewhere: there is no nvcc here", "–"]])])
+        save(
+            options.json,
+            [
+                table(
+                    "Build",
+                    ("library", "seconds"),
+                    [["built elsewhere: there is no nvcc here", "–"]],
+                )
+            ],
+        )
         return 0
     else:
         major, minor = torch.cuda.get_device_capability()
         environment |= {"SHARDZOO_BUILD": "required", "SHARDZOO_CUDA": "1", "NVCC": nvcc}
         environment.setdefault("SHARDZOO_CUDA_ARCHS", f"{major}{minor}")
-    done = subprocess.run([sys.executable, str(ROOT / "csrc" / "build.py")], cwd=ROOT, env=environment)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "csrc" / "build.py")], cwd=ROOT, env=environment
+    )
     architectures = environment.get("SHARDZOO_CUDA_ARCHS", "none, in a dry run")
     rows = [[f"CUDA architectures: {architectures}", f"{time.monotonic() - began:.0f}"]]
     save(options.json, [table("Build", ("library", "seconds"), rows)])

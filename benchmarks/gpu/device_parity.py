@@ -26,7 +26,16 @@ import torch
 from matrix import check_case, load_rows
 from report import save, table
 
-COLUMNS = ("family", "case", "outputs", "gradients", "bf16 outputs", "bf16 gradients", "tokens", "problems")
+COLUMNS = (
+    "family",
+    "case",
+    "outputs",
+    "gradients",
+    "bf16 outputs",
+    "bf16 gradients",
+    "tokens",
+    "problems",
+)
 TINY = ("T5ForConditionalGeneration",)
 JOBS = 6  # cases at a time; each process takes half a GiB of the GPU for itself
 
@@ -46,10 +55,19 @@ def compare(name: str, device: str, in_bf16: bool) -> tuple[list[str], list[str]
         except Exception as error:  # the other cases are still of interest
             problem = f"{type(error).__name__}: {error}".partition("\n")[0]
             return [family_name, name, "", "", "", "", "", problem], [problem]
-    narrow = [f"{ratio:.2f}" if in_bf16 else "–" for ratio in (figures.bf16_outputs, figures.bf16_grads)]
+    narrow = [
+        f"{ratio:.2f}" if in_bf16 else "–" for ratio in (figures.bf16_outputs, figures.bf16_grads)
+    ]
     problems = "; ".join(figures.problems)
     errors = [f"{figures.outputs:.0e}", f"{figures.grads:.0e}"]
-    return [family_name, name, *errors, *narrow, str(figures.tokens or "–"), problems or "none"], figures.problems
+    return [
+        family_name,
+        name,
+        *errors,
+        *narrow,
+        str(figures.tokens or "–"),
+        problems or "none",
+    ], figures.problems
 
 
 def main() -> int:
@@ -77,7 +95,8 @@ def main() -> int:
         return int(wrong > 0)
     with ProcessPoolExecutor(JOBS, get_context("spawn")) as executor:
         waiting = {
-            executor.submit(compare, name, options.device, first[families[name]] == name): name for name in names
+            executor.submit(compare, name, options.device, first[families[name]] == name): name
+            for name in names
         }
         wrong = sum(note(waiting[done], *done.result()) for done in as_completed(waiting))
     return int(wrong > 0)

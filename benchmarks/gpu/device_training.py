@@ -22,7 +22,15 @@ from packages import DEEPSPEED, describe, missing
 from report import save, table
 from train_run import train
 
-COLUMNS = ("run", "compared with", "steps", "largest difference", "tolerance", "last loss", "verdict")
+COLUMNS = (
+    "run",
+    "compared with",
+    "steps",
+    "largest difference",
+    "tolerance",
+    "last loss",
+    "verdict",
+)
 TOLERANCE = 1e-4  # relative
 HALF = 10  # steps until the checkpoint from which a run resumes
 Losses = dict[int, float]
@@ -38,11 +46,21 @@ class Comparison:
 
     def add(self, run: str, other: str, losses: Losses, wanted: Losses, tolerance: float) -> None:
         """Compares the steps of `losses` with the same ones of another run."""
-        differences = [abs(loss - wanted[step]) / abs(wanted[step]) for step, loss in losses.items()]
+        differences = [
+            abs(loss - wanted[step]) / abs(wanted[step]) for step, loss in losses.items()
+        ]
         within = bool(differences) and all(difference <= tolerance for difference in differences)
         last = f"{losses[max(losses)]:.6f}" if losses else "none"
         largest = f"{max(differences, default=0.0):.1e}"
-        self.note(run, other, str(len(losses)), largest, f"{tolerance:g}", last, "same" if within else "DIFFERENT")
+        self.note(
+            run,
+            other,
+            str(len(losses)),
+            largest,
+            f"{tolerance:g}",
+            last,
+            "same" if within else "DIFFERENT",
+        )
         self.wrong |= not within
 
     def attempt(self, run: str, compare: Callable[[str], None]) -> None:
@@ -50,7 +68,9 @@ class Comparison:
         try:
             compare(run)
         except Exception as error:
-            self.note(run, "", "", "", "", "", f"{type(error).__name__}: {error}".partition("\n")[0])
+            self.note(
+                run, "", "", "", "", "", f"{type(error).__name__}: {error}".partition("\n")[0]
+            )
             self.wrong = True
 
     def note(self, *cells: str) -> None:
@@ -64,9 +84,15 @@ def started(tiny: bool, folder: Path, **arguments: Any) -> Losses:
     if lacking := missing(DEEPSPEED) if arguments["env_type"].startswith("deepspeed") else []:
         raise RuntimeError(f"{describe(lacking)} missing")
     file = folder.with_suffix(".json")
-    words = [sys.executable, str(Path(__file__).with_name("train_run.py")), *(["--tiny"] if tiny else [])]
+    words = [
+        sys.executable,
+        str(Path(__file__).with_name("train_run.py")),
+        *(["--tiny"] if tiny else []),
+    ]
     words += ["--folder", str(folder), "--losses", str(file), "--arguments", json.dumps(arguments)]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     print(done.stdout, flush=True)
     if done.returncode:
         lines = [line for line in done.stdout.splitlines() if line.strip()]
@@ -106,7 +132,9 @@ def main() -> int:
 
         comparison.attempt("device, fp32", on_device)
         for precision in ("fp32", "bf16"):
-            comparison.attempt(f"resumed, {precision}", lambda run, precision=precision: resumed(precision, run))
+            comparison.attempt(
+                f"resumed, {precision}", lambda run, precision=precision: resumed(precision, run)
+            )
         comparison.attempt("ZeRO 1, fp32", zero)
     return int(comparison.wrong)
 

@@ -20,7 +20,15 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "triton", "transformers", "deepspeed", "flash-attn", "liger-kernel", "quack-kernels")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "deepspeed",
+    "flash-attn",
+    "liger-kernel",
+    "quack-kernels",
+)
 
 
 def version(name: str) -> str:
@@ -55,7 +63,9 @@ def facts(device: str) -> dict[str, Any]:
             "memory GiB": round(properties.total_memory / 2**30, 1),
             "L2 MiB": round(properties.L2_cache_size / 2**20),
             "CUDA of torch": torch.version.cuda,
-            "driver": last_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "driver": last_line(
+                "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+            ),
             "nvcc": last_line(os.environ.get("NVCC", "nvcc"), "--version"),
         }
     return found
@@ -67,7 +77,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("PyTorch finds no GPU here; --dry-run runs everything on the CPU in tiny sizes", file=sys.stderr)
+        print(
+            "PyTorch finds no GPU here; --dry-run runs everything on the CPU in tiny sizes",
+            file=sys.stderr,
+        )
         return 2
     options.json.write_text(json.dumps(facts(options.device), indent=1) + "\n")
     return 0

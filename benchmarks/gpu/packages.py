@@ -56,9 +56,15 @@ def normalized(distribution: str) -> str:
 def wheels_for(folder: Path) -> list[Path]:
     """Returns the wheels of a folder that this interpreter does not have in the same version."""
     found = importlib.metadata.distributions()
-    known = {(normalized(one.metadata["Name"]), one.version) for one in found if one.metadata["Name"]}
+    known = {
+        (normalized(one.metadata["Name"]), one.version) for one in found if one.metadata["Name"]
+    }
     named = {wheel: wheel.name.split("-") for wheel in sorted(folder.glob("*.whl"))}
-    return [wheel for wheel, (name, version, *_) in named.items() if (normalized(name), version) not in known]
+    return [
+        wheel
+        for wheel, (name, version, *_) in named.items()
+        if (normalized(name), version) not in known
+    ]
 
 
 def install(folder: Path, site: Path, python: str) -> list[str]:
@@ -70,14 +76,27 @@ def install(folder: Path, site: Path, python: str) -> list[str]:
         raise ValueError(f"WHEELS={folder} has no *.whl; benchmarks/gpu_wheels.sh gathers them")
     wheels = wheels_for(folder)
     if wheels:
-        words = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
+        words = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-index",
+            "--no-deps",
+            "--target",
+            str(site),
+        ]
         subprocess.run([*words, *map(str, wheels)], check=True)
     return [wheel.name for wheel in wheels]
 
 
 def main(words: list[str]) -> int:
     if words[:1] == ["--names"]:
-        print(*(value for name, value in ALL.items() if name not in BARE and name != "deepspeed"), sep="\n")
+        print(
+            *(value for name, value in ALL.items() if name not in BARE and name != "deepspeed"),
+            sep="\n",
+        )
         return 0
     lacking = missing(ALL)
     print(f"missing: {describe(lacking)}" if lacking else "no package is missing")

@@ -34,14 +34,23 @@ class Part:
     dry_environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def script(name: str, seconds: int, out: Path, *words: str, file: str = "", needs: tuple[str, ...] = ()) -> Part:
+def script(
+    name: str, seconds: int, out: Path, *words: str, file: str = "", needs: tuple[str, ...] = ()
+) -> Part:
     """Returns a part that is a script of this folder. All of them take --device, --tiny and --json."""
     common = [f"benchmarks/gpu/{file or name}.py", *words, "--json", str(out / f"{name}.json")]
-    return Part(name, seconds, [*common, "--device", "cuda"], [*common, "--device", "cpu", "--tiny"], needs)
+    return Part(
+        name, seconds, [*common, "--device", "cuda"], [*common, "--device", "cpu", "--tiny"], needs
+    )
 
 
 def kernels(
-    name: str, seconds: int, out: Path, words: Sequence[str], dry: Sequence[str], variant: str = "cuda"
+    name: str,
+    seconds: int,
+    out: Path,
+    words: Sequence[str],
+    dry: Sequence[str],
+    variant: str = "cuda",
 ) -> Part:
     """Returns a part of `shardzoo bench kernels` with the CUDA or the Triton kernels, or what training takes ("")."""
     common = ["-m", "shardzoo.cli.main", "bench", "kernels", "--json", str(out / f"{name}.json")]
@@ -55,15 +64,31 @@ def kernels(
 def decoding(seconds: int, out: Path, words: Sequence[str], dry: Sequence[str]) -> Part:
     """Returns the part that decodes beside transformers; it refuses a speed if a side decodes other tokens."""
     common = ["benchmarks/generate.py", "--json", str(out / "decoding.json")]
-    return Part("decoding", seconds, [*common, "--device", "cuda", *words], [*common, *dry], tuple(COMMANDS))
+    return Part(
+        "decoding", seconds, [*common, "--device", "cuda", *words], [*common, *dry], tuple(COMMANDS)
+    )
 
 
 def prove(out: Path) -> list[Part]:
     """Returns the parts of the first call."""
-    workers = [] if missing(["xdist"]) else ["-n", "8"]  # compiling Triton's kernels is most of the tests' time
+    workers = (
+        [] if missing(["xdist"]) else ["-n", "8"]
+    )  # compiling Triton's kernels is most of the tests' time
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/test_gpu.py"]
     doctor = ["-m", "shardzoo.cli.main", "doctor"]
-    tiny = ["--models", "gpt2", "--batches", "1", "--prompt", "4", "--new-tokens", "3", "--rounds", "1", "--tiny"]
+    tiny = [
+        "--models",
+        "gpt2",
+        "--batches",
+        "1",
+        "--prompt",
+        "4",
+        "--new-tokens",
+        "3",
+        "--rounds",
+        "1",
+        "--tiny",
+    ]
     few = ["--prompt", "32", "--new-tokens", "32", "--rounds", "1"]
     return [
         script("build", 90, out, file="build_kernels", needs=tuple(BUILD)),
@@ -85,7 +110,19 @@ def measure(out: Path) -> list[Part]:
     shapes = ["8192x768", "8192x1024", "8192x2048", "8192x4096", "65536x4096"]
     others = ["masked_softmax", "softmax_bias", "cross_entropy"]
     attended = ["--op", "attention", "attention_causal", "attention_bias"]
-    tiny = ["--models", "gpt2", "--batches", "1", "--prompt", "4", "--new-tokens", "3", "--rounds", "1", "--tiny"]
+    tiny = [
+        "--models",
+        "gpt2",
+        "--batches",
+        "1",
+        "--prompt",
+        "4",
+        "--new-tokens",
+        "3",
+        "--rounds",
+        "1",
+        "--tiny",
+    ]
     return [
         kernels(
             "kernels", 50, out, ["--op", *rows, "--shape", *shapes, "--no-compile"],

@@ -38,16 +38,27 @@ def write(folder: Path, call: str, facts: dict[str, Any], outcomes: Sequence[Out
             figures[path.stem] = json.loads(path.read_text())
         except ValueError as error:  # the part was ended while it wrote
             figures[path.stem] = {"unreadable": str(error)}
-    report = {"machine": facts, "parts": [asdict(outcome) for outcome in outcomes], "figures": figures}
+    report = {
+        "machine": facts,
+        "parts": [asdict(outcome) for outcome in outcomes],
+        "figures": figures,
+    }
     (folder / f"{call}.json").write_text(json.dumps(report, indent=1) + "\n")
     page = folder / f"{call}.md"
     page.write_text("\n".join(markdown(call, facts, outcomes, figures)) + "\n")
     return page
 
 
-def markdown(call: str, facts: dict[str, Any], outcomes: Sequence[Outcome], figures: dict[str, Any]) -> list[str]:
+def markdown(
+    call: str, facts: dict[str, Any], outcomes: Sequence[Outcome], figures: dict[str, Any]
+) -> list[str]:
     """Returns the lines of the page."""
-    lines = [f"# benchmarks/gpu.sh {call}", "", ", ".join(f"{name} {value}" for name, value in facts.items()), ""]
+    lines = [
+        f"# benchmarks/gpu.sh {call}",
+        "",
+        ", ".join(f"{name} {value}" for name, value in facts.items()),
+        "",
+    ]
     parts = [(one.part, one.outcome, f"{one.seconds:.0f}") for one in outcomes]
     lines += rendered(table("Parts", ("part", "outcome", "seconds"), parts))
     for outcome in outcomes:
@@ -60,7 +71,12 @@ def rendered(found: dict[str, Any]) -> list[str]:
     """Returns a table's lines."""
     rows = [[str(cell).replace("|", "\\|") for cell in row] for row in found["rows"]]
     marks = ["---", *("---:" for _ in found["columns"][1:])]
-    return [f"## {found['title']}", "", *(f"| {' | '.join(row)} |" for row in [found["columns"], marks, *rows]), ""]
+    return [
+        f"## {found['title']}",
+        "",
+        *(f"| {' | '.join(row)} |" for row in [found["columns"], marks, *rows]),
+        "",
+    ]
 
 
 def tables_of(part: str, found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -75,7 +91,16 @@ def tables_of(part: str, found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def kernel_table(part: str, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns times of forward and backward, how many times faster than others, and the share of a copy's bandwidth."""
-    columns = ["operator", "shape", "kernels", "ms", "GB/s of a copy", "forward", "backward", "faster than"]
+    columns = [
+        "operator",
+        "shape",
+        "kernels",
+        "ms",
+        "GB/s of a copy",
+        "forward",
+        "backward",
+        "faster than",
+    ]
     rows = []
     for result in results:
         cells = [result["op"], " × ".join(map(str, result["shape"])), result["variant"]]
@@ -83,8 +108,14 @@ def kernel_table(part: str, results: Sequence[dict[str, Any]]) -> dict[str, Any]
             rows.append([*cells, result["error"], *[""] * 4])
             continue
         moved = result["bandwidth"]
-        shares = [f"{moved[name]['of copy']:.0%}" for name in ("ours forward out", "ours backward out")]
-        ratios = {name: ratio for name, ratio in result["ours_is_faster"].items() if ratio and name != "ours"}
+        shares = [
+            f"{moved[name]['of copy']:.0%}" for name in ("ours forward out", "ours backward out")
+        ]
+        ratios = {
+            name: ratio
+            for name, ratio in result["ours_is_faster"].items()
+            if ratio and name != "ours"
+        }
         others = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
         absent = ", ".join(f"{name} did not run" for name in result["missing"])
         speed = [f"{result['timings']['ours']['median']:.3f}", f"{moved['copy']['GB/s']:,.0f}"]

@@ -24,7 +24,9 @@ from report import Outcome, write
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING_RUNS = 2
-DRY_CALL = 30 * 60  # seconds of a dry run, whose parts have no limits of their own: its CPU may be a slow one
+DRY_CALL = (
+    30 * 60
+)  # seconds of a dry run, whose parts have no limits of their own: its CPU may be a slow one
 GRACE = 5  # seconds from SIGTERM to SIGKILL
 
 
@@ -32,7 +34,11 @@ class Call:
     """The state of a call: what its parts are given, and how those that ran have ended."""
 
     def __init__(self, options: argparse.Namespace, site: Path) -> None:
-        self.name, self.folder, self.dry = options.call, Path(options.output).resolve(), options.dry_run
+        self.name, self.folder, self.dry = (
+            options.call,
+            Path(options.output).resolve(),
+            options.dry_run,
+        )
         self.python = os.environ.get("PYTHON") or sys.executable
         self.started, self.longest = time.monotonic(), DRY_CALL if self.dry else LONGEST_CALL
         self.outcomes: list[Outcome] = []
@@ -46,27 +52,54 @@ class Call:
         above = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
         chosen = ("SHARDZOO_KERNELS", "TRITON_INTERPRET")
         self.environment = {name: value for name, value in os.environ.items() if name not in chosen}
-        self.environment |= {"PYTHONPATH": ":".join(above), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        self.environment |= {
+            "PYTHONPATH": ":".join(above),
+            "PYTHONUNBUFFERED": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
 
     def run(self, part: Part) -> None:
         """Runs a part and notes how it ended."""
-        lacking, left = missing(part.needs), self.longest - GRACE - (time.monotonic() - self.started)
+        lacking, left = (
+            missing(part.needs),
+            self.longest - GRACE - (time.monotonic() - self.started),
+        )
         if lacking or left < GRACE:
-            reason = f"not run: {describe(lacking)} missing" if lacking else "not run: the call's time is over"
+            reason = (
+                f"not run: {describe(lacking)} missing"
+                if lacking
+                else "not run: the call's time is over"
+            )
             self.note(Outcome(part.name, reason, 0.0))
             return
         print(f"== {part.name}", flush=True)
-        words, variables = (part.dry, part.dry_environment) if self.dry else (part.words, part.environment)
+        words, variables = (
+            (part.dry, part.dry_environment) if self.dry else (part.words, part.environment)
+        )
         began, limit = time.monotonic(), left if self.dry else min(part.seconds, left)
         with (self.files / f"{part.name}.log").open("wb") as log:
             code = self.wait([self.python, *words], self.environment | dict(variables), limit, log)
-        outcome = "passed" if code == 0 else f"failed ({code})" if code is not None else f"ended after {limit:.0f} s"
+        outcome = (
+            "passed"
+            if code == 0
+            else f"failed ({code})"
+            if code is not None
+            else f"ended after {limit:.0f} s"
+        )
         self.note(Outcome(part.name, outcome, time.monotonic() - began))
 
-    def wait(self, words: Sequence[str], environment: dict[str, str], limit: float, log: Any) -> int | None:
+    def wait(
+        self, words: Sequence[str], environment: dict[str, str], limit: float, log: Any
+    ) -> int | None:
         """Runs a program to its end; returns its exit code, or None if it had to be ended."""
         self.running = subprocess.Popen(
-            words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            words,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             return self.running.wait(limit)
@@ -110,11 +143,20 @@ def prepare(call: Call, site: Path) -> str:
         print(f"installed from {wheels}: {len(names)} wheels")
     sys.path.insert(0, str(site))
     if lacking := missing(ALL):
-        print(f"missing packages: {describe(lacking)}. benchmarks/gpu_wheels.sh gathers them for WHEELS", flush=True)
+        print(
+            f"missing packages: {describe(lacking)}. benchmarks/gpu_wheels.sh gathers them for WHEELS",
+            flush=True,
+        )
     if needed := missing(REQUIRED):
         return f"nothing runs without {describe(needed)}"
     path = call.files / "machine.json"
-    words = ["benchmarks/gpu/machine.py", "--device", "cpu" if call.dry else "cuda", "--json", str(path)]
+    words = [
+        "benchmarks/gpu/machine.py",
+        "--device",
+        "cpu" if call.dry else "cuda",
+        "--json",
+        str(path),
+    ]
     with (call.files / "machine.log").open("w+b") as log:
         code = call.wait([call.python, *words], call.environment, 60, log)
         log.seek(0)
@@ -130,7 +172,9 @@ def prepare(call: Call, site: Path) -> str:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu.sh", description=__doc__)
     parser.add_argument("call", choices=tuple(CALLS))
-    parser.add_argument("--output", default=str(ROOT / "benchmarks/results/gpu"), help="folder of the report")
+    parser.add_argument(
+        "--output", default=str(ROOT / "benchmarks/results/gpu"), help="folder of the report"
+    )
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="only these parts")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, in tiny sizes")
     options = parser.parse_args(words)
@@ -159,7 +203,11 @@ def main(words: Sequence[str]) -> int:
         except (ValueError, subprocess.CalledProcessError) as error:
             print(f"error: {error}", file=sys.stderr)
             return NOTHING_RUNS
-        chosen = [part for part in CALLS[call.name](call.files) if part.name in (options.parts or [part.name])]
+        chosen = [
+            part
+            for part in CALLS[call.name](call.files)
+            if part.name in (options.parts or [part.name])
+        ]
         try:
             for part in chosen:
                 call.run(part)

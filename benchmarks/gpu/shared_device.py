@@ -17,7 +17,11 @@ from train_run import train
 
 RUNS = {
     "TP=2, ZeRO 1": {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "zero_stage": 1},
-    "TP=2, sequence parallel": {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "sequence_parallel": True},
+    "TP=2, sequence parallel": {
+        "env_type": "deepspeed+mpu",
+        "model_parallel_size": 2,
+        "sequence_parallel": True,
+    },
     "DDP, two replicas": {"env_type": "pytorchDDP"},
     "ZeRO 1, two replicas": {"env_type": "deepspeed", "zero_stage": 1},
 }
@@ -32,7 +36,9 @@ def main() -> int:
         for number, (title, arguments) in enumerate(list(RUNS.items())[: 1 if tiny else None]):
 
             def compare(run: str, number: int = number, arguments: dict = arguments) -> None:
-                found = started(tiny, folder / str(number), num_gpus=2, distributed_backend="gloo", **arguments)
+                found = started(
+                    tiny, folder / str(number), num_gpus=2, distributed_backend="gloo", **arguments
+                )
                 comparison.add(run, "CPU", found, wanted, TOLERANCE)
 
             comparison.attempt(title, compare)

@@ -88,9 +88,15 @@ class Bench:
         work, note = self.workload, f"; {self.workload.note}" if self.workload.note else ""
         sizes = f"{work.batch} × {work.length}" + (f" + {work.target}" if work.target else "")
         kind = "fp32 (TF32 products)" if work.tf32 else work.precision
-        tables = [table(f"A training step of {self.name}, {kind}, {sizes} tokens{note}", COLUMNS, self.rows)]
+        tables = [
+            table(
+                f"A training step of {self.name}, {kind}, {sizes} tokens{note}", COLUMNS, self.rows
+            )
+        ]
         if self.memory:
-            tables.append(table(f"Peak memory of the trainer, {self.name}", MEMORY_COLUMNS, self.memory))
+            tables.append(
+                table(f"Peak memory of the trainer, {self.name}", MEMORY_COLUMNS, self.memory)
+            )
         save(self.path, tables)
 
     def wait(self) -> None:
@@ -122,12 +128,18 @@ class Bench:
             self.expected = loss, norm
         differences = abs(loss / self.expected[0] - 1), abs(norm / self.expected[1] - 1)
         if not (differences[0] <= LOSS_TOLERANCE and differences[1] <= NORM_TOLERANCE):
-            raise WrongResult(f"{variant} has loss {loss:.5f} and gradient norm {norm:.5f}, not {self.expected}")
+            raise WrongResult(
+                f"{variant} has loss {loss:.5f} and gradient norm {norm:.5f}, not {self.expected}"
+            )
 
-    def measure(self, variant: str, model: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    def measure(
+        self, variant: str, model: nn.Module, context: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
         """Times a model's steps without and, if it has any, with dropout."""
         step = make_step(model, self.batch)
-        has_dropout = any("drop" in name and value for name, value in self.config.to_dict().items() if value != 1)
+        has_dropout = any(
+            "drop" in name and value for name, value in self.config.to_dict().items() if value != 1
+        )
         for mode in ("none", "as published") if has_dropout else ("none",):
             model.train(mode != "none")
 
@@ -154,12 +166,23 @@ class Bench:
                 step()
             self.wait()
             seconds.append((time.perf_counter() - began) / steps)
-        self.show(variant, mode, *self.speed(statistics.median(seconds)), self.peak_memory(), f"{loss:.4f}")
+        self.show(
+            variant,
+            mode,
+            *self.speed(statistics.median(seconds)),
+            self.peak_memory(),
+            f"{loss:.4f}",
+        )
 
     def speed(self, seconds: float) -> list[str]:
         work = self.workload
         mfu = "–" if work.precision == "fp32" else f"{self.flops / seconds / self.peak:.1%}"
-        return [f"{1000 * seconds:.1f}", f"{work.batch / seconds:.1f}", f"{work.tokens / seconds:,.0f}", mfu]
+        return [
+            f"{1000 * seconds:.1f}",
+            f"{work.batch / seconds:.1f}",
+            f"{work.tokens / seconds:,.0f}",
+            mfu,
+        ]
 
 
 def make_step(model: nn.Module, batch: dict[str, Tensor]) -> Step:
@@ -198,7 +221,11 @@ def measure_theirs(bench: Bench, folder: str) -> None:
         bench.measure("transformers, flash_attention_2", model, nullcontext)
         model.set_attn_implementation("sdpa")
     else:
-        bench.measure("transformers, SDPA's flash kernel", model, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+        bench.measure(
+            "transformers, SDPA's flash kernel",
+            model,
+            lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        )
     if bench.workload.compiled:
         compile_blocks(model, backend_of(bench))
         bench.measure("transformers, compiled blocks", model, nullcontext)
@@ -244,18 +271,30 @@ def measure_trainer(bench: Bench, weights: str) -> None:
         )  # fmt: skip
         try:
             model = shardzoo.from_pretrained(weights, dtype=work.dtype)
-            trainer.train(model, train_dataset=Samples(work, bench.config.vocab_size), reporter=clock)
+            trainer.train(
+                model, train_dataset=Samples(work, bench.config.vocab_size), reporter=clock
+            )
         except Enough:
             pass
-    seconds = statistics.median(after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False))
+    seconds = statistics.median(
+        after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)
+    )
     seconds /= steps
-    bench.show("shardzoo's trainer", "as published", *bench.speed(seconds), bench.peak_memory(), f"{clock.loss:.4f}")
+    bench.show(
+        "shardzoo's trainer",
+        "as published",
+        *bench.speed(seconds),
+        bench.peak_memory(),
+        f"{clock.loss:.4f}",
+    )
     job = Job(
         micro_batch_size=work.batch, length=work.length, target_length=work.target or None, padded=work.masked,
         precision=work.precision, device=bench.device,
     )  # fmt: skip
     lines = estimate(bench.config, job).peak.lines
-    predicted = sum(value for name, value in lines.items() if name != "framework")  # which PyTorch does not allocate
+    predicted = sum(
+        value for name, value in lines.items() if name != "framework"
+    )  # which PyTorch does not allocate
     measured = torch.cuda.max_memory_allocated() if bench.device == "cuda" else None
     ratio = f"{measured / predicted:.3f}" if measured else "–"
     bench.memory.append(["trainer", bench.peak_memory(), f"{predicted / GIB:.2f}", ratio])
@@ -266,7 +305,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=tuple(WORKLOADS), required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, and one step of each variant")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model, and one step of each variant"
+    )
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -55,7 +55,9 @@ def train(tiny: bool, folder: Path, **arguments: Any) -> dict[int, float]:
     }  # fmt: skip
     trainer, losses = Trainer(**settings), Losses()
     sizes = SMALL if tiny else MEDIUM
-    config = find_config("gpt2").with_changes(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
+    config = find_config("gpt2").with_changes(
+        vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes
+    )
     split = ParallelConfig(sequence_parallel=trainer.arguments.sequence_parallel)
     model = from_config(config, trainer.mesh, parallel_config=split)
     trainer.train(model, train_dataset=Samples(sizes["n_positions"]), reporter=losses)
@@ -67,7 +69,9 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--losses", type=Path, required=True)
-    parser.add_argument("--arguments", type=json.loads, required=True, help="the trainer's, as JSON")
+    parser.add_argument(
+        "--arguments", type=json.loads, required=True, help="the trainer's, as JSON"
+    )
     options = parser.parse_args()
     losses = train(options.tiny, options.folder, **options.arguments)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:

@@ -56,8 +56,21 @@ class Workload:
         return find_config(self.preset).with_changes(**(self.sizes if tiny else {}))
 
 
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "bos_token_id": 0, "eos_token_id": 0}
-BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 99,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+BERT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 99,
+}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 99}
 WORKLOADS = {
     "gpt2-medium": Workload("gpt2-medium", "AutoModelForCausalLM", 16, 1024, sizes=GPT2),
@@ -78,7 +91,9 @@ def build(workload: Workload, config: ModelConfig, device: str) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(device):
         model = getattr(transformers, workload.auto).from_config(values, attn_implementation="sdpa")
-        if not values.tie_word_embeddings and hasattr(model, "lm_head"):  # its own start gives losses of hundreds
+        if not values.tie_word_embeddings and hasattr(
+            model, "lm_head"
+        ):  # its own start gives losses of hundreds
             nn.init.normal_(model.lm_head.weight, std=values.hidden_size**-0.5)
     return model.to(device, workload.dtype)
 

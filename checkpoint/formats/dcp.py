@@ -51,7 +51,9 @@ _KNOWN = frozenset({
     "torch.serialization._get_layout",
 })  # fmt: skip
 # First parts of the names of what is not the model's.
-_OTHERS = re.compile(r"(.*[./])?(optim|optimizer|optimizers|optimizer_state|chained_\d+|rng_state|lr_scheduler)[./].*")
+_OTHERS = re.compile(
+    r"(.*[./])?(optim|optimizer|optimizers|optimizer_state|chained_\d+|rng_state|lr_scheduler)[./].*"
+)
 _WRAPPERS = ("app", "state", "state_dict", "model", "module", "_orig_mod")
 _STACKED = re.compile(r"(.*\blayers\.)(?!\d+\.)(.*)")  # Megatron-LM stores all layers as one tensor
 
@@ -73,7 +75,9 @@ class Inert:
         """Takes the attributes that a pickle gives to the object; a pair also has those of its slots."""
         for part in cast(tuple[Any, ...], state) if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
-                self.state.update({key: value for key, value in cast(Any, part).items() if isinstance(key, str)})
+                self.state.update(
+                    {key: value for key, value in cast(Any, part).items() if isinstance(key, str)}
+                )
         if isinstance(state, tuple):
             self.arguments = cast(Any, state)  # TensorProperties
 
@@ -125,7 +129,9 @@ class _Machine:
         if called.name == "builtins.getattr":
             self.push(_enum_member(arguments))
         else:
-            self.push({} if called.name == "collections.OrderedDict" else Inert(called.name, arguments))
+            self.push(
+                {} if called.name == "collections.OrderedDict" else Inert(called.name, arguments)
+            )
 
     def build(self) -> None:
         target, state = self.last(2)
@@ -201,7 +207,15 @@ def read_metadata(folder: Path) -> Inert:
         raise ValueError(f"{path} has {size:,} bytes; such a file has at most {LARGEST_METADATA:,}")
     try:
         found = _Machine().run(path.read_bytes())
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, RecursionError) as error:
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+        TypeError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+    ) as error:
         raise ValueError(f"{path} is refused: {str(error)[:200]}") from None
     if not isinstance(found, Inert) or not found.name.endswith("Metadata"):
         raise ValueError(f"{path} holds no Metadata of {_TORCH}")
@@ -238,7 +252,9 @@ def _megatron_run(folder: Path) -> SavedRun | None:
         return None
     if description["sharded_backend"] != "torch_dist":
         backend = description["sharded_backend"]
-        raise ValueError(f"{folder} is a megatron-core checkpoint of the backend {backend!r}; only torch_dist is read")
+        raise ValueError(
+            f"{folder} is a megatron-core checkpoint of the backend {backend!r}; only torch_dist is read"
+        )
     path = folder / MEGATRON_ARGUMENTS
     state = read_state(checked_file(folder, path.name)) if path.exists() else {}
     iteration = state.get("iteration")
@@ -247,8 +263,12 @@ def _megatron_run(folder: Path) -> SavedRun | None:
     return replace(run, iteration=iteration) if type(iteration) is int else run
 
 
-Places = dict[tuple[str, tuple[int, ...]], Inert]  # name of a tensor, first indices of a chunk -> where it is
-Located = dict[tuple[str, int, int], StoredTensor]  # file, offset, length -> what is there; two names can have the same
+Places = dict[
+    tuple[str, tuple[int, ...]], Inert
+]  # name of a tensor, first indices of a chunk -> where it is
+Located = dict[
+    tuple[str, int, int], StoredTensor
+]  # file, offset, length -> what is there; two names can have the same
 
 
 def _tensors(folder: Path, metadata: Inert) -> Iterator[tuple[str, StoredTensor]]:
@@ -259,7 +279,9 @@ def _tensors(folder: Path, metadata: Inert) -> Iterator[tuple[str, StoredTensor]
     located: Located = {}
     for index, place in cast(dict[Any, Any], placed).items():
         if not isinstance(index, Inert) or not isinstance(place, Inert):
-            raise ValueError(f"{folder / METADATA}: the keys of storage_data must be MetadataIndex objects")
+            raise ValueError(
+                f"{folder / METADATA}: the keys of storage_data must be MetadataIndex objects"
+            )
         if index.get("offset") is not None:
             places[str(index.get("fqn")), _size(index.get("offset"), folder)] = place
     for name, entry in cast(dict[Any, Any], listed).items():
@@ -281,10 +303,14 @@ def _size(value: Any, folder: Path) -> tuple[int, ...]:
     return found
 
 
-def _tensor(folder: Path, name: str, entry: Inert, places: Places, located: Located) -> StoredTensor:
+def _tensor(
+    folder: Path, name: str, entry: Inert, places: Places, located: Located
+) -> StoredTensor:
     shape, chunks = _size(entry.get("size"), folder), entry.get("chunks")
     properties = entry.get("properties")
-    kind = properties.arguments[0] if isinstance(properties, Inert) and properties.arguments else None
+    kind = (
+        properties.arguments[0] if isinstance(properties, Inert) and properties.arguments else None
+    )
     if not isinstance(kind, Inert) or not isinstance(chunks, list) or not chunks:
         raise ValueError(f"{folder / METADATA}: tensor {name} has no type or no chunks")
     dtype = from_torch_name(kind.name)
@@ -294,15 +320,25 @@ def _tensor(folder: Path, name: str, entry: Inert, places: Places, located: Loca
             raise ValueError(f"{folder / METADATA}: tensor {name} has a chunk that is none")
         start, size = _size(chunk.get("offsets"), folder), _size(chunk.get("sizes"), folder)
         fits = len(start) == len(size) == len(shape)
-        if not fits or any(low + count > most for low, count, most in zip(start, size, shape, strict=True)):
+        if not fits or any(
+            low + count > most for low, count, most in zip(start, size, shape, strict=True)
+        ):
             where = f"the chunk at {list(start)} of {list(size)}"
-            raise ValueError(f"{folder / METADATA}: {where} is outside tensor {name} of {list(shape)}")
+            raise ValueError(
+                f"{folder / METADATA}: {where} is outside tensor {name} of {list(shape)}"
+            )
         if (place := places.get((name, start))) is None:
-            raise ValueError(f"{folder / METADATA} does not place the chunk at {list(start)} of tensor {name}")
+            raise ValueError(
+                f"{folder / METADATA} does not place the chunk at {list(start)} of tensor {name}"
+            )
         label = name if len(cast(Any, chunks)) == 1 else f"{name}{list(start)}"
-        found.append((start, _chunk(folder, StoredTensor(label, folder, dtype, size, 0), place, located)))
+        found.append(
+            (start, _chunk(folder, StoredTensor(label, folder, dtype, size, 0), place, located))
+        )
     if sum(tensor.numel for _, tensor in found) != prod(shape):
-        raise ValueError(f"{folder / METADATA}: the chunks of tensor {name} do not have its {prod(shape):,} elements")
+        raise ValueError(
+            f"{folder / METADATA}: the chunks of tensor {name} do not have its {prod(shape):,} elements"
+        )
     return _whole(shape, found)
 
 
@@ -311,12 +347,21 @@ def _chunk(folder: Path, wanted: StoredTensor, place: Inert, located: Located) -
     from .torch_file import locate_saved_tensor
 
     path, offset, length = (place.get(name) for name in ("relative_path", "offset", "length"))
-    if not isinstance(path, str) or type(offset) is not int or type(length) is not int or min(offset, length) < 0:
+    if (
+        not isinstance(path, str)
+        or type(offset) is not int
+        or type(length) is not int
+        or min(offset, length) < 0
+    ):
         raise ValueError(f"{folder / METADATA} does not say where tensor {wanted.name} is")
     if place.get("transform_descriptors"):
-        raise ValueError(f"{folder / METADATA}: {wanted.name} is stored with {place.get('transform_descriptors')}")
+        raise ValueError(
+            f"{folder / METADATA}: {wanted.name} is stored with {place.get('transform_descriptors')}"
+        )
     if not path.endswith(SUFFIX):
-        raise ValueError(f"{folder / METADATA} names the file {path!r}, which is not a {SUFFIX} file")
+        raise ValueError(
+            f"{folder / METADATA} names the file {path!r}, which is not a {SUFFIX} file"
+        )
     if (path, offset, length) not in located:
         found = locate_saved_tensor(checked_file(folder, path), wanted.name, offset, length)
         located[path, offset, length] = found
@@ -344,11 +389,15 @@ def _unstack(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredT
             yield f"{stacked[1]}{layer}.{stacked[2]}", _whole(tensor.shape[1:], parts)
 
 
-def _whole(shape: tuple[int, ...], parts: Sequence[tuple[tuple[int, ...], StoredTensor]]) -> StoredTensor:
+def _whole(
+    shape: tuple[int, ...], parts: Sequence[tuple[tuple[int, ...], StoredTensor]]
+) -> StoredTensor:
     first = parts[0][1]
     if len(parts) == 1 and first.shape == shape:
         return first
-    return ChunkedTensor(first.name, first.file, first.dtype, shape, first.offset, tuple(sorted(parts, key=_start)))
+    return ChunkedTensor(
+        first.name, first.file, first.dtype, shape, first.offset, tuple(sorted(parts, key=_start))
+    )
 
 
 def _start(part: tuple[tuple[int, ...], StoredTensor]) -> tuple[int, ...]:

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(_\d{3})?")
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")  # the second one with the distributed optimizer of older releases
+RANK_FILES = (
+    "model_optim_rng.pt",
+    "model_rng.pt",
+)  # the second one with the distributed optimizer of older releases
 # checkpoint_version -> order of the rows of fused QKV weights; Megatron-LM's fix_query_key_value_ordering
 ROW_ORDERS: Mapping[float, RowOrder] = {0: "blocks", 1: "interleaved", 2: "heads", 3: "heads"}
 VERSION = 3.0  # that is written
@@ -81,7 +84,9 @@ class SavedRun:
             for name in names:
                 claimed = self.arguments.get(name, found)
                 if type(claimed) is int and claimed not in (found, 0):
-                    raise ValueError(f"{folder} has files of {found}, but its arguments say {name}={claimed}")
+                    raise ValueError(
+                        f"{folder} has files of {found}, but its arguments say {name}={claimed}"
+                    )
 
 
 Ranks = tuple[Mapping[str, StoredTensor], ...]
@@ -97,7 +102,11 @@ def reader_of(folder: Path) -> Callable[[Path], tuple[SavedRun, Ranks]] | None:
 def rank_folders(folder: Path) -> list[re.Match[str]]:
     """Returns the matches of the names of Megatron-LM's rank folders in `folder`."""
     found = (RANK_FOLDER.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
-    return [match for match in found if match and any((folder / match.string / name).exists() for name in RANK_FILES)]
+    return [
+        match
+        for match in found
+        if match and any((folder / match.string / name).exists() for name in RANK_FILES)
+    ]
 
 
 def open_megatron(folder: Path) -> tuple[SavedRun, Ranks]:
@@ -110,7 +119,9 @@ def open_megatron(folder: Path) -> tuple[SavedRun, Ranks]:
     first = files[0][0]
     for other in (file for row in files for file in row):
         if other.version != first.version:
-            raise ValueError(f"{other.path} has checkpoint_version {other.version}, but {first.path} {first.version}")
+            raise ValueError(
+                f"{other.path} has checkpoint_version {other.version}, but {first.path} {first.version}"
+            )
     run = SavedRun("Megatron-LM", first.version, len(files[0]), first.arguments, first.iteration)
     run.check_sizes(folder, len(files))
     return run, same_names([dict(_with_whole_numbers(row)) for row in files])
@@ -127,8 +138,12 @@ def open_layer_files(folder: Path) -> tuple[SavedRun, Ranks]:
         if match
     }
     size, numbers = len({rank for rank, _ in grid}), sorted({number for _, number in grid})
-    if missing := sorted({(rank, number) for rank in range(size) for number in numbers} - grid.keys()):
-        raise ValueError(f"{folder} has no file of tensor-parallel rank {missing[0][0]}, layer {missing[0][1]}")
+    if missing := sorted(
+        {(rank, number) for rank in range(size) for number in numbers} - grid.keys()
+    ):
+        raise ValueError(
+            f"{folder} has no file of tensor-parallel rank {missing[0][0]}, layer {missing[0][1]}"
+        )
     main = folder / "mp_rank_00_model_states.pt"
     state = read_state(checked_file(folder, main.name)) if main.exists() else {}
     arguments, iteration = arguments_of(state), state.get("iteration")
@@ -141,7 +156,9 @@ def open_layer_files(folder: Path) -> tuple[SavedRun, Ranks]:
         iteration if type(iteration) is int else None,
     )
     run.check_sizes(folder, size)
-    return run, same_names([_join_layers([grid[rank, number] for number in numbers]) for rank in range(size)])
+    return run, same_names(
+        [_join_layers([grid[rank, number] for number in numbers]) for rank in range(size)]
+    )
 
 
 def _join_layers(paths: Sequence[Path]) -> dict[str, StoredTensor]:
@@ -156,14 +173,22 @@ def _join_layers(paths: Sequence[Path]) -> dict[str, StoredTensor]:
         if "word_embeddings.weight" in found:
             named = {f"language_model.embedding.{name}": tensor for name, tensor in found.items()}
         elif any(name.startswith(("attention.", "self_attention.")) for name in found):
-            named = {f"language_model.encoder.layers.{blocks}.{name}": tensor for name, tensor in found.items()}
+            named = {
+                f"language_model.encoder.layers.{blocks}.{name}": tensor
+                for name, tensor in found.items()
+            }
             blocks += 1
         elif len(found) == 1 and found.keys() <= _HEADS:
             named = {"language_model.output_layer.weight": next(iter(found.values()))}
         elif {name.rpartition(".")[2] for name in found} == {"weight", "bias"} and len(found) == 2:
-            named = {f"language_model.encoder.final_layernorm.{name.rpartition('.')[2]}": found[name] for name in found}
+            named = {
+                f"language_model.encoder.final_layernorm.{name.rpartition('.')[2]}": found[name]
+                for name in found
+            }
         else:
-            raise ValueError(f"{path} holds {', '.join(sorted(found))[:200]}, which no part of a GPT has")
+            raise ValueError(
+                f"{path} holds {', '.join(sorted(found))[:200]}, which no part of a GPT has"
+            )
         if repeated := sorted(named.keys() & tensors.keys()):
             raise ValueError(
                 f"{path} has {named[repeated[0]].name} again, which is also in {tensors[repeated[0]].file}"
@@ -178,15 +203,21 @@ def _rank_files(folder: Path) -> list[list[Path]]:
     for match in rank_folders(folder):
         place = folder / match.string
         if match[3]:
-            raise ValueError(f"{place} is of an expert-parallel rank; models with experts are not read")
+            raise ValueError(
+                f"{place} is of an expert-parallel rank; models with experts are not read"
+            )
         if place.resolve().parent != folder.resolve():
             raise ValueError(f"{place} is a link out of its folder; copy the folder first")
         name = next(name for name in RANK_FILES if (place / name).exists())
         grid[int(match[1]), int(match[2] or 0)] = checked_file(place, name)
     size, stages = (len({position[axis] for position in grid}) for axis in (0, 1))
-    if missing := sorted({(rank, stage) for rank in range(size) for stage in range(stages)} - grid.keys()):
+    if missing := sorted(
+        {(rank, stage) for rank in range(size) for stage in range(stages)} - grid.keys()
+    ):
         rank, stage = missing[0]
-        raise ValueError(f"{folder} has no file of tensor-parallel rank {rank}, pipeline stage {stage}")
+        raise ValueError(
+            f"{folder} has no file of tensor-parallel rank {rank}, pipeline stage {stage}"
+        )
     return [[grid[rank, stage] for stage in range(stages)] for rank in range(size)]
 
 
@@ -194,7 +225,9 @@ def same_names(ranks: Sequence[Mapping[str, StoredTensor]]) -> Ranks:
     """Returns the ranks after checking that all have tensors of the same names."""
     for rank in ranks[1:]:
         if differing := sorted(rank.keys() ^ ranks[0].keys()):
-            (tensor,) = (tensors[differing[0]] for tensors in (rank, ranks[0]) if differing[0] in tensors)
+            (tensor,) = (
+                tensors[differing[0]] for tensors in (rank, ranks[0]) if differing[0] in tensors
+            )
             raise ValueError(f"{tensor} is not in the files of all tensor-parallel ranks")
     return tuple(ranks)
 
@@ -214,12 +247,22 @@ class _RankFile:
     def read(cls, path: Path) -> _RankFile:
         state = read_state(path)
         version = checked_version(path, state, 0)
-        names = sorted((int(match[1] or 0), name) for name in state if (match := _MODEL.fullmatch(str(name))))
+        names = sorted(
+            (int(match[1] or 0), name) for name in state if (match := _MODEL.fullmatch(str(name)))
+        )
         if not names:
-            raise ValueError(f"{path} has no model; its entries are {', '.join(sorted(map(str, state)))[:200]}")
+            raise ValueError(
+                f"{path} has no model; its entries are {', '.join(sorted(map(str, state)))[:200]}"
+            )
         chunks = tuple(locate_nested(path, state[name], f"{name}.") for _, name in names)
         iteration = state.get("iteration")
-        return cls(path, version, arguments_of(state), iteration if type(iteration) is int else None, chunks)
+        return cls(
+            path,
+            version,
+            arguments_of(state),
+            iteration if type(iteration) is int else None,
+            chunks,
+        )
 
 
 def read_state(path: Path) -> dict[Any, Any]:
@@ -237,7 +280,9 @@ def checked_version(path: Path, state: Mapping[Any, Any], default: float) -> flo
     version = state.get("checkpoint_version", default)
     if type(version) not in (int, float) or version not in ROW_ORDERS:
         known = ", ".join(f"{number:.1f}" for number in ROW_ORDERS)
-        raise ValueError(f"{path} has checkpoint_version {version!r}; those that can be read are {known}")
+        raise ValueError(
+            f"{path} has checkpoint_version {version!r}; those that can be read are {known}"
+        )
     return version
 
 
@@ -265,7 +310,9 @@ def locate_nested(path: Path, tree: Any, what: str) -> dict[str, StoredTensor]:
                 raise ValueError(f"{path} has the tensor {what}{prefix} twice")
             flat[prefix] = value
         elif depth > DEEPEST or id(cast(Any, value)) in seen:
-            raise ValueError(f"{path} has the dictionary {what}{prefix} twice, or more than {DEEPEST} in one another")
+            raise ValueError(
+                f"{path} has the dictionary {what}{prefix} twice, or more than {DEEPEST} in one another"
+            )
         else:
             seen.add(id(cast(Any, value)))
             for name, entry in cast(dict[Any, Any], value).items():
@@ -273,12 +320,16 @@ def locate_nested(path: Path, tree: Any, what: str) -> dict[str, StoredTensor]:
                     add(f"{prefix}.{name}" if prefix else str(name), entry, depth + 1)
 
     if not isinstance(tree, dict):
-        raise ValueError(f"{path}: {what[:-1] or 'its content'} is a {type(tree).__name__}, not named tensors")
+        raise ValueError(
+            f"{path}: {what[:-1] or 'its content'} is a {type(tree).__name__}, not named tensors"
+        )
     add("", cast(Any, tree), 0)
     return locate_tensors(path, flat)
 
 
-def megatron_state(tensors: Mapping[str, Any], arguments: Mapping[str, Any], nested: bool) -> dict[str, Any]:
+def megatron_state(
+    tensors: Mapping[str, Any], arguments: Mapping[str, Any], nested: bool
+) -> dict[str, Any]:
     """Returns the contents of a rank's file. `nested`: the modules are dictionaries, as before megatron-core."""
     model: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -289,7 +340,12 @@ def megatron_state(tensors: Mapping[str, Any], arguments: Mapping[str, Any], nes
                 place = place.setdefault(key, {})
             name = name.removeprefix(f"{stem}.") if stem else name
         place[name] = tensor
-    return {"checkpoint_version": VERSION, "iteration": 0, "args": Namespace(**arguments), "model": model}
+    return {
+        "checkpoint_version": VERSION,
+        "iteration": 0,
+        "args": Namespace(**arguments),
+        "model": model,
+    }
 
 
 def _with_whole_numbers(stages: Sequence[_RankFile]) -> Iterator[tuple[str, StoredTensor]]:
@@ -299,13 +355,19 @@ def _with_whole_numbers(stages: Sequence[_RankFile]) -> Iterator[tuple[str, Stor
     """
     counts = {len(file.chunks) for file in stages}
     if len(counts) > 1:
-        raise ValueError(f"{stages[0].path.parent.parent} has stages of {sorted(counts)} chunks; all must have as many")
+        raise ValueError(
+            f"{stages[0].path.parent.parent} has stages of {sorted(counts)} chunks; all must have as many"
+        )
     offset, seen = 0, set[str]()
     for number in range(counts.pop()):
         for file in stages:
-            numbers = {int(match[2]) for match in map(_LAYER.fullmatch, file.chunks[number]) if match}
+            numbers = {
+                int(match[2]) for match in map(_LAYER.fullmatch, file.chunks[number]) if match
+            }
             if numbers != set(range(len(numbers))):
-                raise ValueError(f"{file.path} has the layers {sorted(numbers)[:20]}; they must be numbered from 0 on")
+                raise ValueError(
+                    f"{file.path} has the layers {sorted(numbers)[:20]}; they must be numbered from 0 on"
+                )
             for name, tensor in file.chunks[number].items():
                 local = _LAYER.fullmatch(name)
                 whole = f"{local[1]}{int(local[2]) + offset}{local[3]}" if local else name

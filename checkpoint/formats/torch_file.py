@@ -71,7 +71,9 @@ Scalar = bool | int | float | str | None
 PlainValue = Scalar | tuple[Scalar, ...]
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: the lengths of its name and of its extra field
+_LOCAL_HEADER = struct.Struct(
+    "<26xHH"
+)  # of a zip record: the lengths of its name and of its extra field
 _END = struct.Struct("<4s8xL6x")  # of a zip file: signature and bytes of its directory
 _WIDE_END = struct.Struct("<4s36xQ8x")  # the same in the zip64 format
 _LOCATOR = struct.Struct("<4s4xQ4x")  # where the zip64 end is
@@ -91,16 +93,22 @@ def load_without_storage(path: Path) -> Any:
     try:
         with _only_placeholder_types():
             if zipfile.is_zipfile(path):
-                Records(path)  # checks the file first, because torch.load crashes on tensors of the other byte order
+                Records(
+                    path
+                )  # checks the file first, because torch.load crashes on tensors of the other byte order
                 return torch.load(path, map_location="meta", mmap=True, weights_only=True)
             return _load_before_zip(path)
     except pickle.UnpicklingError as error:
         foreign = re.search(r"GLOBAL (\S+)", str(error))
         what = f"a {foreign[1]}" if foreign else "an object that needs code to load"
-        raise ValueError(f"{path} is refused: besides tensors and plain values it holds {what}") from None
+        raise ValueError(
+            f"{path} is refused: besides tensors and plain values it holds {what}"
+        ) from None
     except _DAMAGE as error:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
-        raise ValueError(reason if reason.startswith(str(path)) else f"{path} is damaged: {reason}") from None
+        raise ValueError(
+            reason if reason.startswith(str(path)) else f"{path} is damaged: {reason}"
+        ) from None
 
 
 def locate_tensors(path: Path, state: Mapping[Any, Any]) -> dict[str, StoredTensor]:
@@ -112,15 +120,24 @@ def locate_tensors(path: Path, state: Mapping[Any, Any]) -> dict[str, StoredTens
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{path}: {name!r} is a {type(tensor).__name__}, but weights are named tensors")
+            raise ValueError(
+                f"{path}: {name!r} is a {type(tensor).__name__}, but weights are named tensors"
+            )
         tensors[name] = _locate(path, name, tensor, records)
     return tensors
 
 
 def _locate(path: Path, name: str, tensor: torch.Tensor, records: Records | None) -> StoredTensor:
     where = f"tensor {name} in {path}"
-    if tensor.is_sparse or tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided:
-        raise ValueError(f"{where} is not a dense tensor but {tensor.layout}; save it after .to_dense()")
+    if (
+        tensor.is_sparse
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.layout != torch.strided
+    ):
+        raise ValueError(
+            f"{where} is not a dense tensor but {tensor.layout}; save it after .to_dense()"
+        )
     if tensor.numel() and not tensor.is_contiguous():
         raise ValueError(f"{where} is not contiguous; save it after .contiguous()")
     dtype = from_torch_name(str(tensor.dtype))
@@ -132,7 +149,9 @@ def _locate(path: Path, name: str, tensor: torch.Tensor, records: Records | None
     offset = start + int(tensor.storage_offset()) * tensor.element_size()
     stored = StoredTensor(name, path, dtype, tuple(tensor.shape), offset)
     stop = offset + stored.nbytes
-    if tensor.numel() and not (records.contain(start, stop) if records else stop <= start + storage.nbytes()):
+    if tensor.numel() and not (
+        records.contain(start, stop) if records else stop <= start + storage.nbytes()
+    ):
         raise ValueError(f"{where} claims bytes outside its record of the file")
     return stored
 
@@ -145,13 +164,17 @@ def locate_saved_tensor(path: Path, name: str, start: int, length: int) -> Store
     where = f"tensor {name} in {path}"
     records = Records(path, (start, length))
     storages: dict[str, torch.TypedStorage] = {}
-    unpickler: Any = _weights_only_unpickler.Unpickler(io.BytesIO(records.pickled), encoding="utf-8")
+    unpickler: Any = _weights_only_unpickler.Unpickler(
+        io.BytesIO(records.pickled), encoding="utf-8"
+    )
     unpickler.persistent_load = partial(_stored_in_zip, storages=storages)
     try:
         with _only_placeholder_types():
             tensor = unpickler.load()
     except (pickle.UnpicklingError, *_DAMAGE) as error:
-        raise ValueError(f"{where} is refused: {str(error).splitlines()[0] if str(error) else repr(error)}") from None
+        raise ValueError(
+            f"{where} is refused: {str(error).splitlines()[0] if str(error) else repr(error)}"
+        ) from None
     if not isinstance(tensor, torch.Tensor) or len(storages) != 1:
         raise ValueError(f"{where} is a {type(tensor).__name__}, not one tensor")
     begin = records.named.get(f"data/{next(iter(storages))}")
@@ -218,7 +241,13 @@ class Records:
                         start = base + info.header_offset + _LOCAL_HEADER.size + name + extra
                         self._stops[start] = start + info.file_size
                         self.named[info.filename.partition("/")[2]] = start
-        except (zipfile.BadZipFile, struct.error, OSError, NotImplementedError, RuntimeError) as error:
+        except (
+            zipfile.BadZipFile,
+            struct.error,
+            OSError,
+            NotImplementedError,
+            RuntimeError,
+        ) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
         self._size = min(base + length, path.stat().st_size)
         self._starts = sorted(self._stops)
@@ -235,12 +264,18 @@ class Records:
                 )
             self.pickled = archive.read(info)
             if _ALLOCATION in self.pickled:
-                raise ValueError(f"{path} is refused: besides tensors and plain values it holds a bytearray")
+                raise ValueError(
+                    f"{path} is refused: besides tensors and plain values it holds a bytearray"
+                )
 
     def contain(self, start: int, stop: int) -> bool:
         """Returns whether a record starts at byte `start` and reaches at least to byte `stop`."""
         position = bisect.bisect_right(self._starts, start) - 1
-        return position >= 0 and self._starts[position] == start and stop <= min(self._stops[start], self._size)
+        return (
+            position >= 0
+            and self._starts[position] == start
+            and stop <= min(self._stops[start], self._size)
+        )
 
 
 def _check_directory(path: Path, file: BinaryIO) -> None:
@@ -249,7 +284,9 @@ def _check_directory(path: Path, file: BinaryIO) -> None:
     file.seek(max(0, size - _END.size))
     signature, length = _END.unpack(file.read(_END.size))
     if signature != b"PK\5\6":
-        raise ValueError(f"{path} has bytes after the end of its zip format, which torch.save does not write")
+        raise ValueError(
+            f"{path} has bytes after the end of its zip format, which torch.save does not write"
+        )
     if length == 0xFFFFFFFF:
         file.seek(max(0, size - _END.size - _LOCATOR.size))
         _, offset = _LOCATOR.unpack(file.read(_LOCATOR.size))
@@ -257,7 +294,9 @@ def _check_directory(path: Path, file: BinaryIO) -> None:
         _, length = _WIDE_END.unpack(file.read(_WIDE_END.size))
     if length > min(LARGEST_DIRECTORY, size):
         limit = min(LARGEST_DIRECTORY, size)
-        raise ValueError(f"{path} lists its records in {length:,} bytes, but at most {limit:,} are allowed")
+        raise ValueError(
+            f"{path} lists its records in {length:,} bytes, but at most {limit:,} are allowed"
+        )
 
 
 @contextmanager
@@ -322,10 +361,16 @@ def _load_before_zip(path: Path) -> Any:
             magic = _weights_only_unpickler.load(pickled, encoding="utf-8")
         except (pickle.UnpicklingError, *_DAMAGE):
             magic = None
-        if magic != MAGIC_NUMBER or _weights_only_unpickler.load(pickled, encoding="utf-8") != PROTOCOL_VERSION:
+        if (
+            magic != MAGIC_NUMBER
+            or _weights_only_unpickler.load(pickled, encoding="utf-8") != PROTOCOL_VERSION
+        ):
             raise ValueError(f"{path} is not in a format of torch.save, or it is truncated")
         machine = _weights_only_unpickler.load(pickled, encoding="utf-8")
-        if isinstance(machine, dict) and cast(dict[Any, Any], machine).get("little_endian") is False:
+        if (
+            isinstance(machine, dict)
+            and cast(dict[Any, Any], machine).get("little_endian") is False
+        ):
             raise ValueError(f"{path} was written on a big-endian machine")
         storages: dict[str, torch.TypedStorage] = {}
         unpickler: Any = _weights_only_unpickler.Unpickler(pickled, encoding="utf-8")
@@ -347,7 +392,9 @@ class _PickledPart:
 
     def read(self, count: int) -> bytes:
         if self._file.tell() + count > LARGEST_PICKLE:
-            raise ValueError(f"it has more than the {LARGEST_PICKLE:,} pickled bytes that are allowed")
+            raise ValueError(
+                f"it has more than the {LARGEST_PICKLE:,} pickled bytes that are allowed"
+            )
         return self._file.read(count)
 
     def readline(self) -> bytes:

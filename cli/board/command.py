@@ -46,7 +46,9 @@ READING_SECONDS = 1.0  # for which an answer waits for files that are not read t
 MOST_POINTS = 4096  # pixels of a wide screen
 SHOWN_RANKS = 16
 CHUNK = 1 << 20  # bytes that are read at once; a longer line is no record of a run
-REMEMBERED = 256  # bytes before the place that was read to, which tell whether the file is still the same
+REMEMBERED = (
+    256  # bytes before the place that was read to, which tell whether the file is still the same
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +159,9 @@ class Metrics:
     def _add(self, line: bytes) -> None:
         record = metrics_record(line) or {}
         try:
-            numbers = {name: float(value) for name, value in record.items() if type(value) in (int, float)}
+            numbers = {
+                name: float(value) for name, value in record.items() if type(value) in (int, float)
+            }
         except OverflowError:
             return
         if not numbers:
@@ -227,9 +231,16 @@ class Run:
         self.name, self.folder = str(path), RunFolder(path)
         self.metrics = Metrics(self.folder.metrics_file)
         if not path.is_dir():
-            raise ValueError(f"{path} is no folder; name the folder of a run, such as runs/quickstart")
-        if not any(file.exists() for file in (self.folder.arguments_file, self.folder.metrics_file, path / LOCK)):
-            raise ValueError(f"{path} holds no run (no arguments.yaml, no metrics.jsonl); name the folder of a run")
+            raise ValueError(
+                f"{path} is no folder; name the folder of a run, such as runs/quickstart"
+            )
+        if not any(
+            file.exists()
+            for file in (self.folder.arguments_file, self.folder.metrics_file, path / LOCK)
+        ):
+            raise ValueError(
+                f"{path} holds no run (no arguments.yaml, no metrics.jsonl); name the folder of a run"
+            )
 
     def summary(self) -> dict[str, Any]:
         """Returns what the page's table shows."""
@@ -238,7 +249,9 @@ class Run:
         return {
             "name": self.name,
             "step": max((curve.steps[-1] for curve in self.metrics.curves.values()), default=None),
-            "last": {name: value if math.isfinite(value) else str(value) for name, value in last.items()},
+            "last": {
+                name: value if math.isfinite(value) else str(value) for name, value in last.items()
+            },
             "checkpoints": self.folder.steps(),
             "best": best.name if best else None,
         }
@@ -264,7 +277,13 @@ def _split(name: str, record: TensorRecord, size: int) -> dict[str, Any]:
         shard = Shard(**record.shard)
         parts = [shard.local_shape(rank, size) for rank in range(min(size, SHOWN_RANKS))]
     split = None if record.shard is None else record.shard["dim"]
-    return {"name": name, "dtype": record.dtype, "shape": record.shape, "split": split, "parts": parts}
+    return {
+        "name": name,
+        "dtype": record.dtype,
+        "shape": record.shape,
+        "split": split,
+        "parts": parts,
+    }
 
 
 class Runs:
@@ -287,17 +306,29 @@ class Runs:
             deadline = time.monotonic() + READING_SECONDS
             is_more = any(run.metrics.read(deadline) for run in self.runs)
             summaries = [run.summary() for run in self.runs]
-            state = [run.metrics.changes for run in self.runs], [(s["checkpoints"], s["best"]) for s in summaries]
+            state = (
+                [run.metrics.changes for run in self.runs],
+                [(s["checkpoints"], s["best"]) for s in summaries],
+            )
             if state != self._seen:
-                self._seen, self._revision = state, str(time.time_ns())  # which no earlier server has given
+                self._seen, self._revision = (
+                    state,
+                    str(time.time_ns()),
+                )  # which no earlier server has given
             if query.get("seen") == self._revision:
                 return {"revision": self._revision, "more": is_more}
             names = dict.fromkeys(name for run in self.runs for name in run.metrics.curves)
-            charts = [self._chart(name, width, first, last) for name in names if not name.startswith("final/")]
+            charts = [
+                self._chart(name, width, first, last)
+                for name in names
+                if not name.startswith("final/")
+            ]
         return {"revision": self._revision, "more": is_more, "runs": summaries, "charts": charts}
 
     def _chart(self, name: str, width: int, first: float, last: float) -> dict[str, Any]:
-        steps, values = on_one_axis([run.metrics.curves.get(name) for run in self.runs], width, first, last)
+        steps, values = on_one_axis(
+            [run.metrics.curves.get(name) for run in self.runs], width, first, last
+        )
         return {"name": name, "steps": steps, "values": values}
 
 
@@ -326,16 +357,27 @@ class Handler(BaseHTTPRequestHandler):
         except ValueError as error:
             status, kind, body = 400, "text/plain; charset=utf-8", str(error).encode()
         except OSError as error:
-            status, kind, body = 500, "text/plain; charset=utf-8", message_of(error).encode(errors="replace")
+            status, kind, body = (
+                500,
+                "text/plain; charset=utf-8",
+                message_of(error).encode(errors="replace"),
+            )
         with suppress(ConnectionError):  # the page was closed
             self.send_response(status)
-            for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+            for name, value in {
+                **HEADERS,
+                "Content-Type": kind,
+                "Content-Length": str(len(body)),
+            }.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
 
     def _answer(self) -> tuple[int, str, bytes]:
-        if self.server.names is not None and urlsplit(f"//{self.headers['Host']}").hostname not in self.server.names:
+        if (
+            self.server.names is not None
+            and urlsplit(f"//{self.headers['Host']}").hostname not in self.server.names
+        ):
             return 403, "text/plain", b"the page is not served under this name"
         url = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}

@@ -69,14 +69,21 @@ class Entry:
         name, default = f"  {self.name}", f" [{self.default}]" if self.default else ""
         if not whole:
             name = f"{name:<{indent - 2}}  "
-            return [f"{name}{shortened(self.text, width - len(name) - len(default))}{default}".rstrip()]
+            return [
+                f"{name}{shortened(self.text, width - len(name) - len(default))}{default}".rstrip()
+            ]
         wrapped = textwrap.wrap(self.text + default, width - indent, break_long_words=False) or [""]
         if len(name) > indent - 2:
             return [name, *(" " * indent + line for line in wrapped if line)]
-        return [f"{name:<{indent}}{wrapped[0]}".rstrip(), *(" " * indent + line for line in wrapped[1:])]
+        return [
+            f"{name:<{indent}}{wrapped[0]}".rstrip(),
+            *(" " * indent + line for line in wrapped[1:]),
+        ]
 
 
-def show_help(page: HelpPage, argv: Sequence[str], default: Any = None, *, quiet: bool = False) -> None:
+def show_help(
+    page: HelpPage, argv: Sequence[str], default: Any = None, *, quiet: bool = False
+) -> None:
     """Prints the page and raises SystemExit(0), if the command line asks for help; otherwise returns.
 
     Args:
@@ -87,11 +94,20 @@ def show_help(page: HelpPage, argv: Sequence[str], default: Any = None, *, quiet
     if asked is None:
         return
     if not quiet:
-        print(render(page, default, whole=asked == WHOLE, width=shutil.get_terminal_size((100, 24)).columns))
+        print(
+            render(
+                page,
+                default,
+                whole=asked == WHOLE,
+                width=shutil.get_terminal_size((100, 24)).columns,
+            )
+        )
     raise SystemExit(0)
 
 
-def show_commands(program: str, description: str, pages: Mapping[str, HelpPage], argv: Sequence[str]) -> None:
+def show_commands(
+    program: str, description: str, pages: Mapping[str, HelpPage], argv: Sequence[str]
+) -> None:
     """Prints the help of a command that has commands of its own, or of one of these, like `show_help`."""
     if argv and argv[0] in pages:
         show_help(pages[argv[0]], argv[1:])
@@ -106,7 +122,10 @@ def commands_page(program: str, description: str, commands: Mapping[str, str]) -
     width = min(max(shutil.get_terminal_size((100, 24)).columns, NARROWEST), WIDEST)
     indent = max(map(len, commands)) + 4
     lines = [f"usage: {program} COMMAND [options]", "", description, "", "commands:"]
-    lines += [f"  {name:<{indent - 2}}{shortened(text, width - indent)}" for name, text in commands.items()]
+    lines += [
+        f"  {name:<{indent - 2}}{shortened(text, width - indent)}"
+        for name, text in commands.items()
+    ]
     return "\n".join([*lines, "", f"`{program} COMMAND --help` shows the options of a command."])
 
 
@@ -129,15 +148,22 @@ def render(page: HelpPage, default: Any = None, *, whole: bool = False, width: i
     for paragraph in _description(page).split("\n\n"):
         lines += textwrap.wrap(paragraph, width)
     indent = min(WIDEST_NAME, max((len(entry.name) for entry in shown), default=0)) + 4
-    titles = dict.fromkeys([REQUIRED, POSITIONAL, *page.sections.values(), *(entry.section for entry in shown)])
+    titles = dict.fromkeys(
+        [REQUIRED, POSITIONAL, *page.sections.values(), *(entry.section for entry in shown)]
+    )
     for title in titles:
         found = [entry for entry in shown if entry.section == title]
         lines += ["", f"{title}:"] if found else []
         for entry in found:
             lines += entry.lines(indent, width, whole=whole)
     hidden = len(every) - len(shown)
-    if not whole and (hidden or any(shortened(entry.text, width) + "." != entry.text for entry in shown)):
-        lines += ["", f"{WHOLE} shows {f'{hidden} more options and ' if hidden else ''}the texts in full."]
+    if not whole and (
+        hidden or any(shortened(entry.text, width) + "." != entry.text for entry in shown)
+    ):
+        lines += [
+            "",
+            f"{WHOLE} shows {f'{hidden} more options and ' if hidden else ''}the texts in full.",
+        ]
     return "\n".join(lines)
 
 
@@ -149,17 +175,26 @@ def entries(page: HelpPage, default: Any = None) -> Iterator[Entry]:
         if tyro.conf.Suppress in _markers(kind):
             continue
         place = POSITIONAL if tyro.conf.Positional in _markers(kind) else section
-        needed = item.name in page.required or (item.default is MISSING and item.default_factory is MISSING)
+        needed = item.name in page.required or (
+            item.default is MISSING and item.default_factory is MISSING
+        )
         value = getattr(default, item.name) if default is not None else _default(item)
         name = _name(page, item.name, kind, value, needed)
         text = page.texts.get(item.name, text)
         if (choices := _choices(_plain(kind))) and name.endswith((" NAME", " NAME ...")):
             text = f"{text} One of {', '.join(choices)}.".strip()
-        yield Entry(item.name, name, text, "" if needed else _shown(value), REQUIRED if needed else place)
+        yield Entry(
+            item.name, name, text, "" if needed else _shown(value), REQUIRED if needed else place
+        )
         if is_dataclass(value) and not isinstance(value, type):
             for entry in entries(HelpPage("", type(value)), value):
                 name = entry.name.replace("--", f"--{item.name.replace('_', '-')}.", 1)
-                yield replace(entry, field=f"{item.name}.{entry.field}", name=name, section=f"settings of {item.name}")
+                yield replace(
+                    entry,
+                    field=f"{item.name}.{entry.field}",
+                    name=name,
+                    section=f"settings of {item.name}",
+                )
 
 
 def shortened(text: str, room: int) -> str:
@@ -167,7 +202,9 @@ def shortened(text: str, room: int) -> str:
     sentence = text.partition(". ")[0].removesuffix(".")
     if len(sentence) <= room:
         return sentence
-    clauses = [match.start() for match in re.finditer(r"[;:,] | \(", sentence) if match.start() <= room]
+    clauses = [
+        match.start() for match in re.finditer(r"[;:,] | \(", sentence) if match.start() <= room
+    ]
     if clauses and clauses[-1] >= SHORTEST:
         return sentence[: clauses[-1]]
     return textwrap.shorten(sentence, room, placeholder=" ...")
@@ -180,7 +217,9 @@ def _declared(kind: type) -> Iterator[tuple[Field[Any], Any, str]]:
     texts = {param.arg_name: " ".join((param.description or "").split()) for param in found}
     hints = get_type_hints(kind, include_extras=True)
     for item in fields(kind):
-        helps = [marker.help for marker in _markers(hints[item.name]) if getattr(marker, "help", None)]
+        helps = [
+            marker.help for marker in _markers(hints[item.name]) if getattr(marker, "help", None)
+        ]
         yield item, hints[item.name], helps[0] if helps else texts.get(item.name, "")
 
 
@@ -217,7 +256,11 @@ def _plain(kind: Any) -> Any:
 def _name(page: HelpPage, name: str, kind: Any, value: Any, needed: bool) -> str:
     """Returns how an argument is written: `MODEL`, `--tp N`, `--resume`, `--no-padded`."""
     plain = _plain(kind)
-    many = " ..." if get_origin(plain) in (tuple, list) and Ellipsis in (*get_args(plain), Ellipsis) else ""
+    many = (
+        " ..."
+        if get_origin(plain) in (tuple, list) and Ellipsis in (*get_args(plain), Ellipsis)
+        else ""
+    )
     if tyro.conf.Positional in _markers(kind):
         return f"{name.upper()}{many}" if needed else f"[{name.upper()}{many}]"
     option = f"--{name.replace('_', '-')}"
@@ -238,7 +281,11 @@ def _value_name(kind: Any) -> str:
     if get_origin(kind) in (tuple, list):
         inner = [part for part in get_args(kind) if part is not Ellipsis]
         repeated = Ellipsis in get_args(kind) or get_origin(kind) is list
-        return f"{_value_name(_plain(inner[0]))} ..." if repeated else " ".join(map(_value_name, inner))
+        return (
+            f"{_value_name(_plain(inner[0]))} ..."
+            if repeated
+            else " ".join(map(_value_name, inner))
+        )
     return SIMPLE.get(kind, "NAME" if is_dataclass(kind) else "VALUE")
 
 
@@ -254,5 +301,11 @@ def _shown(value: Any) -> str:
         return ""
     if isinstance(value, tuple | list):
         return " ".join(map(str, value))
-    text = f"{value:g}" if isinstance(value, float) else value.name if isinstance(value, Path) else str(value)
+    text = (
+        f"{value:g}"
+        if isinstance(value, float)
+        else value.name
+        if isinstance(value, Path)
+        else str(value)
+    )
     return repr(text) if text.isspace() else text

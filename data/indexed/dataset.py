@@ -10,7 +10,9 @@ import numpy as np
 from .format import HEADER, bin_path, idx_path, parse_header
 from .meta import CorpusMeta, read_meta
 
-CHECK_BLOCK = 1 << 22  # index entries checked at a time, so that memory does not grow with the number of sequences
+CHECK_BLOCK = (
+    1 << 22
+)  # index entries checked at a time, so that memory does not grow with the number of sequences
 
 
 class IndexedDataset:
@@ -37,7 +39,9 @@ class IndexedDataset:
         index, tokens = idx_path(prefix), bin_path(prefix)
         for path in (index, tokens):
             if not path.is_file():
-                raise FileNotFoundError(f"{path} does not exist; an indexed dataset is a .bin and an .idx file")
+                raise FileNotFoundError(
+                    f"{path} does not exist; an indexed dataset is a .bin and an .idx file"
+                )
         with index.open("rb") as file:
             self.dtype, sequences, documents = parse_header(file.read(HEADER.size), index)
         expected = HEADER.size + sequences * 12 + documents * 8
@@ -47,8 +51,12 @@ class IndexedDataset:
                 f"marks need {expected}; it is truncated or damaged"
             )
         raw = np.memmap(index, mode="r", dtype=np.uint8)
-        if raw[expected:].any():  # Megatron-LM's multimodal pairs end with a mode for each sequence; text has 0
-            raise ValueError(f"{index} has sequences of Megatron-LM's modes other than 0, which are not text")
+        if raw[
+            expected:
+        ].any():  # Megatron-LM's multimodal pairs end with a mode for each sequence; text has 0
+            raise ValueError(
+                f"{index} has sequences of Megatron-LM's modes other than 0, which are not text"
+            )
         self.meta = read_meta(prefix)
         pointers_at = HEADER.size + 4 * sequences
         documents_at = pointers_at + 8 * sequences
@@ -89,7 +97,9 @@ class IndexedDataset:
 
     def token_range(self, document: int) -> tuple[int, int]:
         """Returns the position of the document in `tokens`: (start, stop)."""
-        return self._token_at(self.document_indices[document]), self._token_at(self.document_indices[document + 1])
+        return self._token_at(self.document_indices[document]), self._token_at(
+            self.document_indices[document + 1]
+        )
 
     def last_tokens(self) -> np.ndarray:
         """Returns the last token of each document that has tokens: [documents]."""
@@ -127,7 +137,9 @@ class IndexedDataset:
         for first in range(0, len(self.sizes), CHECK_BLOCK):
             sizes = self.sizes[first : first + CHECK_BLOCK].astype(np.int64)
             if sizes.min() < 0:
-                raise ValueError(f"{path}: sequence {first + int(sizes.argmin())} has size {sizes.min()}")
+                raise ValueError(
+                    f"{path}: sequence {first + int(sizes.argmin())} has size {sizes.min()}"
+                )
             ends = position + np.cumsum(sizes) * self.dtype.itemsize
             expected = np.concatenate(([position], ends[:-1]))
             wrong = np.flatnonzero(self._pointers[first : first + CHECK_BLOCK] != expected)
@@ -149,7 +161,9 @@ class IndexedDataset:
         for first in range(0, len(marks) - 1, CHECK_BLOCK):
             steps = np.diff(marks[first : first + CHECK_BLOCK + 1])
             if steps.min() < 0:
-                raise ValueError(f"{path}: document {first + int(steps.argmin())} ends before it begins")
+                raise ValueError(
+                    f"{path}: document {first + int(steps.argmin())} ends before it begins"
+                )
 
     def _map_tokens(self, path: Path) -> np.ndarray:
         actual = path.stat().st_size
@@ -173,7 +187,9 @@ class MemoryDataset(IndexedDataset):
         sequences: sequences per document; None if each document is one sequence.
     """
 
-    def __init__(self, name: str, tokens: np.ndarray, sizes: np.ndarray, sequences: np.ndarray | None = None) -> None:
+    def __init__(
+        self, name: str, tokens: np.ndarray, sizes: np.ndarray, sequences: np.ndarray | None = None
+    ) -> None:
         self.prefix = Path(name)
         self.dtype, self._tokens = tokens.dtype, tokens
         self.sizes = sizes.astype(np.int32)

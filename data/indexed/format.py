@@ -26,7 +26,9 @@ DTYPE_CODES: dict[int, np.dtype] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-LARGEST_UINT16_VOCABULARY = 65499  # Megatron-LM and LiBai write uint16 below 65500 entries, and int32 from 65500 on
+LARGEST_UINT16_VOCABULARY = (
+    65499  # Megatron-LM and LiBai write uint16 below 65500 entries, and int32 from 65500 on
+)
 
 
 def bin_path(prefix: str | Path) -> Path:
@@ -58,16 +60,26 @@ def parse_header(raw: bytes, path: Path) -> tuple[np.dtype, int, int]:
     if not raw:
         raise ValueError(f"{path} is empty; an index begins with {MAGIC!r}")
     if raw.startswith(LEGACY_MAGIC):
-        raise ValueError(f"{path} is a legacy fairseq index (TNTIDX); only Megatron-LM's mmap format can be read")
+        raise ValueError(
+            f"{path} is a legacy fairseq index (TNTIDX); only Megatron-LM's mmap format can be read"
+        )
     if not raw.startswith(MAGIC):
-        raise ValueError(f"{path} is not a Megatron-LM index: it begins with {raw[:9]!r} instead of {MAGIC!r}")
+        raise ValueError(
+            f"{path} is not a Megatron-LM index: it begins with {raw[:9]!r} instead of {MAGIC!r}"
+        )
     if len(raw) < HEADER.size:
-        raise ValueError(f"{path} is truncated: {len(raw)} bytes, but the header alone has {HEADER.size}")
+        raise ValueError(
+            f"{path} is truncated: {len(raw)} bytes, but the header alone has {HEADER.size}"
+        )
     _, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size])
     if version == int.from_bytes(VERSION.to_bytes(8, "big"), "little"):
         raise ValueError(f"{path} was written on a big-endian machine; the format is little endian")
     if version != VERSION:
-        raise ValueError(f"{path} has index version {version}; only version {VERSION} exists in Megatron-LM and LiBai")
+        raise ValueError(
+            f"{path} has index version {version}; only version {VERSION} exists in Megatron-LM and LiBai"
+        )
     if code not in DTYPE_CODES:
-        raise ValueError(f"{path} has token dtype code {code}; known codes are 1 to {max(DTYPE_CODES)}")
+        raise ValueError(
+            f"{path} has token dtype code {code}; known codes are 1 to {max(DTYPE_CODES)}"
+        )
     return DTYPE_CODES[code], sequences, documents

@@ -43,7 +43,12 @@ def draw(seed: int, n: int) -> int:
 
 
 def reference_sentence_index(
-    sizes: np.ndarray, marks: np.ndarray, max_length: int, short_probability: float, least_sentences: int, seed: int
+    sizes: np.ndarray,
+    marks: np.ndarray,
+    max_length: int,
+    short_probability: float,
+    least_sentences: int,
+    seed: int,
 ) -> np.ndarray:
     """Cuts documents into runs of consecutive sentences; each run is a sample.
 
@@ -76,7 +81,11 @@ def reference_sentence_index(
         for sentence in range(first, last):
             tokens += int(sizes[sentence])
             rest = last - sentence - 1
-            full = tokens >= target and sentence + 1 - first >= least_sentences and rest >= least_sentences
+            full = (
+                tokens >= target
+                and sentence + 1 - first >= least_sentences
+                and rest >= least_sentences
+            )
             if full or rest == 0:
                 if tokens > 0:
                     rows.append((first, sentence + 1, target))
@@ -127,15 +136,24 @@ def compiled_sample_index(lengths: np.ndarray, first: int, stride: int, count: i
 
 
 def compiled_sentence_index(
-    sizes: np.ndarray, marks: np.ndarray, max_length: int, short_probability: float, least_sentences: int, seed: int
+    sizes: np.ndarray,
+    marks: np.ndarray,
+    max_length: int,
+    short_probability: float,
+    least_sentences: int,
+    seed: int,
 ) -> np.ndarray:
     """Returns what `reference_sentence_index` does. The library must be built."""
     assert compiled is not None
     _check_sentences(sizes, marks, max_length)
     sizes, marks = np.require(sizes, np.int32, ("C", "A")), np.require(marks, np.int64, ("C", "A"))
-    rows = np.empty((len(sizes), 3), np.int64)  # the system gives memory only for the rows that are written
+    rows = np.empty(
+        (len(sizes), 3), np.int64
+    )  # the system gives memory only for the rows that are written
     settings = (max_length, short_probability, least_sentences, seed)
-    return rows[: compiled.shardzoo_sentence_index(sizes, marks, len(marks) - 1, *settings, rows)].copy()
+    return rows[
+        : compiled.shardzoo_sentence_index(sizes, marks, len(marks) - 1, *settings, rows)
+    ].copy()
 
 
 sample_index = reference_sample_index if compiled is None else compiled_sample_index

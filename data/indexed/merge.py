@@ -49,7 +49,9 @@ def _common_meta(datasets: Sequence[IndexedDataset]) -> CorpusMeta | None:
     return known[0][1] if len(known) == len(datasets) else None
 
 
-def split_dataset(dataset: IndexedDataset, shares: Mapping[Path, float], *, seed: int) -> dict[Path, int]:
+def split_dataset(
+    dataset: IndexedDataset, shares: Mapping[Path, float], *, seed: int
+) -> dict[Path, int]:
     """Assigns every document to one of the outputs at random, in proportion to the shares.
 
     Documents keep their order within an output. An output with a positive share gets at least one document. Returns
@@ -61,7 +63,9 @@ def split_dataset(dataset: IndexedDataset, shares: Mapping[Path, float], *, seed
     names = list(shares)
     weights = np.array([shares[name] for name in names], np.float64)
     if not (weights >= 0).all() or abs(weights.sum() - 1) > 1e-6:  # NaN is neither
-        raise ValueError(f"the shares {weights.tolist()} must be positive and sum to 1, such as 0.9 0.05 0.05")
+        raise ValueError(
+            f"the shares {weights.tolist()} must be positive and sum to 1, such as 0.9 0.05 0.05"
+        )
     if seed < 0:
         raise ValueError(f"the seed is {seed}; it must not be negative")
     counts = _counts(weights, dataset.num_documents, dataset.prefix)
@@ -69,10 +73,15 @@ def split_dataset(dataset: IndexedDataset, shares: Mapping[Path, float], *, seed
     owner = np.empty(dataset.num_documents, np.int8)
     owner[order] = np.repeat(np.arange(len(names)), counts)
     with ExitStack() as stack:
-        writers = [stack.enter_context(IndexedDatasetWriter(name, dataset.dtype, meta=dataset.meta)) for name in names]
+        writers = [
+            stack.enter_context(IndexedDatasetWriter(name, dataset.dtype, meta=dataset.meta))
+            for name in names
+        ]
         for start, stop in _runs(owner):
             marks = dataset.document_indices[start : stop + 1]
-            tokens = dataset.tokens[dataset.token_range(start)[0] : dataset.token_range(stop - 1)[1]]
+            tokens = dataset.tokens[
+                dataset.token_range(start)[0] : dataset.token_range(stop - 1)[1]
+            ]
             writers[owner[start]].add_sequences(tokens, dataset.sizes[marks[0] : marks[-1]])
             writers[owner[start]].end_documents(np.diff(marks))
     return dict(zip(names, counts.tolist(), strict=True))
@@ -89,7 +98,9 @@ def _runs(owner: np.ndarray) -> Iterator[tuple[int, int]]:
 def _counts(weights: np.ndarray, documents: int, prefix: Path) -> np.ndarray:
     needed = int((weights > 0).sum())
     if documents < needed:
-        raise ValueError(f"{prefix} holds {documents} document(s), fewer than the {needed} parts to split into")
+        raise ValueError(
+            f"{prefix} holds {documents} document(s), fewer than the {needed} parts to split into"
+        )
     counts = np.maximum(np.round(weights * documents).astype(np.int64), weights > 0)
     counts[counts.argmax()] += documents - counts.sum()
     return counts

@@ -41,7 +41,9 @@ def read_meta(prefix: str | Path) -> CorpusMeta | None:
     end, split = values.get("end_token"), values.get("split_sentences", False)
     is_id = isinstance(end, int) and not isinstance(end, bool) and 0 <= end < vocabulary.size
     if not (end is None or is_id):
-        raise ValueError(f"{path}: end_token must be null or an id below {vocabulary.size}, not {end!r:.100}")
+        raise ValueError(
+            f"{path}: end_token must be null or an id below {vocabulary.size}, not {end!r:.100}"
+        )
     if not isinstance(split, bool):
         raise ValueError(f"{path}: split_sentences must be true or false, not {split!r:.100}")
     return CorpusMeta(vocabulary, end, split)

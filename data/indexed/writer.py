@@ -61,7 +61,9 @@ class IndexedDatasetWriter:
         self._keep_partial = keep_partial
         self._meta = meta
         self._index_partial = Path(f"{prefix}.idx.partial")
-        self._names = {part: Path(f"{prefix}.{part}.partial") for part in ("bin", "sizes", "documents")}
+        self._names = {
+            part: Path(f"{prefix}.{part}.partial") for part in ("bin", "sizes", "documents")
+        }
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         state = resume or WriterState()
         self._files: dict[str, BinaryIO] = {}
@@ -73,7 +75,11 @@ class IndexedDatasetWriter:
             for file in self._files.values():
                 file.close()
             raise
-        self._tokens, self._sequences, self._documents = state.tokens, state.sequences, state.documents
+        self._tokens, self._sequences, self._documents = (
+            state.tokens,
+            state.sequences,
+            state.documents,
+        )
         self._last_mark = self._read_last_mark()
 
     def add_sequence(self, tokens: np.ndarray | list[int]) -> None:
@@ -84,9 +90,13 @@ class IndexedDatasetWriter:
         """Appends several sequences at once: `tokens` [sum(lengths)] is their concatenation."""
         tokens, lengths = np.asarray(tokens), np.asarray(lengths)
         if tokens.ndim != 1 or lengths.sum() != len(tokens):
-            raise ValueError(f"tokens of shape {tokens.shape} do not match the sum of the lengths, {lengths.sum()}")
+            raise ValueError(
+                f"tokens of shape {tokens.shape} do not match the sum of the lengths, {lengths.sum()}"
+            )
         if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
-            raise ValueError(f"a sequence of {lengths.max()} tokens is too long; the format stores lengths as int32")
+            raise ValueError(
+                f"a sequence of {lengths.max()} tokens is too long; the format stores lengths as int32"
+            )
         self._check_range(tokens)
         self._files["bin"].write(tokens.astype(self.dtype, copy=False).tobytes())
         self._files["sizes"].write(lengths.astype("<i4").tobytes())
@@ -101,10 +111,14 @@ class IndexedDatasetWriter:
         """Closes several documents at once; `sequences` [documents] is the number of sequences of each."""
         ends = self._last_mark + np.cumsum(sequences)
         if len(ends) and ends[-1] != self._sequences:
-            raise ValueError(f"the documents end at sequence {ends[-1]}, but {self._sequences} were added")
+            raise ValueError(
+                f"the documents end at sequence {ends[-1]}, but {self._sequences} were added"
+            )
         self._mark_documents(ends)
 
-    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray | None = None) -> None:
+    def add_documents(
+        self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray | None = None
+    ) -> None:
         """Appends documents; `tokens` [sum(lengths)] is the concatenation of their sequences.
 
         `sequences` [documents] is the number of sequences of each; None: one.
@@ -117,7 +131,9 @@ class IndexedDatasetWriter:
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Appends all documents of another dataset of the same dtype."""
         if dataset.dtype != self.dtype:
-            raise ValueError(f"{dataset.prefix} holds {dataset.dtype} tokens and cannot be appended to {self.dtype}")
+            raise ValueError(
+                f"{dataset.prefix} holds {dataset.dtype} tokens and cannot be appended to {self.dtype}"
+            )
         first, step = self._sequences, COPY_BYTES // 8
         for start in range(0, dataset.num_tokens, step):
             self._files["bin"].write(dataset.tokens[start : start + step].tobytes())
@@ -139,7 +155,10 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is not None:
             self._abandon()
@@ -163,7 +182,9 @@ class IndexedDatasetWriter:
             self.end_document()
         self.commit()
         with self._index_partial.open("wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self._code, self._sequences, self._documents + 1))
+            file.write(
+                HEADER.pack(MAGIC, VERSION, self._code, self._sequences, self._documents + 1)
+            )
             position = 0
             for sizes in self._spooled("sizes", "<i4"):
                 file.write(sizes.tobytes())
@@ -211,7 +232,11 @@ class IndexedDatasetWriter:
                 f"another process is writing {self.prefix}; wait for it or choose another output"
             ) from None
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # file systems without locks
+            if error.errno not in (
+                errno.ENOLCK,
+                errno.ENOTSUP,
+                errno.ENOSYS,
+            ):  # file systems without locks
                 raise
 
     def _spooled(self, part: str, dtype: str):

@@ -19,7 +19,13 @@ import numpy as np
 
 from ..indexed.dataset import MemoryDataset
 from ..indexed.format import dtype_for_vocabulary
-from ..objectives.pretraining import PretrainingData, PretrainingSamples, as_objective, build_dataset, pad_batch
+from ..objectives.pretraining import (
+    PretrainingData,
+    PretrainingSamples,
+    as_objective,
+    build_dataset,
+    pad_batch,
+)
 from ..text.encoding import BATCH_CHARACTERS, Encoded, encode_documents, end_token
 from ..tokenizers.tokenizer import Tokenizer
 from .loader import Share
@@ -31,12 +37,19 @@ BLOCK_TOKENS = 1 << 22  # 8 to 16 MB in memory; tokenized in seconds, which is w
 
 def encode(texts: Sequence[str], tokenizer: Tokenizer, *, split_sentences: bool) -> Encoded:
     """Encodes documents as `prepare_corpus` does."""
-    dtype, end = dtype_for_vocabulary(tokenizer.vocab_size), end_token(tokenizer, split_sentences=split_sentences)
+    dtype, end = (
+        dtype_for_vocabulary(tokenizer.vocab_size),
+        end_token(tokenizer, split_sentences=split_sentences),
+    )
     return encode_documents(tokenizer, texts, dtype, end, split_sentences=split_sentences)
 
 
 def documents_in_memory(
-    texts: Sequence[str], tokenizer: Tokenizer, *, split_sentences: bool = False, name: str = "the texts in memory"
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    split_sentences: bool = False,
+    name: str = "the texts in memory",
 ) -> MemoryDataset:
     """Returns texts as a tokenized corpus, such as those that a stream holds out (`TextStream.beginning`)."""
     return MemoryDataset(name, *encode(texts, tokenizer, split_sentences=split_sentences))
@@ -111,7 +124,9 @@ class BlockMaker:
         problem: ValueError | None = None
         for epoch, part in self._parts(place):
             waiting += [part] if part else []
-            if not waiting or (part and sum(len(each.encoded.tokens) for each in waiting) < self.block_tokens):
+            if not waiting or (
+                part and sum(len(each.encoded.tokens) for each in waiting) < self.block_tokens
+            ):
                 continue
             try:
                 block, waiting = self._block(place, waiting)
@@ -123,7 +138,9 @@ class BlockMaker:
                 yield block
                 place = block.following
         if place.block == 0 and not self.stopped.is_set():
-            raise problem or ValueError("the stream holds fewer tokens than a sample needs; use more text or epochs")
+            raise problem or ValueError(
+                "the stream holds fewer tokens than a sample needs; use more text or epochs"
+            )
 
     def _parts(self, place: Place) -> Iterator[tuple[int, _Part | None]]:
         """Yields (epoch, some documents) from a place on, and (epoch, None) at the end of each epoch."""
@@ -155,7 +172,11 @@ class BlockMaker:
         samples = self._samples(place, _divide(together, used)[0])
         made = used // self._stride if self._stride else max(1, int(samples.samples_per_epoch))
         rest = _after(parts, used)
-        begin = (rest[0].epoch, rest[0].cursor, rest[0].skip) if rest else (parts[-1].epoch, parts[-1].after, 0)
+        begin = (
+            (rest[0].epoch, rest[0].cursor, rest[0].skip)
+            if rest
+            else (parts[-1].epoch, parts[-1].after, 0)
+        )
         return Block(place, samples, Place(place.block + 1, place.sample + made, *begin)), rest
 
     def _samples(self, place: Place, encoded: Encoded) -> PretrainingSamples:
@@ -173,7 +194,9 @@ def _some(reader: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _joined(parts: Sequence[Encoded]) -> Encoded:
-    tokens, sizes = (np.concatenate(arrays) for arrays in ([p.tokens for p in parts], [p.sizes for p in parts]))
+    tokens, sizes = (
+        np.concatenate(arrays) for arrays in ([p.tokens for p in parts], [p.sizes for p in parts])
+    )
     sequences = [part.sequences for part in parts if part.sequences is not None]
     return Encoded(tokens, sizes, np.concatenate(sequences) if sequences else None)
 
@@ -186,7 +209,10 @@ def _divide(encoded: Encoded, at: int) -> tuple[Encoded, Encoded]:
     ends = np.cumsum(encoded.sizes)
     cut = int(np.searchsorted(ends, at, side="right"))
     inside = at - (int(ends[cut - 1]) if cut else 0)
-    front, back = [*encoded.sizes[:cut], inside], [encoded.sizes[cut] - inside, *encoded.sizes[cut + 1 :]]
+    front, back = (
+        [*encoded.sizes[:cut], inside],
+        [encoded.sizes[cut] - inside, *encoded.sizes[cut + 1 :]],
+    )
     return (
         Encoded(encoded.tokens[:at], np.array(front, np.int64), None),
         Encoded(encoded.tokens[at:], np.array(back, np.int64), None),
@@ -199,7 +225,9 @@ def _after(parts: list[_Part], used: int) -> list[_Part]:
     for part in parts:
         size = len(part.encoded.tokens)
         if used < size:
-            rest.append(part._replace(skip=part.skip + used, encoded=_divide(part.encoded, used)[1]))
+            rest.append(
+                part._replace(skip=part.skip + used, encoded=_divide(part.encoded, used)[1])
+            )
         used = max(0, used - size)
     return rest
 
@@ -224,7 +252,11 @@ class _Reading:
             block = self._next.result()
             if block is None:
                 return None
-            self.place, self._samples, self._end = block.place, block.samples, block.following.sample
+            self.place, self._samples, self._end = (
+                block.place,
+                block.samples,
+                block.following.sample,
+            )
             self._next = self._thread.submit(next, self._blocks, None)
         assert self._samples is not None
         return self._samples, number - self.place.sample
@@ -268,7 +300,9 @@ class BlockStream(StreamLoader):
     ) -> None:
         self.streams: list[Any] = list(streams) if isinstance(streams, Sequence) else [streams]
         if block_tokens < 1 or (epochs is not None and epochs < 1):
-            raise ValueError(f"block_tokens is {block_tokens} and epochs {epochs}; both must be at least 1")
+            raise ValueError(
+                f"block_tokens is {block_tokens} and epochs {epochs}; both must be at least 1"
+            )
         if epochs is not None and len(self.streams) > 1:
             raise ValueError(
                 f"epochs is {epochs}, but a mixture of streams is endless; leave it out, and set train_steps"
@@ -298,7 +332,9 @@ class BlockStream(StreamLoader):
                 f"the run read {saved[1]} stream(s) in blocks of {saved[0]} tokens and cannot resume with "
                 f"{len(self.streams)} in blocks of {self.block_tokens}; set the data and block_tokens to match"
             )
-        for stream, before, now in zip(self.streams, self._bookmark["sources"], sources, strict=True):
+        for stream, before, now in zip(
+            self.streams, self._bookmark["sources"], sources, strict=True
+        ):
             if before != now:
                 raise ValueError(
                     f"the stream of {getattr(stream, 'name', type(stream).__name__)} is not the one that the run read: "
@@ -313,21 +349,31 @@ class BlockStream(StreamLoader):
         makers = [self._maker(number) for number in range(len(self.streams))]
         try:
             places = [Place(**place) for place in self._bookmark["blocks"]]
-            readings = [_Reading(maker, place, thread) for maker, place in zip(makers, places, strict=True)]
+            readings = [
+                _Reading(maker, place, thread) for maker, place in zip(makers, places, strict=True)
+            ]
             for batch, start in enumerate(count(self._consumed, size)):
                 first = start + self.share.rank * micro
                 own = range(first, first + micro) if batch % workers == worker else ()
-                found = [readings[stream].at(number) for stream, number in map(self.order.place, own)]
+                found = [
+                    readings[stream].at(number) for stream, number in map(self.order.place, own)
+                ]
                 # All ranks and workers go on to the blocks of the last samples, so that all make the same bookmark.
                 ends = [
-                    readings[stream].at(used - 1) for stream, used in enumerate(self.order.counts(start + size)) if used
+                    readings[stream].at(used - 1)
+                    for stream, used in enumerate(self.order.counts(start + size))
+                    if used
                 ]
                 if None in ends:
                     return
                 if own:
                     blocks = [asdict(reading.place) for reading in readings]
                     bookmark = {**self._bookmark, "blocks": blocks}
-                    yield self.collate([each[0][each[1]] for each in found if each]), start + size, bookmark
+                    yield (
+                        self.collate([each[0][each[1]] for each in found if each]),
+                        start + size,
+                        bookmark,
+                    )
         finally:
             for maker in makers:
                 maker.stopped.set()

@@ -44,7 +44,9 @@ class Share:
         if self.micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is {self.micro_batch_size}; it must be at least 1")
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is not one of the {self.world_size} data-parallel ranks")
+            raise ValueError(
+                f"rank {self.rank} is not one of the {self.world_size} data-parallel ranks"
+            )
 
     @property
     def global_batch(self) -> int:
@@ -60,7 +62,11 @@ class GlobalBatches:
     """
 
     def __init__(
-        self, share: Share, consumed: int = 0, total: int | None = None, last: Literal["drop", "pad"] = "drop"
+        self,
+        share: Share,
+        consumed: int = 0,
+        total: int | None = None,
+        last: Literal["drop", "pad"] = "drop",
     ) -> None:
         if consumed < 0:
             raise ValueError(f"consumed samples are {consumed}; they cannot be negative")
@@ -76,7 +82,9 @@ class GlobalBatches:
                 return
             first = start + self.share.rank * self.share.micro_batch_size
             numbers = range(first, first + self.share.micro_batch_size)
-            yield [n if self.total is None or n < self.total else ~(self.total - 1) for n in numbers]
+            yield [
+                n if self.total is None or n < self.total else ~(self.total - 1) for n in numbers
+            ]
             start = stop
 
 
@@ -141,7 +149,9 @@ class ResumableLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError for the state of a stream."""
         if state.keys() != {"consumed_samples"}:
-            raise ValueError("this state is a position in a stream; a loader of numbered samples cannot resume from it")
+            raise ValueError(
+                "this state is a position in a stream; a loader of numbered samples cannot resume from it"
+            )
         self.consumed = state["consumed_samples"]
 
 
@@ -164,7 +174,9 @@ def seed_generators(*key: int) -> None:
     seed = int(np.random.SeedSequence(key).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which checks devices and takes longer
+    torch.default_generator.manual_seed(
+        seed
+    )  # not torch.manual_seed, which checks devices and takes longer
 
 
 class SizedSamples(Protocol):
@@ -206,10 +218,14 @@ class LengthBuckets(EpochShuffle):
         window: global batches that are sorted together.
     """
 
-    def __init__(self, lengths: Sequence[int], global_batch: int, *, seed: int = 1234, window: int = 50) -> None:
+    def __init__(
+        self, lengths: Sequence[int], global_batch: int, *, seed: int = 1234, window: int = 50
+    ) -> None:
         super().__init__(len(lengths), seed)
         if global_batch < 1 or window < 1:
-            raise ValueError(f"global_batch is {global_batch} and window {window}; both must be at least 1")
+            raise ValueError(
+                f"global_batch is {global_batch} and window {window}; both must be at least 1"
+            )
         self.lengths = np.asarray(lengths)
         self.global_batch, self.window = global_batch, window
 
@@ -241,7 +257,9 @@ def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     for number in order:
         length = int(lengths[number])
         if length > capacity:
-            raise ValueError(f"sample {number} has {length} tokens, more than the capacity {capacity} of a pack")
+            raise ValueError(
+                f"sample {number} has {length} tokens, more than the capacity {capacity} of a pack"
+            )
         at = bisect_left(room, (length, -1))
         if at == len(room):
             groups.append([])
@@ -331,7 +349,9 @@ class PadBatch:
         length = self.lengths.get(name) or -(-longest // multiple) * multiple
         if longest > length:
             raise ValueError(f"a sample has {longest} {name}, more than the fixed length {length}")
-        return _pad(values, length, {"input_ids": self.pad_token_id, "labels": IGNORED}.get(name, 0))
+        return _pad(
+            values, length, {"input_ids": self.pad_token_id, "labels": IGNORED}.get(name, 0)
+        )
 
 
 def with_loss_mask(collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
@@ -359,7 +379,9 @@ def check_names(samples: Sequence[Mapping[str, Any]]) -> None:
 
 def common_dtype(values: Sequence[np.ndarray]) -> np.dtype:
     """Returns the dtype that holds all arrays. Empty ones are ignored, because numpy makes an empty list float64."""
-    return np.result_type(*([value.dtype for value in values if value.size] or [value.dtype for value in values]))
+    return np.result_type(
+        *([value.dtype for value in values if value.size] or [value.dtype for value in values])
+    )
 
 
 def _pad(values: Sequence[np.ndarray], length: int, fill: int) -> np.ndarray:
@@ -383,17 +405,29 @@ class DefaultCollate:
     def __call__(self, samples: Sequence[Any]) -> Batch:
         for sample in samples:
             if not isinstance(sample, Mapping):
-                raise ValueError(f"a sample must be a dict of arrays, not a {type(sample).__name__}; pass a collate_fn")
+                raise ValueError(
+                    f"a sample must be a dict of arrays, not a {type(sample).__name__}; pass a collate_fn"
+                )
         check_names(samples)
-        rows = {name: _of_one_dtype([_array(name, sample[name]) for sample in samples]) for name in samples[0]}
+        rows = {
+            name: _of_one_dtype([_array(name, sample[name]) for sample in samples])
+            for name in samples[0]
+        }
         if any(self._pads(name, values) for name, values in rows.items()):
-            return self._pad([dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)])
+            return self._pad(
+                [
+                    dict(zip(rows, values, strict=True))
+                    for values in zip(*rows.values(), strict=True)
+                ]
+            )
         return {name: torch.from_numpy(np.stack(values)) for name, values in rows.items()}
 
     def _pads(self, name: str, values: Sequence[np.ndarray]) -> bool:
         if any(value.shape != values[0].shape for value in values):
             return True
-        is_sequence = name == "input_ids" or (name == "labels" and values[0].dtype.kind == "i" and values[0].ndim > 0)
+        is_sequence = name == "input_ids" or (
+            name == "labels" and values[0].dtype.kind == "i" and values[0].ndim > 0
+        )
         return is_sequence and values[0].shape[-1] % self._pad.multiple_of > 0
 
 
@@ -404,7 +438,9 @@ def _array(name: str, value: Any) -> np.ndarray:
     """Returns a sample's value as an array. Raises ValueError unless it holds numbers."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
-        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # NumPy has no bfloat16
+        value = (
+            value.float() if value.dtype == torch.bfloat16 else value
+        ).numpy()  # NumPy has no bfloat16
     try:
         array = np.asarray(value)
     except ValueError:
@@ -412,7 +448,9 @@ def _array(name: str, value: Any) -> np.ndarray:
             f"the samples' {name!r} holds lists of unequal lengths: {value!r:.60}; pad them, or pass a collate_fn"
         ) from None
     if array.dtype.kind not in "biuf":
-        raise ValueError(f"the samples' {name!r} must hold numbers, not {value!r:.60}; remove it, or pass a collate_fn")
+        raise ValueError(
+            f"the samples' {name!r} must hold numbers, not {value!r:.60}; remove it, or pass a collate_fn"
+        )
     if array.dtype.kind in "iu":
         return array.astype(np.int64, copy=False)
     if array.dtype == np.float64 and not isinstance(value, (np.ndarray, np.generic)):

@@ -29,7 +29,9 @@ def parse_mixture(sources: Sequence[str]) -> Mixture:
         ValueError: only some sources have a share, one is not positive, or a source is named twice.
     """
     parts = [_split(text) for text in sources]
-    with_share = [text for text, (_, share) in zip(sources, parts, strict=True) if share is not None]
+    with_share = [
+        text for text, (_, share) in zip(sources, parts, strict=True) if share is not None
+    ]
     if not with_share:
         return [(sources[0] if len(sources) == 1 else list(sources) or None, Fraction(1))]
     without = [name for name, share in parts if share is None]
@@ -41,9 +43,15 @@ def parse_mixture(sources: Sequence[str]) -> Mixture:
     for text, (name, _) in zip(sources, parts, strict=True):
         path = Path(name).resolve()
         if path in seen:
-            raise ValueError(f"{seen[path]} and {text} are the same source; name it once, with the sum of the shares")
+            raise ValueError(
+                f"{seen[path]} and {text} are the same source; name it once, with the sum of the shares"
+            )
         seen[path] = text
-    return [(name, as_share(share, text)) for text, (name, share) in zip(sources, parts, strict=True) if share]
+    return [
+        (name, as_share(share, text))
+        for text, (name, share) in zip(sources, parts, strict=True)
+        if share
+    ]
 
 
 def _split(text: str) -> tuple[str, str | None]:
@@ -65,7 +73,9 @@ def as_share(share: str | float | Fraction, what: str) -> Fraction:
             return share if isinstance(share, Fraction) else Fraction(str(share))
     except (TypeError, ValueError, OverflowError):
         pass
-    raise ValueError(f"the share of {what} is {share!s}; a share must be a positive number, such as 0.7 or 7")
+    raise ValueError(
+        f"the share of {what} is {share!s}; a share must be a positive number, such as 0.7 or 7"
+    )
 
 
 @dataclass(frozen=True)
@@ -99,9 +109,13 @@ class MixedSamples:
         shares: how much of the samples each component has; they need not sum to 1.
     """
 
-    def __init__(self, datasets: Sequence[PretrainingSamples], shares: Sequence[float | Fraction]) -> None:
+    def __init__(
+        self, datasets: Sequence[PretrainingSamples], shares: Sequence[float | Fraction]
+    ) -> None:
         if not datasets or len(datasets) != len(shares):
-            raise ValueError(f"there are {len(datasets)} datasets and {len(shares)} shares; each dataset needs a share")
+            raise ValueError(
+                f"there are {len(datasets)} datasets and {len(shares)} shares; each dataset needs a share"
+            )
         self.datasets = list(datasets)
         exact = [as_share(share, f"dataset {number}") for number, share in enumerate(shares)]
         self.shares = [share / sum(exact) for share in exact]
@@ -149,15 +163,22 @@ class MixedSamples:
     def epochs(self, samples: int) -> list[float]:
         """Returns how often each dataset has been read after `samples` samples."""
         counts = self.counts(samples)
-        return [count / dataset.samples_per_epoch for count, dataset in zip(counts, self.datasets, strict=True)]
+        return [
+            count / dataset.samples_per_epoch
+            for count, dataset in zip(counts, self.datasets, strict=True)
+        ]
 
 
 def _huffman_tree(shares: Sequence[Fraction]) -> _Part:
     order = count()  # decides between equal shares, so that parts are never compared
-    heap: list[tuple[Fraction, int, _Part]] = [(share, next(order), number) for number, share in enumerate(shares)]
+    heap: list[tuple[Fraction, int, _Part]] = [
+        (share, next(order), number) for number, share in enumerate(shares)
+    ]
     heapq.heapify(heap)
     while len(heap) > 1:
         small, _, first = heapq.heappop(heap)
         large, _, second = heapq.heappop(heap)
-        heapq.heappush(heap, (small + large, next(order), _Pair(first, second, small / (small + large))))
+        heapq.heappush(
+            heap, (small + large, next(order), _Pair(first, second, small / (small + large)))
+        )
     return heap[0][2]

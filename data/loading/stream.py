@@ -46,7 +46,12 @@ class DocumentRecords:
     """Reads the texts of a source (see `plan_chunks`); chunks are shuffled in each epoch unless `seed` is None."""
 
     def __init__(
-        self, source: Source, *, seed: int | None = 1234, text_key: str = "text", on_bad: OnBad = fail_on_bad
+        self,
+        source: Source,
+        *,
+        seed: int | None = 1234,
+        text_key: str = "text",
+        on_bad: OnBad = fail_on_bad,
     ) -> None:
         self.chunks = plan_chunks(source)
         self.seed, self.text_key, self.on_bad = seed, text_key, on_bad
@@ -130,10 +135,17 @@ class TextStream:
     """
 
     def __init__(
-        self, source: Any = None, *, text_key: str = "text", held_out_fraction: float = 0.05, seed: int = 1234
+        self,
+        source: Any = None,
+        *,
+        text_key: str = "text",
+        held_out_fraction: float = 0.05,
+        seed: int = 1234,
     ) -> None:
         if not 0 <= held_out_fraction < 1:
-            raise ValueError(f"held_out_fraction is {held_out_fraction}; it must be at least 0 and less than 1")
+            raise ValueError(
+                f"held_out_fraction is {held_out_fraction}; it must be at least 0 and less than 1"
+            )
         self.text_key, self.seed = text_key, seed
         self.held_out_fraction = held_out_fraction
         self.name = source_name(source) if is_source(source) else f"the {type(source).__name__}"
@@ -177,7 +189,9 @@ class TextStream:
     def _documents(self, epoch: int, cursor: Any) -> Iterator[tuple[str, bool, Any]]:
         limit = int(self.held_out_fraction * 2**64)
         for record, after in self.records.read(epoch, cursor):
-            text = record if isinstance(self.records, DocumentRecords) else self._text(record, after)
+            text = (
+                record if isinstance(self.records, DocumentRecords) else self._text(record, after)
+            )
             if text and not text.isspace():
                 yield text, int.from_bytes(document_key(text, self.seed), "big") < limit, after
 
@@ -190,16 +204,22 @@ class TextStream:
                 )
             return IterableRecords.of(source)
         if as_prefix(source) is not None:
-            raise ValueError(f"{source} is a .bin/.idx pair, which is tokenized already; train on it without a stream")
+            raise ValueError(
+                f"{source} is a .bin/.idx pair, which is tokenized already; train on it without a stream"
+            )
         if not isinstance(source, str) or Path(source).exists() or not may_be_on_hub(source):
-            return DocumentRecords(source, seed=self.seed, text_key=self.text_key, on_bad=self._warn)
+            return DocumentRecords(
+                source, seed=self.seed, text_key=self.text_key, on_bad=self._warn
+            )
         return IterableRecords.of(open_hub_dataset(source, self.seed))
 
     def _text(self, record: Any, number: int) -> str | None:
         if isinstance(record, Mapping):
             if self.text_key not in record:
                 names = ", ".join(map(repr, record))
-                raise ValueError(f"{self.name} has no column {self.text_key!r}; its columns are {names}")
+                raise ValueError(
+                    f"{self.name} has no column {self.text_key!r}; its columns are {names}"
+                )
             record = record[self.text_key]
         try:
             return check_text(record, f"the value of {self.text_key!r}")
@@ -209,7 +229,10 @@ class TextStream:
 
     def _warn(self, record: BadRecord) -> None:
         if not self._warned:
-            warnings.warn(f"skipped {describe(record)}; further bad records are skipped without notice", stacklevel=2)
+            warnings.warn(
+                f"skipped {describe(record)}; further bad records are skipped without notice",
+                stacklevel=2,
+            )
         self._warned = True
 
 
@@ -221,7 +244,10 @@ def is_source(value: Any) -> bool:
 
 def may_be_on_hub(name: str) -> bool:
     """Returns whether a name that is no local file can be that of a dataset, rather than a misspelled path."""
-    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*){1,2}", name) is not None and not Path(name).parent.is_dir()
+    return (
+        re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*){1,2}", name) is not None
+        and not Path(name).parent.is_dir()
+    )
 
 
 def open_hub_dataset(name: str, seed: int) -> Any:
@@ -235,7 +261,9 @@ def open_hub_dataset(name: str, seed: int) -> Any:
     parts = name.split("/")
     try:
         path, configuration = "/".join(parts[:2]), "/".join(parts[2:]) or None
-        return datasets.load_dataset(path, configuration, split="train", streaming=True).shuffle(seed, buffer_size=1)
+        return datasets.load_dataset(path, configuration, split="train", streaming=True).shuffle(
+            seed, buffer_size=1
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{name} is no file or folder, and cannot be streamed from the Hugging Face hub "
@@ -279,8 +307,12 @@ class StreamLoader(ABC):
         self._consumed, self._bookmark = 0, bookmark
 
     def __iter__(self) -> Iterator[Any]:
-        generator = torch.Generator()  # else the loader would advance the generator of the caller's dropout
-        loader = DataLoader(_StreamBatches(self), batch_size=None, num_workers=self.num_workers, generator=generator)
+        generator = (
+            torch.Generator()
+        )  # else the loader would advance the generator of the caller's dropout
+        loader = DataLoader(
+            _StreamBatches(self), batch_size=None, num_workers=self.num_workers, generator=generator
+        )
         for batch, self._consumed, self._bookmark in loader:
             yield batch
 
@@ -298,9 +330,13 @@ class StreamLoader(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError for the state of another kind of loader."""
         if "bookmark" not in state:
-            raise ValueError("this state is a position in numbered samples; a stream cannot resume from it")
+            raise ValueError(
+                "this state is a position in numbered samples; a stream cannot resume from it"
+            )
         if state["bookmark"].keys() != self._bookmark.keys():
-            raise ValueError(f"this state is a position in another kind of stream than a {type(self).__name__}")
+            raise ValueError(
+                f"this state is a position in another kind of stream than a {type(self).__name__}"
+            )
         self._consumed = state["consumed_samples"]
         self._bookmark = dict(state["bookmark"])
 
@@ -400,13 +436,17 @@ class ResumableStream(StreamLoader):
                 raise ValueError("the stream holds no records")
             cursor = None
 
-    def _batch(self, first: int, own: list[tuple[int, Any]], copied: tuple[int, Any] | None = None) -> Any:
+    def _batch(
+        self, first: int, own: list[tuple[int, Any]], copied: tuple[int, Any] | None = None
+    ) -> Any:
         """Returns the batch that begins with sample `first`, completed with copies of `copied` without labels."""
         if get_worker_info() is not None:
             seed_generators(self.seed, first)
         samples = [self._sample(number, record) for number, record in own]
         if copied is not None:
-            samples += [without_labels(self._sample(*copied))] * (self.share.micro_batch_size - len(samples))
+            samples += [without_labels(self._sample(*copied))] * (
+                self.share.micro_batch_size - len(samples)
+            )
         return self.collate(samples)
 
     def _sample(self, number: int, record: Any) -> dict[str, Any]:

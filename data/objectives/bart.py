@@ -45,7 +45,9 @@ class TextInfilling:
 
     def __post_init__(self) -> None:
         if not 0 < self.probability < 1:
-            raise ValueError(f"mask_probability is {self.probability}; it must be more than 0 and less than 1")
+            raise ValueError(
+                f"mask_probability is {self.probability}; it must be more than 0 and less than 1"
+            )
         if self.mean_span_length < 1:
             raise ValueError(f"mean_span_length is {self.mean_span_length}; it must be at least 1")
 
@@ -68,7 +70,9 @@ class TextInfilling:
         """Returns the tokens with a mask in place of each span. The spans' places are uniform; no two spans touch."""
         lengths = self.span_lengths(len(tokens), generator)
         kept = len(tokens) - int(lengths.sum())
-        gaps = np.sort(generator.permutation(kept + 1)[: len(lengths)])  # kept tokens before each span
+        gaps = np.sort(
+            generator.permutation(kept + 1)[: len(lengths)]
+        )  # kept tokens before each span
         border = np.zeros(len(tokens) + 1, np.int64)
         starts = gaps + np.cumsum(lengths) - lengths
         np.add.at(border, starts, 1)
@@ -104,7 +108,9 @@ class BartObjective(Seq2SeqObjective):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("bos_token", "eos_token", "mask_token")
-    tokenizers: ClassVar[str] = "BART's or RoBERTa's, or train one: shardzoo data train-tokenizer --kind roberta-bpe"
+    tokenizers: ClassVar[str] = (
+        "BART's or RoBERTa's, or train one: shardzoo data train-tokenizer --kind roberta-bpe"
+    )
     shortest: ClassVar[int] = 4  # <s>, two tokens of text, </s>
 
     mask_probability: float = 0.3
@@ -115,15 +121,21 @@ class BartObjective(Seq2SeqObjective):
         shorter = min(sequence_length, target_length or sequence_length)
         return shorter, shorter
 
-    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> ObjectiveDataset:
+    def build(
+        self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData
+    ) -> ObjectiveDataset:
         prefix, suffix = self.frame(tokenizer)
         ends = None
         if self.permute_sentences:
             ends = sentence_end_ids(tokenizer, SENTENCE_MARKS)
             ends[tokenizer.eos_token_id] = True  # the end of a document
         mask = tokenizer.special_id("mask_token")
-        infilling = TextInfilling(mask, prefix, suffix, self.mask_probability, self.mean_span_length, ends)
-        length = self.lengths(data.sequence_length, data.target_length)[0] - len(prefix) - len(suffix)
+        infilling = TextInfilling(
+            mask, prefix, suffix, self.mask_probability, self.mean_span_length, ends
+        )
+        length = (
+            self.lengths(data.sequence_length, data.target_length)[0] - len(prefix) - len(suffix)
+        )
         return ObjectiveDataset(indexed, length, infilling, seed=data.seed)
 
     def frame(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -154,5 +166,7 @@ class MBartObjective(BartObjective):
     def token_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
         language = tokenizer.token_to_id(self.language)
         if language is None:
-            raise ValueError(f"this tokenizer lacks the language {self.language}; call add_special_tokens")
+            raise ValueError(
+                f"this tokenizer lacks the language {self.language}; call add_special_tokens"
+            )
         return {"decoder_start_token_id": language}

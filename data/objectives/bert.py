@@ -35,10 +35,15 @@ class SentencePairs:
 
     def __post_init__(self) -> None:
         if self.max_length < SHORTEST_PAIR:
-            raise ValueError(f"max_length is {self.max_length}; [CLS] A [SEP] B [SEP] needs at least {SHORTEST_PAIR}")
+            raise ValueError(
+                f"max_length is {self.max_length}; [CLS] A [SEP] B [SEP] needs at least {SHORTEST_PAIR}"
+            )
 
     def __call__(
-        self, sentences: Sequence[np.ndarray], generator: np.random.Generator, others: Sequence[np.ndarray] = ()
+        self,
+        sentences: Sequence[np.ndarray],
+        generator: np.random.Generator,
+        others: Sequence[np.ndarray] = (),
     ) -> dict[str, np.ndarray]:
         if len(sentences) < 2:
             raise ValueError(f"a pair needs at least 2 sentences, not {len(sentences)}")
@@ -63,7 +68,12 @@ def truncate_pair(
     first: np.ndarray, second: np.ndarray, length: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Removes tokens from a random end of the longer segment, one by one, until both fit `length` tokens."""
-    cuts = [0, 0, 0, 0]  # tokens to remove: front and back of the first, front and back of the second
+    cuts = [
+        0,
+        0,
+        0,
+        0,
+    ]  # tokens to remove: front and back of the first, front and back of the second
     sizes = [len(first), len(second)]
     while sum(sizes) > length:
         longer = 0 if sizes[0] > sizes[1] else 1
@@ -83,13 +93,20 @@ class SentencePairDataset:
     """
 
     def __init__(
-        self, indexed: IndexedDataset, pairs: SentencePairs, *, seed: int = 1234, short_probability: float = 0.1
+        self,
+        indexed: IndexedDataset,
+        pairs: SentencePairs,
+        *,
+        seed: int = 1234,
+        short_probability: float = 0.1,
     ) -> None:
         self.indexed = indexed
         self.pairs = pairs
         self.seed = seed
         self.short_probability = short_probability
-        self._marks = np.require(indexed.document_indices, requirements=["C", "A"])  # the file's arrays are unaligned
+        self._marks = np.require(
+            indexed.document_indices, requirements=["C", "A"]
+        )  # the file's arrays are unaligned
         self._runs = sentence_index(
             np.require(indexed.sizes, requirements=["C", "A"]),
             self._marks,
@@ -99,7 +116,9 @@ class SentencePairDataset:
             seed,
         )
         if len(self._runs) == 0:
-            raise ValueError(f"{indexed.prefix} has no document of two sentences; prepare it with --split-sentences")
+            raise ValueError(
+                f"{indexed.prefix} has no document of two sentences; prepare it with --split-sentences"
+            )
         if pairs.kind == "nsp" and self._runs_of_document(self._runs[0, 0])[1] == len(self._runs):
             raise ValueError(
                 f"{indexed.prefix} has only one document of two or more sentences; next-sentence prediction needs two, "
@@ -120,7 +139,10 @@ class SentencePairDataset:
             raise IndexError(f"sample {index}: samples count from 0 and have no end")
         epoch, place = divmod(index, len(self._runs))
         if self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng([self.seed, 3, epoch]).permutation(len(self._runs))
+            self._order = (
+                epoch,
+                np.random.default_rng([self.seed, 3, epoch]).permutation(len(self._runs)),
+            )
         first, last, target = self._runs[self._order[1][place]]
         generator = np.random.default_rng([self.seed, 4, index])
         pairs = replace(self.pairs, max_length=int(max(target, 2)) + 3)
@@ -158,10 +180,14 @@ class SentencePairsObjective(MaskedObjective):
 
     short_probability: float = 0.1
 
-    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> SentencePairDataset:
+    def build(
+        self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData
+    ) -> SentencePairDataset:
         cls, sep = tokenizer.special_id("cls_token"), tokenizer.special_id("sep_token")
         pairs = SentencePairs(cls, sep, self.masking(tokenizer), data.sequence_length, self.kind)
-        return SentencePairDataset(indexed, pairs, seed=data.seed, short_probability=self.short_probability)
+        return SentencePairDataset(
+            indexed, pairs, seed=data.seed, short_probability=self.short_probability
+        )
 
 
 @objective("bert-nsp")

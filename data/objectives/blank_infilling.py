@@ -49,9 +49,13 @@ class BlankInfilling:
         if not 0 < self.ratio < 1:
             raise ValueError(f"ratio is {self.ratio}; it must be more than 0 and less than 1")
 
-    def __call__(self, tokens: np.ndarray, mode: Mode, generator: np.random.Generator) -> dict[str, np.ndarray]:
+    def __call__(
+        self, tokens: np.ndarray, mode: Mode, generator: np.random.Generator
+    ) -> dict[str, np.ndarray]:
         if len(tokens) < 3:
-            raise ValueError(f"blank infilling needs at least 3 tokens, including [CLS], not {len(tokens)}")
+            raise ValueError(
+                f"blank infilling needs at least 3 tokens, including [CLS], not {len(tokens)}"
+            )
         if mode == "document":
             return self.document(tokens, generator)
         spans = self.choose_sentences(tokens, generator) if mode == "sentence" else None
@@ -62,14 +66,18 @@ class BlankInfilling:
         hide = self.block_mask_probability if mode == "token" else 0.0
         return self.build(tokens, spans, order, mask, generator if hide > 0 else None)
 
-    def single_span(self, tokens: np.ndarray, generator: np.random.Generator) -> dict[str, np.ndarray]:
+    def single_span(
+        self, tokens: np.ndarray, generator: np.random.Generator
+    ) -> dict[str, np.ndarray]:
         """Makes a sample with one blank of a token-mode length (the published code's single-span mixture)."""
         room = max(length for _, length in documents_of(tokens, self.tokens))
         length = min(int(span_lengths(1, generator)[0]), room)
         spans = place_spans(tokens, [length], self.tokens, self.ratio, generator)
         return self.build(tokens, spans, np.arange(1), self.tokens.mask)
 
-    def choose_tokens(self, tokens: np.ndarray, generator: np.random.Generator) -> list[tuple[int, int]]:
+    def choose_tokens(
+        self, tokens: np.ndarray, generator: np.random.Generator
+    ) -> list[tuple[int, int]]:
         """Returns spans [start, stop) of Poisson(3) lengths that cover `ratio` of the text, in text order."""
         wanted = max(1, int(self.ratio * len(tokens)))
         lengths = span_lengths(wanted, generator)
@@ -80,9 +88,13 @@ class BlankInfilling:
             longest = lengths.index(max(lengths))
             lengths[longest] -= 1
             lengths = [length for length in lengths if length]
-        raise ValueError("blank infilling needs a text with a token that is neither [CLS] nor the end")
+        raise ValueError(
+            "blank infilling needs a text with a token that is neither [CLS] nor the end"
+        )
 
-    def choose_sentences(self, tokens: np.ndarray, generator: np.random.Generator) -> list[tuple[int, int]]:
+    def choose_sentences(
+        self, tokens: np.ndarray, generator: np.random.Generator
+    ) -> list[tuple[int, int]]:
         """Chooses sentences at random until `ratio` of the text is covered; returns them in text order."""
         if self.sentence_ends is None:
             raise ValueError("the sentence mode needs sentence_ends; see sentence_end_ids")
@@ -114,7 +126,9 @@ class BlankInfilling:
         """Makes a sample that generates the last `generated` tokens, which end without an end-of-piece token."""
         mask = self.tokens.gmask if self.task_masks else self.tokens.mask
         border = len(tokens) - generated
-        inputs = np.concatenate([tokens[:border], [mask, self.tokens.sop], tokens[border:-1]]).astype(np.int64)
+        inputs = np.concatenate(
+            [tokens[:border], [mask, self.tokens.sop], tokens[border:-1]]
+        ).astype(np.int64)
         labels = np.full(len(inputs), IGNORED, np.int64)
         labels[border + 1 :] = tokens[border:]
         place = np.concatenate([np.arange(border + 1), np.full(generated, border)])
@@ -152,7 +166,9 @@ class BlankInfilling:
             content = tokens[start:stop]
             shown = content.copy()
             if generator is not None:
-                shown[generator.random(len(shown)) < self.block_mask_probability] = self.tokens.dblock
+                shown[generator.random(len(shown)) < self.block_mask_probability] = (
+                    self.tokens.dblock
+                )
             parts += [np.array([self.tokens.sop]), shown]
             targets += [content, np.array([self.tokens.eop])]
             places.append(np.full(stop - start + 1, masks_at[number]))
@@ -178,7 +194,9 @@ MEAN_SPAN = 3.0
 
 def _cumulative_weights() -> np.ndarray:
     lengths = np.arange(1, LONGEST_SPAN + 1)
-    weights = np.exp(lengths * np.log(MEAN_SPAN) - np.cumsum(np.log(lengths)))  # Poisson, up to a constant
+    weights = np.exp(
+        lengths * np.log(MEAN_SPAN) - np.cumsum(np.log(lengths))
+    )  # Poisson, up to a constant
     cumulative = np.cumsum(weights) / weights.sum()
     cumulative[-1] = 1.0
     return cumulative
@@ -189,7 +207,9 @@ _CUMULATIVE = _cumulative_weights()
 
 def span_lengths(least: int, generator: np.random.Generator) -> list[int]:
     """Draws Poisson(3) lengths, truncated to 1..39, until they sum to `least` or more."""
-    drawn = np.searchsorted(_CUMULATIVE, generator.random(least), side="right") + 1  # more than enough
+    drawn = (
+        np.searchsorted(_CUMULATIVE, generator.random(least), side="right") + 1
+    )  # more than enough
     return drawn[: int(np.searchsorted(np.cumsum(drawn), least)) + 1].tolist()
 
 
@@ -208,7 +228,11 @@ def documents_of(tokens: np.ndarray, ids: GLMTokens) -> list[tuple[int, int]]:
 
 
 def place_spans(
-    tokens: np.ndarray, lengths: list[int], ids: GLMTokens, ratio: float, generator: np.random.Generator
+    tokens: np.ndarray,
+    lengths: list[int],
+    ids: GLMTokens,
+    ratio: float,
+    generator: np.random.Generator,
 ) -> list[tuple[int, int]]:
     """Places spans of the given lengths at random, at least one token apart.
 
@@ -235,7 +259,9 @@ def place_spans(
     return [] if waiting else sorted(spans)
 
 
-def sentences_of(tokens: np.ndarray, sentence_ends: np.ndarray, ids: GLMTokens) -> list[tuple[int, int]]:
+def sentences_of(
+    tokens: np.ndarray, sentence_ends: np.ndarray, ids: GLMTokens
+) -> list[tuple[int, int]]:
     """Returns the sentences [start, stop) of a text. An unfinished sentence before an eos is left out."""
     found: list[tuple[int, int]] = []
     start = 0

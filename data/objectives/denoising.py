@@ -37,9 +37,13 @@ class SpanCorruption:
 
     def __post_init__(self) -> None:
         if not 0 < self.noise_density < 1:
-            raise ValueError(f"noise_density is {self.noise_density}; it must be more than 0 and less than 1")
+            raise ValueError(
+                f"noise_density is {self.noise_density}; it must be more than 0 and less than 1"
+            )
         if self.mean_span_length < 1:
-            raise ValueError(f"mean_span_length is {self.mean_span_length}; a span has at least 1 token")
+            raise ValueError(
+                f"mean_span_length is {self.mean_span_length}; a span has at least 1 token"
+            )
         object.__setattr__(self, "_sentinel_array", np.array(self.sentinels, np.int64))
 
     def __call__(self, tokens: np.ndarray, generator: np.random.Generator) -> Sample:
@@ -102,7 +106,9 @@ class SpanCorruption:
                 break
             length += 1
         if length < 2:
-            raise ValueError(f"no text fits an input of {input_length} and a target of {target_length} tokens")
+            raise ValueError(
+                f"no text fits an input of {input_length} and a target of {target_length} tokens"
+            )
         return length
 
 
@@ -133,14 +139,25 @@ class PrefixLM:
         if self.decoder_only:
             labels = tokens.copy()
             labels[:border] = IGNORED
-            return {"input_ids": tokens, "labels": labels, "prefix_length": np.array(border, np.int64)}
+            return {
+                "input_ids": tokens,
+                "labels": labels,
+                "prefix_length": np.array(border, np.int64),
+            }
         end = np.int64(self.eos_token_id)
-        return {"input_ids": np.append(tokens[:border], end), "labels": np.append(tokens[border:], end)}
+        return {
+            "input_ids": np.append(tokens[:border], end),
+            "labels": np.append(tokens[border:], end),
+        }
 
     def raw_length(self, input_length: int, target_length: int) -> int:
         """Returns the longest text whose parts, each with its end, always fit `input_length` and `target_length`."""
         # The prefix is at least one token shorter than the text, which leaves room for its end.
-        fitting = (length for length in range(2, input_length + 1) if self._most_rest(length) < target_length)
+        fitting = (
+            length
+            for length in range(2, input_length + 1)
+            if self._most_rest(length) < target_length
+        )
         return max(fitting, default=1)
 
     def _most_rest(self, length: int) -> int:

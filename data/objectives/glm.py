@@ -40,7 +40,9 @@ class GLMMixture:
     def __post_init__(self) -> None:
         shares = (self.token, self.sentence, self.single_span, self.short)
         if min(shares) < 0 or max(shares) > 1 or self.token + self.sentence > 1:
-            raise ValueError(f"all shares of {self} must be between 0 and 1, and token + sentence at most 1")
+            raise ValueError(
+                f"all shares of {self} must be between 0 and 1, and token + sentence at most 1"
+            )
 
 
 class GLMDataset:
@@ -70,7 +72,9 @@ class GLMDataset:
         anywhere: float = 0.0,
     ) -> None:
         if length < SHORTEST_TEXT:
-            raise ValueError(f"GLM texts of {length} tokens are too short; use at least {SHORTEST_TEXT}")
+            raise ValueError(
+                f"GLM texts of {length} tokens are too short; use at least {SHORTEST_TEXT}"
+            )
         if indexed.num_tokens == 0:
             raise ValueError(f"{indexed.prefix} holds no tokens")
         if mode_block < 1:
@@ -172,7 +176,11 @@ class GLMDataset:
         target = int(generator.integers(SHORTEST_PIECE, self.length - 1))
         piece = text[:target]
         ends = self.infilling.sentence_ends
-        if ends is not None and len(last := np.flatnonzero(ends[piece])) and last[-1] >= target // 2:
+        if (
+            ends is not None
+            and len(last := np.flatnonzero(ends[piece]))
+            and last[-1] >= target // 2
+        ):
             piece = piece[: last[-1] + 1]
         return piece
 
@@ -203,14 +211,18 @@ class GLMObjective(GLMMixture, Objective):
         try:
             glm_tokenizer(tokenizer, self.vocabulary)
         except ValueError as error:
-            raise ValueError(f"objective {self.name!r} has vocabulary={self.vocabulary!r}, but {error}") from None
+            raise ValueError(
+                f"objective {self.name!r} has vocabulary={self.vocabulary!r}, but {error}"
+            ) from None
 
     def lengths(self, sequence_length: int, target_length: int | None = None) -> tuple[int, int]:
         # A span adds a mask and a start or end, and has at least one blanked token.
         length = sequence_length + 2 * (int(self.mask_probability * sequence_length) + 1)
         return length, length
 
-    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> GLMDataset:
+    def build(
+        self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData
+    ) -> GLMDataset:
         infilling = BlankInfilling(
             glm_tokenizer(tokenizer, self.vocabulary),
             self.mask_probability,

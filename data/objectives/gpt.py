@@ -26,7 +26,9 @@ class GPTDataset(PackedTokens):
 
     def __init__(self, indexed: IndexedDataset, sequence_length: int, seed: int = 1234) -> None:
         if sequence_length < 2:
-            raise ValueError(f"sequence_length is {sequence_length}; predicting a next token needs at least 2")
+            raise ValueError(
+                f"sequence_length is {sequence_length}; predicting a next token needs at least 2"
+            )
         super().__init__(indexed, sequence_length, overlap=1, seed=seed)
 
     @property
@@ -50,5 +52,7 @@ class GPTObjective(Objective):
 
     format: ClassVar[Format] = "causal"
 
-    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> GPTDataset:
+    def build(
+        self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData
+    ) -> GPTDataset:
         return GPTDataset(indexed, data.sequence_length, data.seed)

@@ -43,7 +43,9 @@ class Masking:
 
     def __post_init__(self) -> None:
         if not 0 < self.probability < 1:
-            raise ValueError(f"the masking probability is {self.probability}; it must be more than 0 and less than 1")
+            raise ValueError(
+                f"the masking probability is {self.probability}; it must be more than 0 and less than 1"
+            )
         if self.longest_ngram < 1:
             raise ValueError(f"longest_ngram is {self.longest_ngram}; it must be at least 1")
         drawable = np.setdiff1d(np.arange(self.vocab_size), [*self.special_ids, self.mask_token_id])
@@ -65,7 +67,9 @@ class Masking:
 
     def choose(self, tokens: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         """Returns the positions to predict, sorted: int64 [chosen]."""
-        maskable = np.flatnonzero(~np.isin(tokens, np.array([*self.special_ids, self.mask_token_id])))
+        maskable = np.flatnonzero(
+            ~np.isin(tokens, np.array([*self.special_ids, self.mask_token_id]))
+        )
         if len(maskable) == 0:
             return np.empty(0, np.int64)
         budget = max(1, round(self.probability * len(maskable)))
@@ -78,18 +82,24 @@ class Masking:
     ) -> np.ndarray:
         new_word = np.ones(len(maskable), bool)
         if self.continues is not None:
-            adjoining = np.diff(maskable, prepend=-2) == 1  # a special token between two pieces ends the word
+            adjoining = (
+                np.diff(maskable, prepend=-2) == 1
+            )  # a special token between two pieces ends the word
             new_word = ~(self.continues[tokens[maskable]] & adjoining)
         borders = np.append(np.flatnonzero(new_word), len(maskable))  # [words + 1]
         words = len(borders) - 1
         weights = 1 / np.arange(1, self.longest_ngram + 1)
-        ngrams = generator.choice(np.arange(1, self.longest_ngram + 1), words, p=weights / weights.sum())
+        ngrams = generator.choice(
+            np.arange(1, self.longest_ngram + 1), words, p=weights / weights.sum()
+        )
         taken = np.zeros(words, bool)
         left = budget
         for word in generator.permutation(words):
             stop = word
             while (
-                stop < min(words, word + ngrams[word]) and not taken[stop] and borders[stop + 1] - borders[word] <= left
+                stop < min(words, word + ngrams[word])
+                and not taken[stop]
+                and borders[stop + 1] - borders[word] <= left
             ):
                 stop += 1
             taken[word:stop] = True
@@ -134,7 +144,11 @@ class MaskedObjective(Objective):
 
     def masking(self, tokenizer: Tokenizer) -> Masking:
         """Returns a `Masking` with a tokenizer's mask and special tokens."""
-        names = [token or "" for token in tokenizer.tokens(tokenizer.vocab_size)] if self.whole_words else []
+        names = (
+            [token or "" for token in tokenizer.tokens(tokenizer.vocab_size)]
+            if self.whole_words
+            else []
+        )
         return Masking(
             tokenizer.special_id("mask_token"),
             tokenizer.vocab_size,

@@ -12,7 +12,9 @@ from ..indexed.index_building import sample_index
 
 Transform = Callable[[np.ndarray, np.random.Generator], dict[str, np.ndarray]]
 
-EPOCHS_KEPT = 3  # a sample at the border reads two epochs, and a prefetching loader may need the epoch before
+EPOCHS_KEPT = (
+    3  # a sample at the border reads two epochs, and a prefetching loader may need the epoch before
+)
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,13 @@ class PackedTokens:
         ValueError: the corpus has no tokens, the seed is negative, or the overlap is not shorter than a sample.
     """
 
-    def __init__(self, indexed: IndexedDataset, length: int, *, overlap: int = 0, seed: int = 1234) -> None:
+    def __init__(
+        self, indexed: IndexedDataset, length: int, *, overlap: int = 0, seed: int = 1234
+    ) -> None:
         if not 0 <= overlap < length:
-            raise ValueError(f"samples of {length} tokens cannot overlap by {overlap}; use 0 to {length - 1}")
+            raise ValueError(
+                f"samples of {length} tokens cannot overlap by {overlap}; use 0 to {length - 1}"
+            )
         if indexed.num_tokens == 0:
             raise ValueError(f"{indexed.prefix} holds no tokens")
         if seed < 0:
@@ -110,7 +116,9 @@ class PackedTokens:
         filled = 0
         while filled < len(out) and place < len(order.documents):
             start, stop = self.indexed.token_range(int(order.documents[place]))
-            part = self.indexed.tokens[start + offset : min(stop, start + offset + len(out) - filled)]
+            part = self.indexed.tokens[
+                start + offset : min(stop, start + offset + len(out) - filled)
+            ]
             out[filled : filled + len(part)] = part
             filled += len(part)
             place, offset = place + 1, 0
@@ -138,7 +146,9 @@ class ObjectiveDataset:
     ) -> None:
         inner = length - len(prefix) - len(suffix)
         if inner < 2:
-            raise ValueError(f"{length} tokens leave {inner} for text; use at least {length + 2 - inner}")
+            raise ValueError(
+                f"{length} tokens leave {inner} for text; use at least {length + 2 - inner}"
+            )
         self.packed = PackedTokens(indexed, inner, seed=seed)
         self.objective = objective
         self.seed = seed
@@ -157,5 +167,7 @@ class ObjectiveDataset:
         return self.packed.tokens_per_epoch
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        tokens = np.concatenate([self.prefix, self.packed.tokens(index), self.suffix]).astype(np.int64)
+        tokens = np.concatenate([self.prefix, self.packed.tokens(index), self.suffix]).astype(
+            np.int64
+        )
         return self.objective(tokens, np.random.default_rng([self.seed, 2, index]))

@@ -16,7 +16,9 @@ from .pretraining import PretrainingData, Seq2SeqObjective, objective
 class PrefixLMObjective(Seq2SeqObjective):
     """Predicts the end of a text from its beginning. It has no settings."""
 
-    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> ObjectiveDataset:
+    def build(
+        self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData
+    ) -> ObjectiveDataset:
         prefix_lm = PrefixLM(tokenizer.eos_token_id)
         length = prefix_lm.raw_length(*self.lengths(data.sequence_length, data.target_length))
         return ObjectiveDataset(indexed, length, prefix_lm, seed=data.seed)

@@ -76,7 +76,9 @@ class Objective(ABC):
             )
 
     @abstractmethod
-    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> PretrainingSamples:
+    def build(
+        self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData
+    ) -> PretrainingSamples:
         """Returns the samples of a corpus, of the lengths and the seed in `data`.
 
         `add_special_tokens` was called with the tokenizer.
@@ -97,7 +99,9 @@ class Seq2SeqObjective(Objective):
 
     format: ClassVar[Format] = "seq2seq"
     needs: ClassVar[tuple[str, ...]] = ("eos_token",)
-    tokenizers: ClassVar[str] = "T5's, or train one: shardzoo data train-tokenizer --kind sentencepiece"
+    tokenizers: ClassVar[str] = (
+        "T5's, or train one: shardzoo data train-tokenizer --kind sentencepiece"
+    )
 
     def lengths(self, sequence_length: int, target_length: int | None = None) -> tuple[int, int]:
         return sequence_length, target_length or sequence_length
@@ -112,7 +116,9 @@ def objective(name: str) -> Callable[[type[AnyObjective]], type[AnyObjective]]:
 
     def register(kind: type[AnyObjective]) -> type[AnyObjective]:
         if name in _OBJECTIVES:
-            raise ValueError(f"{_OBJECTIVES[name].__name__} is already registered as objective {name!r}")
+            raise ValueError(
+                f"{_OBJECTIVES[name].__name__} is already registered as objective {name!r}"
+            )
         kind.name = name
         _OBJECTIVES[name] = kind
         return kind
@@ -167,7 +173,9 @@ class PretrainingData:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
-def build_dataset(config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer) -> PretrainingSamples:
+def build_dataset(
+    config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer
+) -> PretrainingSamples:
     """Builds the endless dataset of a configuration; sample n is a function of (corpus, configuration, n).
 
     Adds the objective's sentinels and other special tokens to the tokenizer if it lacks them, so that its
@@ -205,5 +213,10 @@ def pad_batch(config: PretrainingData, tokenizer: Tokenizer) -> PadBatch:
     pad = tokenizer.special.get("pad_token", tokenizer.special.get("eos_token", 0))
     if not config.padded:
         return PadBatch(pad)
-    length, labels = as_objective(config.objective).lengths(config.sequence_length, config.target_length)
-    return PadBatch(pad, {"input_ids": length, "position_ids": length, "token_type_ids": length, "labels": labels})
+    length, labels = as_objective(config.objective).lengths(
+        config.sequence_length, config.target_length
+    )
+    return PadBatch(
+        pad,
+        {"input_ids": length, "position_ids": length, "token_type_ids": length, "labels": labels},
+    )

@@ -13,12 +13,20 @@ from .pretraining import Format, PretrainingData, objective
 
 
 def masked_dataset(
-    indexed: IndexedDataset, masking: Masking, length: int, *, cls_token_id: int, sep_token_id: int, seed: int = 1234
+    indexed: IndexedDataset,
+    masking: Masking,
+    length: int,
+    *,
+    cls_token_id: int,
+    sep_token_id: int,
+    seed: int = 1234,
 ) -> ObjectiveDataset:
     """Returns samples in RoBERTa's FULL-SENTENCES format: `[CLS] packed text [SEP]`, masked, `length` tokens each."""
     special = (*masking.special_ids, cls_token_id, sep_token_id)
     masking = replace(masking, special_ids=tuple(dict.fromkeys(special)))
-    return ObjectiveDataset(indexed, length, masking, seed=seed, prefix=(cls_token_id,), suffix=(sep_token_id,))
+    return ObjectiveDataset(
+        indexed, length, masking, seed=seed, prefix=(cls_token_id,), suffix=(sep_token_id,)
+    )
 
 
 @objective("roberta")
@@ -29,9 +37,16 @@ class RobertaObjective(MaskedObjective):
     format: ClassVar[Format] = "masked"
     shortest: ClassVar[int] = 4  # <s>, two tokens of text, </s>
 
-    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> ObjectiveDataset:
+    def build(
+        self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData
+    ) -> ObjectiveDataset:
         cls, sep = tokenizer.special_id("cls_token"), tokenizer.special_id("sep_token")
         masking = self.masking(tokenizer)
         return masked_dataset(
-            indexed, masking, data.sequence_length, cls_token_id=cls, sep_token_id=sep, seed=data.seed
+            indexed,
+            masking,
+            data.sequence_length,
+            cls_token_id=cls,
+            sep_token_id=sep,
+            seed=data.seed,
         )

@@ -55,10 +55,15 @@ class T5Objective(Seq2SeqObjective):
             target_length = corruption.lengths(corruption.raw_length(sequence_length))[1]
         return sequence_length, target_length
 
-    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> ObjectiveDataset:
+    def build(
+        self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData
+    ) -> ObjectiveDataset:
         corruption = self._corruption(sentinel_ids(tokenizer), tokenizer.eos_token_id)
         return span_corruption_dataset(
-            indexed, corruption, *self.lengths(data.sequence_length, data.target_length), seed=data.seed
+            indexed,
+            corruption,
+            *self.lengths(data.sequence_length, data.target_length),
+            seed=data.seed,
         )
 
     def _corruption(self, sentinels: tuple[int, ...], eos_token_id: int) -> SpanCorruption:

@@ -17,7 +17,11 @@ from .denoising import PrefixLM, SpanCorruption
 from .packed import ObjectiveDataset, Transform
 from .pretraining import PretrainingData, Seq2SeqObjective, objective
 
-REGULAR, EXTREME, SEQUENTIAL = MODE_TOKENS = ("[NLU]", "[NLG]", "[S2S]")  # as in the published google/ul2
+REGULAR, EXTREME, SEQUENTIAL = MODE_TOKENS = (
+    "[NLU]",
+    "[NLG]",
+    "[S2S]",
+)  # as in the published google/ul2
 # (corrupted share, mean span length) of each denoiser.
 REGULAR_SPANS = ((0.15, 3.0), (0.15, 8.0))
 EXTREME_SPANS = ((0.5, 3.0), (0.5, 8.0), (0.15, 64.0), (0.5, 64.0))
@@ -76,12 +80,18 @@ class UL2Objective(Seq2SeqObjective):
         add_sentinels(tokenizer)
         tokenizer.add_tokens(MODE_TOKENS)
 
-    def build(self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData) -> ObjectiveDataset:
+    def build(
+        self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData
+    ) -> ObjectiveDataset:
         source, target = self.lengths(data.sequence_length, data.target_length)
         sentinels, end = sentinel_ids(tokenizer), tokenizer.eos_token_id
-        corruptions = tuple(SpanCorruption(sentinels, end, *spans) for spans in (*REGULAR_SPANS, *EXTREME_SPANS))
+        corruptions = tuple(
+            SpanCorruption(sentinels, end, *spans) for spans in (*REGULAR_SPANS, *EXTREME_SPANS)
+        )
         denoisers = (*corruptions, PrefixLM(end, longest_rest=LONGEST_REST))
-        length = min(denoiser.raw_length(source - 1, target) for denoiser in denoisers)  # 1 is the mode token
+        length = min(
+            denoiser.raw_length(source - 1, target) for denoiser in denoisers
+        )  # 1 is the mode token
         mixture = MixtureOfDenoisers(self._shares(), _mode_ids(tokenizer), denoisers)
         return ObjectiveDataset(indexed, length, mixture, seed=data.seed)
 
@@ -96,6 +106,8 @@ def _mode_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the id of each denoiser's mode token."""
     ids = {mode: tokenizer.token_to_id(mode) for mode in MODE_TOKENS}
     if None in ids.values():
-        raise ValueError(f"this tokenizer lacks a token of {', '.join(MODE_TOKENS)}; call add_special_tokens")
+        raise ValueError(
+            f"this tokenizer lacks a token of {', '.join(MODE_TOKENS)}; call add_special_tokens"
+        )
     modes = (*[REGULAR] * len(REGULAR_SPANS), *[EXTREME] * len(EXTREME_SPANS), SEQUENTIAL)
     return tuple(index for mode in modes if (index := ids[mode]) is not None)

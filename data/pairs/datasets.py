@@ -39,7 +39,9 @@ class Seq2SeqDataset:
         begin: Sequence[int] = (),
     ) -> None:
         if min(max_source_length, max_target_length) < 2:
-            raise ValueError("max_source_length and max_target_length must be at least 2: a token and its end")
+            raise ValueError(
+                "max_source_length and max_target_length must be at least 2: a token and its end"
+            )
         self.pairs, self.tokenizer, self.begin = pairs, tokenizer, list(begin)
         self.max_source_length, self.max_target_length = max_source_length, max_target_length
         self.end = tokenizer.eos_token_id
@@ -73,8 +75,15 @@ class PromptDataset:
         begin: Sequence[int] = (),
     ) -> None:
         if max_source_length < 1 or max_target_length < 2:
-            raise ValueError("max_source_length must be at least 1 and max_target_length at least 2")
-        self.pairs, self.tokenizer, self.separator, self.begin = pairs, tokenizer, separator, list(begin)
+            raise ValueError(
+                "max_source_length must be at least 1 and max_target_length at least 2"
+            )
+        self.pairs, self.tokenizer, self.separator, self.begin = (
+            pairs,
+            tokenizer,
+            separator,
+            list(begin),
+        )
         self.max_source_length, self.max_target_length = max_source_length, max_target_length
         self.end = tokenizer.eos_token_id
 
@@ -100,11 +109,18 @@ class BlockDataset:
 
     def __init__(self, documents: Iterable[str], tokenizer: Tokenizer, block_size: int) -> None:
         if block_size < 2:
-            raise ValueError(f"block_size is {block_size}; predicting a next token needs at least 2")
-        parts = [np.array([*tokenizer.encode(document), tokenizer.eos_token_id], np.int32) for document in documents]
+            raise ValueError(
+                f"block_size is {block_size}; predicting a next token needs at least 2"
+            )
+        parts = [
+            np.array([*tokenizer.encode(document), tokenizer.eos_token_id], np.int32)
+            for document in documents
+        ]
         tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
         if len(tokens) < block_size:
-            raise ValueError(f"the text has {len(tokens)} tokens, fewer than one block of {block_size}")
+            raise ValueError(
+                f"the text has {len(tokens)} tokens, fewer than one block of {block_size}"
+            )
         self.blocks = tokens[: len(tokens) // block_size * block_size].reshape(-1, block_size)
 
     def __len__(self) -> int:
@@ -138,8 +154,15 @@ class PrefixMaskedDataset:
         max_target_length: int = 128,
     ) -> None:
         if None in ends:
-            raise ValueError("an encoder generates between [CLS] and [SEP], which its tokenizer does not have")
-        self.pairs, self.tokenizer, (self.cls, self.sep), self.segments = pairs, tokenizer, ends, segments
+            raise ValueError(
+                "an encoder generates between [CLS] and [SEP], which its tokenizer does not have"
+            )
+        self.pairs, self.tokenizer, (self.cls, self.sep), self.segments = (
+            pairs,
+            tokenizer,
+            ends,
+            segments,
+        )
         self.max_source_length, self.max_target_length = max_source_length, max_target_length
 
     def __len__(self) -> int:
@@ -153,7 +176,11 @@ class PrefixMaskedDataset:
         labels = np.full(len(ids), IGNORED)
         labels[len(first) - 1 : -1] = second
         sample = {"input_ids": ids, "labels": labels, "attention_mask": np.array(len(first))}
-        segments = {"token_type_ids": np.repeat([0, 1], [len(first), len(second)])} if self.segments else {}
+        segments = (
+            {"token_type_ids": np.repeat([0, 1], [len(first), len(second)])}
+            if self.segments
+            else {}
+        )
         return {**sample, **segments}
 
 
@@ -168,7 +195,12 @@ class BlankDataset:
     """
 
     def __init__(
-        self, pairs: Sequence[Pair], text: Any, *, max_source_length: int = 128, max_target_length: int = 128
+        self,
+        pairs: Sequence[Pair],
+        text: Any,
+        *,
+        max_source_length: int = 128,
+        max_target_length: int = 128,
     ) -> None:
         self.pairs, self.text = pairs, text
         self.max_source_length, self.max_target_length = max_source_length, max_target_length
@@ -182,9 +214,15 @@ class BlankDataset:
         context = self.text.encode(source)
         if len(context) > self.max_source_length:  # the blank, which may be at the end, must remain
             context = [context[0], *context[1 - self.max_source_length :]]
-        blanks = [place for place, token in enumerate(context) if token in (tokens.mask, tokens.smask, tokens.gmask)]
+        blanks = [
+            place
+            for place, token in enumerate(context)
+            if token in (tokens.mask, tokens.smask, tokens.gmask)
+        ]
         if not blanks:
-            raise ValueError(f"the blank of the source {source!r:.60} is not among its last tokens; use a longer limit")
+            raise ValueError(
+                f"the blank of the source {source!r:.60} is not among its last tokens; use a longer limit"
+            )
         answer = closed(self.text.tokenizer.encode(target), self.max_target_length, tokens.eop)
         filled = np.arange(len(answer) + 1)[1:]
         return {
@@ -213,7 +251,9 @@ def load_chats(path: str | Path, *, messages_id: str = "messages") -> Sequence[l
         (messages,) = fields_of(record, messages_id)
         for message in messages if isinstance(messages, list) else [None]:
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise ValueError(f"{messages_id!r} must be a list of objects with 'role' and 'content'")
+                raise ValueError(
+                    f"{messages_id!r} must be a list of objects with 'role' and 'content'"
+                )
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{messages_id!r} has no message of the assistant")
         return messages
@@ -252,22 +292,32 @@ class ChatDataset:
             ids, kept = encoded["input_ids"], encoded["assistant_masks"]
         else:
             text, parts = self.render(chat), self.parts(chat)
-            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            encoded = self.tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
             ids = encoded["input_ids"]
-            kept = [any(a < end and b > start for start, end in parts) for a, b in encoded["offset_mapping"]]
+            kept = [
+                any(a < end and b > start for start, end in parts)
+                for a, b in encoded["offset_mapping"]
+            ]
         tokens = np.array(ids[: self.max_length], np.int64)
         return {"input_ids": tokens, "labels": np.where(kept[: self.max_length], tokens, IGNORED)}
 
     def render(self, chat: list[Message], prompt: bool = False) -> str:
         """Returns the text of a conversation, which ends with the beginning of an answer if it is a `prompt`."""
-        return self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
+        return self.tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=prompt
+        )
 
     def parts(self, chat: list[Message]) -> list[tuple[int, int]]:
         """Returns first and last character of each message of the assistant. ValueError if the template hides them."""
         whole, found = self.render(chat), []
         for number, message in enumerate(chat):
             if message["role"] == "assistant":
-                before, after = self.render(chat[:number], prompt=True), self.render(chat[: number + 1])
+                before, after = (
+                    self.render(chat[:number], prompt=True),
+                    self.render(chat[: number + 1]),
+                )
                 if not after.startswith(before) or not whole.startswith(after):
                     raise ValueError(
                         "the chat template changes earlier messages, so that the assistant's cannot be found; mark "

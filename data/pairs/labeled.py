@@ -80,7 +80,12 @@ def load_labeled(
         weight = 1.0 if weight_id is None else number(others[-1], weight_id)
         if weight < 0:
             raise ValueError(f"the value of {weight_id!r} must not be negative, but is {weight}")
-        return LabeledText(prefix + check_text(text, f"the value of {source_id!r}"), second, label_of(label), weight)
+        return LabeledText(
+            prefix + check_text(text, f"the value of {source_id!r}"),
+            second,
+            label_of(label),
+            weight,
+        )
 
     sides = side_files(Path(path))
     if sides is None:
@@ -109,7 +114,9 @@ def number(value: Any, key: str) -> float:
     return float(value)
 
 
-def load_labeled_words(path: str | Path, *, source_id: str = "s", target_id: str = "t") -> Sequence[LabeledWords]:
+def load_labeled_words(
+    path: str | Path, *, source_id: str = "s", target_id: str = "t"
+) -> Sequence[LabeledWords]:
     """Loads lists of words with a list of labels, or CoNLL's lines `word … label` with a blank line after each text.
 
     A file that does not begin with `{` is in CoNLL's format. Raises ValueError as `load_records` does.
@@ -124,10 +131,14 @@ def load_labeled_words(path: str | Path, *, source_id: str = "s", target_id: str
     def parse(record: Any) -> LabeledWords:
         words, labels = fields_of(record, source_id, target_id)
         if not isinstance(words, list) or not isinstance(labels, list) or not words:
-            raise ValueError(f"the values of {source_id!r} and {target_id!r} must be lists of words and labels")
+            raise ValueError(
+                f"the values of {source_id!r} and {target_id!r} must be lists of words and labels"
+            )
         if len(words) != len(labels):
             raise ValueError(f"there are {len(words)} words, but {len(labels)} labels")
-        return LabeledWords(tuple(check_text(word, "a word") for word in words), tuple(map(_name, labels)))
+        return LabeledWords(
+            tuple(check_text(word, "a word") for word in words), tuple(map(_name, labels))
+        )
 
     return load_records(path, parse)
 
@@ -140,7 +151,9 @@ def _from_conll(path: Path) -> list[LabeledWords]:
         columns = line.split()
         if columns and columns[0] != "-DOCSTART-":
             if len(columns) < 2:
-                raise ValueError(f"bad record in {path}, line {place}: {line!r:.60} is not a word and a label")
+                raise ValueError(
+                    f"bad record in {path}, line {place}: {line!r:.60} is not a word and a label"
+                )
             words.append(columns[0])
             labels.append(columns[-1])
         elif words:
@@ -170,13 +183,19 @@ def load_choices(
         keys = (source_id, choices_id, target_id, *(() if pair_id is None else (pair_id,)))
         text, choices, label, *second = fields_of(record, *keys)
         if not isinstance(choices, list) or len(choices) < 2:
-            raise ValueError(f"the value of {choices_id!r} must be a list of at least 2 texts, not {choices!r:.60}")
+            raise ValueError(
+                f"the value of {choices_id!r} must be a list of at least 2 texts, not {choices!r:.60}"
+            )
         texts = [check_text(choice, "a choice") for choice in choices]
         right = texts.index(label) if label in texts else label
         if isinstance(right, bool) or not isinstance(right, int) or not 0 <= right < len(texts):
-            raise ValueError(f"the value of {target_id!r} must be a choice or its number, not {label!r}")
+            raise ValueError(
+                f"the value of {target_id!r} must be a choice or its number, not {label!r}"
+            )
         begin = check_text(second[0], f"the value of {pair_id!r}") + " " if second else ""
-        return Choices(prefix + check_text(text, "a text"), tuple(begin + choice for choice in texts), right)
+        return Choices(
+            prefix + check_text(text, "a text"), tuple(begin + choice for choice in texts), right
+        )
 
     return load_records(path, parse)
 
@@ -208,7 +227,10 @@ def _flattened(articles: list[Any]) -> Iterator[dict[str, Any]]:
                 yield {
                     "question": entry["question"],
                     "context": paragraph["context"],
-                    "answers": {name: [answer[name] for answer in answers] for name in ("text", "answer_start")},
+                    "answers": {
+                        name: [answer[name] for answer in answers]
+                        for name in ("text", "answer_start")
+                    },
                 }
 
 
@@ -219,7 +241,9 @@ def _question(record: Any) -> Question:
     for text, start in found:
         if context[start : start + len(text)] != text:
             raise ValueError(f"the answer {text!r} is not at character {start} of its context")
-    return Question(check_text(question, "the question").lstrip(), check_text(context, "the context"), found)
+    return Question(
+        check_text(question, "the question").lstrip(), check_text(context, "the context"), found
+    )
 
 
 class Encoder:
@@ -259,7 +283,13 @@ class ClassifiedTexts:
         *,
         weighs: bool = False,
     ) -> None:
-        self.records, self.encoder, self.target, self.change, self.weighs = records, encoder, target, change, weighs
+        self.records, self.encoder, self.target, self.change, self.weighs = (
+            records,
+            encoder,
+            target,
+            change,
+            weighs,
+        )
 
     def __len__(self) -> int:
         return len(self.records)
@@ -274,9 +304,13 @@ class ClassifiedTexts:
 class ClassifiedWords:
     """Makes `{"input_ids": [s], "labels": [s]}`: a word's class at its first piece, −100 elsewhere."""
 
-    def __init__(self, records: Sequence[LabeledWords], encoder: Encoder, target: Callable[[Any], np.ndarray]) -> None:
+    def __init__(
+        self, records: Sequence[LabeledWords], encoder: Encoder, target: Callable[[Any], np.ndarray]
+    ) -> None:
         if not getattr(encoder.tokenizer, "is_fast", False):
-            raise ValueError("labels of words need a tokenizer that tells the word of a piece: one with tokenizer.json")
+            raise ValueError(
+                "labels of words need a tokenizer that tells the word of a piece: one with tokenizer.json"
+            )
         self.records, self.encoder, self.target = records, encoder, target
 
     def __len__(self) -> int:
@@ -287,7 +321,9 @@ class ClassifiedWords:
         encoded = self.encoder(list(record.words), is_split_into_words=True)
         labels, last = [], None
         for word in encoded.word_ids():
-            labels.append(IGNORED if word is None or word == last else int(self.target(record.labels[word])))
+            labels.append(
+                IGNORED if word is None or word == last else int(self.target(record.labels[word]))
+            )
             last = word
         return {**self.encoder.inputs(encoded), "labels": np.array(labels, np.int64)}
 
@@ -299,7 +335,9 @@ class ChoiceSamples:
         self.records, self.encoder, self.pad_token_id = records, encoder, pad_token_id
         counts = {len(records[number].choices) for number in range(len(records))}
         if len(counts) > 1:
-            raise ValueError(f"all records need equally many choices, not {' and '.join(map(str, sorted(counts)))}")
+            raise ValueError(
+                f"all records need equally many choices, not {' and '.join(map(str, sorted(counts)))}"
+            )
 
     def __len__(self) -> int:
         return len(self.records)
@@ -308,12 +346,21 @@ class ChoiceSamples:
         record = self.records[index]
         rows = [self.encoder.inputs(self.encoder(record.text, choice)) for choice in record.choices]
         longest = max(len(row["input_ids"]) for row in rows)
-        sample = {"attention_mask": np.stack([np.arange(longest) < len(row["input_ids"]) for row in rows])}
+        sample = {
+            "attention_mask": np.stack([np.arange(longest) < len(row["input_ids"]) for row in rows])
+        }
         for name in rows[0]:
             fill = self.pad_token_id if name == "input_ids" else 0
-            padded = [np.pad(row[name], (0, longest - len(row[name])), constant_values=fill) for row in rows]
+            padded = [
+                np.pad(row[name], (0, longest - len(row[name])), constant_values=fill)
+                for row in rows
+            ]
             sample[name] = np.stack(padded)
-        return {**sample, "attention_mask": sample["attention_mask"].astype(np.int64), "labels": np.array(record.label)}
+        return {
+            **sample,
+            "attention_mask": sample["attention_mask"].astype(np.int64),
+            "labels": np.array(record.label),
+        }
 
 
 class AnswerSpans:
@@ -329,7 +376,9 @@ class AnswerSpans:
 
     def __init__(self, records: Sequence[Question], encoder: Encoder, stride: int) -> None:
         if not getattr(encoder.tokenizer, "is_fast", False):
-            raise ValueError("answers need a tokenizer that tells the characters of a token: one with tokenizer.json")
+            raise ValueError(
+                "answers need a tokenizer that tells the characters of a token: one with tokenizer.json"
+            )
         self.records, self.encoder = records, encoder
         self.windows: list[tuple[int, list[Any], int]] = []
         self._samples: list[dict[str, np.ndarray]] = []
@@ -338,9 +387,15 @@ class AnswerSpans:
 
     def _add(self, question: int, stride: int) -> None:
         record = self.records[question]
-        options = {"return_overflowing_tokens": True, "return_offsets_mapping": True, "stride": stride}
+        options = {
+            "return_overflowing_tokens": True,
+            "return_offsets_mapping": True,
+            "stride": stride,
+        }
         try:
-            encoded = self.encoder([record.question], [record.context], truncation="only_second", **options)
+            encoded = self.encoder(
+                [record.question], [record.context], truncation="only_second", **options
+            )
         except Exception as error:  # the Rust library raises bare exceptions
             raise ValueError(
                 f"the question {record.question!r:.60} and a stride of {stride} do not fit max_source_length="
@@ -348,14 +403,20 @@ class AnswerSpans:
             ) from None
         for window in range(len(encoded["input_ids"])):
             sequence, offsets = encoded.sequence_ids(window), encoded["offset_mapping"][window]
-            places = [(*place,) if of == 1 else None for place, of in zip(offsets, sequence, strict=True)]
-            inputs = {name: values[window] for name, values in encoded.items() if name != "offset_mapping"}
+            places = [
+                (*place,) if of == 1 else None for place, of in zip(offsets, sequence, strict=True)
+            ]
+            inputs = {
+                name: values[window] for name, values in encoded.items() if name != "offset_mapping"
+            }
             sample = self.encoder.inputs(inputs)
             cls = self.encoder.tokenizer.cls_token_id
             ids = sample["input_ids"].tolist()
             absent = ids.index(cls) if cls in ids else 0
             start, end = span_of(record.answers, places, absent)
-            self._samples.append({**sample, "start_positions": np.array(start), "end_positions": np.array(end)})
+            self._samples.append(
+                {**sample, "start_positions": np.array(start), "end_positions": np.array(end)}
+            )
             self.windows.append((question, places, absent))
 
     def __len__(self) -> int:

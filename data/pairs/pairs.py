@@ -13,7 +13,9 @@ Pair = tuple[str, str]
 Record = TypeVar("Record")
 
 
-def load_pairs(path: str | Path, *, source_id: str = "s", target_id: str = "t", prefix: str = "") -> Sequence[Pair]:
+def load_pairs(
+    path: str | Path, *, source_id: str = "s", target_id: str = "t", prefix: str = ""
+) -> Sequence[Pair]:
     """Loads (source, target) texts.
 
     The formats are:
@@ -56,9 +58,13 @@ def load_records(path: str | Path, parse: Callable[[Any], Record]) -> Sequence[R
     if path.is_dir() or path.suffix == ".parquet":
         records: Sequence[Record] = Rows(path, parse)
     elif path.is_file():
-        records = _lines(path, lambda raw: parse(json.loads(raw.decode("utf-8-sig"))), skip_blank=True)
+        records = _lines(
+            path, lambda raw: parse(json.loads(raw.decode("utf-8-sig"))), skip_blank=True
+        )
     else:
-        raise ValueError(f"{path} does not exist; give JSON lines, NAME.source with NAME.target, or a folder")
+        raise ValueError(
+            f"{path} does not exist; give JSON lines, NAME.source with NAME.target, or a folder"
+        )
     if len(records) == 0:
         raise ValueError(f"{path} holds no records")
     return records
@@ -68,7 +74,9 @@ def fields_of(record: Any, *keys: str) -> list[Any]:
     """Returns the values of a record, or of the object in its `translation`. ValueError names a missing key."""
     values = record.get("translation", record) if isinstance(record, dict) else record
     if not isinstance(values, dict):
-        raise ValueError(f"a {type(values).__name__} instead of an object with {' and '.join(map(repr, keys))}")
+        raise ValueError(
+            f"a {type(values).__name__} instead of an object with {' and '.join(map(repr, keys))}"
+        )
     for key in keys:
         if key not in values:
             named = ", ".join(map(repr, list(values)[:8])) or "none"
@@ -85,7 +93,9 @@ class Rows(Sequence[Record], Generic[Record]):
         if path.is_dir():
             loaded = load_from_disk(str(path))
             if not isinstance(loaded, Dataset):
-                raise ValueError(f"{path} holds several splits ({', '.join(map(str, loaded))}); give one of them")
+                raise ValueError(
+                    f"{path} holds several splits ({', '.join(map(str, loaded))}); give one of them"
+                )
             self.rows: Dataset = loaded
         else:
             self.rows = Dataset.from_parquet(str(path))  # type: ignore[assignment]
@@ -137,7 +147,9 @@ def _lines(path: Path, parse: Callable[[bytes], Any], *, skip_blank: bool = Fals
             try:
                 values.append(parse(raw))
             except RecursionError:
-                raise ValueError(f"bad record in {path}, record {number}: nested too deeply") from None
+                raise ValueError(
+                    f"bad record in {path}, record {number}: nested too deeply"
+                ) from None
             except ValueError as error:  # also invalid UTF-8 and JSON
                 raise ValueError(f"bad record in {path}, record {number}: {error}") from None
     return values

@@ -61,7 +61,9 @@ class _Settings:
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out_fraction < 1:
-            raise ValueError(f"held_out_fraction is {self.held_out_fraction}; it must be between 0 and 1, such as 0.05")
+            raise ValueError(
+                f"held_out_fraction is {self.held_out_fraction}; it must be between 0 and 1, such as 0.05"
+            )
 
     def report(self, stage: str, done: int, total: int) -> None:
         if self.progress is not None:
@@ -116,7 +118,9 @@ def prepare_corpus(
     return _prepare(source, Path(output_dir), settings)
 
 
-def prepare_corpora(mixture: Sequence[tuple[Source, object]], output_dir: str | Path, **options: Any) -> list[Corpus]:
+def prepare_corpora(
+    mixture: Sequence[tuple[Source, object]], output_dir: str | Path, **options: Any
+) -> list[Corpus]:
     """Prepares each source of a mixture (see `parse_mixture`) by `prepare_corpus(source, …, **options)`.
 
     All have one tokenizer. It is trained on the training documents of all sources, an equal amount of each if there is
@@ -126,10 +130,15 @@ def prepare_corpora(mixture: Sequence[tuple[Source, object]], output_dir: str | 
     sources, output = [source for source, _ in mixture], Path(output_dir)
     if len(sources) == 1:
         return [prepare_corpus(sources[0], output, **options)]
-    settings = _Settings(**{**options, "tokenizer": _find_tokenizer(options.get("tokenizer", TOKENIZER_KINDS[0]))})
+    settings = _Settings(
+        **{**options, "tokenizer": _find_tokenizer(options.get("tokenizer", TOKENIZER_KINDS[0]))}
+    )
     if isinstance(settings.tokenizer, str):
         settings = replace(settings, tokenizer=_shared_tokenizer(sources, output, settings))
-    return [_prepare(source, output / f"part_{number}", settings) for number, source in enumerate(sources)]
+    return [
+        _prepare(source, output / f"part_{number}", settings)
+        for number, source in enumerate(sources)
+    ]
 
 
 def _shared_tokenizer(sources: Sequence[Source], output: Path, settings: _Settings) -> Tokenizer:
@@ -141,7 +150,10 @@ def _shared_tokenizer(sources: Sequence[Source], output: Path, settings: _Settin
     with suppress(OSError, ValueError):
         if json.loads(manifest.read_text(encoding="utf-8")) == {"prepared_from": wanted}:
             return load_tokenizer(folder)
-    splits = [_choose_held_out(source, settings, TOKENIZER_TEXT_BYTES // len(sources)) for source in sources]
+    splits = [
+        _choose_held_out(source, settings, TOKENIZER_TEXT_BYTES // len(sources))
+        for source in sources
+    ]
     output.mkdir(parents=True, exist_ok=True)
     manifest.unlink(missing_ok=True)
     tokenizer = _make_tokenizer(splits, folder, settings)
@@ -252,7 +264,9 @@ def document_key(text: str, seed: int) -> bytes:
     return hashlib.blake2b(text.encode("utf-8"), digest_size=8, key=str(seed).encode()).digest()
 
 
-def _choose_held_out(source: Source, settings: _Settings, text_bytes: int = TOKENIZER_TEXT_BYTES) -> _Split:
+def _choose_held_out(
+    source: Source, settings: _Settings, text_bytes: int = TOKENIZER_TEXT_BYTES
+) -> _Split:
     """Chooses the documents that are held out, and at most `text_bytes` of the others to train a tokenizer on."""
     seed = settings.seed
     report = SourceReport()
@@ -264,7 +278,9 @@ def _choose_held_out(source: Source, settings: _Settings, text_bytes: int = TOKE
         settings.report("reading", report.bytes, report.bytes)
     ordered = sorted(set(keys))
     if not keys:
-        named = f"; the first of {report.bad} bad records: {report.first_bad[0]}" if report.bad else ""
+        named = (
+            f"; the first of {report.bad} bad records: {report.first_bad[0]}" if report.bad else ""
+        )
         raise ValueError(f"{source_name(source)} holds no document with text{named}")
     if len(ordered) < 2:
         raise ValueError(
@@ -310,7 +326,9 @@ def _write_batches(
     for held_out, writer in ((False, train), (True, valid)):
         texts = batches[held_out]
         how = {"split_sentences": meta.split_sentences}
-        writer.add_documents(*encode_documents(tokenizer, texts, writer.dtype, meta.end_token, **how))
+        writer.add_documents(
+            *encode_documents(tokenizer, texts, writer.dtype, meta.end_token, **how)
+        )
         texts.clear()
 
 
@@ -333,10 +351,14 @@ def _from_prefix(prefix: Path, output: Path, settings: _Settings) -> Corpus:
         return replace(known, notes=corpus.notes)
     dataset = IndexedDataset(prefix)
     if dataset.num_documents < 2:
-        raise ValueError(f"{prefix} holds {dataset.num_documents} document(s); splitting needs at least 2")
+        raise ValueError(
+            f"{prefix} holds {dataset.num_documents} document(s); splitting needs at least 2"
+        )
     (output / MANIFEST).unlink(missing_ok=True)
     fraction = settings.held_out_fraction
-    split_dataset(dataset, {output / "train": 1 - fraction, output / "valid": fraction}, seed=settings.seed)
+    split_dataset(
+        dataset, {output / "train": 1 - fraction, output / "valid": fraction}, seed=settings.seed
+    )
     corpus = replace(corpus, train_prefix=output / "train", valid_prefix=output / "valid")
     _write_manifest(output, wanted, corpus)
     return corpus
@@ -358,7 +380,11 @@ def _describe_pair(prefix: Path, tokenizer: Tokenizer, settings: _Settings) -> C
         last = dataset.last_tokens()
         others = int((last != end).sum())
         token = f"token {end}, {tokenizer.id_to_token(end)!r}"
-        notes = (f"{others} of the {len(last)} documents of {prefix} do not end with {token}",) if others else ()
+        notes = (
+            (f"{others} of the {len(last)} documents of {prefix} do not end with {token}",)
+            if others
+            else ()
+        )
         end = end if others < len(last) else None
     folder = tokenizer.path if tokenizer.path.is_dir() else tokenizer.path.parent
     return Corpus(prefix, prefix, folder, tokenizer.vocab_size, end, notes=notes)
@@ -400,7 +426,10 @@ def find_tokenizer(prefix: Path) -> Path:
 
 def _write_manifest(output: Path, wanted: dict[str, object], corpus: Corpus) -> None:
     """Writes the manifest last and atomically, so that its presence means the corpus is complete."""
-    values = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(corpus).items()}
+    values = {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in asdict(corpus).items()
+    }
     values = {key: value for key, value in values.items() if key != "notes"}
     _write_json(output / MANIFEST, {"prepared_from": wanted, **values})
 

@@ -64,7 +64,11 @@ def fail_on_bad(record: BadRecord) -> None:
 
 
 def iter_documents(
-    source: Source, *, text_key: str = "text", on_bad: OnBad = fail_on_bad, report: SourceReport | None = None
+    source: Source,
+    *,
+    text_key: str = "text",
+    on_bad: OnBad = fail_on_bad,
+    report: SourceReport | None = None,
 ) -> Iterator[str]:
     """Yields the texts of a source in a fixed order.
 
@@ -81,11 +85,15 @@ def iter_documents(
         ValueError: the source does not exist or has no text, or `on_bad` raises. A missing source is reported at the
             call, before the first document.
     """
-    chunks = plan_chunks(source)  # outside the generator, so that a missing path is reported at the call
+    chunks = plan_chunks(
+        source
+    )  # outside the generator, so that a missing path is reported at the call
     return _read(chunks, text_key, on_bad, report)
 
 
-def _read(chunks: list[Chunk], text_key: str, on_bad: OnBad, report: SourceReport | None) -> Iterator[str]:
+def _read(
+    chunks: list[Chunk], text_key: str, on_bad: OnBad, report: SourceReport | None
+) -> Iterator[str]:
     numbers = LineNumbers()
     for chunk in chunks:
         text = read_chunk(chunk, text_key)
@@ -111,7 +119,9 @@ class Documents:
 
     def __iter__(self) -> Iterator[str]:
         self.report = SourceReport()
-        return iter_documents(self.source, text_key=self.text_key, on_bad=skip_bad, report=self.report)
+        return iter_documents(
+            self.source, text_key=self.text_key, on_bad=skip_bad, report=self.report
+        )
 
 
 def skip_bad(record: BadRecord) -> None:

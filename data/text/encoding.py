@@ -31,7 +31,9 @@ def end_token(tokenizer: Tokenizer, *, split_sentences: bool) -> int | None:
     return next((tokenizer.special[role] for role in roles if role in tokenizer.special), None)
 
 
-def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+def encode_texts(
+    tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the concatenated tokens of all texts [total] and their lengths, int64 [texts]."""
     parts: list[np.ndarray] = []
     lengths: list[int] = []
@@ -43,11 +45,18 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype) ->
 
 
 def encode_documents(
-    tokenizer: Tokenizer, texts: Sequence[str], dtype: np.dtype, end: int | None, *, split_sentences: bool = False
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    dtype: np.dtype,
+    end: int | None,
+    *,
+    split_sentences: bool = False,
 ) -> Encoded:
     """Encodes documents, each followed by the token `end` if given, as one sequence each or one per sentence."""
     documents = [sentences_of(text) if split_sentences else [text] for text in texts]
-    tokens, lengths = encode_texts(tokenizer, [part for document in documents for part in document], dtype)
+    tokens, lengths = encode_texts(
+        tokenizer, [part for document in documents for part in document], dtype
+    )
     counts = np.array([len(document) for document in documents], np.int64)
     if end is not None and len(counts):
         last = np.cumsum(counts) - 1

@@ -64,7 +64,11 @@ def target_entropy(samples: Iterable[Mapping[str, Any]]) -> float:
         labels = np.asarray(sample["labels"])
         shifted = np.array_equal(labels, np.asarray(sample["input_ids"]))
         tokens.append(labels[1:] if shifted else labels[labels != IGNORED])
-        pairs += [np.atleast_1d(sample["next_sentence_label"])] if "next_sentence_label" in sample else []
+        pairs += (
+            [np.atleast_1d(sample["next_sentence_label"])]
+            if "next_sentence_label" in sample
+            else []
+        )
     if not any(map(len, tokens)):
         raise ValueError("the samples have no target tokens, so the entropy is undefined")
     targets = [np.concatenate(parts) for parts in (tokens, pairs) if parts]

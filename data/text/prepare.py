@@ -66,7 +66,9 @@ class PrepareReport(SourceReport):
         return (self.bytes - self.resumed_bytes) / 1e6 / max(self.seconds, 1e-9)
 
 
-PrepareProgress = Callable[[PrepareReport, int, int], None]  # (report so far, chunks done, chunks in total)
+PrepareProgress = Callable[
+    [PrepareReport, int, int], None
+]  # (report so far, chunks done, chunks in total)
 
 
 @dataclass
@@ -146,7 +148,9 @@ def prepare_dataset(
 def _encode(chunk: Chunk, options: PrepareOptions, tokenizer: Tokenizer) -> _EncodedChunk:
     text = read_chunk(chunk, options.text_key)
     dtype, end = dtype_for_vocabulary(tokenizer.vocab_size), _end_of_text(tokenizer, options)
-    encoded = encode_documents(tokenizer, text.documents, dtype, end, split_sentences=options.split_sentences)
+    encoded = encode_documents(
+        tokenizer, text.documents, dtype, end, split_sentences=options.split_sentences
+    )
     count = len(text.documents)
     text.documents.clear()  # so that they are not sent back to the main process
     return _EncodedChunk(encoded, text, count)
@@ -185,7 +189,9 @@ def _encode_all(
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise RuntimeError("a worker process died (out of memory?); run the same command again to resume") from None
+        raise RuntimeError(
+            "a worker process died (out of memory?); run the same command again to resume"
+        ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -195,7 +201,9 @@ _worker: tuple[PrepareOptions, Tokenizer] | None = None  # set in worker process
 
 def _start_worker(options: PrepareOptions) -> None:
     global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process; the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # one thread per process; the processes are the parallelism
+    )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles the interrupt
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = options, load_tokenizer(options.tokenizer)
@@ -216,7 +224,11 @@ def _work(chunk: Chunk) -> _EncodedChunk:
 
 def _settings(source: Source, options: PrepareOptions, tokenizer: Tokenizer) -> dict[str, object]:
     """Returns the settings that must be unchanged for an interrupted run to be resumed."""
-    return {**asdict(options), "tokenizer": tokenizer_digest(tokenizer), "source": fingerprint(source)}
+    return {
+        **asdict(options),
+        "tokenizer": tokenizer_digest(tokenizer),
+        "source": fingerprint(source),
+    }
 
 
 class _Journal:
@@ -242,7 +254,9 @@ class _Journal:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return self.fresh()
 
-    def write(self, chunks: int, state: WriterState, report: PrepareReport, numbers: LineNumbers) -> None:
+    def write(
+        self, chunks: int, state: WriterState, report: PrepareReport, numbers: LineNumbers
+    ) -> None:
         values = {
             "settings": self.settings,
             "chunks": chunks,

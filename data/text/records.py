@@ -47,7 +47,13 @@ class ChunkText:
 
 def read_chunk(chunk: Chunk, text_key: str = "text") -> ChunkText:
     """Reads the documents of one chunk. Bad records are returned, not raised; a missing file raises OSError."""
-    reader = {"jsonl": _jsonl, "text": _text, "files": _files, "parquet": _parquet, "arrow": _arrow}[chunk.kind]
+    reader = {
+        "jsonl": _jsonl,
+        "text": _text,
+        "files": _files,
+        "parquet": _parquet,
+        "arrow": _arrow,
+    }[chunk.kind]
     found = ChunkText()
     reader(chunk, text_key, found)
     return found
@@ -60,7 +66,11 @@ def _jsonl(chunk: Chunk, text_key: str, found: ChunkText) -> None:
             found.lines += 1
             found.bytes += len(raw)
             if len(raw) > LARGEST_RECORD_BYTES:
-                found.bad.append(BadRecord(path, found.lines, f"line longer than {LARGEST_RECORD_BYTES >> 20} MiB"))
+                found.bad.append(
+                    BadRecord(
+                        path, found.lines, f"line longer than {LARGEST_RECORD_BYTES >> 20} MiB"
+                    )
+                )
             elif raw.isspace():
                 found.empty += 1
             else:
@@ -81,9 +91,13 @@ def text_of(raw: bytes, text_key: str) -> str:
     except RecursionError:
         raise ValueError("unusable JSON: nested too deeply") from None
     if not isinstance(value, dict):
-        raise ValueError(f"a JSON {type(value).__name__} instead of an object with the key {text_key!r}")
+        raise ValueError(
+            f"a JSON {type(value).__name__} instead of an object with the key {text_key!r}"
+        )
     if text_key not in value:
-        raise ValueError(f"no key {text_key!r}; the keys are {', '.join(map(repr, list(value)[:8])) or 'none'}")
+        raise ValueError(
+            f"no key {text_key!r}; the keys are {', '.join(map(repr, list(value)[:8])) or 'none'}"
+        )
     return check_text(value[text_key], f"the value of {text_key!r}")
 
 
@@ -122,14 +136,18 @@ def _skip_line(file: BinaryIO) -> None:
 def _text(chunk: Chunk, text_key: str, found: ChunkText) -> None:
     path = chunk.paths[0]
     with path.open("rb") as file:
-        for number, raw in enumerate(text_pieces(file, chunk.start, chunk.stop, chunk.piece_bytes), 1):
+        for number, raw in enumerate(
+            text_pieces(file, chunk.start, chunk.stop, chunk.piece_bytes), 1
+        ):
             _add_raw(path, number, raw, found)
 
 
 def _files(chunk: Chunk, text_key: str, found: ChunkText) -> None:
     for path in chunk.paths:
         with path.open("rb") as file:
-            for number, raw in enumerate(text_pieces(file, 0, path.stat().st_size, chunk.piece_bytes), 1):
+            for number, raw in enumerate(
+                text_pieces(file, 0, path.stat().st_size, chunk.piece_bytes), 1
+            ):
                 _add_raw(path, number, raw, found)
 
 
@@ -137,12 +155,16 @@ def _add_raw(path: Path, number: int, raw: bytes, found: ChunkText) -> None:
     found.lines += 1
     found.bytes += len(raw)
     if b"\0" in raw:
-        found.bad.append(BadRecord(path, number, f"NUL byte at byte {raw.index(0)} of the piece: not text"))
+        found.bad.append(
+            BadRecord(path, number, f"NUL byte at byte {raw.index(0)} of the piece: not text")
+        )
         return
     try:
         found.add(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        found.bad.append(BadRecord(path, number, f"invalid UTF-8 at byte {error.start} of the piece"))
+        found.bad.append(
+            BadRecord(path, number, f"invalid UTF-8 at byte {error.start} of the piece")
+        )
 
 
 def _parquet(chunk: Chunk, text_key: str, found: ChunkText) -> None:
@@ -151,8 +173,12 @@ def _parquet(chunk: Chunk, text_key: str, found: ChunkText) -> None:
     with ParquetFile(chunk.paths[0]) as file:
         if text_key not in file.schema_arrow.names:
             names = ", ".join(map(repr, file.schema_arrow.names))
-            raise ValueError(f"{chunk.paths[0]} has no column {text_key!r}; its columns are {names}")
-        for batch in file.iter_batches(row_groups=list(range(chunk.start, chunk.stop)), columns=[text_key]):
+            raise ValueError(
+                f"{chunk.paths[0]} has no column {text_key!r}; its columns are {names}"
+            )
+        for batch in file.iter_batches(
+            row_groups=list(range(chunk.start, chunk.stop)), columns=[text_key]
+        ):
             _add_rows(chunk.paths[0], batch.column(0).to_pylist(), text_key, found)
 
 
@@ -178,7 +204,9 @@ def _add_rows(path: Path, rows: list[object], text_key: str, found: ChunkText) -
         found.add(text)
 
 
-HARD_CUT_BYTES = 1 << 20  # about the distance of cuts in a text without line ends; cuts are between characters
+HARD_CUT_BYTES = (
+    1 << 20
+)  # about the distance of cuts in a text without line ends; cuts are between characters
 
 
 def text_pieces(file: BinaryIO, start: int, stop: int, block: int) -> Iterator[bytes]:
@@ -219,5 +247,7 @@ def _cut_of_block(file: BinaryIO, number: int, block: int) -> int | None:
             return first + found + len(separator)
     if number % max(1, HARD_CUT_BYTES // block):
         return None
-    ahead = next((i for i, byte in enumerate(raw[:4]) if byte & 0xC0 != 0x80), 0)  # not inside a UTF-8 character
+    ahead = next(
+        (i for i, byte in enumerate(raw[:4]) if byte & 0xC0 != 0x80), 0
+    )  # not inside a UTF-8 character
     return first + ahead

@@ -52,7 +52,9 @@ def plan_chunks(source: Source) -> list[Chunk]:
         return _plan_list([Path(path) for path in source])
     path = Path(source)
     if not path.exists():
-        raise ValueError(f"{path} does not exist; give a text file, JSON lines, parquet, or a folder of those")
+        raise ValueError(
+            f"{path} does not exist; give a text file, JSON lines, parquet, or a folder of those"
+        )
     if is_arrow_folder(path):
         return _arrow_chunks(path)
     files = list_files(path) if path.is_dir() else [path]
@@ -67,7 +69,9 @@ def is_arrow_folder(path: Path) -> bool:
 def list_files(folder: Path) -> list[Path]:
     """Returns the regular files below a folder, sorted, without hidden ones."""
     found = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts))
+    return sorted(
+        path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts)
+    )
 
 
 def fingerprint(source: Source) -> str:
@@ -77,7 +81,11 @@ def fingerprint(source: Source) -> str:
         digest.update(f"{chunk.kind} {chunk.start} {chunk.stop}".encode())
         for path in chunk.paths:
             stat = path.stat()
-            digest.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode("utf-8", "surrogateescape"))
+            digest.update(
+                f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode(
+                    "utf-8", "surrogateescape"
+                )
+            )
     return digest.hexdigest()
 
 
@@ -94,7 +102,9 @@ def _plan_list(paths: list[Path]) -> list[Chunk]:
         if arrow:
             chunks += [chunk for folder in group for chunk in _arrow_chunks(folder)]
         else:
-            files = [file for path in group for file in (list_files(path) if path.is_dir() else [path])]
+            files = [
+                file for path in group for file in (list_files(path) if path.is_dir() else [path])
+            ]
             chunks += _plan_files(files, "the given list")
     if not chunks:
         raise ValueError("the list of inputs is empty; give at least one file or folder")
@@ -118,7 +128,9 @@ def _plan_files(files: list[Path], described: str) -> list[Chunk]:
             texts.append(path)
     if len(texts) == 1 and not chunks:
         size = texts[0].stat().st_size
-        chunks = _range_chunks("text", texts[0], max(LEAST_PIECE_BYTES, min(PIECE_BYTES, size // 64)))
+        chunks = _range_chunks(
+            "text", texts[0], max(LEAST_PIECE_BYTES, min(PIECE_BYTES, size // 64))
+        )
     else:
         chunks += _files_chunks(texts)
     if not chunks:
@@ -131,7 +143,9 @@ def _plan_files(files: list[Path], described: str) -> list[Chunk]:
 def _range_chunks(kind: str, path: Path, piece_bytes: int) -> list[Chunk]:
     size = path.stat().st_size
     starts = range(0, size, CHUNK_BYTES)
-    return [Chunk(kind, (path,), start, min(start + CHUNK_BYTES, size), piece_bytes) for start in starts]
+    return [
+        Chunk(kind, (path,), start, min(start + CHUNK_BYTES, size), piece_bytes) for start in starts
+    ]
 
 
 def _files_chunks(paths: Sequence[Path]) -> list[Chunk]:
@@ -160,7 +174,9 @@ def _parquet_chunks(path: Path) -> list[Chunk]:
 
     try:
         with ParquetFile(path) as file:
-            return [Chunk("parquet", (path,), group, group + 1) for group in range(file.num_row_groups)]
+            return [
+                Chunk("parquet", (path,), group, group + 1) for group in range(file.num_row_groups)
+            ]
     except ArrowInvalid as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from None
 
@@ -170,13 +186,19 @@ def _arrow_chunks(folder: Path) -> list[Chunk]:
 
     dataset = load_from_disk(str(folder))
     if not isinstance(dataset, Dataset):
-        raise ValueError(f"{folder} holds several splits ({', '.join(map(str, dataset))}); give one of its subfolders")
+        raise ValueError(
+            f"{folder} holds several splits ({', '.join(map(str, dataset))}); give one of its subfolders"
+        )
     starts = range(0, len(dataset), ROWS_PER_CHUNK)
-    return [Chunk("arrow", (folder,), row, min(row + ROWS_PER_CHUNK, len(dataset))) for row in starts]
+    return [
+        Chunk("arrow", (folder,), row, min(row + ROWS_PER_CHUNK, len(dataset))) for row in starts
+    ]
 
 
 # Third-party packages are not the standard library; test folders hold deliberately odd files.
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
 
 
 def python_stdlib() -> list[Path]:
@@ -187,5 +209,7 @@ def python_stdlib() -> list[Path]:
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     if not found:
-        raise ValueError(f"this interpreter has no standard library source under {root}; name a corpus")
+        raise ValueError(
+            f"this interpreter has no standard library source under {root}; name a corpus"
+        )
     return sorted(found)

@@ -35,7 +35,10 @@ OTHER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-TOKENIZER_FILES = (*(name for name in JSON_FILES if name != "config.json"), *OTHER_FILES)  # that is the model's
+TOKENIZER_FILES = (
+    *(name for name in JSON_FILES if name != "config.json"),
+    *OTHER_FILES,
+)  # that is the model's
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -47,7 +50,9 @@ def has_tokenizer(folder: Path) -> bool:
 def _has_byte_tokenizer(folder: Path) -> bool:
     for name in ("tokenizer_config.json", "config.json"):
         with suppress(ValueError):
-            if (folder / name).is_file() and read_json_object(folder / name).get("tokenizer_class") == BYTE_TOKENIZER:
+            if (folder / name).is_file() and read_json_object(folder / name).get(
+                "tokenizer_class"
+            ) == BYTE_TOKENIZER:
                 return True
     return False
 
@@ -70,7 +75,9 @@ def check_tokenizer_file(path: Path) -> None:
     """Raises ValueError as `check_tokenizer_folder` does, for one file."""
     size = path.stat().st_size if path.is_file() else 0
     if size > LARGEST_FILE:
-        raise ValueError(f"{path} has {size:,} bytes; a tokenizer's file has at most {LARGEST_FILE:,}")
+        raise ValueError(
+            f"{path} has {size:,} bytes; a tokenizer's file has at most {LARGEST_FILE:,}"
+        )
     if path.suffix != ".json":
         return
     values = read_json_object(path, largest=LARGEST_FILE)
@@ -103,16 +110,24 @@ def _ids_of_backend(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{path}: added_tokens must be a list of objects")
     vocabulary = model.get("vocab")
     if not isinstance(vocabulary, dict | list):
-        raise ValueError(f"{path}: the model's vocab must be an object or a list, not {vocabulary!r:.100}")
+        raise ValueError(
+            f"{path}: the model's vocab must be an object or a list, not {vocabulary!r:.100}"
+        )
     # A unigram model lists its pieces; a piece's id is its index.
-    ids = vocabulary if isinstance(vocabulary, dict) else {f"piece {n}": n for n in range(len(vocabulary))}
+    ids = (
+        vocabulary
+        if isinstance(vocabulary, dict)
+        else {f"piece {n}": n for n in range(len(vocabulary))}
+    )
     return ids | {f"added token {place}": token.get("id") for place, token in enumerate(added)}
 
 
 def _check_ids(path: Path, ids: Mapping[Any, Any]) -> None:
     for token, index in ids.items():
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-            raise ValueError(f"{path}: the id of {token!r} must be an integer of at least 0, not {index!r:.100}")
+            raise ValueError(
+                f"{path}: the id of {token!r} must be an integer of at least 0, not {index!r:.100}"
+            )
         if index >= len(ids) + MOST_HOLES:
             raise ValueError(
                 f"{path}: {token!r} has the id {index:.0f}, but there are only {len(ids):,} tokens; ids must be below "
@@ -125,11 +140,15 @@ def _check_config(path: Path, values: dict[str, Any]) -> None:
         raise ValueError(f"{path}: tokenizer_class must be a string, not {kind!r:.100}")
     count = values.get("extra_ids", 0)
     if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_SENTINELS:
-        raise ValueError(f"{path}: extra_ids must be an integer from 0 to {MOST_SENTINELS:,}, not {count!r:.100}")
+        raise ValueError(
+            f"{path}: extra_ids must be an integer from 0 to {MOST_SENTINELS:,}, not {count!r:.100}"
+        )
     named = values.get("added_tokens_decoder") or {}
     if not isinstance(named, dict) or not all(
         index.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str)
         for index, token in named.items()
     ):
-        raise ValueError(f"{path}: added_tokens_decoder must map ids to objects with a content, not {named!r:.100}")
+        raise ValueError(
+            f"{path}: added_tokens_decoder must map ids to objects with a content, not {named!r:.100}"
+        )
     _check_ids(path, {token["content"]: int(index) for index, token in named.items()})

@@ -71,7 +71,9 @@ class GLMTokens:
         return -(-self.vocab_size // multiple) * multiple
 
 
-def glm_token_ids(base_size: int, family: GLMVocabulary, base_ids: dict[str, int] | None = None) -> GLMTokens:
+def glm_token_ids(
+    base_size: int, family: GLMVocabulary, base_ids: dict[str, int] | None = None
+) -> GLMTokens:
     """Returns the ids for a base vocabulary of `base_size` entries, by the reference's rule for its family.
 
     `base_ids` are the ids of the roles that tokens of the base vocabulary have (see `glm_tokenizer`); "chinese" and
@@ -101,7 +103,9 @@ def glm_tokenizer(tokenizer: Tokenizer, family: GLMVocabulary) -> GLMTokens:
     if family in _CHINESE_TASKS:
         base = _base_size(tokenizer, set(TOKEN_NAMES.values()))
         tokens = glm_token_ids(base, family)
-        taken = {getattr(tokens, role): name for role, name in TOKEN_NAMES.items() if role != "gmask"}
+        taken = {
+            getattr(tokens, role): name for role, name in TOKEN_NAMES.items() if role != "gmask"
+        }
         if family == "chinese":
             taken[tokens.gmask] = TOKEN_NAMES["gmask"]
         holes = {index: f"<|unused_{index - base}|>" for index in range(base, tokens.vocab_size)}
@@ -122,7 +126,9 @@ def find_glm_vocabulary(tokenizer: Tokenizer) -> GLMVocabulary | None:
     """
     for family, appended in _APPENDED.items():
         names = [*_OWN[family].values(), *(TOKEN_NAMES[role] for role in appended)]
-        if all(tokenizer.token_to_id(name) is not None for name in names) and not tokenizer.token_to_id(_HOLE):
+        if all(
+            tokenizer.token_to_id(name) is not None for name in names
+        ) and not tokenizer.token_to_id(_HOLE):
             return family
     return None
 
@@ -138,10 +144,17 @@ def _own_ids(tokenizer: Tokenizer, family: GLMVocabulary) -> dict[str, int]:
     ids = {role: tokenizer.token_to_id(token) for role, token in _OWN[family].items()}
     missing = [_OWN[family][role] for role, index in ids.items() if index is None]
     if missing:
-        fitting = [name for name, own in _OWN.items() if None not in map(tokenizer.token_to_id, own.values())]
+        fitting = [
+            name
+            for name, own in _OWN.items()
+            if None not in map(tokenizer.token_to_id, own.values())
+        ]
         raise ValueError(
             f"this is not a {family} vocabulary: it has no {', '.join(missing)}; use the vocabulary "
-            + (" or ".join(fitting) or "chinese if it is a SentencePiece model, or another tokenizer")
+            + (
+                " or ".join(fitting)
+                or "chinese if it is a SentencePiece model, or another tokenizer"
+            )
         )
     return {role: index for role, index in ids.items() if index is not None}
 
@@ -149,7 +162,9 @@ def _own_ids(tokenizer: Tokenizer, family: GLMVocabulary) -> dict[str, int]:
 def _base_size(tokenizer: Tokenizer, appended: set[str]) -> int:
     """Returns the vocabulary size without the tokens that an earlier call appended."""
     size = tokenizer.vocab_size
-    while size and ((token := tokenizer.id_to_token(size - 1)) in appended or token.startswith("<|unused_")):
+    while size and (
+        (token := tokenizer.id_to_token(size - 1)) in appended or token.startswith("<|unused_")
+    ):
         size -= 1
     return size
 

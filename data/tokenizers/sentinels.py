@@ -24,7 +24,9 @@ def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
         raise ValueError("this vocabulary has no <extra_id_0> …; append them with add_sentinels")
     missing = [number for number in range(len(found)) if number not in found]
     if missing:
-        raise ValueError(f"the sentinels are not numbered without gaps: <extra_id_{missing[0]}> is missing")
+        raise ValueError(
+            f"the sentinels are not numbered without gaps: <extra_id_{missing[0]}> is missing"
+        )
     return tuple(found[number] for number in range(len(found)))
 
 
@@ -33,5 +35,7 @@ def add_sentinels(tokenizer: Tokenizer, count: int = T5_SENTINELS) -> tuple[int,
 
     Those that the vocabulary has keep their ids, also under mT5's names `▁<extra_id_0>` ….
     """
-    tokenizer.add_tokens([name for name in t5_sentinel_names(count) if tokenizer.token_to_id("▁" + name) is None])
+    tokenizer.add_tokens(
+        [name for name in t5_sentinel_names(count) if tokenizer.token_to_id("▁" + name) is None]
+    )
     return sentinel_ids(tokenizer)

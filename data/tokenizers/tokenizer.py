@@ -14,9 +14,19 @@ from typing import Any
 from ..files import read_json_object
 from .files import check_tokenizer_file, check_tokenizer_folder, library_errors, remove_tokenizer
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 T5_SENTINELS = 100
-FALLBACK_TOKENS = 1  # what transformers returns for a folder without a vocabulary has at most this ordinary token
+FALLBACK_TOKENS = (
+    1  # what transformers returns for a folder without a vocabulary has at most this ordinary token
+)
 PROBE = "A word, \u4f60"  # a text that a tokenizer must be able to encode when it is loaded
 TOKENIZER_JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -98,13 +108,17 @@ class FastTokenizer(Tokenizer):
         check_tokenizer_file(self.path)
         with library_errors(self.path):
             self.backend = RustTokenizer.from_file(str(path))
-            self.backend.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end
+            self.backend.encode_special_tokens = (
+                True  # "<|endoftext|>" inside a document is text, not its end
+            )
             self.backend.no_padding()
             self.backend.no_truncation()
             self.backend.encode_batch_fast([PROBE], add_special_tokens=False)
         highest = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.vocab_size = highest + 1
-        ids = {name: self.backend.token_to_id(token) for name, token in (special_tokens or {}).items()}
+        ids = {
+            name: self.backend.token_to_id(token) for name, token in (special_tokens or {}).items()
+        }
         self.special = {name: index for name, index in ids.items() if index is not None}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,13 +128,19 @@ class FastTokenizer(Tokenizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         from tokenizers import Tokenizer as RustTokenizer
 
-        self.path, self.vocab_size, self.special = state["path"], state["vocab_size"], state["special"]
+        self.path, self.vocab_size, self.special = (
+            state["path"],
+            state["vocab_size"],
+            state["special"],
+        )
         self.backend = RustTokenizer.from_str(state["backend"])
         self.backend.encode_special_tokens = True  # not part of the serialized state
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         with library_errors(self.path):
-            return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [
+                e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            ]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -131,7 +151,9 @@ class FastTokenizer(Tokenizer):
     def add_tokens(self, tokens: Sequence[str]) -> None:
         from tokenizers import AddedToken
 
-        self.backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
+        self.backend.add_special_tokens(
+            [AddedToken(t, special=True, normalized=False) for t in tokens]
+        )
         self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def id_to_token(self, index: int) -> str:
@@ -145,13 +167,17 @@ class FastTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> None:
         config = {**self.special_tokens(), **_config_beside(self.path)}
-        if not self.special or _special_names(self.path.parent):  # otherwise the model's type determines both
+        if not self.special or _special_names(
+            self.path.parent
+        ):  # otherwise the model's type determines both
             config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
         if self.vocab_size == FastTokenizer(self.path).vocab_size:
             _copy_files(self.path, folder / TOKENIZER_JSON, SIDE_FILES + SENTENCEPIECE_FILES)
         else:
             (folder / TOKENIZER_JSON).write_text(self.backend.to_str(pretty=True), encoding="utf-8")
-            config.pop("added_tokens_decoder", None)  # it would hide the tokens that tokenizer.json has now
+            config.pop(
+                "added_tokens_decoder", None
+            )  # it would hide the tokens that tokenizer.json has now
             write_config(folder, config)
         if not (folder / CONFIG).exists() or (self.special and not _special_names(folder)):
             write_config(folder, config)
@@ -168,7 +194,9 @@ class SentencePieceTokenizer(Tokenizer):
         with library_errors(self.path):
             self.backend = SentencePieceProcessor(model_file=str(path))
             self.pieces: int = self.backend.get_piece_size()
-            self.backend.id_to_piece(list(range(self.pieces)))  # raises if a piece is not valid text
+            self.backend.id_to_piece(
+                list(range(self.pieces))
+            )  # raises if a piece is not valid text
         self.added: list[str] = []
         self.add_tokens(added)
         ids = {
@@ -209,7 +237,11 @@ class SentencePieceTokenizer(Tokenizer):
     def id_to_token(self, index: int) -> str:
         if not 0 <= index < self.vocab_size:
             raise ValueError(f"token id {index} is not in the vocabulary of {self.vocab_size}")
-        return self.backend.id_to_piece(index) if index < self.pieces else self.added[index - self.pieces]
+        return (
+            self.backend.id_to_piece(index)
+            if index < self.pieces
+            else self.added[index - self.pieces]
+        )
 
     def add_tokens(self, tokens: Sequence[str]) -> None:
         self.added += [token for token in dict.fromkeys(tokens) if self.token_to_id(token) is None]
@@ -221,13 +253,19 @@ class SentencePieceTokenizer(Tokenizer):
         read_back = _sentencepiece(copied)
         if (folder / CONFIG).exists() and read_back is not None and read_back.added == self.added:
             return
-        config = {"tokenizer_class": "T5Tokenizer", **self.special_tokens(), **_config_beside(self.path)}
+        config = {
+            "tokenizer_class": "T5Tokenizer",
+            **self.special_tokens(),
+            **_config_beside(self.path),
+        }
         first = re.fullmatch(r"<extra_id_(\d{1,6})>", self.added[0]) if self.added else None
         sentinels = int(first[1]) + 1 if first else 0
         sentinels = sentinels if self.added[:sentinels] == t5_sentinel_names(sentinels) else 0
         config["extra_ids"] = sentinels
         others = enumerate(self.added[sentinels:], self.pieces + sentinels)
-        config["added_tokens_decoder"] = {str(index): {"content": token, "special": True} for index, token in others}
+        config["added_tokens_decoder"] = {
+            str(index): {"content": token, "special": True} for index, token in others
+        }
         write_config(folder, config)
 
 
@@ -273,7 +311,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.is_file():
         return SentencePieceTokenizer(path) if path.suffix == ".model" else _fast(path, path.parent)
     if not path.is_dir():
-        raise ValueError(f"{path} does not exist; give a tokenizer.json, a SentencePiece .model, or a folder with one")
+        raise ValueError(
+            f"{path} does not exist; give a tokenizer.json, a SentencePiece .model, or a folder with one"
+        )
     if (path / TOKENIZER_JSON).is_file():
         return _fast(path / TOKENIZER_JSON, path)
     for name in SENTENCEPIECE_FILES:
@@ -309,7 +349,9 @@ def load_transformers_tokenizer(folder: Path) -> Any:
 
     check_tokenizer_folder(folder)
     with library_errors(folder):
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
         tokenizer(PROBE)
         ordinary = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
     if len(ordinary) <= FALLBACK_TOKENS:
@@ -332,10 +374,19 @@ def _sentencepiece(file: Path) -> SentencePieceTokenizer | None:
     sentinels = {"T5Tokenizer": T5_SENTINELS, "MT5Tokenizer": 0}
     if kind not in sentinels:
         return None
-    tokenizer = SentencePieceTokenizer(file, t5_sentinel_names(values.get("extra_ids", sentinels[kind])))
-    named = {int(index): token["content"] for index, token in (values.get("added_tokens_decoder") or {}).items()}
+    tokenizer = SentencePieceTokenizer(
+        file, t5_sentinel_names(values.get("extra_ids", sentinels[kind]))
+    )
+    named = {
+        int(index): token["content"]
+        for index, token in (values.get("added_tokens_decoder") or {}).items()
+    }
     tokenizer.add_tokens([named[index] for index in sorted(named)])
-    return tokenizer if all(tokenizer.token_to_id(token) == index for index, token in named.items()) else None
+    return (
+        tokenizer
+        if all(tokenizer.token_to_id(token) == index for index, token in named.items())
+        else None
+    )
 
 
 def _config_beside(file: Path) -> dict[str, Any]:

@@ -21,7 +21,9 @@ from .tokenizer import (
     write_config,
 )
 
-TokenizerKind = Literal["bpe", "roberta-bpe", "wordpiece", "sentencepiece", "unigram", "bytes", "glm-bpe"]
+TokenizerKind = Literal[
+    "bpe", "roberta-bpe", "wordpiece", "sentencepiece", "unigram", "bytes", "glm-bpe"
+]
 TOKENIZER_KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
 AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
 
@@ -59,7 +61,9 @@ def train_tokenizer(
         "glm-bpe": train_glm_bpe,
     }
     if kind not in trainers:
-        raise ValueError(f"no tokenizer of the kind {kind!r} can be trained; use one of {', '.join(trainers)}")
+        raise ValueError(
+            f"no tokenizer of the kind {kind!r} can be trained; use one of {', '.join(trainers)}"
+        )
     return trainers[kind](documents, vocab_size, output_dir)
 
 
@@ -75,10 +79,16 @@ def train_byte_level_bpe(
 
     tokenizer = _byte_level_bpe(documents, vocab_size, [END_OF_TEXT], progress=progress)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    return _save(tokenizer, Path(output_dir), dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT))
+    return _save(
+        tokenizer,
+        Path(output_dir),
+        dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
+    )
 
 
-def train_roberta_bpe(documents: Iterable[str], vocab_size: int, output_dir: str | Path) -> FastTokenizer:
+def train_roberta_bpe(
+    documents: Iterable[str], vocab_size: int, output_dir: str | Path
+) -> FastTokenizer:
     """Trains a byte-level BPE with RoBERTa's special tokens and saves it so that transformers loads it as RoBERTa's.
 
     `<s>`, `<pad>`, `</s>` and `<unk>` have the ids 0 to 3, `<mask>` the last one. `<mask>` takes the white space
@@ -91,11 +101,15 @@ def train_roberta_bpe(documents: Iterable[str], vocab_size: int, output_dir: str
     mask = AddedToken(ROBERTA_TOKENS["mask_token"], lstrip=True, normalized=False, special=True)
     tokenizer.add_special_tokens([mask])
     sep, cls = ((name, first.index(name)) for name in ("</s>", "<s>"))
-    tokenizer.post_processor = processors.RobertaProcessing(sep, cls, trim_offsets=True, add_prefix_space=False)
+    tokenizer.post_processor = processors.RobertaProcessing(
+        sep, cls, trim_offsets=True, add_prefix_space=False
+    )
     return _save(tokenizer, Path(output_dir), ROBERTA_TOKENS, "RobertaTokenizer")
 
 
-def train_glm_bpe(documents: Iterable[str], vocab_size: int, output_dir: str | Path) -> FastTokenizer:
+def train_glm_bpe(
+    documents: Iterable[str], vocab_size: int, output_dir: str | Path
+) -> FastTokenizer:
     """Trains a byte-level BPE, appends GLM's special tokens to it and saves it for transformers.
 
     `<|endoftext|>` has id 0. `glm_tokenizer(tokenizer, "gpt2")` finds the special tokens, which are the last ids, in
@@ -104,21 +118,32 @@ def train_glm_bpe(documents: Iterable[str], vocab_size: int, output_dir: str | P
     names = {role: TOKEN_NAMES[role] for role in ("eos", "cls", "sep", "mask", "unk")}
     roles = {f"{role}_token": token for role, token in names.items()} | {"pad_token": END_OF_TEXT}
     folder = Path(output_dir)
-    bpe = _save(_byte_level_bpe(documents, vocab_size, [END_OF_TEXT], behind=len(TOKEN_NAMES) - 1), folder, roles)
+    bpe = _save(
+        _byte_level_bpe(documents, vocab_size, [END_OF_TEXT], behind=len(TOKEN_NAMES) - 1),
+        folder,
+        roles,
+    )
     glm_tokenizer(bpe, DEFAULT_VOCABULARY)
     save_tokenizer(bpe, folder)
     return _reloaded(folder, FastTokenizer)
 
 
 def _byte_level_bpe(
-    documents: Iterable[str], vocab_size: int, special: Sequence[str], *, behind: int = 0, progress: bool = False
+    documents: Iterable[str],
+    vocab_size: int,
+    special: Sequence[str],
+    *,
+    behind: int = 0,
+    progress: bool = False,
 ) -> Any:
     """Trains a byte-level BPE of `vocab_size - behind` entries, which begin with the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     least = BYTES + len(special) + behind
     if vocab_size < least:
-        raise ValueError(f"a byte-level vocabulary needs at least {least} entries, not {vocab_size}")
+        raise ValueError(
+            f"a byte-level vocabulary needs at least {least} entries, not {vocab_size}"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -134,7 +159,12 @@ def _byte_level_bpe(
 
 
 def train_wordpiece(
-    documents: Iterable[str], vocab_size: int, output_dir: str | Path, *, lowercase: bool = True, progress: bool = False
+    documents: Iterable[str],
+    vocab_size: int,
+    output_dir: str | Path,
+    *,
+    lowercase: bool = True,
+    progress: bool = False,
 ) -> FastTokenizer:
     """Trains a WordPiece tokenizer and saves it so that `AutoTokenizer.from_pretrained(output_dir)` loads it.
 
@@ -151,7 +181,9 @@ def train_wordpiece(
 
     special = list(BERT_TOKENS.values())
     if vocab_size <= len(special):
-        raise ValueError(f"a WordPiece vocabulary needs more than its {len(special)} special tokens, not {vocab_size}")
+        raise ValueError(
+            f"a WordPiece vocabulary needs more than its {len(special)} special tokens, not {vocab_size}"
+        )
     documents = list(documents) if isinstance(documents, Iterator) else documents
 
     def train(first: list[str], size: int) -> Any:
@@ -164,12 +196,20 @@ def train_wordpiece(
 
     # The library numbers the continuing letters (##a) at random, and breaks ties between pairs by these numbers. Given
     # as the first tokens, they have a fixed order.
-    letters = sorted(token for token in train(special, len(special)) if token.startswith("##") and len(token) == 3)
+    letters = sorted(
+        token
+        for token in train(special, len(special))
+        if token.startswith("##") and len(token) == 3
+    )
     tokenizer = _wordpiece(train(special + letters, vocab_size), lowercase)
     tokenizer.add_special_tokens(special)
     sep, cls = ((name, special.index(name)) for name in ("[SEP]", "[CLS]"))
     tokenizer.post_processor = processors.BertProcessing(sep, cls)
-    inputs = ["input_ids", "token_type_ids", "attention_mask"]  # transformers' default has no types of a pair's texts
+    inputs = [
+        "input_ids",
+        "token_type_ids",
+        "attention_mask",
+    ]  # transformers' default has no types of a pair's texts
     return _save(tokenizer, Path(output_dir), BERT_TOKENS, model_input_names=inputs)
 
 
@@ -226,7 +266,11 @@ SENTENCE_BYTES = 4000  # the trainer skips longer pieces of text (its limit is 4
 
 
 def train_sentencepiece(
-    documents: Iterable[str], vocab_size: int, output_dir: str | Path, *, sample_texts: int = 1_000_000
+    documents: Iterable[str],
+    vocab_size: int,
+    output_dir: str | Path,
+    *,
+    sample_texts: int = 1_000_000,
 ) -> SentencePieceTokenizer:
     """Trains a SentencePiece unigram model and saves it as `spiece.model` with T5's special ids.
 
@@ -241,7 +285,9 @@ def train_sentencepiece(
     from sentencepiece import SentencePieceTrainer
 
     if vocab_size < LEAST_VOCABULARY:
-        raise ValueError(f"a SentencePiece vocabulary needs at least {LEAST_VOCABULARY} entries, not {vocab_size}")
+        raise ValueError(
+            f"a SentencePiece vocabulary needs at least {LEAST_VOCABULARY} entries, not {vocab_size}"
+        )
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     model = io.BytesIO()
@@ -270,7 +316,9 @@ def train_sentencepiece(
     return _reloaded(folder, SentencePieceTokenizer)
 
 
-def train_unigram(documents: Iterable[str], vocab_size: int, output_dir: str | Path) -> FastTokenizer:
+def train_unigram(
+    documents: Iterable[str], vocab_size: int, output_dir: str | Path
+) -> FastTokenizer:
     """Trains as `train_sentencepiece`, and saves a `tokenizer.json`, the only file that transformers reads for UMT5."""
     from tokenizers import Tokenizer, decoders
     from transformers import T5Tokenizer
@@ -285,7 +333,9 @@ def train_unigram(documents: Iterable[str], vocab_size: int, output_dir: str | P
     return _save(backend, folder, T5_TOKENS)
 
 
-def make_byte_tokenizer(documents: Iterable[str], vocab_size: int, output_dir: str | Path) -> TransformersTokenizer:
+def make_byte_tokenizer(
+    documents: Iterable[str], vocab_size: int, output_dir: str | Path
+) -> TransformersTokenizer:
     """Writes ByT5's tokenizer (Xue et al., 2021, arXiv:2105.13626), which no text trains.
 
     Padding is 0, the end of sequence 1, the unknown token 2; a byte b is b + 3; sentinels fill the vocabulary.
@@ -310,7 +360,9 @@ def _sentences(documents: Iterable[str]) -> Iterator[str]:
         for line in document.splitlines():
             raw = line.encode("utf-8")
             for start in range(0, len(raw), SENTENCE_BYTES):
-                piece = raw[start : start + SENTENCE_BYTES].decode("utf-8", "ignore").replace("\0", "")
+                piece = (
+                    raw[start : start + SENTENCE_BYTES].decode("utf-8", "ignore").replace("\0", "")
+                )
                 if piece and not piece.isspace():
                     count += 1
                     yield piece

@@ -40,8 +40,12 @@ class Vocabulary:
     @classmethod
     def from_json(cls, value: Any, what: str) -> Vocabulary:
         """Returns the vocabulary of a parsed JSON object. ValueError, naming `what`, if it is none."""
-        size, digest = (value.get("size"), value.get("sha256")) if is_object(value) else (None, None)
-        digest = digest if isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) else None
+        size, digest = (
+            (value.get("size"), value.get("sha256")) if is_object(value) else (None, None)
+        )
+        digest = (
+            digest if isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) else None
+        )
         if digest is not None and type(size) is int and 0 <= size < 1 << 31:
             return cls(size, digest)
         raise ValueError(

@@ -15,23 +15,44 @@ from pathlib import Path
 from shardzoo.cli.board.command import Board, make_server
 
 PICTURES = Path(__file__).parents[1] / "pictures"
-VIEWS = {"board.png": ("", "1280,1120"), "board_shards.png": ("#layout-0", "1280,720")}  # file -> (address, window)
+VIEWS = {
+    "board.png": ("", "1280,1120"),
+    "board_shards.png": ("#layout-0", "1280,720"),
+}  # file -> (address, window)
 
 
 def main(runs: list[str]) -> int:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None or not runs:
-        print("name the folders of runs; Chromium must be on PATH (Debian: apt-get install chromium)", file=sys.stderr)
+        print(
+            "name the folders of runs; Chromium must be on PATH (Debian: apt-get install chromium)",
+            file=sys.stderr,
+        )
         return 2
     PICTURES.mkdir(exist_ok=True)
-    with make_server(Board(runs=tuple(map(Path, runs)), port=0)) as server, tempfile.TemporaryDirectory() as profile:
+    with (
+        make_server(Board(runs=tuple(map(Path, runs)), port=0)) as server,
+        tempfile.TemporaryDirectory() as profile,
+    ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for name, (address, window) in VIEWS.items():
-            options = [f"--screenshot={PICTURES / name}", f"--window-size={window}", f"--user-data-dir={profile}"]
-            settled = ["--virtual-time-budget=4000", "--hide-scrollbars", "--no-sandbox", "--disable-gpu"]
+            options = [
+                f"--screenshot={PICTURES / name}",
+                f"--window-size={window}",
+                f"--user-data-dir={profile}",
+            ]
+            settled = [
+                "--virtual-time-budget=4000",
+                "--hide-scrollbars",
+                "--no-sandbox",
+                "--disable-gpu",
+            ]
             url = f"http://127.0.0.1:{server.server_address[1]}/{address}"
             subprocess.run(
-                [browser, "--headless", *options, *settled, url], check=True, capture_output=True, timeout=60
+                [browser, "--headless", *options, *settled, url],
+                check=True,
+                capture_output=True,
+                timeout=60,
             )
         server.shutdown()
     return 0

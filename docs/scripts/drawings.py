@@ -36,7 +36,9 @@ RANKS_OF_ALL = 2
 PRESET, POSITIONS = "gpt2", 1024
 # torch knows no autocast of the meta device, and no number of its nonzero elements.
 ON_META = (
-    mock.patch.multiple("torch", is_autocast_enabled=lambda *_: False, get_autocast_dtype=lambda *_: torch.float32),
+    mock.patch.multiple(
+        "torch", is_autocast_enabled=lambda *_: False, get_autocast_dtype=lambda *_: torch.float32
+    ),
     mock.patch.object(symbolic, "meta_nonzero_assume_all_nonzero", True),
 )
 
@@ -47,10 +49,15 @@ def draw_layers(path: Path) -> None:
     parameters = dict(model.named_parameters())
     heads = find_config(PRESET).n_head // RANKS_OF_ALL
     inner = parameters["blocks.0.mlp.up.weight"].shard.shape[0] // RANKS_OF_ALL
-    drawing = Drawing(1000, 450, "How a column-parallel and a row-parallel layer are split over two ranks")
+    drawing = Drawing(
+        1000, 450, "How a column-parallel and a row-parallel layer are split over two ranks"
+    )
     for row, (names, between) in enumerate(
         (
-            (("attention.qkv", "attention.output"), [f"{heads} heads", "on each rank:", "no messages"]),
+            (
+                ("attention.qkv", "attention.output"),
+                [f"{heads} heads", "on each rank:", "no messages"],
+            ),
             (("mlp.up", "mlp.down"), [f"{inner:,} features", "on each rank:", "no messages"]),
         )
     ):
@@ -63,14 +70,18 @@ def draw_layers(path: Path) -> None:
         drawing.arrow(565, y + 95, 590)
         draw_weight(drawing, 595, y, names[1], parameters[f"blocks.0.{names[1]}.weight"].shard)
         drawing.arrow(800, y + 95, 875)
-        drawing.labeled(880, y + 60, 110, 70, WHOLE, ["all-reduce: the", "ranks' partial", "results, added"])
+        drawing.labeled(
+            880, y + 60, 110, 70, WHOLE, ["all-reduce: the", "ranks' partial", "results, added"]
+        )
     drawing.legend(155, 436)
     drawing.save(path)
 
 
 def draw_weight(drawing: Drawing, x: float, y: float, name: str, shard: Shard) -> None:
     """A weight [out, in] to scale, each rank's part in its color, and the ranges in words."""
-    kind = "column-parallel: outputs are split" if shard.dim == 0 else "row-parallel: inputs are split"
+    kind = (
+        "column-parallel: outputs are split" if shard.dim == 0 else "row-parallel: inputs are split"
+    )
     drawing.text(x, y, f"{name}.weight [{shard.shape[0]:,}, {shard.shape[1]:,}]", weight="bold")
     drawing.text(x, y + 16, kind)
     scale = 120 / 3072
@@ -79,15 +90,23 @@ def draw_weight(drawing: Drawing, x: float, y: float, name: str, shard: Shard) -
     for rank in range(RANKS_OF_ALL):
         for start, stop in shard.ranges(rank, RANKS_OF_ALL):
             first, length = start * scale, (stop - start) * scale
-            place = (x, top + first, width, length) if shard.dim == 0 else (x + first, top, length, height)
+            place = (
+                (x, top + first, width, length)
+                if shard.dim == 0
+                else (x + first, top, length, height)
+            )
             drawing.box(*place, RANKS[rank])
     words = []
     for rank in range(RANKS_OF_ALL):
         ranges = [f"{start:,}–{stop - 1:,}" for start, stop in shard.ranges(rank, RANKS_OF_ALL)]
         unit = "rows" if shard.dim == 0 else "columns"
         words += [f"rank {rank}: {unit} {ranges[0]}", *(f"   {part}" for part in ranges[1:])]
-        words.append(f"   = [{', '.join(f'{size:,}' for size in shard.local_shape(rank, RANKS_OF_ALL))}]")
-    drawing.lines(*((x + width + 10, top + 12) if shard.dim == 0 else (x, top + height + 20)), words)
+        words.append(
+            f"   = [{', '.join(f'{size:,}' for size in shard.local_shape(rank, RANKS_OF_ALL))}]"
+        )
+    drawing.lines(
+        *((x + width + 10, top + 12) if shard.dim == 0 else (x, top + height + 20)), words
+    )
 
 
 class Messages(TorchDispatchMode):
@@ -107,7 +126,9 @@ class Messages(TorchDispatchMode):
         if func.namespace == "c10d":
             name, which = self.NAMES[func._schema.name.removeprefix("c10d::")]
             tensors = args[which] if isinstance(args[which], (list, tuple)) else [args[which]]
-            self.counts[name, sum(tensor.numel() * tensor.element_size() for tensor in tensors)] += 1
+            self.counts[
+                name, sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            ] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -131,7 +152,8 @@ def of_a_block(mesh: ParallelMesh, sequence_parallel: bool) -> list[list[str]]:
     one, two = (messages(mesh, sequence_parallel, layers) for layers in (1, 2))
     added = [many - few for few, many in zip(one, two, strict=True)]
     return [
-        [f"{count} × {name} of {megabytes(size)}" for (name, size), count in sorted(part.items())] for part in added
+        [f"{count} × {name} of {megabytes(size)}" for (name, size), count in sorted(part.items())]
+        for part in added
     ]
 
 
@@ -149,25 +171,44 @@ def draw_sequence(path: Path) -> None:
         y = 24 + row * 195
         with ON_META[0], ON_META[1]:
             forward, backward = of_a_block(mesh, sequence_parallel)
-        drawing.text(10, y, f"{'With' if sequence_parallel else 'Without'} sequence parallelism", weight="bold")
-        before, after = ("all-gather", "reduce-scatter") if sequence_parallel else ("", "all-reduce")
+        drawing.text(
+            10,
+            y,
+            f"{'With' if sequence_parallel else 'Without'} sequence parallelism",
+            weight="bold",
+        )
+        before, after = (
+            ("all-gather", "reduce-scatter") if sequence_parallel else ("", "all-reduce")
+        )
         x = 10
         for layer in ("attention", "MLP"):
             held = POSITIONS // RANKS_OF_ALL if sequence_parallel else POSITIONS
             draw_stream(drawing, x, y + 14, ["norm", f"{held:,} × {hidden}"], sequence_parallel)
             drawing.text(x + 132, y + 40, before, "middle")
             drawing.arrow(x + 92, y + 55, x + 172)
-            draw_stream(drawing, x + 175, y + 14, [layer, f"{POSITIONS:,} × {hidden // RANKS_OF_ALL}"], True)
+            draw_stream(
+                drawing, x + 175, y + 14, [layer, f"{POSITIONS:,} × {hidden // RANKS_OF_ALL}"], True
+            )
             drawing.text(x + 318, y + 40, after, "middle")
             drawing.arrow(x + 267, y + 55, x + 372)
-            draw_stream(drawing, x + 375, y + 14, ["dropout, sum", f"{held:,} × {hidden}"], sequence_parallel)
+            draw_stream(
+                drawing,
+                x + 375,
+                y + 14,
+                ["dropout, sum", f"{held:,} × {hidden}"],
+                sequence_parallel,
+            )
             x += 475
             if layer == "attention":
                 drawing.arrow(x - 6, y + 55, x + 8)
                 x += 10
         drawing.lines(10, y + 130, ["forward pass of a block:", *forward])
         drawing.lines(350, y + 130, ["backward pass of a block:", *backward])
-        drawing.lines(690, y + 130, ["kept on a rank for the backward pass:", megabytes(kept(sequence_parallel))])
+        drawing.lines(
+            690,
+            y + 130,
+            ["kept on a rank for the backward pass:", megabytes(kept(sequence_parallel))],
+        )
     drawing.legend(10, 416)
     drawing.text(400, 416, f"{PRESET}, one sequence of {POSITIONS:,} positions, fp32")
     drawing.save(path)
@@ -191,13 +232,19 @@ def kept(sequence_parallel: bool) -> int:
 def make_checkpoint(folder: Path) -> Path:
     """A training checkpoint of two ranks, after one step of a small model."""
     train_byte_level_bpe(["def one(two): return three"], 300, folder / "model")
-    config = find_config("gpt2-quickstart").with_changes(vocab_size=300, bos_token_id=0, eos_token_id=0)
+    config = find_config("gpt2-quickstart").with_changes(
+        vocab_size=300, bos_token_id=0, eos_token_id=0
+    )
     shardzoo.from_config(config).save_pretrained(folder / "model")
     model = shardzoo.from_pretrained(folder / "model")
     samples = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 2
-    trainer = Trainer(env_type="pytorch", train_steps=1, batch_size=2, save_dir=str(folder), experiment_name="run")
+    trainer = Trainer(
+        env_type="pytorch", train_steps=1, batch_size=2, save_dir=str(folder), experiment_name="run"
+    )
     trainer.train(model, train_dataset=samples)
-    split(trainer.run_folder.checkpoint(1), folder / "two", RANKS_OF_ALL, Options(with_optimizer=True))
+    split(
+        trainer.run_folder.checkpoint(1), folder / "two", RANKS_OF_ALL, Options(with_optimizer=True)
+    )
     return folder / "two"
 
 
@@ -210,7 +257,12 @@ WHAT = {
     "optimizer_01.safetensors": "moments of rank 1",
     "trainer_state.json": "step, position in the data, all files' sha256",
 }
-SHOWN = ("word_embeddings.weight", "blocks.0.attention.qkv.weight", "blocks.0.mlp.down.weight", "blocks.0.ln_1.weight")
+SHOWN = (
+    "word_embeddings.weight",
+    "blocks.0.attention.qkv.weight",
+    "blocks.0.mlp.down.weight",
+    "blocks.0.ln_1.weight",
+)
 
 
 def draw_checkpoint(path: Path) -> None:
@@ -221,8 +273,15 @@ def draw_checkpoint(path: Path) -> None:
         sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     texts = sorted(file for file in sizes if file not in WHAT)
     drawing = Drawing(1000, 455, "What a checkpoint folder holds")
-    drawing.text(10, 26, f"{'step-000001/':<14}  a training checkpoint of {RANKS_OF_ALL} ranks", weight="bold")
-    for row, (file, what) in enumerate([*WHAT.items(), *((file, "of the tokenizer") for file in texts)]):
+    drawing.text(
+        10,
+        26,
+        f"{'step-000001/':<14}  a training checkpoint of {RANKS_OF_ALL} ranks",
+        weight="bold",
+    )
+    for row, (file, what) in enumerate(
+        [*WHAT.items(), *((file, "of the tokenizer") for file in texts)]
+    ):
         y = 52 + row * 24
         rank = int(file.partition("_0")[2][:1] or 0)
         color = RANKS[rank] if file.startswith(("rank_", "optimizer_")) else WHOLE
@@ -250,10 +309,16 @@ def draw_record(drawing: Drawing, x: float, y: float, name: str, manifest: Manif
     for rank in range(RANKS_OF_ALL):
         part = record.shape if shard is None else shard.local_shape(rank, RANKS_OF_ALL)
         words = [f"rank_0{rank}: [{', '.join(f'{size:,}' for size in part)}]"]
-        drawing.labeled(x + rank * 200, y + 26, 190, 30, WHOLE if shard is None else RANKS[rank], words)
+        drawing.labeled(
+            x + rank * 200, y + 26, 190, 30, WHOLE if shard is None else RANKS[rank], words
+        )
 
 
-DRAWINGS = {"layers.svg": draw_layers, "sequence.svg": draw_sequence, "checkpoint.svg": draw_checkpoint}
+DRAWINGS = {
+    "layers.svg": draw_layers,
+    "sequence.svg": draw_sequence,
+    "checkpoint.svg": draw_checkpoint,
+}
 
 
 def main(folder: Path) -> None:

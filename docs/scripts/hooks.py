@@ -19,13 +19,17 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-COPY = tempfile.TemporaryDirectory(prefix="shardzoo-docs-")  # of the package; deleted when the process ends
+COPY = tempfile.TemporaryDirectory(
+    prefix="shardzoo-docs-"
+)  # of the package; deleted when the process ends
 LINK = re.compile(r"(\]\(|src=\")([^)\"\s#:]+)(?=[)\"#])")
 OUTSIDE = (
     "README.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md",
     "tests/README.md",
 )  # fmt: skip
-RENAMED = {"README.md": "project.md"}  # MkDocs makes a README the front page, which is docs/index.md
+RENAMED = {
+    "README.md": "project.md"
+}  # MkDocs makes a README the front page, which is docs/index.md
 API = {
     "shardzoo": ("shardzoo",),
     "mpu": ("shardzoo.mpu",),
@@ -36,9 +40,16 @@ API = {
     # Functions that have the name of their module are hidden by it in the package.
     "ops": (
         "shardzoo.ops",
-        *(f"shardzoo.ops.{name}.{name}" for name in ("attention", "cross_entropy", "dropout", "matmul")),
+        *(
+            f"shardzoo.ops.{name}.{name}"
+            for name in ("attention", "cross_entropy", "dropout", "matmul")
+        ),
     ),
-    "checkpoint": ("shardzoo.checkpoint.checkpoint", "shardzoo.checkpoint.manifest", "shardzoo.checkpoint.layout"),
+    "checkpoint": (
+        "shardzoo.checkpoint.checkpoint",
+        "shardzoo.checkpoint.manifest",
+        "shardzoo.checkpoint.layout",
+    ),
     "data": ("shardzoo.data",),
 }
 
@@ -61,11 +72,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, uri_of(path), abs_src_path=str(ROOT / path)))
     pages = [repository_path(file) for file in files.documentation_pages()]
     linked = {target for page in pages for target in targets(page, (ROOT / page).read_text())}
-    for target in sorted(target for target in linked if not target.startswith("docs/") and target not in OUTSIDE):
+    for target in sorted(
+        target for target in linked if not target.startswith("docs/") and target not in OUTSIDE
+    ):
         inclusion = InclusionLevel.NOT_IN_NAV
-        files.append(File.generated(config, target, abs_src_path=str(ROOT / target), inclusion=inclusion))
+        files.append(
+            File.generated(config, target, abs_src_path=str(ROOT / target), inclusion=inclusion)
+        )
     for name, shown in API.items():
-        lines = [f"# `{'.'.join(dict.fromkeys(('shardzoo', name)))}`", *(f"::: {path}" for path in shown)]
+        lines = [
+            f"# `{'.'.join(dict.fromkeys(('shardzoo', name)))}`",
+            *(f"::: {path}" for path in shown),
+        ]
         files.append(File.generated(config, f"api/{name}.md", content="\n\n".join(lines)))
     return files
 
@@ -76,7 +94,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def replaced(link: re.Match[str]) -> str:
         target = resolved(own, link[2])
-        return link[1] + posixpath.relpath(uri_of(target), folder) if (ROOT / target).is_file() else link[0]
+        return (
+            link[1] + posixpath.relpath(uri_of(target), folder)
+            if (ROOT / target).is_file()
+            else link[0]
+        )
 
     return markdown if page.file.src_uri.startswith("api/") else LINK.sub(replaced, markdown)
 

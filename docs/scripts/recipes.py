@@ -33,7 +33,9 @@ def row(file: Path) -> list[str]:
     hardware = re.search(r"# Hardware: (\d+) GPUs? of (\d+) GB", file.read_text())
     length, target = arguments.sequence_length, arguments.target_length
     config = find_config(arguments.model)
-    objective = arguments.objective.name if arguments.objective else family(config.model_type).objective
+    objective = (
+        arguments.objective.name if arguments.objective else family(config.model_type).objective
+    )
     batch = arguments.global_batch_size or f"{arguments.micro_batch_size} a rank"
     return [
         f"[{file.stem}](../recipes/{file.name})",
@@ -54,7 +56,11 @@ def readable(parameters: int) -> str:
 
 
 def table() -> str:
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *(row(file) for file in sorted(RECIPES.glob("*.yaml")))]
+    rows = [
+        COLUMNS,
+        ["---"] * len(COLUMNS),
+        *(row(file) for file in sorted(RECIPES.glob("*.yaml"))),
+    ]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 

@@ -23,12 +23,16 @@ class Drawing:
         self._elements: list[str] = []
         self.box(0, 0, width, height, PAPER, edge=PAPER)
 
-    def box(self, x: float, y: float, width: float, height: float, color: str, edge: str = LINE) -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, color: str, edge: str = LINE
+    ) -> None:
         self._elements.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{color}" stroke="{edge}"/>'
         )
 
-    def text(self, x: float, y: float, words: str, anchor: str = "start", weight: str = "normal") -> None:
+    def text(
+        self, x: float, y: float, words: str, anchor: str = "start", weight: str = "normal"
+    ) -> None:
         """One line; y is its base line."""
         self._elements.append(
             f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-weight="{weight}">{escape(words)}</text>'
@@ -38,7 +42,9 @@ class Drawing:
         for number, words in enumerate(texts):
             self.text(x, y + number * LINE_HEIGHT, words, anchor)
 
-    def labeled(self, x: float, y: float, width: float, height: float, color: str, texts: Sequence[str]) -> None:
+    def labeled(
+        self, x: float, y: float, width: float, height: float, color: str, texts: Sequence[str]
+    ) -> None:
         """A box with lines of text in its middle."""
         self.box(x, y, width, height, color)
         first = y + height / 2 - (len(texts) - 1) * LINE_HEIGHT / 2 + 5
@@ -52,7 +58,11 @@ class Drawing:
         )
 
     def legend(self, x: float, y: float) -> None:
-        for color, words in ((RANKS[0], "rank 0"), (RANKS[1], "rank 1"), (WHOLE, "the same on both ranks")):
+        for color, words in (
+            (RANKS[0], "rank 0"),
+            (RANKS[1], "rank 1"),
+            (WHOLE, "the same on both ranks"),
+        ):
             self.box(x, y - 11, 14, 14, color)
             self.text(x + 20, y, words)
             x += 85

@@ -11,7 +11,8 @@ from .presets import PRESETS
 
 FAMILY = Family(
     config=BartConfig,
-    architectures=with_heads(BartBody, "Bart", HEADS) | with_heads(decoder.BartDecoderBody, "Bart", decoder.HEADS),
+    architectures=with_heads(BartBody, "Bart", HEADS)
+    | with_heads(decoder.BartDecoderBody, "Bart", decoder.HEADS),
     name_map=NAME_MAP,
     presets=PRESETS,
     kind="encoder-decoder",

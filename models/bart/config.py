@@ -77,7 +77,9 @@ class BartConfig(HeadsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.tie_word_embeddings:
-            raise ValueError(f"{self.model_type}'s output head is the word embedding: tie_word_embeddings must be true")
+            raise ValueError(
+                f"{self.model_type}'s output head is the word embedding: tie_word_embeddings must be true"
+            )
         self.check_heads(self.d_model, self.encoder_attention_heads)
         self.check_heads(self.d_model, self.decoder_attention_heads)
 

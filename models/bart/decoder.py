@@ -17,7 +17,10 @@ class BartDecoderBody(BartBase):
     """The decoder without a head. Its attention to an encoder is unused and frozen; it is there for the files."""
 
     def __init__(
-        self, config: BartConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+        self,
+        config: BartConfig,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__(config, mesh, parallel_config)
         self.decoder = BartStack(config, True, mesh, self.parallel_config)

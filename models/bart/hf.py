@@ -61,6 +61,8 @@ NAME_MAP = NameMap(
         r"(model\.)?(encoder|decoder)\.version",
         r"(model\.)?(encoder|decoder)\.embed_positions\.weights",
     ),
-    zeros=("final_logits_bias",),  # a buffer that transformers adds to the logits, and no training changes
+    zeros=(
+        "final_logits_bias",
+    ),  # a buffer that transformers adds to the logits, and no training changes
     spelled=((r".*ForCausalLM", r"model\.shared\.weight", "model.decoder.embed_tokens.weight"),),
 )

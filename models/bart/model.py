@@ -34,14 +34,22 @@ class BartBlock(nn.Module):
     """One layer of the encoder or of the decoder. The decoder also attends to the encoder's output."""
 
     def __init__(
-        self, config: BartConfig, is_decoder: bool, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+        self,
+        config: BartConfig,
+        is_decoder: bool,
+        mesh: ParallelMesh | None,
+        parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
         size, shared = config.d_model, layer_arguments(mesh, parallel_config)
         heads = config.decoder_attention_heads if is_decoder else config.encoder_attention_heads
         inner = config.decoder_ffn_dim if is_decoder else config.encoder_ffn_dim
         block: dict[str, Any] = {"mesh": mesh, "parallel_config": parallel_config}
-        attention: dict[str, Any] = {"scale": (size // heads) ** -0.5, "dropout": config.attention_dropout, **block}
+        attention: dict[str, Any] = {
+            "scale": (size // heads) ** -0.5,
+            "dropout": config.attention_dropout,
+            **block,
+        }
         self.is_decoder, self.pre_norm = is_decoder, config.pre_norm
         self.attention = SelfAttention(size, heads, **attention)
         self.attention_dropout = residual_dropout(config.dropout, mesh, parallel_config)
@@ -50,7 +58,9 @@ class BartBlock(nn.Module):
             self.cross_attention = CrossAttention(size, heads, **attention)
             self.cross_attention_dropout = residual_dropout(config.dropout, mesh, parallel_config)
             self.cross_attention_norm = LayerNorm(size, **shared)
-        self.mlp = MLP(size, inner, config.activation_function, dropout=config.activation_dropout, **block)
+        self.mlp = MLP(
+            size, inner, config.activation_function, dropout=config.activation_dropout, **block
+        )
         self.mlp_dropout = residual_dropout(config.dropout, mesh, parallel_config)
         self.mlp_norm = LayerNorm(size, **shared)
 
@@ -74,8 +84,12 @@ class BartBlock(nn.Module):
         layers: list[tuple[LayerNorm, Callable[[Tensor], Tensor], Dropout]]
         layers = [(self.attention_norm, attention, self.attention_dropout)]
         if source is not None:
-            cross_attention = partial(self.cross_attention, source=source, mask=source_mask, cache=source_cache)
-            layers.append((self.cross_attention_norm, cross_attention, self.cross_attention_dropout))
+            cross_attention = partial(
+                self.cross_attention, source=source, mask=source_mask, cache=source_cache
+            )
+            layers.append(
+                (self.cross_attention_norm, cross_attention, self.cross_attention_dropout)
+            )
         layers.append((self.mlp_norm, self.mlp, self.mlp_dropout))
         if not self.pre_norm:
             for norm, layer, dropout in layers:
@@ -93,7 +107,11 @@ class BartStack(Stack):
     """The encoder or the decoder: positions, blocks and, with pre-LayerNorm, a final norm."""
 
     def __init__(
-        self, config: BartConfig, is_decoder: bool, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+        self,
+        config: BartConfig,
+        is_decoder: bool,
+        mesh: ParallelMesh | None,
+        parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
         size, shared = config.d_model, layer_arguments(mesh, parallel_config)
@@ -108,7 +126,9 @@ class BartStack(Stack):
         self.embedding_norm = LayerNorm(size, **shared) if config.embedding_norm else nn.Identity()
         self.embedding_dropout = residual_dropout(config.dropout, mesh, parallel_config)
         layers = config.decoder_layers if is_decoder else config.encoder_layers
-        self.blocks = nn.ModuleList(BartBlock(config, is_decoder, mesh, parallel_config) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            BartBlock(config, is_decoder, mesh, parallel_config) for _ in range(layers)
+        )
         self.final_norm = LayerNorm(size, **shared) if config.pre_norm else nn.Identity()
 
     def embed(self, words: Tensor, ids: Tensor, cached: int) -> Tensor:
@@ -130,10 +150,17 @@ class BartBase(Body):
     config: BartConfig
 
     def __init__(
-        self, config: BartConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+        self,
+        config: BartConfig,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config or ParallelConfig()
+        self.config, self.mesh, self.parallel_config = (
+            config,
+            mesh,
+            parallel_config or ParallelConfig(),
+        )
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             config.d_model,
@@ -158,7 +185,10 @@ class BartBody(Seq2SeqBody, BartBase):
     """Encoder and decoder without a head."""
 
     def __init__(
-        self, config: BartConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+        self,
+        config: BartConfig,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__(config, mesh, parallel_config)
         self.encoder = BartStack(config, False, mesh, self.parallel_config)
@@ -169,7 +199,11 @@ HEADS = {
     "ForConditionalGeneration": Seq2SeqLM,
     "Model": BareModel,
     "ForSequenceClassification": configured(
-        SequenceClassification, pooling="eos", dense_name="pooler", dropout_rate="classifier_dropout", drops_input=True
+        SequenceClassification,
+        pooling="eos",
+        dense_name="pooler",
+        dropout_rate="classifier_dropout",
+        drops_input=True,
     ),
     "ForQuestionAnswering": QuestionAnswering,
 }

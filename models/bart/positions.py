@@ -17,9 +17,16 @@ class LearnedPositions(PositionEmbedding):
     """A learned table, in which padding is counted like other tokens. Weight [OFFSET + positions, H]."""
 
     def __init__(
-        self, positions: int, hidden_size: int, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
+        self,
+        positions: int,
+        hidden_size: int,
+        *,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
     ) -> None:
-        super().__init__(OFFSET + positions, hidden_size, sequence_parallel=sequence_parallel, mesh=mesh)
+        super().__init__(
+            OFFSET + positions, hidden_size, sequence_parallel=sequence_parallel, mesh=mesh
+        )
 
     def of(self, ids: Tensor, cached: int, dtype: torch.dtype) -> Tensor:
         """Returns [1, S, H], or [1, S/tp, H] under sequence parallelism, for ids [B, S] after `cached` positions.
@@ -29,7 +36,9 @@ class LearnedPositions(PositionEmbedding):
         """
         length, most = cached + ids.shape[1], self.num_embeddings - OFFSET
         if length > most:
-            raise ValueError(f"the sequence has {length} tokens, but the model has only {most} positions")
+            raise ValueError(
+                f"the sequence has {length} tokens, but the model has only {most} positions"
+            )
         return self(torch.arange(cached + OFFSET, length + OFFSET, device=ids.device)[None])
 
 
@@ -41,7 +50,12 @@ class SinusoidalPositions(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, padding: int, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
+        self,
+        hidden_size: int,
+        padding: int,
+        *,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
     ) -> None:
         super().__init__()
         self.hidden_size, self.padding = hidden_size, padding
@@ -53,7 +67,9 @@ class SinusoidalPositions(nn.Module):
         positions = (is_token.cumsum(1) + cached) * is_token + self.padding
         half = self.hidden_size // 2
         steps = torch.arange(half, device=ids.device).float()
-        angles = positions.unsqueeze(-1).float() * torch.exp(steps * -(math.log(10000) / (half - 1)))  # [B, S, H/2]
+        angles = positions.unsqueeze(-1).float() * torch.exp(
+            steps * -(math.log(10000) / (half - 1))
+        )  # [B, S, H/2]
         x = torch.cat([angles.sin(), angles.cos()], dim=-1) * is_token.unsqueeze(-1)
         x = nn.functional.pad(x, (0, self.hidden_size % 2)).to(dtype)
         return scatter_sequence(x, self.mesh) if self.sequence_parallel else x

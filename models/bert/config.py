@@ -66,7 +66,9 @@ class BertConfig(HeadsConfig):
                 f"{self.model_type} is supported only as an encoder: is_decoder and add_cross_attention must be false"
             )
         if not self.tie_word_embeddings:
-            raise ValueError(f"{self.model_type}'s output head is the word embedding: tie_word_embeddings must be true")
+            raise ValueError(
+                f"{self.model_type}'s output head is the word embedding: tie_word_embeddings must be true"
+            )
         if self.position_embedding_type != "absolute":
             raise ValueError(
                 f"position_embedding_type {self.position_embedding_type!r} is not supported; use 'absolute'"
@@ -92,7 +94,9 @@ class BertConfig(HeadsConfig):
 
     @property
     def classifier_dropout_prob(self) -> float:
-        return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
+        return (
+            self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
+        )
 
     @property
     def position_padding_idx(self) -> int | None:

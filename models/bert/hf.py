@@ -19,10 +19,17 @@ def encoder_entries(prefix: str) -> tuple[Entry, ...]:
     separate = [f"{layer}.attention.self.{name}" for name in ("query", "key", "value")]
     return (
         Entry("encoder.word_embeddings.weight", f"{prefix}embeddings.word_embeddings.weight"),
-        Entry("encoder.position_embeddings.weight", f"{prefix}embeddings.position_embeddings.weight"),
-        Entry("encoder.token_type_embeddings.weight", f"{prefix}embeddings.token_type_embeddings.weight"),
+        Entry(
+            "encoder.position_embeddings.weight", f"{prefix}embeddings.position_embeddings.weight"
+        ),
+        Entry(
+            "encoder.token_type_embeddings.weight",
+            f"{prefix}embeddings.token_type_embeddings.weight",
+        ),
         *both("encoder.embedding_norm", f"{prefix}embeddings.LayerNorm"),
-        Entry("encoder.blocks.{i}.attention.qkv.weight", tuple(f"{name}.weight" for name in separate)),
+        Entry(
+            "encoder.blocks.{i}.attention.qkv.weight", tuple(f"{name}.weight" for name in separate)
+        ),
         Entry("encoder.blocks.{i}.attention.qkv.bias", tuple(f"{name}.bias" for name in separate)),
         *both("encoder.blocks.{i}.attention.output", f"{layer}.attention.output.dense"),
         *both("encoder.blocks.{i}.attention_norm", f"{layer}.attention.output.LayerNorm"),

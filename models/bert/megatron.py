@@ -31,7 +31,9 @@ _RATES = {
 
 
 def _owns(names: Iterable[str]) -> bool:
-    return any(name.startswith("lm_head.") for name in names) and any(name.startswith("encoder.") for name in names)
+    return any(name.startswith("lm_head.") for name in names) and any(
+        name.startswith("encoder.") for name in names
+    )
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -47,7 +49,9 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _infer(arguments: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], layers: int) -> BertConfig:
+def _infer(
+    arguments: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], layers: int
+) -> BertConfig:
     _check_arguments(arguments)
     if _TYPES not in shapes:
         raise ValueError(f"it lacks {_TYPES}, which every BERT of transformers has")
@@ -69,9 +73,13 @@ def _infer(arguments: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
 
 def _arguments(config: BertConfig) -> dict[str, Any]:
     if config.architecture == "BertForSequenceClassification":
-        raise ValueError("Megatron-LM's BERT has a language-model head, but this model has a classifier")
+        raise ValueError(
+            "Megatron-LM's BERT has a language-model head, but this model has a classifier"
+        )
     if config.hidden_act != "gelu":
-        raise ValueError(f"the head of Megatron-LM's BERT has the exact GELU, but hidden_act is {config.hidden_act}")
+        raise ValueError(
+            f"the head of Megatron-LM's BERT has the exact GELU, but hidden_act is {config.hidden_act}"
+        )
     return {
         "ffn_hidden_size": config.intermediate_size,
         "norm_epsilon": config.layer_norm_eps,
@@ -114,6 +122,8 @@ MEGATRON = MegatronMap(
     owns=_owns,
     infer=_infer,
     arguments=_arguments,
-    writable=("legacy",),  # megatron-core has the option for residuals after the norms, but its layers ignore it
+    writable=(
+        "legacy",
+    ),  # megatron-core has the option for residuals after the norms, but its layers ignore it
     post_norm=True,
 )

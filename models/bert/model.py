@@ -40,7 +40,9 @@ from .config import BertConfig
 
 
 class BertBlock(nn.Module):
-    def __init__(self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> None:
+    def __init__(
+        self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    ) -> None:
         super().__init__()
         size, eps, heads = config.hidden_size, config.layer_norm_eps, config.num_attention_heads
         shared = layer_arguments(mesh, parallel_config)
@@ -54,7 +56,13 @@ class BertBlock(nn.Module):
         )
         self.attention_dropout = residual_dropout(config.hidden_dropout_prob, mesh, parallel_config)
         self.attention_norm = LayerNorm(size, eps, **shared)
-        self.mlp = MLP(size, config.intermediate_size, config.hidden_act, mesh=mesh, parallel_config=parallel_config)
+        self.mlp = MLP(
+            size,
+            config.intermediate_size,
+            config.hidden_act,
+            mesh=mesh,
+            parallel_config=parallel_config,
+        )
         self.mlp_dropout = residual_dropout(config.hidden_dropout_prob, mesh, parallel_config)
         self.mlp_norm = LayerNorm(size, eps, **shared)
 
@@ -66,25 +74,39 @@ class BertBlock(nn.Module):
 class BertEncoder(nn.Module):
     """The embeddings and blocks, without a head."""
 
-    def __init__(self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> None:
+    def __init__(
+        self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    ) -> None:
         super().__init__()
         self.config, self.max_sequence_length = config, config.max_sequence_length
         self.recompute_blocks = parallel_config.recompute == "full"
         size = config.embedding_width
         shared = layer_arguments(mesh, parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
-            config.vocab_size, size, padding_idx=config.pad_token_id, pad_multiple=VOCABULARY_MULTIPLE, **shared
+            config.vocab_size,
+            size,
+            padding_idx=config.pad_token_id,
+            pad_multiple=VOCABULARY_MULTIPLE,
+            **shared,
         )
         self.position_embeddings = PositionEmbedding(
             config.max_position_embeddings, size, padding_idx=config.position_padding_idx, **shared
         )
-        segments = PositionEmbedding(config.type_vocab_size, size, **shared) if config.has_segments else None
+        segments = (
+            PositionEmbedding(config.type_vocab_size, size, **shared)
+            if config.has_segments
+            else None
+        )
         self.token_type_embeddings = segments
         self.embedding_norm = LayerNorm(size, config.layer_norm_eps, **shared)
         self.embedding_dropout = residual_dropout(config.hidden_dropout_prob, mesh, parallel_config)
         wider = size != config.hidden_size
-        self.projection = ReplicatedLinear(size, config.hidden_size, **shared) if wider else nn.Identity()
-        self.blocks = nn.ModuleList(BertBlock(config, mesh, parallel_config) for _ in range(config.num_hidden_layers))
+        self.projection = (
+            ReplicatedLinear(size, config.hidden_size, **shared) if wider else nn.Identity()
+        )
+        self.blocks = nn.ModuleList(
+            BertBlock(config, mesh, parallel_config) for _ in range(config.num_hidden_layers)
+        )
 
     def forward(
         self,
@@ -122,7 +144,9 @@ class BertEncoder(nn.Module):
         """
         length, most = input_ids.shape[1], self.max_sequence_length
         if length > most:
-            raise ValueError(f"the sequence has {length} tokens, but the model has only {most} positions")
+            raise ValueError(
+                f"the sequence has {length} tokens, but the model has only {most} positions"
+            )
         padding = self.position_embeddings.padding_idx
         if padding is None:
             return torch.arange(length, device=input_ids.device)[None]
@@ -136,10 +160,17 @@ class BertBody(Body):
     config: BertConfig
 
     def __init__(
-        self, config: BertConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+        self,
+        config: BertConfig,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config or ParallelConfig()
+        self.config, self.mesh, self.parallel_config = (
+            config,
+            mesh,
+            parallel_config or ParallelConfig(),
+        )
         self.encoder = BertEncoder(config, mesh, self.parallel_config)
 
     @property
@@ -163,7 +194,9 @@ class BertBody(Body):
 
     def masked_lm_head(self) -> MaskedLMHead:
         config, shared = self.config, layer_arguments(self.mesh, self.parallel_config)
-        return MaskedLMHead(self.embedding, config.hidden_size, config.head_act, config.layer_norm_eps, shared)
+        return MaskedLMHead(
+            self.embedding, config.hidden_size, config.head_act, config.layer_norm_eps, shared
+        )
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""

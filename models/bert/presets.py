@@ -8,7 +8,9 @@ from __future__ import annotations
 from .config import BertConfig
 
 _BASE = BertConfig()
-_LARGE = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+_LARGE = BertConfig(
+    hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+)
 _CASED = 28996
 
 PRESETS: dict[str, BertConfig] = {

@@ -27,7 +27,9 @@ class LayerKVCache:
         """
         stop = self.length + keys.shape[2]
         if stop > self.capacity:
-            raise ValueError(f"the cache has room for {self.capacity} positions, but {stop} are needed")
+            raise ValueError(
+                f"the cache has room for {self.capacity} positions, but {stop} are needed"
+            )
         if self.keys is None or self.values is None:
             shape = (*keys.shape[:2], self.capacity, keys.shape[3])
             self.keys, self.values = keys.new_empty(shape), values.new_empty(shape)
@@ -56,7 +58,9 @@ class LayerKVCache:
     def repeat(self, copies: int) -> None:
         """Replaces each row by `copies` consecutive copies of it."""
         if self.keys is not None:
-            self.select(torch.arange(self.keys.shape[0], device=self.keys.device).repeat_interleave(copies))
+            self.select(
+                torch.arange(self.keys.shape[0], device=self.keys.device).repeat_interleave(copies)
+            )
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +81,9 @@ class Cache:
 
     def __init__(self, layers: int, capacity: int, source_length: int | None = None) -> None:
         self.layers = [LayerKVCache(capacity) for _ in range(layers)]
-        self.sources = [] if source_length is None else [LayerKVCache(source_length) for _ in range(layers)]
+        self.sources = (
+            [] if source_length is None else [LayerKVCache(source_length) for _ in range(layers)]
+        )
 
     @property
     def length(self) -> int:

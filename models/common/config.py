@@ -12,7 +12,17 @@ from collections.abc import Collection
 from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from typing_extensions import Self
 
@@ -124,20 +134,26 @@ class ModelConfig:
         return self
 
     def save(self, folder: Path) -> None:
-        (folder / "config.json").write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+        (folder / "config.json").write_text(
+            json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+        )
 
     def with_changes(self, **changes: Any) -> Self:
         """Returns a copy with other values, which are named by this family's keys or by the common names."""
         own = {self.attribute_map.get(name, name): value for name, value in changes.items()}
         known = [field.name for field in fields(self)]
         if unknown := [name for name in own if name not in known]:
-            raise ValueError(f"{self.model_type} has no setting {unknown[0]!r}; use one of {', '.join(known)}")
+            raise ValueError(
+                f"{self.model_type} has no setting {unknown[0]!r}; use one of {', '.join(known)}"
+            )
         return replace(self, **own)
 
     def check_heads(self, hidden_size: int, heads: int) -> None:
         """Raises ValueError, with this family's keys, if the number of heads does not divide the hidden size."""
         if hidden_size % heads:
-            width, number = (self.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads"))
+            width, number = (
+                self.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads")
+            )
             fitting = [n for n in range(1, min(hidden_size, 4 * heads) + 1) if hidden_size % n == 0]
             raise ValueError(
                 f"{width}={hidden_size} is not a multiple of {number}={heads}; use {number} from {fitting}"
@@ -168,13 +184,17 @@ class HeadsConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.problem_type == "single_label_classification" and self.num_labels == 1:
-            raise ValueError("problem_type='single_label_classification' needs num_labels of at least 2, not 1")
+            raise ValueError(
+                "problem_type='single_label_classification' needs num_labels of at least 2, not 1"
+            )
         if self.id2label is not None and len(self.id2label) != self.num_labels:
             raise ValueError(
                 f"id2label names {len(self.id2label)} labels, but num_labels is {self.num_labels}; "
                 "change both, or set id2label and label2id to None"
             )
-        if self.id2label is not None and set(map(str, self.id2label)) != set(map(str, range(self.num_labels))):
+        if self.id2label is not None and set(map(str, self.id2label)) != set(
+            map(str, range(self.num_labels))
+        ):
             raise ValueError(
                 f"id2label must name the labels 0 to {self.num_labels - 1}, not {shown(list(self.id2label))}"
             )
@@ -184,7 +204,9 @@ class HeadsConfig(ModelConfig):
         values = dict(values)
         if architectures := values.get("architectures"):
             if not isinstance(architectures, list):
-                raise ValueError(f"architectures must be a list of class names, not {shown(architectures)}")
+                raise ValueError(
+                    f"architectures must be a list of class names, not {shown(architectures)}"
+                )
             values["architecture"] = architectures[0]
         names: Any = values.get("id2label")
         if isinstance(names, dict):
@@ -210,7 +232,13 @@ def _annotations(config_class: type[ModelConfig]) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(config_class)}
 
 
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", types.NoneType: "null"}
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    types.NoneType: "null",
+}
 
 
 def _mismatch(annotation: Any, value: Any) -> str | None:
@@ -236,7 +264,9 @@ def _mismatched_items(kind: type, annotations: tuple[Any, ...], value: Any) -> s
     name = "a list" if kind is list else "an object"
     if not isinstance(value, kind):
         return name
-    for annotation, items in zip(annotations, [value] if kind is list else [value.keys(), value.values()], strict=True):
+    for annotation, items in zip(
+        annotations, [value] if kind is list else [value.keys(), value.values()], strict=True
+    ):
         for item in items:
             if wanted := _mismatch(annotation, item):
                 return f"{name} with each item {wanted}"

@@ -33,7 +33,9 @@ from .parallel_config import layer_arguments
 from .transformer import find_activation
 
 
-def with_heads(body: type[Body], stem: str, heads: Mapping[str, type[Body]]) -> dict[str, type[Body]]:
+def with_heads(
+    body: type[Body], stem: str, heads: Mapping[str, type[Body]]
+) -> dict[str, type[Body]]:
     """Returns name of an architecture -> its class.
 
     Args:
@@ -43,7 +45,9 @@ def with_heads(body: type[Body], stem: str, heads: Mapping[str, type[Body]]) -> 
     """
     made: dict[str, type[Body]] = {}
     for rest, kind in heads.items():
-        made[stem + rest] = type(stem + rest, (kind, body), {"__module__": body.__module__, "__doc__": kind.__doc__})
+        made[stem + rest] = type(
+            stem + rest, (kind, body), {"__module__": body.__module__, "__doc__": kind.__doc__}
+        )
     return made
 
 
@@ -54,7 +58,9 @@ def configured(kind: type[Body], **settings: Any) -> type[Body]:
     return type(kind.__name__, (kind,), {**settings, "__doc__": kind.__doc__})
 
 
-def class_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None, ignored: int = IGNORED) -> Tensor:
+def class_loss(
+    logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None, ignored: int = IGNORED
+) -> Tensor:
     """Returns the fp32 cross-entropy of replicated logits [..., C] with classes int64 [...].
 
     The result is the mean over the labels that are not `ignored`, or the sum divided by `num_items`. Raises ValueError
@@ -66,7 +72,9 @@ def class_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None = 
         loss = F.cross_entropy(rows, classes, ignore_index=ignored, reduction=reduction)
     except IndexError:
         wrong = classes[(classes != ignored) & ((classes < 0) | (classes >= rows.shape[1]))]
-        raise ValueError(f"label {int(wrong[0])} is no class of the model, which has {rows.shape[1]}") from None
+        raise ValueError(
+            f"label {int(wrong[0])} is no class of the model, which has {rows.shape[1]}"
+        ) from None
     return loss if num_items is None else loss / num_items
 
 
@@ -77,7 +85,9 @@ def widen(logits: Tensor) -> Tensor:
 def first_token(x: Tensor, *, sequence_parallel: bool, mesh: ParallelMesh | None) -> Tensor:
     """Returns the first position's hidden state on every rank: [B, S, H], or [B, S/tp, H] -> [B, H]."""
     if sequence_parallel:
-        x = gather_sequence(x[:, :1], mesh, partial_grad=False)  # [B, tp, H], each rank's first position
+        x = gather_sequence(
+            x[:, :1], mesh, partial_grad=False
+        )  # [B, tp, H], each rank's first position
     return x[:, 0]
 
 
@@ -103,7 +113,9 @@ class BareModel(Head):
         hidden = self.body(input_ids, attention_mask, *inputs, **options)
         pooled = None
         if self.pooler_name is not None and self.config.add_pooling_layer:
-            first = first_token(hidden.states[-1], **layer_arguments(self.mesh, self.parallel_config))
+            first = first_token(
+                hidden.states[-1], **layer_arguments(self.mesh, self.parallel_config)
+            )
             pooled = self.get_submodule(self.pooler_name)(first).tanh()
         last = self.gather_hidden_states(hidden.states[-1])
         return BaseModelOutput(last, pooled, **self.shown_states(hidden, output_hidden_states))
@@ -146,10 +158,14 @@ class PreTraining(MaskedLM):
         x = self.head.transform(hidden.states[-1])
         first = first_token(hidden.states[-1], **layer_arguments(self.mesh, self.parallel_config))
         scores = self.next_sentence(self.pooler(first).tanh())  # [B, 2]
-        loss, logits = self.loss_and_logits(self.head.decoder, x, labels, num_items_in_batch, hidden.table)
+        loss, logits = self.loss_and_logits(
+            self.head.decoder, x, labels, num_items_in_batch, hidden.table
+        )
         if loss is not None and next_sentence_label is not None:
             loss = loss + class_loss(scores, next_sentence_label, num_sequences_in_batch)
-        return PreTrainingOutput(loss, logits, scores, **self.shown_states(hidden, output_hidden_states))
+        return PreTrainingOutput(
+            loss, logits, scores, **self.shown_states(hidden, output_hidden_states)
+        )
 
 
 class Classifier(Head):
@@ -169,10 +185,16 @@ class Classifier(Head):
 
     def add_head(self) -> None:
         self.dropout = self.make_dropout()
-        self.add_module(self.linear_name, nn.Linear(self.hidden_size, self.num_outputs, bias=self.bias))
+        self.add_module(
+            self.linear_name, nn.Linear(self.hidden_size, self.num_outputs, bias=self.bias)
+        )
 
     def make_dropout(self) -> nn.Module:
-        return nn.Identity() if self.dropout_rate is None else Dropout(getattr(self.config, self.dropout_rate))
+        return (
+            nn.Identity()
+            if self.dropout_rate is None
+            else Dropout(getattr(self.config, self.dropout_rate))
+        )
 
     def score(self, x: Tensor) -> Tensor:
         """Returns the logits [..., C] of replicated states [..., H]."""
@@ -203,7 +225,9 @@ class Classifier(Head):
         """Returns the logits of the last hidden states, [B, S, H] or [B, S/tp, H]: by default those of each token."""
         return self.score(self.gather_hidden_states(x))
 
-    def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    def loss(
+        self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
         """Returns the mean cross-entropy with the classes `labels`, or the sum divided by `num_items_in_batch`.
 
         Labels of -100 are ignored.
@@ -252,7 +276,11 @@ class SequenceClassification(Classifier):
         """Returns the logits [B, C] of the sequences' states [B, H]."""
         if self.dense_name is not None:
             pooled = self.get_submodule(self.dense_name)(self.input_dropout(pooled))
-            pooled = pooled.tanh() if self.activation == "tanh" else find_activation(self.activation)(pooled)
+            pooled = (
+                pooled.tanh()
+                if self.activation == "tanh"
+                else find_activation(self.activation)(pooled)
+            )
         return self.score(pooled)
 
     def pool(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -261,7 +289,9 @@ class SequenceClassification(Classifier):
             return first_token(x, **layer_arguments(self.mesh, self.parallel_config))
         x = self.gather_hidden_states(x)  # [B, S, H]
         if self.pooling == "mean":
-            weights = (torch.ones_like(input_ids) if attention_mask is None else attention_mask)[..., None]
+            weights = (torch.ones_like(input_ids) if attention_mask is None else attention_mask)[
+                ..., None
+            ]
             return (x * weights).sum(1) / weights.sum(1)
         wanted = self.ends(input_ids) if self.pooling == "eos" else self.tokens(input_ids)
         last = (torch.arange(x.shape[1], device=x.device) * wanted).argmax(-1)
@@ -280,7 +310,9 @@ class SequenceClassification(Classifier):
 
     def ends(self, input_ids: Tensor) -> Tensor:
         """Returns which ids end a sequence, bool [B, S]. Raises ValueError if a sequence has no end."""
-        ends = torch.isin(input_ids, torch.tensor(self.config.eos_token_id, device=input_ids.device))
+        ends = torch.isin(
+            input_ids, torch.tensor(self.config.eos_token_id, device=input_ids.device)
+        )
         if not ends.any(1).all():
             raise ValueError(
                 f"{type(self).__name__} classifies the state of the last token {self.config.eos_token_id} "
@@ -294,9 +326,15 @@ class SequenceClassification(Classifier):
             return self.config.problem_type
         if self.config.num_labels == 1:
             return "regression"
-        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        return (
+            "multi_label_classification"
+            if labels.is_floating_point()
+            else "single_label_classification"
+        )
 
-    def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    def loss(
+        self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
         """Returns the mean loss, or the sum divided by `num_items_in_batch`; see `count_targets`.
 
         The loss is the cross-entropy, the squared error, or the binary cross-entropy of each label.
@@ -423,11 +461,18 @@ class QuestionAnswering(Classifier):
             start_positions, end_positions: int64 [B]; as in transformers, positions after the sequence are ignored.
         """
         hidden = self.body(input_ids, attention_mask, *inputs, **options)
-        start, end = self.score(self.gather_hidden_states(hidden.states[-1])).unbind(-1)  # [B, S] each
+        start, end = self.score(self.gather_hidden_states(hidden.states[-1])).unbind(
+            -1
+        )  # [B, S] each
         loss = None
         if start_positions is not None and end_positions is not None:
             ends = zip((start, end), (start_positions, end_positions), strict=True)
             length = start.shape[1]
-            losses = [class_loss(x, at.view(-1).clamp(0, length), num_items_in_batch, length) for x, at in ends]
+            losses = [
+                class_loss(x, at.view(-1).clamp(0, length), num_items_in_batch, length)
+                for x, at in ends
+            ]
             loss = (losses[0] + losses[1]) / 2
-        return QuestionAnsweringOutput(loss, start, end, **self.shown_states(hidden, output_hidden_states))
+        return QuestionAnsweringOutput(
+            loss, start, end, **self.shown_states(hidden, output_hidden_states)
+        )

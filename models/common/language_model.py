@@ -35,7 +35,9 @@ from .transformer import find_activation
 
 Generates = Literal["continuation", "answer", "blanks", "masks"]
 
-VOCABULARY_MULTIPLE = 64  # each rank's number of logits is a multiple of it, which makes GPU products much faster
+VOCABULARY_MULTIPLE = (
+    64  # each rank's number of logits is a multiple of it, which makes GPU products much faster
+)
 IGNORED = -100  # the label of positions without a prediction
 
 
@@ -97,7 +99,11 @@ class Body(nn.Module):
 
     def gather_hidden_states(self, x: Tensor) -> Tensor:
         """Returns the whole hidden states [B, S, H], of which each rank may hold a part [B, S/tp, H]."""
-        return gather_sequence(x, self.mesh, partial_grad=False) if self.parallel_config.sequence_parallel else x
+        return (
+            gather_sequence(x, self.mesh, partial_grad=False)
+            if self.parallel_config.sequence_parallel
+            else x
+        )
 
     def gather_all_hidden_states(self, hidden_states: Iterable[Tensor]) -> tuple[Tensor, ...]:
         return tuple(self.gather_hidden_states(x) for x in hidden_states)
@@ -120,7 +126,9 @@ class Body(nn.Module):
 
         return {
             "decoder_hidden_states": gathered(hidden.states),
-            "encoder_last_hidden_state": self.gather_hidden_states(padded(hidden.encoder_states[-1])),
+            "encoder_last_hidden_state": self.gather_hidden_states(
+                padded(hidden.encoder_states[-1])
+            ),
             "encoder_hidden_states": gathered(map(padded, hidden.encoder_states)),
         }
 
@@ -165,7 +173,12 @@ class LanguageModel(Body):
         if labels is None:
             return None, logits()
         loss = head_loss(
-            head, hidden, self.targets(labels), table, num_items=num_items_in_batch, sparse_labels=self.sparse_labels
+            head,
+            hidden,
+            self.targets(labels),
+            table,
+            num_items=num_items_in_batch,
+            sparse_labels=self.sparse_labels,
         )
         return loss, LazyLogits(logits, head.parameters())
 
@@ -228,7 +241,9 @@ def head_loss(
     if head.sequence_parallel:
         hidden = gather_sequence(hidden, head.mesh)
     if hidden.shape[:-1] != labels.shape:
-        raise ValueError(f"labels {tuple(labels.shape)} do not match the positions {tuple(hidden.shape[:-1])}")
+        raise ValueError(
+            f"labels {tuple(labels.shape)} do not match the positions {tuple(hidden.shape[:-1])}"
+        )
     rows, target = hidden.flatten(0, -2), labels.reshape(-1)
     labeled = target != IGNORED
     count = labeled.sum() if num_items is None else num_items
@@ -251,13 +266,18 @@ class Head(Body):
     """
 
     def __init__(
-        self, config: Any, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+        self,
+        config: Any,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__(config, mesh, parallel_config)  # of the bare model
         of_body = {name for name, _ in self.named_children()}
         self.add_head()
         own = {name: module for name, module in self.named_children() if name not in of_body}
-        self.head_modules = tuple(name for name, module in own.items() if any(True for _ in module.parameters()))
+        self.head_modules = tuple(
+            name for name, module in own.items() if any(True for _ in module.parameters())
+        )
 
     def add_head(self) -> None:
         """Adds the modules of the head."""
@@ -374,7 +394,9 @@ class MaskedLM(Head, LanguageModel):
         """
         hidden = self.body(input_ids, attention_mask, *inputs, **options)
         x = self.head.transform(hidden.states[-1])
-        loss, logits = self.loss_and_logits(self.head.decoder, x, labels, num_items_in_batch, hidden.table)
+        loss, logits = self.loss_and_logits(
+            self.head.decoder, x, labels, num_items_in_batch, hidden.table
+        )
         return MaskedLMOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
 
 
@@ -401,7 +423,11 @@ class PositionEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor | range) -> Tensor:
         """Maps position ids [B, S] to [B, S, H], or [B, S/tp, H] under sequence parallelism; a range to [1, S, H]."""
-        x = self.weight[input.start : input.stop][None] if isinstance(input, range) else super().forward(input)
+        x = (
+            self.weight[input.start : input.stop][None]
+            if isinstance(input, range)
+            else super().forward(input)
+        )
         return scatter_sequence(x, self.mesh) if self.sequence_parallel else x
 
 
@@ -429,7 +455,9 @@ class ReplicatedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return F.linear(input, self.weight, self.bias)
-        own = list(self.parameters(recurse=False))  # the weight and perhaps a bias, whose gradients one all-reduce sums
+        own = list(
+            self.parameters(recurse=False)
+        )  # the weight and perhaps a bias, whose gradients one all-reduce sums
         joined = copy_to_tp(torch.cat([parameter.flatten() for parameter in own]), self.mesh)
         weight, *bias = torch.split(joined, [parameter.numel() for parameter in own])
         return F.linear(input, weight.view_as(self.weight), *bias)
@@ -443,7 +471,9 @@ class ModelOutput:
     """
 
     def __post_init__(self) -> None:
-        self._lazy_logits = {name: value for name, value in vars(self).items() if isinstance(value, LazyLogits)}
+        self._lazy_logits = {
+            name: value for name, value in vars(self).items() if isinstance(value, LazyLogits)
+        }
         for name in self._lazy_logits:
             delattr(self, name)
 
@@ -463,7 +493,9 @@ class ModelOutput:
 
     def keys(self) -> tuple[str, ...]:
         names = (field.name for field in fields(self))
-        return tuple(name for name in names if name in self._lazy_logits or getattr(self, name) is not None)
+        return tuple(
+            name for name in names if name in self._lazy_logits or getattr(self, name) is not None
+        )
 
     def to_tuple(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.keys())
@@ -494,7 +526,10 @@ class LazyLogits:
         self.versions = versions(self.parameters)
         self.grad = torch.is_grad_enabled()
         self.device = self.parameters[0].device.type
-        self.autocast = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+        self.autocast = (
+            torch.is_autocast_enabled(self.device),
+            torch.get_autocast_dtype(self.device),
+        )
 
     def read(self, name: str) -> Tensor:
         """Returns the logits. Raises RuntimeError if the weights have changed since the forward pass."""

@@ -64,7 +64,9 @@ class AdaptedRows:
         """Returns the split of A [r, in], or its replicated parameter."""
         if self.shard is None or self.shard.dim == 0:
             return _replicated(r, self.shape[1])
-        return Shard((r, self.shape[1]), 1, unit=self.shard.unit, pad_multiple=self.shard.pad_multiple)
+        return Shard(
+            (r, self.shape[1]), 1, unit=self.shard.unit, pad_multiple=self.shard.pad_multiple
+        )
 
     def second_factor(self, r: int) -> nn.Parameter | Shard:
         """Returns the split of B [stop - first, r], or its replicated parameter.
@@ -85,7 +87,9 @@ class AdaptedRows:
 
     def _blocks(self) -> list[tuple[int, int]]:
         """Returns (number of a block of the weight, its width) for the blocks that are adapted."""
-        groups = self.shard.groups if self.shard is not None and self.shard.groups else (self.shape[0],)
+        groups = (
+            self.shard.groups if self.shard is not None and self.shard.groups else (self.shape[0],)
+        )
         starts = [sum(groups[:number]) for number in range(len(groups))]
         return [
             (number, width)
@@ -102,7 +106,9 @@ class AdaptedRows:
             return self.first, [(0, self.stop - self.first)]
         ranges = (self.shard.needed_ranges if needed else self.shard.ranges)(rank, size)
         numbers = [number for number, _ in self._blocks()]
-        own = [(ranges[number][0] - self.first, ranges[number][1] - self.first) for number in numbers]
+        own = [
+            (ranges[number][0] - self.first, ranges[number][1] - self.first) for number in numbers
+        ]
         return sum(stop - start for start, stop in ranges[: numbers[0]]), own
 
 
@@ -117,7 +123,9 @@ def _parameter(split: nn.Parameter | Shard, mesh: ParallelMesh | None) -> nn.Par
 class _InputDropout(Dropout):
     """Dropout of a layer's input, whose features may be split as a `Shard` says."""
 
-    def __init__(self, p: float, shard: Shard | None, split_dim: int | None, mesh: ParallelMesh | None) -> None:
+    def __init__(
+        self, p: float, shard: Shard | None, split_dim: int | None, mesh: ParallelMesh | None
+    ) -> None:
         super().__init__(p, split_dim=split_dim, mesh=mesh)
         self._features = shard if split_dim == -1 else None
 
@@ -155,8 +163,12 @@ class LoraFactors(nn.Module):
             split_dim = -1
         else:
             split_dim = 1 if sequence_parallel else None
-        self.dropout = _InputDropout(dropout, first if isinstance(first, Shard) else None, split_dim, mesh)
-        self._takes_part = rows.shard is not None and rows.shard.dim == 0 and not isinstance(second, Shard)
+        self.dropout = _InputDropout(
+            dropout, first if isinstance(first, Shard) else None, split_dim, mesh
+        )
+        self._takes_part = (
+            rows.shard is not None and rows.shard.dim == 0 and not isinstance(second, Shard)
+        )
 
     @property
     def r(self) -> int:
@@ -165,7 +177,10 @@ class LoraFactors(nn.Module):
     def project(self, x: Tensor, *, partial: bool) -> Tensor:
         """Returns x·Aᵀ·scaling, [..., in] -> [..., r]. `partial`: each rank applies A to a part of the sequence."""
         first = self.lora_A.to(x.dtype)
-        return linear(self.dropout(x), copy_to_tp(first, self.mesh) if partial else first) * self.scaling
+        return (
+            linear(self.dropout(x), copy_to_tp(first, self.mesh) if partial else first)
+            * self.scaling
+        )
 
     def expand(self, hidden: Tensor, *, partial: bool) -> Tensor:
         """Returns the product with this rank's rows of B, [..., r] -> [..., rows]; see `project`."""
@@ -176,7 +191,9 @@ class LoraFactors(nn.Module):
     def place(self) -> tuple[int, int]:
         """Returns where the rows that this rank computes with begin in the layer's output, and their number."""
         start, ranges = self.rows.local(tp_rank(self.mesh), tp_size(self.mesh), needed=True)
-        return start, sum(stop - begin for begin, stop in ranges) if self._takes_part else self.lora_B.shape[0]
+        return start, sum(
+            stop - begin for begin, stop in ranges
+        ) if self._takes_part else self.lora_B.shape[0]
 
     @torch.no_grad()
     def add_to(self, weight: Tensor) -> Tensor:
@@ -206,11 +223,15 @@ class Adapter(nn.Module):
         outputs: For a layer with several outputs, the number of the output of each pair of factors.
     """
 
-    def __init__(self, layer: Any, factors: dict[str, LoraFactors], outputs: Sequence[int] = ()) -> None:
+    def __init__(
+        self, layer: Any, factors: dict[str, LoraFactors], outputs: Sequence[int] = ()
+    ) -> None:
         super().__init__()
         self.split, self.outputs = split_of(layer), tuple(outputs)
         self.mesh: ParallelMesh | None = getattr(layer, "mesh", None)
-        self.sequence_parallel = bool(getattr(layer, "sequence_parallel", False)) and tp_size(self.mesh) > 1
+        self.sequence_parallel = (
+            bool(getattr(layer, "sequence_parallel", False)) and tp_size(self.mesh) > 1
+        )
         self.hook: Any = None  # of `attach`
         for name, pair in factors.items():
             self.add_module(name, pair)
@@ -227,18 +248,26 @@ class Adapter(nn.Module):
         hidden = self._exchange(projected[0] if len(projected) == 1 else torch.cat(projected, -1))
         parts = torch.split(hidden, [pair.r for pair in factors], -1)
         partial = self.sequence_parallel and self.split != "column"
-        added = [pair.expand(part, partial=partial) for pair, part in zip(factors, parts, strict=True)]
+        added = [
+            pair.expand(part, partial=partial) for pair, part in zip(factors, parts, strict=True)
+        ]
         if self.outputs:
             by_output = dict(zip(self.outputs, added, strict=True))
-            return tuple(own + by_output[n] if n in by_output else own for n, own in enumerate(output))
-        return _add_features(output, [(pair.place(), more) for pair, more in zip(factors, added, strict=True)])
+            return tuple(
+                own + by_output[n] if n in by_output else own for n, own in enumerate(output)
+            )
+        return _add_features(
+            output, [(pair.place(), more) for pair, more in zip(factors, added, strict=True)]
+        )
 
     def _exchange(self, hidden: Tensor) -> Tensor:
         """Returns x·Aᵀ as B takes it: summed over split features, or whole for split outputs."""
         if self.split == "none":
             return hidden
         if self.split == "row":
-            return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp)(hidden, self.mesh)
+            return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp)(
+                hidden, self.mesh
+            )
         return (gather_sequence if self.sequence_parallel else copy_to_tp)(hidden, self.mesh)
 
 
@@ -254,7 +283,10 @@ def _add_features(output: Tensor, added: list[tuple[tuple[int, int], Tensor]]) -
         more += [None, tensor]
         position = start + count
     pieces = torch.split(output, [*sizes, output.shape[-1] - position], -1)
-    changed = [piece if own is None else piece + own for piece, own in zip(pieces, [*more, None], strict=True)]
+    changed = [
+        piece if own is None else piece + own
+        for piece, own in zip(pieces, [*more, None], strict=True)
+    ]
     return torch.cat(changed, -1)
 
 

@@ -99,7 +99,9 @@ class MegatronMap:
     def checked_style(self, style: Style | None) -> Style:
         """Returns the style, or the default. ValueError if it cannot hold the family."""
         if style is not None and style not in self.writable:
-            raise ValueError(f"this family has no tensors of the style {style}; use {', '.join(self.writable)}")
+            raise ValueError(
+                f"this family has no tensors of the style {style}; use {', '.join(self.writable)}"
+            )
         return style or self.writable[0]
 
     def spell(self, stored: Iterable[str]) -> dict[str, str]:
@@ -110,12 +112,17 @@ class MegatronMap:
             for pattern, replacement in (*_OLDER, *self._renamed()):
                 found = re.sub(f"^{pattern}$", replacement, found)
             if spelled.setdefault(found, name) != name:
-                raise ValueError(f"the checkpoint has {found} twice, as {spelled[found]} and as {name}")
+                raise ValueError(
+                    f"the checkpoint has {found} twice, as {spelled[found]} and as {name}"
+                )
         if self.post_norm:
             layers = layer_count(spelled)
             final = f"{self.stack}.final_layernorm."
             following = f"{self.stack}.layers.{layers}.input_layernorm."
-            spelled = {re.sub(f"^{re.escape(final)}", following, name): own for name, own in spelled.items()}
+            spelled = {
+                re.sub(f"^{re.escape(final)}", following, name): own
+                for name, own in spelled.items()
+            }
         return spelled
 
     def _renamed(self) -> list[tuple[str, str]]:
@@ -132,17 +139,23 @@ class MegatronMap:
 
     def written_name(self, name: str, style: Style, layers: int) -> str:
         """Returns the name that a checkpoint of this style has in place of an entry's; the model has so many layers."""
-        name = name.replace(f"{self.stack}.layers.{layers}.input_layernorm.", f"{self.stack}.final_layernorm.")
+        name = name.replace(
+            f"{self.stack}.layers.{layers}.input_layernorm.", f"{self.stack}.final_layernorm."
+        )
         column = STYLES.index(style)
         for row in _IN_LAYER:
-            name = re.sub(rf"^({self.stack}\.layers\.\d+\.){re.escape(row[0])}", rf"\1{row[column]}", name)
+            name = re.sub(
+                rf"^({self.stack}\.layers\.\d+\.){re.escape(row[0])}", rf"\1{row[column]}", name
+            )
         if style != "legacy":
             return name
         for local, legacy in _OUTSIDE:
             name = re.sub(f"^{re.escape(local)}", legacy, name)
         return re.sub(f"^{self.stack}\\.", "language_model.encoder.", name)
 
-    def stored_spec(self, parameter: ParameterSpec, order: RowOrder, rows: int | None = None) -> ParameterSpec:
+    def stored_spec(
+        self, parameter: ParameterSpec, order: RowOrder, rows: int | None = None
+    ) -> ParameterSpec:
         """Returns the parameter as Megatron-LM stores it: with this order of the rows of a fused QKV.
 
         If the vocabulary is padded, each rank has a multiple of `rows`: the stored number, or by default 128.
@@ -150,7 +163,9 @@ class MegatronMap:
         shard = parameter.shard
         if shard is not None and shard.pad_multiple:
             return replace(parameter, shard=replace(shard, pad_multiple=rows or PADDING))
-        return replace(parameter, order=order if parameter.name.endswith(self.fused_qkv) else "blocks")
+        return replace(
+            parameter, order=order if parameter.name.endswith(self.fused_qkv) else "blocks"
+        )
 
     def check(self, arguments: Mapping[str, Any], names: Iterable[str]) -> None:
         """Raises ValueError, with the reason, if the zoo's family is not the model that the arguments describe."""
@@ -162,20 +177,30 @@ class MegatronMap:
         for name, values in supported.items():
             if arguments.get(name, values[0]) not in values:
                 wanted = " or ".join(map(repr, dict.fromkeys(values)))
-                raise ValueError(f"its arguments say {name}={arguments[name]!r}, but the zoo's models have {wanted}")
+                raise ValueError(
+                    f"its arguments say {name}={arguments[name]!r}, but the zoo's models have {wanted}"
+                )
         if self.post_norm and not any(name.startswith("language_model.") for name in names):
             raise ValueError(
                 "it is a BERT of megatron-core, with the norms of transformers' megatron-bert, which the zoo lacks"
             )
 
-    def infer_config(self, arguments: Mapping[str, Any], ranks: Sequence[Mapping[str, StoredTensor]]) -> ModelConfig:
+    def infer_config(
+        self, arguments: Mapping[str, Any], ranks: Sequence[Mapping[str, StoredTensor]]
+    ) -> ModelConfig:
         """Returns the configuration for the arguments and each rank's tensors; the vocabulary includes its padding."""
         names = self.spell(ranks[0])
         self.check(arguments, ranks[0])
         shapes = {name: ranks[0][own].shape for name, own in names.items()}
-        for split in (EMBEDDING, *(name for name in shapes if name.endswith(".mlp.linear_fc1.weight"))):
+        for split in (
+            EMBEDDING,
+            *(name for name in shapes if name.endswith(".mlp.linear_fc1.weight")),
+        ):
             if len(shape := shapes.get(split, ())) > 1:
-                shapes[split] = (sum(tensors[names[split]].shape[0] for tensors in ranks), *shape[1:])
+                shapes[split] = (
+                    sum(tensors[names[split]].shape[0] for tensors in ranks),
+                    *shape[1:],
+                )
         return self.infer(arguments, shapes, layer_count(ranks[0]))
 
     def match(self, parameters: Iterable[str], spelled: Iterable[str]) -> Match:
@@ -195,11 +220,15 @@ class MegatronMap:
 
         The last of several stages repeats a tied embedding. Raises ValueError if the stages cannot have as many layers.
         """
-        stored = {entry.native: entry.stored_names()[0] for entry in self.name_map.resolve(parameters)}
+        stored = {
+            entry.native: entry.stored_names()[0] for entry in self.name_map.resolve(parameters)
+        }
         layers = layer_count(stored.values()) - self.post_norm
         if stages < 1 or layers % stages:
             fitting = [count for count in range(1, layers + 1) if layers % count == 0]
-            raise ValueError(f"{layers} layers cannot be divided over {stages} pipeline stages; use one of {fitting}")
+            raise ValueError(
+                f"{layers} layers cannot be divided over {stages} pipeline stages; use one of {fitting}"
+            )
         per_stage = layers // stages
         plan: list[dict[str, str]] = [{} for _ in range(stages)]
         for native, name in stored.items():
@@ -217,11 +246,17 @@ class MegatronMap:
         return plan
 
     def all_arguments(
-        self, config: ModelConfig, specs: Mapping[str, ParameterSpec], ranks: tuple[int, int], style: Style
+        self,
+        config: ModelConfig,
+        specs: Mapping[str, ParameterSpec],
+        ranks: tuple[int, int],
+        style: Style,
     ) -> dict[str, Any]:
         """Returns Megatron-LM's arguments for a model that is stored as `specs` over these ranks and stages."""
         own = self.arguments(config)
-        stored = {entry.stored_names()[0]: specs[entry.native] for entry in self.name_map.resolve(specs)}
+        stored = {
+            entry.stored_names()[0]: specs[entry.native] for entry in self.name_map.resolve(specs)
+        }
         embedding = stored[EMBEDDING]
         hidden = embedding.shape[1]
         return {
@@ -260,7 +295,11 @@ def block_entries(stack: str, native: str, norms: tuple[tuple[str, str], ...]) -
         ("mlp.down", f"{stack}.layers.{{i}}.mlp.linear_fc2"),
         *norms,
     )
-    return tuple(entry for name, stored in pairs for entry in weight_and_bias(f"{native}.{{i}}.{name}", stored))
+    return tuple(
+        entry
+        for name, stored in pairs
+        for entry in weight_and_bias(f"{native}.{{i}}.{name}", stored)
+    )
 
 
 def weight_and_bias(native: str, stored: str) -> tuple[Entry, Entry]:
@@ -280,7 +319,9 @@ class Sizes:
     norm_epsilon: float
 
     @classmethod
-    def find(cls, arguments: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], stack: str) -> Sizes:
+    def find(
+        cls, arguments: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], stack: str
+    ) -> Sizes:
         """Finds the sizes. The tensors decide, except for the number of heads, which they do not show.
 
         Raises:
@@ -288,14 +329,29 @@ class Sizes:
         """
         heads = arguments.get("num_attention_heads")
         if type(heads) is not int:
-            raise ValueError("its arguments, with the number of heads, are not stored; name a config.json by --config")
-        names = (EMBEDDING, f"{stack}.layers.0.mlp.linear_fc1.weight", "embedding.position_embeddings.weight")
+            raise ValueError(
+                "its arguments, with the number of heads, are not stored; name a config.json by --config"
+            )
+        names = (
+            EMBEDDING,
+            f"{stack}.layers.0.mlp.linear_fc1.weight",
+            "embedding.position_embeddings.weight",
+        )
         for name in names:
             if len(found := shapes.get(name, ())) != 2:
-                raise ValueError(f"{name} has the shape {list(found)}, but a matrix is needed to find the sizes")
+                raise ValueError(
+                    f"{name} has the shape {list(found)}, but a matrix is needed to find the sizes"
+                )
         (vocabulary, hidden), (inner, _), (positions, _) = (shapes[name] for name in names)
         epsilon = arguments.get("norm_epsilon", arguments.get("layernorm_epsilon"))
-        return cls(heads, vocabulary, hidden, inner, positions, epsilon if isinstance(epsilon, float) else 1e-5)
+        return cls(
+            heads,
+            vocabulary,
+            hidden,
+            inner,
+            positions,
+            epsilon if isinstance(epsilon, float) else 1e-5,
+        )
 
 
 def rates(arguments: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:

@@ -27,7 +27,9 @@ class Entry:
 
     def at_layer(self, i: int | str) -> Entry:
         following = str(int(i) + 1) if i != "" else ""
-        stored = tuple(name.replace("{i}", str(i)).replace("{i+1}", following) for name in self.stored_names())
+        stored = tuple(
+            name.replace("{i}", str(i)).replace("{i+1}", following) for name in self.stored_names()
+        )
         return Entry(self.native.replace("{i}", str(i)), stored, self.transpose)
 
 
@@ -123,7 +125,9 @@ class NameMap:
         prefixed = self.prefix + stored_name
         return prefixed if stored_name not in known and prefixed in known else stored_name
 
-    def match(self, native_names: Iterable[str], stored_names: Iterable[str], *, untied: bool = False) -> Match:
+    def match(
+        self, native_names: Iterable[str], stored_names: Iterable[str], *, untied: bool = False
+    ) -> Match:
         """Matches a model's parameters with a checkpoint's tensors.
 
         `untied` says that the checkpoint's output head differs from its embedding, whether the model has a head or not.
@@ -134,10 +138,19 @@ class NameMap:
         """
         entries = {entry.native: entry for entry in self.resolve(native_names)}
         wanted = {name for entry in entries.values() for name in entry.stored_names()}
-        heads = {name for entry in self.entries if "{i}" not in entry.native for name in entry.stored_names()}
+        heads = {
+            name
+            for entry in self.entries
+            if "{i}" not in entry.native
+            for name in entry.stored_names()
+        }
         absent = self._patterns_of_absent({name.partition(".")[0] for name in entries})
         heads_apart = self.untied_names() if untied else []
-        kept_as = {alias: kept for alias, kept in self.aliases if alias not in wanted and alias not in heads_apart}
+        kept_as = {
+            alias: kept
+            for alias, kept in self.aliases
+            if alias not in wanted and alias not in heads_apart
+        }
         known = wanted | heads | kept_as.keys()
         sources: dict[str, str] = {}
         aliases: dict[str, str] = {}
@@ -147,7 +160,9 @@ class NameMap:
             name = self.todays_name(stored, known)
             if name in wanted:
                 if name in sources:
-                    raise ValueError(f"the checkpoint has {name} twice, as {sources[name]} and as {stored}")
+                    raise ValueError(
+                        f"the checkpoint has {name} twice, as {sources[name]} and as {stored}"
+                    )
                 sources[name] = stored
             elif name in kept_as:
                 aliases[stored] = kept_as[name]
@@ -165,7 +180,12 @@ class NameMap:
     def _patterns_of_absent(self, modules: Container[str]) -> list[re.Pattern[str]]:
         """Returns the stored names of blocks in stacks that are not among a model's modules, as regular expressions."""
         entries = (entry for entry in self.entries if entry.native.partition(".")[0] not in modules)
-        return [re.compile(_layer_pattern(name)) for entry in entries for name in entry.stored_names() if "{i}" in name]
+        return [
+            re.compile(_layer_pattern(name))
+            for entry in entries
+            for name in entry.stored_names()
+            if "{i}" in name
+        ]
 
 
 def refuse_names(missing: list[str], unexpected: list[str]) -> None:

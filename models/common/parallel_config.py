@@ -35,6 +35,8 @@ def layer_arguments(mesh: ParallelMesh | None, parallel_config: ParallelConfig) 
     return {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
 
 
-def residual_dropout(p: float, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> Dropout:
+def residual_dropout(
+    p: float, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+) -> Dropout:
     """Returns the dropout of a tensor [B, S, H], whose sequence is split under sequence parallelism."""
     return Dropout(p, split_dim=1 if parallel_config.sequence_parallel else None, mesh=mesh)

@@ -78,10 +78,14 @@ class Stage:
         if self.scheduled:
             self.sent = hidden
         elif torch.is_grad_enabled() and hidden.requires_grad:
-            raise ValueError("a pipeline stage is trained by Trainer; for logits or a loss alone, use torch.no_grad()")
+            raise ValueError(
+                "a pipeline stage is trained by Trainer; for logits or a loss alone, use torch.no_grad()"
+            )
         else:
             send_to_stage(hidden, self.index + 1, self.mesh)
-        return StageOutput(torch.zeros((), device=hidden.device, requires_grad=torch.is_grad_enabled()))
+        return StageOutput(
+            torch.zeros((), device=hidden.device, requires_grad=torch.is_grad_enabled())
+        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,9 @@ class Part:
         return len(self.own) > 0 and self.own.start == 0
 
 
-def take_stage(model: nn.Module, mesh: ParallelMesh | None, parallel_config: ParallelConfig | None = None) -> None:
+def take_stage(
+    model: nn.Module, mesh: ParallelMesh | None, parallel_config: ParallelConfig | None = None
+) -> None:
     """Makes a model without storage this rank's stage of a pipeline, in place, if the mesh has several stages.
 
     Raises ValueError if the blocks cannot be dealt to the stages.
@@ -115,7 +121,9 @@ def take_stage(model: nn.Module, mesh: ParallelMesh | None, parallel_config: Par
     stages = stages_of_parameters(model, counts)
     names = {parameter: name for name, parameter in model.named_parameters()}
     for module in model.modules():
-        for attribute, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        for attribute, parameter in list(
+            module.named_parameters(recurse=False, remove_duplicate=False)
+        ):
             if stage.index not in stages[names[parameter]]:
                 module.register_parameter(attribute, None)
     stage.holders = {name: holders for name, holders in stages.items() if len(holders) > 1}
@@ -127,7 +135,9 @@ def take_stage(model: nn.Module, mesh: ParallelMesh | None, parallel_config: Par
         if not blocks.part.begins:
             owner: Any = model.get_submodule(prefix.removesuffix("."))
             owner.embed = _nothing
-    if hasattr(whole, "word_embeddings") and not any(blocks.part.begins for _, blocks in stacks_of(model)):
+    if hasattr(whole, "word_embeddings") and not any(
+        blocks.part.begins for _, blocks in stacks_of(model)
+    ):
         whole.word_embeddings.embed = _nothing
     if len(stacks_of(model)) == 2:
         _take_stage_of_two_stacks(whole, stage)
@@ -213,7 +223,11 @@ def is_last_stage(model: Any) -> bool:
 def copied_parameters(model: Any) -> set[str]:
     """Returns the names of a stage's parameters that an earlier stage owns, which updates and saves them."""
     stage: Stage | None = getattr(model, "stage", None)
-    return set() if stage is None else {name for name, held in stage.holders.items() if stage.index in held[1:]}
+    return (
+        set()
+        if stage is None
+        else {name for name, held in stage.holders.items() if stage.index in held[1:]}
+    )
 
 
 def stacks_of(model: nn.Module) -> list[tuple[str, Any]]:
@@ -242,7 +256,9 @@ def stages_of_parameters(model: nn.Module, counts: Sequence[int]) -> dict[str, t
     stages: dict[str, set[int]] = {name: set() for name in names.values()}
     passed: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        inside = next((s for s, (prefix, _) in enumerate(stacks) if name.startswith(f"{prefix}blocks.")), None)
+        inside = next(
+            (s for s, (prefix, _) in enumerate(stacks) if name.startswith(f"{prefix}blocks.")), None
+        )
         if inside is not None:
             passed.add(inside)
             block = int(name.removeprefix(f"{stacks[inside][0]}blocks.").partition(".")[0])
@@ -253,10 +269,16 @@ def stages_of_parameters(model: nn.Module, counts: Sequence[int]) -> dict[str, t
 
 
 def _stages_outside_blocks(
-    model: nn.Module, name: str, stacks: list[tuple[str, Any]], where: list[list[int]], passed: set[int]
+    model: nn.Module,
+    name: str,
+    stacks: list[tuple[str, Any]],
+    where: list[list[int]],
+    passed: set[int],
 ) -> set[int]:
     """Returns the stages of a parameter that is in no block. `passed` are the stacks registered before it."""
-    home = next((s for s, (prefix, _) in enumerate(stacks) if prefix and name.startswith(prefix)), None)
+    home = next(
+        (s for s, (prefix, _) in enumerate(stacks) if prefix and name.startswith(prefix)), None
+    )
     if home is None:
         left = [where[s] for s in range(len(stacks)) if s not in passed]
         return {stack[0] for stack in left} or {where[-1][-1]}

@@ -29,7 +29,11 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-_WITH_ORIGINAL = ("yarn", "longrope", "llama3")  # they compare with the length that the model was pretrained with
+_WITH_ORIGINAL = (
+    "yarn",
+    "longrope",
+    "llama3",
+)  # they compare with the length that the model was pretrained with
 
 
 class Rotary(NamedTuple):
@@ -83,7 +87,9 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 def _pairs(x: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Returns views of the first and the second feature of each pair, and of the features that do not rotate."""
     turning, rest = x[..., :rotated], x[..., rotated:]
-    first, second = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
+    first, second = (
+        (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
+    )
     return first, second, rest
 
 
@@ -144,7 +150,9 @@ def read_rope_parameters(
     if parameters["partial_rotary_factor"] == 1.0:
         del parameters["partial_rotary_factor"]
     if parameters["rope_type"] in tuple(_WITH_ORIGINAL):
-        original = values.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
+        original = values.get("original_max_position_embeddings") or parameters.get(
+            "original_max_position_embeddings"
+        )
         parameters["original_max_position_embeddings"] = original or max_positions
     return parameters
 
@@ -154,16 +162,29 @@ def check_rope_parameters(parameters: Mapping[str, Any], head_size: int) -> None
     kind = parameters.get("rope_type")
     if kind not in tuple(_REQUIRED):  # a file may have a list there, which is no key
         raise ValueError(f"rope_type {kind!r} is not supported; use one of {', '.join(_REQUIRED)}")
-    numbers = {"rope_theta": 0.0, "partial_rotary_factor": 0.0, "original_max_position_embeddings": 0.0}
+    numbers = {
+        "rope_theta": 0.0,
+        "partial_rotary_factor": 0.0,
+        "original_max_position_embeddings": 0.0,
+    }
     if kind != "default":
-        numbers |= {"factor": 1.0, "low_freq_factor": 0.0, "high_freq_factor": 0.0, "attention_factor": 0.0}
+        numbers |= {
+            "factor": 1.0,
+            "low_freq_factor": 0.0,
+            "high_freq_factor": 0.0,
+            "attention_factor": 0.0,
+        }
     for name in ("rope_theta", *_REQUIRED[kind]):
         if parameters.get(name) is None:
             raise ValueError(f"rope_parameters of type {kind} need {name}")
     for name, least in numbers.items():
         value = parameters.get(name)
-        if value is not None and not (isinstance(value, (int, float)) and least <= value < math.inf and value):
-            raise ValueError(f"rope_parameters: {name} must be a number of at least {least:g}, not 0; got {value!r}")
+        if value is not None and not (
+            isinstance(value, (int, float)) and least <= value < math.inf and value
+        ):
+            raise ValueError(
+                f"rope_parameters: {name} must be a number of at least {least:g}, not 0; got {value!r}"
+            )
     _check_rotated(parameters, head_size)
 
 
@@ -216,25 +237,38 @@ def _yarn(
     Pairs that turn more than `beta_fast` times within the original length keep their frequency, those that turn less
     than `beta_slow` times are interpolated, and a ramp joins them.
     """
-    theta, factor, exponents = parameters["rope_theta"], parameters["factor"], _exponents(rotated, position_ids)
+    theta, factor, exponents = (
+        parameters["rope_theta"],
+        parameters["factor"],
+        _exponents(rotated, position_ids),
+    )
     original = parameters["original_max_position_embeddings"]
 
     def pair_of(turns: float) -> float:
         return rotated * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = (pair_of(parameters.get(name) or default) for name, default in (("beta_fast", 32), ("beta_slow", 1)))
+    low, high = (
+        pair_of(parameters.get(name) or default)
+        for name, default in (("beta_fast", 32), ("beta_slow", 1))
+    )
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotated - 1)
     ramp = torch.arange(len(exponents), device=exponents.device, dtype=torch.float32) - low
     kept = 1 - (ramp / (high - low if high != low else 0.001)).clamp(0, 1)
     powers = theta**exponents
-    return (1.0 / (factor * powers)) * (1 - kept) + (1.0 / powers) * kept, _yarn_attention_factor(parameters)
+    return (1.0 / (factor * powers)) * (1 - kept) + (1.0 / powers) * kept, _yarn_attention_factor(
+        parameters
+    )
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
     def mscale(weight: float) -> float:
-        return 1.0 if parameters["factor"] <= 1 else 0.1 * weight * math.log(parameters["factor"]) + 1.0
+        return (
+            1.0
+            if parameters["factor"] <= 1
+            else 0.1 * weight * math.log(parameters["factor"]) + 1.0
+        )
 
     if parameters.get("attention_factor") is not None:
         return parameters["attention_factor"]
@@ -248,11 +282,16 @@ def _longrope(
 ) -> tuple[Tensor, float]:
     """LongRoPE (Ding et al., 2024, arXiv:2402.13753): a divisor for each pair, others beyond the original length."""
     original = parameters["original_max_position_embeddings"]
-    factor, attention = parameters.get("factor") or max_positions / original, parameters.get("attention_factor")
+    factor, attention = (
+        parameters.get("factor") or max_positions / original,
+        parameters.get("attention_factor"),
+    )
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     exponents = _exponents(rotated, position_ids)
-    long, short = (exponents.new_tensor(parameters[name]) for name in ("long_factor", "short_factor"))
+    long, short = (
+        exponents.new_tensor(parameters[name]) for name in ("long_factor", "short_factor")
+    )
     divisors = torch.where(position_ids.max() + 1 > original, long, short)
     return 1.0 / (divisors * parameters["rope_theta"] ** exponents), attention
 

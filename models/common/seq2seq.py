@@ -12,11 +12,22 @@ from torch import Tensor, nn
 from ...mpu import dropout_state
 from ...ops.library import is_watched
 from .cache import Cache
-from .language_model import IGNORED, Body, EncoderOutput, Head, Hidden, LanguageModel, Seq2SeqLMOutput, vocabulary_head
+from .language_model import (
+    IGNORED,
+    Body,
+    EncoderOutput,
+    Head,
+    Hidden,
+    LanguageModel,
+    Seq2SeqLMOutput,
+    vocabulary_head,
+)
 from .padding import Tokens
 from .transformer import causal_mask, key_mask, run_blocks
 
-MIN_PADDING = 1 / 8  # of the positions; with less, the copies at attention take more memory than the rows save
+MIN_PADDING = (
+    1 / 8
+)  # of the positions; with less, the copies at attention take more memory than the rows save
 
 
 class Stack(nn.Module):
@@ -67,7 +78,11 @@ class Stack(nn.Module):
             states = run_blocks(
                 self.blocks,
                 x,
-                lambda i: (*shared, cache and cache.layers[i], cache.sources[i] if cache and cache.sources else None),
+                lambda i: (
+                    *shared,
+                    cache and cache.layers[i],
+                    cache.sources[i] if cache and cache.sources else None,
+                ),
                 self.recompute_blocks,
             )
             states[-1] = self.finish(states[-1])
@@ -96,7 +111,9 @@ def find_tokens(mask: Tensor | None, ids: Tensor, blocks: nn.ModuleList) -> Tens
     """
     if mask is None or not mask.is_cpu or mask.shape != (len(ids), 1, 1, ids.shape[-1]):
         return mask
-    fixed = hasattr(blocks, "part") or any(getattr(block, "_compiled_call_impl", None) for block in blocks)
+    fixed = hasattr(blocks, "part") or any(
+        getattr(block, "_compiled_call_impl", None) for block in blocks
+    )
     if fixed or not blocks.training or not torch.is_grad_enabled() or is_watched():
         return mask
     is_token = mask.flatten()
@@ -137,7 +154,9 @@ class Seq2SeqBody(Body):
         """
         if decoder_input_ids is None:
             if input_ids is None:
-                raise ValueError("pass decoder_input_ids, or labels to a model with a language-modeling head")
+                raise ValueError(
+                    "pass decoder_input_ids, or labels to a model with a language-modeling head"
+                )
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(input_ids)
         source_mask = key_mask(attention_mask)
         if encoder_outputs is None:
@@ -148,11 +167,18 @@ class Seq2SeqBody(Body):
             encoder_states, table = [self.scatter_hidden_states(encoder_outputs[0])], None
         words, table = self.word_embeddings.embed(decoder_input_ids, table)
         mask = causal_mask(decoder_attention_mask, decoder_input_ids.shape[1])
-        states = self.decoder(words, decoder_input_ids, mask, encoder_states[-1], source_mask, cache)
-        return Hidden(states, table, encoder_states, source_mask if isinstance(source_mask, Tokens) else None)
+        states = self.decoder(
+            words, decoder_input_ids, mask, encoder_states[-1], source_mask, cache
+        )
+        return Hidden(
+            states, table, encoder_states, source_mask if isinstance(source_mask, Tokens) else None
+        )
 
     def encode(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, output_hidden_states: bool = False
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        output_hidden_states: bool = False,
     ) -> EncoderOutput:
         """Returns the encoder's output, for step-by-step decoding."""
         states, _ = self.run_encoder(input_ids, key_mask(attention_mask))
@@ -161,7 +187,9 @@ class Seq2SeqBody(Body):
             self.gather_all_hidden_states(states) if output_hidden_states else None,
         )
 
-    def run_encoder(self, input_ids: Tensor | None, mask: Tensor | Tokens | None) -> tuple[list[Tensor], Tensor]:
+    def run_encoder(
+        self, input_ids: Tensor | None, mask: Tensor | Tokens | None
+    ) -> tuple[list[Tensor], Tensor]:
         """Returns the states of the encoder, as the mask says, and the word embedding table for its next use."""
         if input_ids is None:
             raise ValueError("pass input_ids, or the encoder_outputs of an earlier call")
@@ -221,8 +249,17 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBody):
             if labels is None:
                 raise ValueError("pass labels, or decoder_input_ids for logits without a loss")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        hidden = self.body(input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs, cache)
+        hidden = self.body(
+            input_ids,
+            attention_mask,
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoder_outputs,
+            cache,
+        )
         x = self.head_input(hidden.states[-1][:, -logits_to_keep:])  # [B, T, H], or [B, T/tp, H]
         loss, logits = self.loss_and_logits(self.head, x, labels, num_items_in_batch, hidden.table)
         given = {} if encoder_outputs is None else {"encoder_hidden_states": None}
-        return Seq2SeqLMOutput(loss, logits, **{**self.shown_states(hidden, output_hidden_states), **given})
+        return Seq2SeqLMOutput(
+            loss, logits, **{**self.shown_states(hidden, output_hidden_states), **given}
+        )

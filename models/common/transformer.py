@@ -34,7 +34,17 @@ from ...mpu import (
 )
 from ...mpu.parameter import split_parameter
 from ...mpu.shard import first_unit
-from ...ops import attention, bias_gelu, few_queries_attention, geglu, in_inference_mode, linear, matmul, relu, swiglu
+from ...ops import (
+    attention,
+    bias_gelu,
+    few_queries_attention,
+    geglu,
+    in_inference_mode,
+    linear,
+    matmul,
+    relu,
+    swiglu,
+)
 from ...ops.autograd import Function, once_differentiable
 from ...ops.library import OPS, can_bypass_dispatcher, empty_pooled, needs_gradient
 from ...ops.softmax import lay_out_diagonals
@@ -109,7 +119,13 @@ def causal_mask(attention_mask: Tensor | None, sequence_length: int) -> Tensor |
 
 
 def window_mask(
-    attention_mask: Tensor | None, sequence_length: int, cached: int, window: int, *, causal: bool, device: torch.device
+    attention_mask: Tensor | None,
+    sequence_length: int,
+    cached: int,
+    window: int,
+    *,
+    causal: bool,
+    device: torch.device,
 ) -> Tensor | None:
     """Returns the mask of attention within a window, over `cached` earlier positions and the S new ones.
 
@@ -148,7 +164,13 @@ class RelativeBias(nn.Module):
     """
 
     def __init__(
-        self, buckets: int, num_heads: int, max_distance: int, *, bidirectional: bool, mesh: ParallelMesh | None = None
+        self,
+        buckets: int,
+        num_heads: int,
+        max_distance: int,
+        *,
+        bidirectional: bool,
+        mesh: ParallelMesh | None = None,
     ) -> None:
         super().__init__()
         check_heads(num_heads, tp_size(mesh))
@@ -164,7 +186,12 @@ class RelativeBias(nn.Module):
         """
         if buckets is None:
             buckets = distance_buckets(
-                queries, keys, self.weight.device, self.buckets, self.max_distance, self.bidirectional
+                queries,
+                keys,
+                self.weight.device,
+                self.buckets,
+                self.max_distance,
+                self.bidirectional,
             )
         # Many distances share a bucket, so their gradients are summed in fp32.
         wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
@@ -178,16 +205,25 @@ class RelativeBias(nn.Module):
 
 
 def distance_buckets(
-    queries: int, keys: int, device: torch.device, buckets: int, max_distance: int, bidirectional: bool
+    queries: int,
+    keys: int,
+    device: torch.device,
+    buckets: int,
+    max_distance: int,
+    bidirectional: bool,
 ) -> Tensor:
     """Returns the bucket of each distance key - query from 1 - Sk to Sq - 1, int64 [Sq + Sk - 1].
 
     The bias depends only on the distance, so `RelativeBias` looks each up once and copies it along its diagonal.
     """
-    return relative_buckets(torch.arange(1 - keys, queries, device=device), buckets, max_distance, bidirectional)
+    return relative_buckets(
+        torch.arange(1 - keys, queries, device=device), buckets, max_distance, bidirectional
+    )
 
 
-def relative_buckets(distances: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
+def relative_buckets(
+    distances: Tensor, buckets: int, max_distance: int, bidirectional: bool
+) -> Tensor:
     """Returns the bucket of each distance key - query.
 
     Short distances have one bucket each, longer ones share buckets of logarithmic width, and all distances from
@@ -203,7 +239,11 @@ def relative_buckets(distances: Tensor, buckets: int, max_distance: int, bidirec
     exact = buckets // 2
     # Distances below `exact` do not use this value; the clamp keeps their log finite. The order of operations is that
     # of transformers, so that rounding gives the same bucket edges.
-    steps = torch.log(distances.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
+    steps = (
+        torch.log(distances.clamp(min=1).float() / exact)
+        / math.log(max_distance / exact)
+        * (buckets - exact)
+    )
     logarithmic = (exact + steps.long()).clamp(max=buckets - 1)
     return first + torch.where(distances < exact, distances, logarithmic)
 
@@ -242,7 +282,9 @@ class Attention(nn.Module):
         num_key_value_heads = num_key_value_heads or num_heads
         check_heads(num_heads, tp_size(mesh))
         if num_key_value_heads != num_heads and "qkv" not in self.projections:
-            divide(num_key_value_heads, tp_size(mesh), "key-value heads of a projection of their own")
+            divide(
+                num_key_value_heads, tp_size(mesh), "key-value heads of a projection of their own"
+            )
         self.head_size = head_size or hidden_size // num_heads
         shared: dict[str, Any] = {
             "unit": self.head_size,
@@ -250,18 +292,27 @@ class Attention(nn.Module):
             "mesh": mesh,
         }
         self.core = CoreAttention(
-            num_heads, num_key_value_heads, scale=scale, dropout=dropout, mesh=mesh, parallel_config=parallel_config
+            num_heads,
+            num_key_value_heads,
+            scale=scale,
+            dropout=dropout,
+            mesh=mesh,
+            parallel_config=parallel_config,
         )
         heads = {"q": num_heads, "k": num_key_value_heads, "v": num_key_value_heads}
         self.heads: dict[str, tuple[int, ...]] = {}  # projection -> this rank's heads in each block
         for name, blocks in self.projections.items():
             widths = tuple(heads[block] * self.head_size for block in blocks)
             groups = widths if len(widths) > 1 else None
-            projection = ColumnParallelLinear(hidden_size, sum(widths), bias=qkv_bias, groups=groups, **shared)
+            projection = ColumnParallelLinear(
+                hidden_size, sum(widths), bias=qkv_bias, groups=groups, **shared
+            )
             self.add_module(name, projection)
             computed = projection.shard.needed_ranges(tp_rank(mesh), tp_size(mesh))
             self.heads[name] = tuple((stop - start) // self.head_size for start, stop in computed)
-        self.output = RowParallelLinear(num_heads * self.head_size, hidden_size, bias=output_bias, **shared)
+        self.output = RowParallelLinear(
+            num_heads * self.head_size, hidden_size, bias=output_bias, **shared
+        )
 
 
 class SelfAttention(Attention):
@@ -279,8 +330,12 @@ class SelfAttention(Attention):
         super().__init__(*args, **kwargs)
         # Each rank has other heads, so the ranks' gradients of a norm's weight are summed.
         shared: LayerArguments = {"mesh": kwargs.get("mesh"), "sequence_parallel": True}
-        self.q_norm = None if qk_norm_eps is None else RMSNorm(self.head_size, qk_norm_eps, **shared)
-        self.k_norm = None if qk_norm_eps is None else RMSNorm(self.head_size, qk_norm_eps, **shared)
+        self.q_norm = (
+            None if qk_norm_eps is None else RMSNorm(self.head_size, qk_norm_eps, **shared)
+        )
+        self.k_norm = (
+            None if qk_norm_eps is None else RMSNorm(self.head_size, qk_norm_eps, **shared)
+        )
 
     def forward(
         self,
@@ -330,7 +385,11 @@ class CrossAttention(Attention):
     key_value: ColumnParallelLinear
 
     def forward(
-        self, x: Tensor, source: Tensor, mask: Tensor | Tokens | None = None, cache: LayerKVCache | None = None
+        self,
+        x: Tensor,
+        source: Tensor,
+        mask: Tensor | Tokens | None = None,
+        cache: LayerKVCache | None = None,
     ) -> Tensor:
         """Returns [B, S, H].
 
@@ -342,7 +401,9 @@ class CrossAttention(Attention):
                 may have n consecutive rows for each row of the source, and mask must be the same for all queries.
         """
         tokens, mask = split_mask(mask)
-        q = torch.unflatten(self.query(x), -1, (-1, self.head_size)).transpose(1, 2)  # [B, Np, S, D]
+        q = torch.unflatten(self.query(x), -1, (-1, self.head_size)).transpose(
+            1, 2
+        )  # [B, Np, S, D]
         if cache is not None and cache.length:
             k, v = cache.filled()
         else:
@@ -382,7 +443,13 @@ class CoreAttention(nn.Module):
         self.recompute = parallel_config.recompute == "selective"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        position_bias: Tensor | None,
+        causal: bool,
     ) -> Tensor:
         """Returns [B, Np, Sq, D]. The other arguments are as in `SelfAttention`.
 
@@ -399,14 +466,29 @@ class CoreAttention(nn.Module):
             return checkpoint(self.attend, q, k, v, visible, position_bias)
         return self.attend(q, k, v, visible, position_bias)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, position_bias: Tensor | None) -> Tensor:
-        if position_bias is not None and visible.mask is None and not visible.causal and in_inference_mode():
-            visible, position_bias = Visible(position_bias), None  # without gradients, it can be a mask to add
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, position_bias: Tensor | None
+    ) -> Tensor:
+        if (
+            position_bias is not None
+            and visible.mask is None
+            and not visible.causal
+            and in_inference_mode()
+        ):
+            visible, position_bias = (
+                Visible(position_bias),
+                None,
+            )  # without gradients, it can be a mask to add
         if position_bias is None and not self.dropout.drops and not eager_beats_sdpa(q, k):
             few = in_inference_mode() and few_queries_attention(q, k, v, *visible, scale=self.scale)
             if isinstance(few, Tensor):
                 return few
-            causal = visible.mask is None and visible.prefix is None and visible.causal and q.shape[2] == k.shape[2]
+            causal = (
+                visible.mask is None
+                and visible.prefix is None
+                and visible.causal
+                and q.shape[2] == k.shape[2]
+            )
             grouped = q.shape[1] != k.shape[1]
             mask = None if causal else visible.whole_mask(q.shape[2], k.shape[2], q.device)
             return F.scaled_dot_product_attention(
@@ -416,8 +498,14 @@ class CoreAttention(nn.Module):
         # that does not depend on the layout, or speed.
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         scores = matmul(q, k.mT)  # [B, Np, Sq, Sk]
-        rules: dict[str, Any] = {"causal": visible.causal, "prefix": visible.prefix, "dropout": self.dropout}
-        return matmul(scaled_masked_softmax(scores, visible.mask, position_bias, scale=self.scale, **rules), v)
+        rules: dict[str, Any] = {
+            "causal": visible.causal,
+            "prefix": visible.prefix,
+            "dropout": self.dropout,
+        }
+        return matmul(
+            scaled_masked_softmax(scores, visible.mask, position_bias, scale=self.scale, **rules), v
+        )
 
     def by_blocks(self, q: Tensor, k: Tensor, position_bias: Tensor | None) -> bool:
         """Whether attention is computed in tiles or blocks.
@@ -430,10 +518,16 @@ class CoreAttention(nn.Module):
         needed = self.dropout.drops or (q.is_cpu and not in_inference_mode())
         return needed and suits_blocks(q.shape[2], k.shape[2], q.device.type, q.dtype.itemsize)
 
-    def attend_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, by_distance: Tensor | None) -> Tensor:
+    def attend_in_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, by_distance: Tensor | None
+    ) -> Tensor:
         mask = visible.mask
         mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
-        rules: dict[str, Any] = {"causal": visible.causal, "prefix": visible.prefix, **self.dropout.of_heads(q)}
+        rules: dict[str, Any] = {
+            "causal": visible.causal,
+            "prefix": visible.prefix,
+            **self.dropout.of_heads(q),
+        }
         return attention(q, k, v, scale=self.scale, mask=mask, relative_bias=by_distance, **rules)
 
 
@@ -458,7 +552,9 @@ class Visible(NamedTuple):
             return self.mask
         visible = lower_triangular_mask(queries, keys, device)
         if self.prefix is not None:
-            visible = visible | (torch.arange(keys, device=device) < self.prefix.reshape(-1, 1, 1, 1))
+            visible = visible | (
+                torch.arange(keys, device=device) < self.prefix.reshape(-1, 1, 1, 1)
+            )
         return visible if self.mask is None else visible & self.mask
 
 
@@ -470,7 +566,11 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 def repeat_unequally(x: Tensor, counts: tuple[int, ...]) -> Tensor:
     """Repeats the heads of [B, Kp, S, D] consecutively, each as often as `counts` says."""
     return torch.cat(
-        [head.expand(-1, count, -1, -1) for head, count in zip(torch.split(x, 1, 1), counts, strict=True)], 1
+        [
+            head.expand(-1, count, -1, -1)
+            for head, count in zip(torch.split(x, 1, 1), counts, strict=True)
+        ],
+        1,
     )
 
 
@@ -486,13 +586,17 @@ def suits_blocks(queries: int, keys: int, device: str, itemsize: int) -> bool:
     """
     if queries == 1 or device != "cpu":
         return queries > 1
-    return queries * keys >= (MIN_TILED_SCORES if has_attention_kernel(device, itemsize) else MIN_BLOCKED_SCORES)
+    return queries * keys >= (
+        MIN_TILED_SCORES if has_attention_kernel(device, itemsize) else MIN_BLOCKED_SCORES
+    )
 
 
 @cast(Any, torch.compiler).assume_constant_result
 def has_attention_kernel(device: str, itemsize: int) -> bool:
     """Whether attention has a kernel: not in fp64, and otherwise always on an accelerator, which may be elsewhere."""
-    return itemsize < 8 and (device != "cpu" or OPS["attention"].choose_variant(device) != "reference")
+    return itemsize < 8 and (
+        device != "cpu" or OPS["attention"].choose_variant(device) != "reference"
+    )
 
 
 def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
@@ -502,7 +606,9 @@ def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
     Longer sequences would need too much memory.
     """
     short = q.shape[2] * k.shape[2] <= MAX_EAGER_SCORES
-    return q.is_cpu and q.dtype.itemsize == 2 and short and torch.is_grad_enabled() and q.requires_grad
+    return (
+        q.is_cpu and q.dtype.itemsize == 2 and short and torch.is_grad_enabled() and q.requires_grad
+    )
 
 
 def check_heads(num_heads: int, tensor_parallel_size: int) -> None:
@@ -601,7 +707,11 @@ class MLP(nn.Module):
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        shared: dict[str, Any] = {"bias": bias, "sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
+        shared: dict[str, Any] = {
+            "bias": bias,
+            "sequence_parallel": parallel_config.sequence_parallel,
+            "mesh": mesh,
+        }
         self.activation = find_activation(activation)
         self.up = ColumnParallelLinear(hidden_size, inner_size, **shared)
         self.dropout = Dropout(dropout, split_dim=-1, count=inner_size, mesh=mesh)
@@ -610,9 +720,13 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]"""
         fused = None if self.up.bias is None else WITH_BIAS.get(self.activation)
-        if fused is None or self.up.bias is None or hasattr(self.up, "adapter"):  # see `lora.Adapter`
+        if (
+            fused is None or self.up.bias is None or hasattr(self.up, "adapter")
+        ):  # see `lora.Adapter`
             return self.down(self.dropout(self.activation(self.up(x))))
-        y = column_parallel(x, self.up.weight, None, sequence_parallel=self.up.sequence_parallel, mesh=self.up.mesh)
+        y = column_parallel(
+            x, self.up.weight, None, sequence_parallel=self.up.sequence_parallel, mesh=self.up.mesh
+        )
         return self.down(self.dropout(fused(y, self.up.bias.to(y.dtype))))  # y: [B, S, Fp]
 
 
@@ -638,12 +752,19 @@ class GatedMLP(nn.Module):
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        shared: dict[str, Any] = {"sequence_parallel": parallel_config.sequence_parallel, "mesh": mesh}
+        shared: dict[str, Any] = {
+            "sequence_parallel": parallel_config.sequence_parallel,
+            "mesh": mesh,
+        }
         self.activation = find_activation(activation)
-        self.dropout = Dropout(dropout, split_dim=-1, count=inner_size if fused else None, mesh=mesh)
+        self.dropout = Dropout(
+            dropout, split_dim=-1, count=inner_size if fused else None, mesh=mesh
+        )
         if fused:
             groups = (inner_size, inner_size)
-            self.gate_up = ColumnParallelLinear(hidden_size, 2 * inner_size, bias=bias, groups=groups, **shared)
+            self.gate_up = ColumnParallelLinear(
+                hidden_size, 2 * inner_size, bias=bias, groups=groups, **shared
+            )
             self.down = RowParallelLinear(inner_size, hidden_size, bias=bias, **shared)
         else:
             self.gate_up = GateUpLinear(hidden_size, inner_size, **shared)
@@ -652,7 +773,9 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]"""
         projected = self.gate_up(x)
-        gate, up = split_in_halves(projected) if isinstance(projected, Tensor) else projected  # [B, S, Fp] each
+        gate, up = (
+            split_in_halves(projected) if isinstance(projected, Tensor) else projected
+        )  # [B, S, Fp] each
         fused = GATES.get(self.activation)
         product = self.activation(gate) * up if fused is None else fused(gate, up)
         return self.down(self.dropout(product))
@@ -692,7 +815,12 @@ class GateUpLinear(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, inner_size: int, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
+        self,
+        hidden_size: int,
+        inner_size: int,
+        *,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
     ) -> None:
         super().__init__()
         self.sequence_parallel, self.mesh = sequence_parallel, mesh
@@ -704,8 +832,12 @@ class GateUpLinear(nn.Module):
         """Maps [B, S, H], or [B, S/tp, H] under sequence parallelism, to two tensors [B, S, Fp]."""
         if tp_size(self.mesh) == 1 or (in_inference_mode() and not self.sequence_parallel):
             return linear(x, self.gate), linear(x, self.up)  # no exchange is needed
-        weight = torch.cat([self.gate, self.up])  # cheap compared with the products, and one exchange instead of two
-        both = column_parallel(x, weight, None, sequence_parallel=self.sequence_parallel, mesh=self.mesh)
+        weight = torch.cat(
+            [self.gate, self.up]
+        )  # cheap compared with the products, and one exchange instead of two
+        both = column_parallel(
+            x, weight, None, sequence_parallel=self.sequence_parallel, mesh=self.mesh
+        )
         gate, up = both.chunk(2, dim=-1)
         return gate, up
 
@@ -717,11 +849,18 @@ class DownLinear(RowParallelLinear):
     """The output projection of `GatedMLP`, without a bias; its input is split like the output of `GateUpLinear`."""
 
     def __init__(
-        self, inner_size: int, hidden_size: int, *, sequence_parallel: bool = False, mesh: ParallelMesh | None = None
+        self,
+        inner_size: int,
+        hidden_size: int,
+        *,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
     ) -> None:
         size = tp_size(mesh)
         padded = -(-inner_size // size) * size
-        super().__init__(padded, hidden_size, bias=False, sequence_parallel=sequence_parallel, mesh=mesh)
+        super().__init__(
+            padded, hidden_size, bias=False, sequence_parallel=sequence_parallel, mesh=mesh
+        )
         self.in_features = inner_size
         self.shard = Shard((hidden_size, inner_size), 1, pad_multiple=1)
         self.weight = split_parameter(self.shard, mesh)  # [H, Fp]

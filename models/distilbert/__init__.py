@@ -17,7 +17,11 @@ from .config import DistilBertConfig
 from .hf import NAME_MAP
 from .presets import PRESETS
 
-POOLED = {"dense_name": "pre_classifier", "activation": "relu", "dropout_rate": "seq_classif_dropout"}
+POOLED = {
+    "dense_name": "pre_classifier",
+    "activation": "relu",
+    "dropout_rate": "seq_classif_dropout",
+}
 HEADS = {
     "Model": BareModel,
     "ForMaskedLM": MaskedLM,

@@ -19,7 +19,13 @@ KEYS = {
     "dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob",
 }
-CONSTANTS = ("layer_norm_eps", "type_vocab_size", "classifier_dropout", "add_pooling_layer", "position_embedding_type")
+CONSTANTS = (
+    "layer_norm_eps",
+    "type_vocab_size",
+    "classifier_dropout",
+    "add_pooling_layer",
+    "position_embedding_type",
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,9 @@ class DistilBertConfig(BertConfig):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        return super().from_dict(values | {own: values[key] for key, own in KEYS.items() if key in values})
+        return super().from_dict(
+            values | {own: values[key] for key, own in KEYS.items() if key in values}
+        )
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()

@@ -12,10 +12,15 @@ NAME_MAP = NameMap(
     prefix="distilbert.",
     entries=(
         Entry("encoder.word_embeddings.weight", "distilbert.embeddings.word_embeddings.weight"),
-        Entry("encoder.position_embeddings.weight", "distilbert.embeddings.position_embeddings.weight"),
+        Entry(
+            "encoder.position_embeddings.weight", "distilbert.embeddings.position_embeddings.weight"
+        ),
         *both("encoder.embedding_norm", "distilbert.embeddings.LayerNorm"),
         *(
-            Entry(f"{BLOCK}.attention.qkv.{kind}", tuple(f"{LAYER}.attention.{x}_lin.{kind}" for x in "qkv"))
+            Entry(
+                f"{BLOCK}.attention.qkv.{kind}",
+                tuple(f"{LAYER}.attention.{x}_lin.{kind}" for x in "qkv"),
+            )
             for kind in ("weight", "bias")
         ),
         *both(f"{BLOCK}.attention.output", f"{LAYER}.attention.out_lin"),
@@ -33,5 +38,7 @@ NAME_MAP = NameMap(
         *both("qa_outputs", "qa_outputs"),
     ),
     aliases=(("vocab_projector.weight", "distilbert.embeddings.word_embeddings.weight"),),
-    ignored=(r"(distilbert\.)?embeddings\.position_ids",),  # a buffer in files written before transformers 4.31
+    ignored=(
+        r"(distilbert\.)?embeddings\.position_ids",
+    ),  # a buffer in files written before transformers 4.31
 )

@@ -24,5 +24,7 @@ NAME_MAP = NameMap(
     ),
     aliases=(("generator_lm_head.weight", "electra.embeddings.word_embeddings.weight"),),
     renamed=OLD_NORM_NAMES,
-    ignored=(r"(electra\.)?embeddings\.position_ids",),  # a buffer in files written before transformers 4.31
+    ignored=(
+        r"(electra\.)?embeddings\.position_ids",
+    ),  # a buffer in files written before transformers 4.31
 )

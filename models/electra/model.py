@@ -69,11 +69,15 @@ class ReplacedTokenDetection(Classifier):
     def make_logits(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         return self.discriminator(self.gather_hidden_states(x))
 
-    def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    def loss(
+        self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
         """Returns the mean binary cross-entropy, or the sum divided by `num_items_in_batch`."""
         counted, wide = labels != IGNORED, widen(logits)
         losses = F.binary_cross_entropy_with_logits(wide, labels.to(wide.dtype), reduction="none")
-        return (losses * counted).sum() / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
+        return (losses * counted).sum() / (
+            counted.sum() if num_items_in_batch is None else num_items_in_batch
+        )
 
 
 HEADS = {

@@ -16,6 +16,10 @@ PRESETS: dict[str, ElectraConfig] = {
     ),
     "electra-large-generator": _GENERATOR.with_changes(embedding_size=1024, num_hidden_layers=24),
     "electra-large-discriminator": _DISCRIMINATOR.with_changes(
-        embedding_size=1024, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+        embedding_size=1024,
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
     ),
 }

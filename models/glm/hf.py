@@ -24,9 +24,16 @@ NAME_MAP = NameMap(
         Entry("block_position_embeddings.weight", "transformer.block_position_embeddings.weight"),
         Entry("blocks.{i}.ln_1.weight", "transformer.layers.{i}.input_layernorm.weight"),
         Entry("blocks.{i}.ln_1.bias", "transformer.layers.{i}.input_layernorm.bias"),
-        Entry("blocks.{i}.attention.qkv.weight", "transformer.layers.{i}.attention.query_key_value.weight"),
-        Entry("blocks.{i}.attention.qkv.bias", "transformer.layers.{i}.attention.query_key_value.bias"),
-        Entry("blocks.{i}.attention.output.weight", "transformer.layers.{i}.attention.dense.weight"),
+        Entry(
+            "blocks.{i}.attention.qkv.weight",
+            "transformer.layers.{i}.attention.query_key_value.weight",
+        ),
+        Entry(
+            "blocks.{i}.attention.qkv.bias", "transformer.layers.{i}.attention.query_key_value.bias"
+        ),
+        Entry(
+            "blocks.{i}.attention.output.weight", "transformer.layers.{i}.attention.dense.weight"
+        ),
         Entry("blocks.{i}.attention.output.bias", "transformer.layers.{i}.attention.dense.bias"),
         Entry("blocks.{i}.ln_2.weight", "transformer.layers.{i}.post_attention_layernorm.weight"),
         Entry("blocks.{i}.ln_2.bias", "transformer.layers.{i}.post_attention_layernorm.bias"),
@@ -49,19 +56,32 @@ def has_config(values: Mapping[str, Any]) -> bool:
 
 def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> GLMConfig:
     """Infers the configuration from the shapes of the tensors. As in every release, each head has 64 hidden units."""
-    ranks = [{NAME_MAP.todays_name(name, ()): tensor for name, tensor in tensors.items()} for tensors in ranks]
+    ranks = [
+        {NAME_MAP.todays_name(name, ()): tensor for name, tensor in tensors.items()}
+        for tensors in ranks
+    ]
     try:
         embeddings = [tensors["word_embeddings.weight"] for tensors in ranks]
         positions = ranks[0]["transformer.position_embeddings.weight"]
     except KeyError as error:
-        raise ValueError(f"the checkpoint lacks {error.args[0]}, so it is not of the original GLM") from None
+        raise ValueError(
+            f"the checkpoint lacks {error.args[0]}, so it is not of the original GLM"
+        ) from None
     for tensor in (*embeddings, positions):
         if len(tensor.shape) != 2:
-            raise ValueError(f"{tensor} has shape {list(tensor.shape)}, but an embedding must have two dimensions")
+            raise ValueError(
+                f"{tensor} has shape {list(tensor.shape)}, but an embedding must have two dimensions"
+            )
     hidden_size = embeddings[0].shape[1]
-    layers = {int(match[1]) for name in ranks[0] if (match := re.match(r"transformer\.layers\.(\d+)\.", name))}
+    layers = {
+        int(match[1])
+        for name in ranks[0]
+        if (match := re.match(r"transformer\.layers\.(\d+)\.", name))
+    }
     if hidden_size % _HEAD_SIZE:
-        raise ValueError(f"the hidden size {hidden_size} must be a multiple of {_HEAD_SIZE}, the head size of GLM")
+        raise ValueError(
+            f"the hidden size {hidden_size} must be a multiple of {_HEAD_SIZE}, the head size of GLM"
+        )
     return GLMConfig(
         vocab_size=sum(tensor.shape[0] for tensor in embeddings),
         num_layers=max(layers, default=-1) + 1,

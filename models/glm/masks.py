@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def visible_keys(attention_mask: Tensor | None, batch: int, queries: int, memory: int) -> tuple[Tensor | None, bool]:
+def visible_keys(
+    attention_mask: Tensor | None, batch: int, queries: int, memory: int
+) -> tuple[Tensor | None, bool]:
     """Returns (bool mask broadcastable to [B, N, S, M + S], prefixes [B] or None; whether attention is causal).
 
     B is `batch`. S = `queries` new positions follow M = `memory` cached positions.

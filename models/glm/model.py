@@ -21,7 +21,12 @@ from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead
 from ..common.cache import Cache, LayerKVCache
-from ..common.language_model import VOCABULARY_MULTIPLE, LanguageModel, ModelOutput, PositionEmbedding
+from ..common.language_model import (
+    VOCABULARY_MULTIPLE,
+    LanguageModel,
+    ModelOutput,
+    PositionEmbedding,
+)
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.transformer import MLP, SelfAttention, add_and_norm, run_blocks
 from .config import GLMConfig
@@ -29,7 +34,9 @@ from .masks import visible_keys
 
 
 class GLMBlock(nn.Module):
-    def __init__(self, config: GLMConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> None:
+    def __init__(
+        self, config: GLMConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    ) -> None:
         super().__init__()
         size, heads, eps = config.hidden_size, config.num_attention_heads, config.layer_norm_eps
         shared = layer_arguments(mesh, parallel_config)
@@ -44,7 +51,9 @@ class GLMBlock(nn.Module):
         )
         self.attention_dropout = residual_dropout(config.output_dropout_prob, mesh, parallel_config)
         self.ln_2 = LayerNorm(size, eps, **shared)
-        self.mlp = MLP(size, 4 * size, config.hidden_act, mesh=mesh, parallel_config=parallel_config)
+        self.mlp = MLP(
+            size, 4 * size, config.hidden_act, mesh=mesh, parallel_config=parallel_config
+        )
         self.mlp_dropout = residual_dropout(config.output_dropout_prob, mesh, parallel_config)
 
     def forward(
@@ -74,7 +83,10 @@ class GLMForConditionalGeneration(LanguageModel):
     generates = "blanks"
 
     def __init__(
-        self, config: GLMConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+        self,
+        config: GLMConfig,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__()
         parallel_config = parallel_config or ParallelConfig()
@@ -88,8 +100,12 @@ class GLMForConditionalGeneration(LanguageModel):
         )
         self.position_embeddings = PositionEmbedding(positions, size, **shared)
         self.block_position_embeddings = PositionEmbedding(positions, size, **shared)
-        self.embedding_dropout = residual_dropout(config.embedding_dropout_prob, mesh, parallel_config)
-        self.blocks = nn.ModuleList(GLMBlock(config, mesh, parallel_config) for _ in range(config.num_layers))
+        self.embedding_dropout = residual_dropout(
+            config.embedding_dropout_prob, mesh, parallel_config
+        )
+        self.blocks = nn.ModuleList(
+            GLMBlock(config, mesh, parallel_config) for _ in range(config.num_layers)
+        )
         self.final_norm = LayerNorm(size, config.layer_norm_eps, **shared)
         self.head = VocabParallelHead(size, config.vocab_size, tied=self.word_embeddings, **shared)
 
@@ -122,29 +138,50 @@ class GLMForConditionalGeneration(LanguageModel):
             logits_to_keep: The number of last positions whose logits are returned; 0 means all.
         """
         if use_cache is None:
-            use_cache = not self.training and labels is None and not self.sequence_parallel and cache is None
+            use_cache = (
+                not self.training
+                and labels is None
+                and not self.sequence_parallel
+                and cache is None
+            )
         if self.sequence_parallel and (use_cache or mems is not None):
-            raise ValueError("mems need the whole sequence on each rank: build the model without sequence parallelism")
-        (batch, length), memory = input_ids.shape, self.memory_length(mems) if cache is None else cache.length
-        x, table = self.embed(input_ids, position_ids, memory)  # [B, S, H], or [B, S/tp, H] under sequence parallelism
+            raise ValueError(
+                "mems need the whole sequence on each rank: build the model without sequence parallelism"
+            )
+        (batch, length), memory = (
+            input_ids.shape,
+            self.memory_length(mems) if cache is None else cache.length,
+        )
+        x, table = self.embed(
+            input_ids, position_ids, memory
+        )  # [B, S, H], or [B, S/tp, H] under sequence parallelism
         mask, causal = visible_keys(attention_mask, batch, length, memory)
         layers = cache and cache.layers
         states = run_blocks(
-            self.blocks, x, lambda i: (mask, causal, mems and mems[i], layers and layers[i]), self.recompute_blocks
+            self.blocks,
+            x,
+            lambda i: (mask, causal, mems and mems[i], layers and layers[i]),
+            self.recompute_blocks,
         )
         new_mems = extend_mems(mems, states) if use_cache else None
         states[-1] = x = self.final_norm(states[-1])
-        loss, logits = self.loss_and_logits(self.head, x[:, -logits_to_keep:], labels, num_items_in_batch, table)
+        loss, logits = self.loss_and_logits(
+            self.head, x[:, -logits_to_keep:], labels, num_items_in_batch, table
+        )
         return GLMOutput(loss, logits, new_mems, tuple(states) if output_hidden_states else None)
 
-    def embed(self, input_ids: Tensor, position_ids: Tensor | None, memory: int) -> tuple[Tensor, Tensor]:
+    def embed(
+        self, input_ids: Tensor, position_ids: Tensor | None, memory: int
+    ) -> tuple[Tensor, Tensor]:
         """Returns the blocks' input, and the word embedding table for the head."""
         if position_ids is None:
             if memory:
                 raise ValueError("with mems or a cache, pass the position_ids of the new tokens")
             length, positions = input_ids.shape[1], self.position_embeddings.num_embeddings
             if length > positions:
-                raise ValueError(f"the sequence has {length} tokens, but the model has only {positions} positions")
+                raise ValueError(
+                    f"the sequence has {length} tokens, but the model has only {positions} positions"
+                )
             text = torch.arange(length, device=input_ids.device)
             position_ids = torch.stack([text, torch.zeros_like(text)])[None]
         if position_ids.dim() != 3 or position_ids.shape[1:] != (2, input_ids.shape[1]):
@@ -161,7 +198,9 @@ class GLMForConditionalGeneration(LanguageModel):
         if mems is None:
             return 0
         if len(mems) != len(self.blocks) + 1:
-            raise ValueError(f"mems has {len(mems)} tensors, but {len(self.blocks)} blocks need {len(self.blocks) + 1}")
+            raise ValueError(
+                f"mems has {len(mems)} tensors, but {len(self.blocks)} blocks need {len(self.blocks) + 1}"
+            )
         return mems[0].shape[1]
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
@@ -172,7 +211,9 @@ class GLMForConditionalGeneration(LanguageModel):
             full.fill_(1.0)
         else:
             writes_residual = name.endswith((".output.weight", ".down.weight"))
-            std = self.config.initializer_range / (math.sqrt(2 * self.config.num_layers) if writes_residual else 1.0)
+            std = self.config.initializer_range / (
+                math.sqrt(2 * self.config.num_layers) if writes_residual else 1.0
+            )
             full.normal_(0.0, std, generator=generator)
 
 
@@ -180,7 +221,9 @@ def extend_mems(mems: Sequence[Tensor] | None, new: Sequence[Tensor]) -> tuple[T
     """Returns the hidden states of all positions so far, [B, M + S, H] for the embedding and for each block."""
     if mems is None:
         return tuple(state.detach() for state in new)
-    return tuple(torch.cat([old, state.detach()], dim=1) for old, state in zip(mems, new, strict=True))
+    return tuple(
+        torch.cat([old, state.detach()], dim=1) for old, state in zip(mems, new, strict=True)
+    )
 
 
 @dataclass

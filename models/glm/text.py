@@ -5,10 +5,20 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ...data.tokenizers.glm_tokens import GLMTokens, GLMVocabulary, find_glm_vocabulary, glm_tokenizer
+from ...data.tokenizers.glm_tokens import (
+    GLMTokens,
+    GLMVocabulary,
+    find_glm_vocabulary,
+    glm_tokenizer,
+)
 from ...data.tokenizers.tokenizer import load_tokenizer
 
-_VOCABULARIES: dict[int, GLMVocabulary] = {30522: "bert", 50257: "gpt2", 50265: "roberta", 50000: "chinese"}
+_VOCABULARIES: dict[int, GLMVocabulary] = {
+    30522: "bert",
+    50257: "gpt2",
+    50265: "roberta",
+    50000: "chinese",
+}
 _BLANK = re.compile(r"(\[g?s?MASK\])")
 
 
@@ -36,10 +46,20 @@ class GLMText:
         """Returns the token ids of a text. If it has no blank, [gMASK] is appended, so that the model continues it."""
         if not _BLANK.search(text):
             text += " [gMASK]"
-        blanks = {"[MASK]": self.tokens.mask, "[sMASK]": self.tokens.smask, "[gMASK]": self.tokens.gmask}
+        blanks = {
+            "[MASK]": self.tokens.mask,
+            "[sMASK]": self.tokens.smask,
+            "[gMASK]": self.tokens.gmask,
+        }
         ids = [self.tokens.cls]
         for part in _BLANK.split(text):
-            ids += [blanks[part]] if part in blanks else self.tokenizer.encode(part) if part.strip() else []
+            ids += (
+                [blanks[part]]
+                if part in blanks
+                else self.tokenizer.encode(part)
+                if part.strip()
+                else []
+            )
         return ids if ids[-1] == self.tokens.gmask else [*ids, self.tokens.eos]
 
     def decode(self, ids: list[int]) -> str:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..common.config import HeadCount, HiddenSize, InnerSize, LayerCount, NormEpsilon, PositionCount, TokenId, VocabSize
+from ..common.config import (
+    HeadCount,
+    HiddenSize,
+    InnerSize,
+    LayerCount,
+    NormEpsilon,
+    PositionCount,
+    TokenId,
+    VocabSize,
+)
 from ..llama import DecoderConfig
 
 

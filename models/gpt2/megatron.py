@@ -31,12 +31,16 @@ def _owns(names: Iterable[str]) -> bool:
     found = set(names)
     return (
         any(name.startswith("decoder.layers.") for name in found)
-        and not found.isdisjoint(("embedding.position_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.bias"))
+        and not found.isdisjoint(
+            ("embedding.position_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.bias")
+        )
         and not any(name.startswith(("lm_head.", "encoder.")) for name in found)
     )
 
 
-def _infer(arguments: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], layers: int) -> GPT2Config:
+def _infer(
+    arguments: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], layers: int
+) -> GPT2Config:
     found = Sizes.find(arguments, shapes, "decoder")
     return GPT2Config(
         vocab_size=found.vocabulary,
@@ -84,7 +88,10 @@ MEGATRON = MegatronMap(
             *block_entries(
                 "decoder",
                 "blocks",
-                (("ln_1", "decoder.layers.{i}.input_layernorm"), ("ln_2", "decoder.layers.{i}.pre_mlp_layernorm")),
+                (
+                    ("ln_1", "decoder.layers.{i}.input_layernorm"),
+                    ("ln_2", "decoder.layers.{i}.pre_mlp_layernorm"),
+                ),
             ),
             *weight_and_bias("final_norm", "decoder.final_layernorm"),
             Entry("head.weight", TIED_HEAD),

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..common.cache import Cache, LayerKVCache
-from ..common.heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification, configured
+from ..common.heads import (
+    BareModel,
+    QuestionAnswering,
+    SequenceClassification,
+    TokenClassification,
+    configured,
+)
 from ..common.language_model import VOCABULARY_MULTIPLE, Body, CausalLM, Hidden, PositionEmbedding
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.transformer import MLP, SelfAttention, add_and_norm, causal_mask, run_blocks
@@ -25,7 +31,11 @@ from .config import GPT2Config
 
 class GPT2Block(nn.Module):
     def __init__(
-        self, config: GPT2Config, layer: int, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+        self,
+        config: GPT2Config,
+        layer: int,
+        mesh: ParallelMesh | None,
+        parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
         size, eps = config.n_embd, config.layer_norm_epsilon
@@ -35,10 +45,21 @@ class GPT2Block(nn.Module):
         shared = layer_arguments(mesh, parallel_config)
         self.ln_1 = LayerNorm(size, eps, **shared)
         self.attention = SelfAttention(
-            size, config.n_head, scale=scale, dropout=config.attn_pdrop, mesh=mesh, parallel_config=parallel_config
+            size,
+            config.n_head,
+            scale=scale,
+            dropout=config.attn_pdrop,
+            mesh=mesh,
+            parallel_config=parallel_config,
         )
         self.ln_2 = LayerNorm(size, eps, **shared)
-        self.mlp = MLP(size, config.inner_size, config.activation_function, mesh=mesh, parallel_config=parallel_config)
+        self.mlp = MLP(
+            size,
+            config.inner_size,
+            config.activation_function,
+            mesh=mesh,
+            parallel_config=parallel_config,
+        )
 
         self.attention_dropout = residual_dropout(config.resid_pdrop, mesh, parallel_config)
         self.mlp_dropout = residual_dropout(config.resid_pdrop, mesh, parallel_config)
@@ -56,7 +77,10 @@ class GPT2Body(Body):
     config: GPT2Config
 
     def __init__(
-        self, config: GPT2Config, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+        self,
+        config: GPT2Config,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__()
         parallel_config = parallel_config or ParallelConfig()
@@ -68,7 +92,9 @@ class GPT2Body(Body):
         )
         self.position_embeddings = PositionEmbedding(config.n_positions, config.n_embd, **shared)
         self.embedding_dropout = residual_dropout(config.embd_pdrop, mesh, parallel_config)
-        self.blocks = nn.ModuleList(GPT2Block(config, layer, mesh, parallel_config) for layer in range(config.n_layer))
+        self.blocks = nn.ModuleList(
+            GPT2Block(config, layer, mesh, parallel_config) for layer in range(config.n_layer)
+        )
         self.final_norm = LayerNorm(config.n_embd, config.layer_norm_epsilon, **shared)
 
     def body(
@@ -91,12 +117,18 @@ class GPT2Body(Body):
         cached = 0 if cache is None else cache.length
         x, table = self.embed(input_ids, position_ids, token_type_ids, cached)
         mask = causal_mask(attention_mask, input_ids.shape[1])
-        states = run_blocks(self.blocks, x, lambda i: (mask, cache and cache.layers[i]), self.recompute_blocks)
+        states = run_blocks(
+            self.blocks, x, lambda i: (mask, cache and cache.layers[i]), self.recompute_blocks
+        )
         states[-1] = self.final_norm(states[-1])
         return Hidden(states, table)
 
     def embed(
-        self, input_ids: Tensor, position_ids: Tensor | None, token_type_ids: Tensor | None, cached: int
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        cached: int,
     ) -> tuple[Tensor, Tensor]:
         """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""
         length = input_ids.shape[1]
@@ -105,7 +137,9 @@ class GPT2Body(Body):
                 f"the sequence has {cached + length} tokens, but the model has only {self.config.n_positions} positions"
             )
         x, table = self.word_embeddings.embed(input_ids)
-        x = x + self.position_embeddings(range(cached, cached + length) if position_ids is None else position_ids)
+        x = x + self.position_embeddings(
+            range(cached, cached + length) if position_ids is None else position_ids
+        )
         if token_type_ids is not None:
             types, table = self.word_embeddings.embed(token_type_ids, table)
             x = x + types
@@ -119,14 +153,18 @@ class GPT2Body(Body):
             full.fill_(1.0)
         else:
             writes_residual = name.endswith((".output.weight", ".down.weight"))
-            std = self.config.initializer_range / (math.sqrt(2 * self.config.n_layer) if writes_residual else 1.0)
+            std = self.config.initializer_range / (
+                math.sqrt(2 * self.config.n_layer) if writes_residual else 1.0
+            )
             full.normal_(0.0, std, generator=generator)
 
 
 HEADS = {
     "LMHeadModel": CausalLM,
     "Model": BareModel,
-    "ForSequenceClassification": configured(SequenceClassification, pooling="last", dropout_rate=None, bias=False),
+    "ForSequenceClassification": configured(
+        SequenceClassification, pooling="last", dropout_rate=None, bias=False
+    ),
     "ForTokenClassification": TokenClassification,
     "ForQuestionAnswering": QuestionAnswering,
 }

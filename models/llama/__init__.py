@@ -36,7 +36,10 @@ def decoder_family(
         tokenizer="bpe",
         activations=activations,
         megatron=megatron,
-        tasks={"text-generation": f"{stem}ForCausalLM", "text2text-generation": f"{stem}ForCausalLM"},
+        tasks={
+            "text-generation": f"{stem}ForCausalLM",
+            "text2text-generation": f"{stem}ForCausalLM",
+        },
     )
 
 

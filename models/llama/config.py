@@ -73,11 +73,15 @@ class DecoderConfig(HeadsConfig):
                 f"num_key_value_heads={self.key_value_heads} must divide num_attention_heads={self.num_attention_heads}"
             )
         values = {"rope_parameters": self.rope_parameters}
-        object.__setattr__(self, "rope_parameters", self.read_rope(values, self.max_position_embeddings))
+        object.__setattr__(
+            self, "rope_parameters", self.read_rope(values, self.max_position_embeddings)
+        )
         check_rope_parameters(self.rope, self.head_size)
         rotated = self.rope.get("partial_rotary_factor", 1.0)
         if rotated != 1.0 and not self.rotates_any_part:
-            raise ValueError(f"{self.model_type} rotates whole heads: partial_rotary_factor={rotated} must be 1")
+            raise ValueError(
+                f"{self.model_type} rotates whole heads: partial_rotary_factor={rotated} must be 1"
+            )
 
     @property
     def rope(self) -> dict[str, Any]:
@@ -116,7 +120,9 @@ class DecoderConfig(HeadsConfig):
 
     @classmethod
     def read_rope(cls, values: dict[str, Any], positions: int) -> RopeParameters:
-        return read_rope_parameters(values, positions, theta=cls.default_theta, partial=cls.default_rotated)
+        return read_rope_parameters(
+            values, positions, theta=cls.default_theta, partial=cls.default_rotated
+        )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -127,7 +133,9 @@ class DecoderConfig(HeadsConfig):
     def to_dict(self) -> dict[str, Any]:
         """Returns the contents of a `config.json` that both transformers 4 and 5 read."""
         values, rope = super().to_dict(), self.rope
-        outside = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        outside = {
+            name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope
+        }
         values |= {**outside, "rope_scaling": None if rope["rope_type"] == "default" else rope}
         values["head_dim"] = self.head_size
         if self.head_dim is type(self).head_dim is None:

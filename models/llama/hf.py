@@ -20,12 +20,23 @@ def name_map(norms: dict[str, str], gate_up: tuple[str, ...] = ("gate_proj", "up
         prefix="model.",
         entries=(
             Entry("word_embeddings.weight", "model.embed_tokens.weight"),
-            *(Entry(f"{ATTENTION}.qkv.{k}", tuple(f"{LAYER}.self_attn.{x}_proj.{k}" for x in "qkv")) for k in kinds),
+            *(
+                Entry(
+                    f"{ATTENTION}.qkv.{k}", tuple(f"{LAYER}.self_attn.{x}_proj.{k}" for x in "qkv")
+                )
+                for k in kinds
+            ),
             Entry(f"{ATTENTION}.q_norm.weight", f"{LAYER}.self_attn.q_norm.weight"),
             Entry(f"{ATTENTION}.k_norm.weight", f"{LAYER}.self_attn.k_norm.weight"),
             *(Entry(f"{ATTENTION}.output.{k}", f"{LAYER}.self_attn.o_proj.{k}") for k in kinds),
-            *(Entry(f"blocks.{{i}}.{own}.weight", f"{LAYER}.{stored}.weight") for own, stored in norms.items()),
-            *(Entry(f"{MLP}.gate_up.{k}", tuple(f"{LAYER}.mlp.{part}.{k}" for part in gate_up)) for k in kinds),
+            *(
+                Entry(f"blocks.{{i}}.{own}.weight", f"{LAYER}.{stored}.weight")
+                for own, stored in norms.items()
+            ),
+            *(
+                Entry(f"{MLP}.gate_up.{k}", tuple(f"{LAYER}.mlp.{part}.{k}" for part in gate_up))
+                for k in kinds
+            ),
             *(Entry(f"{MLP}.down.{k}", f"{LAYER}.mlp.down_proj.{k}") for k in kinds),
             Entry("final_norm.weight", "model.norm.weight"),
             Entry("head.weight", "lm_head.weight"),
@@ -37,7 +48,9 @@ def name_map(norms: dict[str, str], gate_up: tuple[str, ...] = ("gate_proj", "up
         aliases=(("lm_head.weight", "model.embed_tokens.weight"),),
         renamed=((r"transformer\.(.*)", r"model.\1"),),  # question answering
         spelled=((r"(Llama|Qwen2|Qwen3)ForQuestionAnswering", r"model\.(.*)", r"transformer.\1"),),
-        ignored=(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),  # a buffer in old files
+        ignored=(
+            r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        ),  # a buffer in old files
     )
 
 

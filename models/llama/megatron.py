@@ -37,7 +37,11 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 _RATES = {"attention_dropout": "attention_dropout", "initializer_range": "init_method_std"}
 # Megatron-LM's --use-rope-scaling: Llama 3.1's numbers, of which only the factor can be chosen.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _BIAS, _QK_NORM = (
     "decoder.layers.0.self_attention.linear_qkv.bias",
     "decoder.layers.0.self_attention.q_layernorm.weight",
@@ -84,7 +88,10 @@ def _entries() -> tuple[Entry, ...]:
     }
     return (
         Entry("word_embeddings.weight", EMBEDDING),
-        *(Entry(f"blocks.{{i}}.{native}.weight", f"{LAYER}.{stored}.weight") for native, stored in own.items()),
+        *(
+            Entry(f"blocks.{{i}}.{native}.weight", f"{LAYER}.{stored}.weight")
+            for native, stored in own.items()
+        ),
         Entry("blocks.{i}.attention.qkv.bias", f"{LAYER}.self_attention.linear_qkv.bias"),
         Entry("final_norm.weight", "decoder.final_layernorm.weight"),
         Entry("head.weight", TIED_HEAD),
@@ -92,16 +99,24 @@ def _entries() -> tuple[Entry, ...]:
 
 
 def _infer(
-    config: type[DecoderConfig], arguments: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], layers: int
+    config: type[DecoderConfig],
+    arguments: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    layers: int,
 ) -> DecoderConfig:
     (vocabulary, hidden), (inner, _) = (
         _matrix(shapes, name) for name in (EMBEDDING, LAYER.format(i=0) + ".mlp.linear_fc1.weight")
     )
     heads = arguments.get("num_attention_heads")
     if type(heads) is not int or heads < 1:
-        raise ValueError("its arguments, with the number of heads, are not stored; name a config.json by --config")
+        raise ValueError(
+            "its arguments, with the number of heads, are not stored; name a config.json by --config"
+        )
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else heads
-    sizes = {"num_key_value_heads": groups, "head_dim": arguments.get("kv_channels") or hidden // heads}
+    sizes = {
+        "num_key_value_heads": groups,
+        "head_dim": arguments.get("kv_channels") or hidden // heads,
+    }
     positions = arguments.get("max_position_embeddings")
     if type(positions) is int:
         sizes["max_position_embeddings"] = positions
@@ -124,31 +139,55 @@ def _infer(
 
 def _matrix(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
     if len(found := shapes.get(name, ())) != 2:
-        raise ValueError(f"{name} has the shape {list(found)}, but a matrix is needed to find the sizes")
+        raise ValueError(
+            f"{name} has the shape {list(found)}, but a matrix is needed to find the sizes"
+        )
     return found[0], found[1]
 
 
 def _rope(arguments: Mapping[str, Any]) -> RopeParameters:
     """Returns the rotation that the arguments describe. ValueError for one that transformers does not have."""
-    base, factor = (arguments.get(n, default) for n, default in (("rotary_base", 10000), ("rope_scaling_factor", 8.0)))
+    base, factor = (
+        arguments.get(n, default)
+        for n, default in (("rotary_base", 10000), ("rope_scaling_factor", 8.0))
+    )
     length = arguments.get("rotary_seq_len_interpolation_factor")
-    for name, value in (("rotary_base", base), ("rope_scaling_factor", factor), ("interpolation factor", length or 1)):
+    for name, value in (
+        ("rotary_base", base),
+        ("rope_scaling_factor", factor),
+        ("interpolation factor", length or 1),
+    ):
         if type(value) not in (int, float):
             raise ValueError(f"its arguments say {name}={value!r}, which must be a number")
     theta = {"rope_theta": float(base)}
     if arguments.get("use_rope_scaling"):
         if length is not None:
-            raise ValueError("its arguments scale the rotation twice: use_rope_scaling, and an interpolation factor")
+            raise ValueError(
+                "its arguments scale the rotation twice: use_rope_scaling, and an interpolation factor"
+            )
         return {"rope_type": "llama3", **theta, "factor": float(factor), **_LLAMA3}
-    return {"rope_type": "default", **theta} if length is None else {"rope_type": "linear", **theta, "factor": length}
+    return (
+        {"rope_type": "default", **theta}
+        if length is None
+        else {"rope_type": "linear", **theta, "factor": length}
+    )
 
 
 def _arguments(config: DecoderConfig) -> dict[str, Any]:
     for wrong, reason in (
         (config.hidden_act != "silu", f"SwiGLU, but this model has hidden_act={config.hidden_act}"),
-        (config.output_bias or config.mlp_bias, "no biases behind attention and MLP, but this model has some"),
-        (any(config.windows), f"no sliding window, but this model has one of {next(filter(None, config.windows), 0)}"),
-        (not config.architecture.endswith("ForCausalLM"), f"a language-model head, not that of {config.architecture}"),
+        (
+            config.output_bias or config.mlp_bias,
+            "no biases behind attention and MLP, but this model has some",
+        ),
+        (
+            any(config.windows),
+            f"no sliding window, but this model has one of {next(filter(None, config.windows), 0)}",
+        ),
+        (
+            not config.architecture.endswith("ForCausalLM"),
+            f"a language-model head, not that of {config.architecture}",
+        ),
     ):
         if wrong:
             raise ValueError(f"Megatron-LM's GPT of this kind has {reason}")
@@ -172,10 +211,16 @@ def _arguments(config: DecoderConfig) -> dict[str, Any]:
 
 def _rope_arguments(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Does the reverse of `_rope`."""
-    found = {"rotary_base": rope["rope_theta"], "use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
+    found = {
+        "rotary_base": rope["rope_theta"],
+        "use_rope_scaling": False,
+        "rotary_seq_len_interpolation_factor": None,
+    }
     if rope["rope_type"] == "linear":
         return found | {"rotary_seq_len_interpolation_factor": rope["factor"]}
-    if rope["rope_type"] == "llama3" and all(rope.get(name) == value for name, value in _LLAMA3.items()):
+    if rope["rope_type"] == "llama3" and all(
+        rope.get(name) == value for name, value in _LLAMA3.items()
+    ):
         return found | {"use_rope_scaling": True, "rope_scaling_factor": rope["factor"]}
     if rope["rope_type"] != "default":
         numbers = ", ".join(f"{name}={value}" for name, value in rope.items())

@@ -23,7 +23,13 @@ from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
 from ..common.cache import Cache, LayerKVCache
-from ..common.heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification, configured
+from ..common.heads import (
+    BareModel,
+    QuestionAnswering,
+    SequenceClassification,
+    TokenClassification,
+    configured,
+)
 from ..common.language_model import VOCABULARY_MULTIPLE, Body, CausalLM, Hidden
 from ..common.parallel_config import ParallelConfig, layer_arguments
 from ..common.rotary import Rotary, rotary_embedding
@@ -37,10 +43,18 @@ class DecoderBlock(nn.Module):
     """A block of Llama or of a sibling."""
 
     def __init__(
-        self, config: DecoderConfig, layer: int, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+        self,
+        config: DecoderConfig,
+        layer: int,
+        mesh: ParallelMesh | None,
+        parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        size, eps, shared = config.hidden_size, config.rms_norm_eps, layer_arguments(mesh, parallel_config)
+        size, eps, shared = (
+            config.hidden_size,
+            config.rms_norm_eps,
+            layer_arguments(mesh, parallel_config),
+        )
         self.window = config.windows[layer]
         self.attention_norm = RMSNorm(size, eps, **shared)
         self.attention = SelfAttention(
@@ -56,7 +70,9 @@ class DecoderBlock(nn.Module):
             mesh=mesh,
             parallel_config=parallel_config,
         )
-        self.attention_output_norm = RMSNorm(size, eps, **shared) if config.sandwich_norms else nn.Identity()
+        self.attention_output_norm = (
+            RMSNorm(size, eps, **shared) if config.sandwich_norms else nn.Identity()
+        )
         self.mlp_norm = RMSNorm(size, eps, **shared)
         self.mlp = GatedMLP(
             size,
@@ -67,9 +83,13 @@ class DecoderBlock(nn.Module):
             mesh=mesh,
             parallel_config=parallel_config,
         )
-        self.mlp_output_norm = RMSNorm(size, eps, **shared) if config.sandwich_norms else nn.Identity()
+        self.mlp_output_norm = (
+            RMSNorm(size, eps, **shared) if config.sandwich_norms else nn.Identity()
+        )
 
-    def forward(self, x: Tensor, masks: Masks, rotary: Rotary, cache: LayerKVCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, masks: Masks, rotary: Rotary, cache: LayerKVCache | None = None
+    ) -> Tensor:
         y, x = self.attention_norm(x, return_residual=True)
         y = self.attention(y, masks[self.window], causal=True, rotary=rotary, cache=cache)
         y, x = self.mlp_norm(self.attention_output_norm(y), x, return_residual=True)
@@ -82,7 +102,10 @@ class DecoderBody(Body):
     config: DecoderConfig
 
     def __init__(
-        self, config: DecoderConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+        self,
+        config: DecoderConfig,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__()
         parallel_config = parallel_config or ParallelConfig()
@@ -97,7 +120,8 @@ class DecoderBody(Body):
             **shared,
         )
         self.blocks = nn.ModuleList(
-            DecoderBlock(config, layer, mesh, parallel_config) for layer in range(config.num_hidden_layers)
+            DecoderBlock(config, layer, mesh, parallel_config)
+            for layer in range(config.num_hidden_layers)
         )
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **shared)
 
@@ -116,7 +140,11 @@ class DecoderBody(Body):
             position_ids: int64 [B, S] or [1, S].
             cache: The keys and values of M earlier positions; not supported under sequence parallelism.
         """
-        config, length, cached = self.config, input_ids.shape[1], 0 if cache is None else cache.length
+        config, length, cached = (
+            self.config,
+            input_ids.shape[1],
+            0 if cache is None else cache.length,
+        )
         if position_ids is None:
             position_ids = torch.arange(cached, cached + length, device=input_ids.device)[None]
         x, table = self.embed(input_ids)
@@ -131,10 +159,17 @@ class DecoderBody(Body):
         masks = {
             window: causal_mask(attention_mask, length)
             if window is None
-            else window_mask(attention_mask, length, cached, window, causal=True, device=input_ids.device)
+            else window_mask(
+                attention_mask, length, cached, window, causal=True, device=input_ids.device
+            )
             for window in set(config.windows)
         }
-        states = run_blocks(self.blocks, x, lambda i: (masks, rotary, cache and cache.layers[i]), self.recompute_blocks)
+        states = run_blocks(
+            self.blocks,
+            x,
+            lambda i: (masks, rotary, cache and cache.layers[i]),
+            self.recompute_blocks,
+        )
         states[-1] = self.final_norm(states[-1])
         return Hidden(states, table)
 
@@ -156,7 +191,11 @@ HEADS = {
     "ForCausalLM": CausalLM,
     "Model": BareModel,
     "ForSequenceClassification": configured(
-        SequenceClassification, pooling="last", dropout_rate=None, bias=False, linear_name="classifier"
+        SequenceClassification,
+        pooling="last",
+        dropout_rate=None,
+        bias=False,
+        linear_name="classifier",
     ),
     "ForTokenClassification": configured(TokenClassification, linear_name="classifier"),
 }

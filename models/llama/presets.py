@@ -9,7 +9,12 @@ from .config import LlamaConfig
 
 _llama2 = partial(LlamaConfig, max_position_embeddings=4096, rms_norm_eps=1e-5)
 _llama3 = partial(
-    LlamaConfig, vocab_size=128256, num_key_value_heads=8, rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001
+    LlamaConfig,
+    vocab_size=128256,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    bos_token_id=128000,
+    eos_token_id=128001,
 )
 
 
@@ -20,7 +25,9 @@ def _scaled(factor: float) -> RopeParameters:
     }  # fmt: skip
 
 
-_70b = partial(_llama3, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
+_70b = partial(
+    _llama3, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
+)
 _8b = partial(_llama3, intermediate_size=14336)
 _THETA: RopeParameters = {"rope_theta": 500000.0}
 _small = partial(
@@ -33,9 +40,15 @@ _small = partial(
 
 PRESETS: dict[str, LlamaConfig] = {
     "llama-2-7b": _llama2(),
-    "llama-2-13b": _llama2(hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40),
+    "llama-2-13b": _llama2(
+        hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40
+    ),
     "llama-2-70b": _llama2(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
     ),
     "meta-llama-3-8b": _8b(max_position_embeddings=8192, rope_parameters=_THETA),
     "meta-llama-3-70b": _70b(max_position_embeddings=8192, rope_parameters=_THETA),

@@ -27,5 +27,7 @@ PRESETS: dict[str, M2M100Config] = {
     "nllb-200-distilled-600m": _nllb(),
     "nllb-200-distilled-1.3b": _nllb(**_deep(8192)),
     "nllb-200-1.3b": _nllb(**_deep(8192)),
-    "nllb-200-3.3b": _nllb(**_deep(8192), d_model=2048, encoder_attention_heads=16, decoder_attention_heads=16),
+    "nllb-200-3.3b": _nllb(
+        **_deep(8192), d_model=2048, encoder_attention_heads=16, decoder_attention_heads=16
+    ),
 }

@@ -11,7 +11,8 @@ from .presets import PRESETS
 
 FAMILY = Family(
     config=MBartConfig,
-    architectures=with_heads(MBartBody, "MBart", HEADS) | with_heads(decoder.BartDecoderBody, "MBart", decoder.HEADS),
+    architectures=with_heads(MBartBody, "MBart", HEADS)
+    | with_heads(decoder.BartDecoderBody, "MBart", decoder.HEADS),
     name_map=NAME_MAP,
     presets=PRESETS,
     kind="encoder-decoder",

@@ -6,6 +6,8 @@ from ..llama.megatron import megatron
 from .config import MistralConfig
 from .presets import PRESETS
 
-FAMILY = decoder_family(MistralConfig, "Mistral", NAME_MAP, PRESETS, megatron=megatron(MistralConfig, inferred=False))
+FAMILY = decoder_family(
+    MistralConfig, "Mistral", NAME_MAP, PRESETS, megatron=megatron(MistralConfig, inferred=False)
+)
 
 __all__ = ["FAMILY", "MistralConfig"]

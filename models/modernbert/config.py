@@ -28,7 +28,10 @@ from ..common.rotary import RopeParameters, check_rope_parameters, read_rope_par
 
 AttentionType = Literal["full_attention", "sliding_attention"]
 THETAS: dict[AttentionType, float] = {"full_attention": 160000.0, "sliding_attention": 10000.0}
-OLD_THETAS: dict[AttentionType, str] = {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}
+OLD_THETAS: dict[AttentionType, str] = {
+    "full_attention": "global_rope_theta",
+    "sliding_attention": "local_rope_theta",
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,9 @@ class ModernBertConfig(HeadsConfig):
         super().__post_init__()
         self.check_heads(self.hidden_size, self.num_attention_heads)
         if not self.tie_word_embeddings:
-            raise ValueError("modernbert's output head is the word embedding: tie_word_embeddings must be true")
+            raise ValueError(
+                "modernbert's output head is the word embedding: tie_word_embeddings must be true"
+            )
         if len(self.attention_types) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_types lists {len(self.attention_types)} layers, but num_hidden_layers is "
@@ -104,7 +109,10 @@ class ModernBertConfig(HeadsConfig):
         if self.layer_types is not None:
             return self.layer_types
         every = self.global_attn_every_n_layers
-        return ["sliding_attention" if i % every else "full_attention" for i in range(self.num_hidden_layers)]
+        return [
+            "sliding_attention" if i % every else "full_attention"
+            for i in range(self.num_hidden_layers)
+        ]
 
     @property
     def rope(self) -> dict[str, dict[str, Any]]:
@@ -114,7 +122,10 @@ class ModernBertConfig(HeadsConfig):
     @staticmethod
     def read_rope(values: dict[str, Any], positions: int) -> dict[AttentionType, RopeParameters]:
         """Returns the rotary parameters of each type of layer, from the keys of transformers 4 or 5."""
-        stored, scaling = _rope_object(values.get("rope_parameters")), _rope_object(values.get("rope_scaling"))
+        stored, scaling = (
+            _rope_object(values.get("rope_parameters")),
+            _rope_object(values.get("rope_scaling")),
+        )
         if unknown := stored.keys() - THETAS.keys():
             raise ValueError(
                 f"rope_parameters have an object for each of {', '.join(THETAS)}, not for {min(unknown)!r}"

@@ -18,13 +18,24 @@ from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..common.language_model import VOCABULARY_MULTIPLE, Body, Hidden, MaskedLMHead
 from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
 from ..common.rotary import Rotary, rotary_embedding
-from ..common.transformer import GatedMLP, SelfAttention, add_and_norm, key_mask, run_blocks, window_mask
+from ..common.transformer import (
+    GatedMLP,
+    SelfAttention,
+    add_and_norm,
+    key_mask,
+    run_blocks,
+    window_mask,
+)
 from .config import ModernBertConfig
 
 
 class ModernBertBlock(nn.Module):
     def __init__(
-        self, config: ModernBertConfig, layer: int, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+        self,
+        config: ModernBertConfig,
+        layer: int,
+        mesh: ParallelMesh | None,
+        parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
         size, eps, bias = config.hidden_size, config.norm_eps, config.norm_bias
@@ -54,7 +65,11 @@ class ModernBertBlock(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None, rotary: Rotary) -> Tensor:
-        y, x = self.attention_norm(x, return_residual=True) if self.attention_norm is not None else (x, x)
+        y, x = (
+            self.attention_norm(x, return_residual=True)
+            if self.attention_norm is not None
+            else (x, x)
+        )
         y = self.attention(y, mask, rotary=rotary)
         y, x = add_and_norm(self.mlp_norm, self.attention_dropout, y, x)
         return x + self.mlp(y)
@@ -66,7 +81,10 @@ class ModernBertBody(Body):
     config: ModernBertConfig
 
     def __init__(
-        self, config: ModernBertConfig, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+        self,
+        config: ModernBertConfig,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__()
         parallel_config = parallel_config or ParallelConfig()
@@ -74,17 +92,25 @@ class ModernBertBody(Body):
         self.recompute_blocks = parallel_config.recompute == "full"
         size, shared = config.hidden_size, layer_arguments(mesh, parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
-            config.vocab_size, size, padding_idx=config.pad_token_id, pad_multiple=VOCABULARY_MULTIPLE, **shared
+            config.vocab_size,
+            size,
+            padding_idx=config.pad_token_id,
+            pad_multiple=VOCABULARY_MULTIPLE,
+            **shared,
         )
         self.embedding_norm = LayerNorm(size, config.norm_eps, bias=config.norm_bias, **shared)
         self.embedding_dropout = residual_dropout(config.embedding_dropout, mesh, parallel_config)
         self.blocks = nn.ModuleList(
-            ModernBertBlock(config, layer, mesh, parallel_config) for layer in range(config.num_hidden_layers)
+            ModernBertBlock(config, layer, mesh, parallel_config)
+            for layer in range(config.num_hidden_layers)
         )
         self.final_norm = LayerNorm(size, config.norm_eps, bias=config.norm_bias, **shared)
 
     def body(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Hidden:
         """Runs the embeddings and blocks.
 
@@ -96,10 +122,14 @@ class ModernBertBody(Body):
         if position_ids is None:
             position_ids = torch.arange(length, device=device)[None]
         x, table = self.embed(input_ids)
-        near = window_mask(attention_mask, length, 0, config.local_attention // 2, causal=False, device=device)
+        near = window_mask(
+            attention_mask, length, 0, config.local_attention // 2, causal=False, device=device
+        )
         masks = {"full_attention": key_mask(attention_mask), "sliding_attention": near}
         rotary = {
-            kind: rotary_embedding(position_ids, config.head_size, rope, config.max_position_embeddings, self.dtype)
+            kind: rotary_embedding(
+                position_ids, config.head_size, rope, config.max_position_embeddings, self.dtype
+            )
             for kind, rope in config.rope.items()
         }
         context = [(masks[kind], rotary[kind]) for kind in config.attention_types]

@@ -14,7 +14,9 @@ _SIZES = {
 
 PRESETS: dict[str, MT5Config] = {
     **{f"mt5-{size}": config for size, config in _SIZES.items()},
-    **{f"mt0-{size}": config for size, config in _SIZES.items()},  # Muennighoff et al., 2022, arXiv:2211.01786
+    **{
+        f"mt0-{size}": config for size, config in _SIZES.items()
+    },  # Muennighoff et al., 2022, arXiv:2211.01786
     "mt5-quickstart": MT5Config(
         vocab_size=1100,
         d_model=128,
@@ -24,5 +26,7 @@ PRESETS: dict[str, MT5Config] = {
         num_heads=4,
         dropout_rate=0.0,  # the text is read about once, so the model cannot learn it by heart
     ),
-    "mt5-libai": MT5Config(vocab_size=21248, d_model=768, d_ff=2048, num_layers=12, num_heads=12, dropout_rate=0.0),
+    "mt5-libai": MT5Config(
+        vocab_size=21248, d_model=768, d_ff=2048, num_layers=12, num_heads=12, dropout_rate=0.0
+    ),
 }

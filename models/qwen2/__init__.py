@@ -6,6 +6,8 @@ from ..llama.megatron import megatron
 from .config import Qwen2Config
 from .presets import PRESETS
 
-FAMILY = decoder_family(Qwen2Config, "Qwen2", NAME_MAP, PRESETS, megatron=megatron(Qwen2Config, bias=True))
+FAMILY = decoder_family(
+    Qwen2Config, "Qwen2", NAME_MAP, PRESETS, megatron=megatron(Qwen2Config, bias=True)
+)
 
 __all__ = ["FAMILY", "Qwen2Config"]

@@ -38,7 +38,9 @@ class QwenConfig(DecoderConfig):
                 f"layer_types names {len(self.layer_types)} layers, but num_hidden_layers is {self.num_hidden_layers}"
             )
         if "sliding_attention" in self.layer_types and not self.window:
-            raise ValueError("layers of type sliding_attention need use_sliding_window=true and a sliding_window")
+            raise ValueError(
+                "layers of type sliding_attention need use_sliding_window=true and a sliding_window"
+            )
 
     @property
     def window(self) -> int | None:
@@ -47,8 +49,13 @@ class QwenConfig(DecoderConfig):
     @property
     def windows(self) -> tuple[int | None, ...]:
         if self.layer_types is not None:
-            return tuple(self.window if kind == "sliding_attention" else None for kind in self.layer_types)
-        return tuple(self.window if i >= self.max_window_layers else None for i in range(self.num_hidden_layers))
+            return tuple(
+                self.window if kind == "sliding_attention" else None for kind in self.layer_types
+            )
+        return tuple(
+            self.window if i >= self.max_window_layers else None
+            for i in range(self.num_hidden_layers)
+        )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ _SHARED = {
         num_key_value_heads=8, rms_norm_eps=1e-5,
     ),
 }  # fmt: skip
-_5120 = partial(_wide, hidden_size=5120, num_attention_heads=40, num_key_value_heads=8, rms_norm_eps=1e-5)
+_5120 = partial(
+    _wide, hidden_size=5120, num_attention_heads=40, num_key_value_heads=8, rms_norm_eps=1e-5
+)
 
 PRESETS: dict[str, Qwen2Config] = {
     **{f"qwen2-{size}": make() for size, make in _SHARED.items()},

@@ -6,6 +6,8 @@ from ..llama.megatron import megatron
 from .config import Qwen3Config
 from .presets import PRESETS
 
-FAMILY = decoder_family(Qwen3Config, "Qwen3", NAME_MAP, PRESETS, megatron=megatron(Qwen3Config, qk_norm=True))
+FAMILY = decoder_family(
+    Qwen3Config, "Qwen3", NAME_MAP, PRESETS, megatron=megatron(Qwen3Config, qk_norm=True)
+)
 
 __all__ = ["FAMILY", "Qwen3Config"]

@@ -17,10 +17,22 @@ _qwen3 = partial(
 _tied = partial(_qwen3, tie_word_embeddings=True)
 
 PRESETS: dict[str, Qwen3Config] = {
-    "qwen3-0.6b": _tied(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16),
-    "qwen3-1.7b": _tied(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16),
-    "qwen3-4b": _tied(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32),
-    "qwen3-8b": _qwen3(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32),
-    "qwen3-14b": _qwen3(hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40),
-    "qwen3-32b": _qwen3(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64),
+    "qwen3-0.6b": _tied(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16
+    ),
+    "qwen3-1.7b": _tied(
+        hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16
+    ),
+    "qwen3-4b": _tied(
+        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32
+    ),
+    "qwen3-8b": _qwen3(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32
+    ),
+    "qwen3-14b": _qwen3(
+        hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40
+    ),
+    "qwen3-32b": _qwen3(
+        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64
+    ),
 }

@@ -23,8 +23,12 @@ from ..common.language_model import MaskedLM
 HEADS = {
     "Model": configured(BareModel, pooler_name="encoder_pooler"),
     "ForMaskedLM": MaskedLM,
-    "ForSequenceClassification": configured(SequenceClassification, dense_name="pooler", drops_input=True),
+    "ForSequenceClassification": configured(
+        SequenceClassification, dense_name="pooler", drops_input=True
+    ),
     "ForTokenClassification": TokenClassification,
-    "ForMultipleChoice": configured(MultipleChoice, dense_name="encoder_pooler", dropout_rate="hidden_dropout_prob"),
+    "ForMultipleChoice": configured(
+        MultipleChoice, dense_name="encoder_pooler", dropout_rate="hidden_dropout_prob"
+    ),
     "ForQuestionAnswering": QuestionAnswering,
 }

@@ -13,7 +13,9 @@ from .config import RobertaConfig
 from .model import HEADS
 
 
-def sibling(prefix: str, config: type[RobertaConfig], presets: Mapping[str, RobertaConfig]) -> Family:
+def sibling(
+    prefix: str, config: type[RobertaConfig], presets: Mapping[str, RobertaConfig]
+) -> Family:
     """Returns the facts about a family whose architectures have RoBERTa's names with another prefix."""
     return replace(
         ROBERTA,

@@ -73,7 +73,9 @@ class T5Config(HeadsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        exact = self.relative_attention_num_buckets // 4  # the encoder uses half of the buckets for each direction
+        exact = (
+            self.relative_attention_num_buckets // 4
+        )  # the encoder uses half of the buckets for each direction
         if self.relative_attention_max_distance <= 2 * exact:
             raise ValueError(
                 f"relative_attention_max_distance={self.relative_attention_max_distance} must be more than half of "
@@ -128,7 +130,11 @@ class T5Config(HeadsConfig):
         """
         values = {name: value for name, value in values.items() if value is not None}
         version = str(values.get("transformers_version", "0")).split(".")[0]
-        if version.isdigit() and int(version) >= 5 and values.get("tie_word_embeddings") is not False:
+        if (
+            version.isdigit()
+            and int(version) >= 5
+            and values.get("tie_word_embeddings") is not False
+        ):
             values["tie_word_embeddings"] = cls.ties_in_version(values)
         return super().from_dict(values)
 

@@ -10,7 +10,10 @@ def _self_attention(stack: str, shares_bias: bool) -> tuple[Entry, ...]:
     bias = f"{stored}.SelfAttention.relative_attention_bias.weight"
     return (
         Entry(f"{native}.attention_norm.weight", f"{stored}.layer_norm.weight"),
-        Entry(f"{native}.attention.qkv.weight", tuple(f"{stored}.SelfAttention.{x}.weight" for x in "qkv")),
+        Entry(
+            f"{native}.attention.qkv.weight",
+            tuple(f"{stored}.SelfAttention.{x}.weight" for x in "qkv"),
+        ),
         Entry(f"{native}.attention.output.weight", f"{stored}.SelfAttention.o.weight"),
         # A bias that all blocks of the stack use is stored in the first.
         Entry(f"{stack}.relative_bias.weight", bias.replace("{i}", "0"))
@@ -48,12 +51,18 @@ def name_map(shares_bias: bool) -> NameMap:
             *_feed_forward("encoder", 1),
             *_self_attention("decoder", shares_bias),
             Entry("decoder.blocks.{i}.cross_attention_norm.weight", f"{_CROSS}.layer_norm.weight"),
-            Entry("decoder.blocks.{i}.cross_attention.query.weight", f"{_CROSS}.EncDecAttention.q.weight"),
+            Entry(
+                "decoder.blocks.{i}.cross_attention.query.weight",
+                f"{_CROSS}.EncDecAttention.q.weight",
+            ),
             Entry(
                 "decoder.blocks.{i}.cross_attention.key_value.weight",
                 (f"{_CROSS}.EncDecAttention.k.weight", f"{_CROSS}.EncDecAttention.v.weight"),
             ),
-            Entry("decoder.blocks.{i}.cross_attention.output.weight", f"{_CROSS}.EncDecAttention.o.weight"),
+            Entry(
+                "decoder.blocks.{i}.cross_attention.output.weight",
+                f"{_CROSS}.EncDecAttention.o.weight",
+            ),
             *_feed_forward("decoder", 2),
             Entry("head.weight", "lm_head.weight"),
             *_linear("pooler", "classification_head.dense"),
@@ -67,7 +76,13 @@ def name_map(shares_bias: bool) -> NameMap:
             ("lm_head.weight", "shared.weight"),
         ),
         renamed=((r"transformer\.(.+)", r"\1"),),  # in classifiers
-        spelled=((r".*For(Sequence|Token)Classification", r"((shared|encoder|decoder)\..+)", r"transformer.\1"),),
+        spelled=(
+            (
+                r".*For(Sequence|Token)Classification",
+                r"((shared|encoder|decoder)\..+)",
+                r"transformer.\1",
+            ),
+        ),
         # A bias that the first releases stored and never used.
         ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     )

@@ -34,5 +34,9 @@ def activations(config: T5Config) -> Activations:
 def _mlp_kept(config: T5Config, drops: bool) -> int:
     if config.is_gated:
         # The outputs of gate and up and the input of down. Without a fused gate, the activation's output is kept too.
-        return 3 if config.activation in FUSED_GATES else 4 + (config.activation != "relu") - (not drops)
+        return (
+            3
+            if config.activation in FUSED_GATES
+            else 4 + (config.activation != "relu") - (not drops)
+        )
     return (1 if config.activation == "relu" else 2) + (drops and config.activation == "relu")

@@ -47,7 +47,11 @@ class T5Block(nn.Module):
     """One layer of the encoder or of the decoder. The decoder also attends to the encoder's output."""
 
     def __init__(
-        self, config: T5Config, is_decoder: bool, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+        self,
+        config: T5Config,
+        is_decoder: bool,
+        mesh: ParallelMesh | None,
+        parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
         size, heads, rate = config.d_model, config.num_heads, config.dropout_rate
@@ -55,7 +59,11 @@ class T5Block(nn.Module):
         block: dict[str, Any] = {"dropout": rate, "mesh": mesh, "parallel_config": parallel_config}
         attention: dict[str, Any] = {"scale": 1.0, "qkv_bias": False, "output_bias": False, **block}
         self.is_decoder, own = is_decoder, not config.shares_relative_bias
-        self.relative_bias = RelativeBias(num_heads=heads, **config.bucketing(is_decoder), mesh=mesh) if own else None
+        self.relative_bias = (
+            RelativeBias(num_heads=heads, **config.bucketing(is_decoder), mesh=mesh)
+            if own
+            else None
+        )
         self.attention_norm = RMSNorm(size, eps, **shared)
         self.attention = SelfAttention(size, heads, head_size=config.d_kv, **attention)
         self.attention_dropout = residual_dropout(rate, mesh, parallel_config)
@@ -89,10 +97,16 @@ class T5Block(nn.Module):
         """
         bias = position if self.relative_bias is None else self.relative_bias(*position)
         y, x = self.attention_norm(x, return_residual=True)
-        y, dropout = self.attention(y, mask, bias, causal=self.is_decoder, cache=cache), self.attention_dropout
+        y, dropout = (
+            self.attention(y, mask, bias, causal=self.is_decoder, cache=cache),
+            self.attention_dropout,
+        )
         if source is not None:
             y, x = add_and_norm(self.cross_attention_norm, dropout, y, x, clamp_fp16=True)
-            y, dropout = self.cross_attention(y, source, source_mask, source_cache), self.cross_attention_dropout
+            y, dropout = (
+                self.cross_attention(y, source, source_mask, source_cache),
+                self.cross_attention_dropout,
+            )
         y, x = add_and_norm(self.mlp_norm, dropout, y, x, clamp_fp16=True)
         return clamp_fp16_overflow(self.mlp_dropout(self.mlp(y), x))
 
@@ -103,16 +117,28 @@ class T5Stack(Stack):
     shared_by_blocks = ("relative_bias",)
 
     def __init__(
-        self, config: T5Config, is_decoder: bool, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+        self,
+        config: T5Config,
+        is_decoder: bool,
+        mesh: ParallelMesh | None,
+        parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
         self.recompute_blocks = parallel_config.recompute == "full"
         self.bucketing, shares = config.bucketing(is_decoder), config.shares_relative_bias
-        self.relative_bias = RelativeBias(num_heads=config.num_heads, **self.bucketing, mesh=mesh) if shares else None
+        self.relative_bias = (
+            RelativeBias(num_heads=config.num_heads, **self.bucketing, mesh=mesh)
+            if shares
+            else None
+        )
         self.embedding_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
         layers = config.decoder_layers if is_decoder else config.num_layers
-        self.blocks = nn.ModuleList(T5Block(config, is_decoder, mesh, parallel_config) for _ in range(layers))
-        self.final_norm = RMSNorm(config.d_model, config.layer_norm_epsilon, **layer_arguments(mesh, parallel_config))
+        self.blocks = nn.ModuleList(
+            T5Block(config, is_decoder, mesh, parallel_config) for _ in range(layers)
+        )
+        self.final_norm = RMSNorm(
+            config.d_model, config.layer_norm_epsilon, **layer_arguments(mesh, parallel_config)
+        )
         self.final_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
 
     def embed(self, words: Tensor, ids: Tensor, cached: int) -> Tensor:
@@ -134,10 +160,17 @@ class T5EncoderBody(Body):
     config: T5Config
 
     def __init__(
-        self, config: T5Config, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+        self,
+        config: T5Config,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config or ParallelConfig()
+        self.config, self.mesh, self.parallel_config = (
+            config,
+            mesh,
+            parallel_config or ParallelConfig(),
+        )
         shared = layer_arguments(mesh, self.parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, config.d_model, pad_multiple=VOCABULARY_MULTIPLE, **shared
@@ -176,7 +209,10 @@ class T5Body(Seq2SeqBody, T5EncoderBody):
     """Encoder and decoder without a head. With `mesh=None` the model is not split."""
 
     def __init__(
-        self, config: T5Config, mesh: ParallelMesh | None = None, parallel_config: ParallelConfig | None = None
+        self,
+        config: T5Config,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__(config, mesh, parallel_config)
         self.decoder = T5Stack(config, True, mesh, self.parallel_config)
@@ -188,12 +224,17 @@ class T5Body(Seq2SeqBody, T5EncoderBody):
 def architectures(stem: str) -> dict[str, type[Body]]:
     """Returns name of an architecture -> its class, for a family of this design; the names begin with `stem`."""
     drops: dict[str, Any] = {"dropout_rate": "classifier_dropout"}
-    classification = configured(SequenceClassification, pooling="eos", dense_name="pooler", drops_input=True, **drops)
+    classification = configured(
+        SequenceClassification, pooling="eos", dense_name="pooler", drops_input=True, **drops
+    )
     heads = {
         "ForConditionalGeneration": Seq2SeqLM,
         "Model": BareModel,
         "ForSequenceClassification": classification,
         "ForQuestionAnswering": QuestionAnswering,
     }
-    encoder_heads = {"EncoderModel": BareModel, "ForTokenClassification": configured(TokenClassification, **drops)}
+    encoder_heads = {
+        "EncoderModel": BareModel,
+        "ForTokenClassification": configured(TokenClassification, **drops),
+    }
     return with_heads(T5Body, stem, heads) | with_heads(T5EncoderBody, stem, encoder_heads)

@@ -25,10 +25,14 @@ PRESETS: dict[str, T5Config] = {
     "t5-3b": T5Config(d_model=1024, d_kv=128, d_ff=16384, num_layers=24, num_heads=32),
     "t5-11b": T5Config(d_model=1024, d_kv=128, d_ff=65536, num_layers=24, num_heads=128),
     **{f"t5-v1_1-{size}": config for size, config in _V1_1.items()},
-    **{f"flan-t5-{size}": config for size, config in _V1_1.items()},  # Chung et al., 2022, arXiv:2210.11416
+    **{
+        f"flan-t5-{size}": config for size, config in _V1_1.items()
+    },  # Chung et al., 2022, arXiv:2210.11416
     "byt5-small": _byt5(d_model=1472, d_ff=3584, num_layers=12, num_decoder_layers=4, num_heads=6),
     "byt5-base": _byt5(d_model=1536, d_ff=3968, num_layers=18, num_decoder_layers=6, num_heads=12),
-    "byt5-large": _byt5(d_model=1536, d_ff=3840, num_layers=36, num_decoder_layers=12, num_heads=16),
+    "byt5-large": _byt5(
+        d_model=1536, d_ff=3840, num_layers=36, num_decoder_layers=12, num_heads=16
+    ),
     "byt5-xl": _byt5(d_model=2560, d_ff=6720, num_layers=36, num_decoder_layers=12, num_heads=32),
     "byt5-xxl": _byt5(d_model=4672, d_ff=12352, num_layers=36, num_decoder_layers=12, num_heads=64),
     "t5-quickstart": _v1_1(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from .config import XLMRobertaConfig
 
-_BASE = XLMRobertaConfig(vocab_size=250002, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5)
+_BASE = XLMRobertaConfig(
+    vocab_size=250002, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5
+)
 
 PRESETS: dict[str, XLMRobertaConfig] = {
     "xlm-roberta-base": _BASE,

@@ -100,7 +100,11 @@ def _norm_inputs(rows: int, columns: int):
     def make(device, dtype):
         weight = 1 + 0.1 * _normal(device, torch.float32, columns)
         bias = _normal(device, dtype, columns)
-        return {"x": _normal(device, dtype, rows, columns), "weight": weight.to(dtype), "bias": bias}
+        return {
+            "x": _normal(device, dtype, rows, columns),
+            "weight": weight.to(dtype),
+            "bias": bias,
+        }
 
     return make
 
@@ -114,7 +118,10 @@ def _layer_norm(rows: int, columns: int) -> Case:
         lambda t: ops.layer_norm(t["x"], t["weight"], t["bias"], 1e-5),
         lambda t: F.layer_norm(t["x"], (columns,), t["weight"], t["bias"], 1e-5),
         ("layer_norm", lambda t: (t["x"], None, t["weight"], t["bias"], 1e-5)),
-        ("layer_norm_backward", lambda t, out, grad: (grad, None, t["x"], t["weight"], out[2], out[3], True)),
+        (
+            "layer_norm_backward",
+            lambda t, out, grad: (grad, None, t["x"], t["weight"], out[2], out[3], True),
+        ),
         2,
         3,
         rivals=_norm_rivals("liger_layer_norm"),
@@ -124,7 +131,9 @@ def _layer_norm(rows: int, columns: int) -> Case:
 def _rms_norm(rows: int, columns: int) -> Case:
     def eager(t):
         wide = t["x"].float()
-        normalized = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(t["x"].dtype)
+        normalized = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(
+            t["x"].dtype
+        )
         return t["weight"] * normalized
 
     return Case(
@@ -163,14 +172,21 @@ def _bias_gelu(rows: int, columns: int) -> Case:
 
 def _glu(name: str, rows: int, columns: int, activation: int) -> Case:
     def make(device, dtype):
-        return {"x": _normal(device, dtype, rows, columns), "up": _normal(device, dtype, 1, rows, columns)[0]}
+        return {
+            "x": _normal(device, dtype, rows, columns),
+            "up": _normal(device, dtype, 1, rows, columns)[0],
+        }
 
     def ours(t):
         is_silu = activation == ops.activation.SILU
         return ops.swiglu(t["x"], t["up"]) if is_silu else ops.geglu(t["x"], t["up"], "tanh")
 
     def eager(t):
-        gate = F.silu(t["x"]) if activation == ops.activation.SILU else F.gelu(t["x"], approximate="tanh")
+        gate = (
+            F.silu(t["x"])
+            if activation == ops.activation.SILU
+            else F.gelu(t["x"], approximate="tanh")
+        )
         return gate * t["up"]
 
     return Case(
@@ -201,9 +217,14 @@ def _bias_dropout_residual(rows: int, columns: int) -> Case:
         "residual + dropout(x + bias)",
         make,
         ("x", "bias", "residual"),
-        lambda t: ops.bias_dropout_residual(t["x"], t["bias"], t["residual"], p=0.1, keys=t["keys"]),
+        lambda t: ops.bias_dropout_residual(
+            t["x"], t["bias"], t["residual"], p=0.1, keys=t["keys"]
+        ),
         lambda t: t["residual"] + F.dropout(t["x"] + t["bias"], 0.1),
-        ("bias_dropout_residual", lambda t: (t["x"], t["bias"], t["residual"], t["keys"], 0.1, 0, 0)),
+        (
+            "bias_dropout_residual",
+            lambda t: (t["x"], t["bias"], t["residual"], t["keys"], 0.1, 0, 0),
+        ),
         ("bias_dropout_residual_backward", lambda t, out, grad: (grad, t["keys"], 0.1, 0, 0, True)),
         3,
         2,
@@ -249,12 +270,28 @@ def _attention(name: str, size: tuple[int, int, int, int]) -> Case:
         tensors = {"x": x, "k": k, "v": v, "keys": ops.dropout_keys(1, 0, batch, device)}
         if trained:
             tensors["bias"] = _normal(device, dtype, heads, 2 * length - 1)
-            tensors["written_bias"] = lay_out_diagonals(tensors["bias"], length, length).unsqueeze(0)
+            tensors["written_bias"] = lay_out_diagonals(tensors["bias"], length, length).unsqueeze(
+                0
+            )
         return tensors
 
     def arguments(t):
         keys = t["keys"] if trained else None
-        return t["x"], t["k"], t["v"], t.get("bias"), None, None, None, keys, 0.125, causal, dropout, 0, 0
+        return (
+            t["x"],
+            t["k"],
+            t["v"],
+            t.get("bias"),
+            None,
+            None,
+            None,
+            keys,
+            0.125,
+            causal,
+            dropout,
+            0,
+            0,
+        )
 
     written, others = rivals.attention(causal, dropout)
     return Case(
@@ -273,7 +310,9 @@ def _attention(name: str, size: tuple[int, int, int, int]) -> Case:
     )
 
 
-def cases(device: str, scale: float = 1.0, length: int = 0, shape: tuple[int, int] | None = None) -> list[Case]:
+def cases(
+    device: str, scale: float = 1.0, length: int = 0, shape: tuple[int, int] | None = None
+) -> list[Case]:
     """Returns all cases, with the sizes of a training step on a CPU, or well beyond the L2 cache on a GPU.
 
     Args:
@@ -289,7 +328,12 @@ def cases(device: str, scale: float = 1.0, length: int = 0, shape: tuple[int, in
     classes, tokens = (131072, 8192) if big else (250112, 128)
     scores = (batch, 32, 1024, 1024) if big else (batch, 8, 1024, 1024)
     length = length or (2048 if big else 256)
-    attended = (max(1, int((32768 if big else 8192) * scale / length)), 16 if big else 8, length, 64)
+    attended = (
+        max(1, int((32768 if big else 8192) * scale / length)),
+        16 if big else 8,
+        length,
+        64,
+    )
     return [
         _softmax(scores),
         _softmax_bias(scores),
@@ -300,5 +344,8 @@ def cases(device: str, scale: float = 1.0, length: int = 0, shape: tuple[int, in
         _glu("swiglu", rows, width, ops.activation.SILU),
         _bias_dropout_residual(rows, width),
         _cross_entropy(max(1, int(tokens * scale)), classes),
-        *(_attention(name, attended) for name in ("attention", "attention_causal", "attention_bias")),
+        *(
+            _attention(name, attended)
+            for name in ("attention", "attention_causal", "attention_bias")
+        ),
     ]

@@ -13,7 +13,11 @@ from ..library import OPS
 from .cases import Case, Tensors
 
 # (relative, share of the largest value): the error of a few roundings in the dtype
-TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2**-6, 2**-7), torch.float16: (2**-8, 2**-9)}
+TOLERANCE = {
+    torch.float32: (1e-4, 1e-5),
+    torch.bfloat16: (2**-6, 2**-7),
+    torch.float16: (2**-8, 2**-9),
+}
 
 QUEUED_CYCLES = 2_000_000  # GPU clock cycles, about a millisecond
 FLUSHED_BYTES = 256 << 20  # more than any GPU's L2 cache holds
@@ -53,7 +57,11 @@ class Result:
     @property
     def rivals(self) -> list[str]:
         """The names of the measured contenders besides ours, eager and compiled PyTorch and the copy."""
-        return [name for name in self.timings if name not in ("copy", "eager", "compile") and "ours" not in name]
+        return [
+            name
+            for name in self.timings
+            if name not in ("copy", "eager", "compile") and "ours" not in name
+        ]
 
     def bandwidth(self, contender: str) -> float:
         """Returns the GB/s of a contender: forward, backward, both or a copy."""
@@ -72,7 +80,12 @@ class Result:
     def of_copy_both(self) -> float:
         """Returns the share of the copy's bandwidth that forward and backward with `out` reach together."""
         spent = self.timings["ours forward out"].median + self.timings["ours backward out"].median
-        return 1000 * (self.gigabytes_forward + self.gigabytes_backward) / spent / self.bandwidth("copy")
+        return (
+            1000
+            * (self.gigabytes_forward + self.gigabytes_backward)
+            / spent
+            / self.bandwidth("copy")
+        )
 
     def speedup(self, contender: str) -> float | None:
         """Returns how many times faster than a contender ours is, forward and backward."""
@@ -82,18 +95,29 @@ class Result:
 
     def to_dict(self) -> dict:
         """Returns the result for JSON, with the derived figures."""
-        derived = {name: {"GB/s": self.bandwidth(name), "of copy": self.of_copy(name)} for name in self.timings}
-        ratios = {name: self.speedup(name) for name in self.timings if name != "copy" and "out" not in name}
+        derived = {
+            name: {"GB/s": self.bandwidth(name), "of copy": self.of_copy(name)}
+            for name in self.timings
+        }
+        ratios = {
+            name: self.speedup(name)
+            for name in self.timings
+            if name != "copy" and "out" not in name
+        }
         both = self.of_copy_both() if self.timings else None
         return {**asdict(self), "out_of_copy": both, "bandwidth": derived, "ours_is_faster": ratios}
 
 
-def gradients(function: Callable, tensors: Tensors, leaves: tuple[str, ...], cotangent: torch.Tensor | None):
+def gradients(
+    function: Callable, tensors: Tensors, leaves: tuple[str, ...], cotangent: torch.Tensor | None
+):
     """Returns the output and the gradients of the leaves. A cotangent of None means ones."""
     inputs = {name: t.detach().requires_grad_(name in leaves) for name, t in tensors.items()}
     output = function(inputs)
     cotangent = torch.ones_like(output) if cotangent is None else cotangent.to(output.dtype)
-    return output.detach(), torch.autograd.grad(output, [inputs[name] for name in leaves], cotangent)
+    return output.detach(), torch.autograd.grad(
+        output, [inputs[name] for name in leaves], cotangent
+    )
 
 
 def check(case: Case, tensors: Tensors, dtype: torch.dtype, cotangent: torch.Tensor) -> str | None:
@@ -112,7 +136,9 @@ def check(case: Case, tensors: Tensors, dtype: torch.dtype, cotangent: torch.Ten
     return None
 
 
-def contenders(case: Case, tensors: Tensors, cotangent: torch.Tensor, compiled: bool) -> dict[str, Callable]:
+def contenders(
+    case: Case, tensors: Tensors, cotangent: torch.Tensor, compiled: bool
+) -> dict[str, Callable]:
     """Returns the functions to time, by name."""
     op, arguments = OPS[case.forward[0]], case.forward[1]
     inputs = arguments(tensors)
@@ -159,12 +185,16 @@ def warm_up(timed: dict[str, Callable]) -> dict[str, str]:
     return failed
 
 
-def time_interleaved(timed: dict[str, Callable], device: str, repetitions: int) -> dict[str, Timing]:
+def time_interleaved(
+    timed: dict[str, Callable], device: str, repetitions: int
+) -> dict[str, Timing]:
     """Times all contenders. Each round runs every contender once, so that a disturbance affects all of them.
 
     On a GPU nothing of the inputs is in the L2 cache, as for an operator of a large model.
     """
-    flushed = torch.empty(FLUSHED_BYTES if device == "cuda" else 0, dtype=torch.uint8, device=device)
+    flushed = torch.empty(
+        FLUSHED_BYTES if device == "cuda" else 0, dtype=torch.uint8, device=device
+    )
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(repetitions):
         for name, function in timed.items():
@@ -172,7 +202,9 @@ def time_interleaved(timed: dict[str, Callable], device: str, repetitions: int) 
                 start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 torch.cuda.synchronize()
                 flushed.zero_()
-                torch.cuda._sleep(QUEUED_CYCLES)  # the GPU waits while the host queues the work, which is not timed
+                torch.cuda._sleep(
+                    QUEUED_CYCLES
+                )  # the GPU waits while the host queues the work, which is not timed
                 start.record()
                 function()
                 stop.record()
@@ -185,14 +217,18 @@ def time_interleaved(timed: dict[str, Callable], device: str, repetitions: int) 
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 
-def measure(case: Case, device: str, dtype: torch.dtype, *, repetitions: int, compiled: bool) -> Result:
+def measure(
+    case: Case, device: str, dtype: torch.dtype, *, repetitions: int, compiled: bool
+) -> Result:
     """Checks and times one case. A wrong result has an `error` and no timings."""
     tensors = case.make(device, dtype)
     x = tensors["x"]
     with torch.no_grad():
         shape = case.ours(tensors).shape
     cotangent = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1))
-    cotangent = cotangent if case.name == "cross_entropy" else cotangent.to(dtype)  # its losses are fp32
+    cotangent = (
+        cotangent if case.name == "cross_entropy" else cotangent.to(dtype)
+    )  # its losses are fp32
     error = check(case, tensors, dtype, cotangent)
     variant = library.choose_variant(device)
     named = str(dtype).removeprefix("torch.")

@@ -43,7 +43,9 @@ def liger_cross_entropy(t):
     """Liger's cross-entropy, on a copy of the input, because it overwrites its input with the gradient."""
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
-    result = LigerCrossEntropyFunction.apply(t["x"].clone(), t["target"], None, -100, 0.0, 0.0, "none", None, False)
+    result = LigerCrossEntropyFunction.apply(
+        t["x"].clone(), t["target"], None, -100, 0.0, 0.0, "none", None, False
+    )
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -85,18 +87,27 @@ def attention(causal: bool, dropout: float) -> tuple[Run, dict[str, Run]]:
         scores = t["x"] @ t["k"].mT * 0.125
         scores = scores + t["written_bias"] if "written_bias" in t else scores
         if causal:
-            scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+            scores = scores.masked_fill(
+                torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf
+            )
         weights = scores.softmax(-1, dtype=torch.float32).to(t["x"].dtype)
         return F.dropout(weights, dropout) @ t["v"]
 
     def written_out(t):
         keys, bias = t["keys"] if dropout else None, t.get("written_bias")
         scores = matmul(t["x"], t["k"].mT)
-        weights = ops.masked_softmax(scores, None, bias, scale=0.125, causal=causal, dropout=dropout, keys=keys)
+        weights = ops.masked_softmax(
+            scores, None, bias, scale=0.125, causal=causal, dropout=dropout, keys=keys
+        )
         return matmul(weights, t["v"])
 
     def sdpa(t, *backends):
-        rules = {"attn_mask": t.get("written_bias"), "dropout_p": dropout, "is_causal": causal, "scale": 0.125}
+        rules = {
+            "attn_mask": t.get("written_bias"),
+            "dropout_p": dropout,
+            "is_causal": causal,
+            "scale": 0.125,
+        }
         with sdpa_kernel(list(backends)) if backends else nullcontext():
             return F.scaled_dot_product_attention(t["x"], t["k"], t["v"], **rules)
 
@@ -110,15 +121,25 @@ def attention(causal: bool, dropout: float) -> tuple[Run, dict[str, Run]]:
         eager = sys.modules[T5Model.__module__].eager_attention_forward
         run = AttentionInterface().get_interface(implementation, eager)
         layer = torch.nn.Module()  # in training mode; not causal
-        rules = {"scaling": 0.125, "dropout": dropout, "is_causal": False, "position_bias": t["written_bias"]}
+        rules = {
+            "scaling": 0.125,
+            "dropout": dropout,
+            "is_causal": False,
+            "position_bias": t["written_bias"],
+        }
         return run(layer, t["x"], t["k"], t["v"], None, **rules)[0].transpose(1, 2)
 
     others = {"written_out": written_out, "sdpa": sdpa}
     if dropout:
-        return eager, others | {f"t5_{name}": partial(t5, implementation=name) for name in ("eager", "sdpa")}
+        return eager, others | {
+            f"t5_{name}": partial(t5, implementation=name) for name in ("eager", "sdpa")
+        }
     if torch.cuda.is_available():
         kernels = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
         named = {name.partition("_")[0].lower(): getattr(SDPBackend, name) for name in kernels}
-        others |= {f"sdpa_{name}": lambda t, kernel=kernel: sdpa(t, kernel) for name, kernel in named.items()}
+        others |= {
+            f"sdpa_{name}": lambda t, kernel=kernel: sdpa(t, kernel)
+            for name, kernel in named.items()
+        }
         others["flex"] = flex
     return eager, others

@@ -31,7 +31,13 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gelu_forward(
-    x_ptr, bias_ptr, y_ptr, columns, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    bias_ptr,
+    y_ptr,
+    columns,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -76,7 +82,14 @@ def gelu_backward(
 
 @triton.jit
 def glu_forward(
-    gate_ptr, up_ptr, y_ptr, columns, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    columns,
+    gate_stride,
+    up_stride,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -179,4 +192,9 @@ def _glu_backward(grad, gate, up, activation, grad_gate, grad_up):
     )
 
 
-KERNELS = {"bias_gelu": _gelu, "bias_gelu_backward": _gelu_backward, "glu": _glu, "glu_backward": _glu_backward}
+KERNELS = {
+    "bias_gelu": _gelu,
+    "bias_gelu_backward": _gelu_backward,
+    "glu": _glu,
+    "glu_backward": _glu_backward,
+}

@@ -82,7 +82,9 @@ def load_rows(x_ptr, stride, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
-def store_rows(x_ptr, stride, value, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+def store_rows(
+    x_ptr, stride, value, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
+):
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
     at = x_ptr + tl.cast(first, tl.int64) * stride + (row * stride + column)
     tl.store(at, value.to(x_ptr.dtype.element_ty), mask=(row < rows - first) & (column < WIDTH))
@@ -124,12 +126,16 @@ def visible_end(row, b, limit, sizes, rules, CAUSAL: tl.constexpr):
 def block_of_head(rows, heads, ROWS: tl.constexpr):
     """Returns the first row of the program's block, its sample and its head."""
     blocks = tl.cdiv(rows, ROWS)
-    first = (blocks - 1 - tl.program_id(0) % blocks) * ROWS  # with the causal rule, the longest programs start first
+    first = (
+        blocks - 1 - tl.program_id(0) % blocks
+    ) * ROWS  # with the causal rule, the longest programs start first
     return first, tl.program_id(0) // blocks // heads, tl.program_id(0) // blocks % heads
 
 
 @triton.jit
-def keys_of_block(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, b, sizes, rules, CAUSAL: tl.constexpr):
+def keys_of_block(
+    first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, b, sizes, rules, CAUSAL: tl.constexpr
+):
     """Returns the start of the tiles whose keys only some of the queries from `first` see, and the end of all tiles."""
     limit = key_limit(b, sizes, rules)
     last = tl.minimum(first + ROWS, sizes.queries) - 1
@@ -148,12 +154,19 @@ def apply_rules(products, row, column, end, b, n, sizes, rules, CUT: tl.constexp
     row = tl.minimum(row, sizes.queries - 1)
     visible = column < end
     if rules.bias is not None:
-        of_head = rules.bias + tl.cast(n, tl.int64) * (sizes.queries + sizes.keys - 1) + (sizes.queries - 1)
+        of_head = (
+            rules.bias
+            + tl.cast(n, tl.int64) * (sizes.queries + sizes.keys - 1)
+            + (sizes.queries - 1)
+        )
         at = of_head + (column - row)
         bias = tl.load(at, mask=visible, other=0.0) if CUT else tl.load(at)
         z += bias.to(tl.float32) * LOG2_E
     if rules.mask is not None:
-        of_query = head_start(rules.mask, rules.mask_strides, b, n) + row.to(tl.int64) * rules.mask_strides[2]
+        of_query = (
+            head_start(rules.mask, rules.mask_strides, b, n)
+            + row.to(tl.int64) * rules.mask_strides[2]
+        )
         at = of_query + column * rules.mask_strides[3]
         mask = tl.load(at, mask=visible, other=0) if CUT else tl.load(at)
         if rules.mask.dtype.element_ty == tl.uint8:
@@ -204,11 +217,17 @@ def forward(
     first, b, n = block_of_head(sizes.queries, sizes.heads, ROWS)
     row = first + tl.arange(0, ROWS)
     row_keys = None if rules.sample_keys is None else keys_of_rows(row, b, n, rules)
-    q = load_rows(head_start(q_ptr, strides[0], b, n), strides[0][2], first, sizes.queries, WIDTH, ROWS, D)
+    q = load_rows(
+        head_start(q_ptr, strides[0], b, n), strides[0][2], first, sizes.queries, WIDTH, ROWS, D
+    )
     k_ptr = head_start(k_ptr, strides[1], b, n // sizes.served)
     v_ptr = head_start(v_ptr, strides[2], b, n // sizes.served)
     cut, stop = keys_of_block(first, ROWS, COLUMNS, b, sizes, rules, CAUSAL)
-    state = (tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32))
+    state = (
+        tl.full([ROWS], float("-inf"), tl.float32),
+        tl.zeros([ROWS], tl.float32),
+        tl.zeros([ROWS, D], tl.float32),
+    )
     state = attend(
         state, q, k_ptr, v_ptr, strides, 0, cut, row, row_keys, b, n, sizes, rules, CAUSAL, False, PRECISION, WIDTH, D,
         COLUMNS,
@@ -282,17 +301,27 @@ def query_gradient(
     first, b, n = block_of_head(sizes.queries, sizes.heads, ROWS)
     row = first + tl.arange(0, ROWS)
     at = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries
-    grad = load_rows(head_start(grad_ptr, strides[3], b, n), strides[3][2], first, sizes.queries, WIDTH, ROWS, D)
-    out = load_rows(head_start(out_ptr, strides[4], b, n), strides[4][2], first, sizes.queries, WIDTH, ROWS, D)
+    grad = load_rows(
+        head_start(grad_ptr, strides[3], b, n), strides[3][2], first, sizes.queries, WIDTH, ROWS, D
+    )
+    out = load_rows(
+        head_start(out_ptr, strides[4], b, n), strides[4][2], first, sizes.queries, WIDTH, ROWS, D
+    )
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), axis=1)
     tl.store(delta_ptr + at + row, delta, mask=row < sizes.queries)
     if row_keys_ptr is None:
         row_keys = None
     else:
         row_keys = keys_of_rows(row, b, n, rules)[:, None]
-        tl.store(row_keys_ptr + at + row[:, None], row_keys.to(tl.int64), mask=row[:, None] < sizes.queries)
+        tl.store(
+            row_keys_ptr + at + row[:, None],
+            row_keys.to(tl.int64),
+            mask=row[:, None] < sizes.queries,
+        )
     lse, delta = load_lse(lse_ptr, at + row, row < sizes.queries)[:, None], delta[:, None]
-    q = load_rows(head_start(q_ptr, strides[0], b, n), strides[0][2], first, sizes.queries, WIDTH, ROWS, D)
+    q = load_rows(
+        head_start(q_ptr, strides[0], b, n), strides[0][2], first, sizes.queries, WIDTH, ROWS, D
+    )
     k_ptr = head_start(k_ptr, strides[1], b, n // sizes.served)
     v_ptr = head_start(v_ptr, strides[2], b, n // sizes.served)
     cut, stop = keys_of_block(first, ROWS, COLUMNS, b, sizes, rules, CAUSAL)
@@ -307,7 +336,9 @@ def query_gradient(
         PRECISION, WIDTH, D, COLUMNS,
     )  # fmt: skip
     grad_q_ptr += (tl.cast(b, tl.int64) * sizes.queries * sizes.heads + n) * WIDTH
-    store_rows(grad_q_ptr, sizes.heads * WIDTH, grad_q * rules.scale, first, sizes.queries, WIDTH, ROWS, D)
+    store_rows(
+        grad_q_ptr, sizes.heads * WIDTH, grad_q * rules.scale, first, sizes.queries, WIDTH, ROWS, D
+    )
 
 
 @triton.jit
@@ -338,7 +369,9 @@ def add_key_gradients(
 
 
 @triton.jit
-def queries_of_block(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, limit, b, sizes, rules, CAUSAL: tl.constexpr):
+def queries_of_block(
+    first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, limit, b, sizes, rules, CAUSAL: tl.constexpr
+):
     """Returns the first query that sees one of the keys from `first`, and, with that as its origin, the first block of
     queries from which on every query sees all of them; the number of queries where none is seen."""
     start = tl.cast(0, tl.int32)
@@ -349,7 +382,11 @@ def queries_of_block(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, limit, b,
         if rules.prefix is not None:
             seen = tl.load(rules.prefix + b).to(tl.int32)
         start = tl.where(seen > first, 0, tl.maximum(first + offset, 0) // ROWS * ROWS)
-        whole = tl.where(seen >= first + COLUMNS, 0, tl.cdiv(tl.maximum(first + COLUMNS - 1 + offset, 0), ROWS) * ROWS)
+        whole = tl.where(
+            seen >= first + COLUMNS,
+            0,
+            tl.cdiv(tl.maximum(first + COLUMNS - 1 + offset, 0), ROWS) * ROWS,
+        )
     start = tl.where(first < limit, start, sizes.queries)
     whole = tl.where(first + COLUMNS <= limit, whole, sizes.queries)
     return start, tl.minimum(tl.maximum(whole, start), tl.cdiv(sizes.queries, ROWS) * ROWS)
@@ -366,14 +403,21 @@ def key_gradient(
     first = tl.program_id(0) % blocks * COLUMNS
     b, group = tl.program_id(0) // blocks // groups, tl.program_id(0) // blocks % groups
     column = first + tl.arange(0, COLUMNS)[:, None]
-    k = load_rows(head_start(k_ptr, strides[1], b, group), strides[1][2], first, sizes.keys, WIDTH, COLUMNS, D)
-    v = load_rows(head_start(v_ptr, strides[2], b, group), strides[2][2], first, sizes.keys, WIDTH, COLUMNS, D)
+    k = load_rows(
+        head_start(k_ptr, strides[1], b, group), strides[1][2], first, sizes.keys, WIDTH, COLUMNS, D
+    )
+    v = load_rows(
+        head_start(v_ptr, strides[2], b, group), strides[2][2], first, sizes.keys, WIDTH, COLUMNS, D
+    )
     limit = key_limit(b, sizes, rules)
     start, whole = queries_of_block(first, ROWS, COLUMNS, limit, b, sizes, rules, CAUSAL)
     sums = (tl.zeros([COLUMNS, D], tl.float32), tl.zeros([COLUMNS, D], tl.float32))
     for n in range(group * sizes.served, (group + 1) * sizes.served):
         of_head = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries
-        q_head, grad_head = head_start(q_ptr, strides[0], b, n), head_start(grad_ptr, strides[3], b, n)
+        q_head, grad_head = (
+            head_start(q_ptr, strides[0], b, n),
+            head_start(grad_ptr, strides[3], b, n),
+        )
         keys_head = None if row_keys_ptr is None else row_keys_ptr + of_head
         sums = add_key_gradients(
             sums, k, v, q_head, grad_head, lse_ptr + of_head, delta_ptr + of_head, keys_head, strides, start, whole,
@@ -386,7 +430,9 @@ def key_gradient(
     grad_k, grad_v = sums
     at, stride = (tl.cast(b, tl.int64) * sizes.keys * groups + group) * WIDTH, groups * WIDTH
     store_rows(grad_k_ptr + at, stride, grad_k * rules.scale, first, sizes.keys, WIDTH, COLUMNS, D)
-    store_rows(grad_v_ptr + at, stride, grad_v * rules.keep_scale, first, sizes.keys, WIDTH, COLUMNS, D)
+    store_rows(
+        grad_v_ptr + at, stride, grad_v * rules.keep_scale, first, sizes.keys, WIDTH, COLUMNS, D
+    )
 
 
 @triton.jit
@@ -397,7 +443,9 @@ def tiles_of_diagonal(offset, b, sizes, rules, CAUSAL: tl.constexpr, T: tl.const
         seen = tl.cast(0, tl.int32)
         if rules.prefix is not None:
             seen = tl.load(rules.prefix + b).to(tl.int32)
-        reached = offset * T < T + sizes.keys - sizes.queries  # the last query of a tile sees its first key
+        reached = (
+            offset * T < T + sizes.keys - sizes.queries
+        )  # the last query of a tile sees its first key
         limit = tl.where(reached, limit, tl.minimum(limit, seen))
     rows = tl.cdiv(sizes.queries, T)
     return tl.maximum(-offset, 0), tl.minimum(rows, tl.cdiv(tl.maximum(limit, 0), T) - offset)
@@ -409,7 +457,9 @@ def fold(tile, T: tl.constexpr):
     row, diagonal = tl.arange(0, T)[:, None], tl.arange(0, 2 * T)[None, :]
     column = diagonal + row - (T - 1)
     inside = (column >= 0) & (column < T)
-    return tl.sum(tl.where(inside, tl.gather(tile, tl.where(inside, column, 0), axis=1), 0.0), axis=0)
+    return tl.sum(
+        tl.where(inside, tl.gather(tile, tl.where(inside, column, 0), axis=1), 0.0), axis=0
+    )
 
 
 @triton.jit
@@ -420,9 +470,27 @@ def diagonal_tile(
     """Returns the gradient of the scores of the queries from i and the keys from j, [T, T]."""
     row, column = i + tl.arange(0, T)[:, None], j + tl.arange(0, T)[None, :]
     q = load_rows(head_start(q_ptr, strides[0], b, n), strides[0][2], i, sizes.queries, WIDTH, T, D)
-    grad = load_rows(head_start(grad_ptr, strides[3], b, n), strides[3][2], i, sizes.queries, WIDTH, T, D)
-    k = load_rows(head_start(k_ptr, strides[1], b, n // sizes.served), strides[1][2], j, sizes.keys, WIDTH, T, D)
-    v = load_rows(head_start(v_ptr, strides[2], b, n // sizes.served), strides[2][2], j, sizes.keys, WIDTH, T, D)
+    grad = load_rows(
+        head_start(grad_ptr, strides[3], b, n), strides[3][2], i, sizes.queries, WIDTH, T, D
+    )
+    k = load_rows(
+        head_start(k_ptr, strides[1], b, n // sizes.served),
+        strides[1][2],
+        j,
+        sizes.keys,
+        WIDTH,
+        T,
+        D,
+    )
+    v = load_rows(
+        head_start(v_ptr, strides[2], b, n // sizes.served),
+        strides[2][2],
+        j,
+        sizes.keys,
+        WIDTH,
+        T,
+        D,
+    )
     at = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries + row
     lse = load_lse(lse_ptr, at, row < sizes.queries)
     delta = tl.load(delta_ptr + at, mask=row < sizes.queries, other=0.0)
@@ -461,7 +529,9 @@ def bias_gradient(
     distance = offset * ROWS + sizes.queries - ROWS + diagonal
     distances = sizes.queries + sizes.keys - 1
     # Neighboring diagonals of tiles have distances in common, so every other one has sums of its own.
-    at = ((tl.cast(part, tl.int64) * 2 + (offset + rows) % 2) * sizes.heads + n) * distances + distance
+    at = (
+        (tl.cast(part, tl.int64) * 2 + (offset + rows) % 2) * sizes.heads + n
+    ) * distances + distance
     inside = (distance >= 0) & (distance < distances) & (diagonal < 2 * ROWS - 1)
     tl.store(partial_ptr + at, fold(total, ROWS), mask=inside)
 
@@ -473,7 +543,12 @@ TILES = {
     forward: {128: Tile(128, 64, 8, 2), 256: LARGE, 512: Tile(32, 32, 4, 1), 1024: SMALL},
     query_gradient: {128: Tile(128, 32, 8, 2), 256: LARGE, 512: Tile(32, 32, 8, 1), 1024: SMALL},
     key_gradient: {128: Tile(32, 64, 4, 1), 256: LARGE, 512: Tile(32, 32, 8, 1), 1024: SMALL},
-    bias_gradient: {128: Tile(32, 32, 4, 2), 256: Tile(32, 32, 8, 1), 512: Tile(16, 16, 8, 1), 1024: SMALL},
+    bias_gradient: {
+        128: Tile(32, 32, 4, 2),
+        256: Tile(32, 32, 8, 1),
+        512: Tile(16, 16, 8, 1),
+        1024: SMALL,
+    },
 }
 
 
@@ -553,7 +628,9 @@ def _backward(grad, out, lse, q, k, v, *arguments):
 def _bias_gradient(q, statistics, call):
     """Returns the gradient of the relative bias in fp32. The samples are shared out by their number and size alone."""
     batch, sizes, tile = q.shape[0], call[1], tile_of(bias_gradient, q)
-    walks = sizes.heads * (triton.cdiv(sizes.queries, tile.queries) + triton.cdiv(sizes.keys, tile.keys) - 1)
+    walks = sizes.heads * (
+        triton.cdiv(sizes.queries, tile.queries) + triton.cdiv(sizes.keys, tile.keys) - 1
+    )
     share = triton.cdiv(batch, min(batch, triton.cdiv(PROGRAMS, walks)))
     parts = triton.cdiv(batch, share)
     distances = sizes.queries + sizes.keys - 1

@@ -26,7 +26,9 @@ def stats(
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * row_stride
-    tops = tl.full([BLOCK], float("-inf"), dtype=tl.float32)  # every lane has its own maximum and sum
+    tops = tl.full(
+        [BLOCK], float("-inf"), dtype=tl.float32
+    )  # every lane has its own maximum and sum
     sums = tl.zeros([BLOCK], dtype=tl.float32)
     totals = tl.zeros([BLOCK], dtype=tl.float32)
     for offset in range(0, columns, BLOCK):
@@ -83,7 +85,11 @@ def gradient(
         grad = tl.exp(x - log_z) * slope - uniform * scale
         grad -= tl.where(column == target - first, target_share * scale, 0.0)
         grad = tl.where(valid, grad, 0.0)
-        tl.store(grad_logits_ptr + at, grad.to(grad_logits_ptr.dtype.element_ty), mask=column < row_stride)
+        tl.store(
+            grad_logits_ptr + at,
+            grad.to(grad_logits_ptr.dtype.element_ty),
+            mask=column < row_stride,
+        )
 
 
 def _stats(logits, target, first, columns, with_sum, maximum, sum_exp, target_logit, sum_logits):
@@ -91,12 +97,30 @@ def _stats(logits, target, first, columns, with_sum, maximum, sum_exp, target_lo
     block = min(block_of(width), LARGEST_BLOCK)
     outputs = (maximum, sum_exp, target_logit, sum_logits)
     stats[(rows,)](
-        logits, target, *outputs, width, first, columns, WITH_SUM=with_sum, BLOCK=block, num_warps=warps_of(block)
+        logits,
+        target,
+        *outputs,
+        width,
+        first,
+        columns,
+        WITH_SUM=with_sum,
+        BLOCK=block,
+        num_warps=warps_of(block),
     )
 
 
 def _gradient(
-    logits, target, grad, log_z, first, columns, num_classes, label_smoothing, z_loss, ignore_index, grad_logits
+    logits,
+    target,
+    grad,
+    log_z,
+    first,
+    columns,
+    num_classes,
+    label_smoothing,
+    z_loss,
+    ignore_index,
+    grad_logits,
 ):
     rows, width = logits.shape
     block = min(block_of(width), LARGEST_BLOCK)

@@ -34,7 +34,9 @@ def dropout_forward(
     if HAS_BIAS:
         value += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
-        keep = keep_factor(tl.load(row_keys_ptr + row), column + first_column, threshold, keep_scale)
+        keep = keep_factor(
+            tl.load(row_keys_ptr + row), column + first_column, threshold, keep_scale
+        )
         value = tl.where(keep == 0.0, 0.0, value * keep)
     if HAS_RESIDUAL:
         value += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -65,7 +67,9 @@ def dropout_backward(
         at = row * columns + column
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT:
-            keep = keep_factor(tl.load(row_keys_ptr + row), column + first_column, threshold, keep_scale)
+            keep = keep_factor(
+                tl.load(row_keys_ptr + row), column + first_column, threshold, keep_scale
+            )
             grad = tl.where(keep == 0.0, 0.0, grad * keep)
         sums += grad
         tl.store(grad_x_ptr + at, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
@@ -75,7 +79,9 @@ def dropout_backward(
 
 def _keys(keys, first_row, rows):
     """The keys of all samples' rows, of which there are `rows`."""
-    return row_keys(keys, torch.arange(first_row, first_row + rows // keys.shape[0], device=keys.device))
+    return row_keys(
+        keys, torch.arange(first_row, first_row + rows // keys.shape[0], device=keys.device)
+    )
 
 
 def _forward(x, bias, residual, keys, p, first_row, first_column, y):

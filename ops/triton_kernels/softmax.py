@@ -103,7 +103,9 @@ def softmax_backward(
             keep = keep_factor(tl.load(row_keys_ptr + row), column, threshold, keep_scale)
             g = tl.where(keep == 0.0, 0.0, g * keep)
         grad_z = p * (g - tl.sum(g * p, axis=0))
-        tl.store(grad_scores_ptr + at, (grad_z * scale).to(grad_scores_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            grad_scores_ptr + at, (grad_z * scale).to(grad_scores_ptr.dtype.element_ty), mask=inside
+        )
         if BIAS == 2:
             tl.store(grad_bias_ptr + at, grad_z.to(grad_bias_ptr.dtype.element_ty), mask=inside)
         bias_sum += grad_z

@@ -33,7 +33,9 @@ def needed_by(place: str, *, breaks: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        pytest.fail(f"{type(error).__name__}: {error}\nUsed by: {place}\nWhat breaks: {breaks}\nWhat to do: {remedy}")
+        pytest.fail(
+            f"{type(error).__name__}: {error}\nUsed by: {place}\nWhat breaks: {breaks}\nWhat to do: {remedy}"
+        )
 
 
 def buckets_after_backward(mesh: Any) -> tuple[bool, bool]:
@@ -59,7 +61,9 @@ def test_ddp_keeps_its_first_buckets(run_mesh):
     ):
         for ours, theirs in run_mesh(1, buckets_after_backward, data=2):
             assert not ours, "DDP makes the buckets anew after the first backward pass"
-            assert theirs, "DDP itself no longer makes them anew: _FixedBuckets may not be needed any longer"
+            assert theirs, (
+                "DDP itself no longer makes them anew: _FixedBuckets may not be needed any longer"
+            )
 
 
 def default_store_passes_messages(mesh: Any) -> bytes:
@@ -106,7 +110,9 @@ def test_deepspeed_imports_muon_without_torchs_compiler():
         remedy="Look at how deepspeed/runtime/zero/muon/original_muon.py is decorated now. If it no longer calls "
         "deepspeed.runtime.compiler.compile(), delete _import_muon.",
     ):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         [line] = [line for line in done.stdout.splitlines() if line.startswith("CANARY")]
         assert json.loads(line.removeprefix("CANARY")) == ["function", True]
@@ -164,16 +170,27 @@ def test_deepspeed_runs_a_pipelines_schedule_by_instructions():
         from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
         instructions = PipelineEngine._INSTRUCTION_MAP
-        assert {schedule.ReduceTiedGrads, schedule.OptimizerStep, schedule.LoadMicroBatch} <= set(instructions)
+        assert {schedule.ReduceTiedGrads, schedule.OptimizerStep, schedule.LoadMicroBatch} <= set(
+            instructions
+        )
         assert "self._INSTRUCTION_MAP" in inspect.getsource(PipelineEngine._exec_schedule)
         source = inspect.getsource(PipelineEngine.train_batch)
-        for part in ("self.total_loss = None", "self._compute_loss = True", "self._exec_schedule(sched)"):
+        for part in (
+            "self.total_loss = None",
+            "self._compute_loss = True",
+            "self._exec_schedule(sched)",
+        ):
             assert part in source
         assert list(inspect.signature(PipelineEngine._train_schedule).parameters) == ["self"]
         assert instructions[schedule.OptimizerStep] is PipelineEngine._exec_optimizer_step
         assert "_hp_grad" in inspect.getsource(BF16_Optimizer)
-        norm = inspect.getsource(DeepSpeedZeroOptimizer.scaled_global_norm)  # what _even_out_norms does for each group
-        assert "self.get_grad_norm_direct(self.averaged_gradients[i], self.params_in_partition[i])" in norm
+        norm = inspect.getsource(
+            DeepSpeedZeroOptimizer.scaled_global_norm
+        )  # what _even_out_norms does for each group
+        assert (
+            "self.get_grad_norm_direct(self.averaged_gradients[i], self.params_in_partition[i])"
+            in norm
+        )
 
 
 def test_torchruns_error_file(tmp_path, monkeypatch):
@@ -204,7 +221,9 @@ def _keys(value: Any) -> Any:
 
 
 DISPATCHER = "ops/library.py (is_watched, can_bypass_dispatcher)"
-BYPASS = "A call of one of our operators may go past torch's dispatcher while something watches it: "
+BYPASS = (
+    "A call of one of our operators may go past torch's dispatcher while something watches it: "
+)
 ASK = "Find another way to ask, or let `can_bypass_dispatcher` return False: all is then correct, and slower."
 
 
@@ -222,7 +241,10 @@ def test_modes_of_the_dispatcher_are_seen():
         with Mode(), FlopCounterMode(display=False) as counter:
             assert torch._C._len_torch_dispatch_stack() == 2
             stack: list[Any] = _get_current_dispatch_mode_stack()
-            assert [type(mode).__module__ == "torch.utils.flop_counter" for mode in stack] == [False, True]
+            assert [type(mode).__module__ == "torch.utils.flop_counter" for mode in stack] == [
+                False,
+                True,
+            ]
             assert stack[1].counter is counter
             assert isinstance(counter.flop_registry, dict)
 
@@ -323,7 +345,10 @@ def test_zero_takes_gradients_by_the_methods_that_are_replaced():
         from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
         for method, text in (
-            (DeepSpeedZeroOptimizer.create_gradient_handling_hooks, "self.process_gradients(param, i)"),
+            (
+                DeepSpeedZeroOptimizer.create_gradient_handling_hooks,
+                "self.process_gradients(param, i)",
+            ),
             (
                 DeepSpeedZeroOptimizer.overlapping_partition_gradients_reduce_epilogue,
                 "self.independent_gradient_partition_epilogue()",
@@ -363,7 +388,9 @@ def test_a_process_group_is_found_by_its_name(tmp_path):
         breaks="no block of a split model can be compiled",
         remedy="find a group by its name as torch.distributed's functional collectives do",
     ):
-        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+        )
         try:
             group = dist.new_group([0])
             assert dist.distributed_c10d._resolve_process_group(group.group_name) is group
@@ -412,7 +439,9 @@ def test_storages_have_an_identity_without_data():
     ):
         first = torch.empty(4, device="meta")
         assert first.untyped_storage()._cdata == first.view(2, 2).untyped_storage()._cdata
-        assert first.untyped_storage()._cdata != torch.empty(4, device="meta").untyped_storage()._cdata
+        assert (
+            first.untyped_storage()._cdata != torch.empty(4, device="meta").untyped_storage()._cdata
+        )
 
 
 def test_a_torch_file_tells_where_its_tensors_lie(tmp_path):
@@ -424,7 +453,9 @@ def test_a_torch_file_tells_where_its_tensors_lie(tmp_path):
     ):
         path = tmp_path / "weights.bin"
         torch.save({"weight": torch.arange(4.0)}, path)
-        storage: Any = torch.load(path, map_location="meta", mmap=True, weights_only=True)["weight"].untyped_storage()
+        storage: Any = torch.load(path, map_location="meta", mmap=True, weights_only=True)[
+            "weight"
+        ].untyped_storage()
         offset = storage._checkpoint_offset
         assert path.read_bytes()[offset : offset + 16] == torch.arange(4.0).numpy().tobytes()
         typed: Any = torch.TypedStorage(wrap_storage=torch.UntypedStorage(8, device="meta"), dtype=torch.float32,
@@ -456,7 +487,9 @@ def test_a_transformers_model_names_its_loss_function():
         "with the models' behavior.",
     ):
         assert LOSS_MAPPING["ForCausalLM"].__name__ == "ForCausalLMLoss"
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1)
+        )
         assert model.loss_function.__name__ == "ForCausalLMLoss"
 
 
@@ -492,7 +525,9 @@ def test_lm_evaluation_harness_has_its_command():
         remedy="Find how the harness parses and executes its command line now.",
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["lm-eval", "run", "--tasks", "a,b", "--model_args", "pretrained=x"])
+            patch.setattr(
+                sys, "argv", ["lm-eval", "run", "--tasks", "a,b", "--model_args", "pretrained=x"]
+            )
             parsed = HarnessCLI().parse_args()
         assert (parsed.command, parsed.model, parsed.config) == ("run", None, None)
         assert callable(HarnessCLI().execute)
@@ -511,7 +546,13 @@ def test_pytorch_says_in_which_types_it_multiplies_by_a_library(name):
         code = f"import torch; a = torch.ones(256, 256, dtype=torch.{kind}); a @ a"
         code += f"; print('supported', torch.ops.mkldnn._is_mkldnn_{name}_supported())"
         environment = os.environ | {"ONEDNN_VERBOSE": "1"}
-        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert f"supported {'matmul' in run.stdout}" in run.stdout
 
 
@@ -599,7 +640,9 @@ def test_the_restricted_unpickler_takes_our_storages():
         from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
         assert (MAGIC_NUMBER, PROTOCOL_VERSION) == (0x1950A86A20F9469CFC6C, 1001)
-        saved_id = b"\x80\x02(X\7\0\0\0storageK\1tQ."  # the pickle of a persistent id, ("storage", 1)
+        saved_id = (
+            b"\x80\x02(X\7\0\0\0storageK\1tQ."  # the pickle of a persistent id, ("storage", 1)
+        )
         unpickler: Any = _weights_only_unpickler.Unpickler(io.BytesIO(saved_id), encoding="utf-8")
         unpickler.persistent_load = lambda saved: ("found", saved)
         assert unpickler.load() == ("found", ("storage", 1))

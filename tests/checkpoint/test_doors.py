@@ -59,7 +59,10 @@ def _quiet_floats(root: Path) -> None:
     """Random bits hold NaNs with payloads, which a door that casts could change; these are plain numbers."""
     for path in root.glob("*/*.safetensors"):
         seed = torch.Generator().manual_seed(len(str(path.parent.name)))
-        tensors = {name: torch.randn(value.shape, generator=seed) for name, value in load_file(path).items()}
+        tensors = {
+            name: torch.randn(value.shape, generator=seed)
+            for name, value in load_file(path).items()
+        }
         save_file(tensors, path, metadata={"format": "pt"})
 
 
@@ -70,7 +73,9 @@ def _add_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink(missing_ok=True)
     words = {f"w{number}": number for number in range(100)} | {"<unk>": 100}
     PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), unk_token="<unk>", eos_token="w1"
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")),
+        unk_token="<unk>",
+        eos_token="w1",
     ).save_pretrained(folder)
 
 
@@ -79,7 +84,10 @@ def _make_resumable(folder: Path) -> None:
 
     names = ("rank_00.safetensors", "rank_01.safetensors")
     digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
-    state = {**asdict(TrainerState(step=1, consumed_samples=1)), "files": digests}  # as before there were versions
+    state = {
+        **asdict(TrainerState(step=1, consumed_samples=1)),
+        "files": digests,
+    }  # as before there were versions
     (folder / STATE).write_text(json.dumps(add_digest(state)))
 
 
@@ -92,11 +100,17 @@ def _with_extra(source: Path, target: Path) -> Path:
 def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors"
+    )
 
 
-def add(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> Callable[[Path], object]:
-    return lambda folder: edit_tensors(folder, lambda tensors: tensors.update({name: make(tensors)}))
+def add(
+    name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor]
+) -> Callable[[Path], object]:
+    return lambda folder: edit_tensors(
+        folder, lambda tensors: tensors.update({name: make(tensors)})
+    )
 
 
 def both(*changes: Callable[[Path], object]) -> Callable[[Path], object]:
@@ -108,7 +122,9 @@ def both(*changes: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 def write(name: str, content: str | bytes) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return lambda folder: (folder / name).write_bytes(
+        content.encode() if isinstance(content, str) else content
+    )
 
 
 def copy(source: str, target: str) -> Callable[[Path], object]:
@@ -153,10 +169,15 @@ def wrapped(tensors):
 def two_bins(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    files = {name: f"pytorch_model-0000{1 + number % 2}-of-00002.bin" for number, name in enumerate(sorted(tensors))}
+    files = {
+        name: f"pytorch_model-0000{1 + number % 2}-of-00002.bin"
+        for number, name in enumerate(sorted(tensors))
+    }
     for file in set(files.values()):
         torch.save({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (folder / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": files})
+    )
 
 
 def shared_table(tensors):
@@ -170,7 +191,8 @@ def without_prefix(tensors) -> None:
 
 def cast(dtype: torch.dtype, only: str = "") -> Callable[[Path], object]:
     return lambda folder: edit_tensors(
-        folder, lambda t: t.update({name: value.to(dtype) for name, value in t.items() if only in name})
+        folder,
+        lambda t: t.update({name: value.to(dtype) for name, value in t.items() if only in name}),
     )
 
 
@@ -197,7 +219,9 @@ def link_within(folder: Path) -> None:
 def left_behind(folder: Path) -> None:
     """What trainers and downloads leave beside the weights."""
     (folder / "global_step1").mkdir()
-    torch.save({"module": {"other": torch.ones(2)}}, folder / "global_step1" / "mp_rank_00_model_states.pt")
+    torch.save(
+        {"module": {"other": torch.ones(2)}}, folder / "global_step1" / "mp_rank_00_model_states.pt"
+    )
     (folder / "latest").write_text("global_step1")
     (folder / ".cache").mkdir()
     (folder / "onnx").mkdir()
@@ -230,11 +254,17 @@ def flag_ai(ranks: bool, wrap: bool) -> Callable[[Path], object]:
         if ranks:
             for rank in range(2):
                 state = torch.load(folder / MP_RANK.format(rank), weights_only=True)
-                torch.save(state if wrap else state["module"], folder / f"pytorch_model_{rank:02d}.bin")
+                torch.save(
+                    state if wrap else state["module"], folder / f"pytorch_model_{rank:02d}.bin"
+                )
             shutil.rmtree(release(folder))
             (folder / "latest").unlink()
         else:
-            as_bin(lambda t: wrapped(t) if wrap else {f"glm.{name}": value for name, value in t.items()})(folder)
+            as_bin(
+                lambda t: (
+                    wrapped(t) if wrap else {f"glm.{name}": value for name, value in t.items()}
+                )
+            )(folder)
 
     return write
 
@@ -422,7 +452,9 @@ def wrong_digest(found: Manifest) -> dict:
     import dataclasses
 
     name = "blocks.0.mlp.up.weight"
-    record = dataclasses.replace(found.tensors[name], sha256=("0" * 64, found.tensors[name].sha256[1]))
+    record = dataclasses.replace(
+        found.tensors[name], sha256=("0" * 64, found.tensors[name].sha256[1])
+    )
     return {"tensors": {**found.tensors, name: record}}
 
 
@@ -567,7 +599,9 @@ HOSTILE: dict[str, Case] = {
 
 
 # Every day, a command visits some folders; with `make test-all` all commands visit all.
-COMMANDS_BY_CASE = {name: (list(COMMANDS)[number % 3],) for number, name in enumerate(list(HOSTILE)[::9])}
+COMMANDS_BY_CASE = {
+    name: (list(COMMANDS)[number % 3],) for number, name in enumerate(list(HOSTILE)[::9])
+}
 
 
 @pytest.fixture(scope="module")
@@ -627,7 +661,9 @@ def test_a_command_accepts_a_good_folder(door, visitor, bases):
 
 def test_the_same_model_in_every_format_has_the_same_tensors(visitor, prepared, tmp_path, bases):
     same = [
-        name for name, (base, _, _) in ODD.items() if base == "gpt2" and not re.search("bf16|fp|untied|cache", name)
+        name
+        for name, (base, _, _) in ODD.items()
+        if base == "gpt2" and not re.search("bf16|fp|untied|cache", name)
     ]
     digests = {}
     for name in same:

@@ -63,7 +63,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        match = re.fullmatch(r"/(api/models/)?me/tiny/(revision|tree|resolve)/([^/]+)(?:/(.*))?", path)
+        match = re.fullmatch(
+            r"/(api/models/)?me/tiny/(revision|tree|resolve)/([^/]+)(?:/(.*))?", path
+        )
         if match is None:
             return self.answer(404, b"{}", X_Error_Code="RepoNotFound")
         if match[3] not in REVISIONS:
@@ -73,10 +75,19 @@ class Handler(BaseHTTPRequestHandler):
         if match[2] == "resolve":
             return self.send_file(match[4], commit, files[match[4]])
         if match[2] == "revision":
-            found = {"id": "me/tiny", "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+            found = {
+                "id": "me/tiny",
+                "sha": commit,
+                "siblings": [{"rfilename": name} for name in files],
+            }
         else:
             found = [
-                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                {
+                    "type": "file",
+                    "path": name,
+                    "size": len(data),
+                    "oid": hashlib.sha1(data).hexdigest(),
+                }
                 for name, data in files.items()
             ]
         return self.answer(200, json.dumps(found).encode(), Content_Type="application/json")
@@ -96,7 +107,9 @@ class Handler(BaseHTTPRequestHandler):
         """Makes repositories and branches, and commits files: small ones in the request, large ones as uploaded."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.headers.get("Authorization") != f"Bearer {self.server.token}":
-            return self.answer(401, b'{"error": "Invalid credentials"}', Content_Type="application/json")
+            return self.answer(
+                401, b'{"error": "Invalid credentials"}', Content_Type="application/json"
+            )
         path, values = self.path.partition("?")[0], {}
         host = f"http://{self.headers['Host']}"
         if path == "/api/repos/create":
@@ -105,14 +118,20 @@ class Handler(BaseHTTPRequestHandler):
         elif path.startswith("/api/models/me/tiny/preupload/"):
             files = [file["path"] for file in json.loads(body)["files"]]
             modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in files}
-            values = {"files": [{"path": n, "uploadMode": m, "shouldIgnore": False} for n, m in modes.items()]}
+            values = {
+                "files": [
+                    {"path": n, "uploadMode": m, "shouldIgnore": False} for n, m in modes.items()
+                ]
+            }
         elif path == "/me/tiny.git/info/lfs/objects/batch":
             objects = json.loads(body)["objects"]
             for entry in objects:
                 entry["actions"] = {"upload": {"href": f"{host}/upload/{entry['oid']}"}}
             values = {"transfer": "basic", "objects": objects}
         elif path.startswith("/api/models/me/tiny/commit/"):
-            self.commit(REVISIONS[path.rpartition("/")[2]], [json.loads(line) for line in body.splitlines()])
+            self.commit(
+                REVISIONS[path.rpartition("/")[2]], [json.loads(line) for line in body.splitlines()]
+            )
             values = {"commitUrl": f"{host}/me/tiny/commit/{MAIN}", "commitOid": MAIN}
         return self.answer(200, json.dumps(values).encode(), Content_Type="application/json")
 
@@ -129,11 +148,16 @@ class Handler(BaseHTTPRequestHandler):
         self.server.files[commit] = files
 
     def send_file(self, name: str, commit: str, data: bytes) -> None:
-        digest = hashlib.sha256(data) if name.endswith((".safetensors", ".bin")) else hashlib.sha1(data)
+        digest = (
+            hashlib.sha256(data) if name.endswith((".safetensors", ".bin")) else hashlib.sha1(data)
+        )
         size = len(data)
         if name in self.server.flipped:
             data = data[:-1] + bytes([data[-1] ^ 1])
-        first, headers = 0, {"ETag": f'"{digest.hexdigest()}"', "X_Repo_Commit": commit, "Accept_Ranges": "bytes"}
+        first, headers = (
+            0,
+            {"ETag": f'"{digest.hexdigest()}"', "X_Repo_Commit": commit, "Accept_Ranges": "bytes"},
+        )
         if self.command == "GET":
             self.server.sent.append(name)
             if asked := self.headers.get("Range"):
@@ -142,7 +166,12 @@ class Handler(BaseHTTPRequestHandler):
                 headers["Content_Range"] = f"bytes {first}-{size - 1}/{size}"
             if name in self.server.cut:
                 self.server.cut.remove(name)
-                self.answer(206 if first else 200, data[first : size // 2], Content_Length=str(size - first), **headers)
+                self.answer(
+                    206 if first else 200,
+                    data[first : size // 2],
+                    Content_Length=str(size - first),
+                    **headers,
+                )
                 self.close_connection = True
                 return
         self.answer(206 if first else 200, data[first:], **headers)
@@ -153,8 +182,12 @@ def hub(tmp_path):
     files = {}
     for commit, seed in ((MAIN, 1), (OLD, 2)):
         folder = save_model(tmp_path / f"source-{seed}", "GPT2LMHeadModel", "gpt2", seed=seed)
-        files[commit] = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-        files[commit] |= dict.fromkeys(("pytorch_model.bin", "onnx/model.safetensors"), b"not wanted")
+        files[commit] = {
+            path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()
+        }
+        files[commit] |= dict.fromkeys(
+            ("pytorch_model.bin", "onnx/model.safetensors"), b"not wanted"
+        )
     server = Hub(files)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -195,11 +228,22 @@ def shardzoo(
         "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
     if warm:
-        environment, words = warm_environment(), ["python", "-c", IMPORTED_AGAIN + code, json.dumps(own)]
+        environment, words = (
+            warm_environment(),
+            ["python", "-c", IMPORTED_AGAIN + code, json.dumps(own)],
+        )
     else:
-        environment, words = user_environment(**{**dict.fromkeys(theirs), **own}), ["python", "-c", code]
+        environment, words = (
+            user_environment(**{**dict.fromkeys(theirs), **own}),
+            ["python", "-c", code],
+        )
     return subprocess.run(
-        [*words, *arguments], cwd=folder, env=environment, text=True, capture_output=True, timeout=120
+        [*words, *arguments],
+        cwd=folder,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=120,
     )
 
 
@@ -244,7 +288,10 @@ def test_a_damaged_file_is_removed(hub, tmp_path):
     assert shardzoo(hub, tmp_path, "convert", "diff", "shards", "source-1").returncode == 0
 
 
-MISTAKES = [("me/tiny@v2", "me/tiny has no revision 'v2'"), ("me/other", "there is no me/other, or it is private")]
+MISTAKES = [
+    ("me/tiny@v2", "me/tiny has no revision 'v2'"),
+    ("me/other", "there is no me/other, or it is private"),
+]
 
 
 @pytest.mark.parametrize(("name", "message"), MISTAKES)
@@ -307,9 +354,14 @@ def push(mesh: Any, source: Path, endpoint: str, **options: Any) -> list[Any]:
 
 
 def test_a_split_model_is_pushed_and_found_again(hub, tmp_path, run_mesh):
-    hub.files[MAIN] |= {"model-00001-of-00002.safetensors": b"stale", "model.safetensors.index.json": b"{}"}
+    hub.files[MAIN] |= {
+        "model-00001-of-00002.safetensors": b"stale",
+        "model.safetensors.index.json": b"{}",
+    }
     options = {"token": "hf_writer", "private": True, "working_directory": tmp_path}
-    (url, _), (other, _) = run_mesh(2, push, tmp_path / "source-2", address(hub), isolated=True, **options)
+    (url, _), (other, _) = run_mesh(
+        2, push, tmp_path / "source-2", address(hub), isolated=True, **options
+    )
     assert url.endswith(f"/me/tiny/commit/{MAIN}")
     assert other is None
     assert hub.made[0]["name"] == "tiny"
@@ -325,7 +377,9 @@ def test_a_split_model_is_pushed_and_found_again(hub, tmp_path, run_mesh):
 
 def test_a_push_that_is_refused(hub, tmp_path, run_mesh):
     before = dict(hub.files[MAIN])
-    ((_, message),) = run_mesh(1, push, tmp_path / "source-2", address(hub), isolated=True, token="hf_reader")
+    ((_, message),) = run_mesh(
+        1, push, tmp_path / "source-2", address(hub), isolated=True, token="hf_reader"
+    )
     assert message == (
         "pushing to me/tiny on the Hugging Face Hub failed: the Hub refused the token, or there is none; run "
         "`hf auth login` with a token that can write"
@@ -342,9 +396,21 @@ def test_an_adapter_and_a_tokenizer_by_name(hub, tmp_path):
     for name, folder in (("lora", "merged"), ("me/tiny@v1", "merged-by-name")):
         done = shardzoo(hub, tmp_path, "convert", "merge", "source-1", folder, "--adapter", name)
         assert done.returncode == 0, done.stderr
-    stored = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("merged", "merged-by-name")]
+    stored = [
+        (tmp_path / folder / "model.safetensors").read_bytes()
+        for folder in ("merged", "merged-by-name")
+    ]
     assert stored[0] == stored[1] != (tmp_path / "source-1" / "model.safetensors").read_bytes()
-    words = ["generate", "--model", "source-1", "--prompt", "one two", "--max-new-tokens", "5", "--tokenizer"]
+    words = [
+        "generate",
+        "--model",
+        "source-1",
+        "--prompt",
+        "one two",
+        "--max-new-tokens",
+        "5",
+        "--tokenizer",
+    ]
     mine, theirs = (
         shardzoo(hub, tmp_path, *words, *more)
         for more in (("source-1", "--adapter", "lora"), ("me/tiny", "--adapter", "me/tiny@v1"))

@@ -84,7 +84,9 @@ def read_parts(tmp_path, content: str, *argv: str) -> Parts:
 def test_parts_and_overrides(tmp_path):
     content = "model:\n  num-layers: 3\nlr: 1e-4\nprompt: x\n"
     assert read_parts(tmp_path, content) == Parts(Model(3), 1e-4, "x")
-    overridden = read_parts(tmp_path, content, "model.num_layers=4", "--fast", "lr=2e-4", "prompt=a=b c")
+    overridden = read_parts(
+        tmp_path, content, "model.num_layers=4", "--fast", "lr=2e-4", "prompt=a=b c"
+    )
     assert overridden == Parts(Model(4), 2e-4, "a=b c", True)
     assert read_parts(tmp_path, content, "prompt=null").prompt is None
     assert read_parts(tmp_path, content, "--model.num-layers", "5").model.num_layers == 5
@@ -164,7 +166,10 @@ def read_training(*argv: str) -> Training:
         (["--bf16=False", "--fp16=true"], Training(precision="fp16")),
         (["--fp16=True", "--bf16", "False"], Training(precision="fp16")),
         (["--checkpoint-activations", "--learning-rate=2"], Training(lr=2.0, recompute="full")),
-        (["--gradient_checkpointing", "True", "--learning_rate", "2"], Training(lr=2.0, gradient_checkpointing=True)),
+        (
+            ["--gradient_checkpointing", "True", "--learning_rate", "2"],
+            Training(lr=2.0, gradient_checkpointing=True),
+        ),
         (["--gradient-checkpointing", "--gradient-checkpointing=False"], Training()),
         (["--native"], Training(native=True)),
         (["--no-native"], Training(native=False)),
@@ -182,10 +187,15 @@ def test_a_boolean_with_another_value_is_refused():
 
 def test_aliases_in_yaml(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("learning-rate: 1e-3\nbatch_size: 4\nbf16: true\ncheckpoint_activations: false\n")
+    file.write_text(
+        "learning-rate: 1e-3\nbatch_size: 4\nbf16: true\ncheckpoint_activations: false\n"
+    )
     assert read_training("--config", str(file)) == Training(1e-3, 4, "bf16", config=file)
     assert read_training("--config", str(file), "--bf16", "False").precision == "fp32"
-    assert read_training("--config", str(file), "--fp16", "True", "--bf16", "False").precision == "fp16"
+    assert (
+        read_training("--config", str(file), "--fp16", "True", "--bf16", "False").precision
+        == "fp16"
+    )
     file.write_text("lr: 1\nlearning_rate: 2\n")
     with pytest.raises(ValueError, match=r"run\.yaml: lr and learning_rate both set lr"):
         read_training("--config", str(file))
@@ -229,17 +239,23 @@ def mistaken(makers: tuple[int, ...]) -> tuple[int, str]:
 def test_a_mistake_of_any_rank_is_told_once(run_ranks, makers):
     outcomes = run_ranks(2, mistaken, makers)
     assert [code for code, _ in outcomes] == [2 if rank in makers else 0 for rank in range(2)]
-    assert [shown for _, shown in outcomes if shown] == [f"error: {MISTAKE}".replace("0", str(number_of(makers)), 1)]
+    assert [shown for _, shown in outcomes if shown] == [
+        f"error: {MISTAKE}".replace("0", str(number_of(makers)), 1)
+    ]
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, True), (1, False), (2, True), (3, False)])
 def test_before_the_ranks_meet_each_machine_tells_its_mistakes(rank, told, capsys, monkeypatch):
     waits: list[float] = []
     monkeypatch.setattr("time.sleep", waits.append)
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)  # whatever an earlier test has started
+    monkeypatch.setattr(
+        "torch.distributed.is_initialized", lambda: False
+    )  # whatever an earlier test has started
     assert exit_code_of_rank(lambda: Share(0), RankInfo(rank, 4, rank % 2, 2)) == 2
     assert (capsys.readouterr().err.strip() == f"error: {MISTAKE}") is told
-    assert bool(waits) is not told  # a launcher stops the rank that reports when a silent one ends before it
+    assert (
+        bool(waits) is not told
+    )  # a launcher stops the rank that reports when a silent one ends before it
 
 
 def test_what_others_call_a_value_error_is_told_with_its_place(capsys):
@@ -288,14 +304,22 @@ def test_the_value_of_an_option_before_parsing(argv, value):
     assert given_value(argv, "lr") == value
 
 
-@pytest.mark.parametrize("spelling", ["--pipeline-parallel-size", "--pp", "--pipeline_model_parallel_size"])
+@pytest.mark.parametrize(
+    "spelling", ["--pipeline-parallel-size", "--pp", "--pipeline_model_parallel_size"]
+)
 def test_pipeline_parallelism_has_several_names(spelling, tmp_path):
     page = HelpPage("test", TrainingArguments)
-    found = parse(TrainingArguments, page, [spelling, "2", "--env-type", "deepspeed+mpu"], quiet=True)
+    found = parse(
+        TrainingArguments, page, [spelling, "2", "--env-type", "deepspeed+mpu"], quiet=True
+    )
     file = tmp_path / "run.yaml"
     file.write_text(f"{spelling.strip('-')}: 2\nenv_type: deepspeed+mpu\n")
     values = read_yaml(TrainingArguments, file)
-    assert found == parse(TrainingArguments, page, [], values=values, quiet=True) == TrainingArguments(**values)
+    assert (
+        found
+        == parse(TrainingArguments, page, [], values=values, quiet=True)
+        == TrainingArguments(**values)
+    )
     assert found.pipeline_parallel_size == 2
 
 

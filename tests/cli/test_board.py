@@ -28,7 +28,15 @@ from safetensors import safe_open
 from tiny_models import save_model
 
 from shardzoo.cli import convert
-from shardzoo.cli.board.command import HEADERS, Board, Curve, Metrics, main, make_server, on_one_axis
+from shardzoo.cli.board.command import (
+    HEADERS,
+    Board,
+    Curve,
+    Metrics,
+    main,
+    make_server,
+    on_one_axis,
+)
 
 LATER = 10.0
 
@@ -47,7 +55,10 @@ def make_run(folder, steps=range(1, 4)):
 
 def read(metrics: Metrics) -> dict[str, list[tuple[float, float]]]:
     assert not metrics.read(time.monotonic() + LATER)
-    return {name: list(zip(curve.steps, curve.values, strict=True)) for name, curve in metrics.curves.items()}
+    return {
+        name: list(zip(curve.steps, curve.values, strict=True))
+        for name, curve in metrics.curves.items()
+    }
 
 
 def diagonal(steps) -> dict[str, list[tuple[float, float]]]:
@@ -60,7 +71,9 @@ def test_a_growing_file_is_read_from_where_it_was_left(tmp_path, monkeypatch):
     file.write_text(lines([1, 2]))
     assert read(metrics) == diagonal([1, 2])
     parsed = []
-    monkeypatch.setattr(metrics, "_add", lambda line, add=metrics._add: (parsed.append(line), add(line)))
+    monkeypatch.setattr(
+        metrics, "_add", lambda line, add=metrics._add: (parsed.append(line), add(line))
+    )
     cut = lines([3])
     with file.open("a") as more:
         more.write(cut[:9])
@@ -76,7 +89,10 @@ def test_a_growing_file_is_read_from_where_it_was_left(tmp_path, monkeypatch):
 
 
 def test_another_file_is_read_from_its_beginning(tmp_path):
-    file, metrics = make_run(tmp_path / "run", range(1, 9)) / "metrics.jsonl", Metrics(tmp_path / "run/metrics.jsonl")
+    file, metrics = (
+        make_run(tmp_path / "run", range(1, 9)) / "metrics.jsonl",
+        Metrics(tmp_path / "run/metrics.jsonl"),
+    )
     read(metrics)
     (tmp_path / "new").write_text(lines(range(1, 6)))  # a resumed run replaces the file
     (tmp_path / "new").rename(file)
@@ -152,11 +168,17 @@ def test_intervals_keep_every_peak(width):
 
 
 def test_few_steps_are_shown_as_they_are():
-    first, second = [(1, 0.5), (2, math.inf), (5, 1.0)], [(9, 9.0), (2, 2.0), (3, math.nan)]  # not in order
+    first, second = (
+        [(1, 0.5), (2, math.inf), (5, 1.0)],
+        [(9, 9.0), (2, 2.0), (3, math.nan)],
+    )  # not in order
     assert on_one_axis([curve(first), curve(second)], 10) == (
         [1, 2, 3, 5, 9], [[0.5, None, None, 1.0, None], [None, 2.0, None, None, 9.0]],
     )  # fmt: skip
-    assert on_one_axis([curve(first), curve(second)], 10, 2, 5) == ([2, 3, 5], [[None, None, 1.0], [2.0, None, None]])
+    assert on_one_axis([curve(first), curve(second)], 10, 2, 5) == (
+        [2, 3, 5],
+        [[None, None, 1.0], [2.0, None, None]],
+    )
     assert on_one_axis([None, curve([])], 10) == ([], [[], []])
     apart = [curve([(run + 100 * step, 1.0) for step in range(9)]) for run in range(30)]
     assert len(on_one_axis(apart, 5)[0]) == 10  # each has few, all have many
@@ -184,8 +206,13 @@ def test_the_answer_changes_with_the_runs(tmp_path):
     with served(*runs) as url:
         first = ask(f"{url}data")
         assert [run["step"] for run in first["runs"]] == [3, None]
-        assert first["charts"] == [{"name": "train/loss", "steps": [1, 2, 3], "values": [[1, 2, 3], [None] * 3]}]
-        assert ask(f"{url}data?seen={first['revision']}") == {"revision": first["revision"], "more": False}
+        assert first["charts"] == [
+            {"name": "train/loss", "steps": [1, 2, 3], "values": [[1, 2, 3], [None] * 3]}
+        ]
+        assert ask(f"{url}data?seen={first['revision']}") == {
+            "revision": first["revision"],
+            "more": False,
+        }
         (runs[1] / "checkpoints/step-000007").mkdir(parents=True)
         (runs[1] / "checkpoints/best").write_text("step-000007\n")
         second = ask(f"{url}data?seen={first['revision']}")
@@ -193,12 +220,17 @@ def test_the_answer_changes_with_the_runs(tmp_path):
         (runs[0] / "checkpoints/best").mkdir(parents=True)
         with pytest.raises(urllib.error.HTTPError) as failed:
             ask(f"{url}data")
-        assert (failed.value.code, b"checkpoints/best: Is a directory" in failed.value.read()) == (500, True)
+        assert (failed.value.code, b"checkpoints/best: Is a directory" in failed.value.read()) == (
+            500,
+            True,
+        )
         shutil.rmtree(runs[0] / "checkpoints")
         with (runs[1] / "metrics.jsonl").open("w") as file:
             file.write('{"step": 4, "train/loss": NaN, "final/loss": 1e999}\n')
         third = ask(f"{url}data?seen={second['revision']}&first=2&last=3")
-        assert third["charts"] == [{"name": "train/loss", "steps": [2, 3], "values": [[2, 3], [None, None]]}]
+        assert third["charts"] == [
+            {"name": "train/loss", "steps": [2, 3], "values": [[2, 3], [None, None]]}
+        ]
         assert third["runs"][1]["last"] == {"train/loss": "nan", "final/loss": "inf"}
 
 
@@ -215,7 +247,9 @@ def test_the_layout_is_that_of_the_files(tmp_path, size):
         for rank in range(size):
             with safe_open(folder / f"rank_{rank:02}.safetensors", "pt") as file:
                 stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-            held = {t["name"]: t["parts"][rank] if t["parts"] else t["shape"] for t in shown["tensors"]}
+            held = {
+                t["name"]: t["parts"][rank] if t["parts"] else t["shape"] for t in shown["tensors"]
+            }
             assert {name: held[name] for name in stored} == stored
             assert stored
         (folder / "manifest.json").write_text("{")
@@ -297,9 +331,14 @@ def test_the_command_of_the_page_serves_until_it_is_interrupted(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # A shell's background jobs, which tests may be, ignore the interrupt.
     unblock = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(words, cwd=tmp_path, env=user_environment(), preexec_fn=unblock, **pipes) as process:
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=user_environment(), preexec_fn=unblock, **pipes
+    ) as process:
         url = re.match(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())[0]
-        assert [run["name"] for run in ask(f"{url}data")["runs"]] == ["runs/quickstart", "runs/t5-quickstart"]
+        assert [run["name"] for run in ask(f"{url}data")["runs"]] == [
+            "runs/quickstart",
+            "runs/t5-quickstart",
+        ]
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(30) == 130
         assert process.stderr.read() == "interrupted\n"
@@ -309,7 +348,9 @@ LOSS = "plots.get('train/loss').plot"
 HOSTILE = "<img src=x onerror=console.error(1)>"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on PATH (Debian: apt-get install chromium)"
+)
 def test_a_browser_follows_runs(tmp_path):
     runs = make_run(tmp_path / "a", range(5000)), make_run(tmp_path / HOSTILE, range(1, 900, 3))
     with (runs[1] / "metrics.jsonl").open("a") as file:
@@ -323,7 +364,8 @@ def test_a_browser_follows_runs(tmp_path):
             "train/loss", "valid/loss", HOSTILE,
         ]  # fmt: skip
         drawn = (
-            "{const c = document.querySelector('canvas'), d = c.getContext('2d').getImageData(0, 0, c.width, c.height)"
+            "{const c = document.querySelector('canvas'), "
+            "d = c.getContext('2d').getImageData(0, 0, c.width, c.height)"
         )
         page.wait(f"(() => {drawn}.data; return new Set(new Uint32Array(d.buffer)).size > 20}})()")
         with (runs[0] / "metrics.jsonl").open("a") as file:
@@ -332,9 +374,13 @@ def test_a_browser_follows_runs(tmp_path):
         (runs[0] / "metrics.jsonl").write_text(lines(range(4000)))  # overwritten
         page.wait(f"{LOSS}.data[1].at(-1) === 3999")
         place = "document.querySelector('.u-over').getBoundingClientRect()"
-        x, y, width, height = page.evaluate(f"(({{x, y, width, height}}) => [x, y, width, height])({place})")
+        x, y, width, height = page.evaluate(
+            f"(({{x, y, width, height}}) => [x, y, width, height])({place})"
+        )
         page.click(x + 0.5 * width, y + height / 2, to=(x + 0.6 * width, y + height / 2))
-        page.wait(f"range !== null && {LOSS}.data[0].every((step) => step >= range[0] && step <= range[1])")
+        page.wait(
+            f"range !== null && {LOSS}.data[0].every((step) => step >= range[0] && step <= range[1])"
+        )
         assert page.evaluate(f"{LOSS}.data[0]") == list(
             range(page.evaluate("Math.ceil(range[0])"), page.evaluate("Math.floor(range[1])") + 1)
         )

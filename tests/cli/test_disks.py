@@ -16,8 +16,20 @@ import pytest
 from tiny_models import save_model, text
 
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
-SIZES = {"hidden_size": 48, "num_hidden_layers": 1, "sequence_length": 32, "vocab_size": 300, "micro_batch_size": 2}
-SHORT = {"train_steps": 4, "save_interval": 1, "eval_sequences": 2, "final_eval_sequences": 2, "warmup_steps": 1}
+SIZES = {
+    "hidden_size": 48,
+    "num_hidden_layers": 1,
+    "sequence_length": 32,
+    "vocab_size": 300,
+    "micro_batch_size": 2,
+}
+SHORT = {
+    "train_steps": 4,
+    "save_interval": 1,
+    "eval_sequences": 2,
+    "final_eval_sequences": 2,
+    "warmup_steps": 1,
+}
 COMMANDS = {
     "pretrain": "pretrain --config tiny.yaml --output-dir disk/run",
     "finetune": "finetune --model-name-or-path t5 --train-file pairs.json --train-steps 4 --save-interval 1 "
@@ -27,7 +39,9 @@ COMMANDS = {
     "merge": "convert merge shards disk/merged",
     "prepare": "data prepare --input texts --tokenizer gpt2 --output disk/corpus",
 }
-FREE = (0, *range(8, 1500, 250), *range(1600, 5200, 300)) if os.environ.get("SHARDZOO_DISKS") else (0,)
+FREE = (
+    (0, *range(8, 1500, 250), *range(1600, 5200, 300)) if os.environ.get("SHARDZOO_DISKS") else (0,)
+)
 FAULTS = [*(f"{size} kB free" for size in FREE), "read-only", "removed", "no shared memory"]
 WHOLE = {fault: [(fault, name) for name in COMMANDS] for fault in FAULTS}
 PART = [
@@ -120,8 +134,20 @@ def workplace(tmp_path_factory) -> Path:
     pairs = [{"translation": {"s": text(seed, 4), "t": text(seed, 1)}} for seed in range(12)]
     (folder / "pairs.json").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     values = {**SIZES, **SHORT, "held_out_fraction": 0.3, "data": str(folder / "texts")}
-    (folder / "tiny.yaml").write_text("".join(f"{name}: {value}\n" for name, value in values.items()))
-    command = [sys.executable, "-m", "shardzoo.cli.main", "convert", "split", "gpt2", "shards", "--tp", "2"]
+    (folder / "tiny.yaml").write_text(
+        "".join(f"{name}: {value}\n" for name, value in values.items())
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "shardzoo.cli.main",
+        "convert",
+        "split",
+        "gpt2",
+        "shards",
+        "--tp",
+        "2",
+    ]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return folder
 
@@ -137,7 +163,9 @@ def test_a_fault_of_the_disk_is_one_line(workplace, cases):
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(fault, name) for fault, name, *_ in results] == cases
     for fault, name, code, same, seconds, shown in results:
-        errors = [line for line in shown.splitlines() if line.startswith(("error: ", "shardzoo data: "))]
+        errors = [
+            line for line in shown.splitlines() if line.startswith(("error: ", "shardzoo data: "))
+        ]
         print(fault, name, code, round(seconds, 1), *errors)
         assert "Traceback" not in shown, shown
         assert same, (fault, name)

@@ -30,7 +30,9 @@ def workplace(tmp_path_factory) -> Path:
     for name, records in (("pairs.json", pairs), ("labels.json", labels)):
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "text.txt").write_text(text(0, 900))
-    (folder / "short.yaml").write_text("".join(f"{name}: {value}\n" for name, value in SHORT.items()))
+    (folder / "short.yaml").write_text(
+        "".join(f"{name}: {value}\n" for name, value in SHORT.items())
+    )
     (folder / "finetune.py").symlink_to(ROOT / "finetune.py")
     return folder
 
@@ -52,14 +54,21 @@ def test_scripts(command, workplace):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     [saved] = re.findall(r"^saved (\S+)$", done.stdout, re.MULTILINE)
-    assert transformers.AutoModelForSeq2SeqLM.from_pretrained(workplace / saved).config.num_decoder_layers == 1
+    assert (
+        transformers.AutoModelForSeq2SeqLM.from_pretrained(
+            workplace / saved
+        ).config.num_decoder_layers
+        == 1
+    )
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("shardzoo")])
 def test_commands(command, workplace, monkeypatch, capsys):
     words = [word.strip('"') for word in command.split()]
     assert words[:2] == ["shardzoo", "finetune"]
-    assert finetune(*words[2:], "--config", "short.yaml", cwd=workplace, monkeypatch=monkeypatch) == 0
+    assert (
+        finetune(*words[2:], "--config", "short.yaml", cwd=workplace, monkeypatch=monkeypatch) == 0
+    )
     out = capsys.readouterr().out
     assert re.search(r"^saved \S+hf$", out, re.MULTILINE)
     assert ("test: loss" in out) == ("--test-file" in words)
@@ -77,19 +86,42 @@ def test_the_code_of_the_document(workplace, monkeypatch):
 REFUSED = [
     ((), "--model-name-or-path is missing"),
     (("--model-name-or-path", "t5"), "there is nothing to do: name a --train-file"),
-    (("--model-name-or-path", "t5", "--train-file", "nowhere.json"), "train_file nowhere.json does not exist"),
-    (("--model-name-or-path", "t5", "--train-file", "pairs.json", "--source-id", "en"), "no key 'en'; the keys are"),
-    (("--model-name-or-path", "gpt2", "--train-file", "pairs.json", "--freeze-encoder"), "has no encoder"),
     (
-        ("--model-name-or-path", "t5", "--train-file", "pairs.json", "--lora-rank", "2", "--lora_target", "query"),
+        ("--model-name-or-path", "t5", "--train-file", "nowhere.json"),
+        "train_file nowhere.json does not exist",
+    ),
+    (
+        ("--model-name-or-path", "t5", "--train-file", "pairs.json", "--source-id", "en"),
+        "no key 'en'; the keys are",
+    ),
+    (
+        ("--model-name-or-path", "gpt2", "--train-file", "pairs.json", "--freeze-encoder"),
+        "has no encoder",
+    ),
+    (
+        (
+            "--model-name-or-path",
+            "t5",
+            "--train-file",
+            "pairs.json",
+            "--lora-rank",
+            "2",
+            "--lora_target",
+            "query",
+        ),
         "target_modules 'query' match no linear layer of the model, which has q, k, v, o, wi, wo",
     ),
-    (("--model-name-or-path", "t5", "--train-file", "pairs.json", "--batch_size", "64"), "fewer than the 64"),
+    (
+        ("--model-name-or-path", "t5", "--train-file", "pairs.json", "--batch_size", "64"),
+        "fewer than the 64",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_mistakes_end_with_code_2_and_one_message(arguments, message, workplace, monkeypatch, capsys):
+def test_mistakes_end_with_code_2_and_one_message(
+    arguments, message, workplace, monkeypatch, capsys
+):
     short = ("--max-source-length", "16", "--max-target-length", "6")
     assert finetune(*arguments, *short, cwd=workplace, monkeypatch=monkeypatch) == 2
     captured = capsys.readouterr().err
@@ -101,10 +133,19 @@ def test_mistakes_end_with_code_2_and_one_message(arguments, message, workplace,
 REFUSED_LATE = [
     (("--output-dir", "t5"), "output_dir t5 holds files that do not belong to a run"),
     (("--output-dir", "pairs.json"), "output_dir pairs.json is a file"),
-    (("--output-dir", "nothing", "--resume"), "nothing holds no complete checkpoint; start one without --resume"),
-    (("--output-dir", "again"), "output_dir again holds another run (saved at step 2); resume it with --resume"),
+    (
+        ("--output-dir", "nothing", "--resume"),
+        "nothing holds no complete checkpoint; start one without --resume",
+    ),
+    (
+        ("--output-dir", "again"),
+        "output_dir again holds another run (saved at step 2); resume it with --resume",
+    ),
     (("--load-dir", "nowhere"), "load_dir nowhere holds no checkpoint"),
-    (("--save-best", "rouge"), "save_best='rouge' is not among the validation values: loss, perplexity"),
+    (
+        ("--save-best", "rouge"),
+        "save_best='rouge' is not among the validation values: loss, perplexity",
+    ),
     (("--epochs", "0"), "set epochs or train_steps"),
     (("--config", "prompt.yaml"), "prompt_list must be a list of strings, not 5"),
 ]
@@ -158,7 +199,9 @@ def test_mistakes_in_training_are_one_message_too(ranks, workplace, run_ranks):
         (("--save-dir", "x"), "set --output-dir instead"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused_with_those_that_can(arguments, message, workplace, monkeypatch, capsys):
+def test_arguments_that_cannot_be_are_refused_with_those_that_can(
+    arguments, message, workplace, monkeypatch, capsys
+):
     with pytest.raises(SystemExit) as ended:
         finetune(*arguments, cwd=workplace, monkeypatch=monkeypatch)
     assert ended.value.code == 2

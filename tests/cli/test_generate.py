@@ -43,9 +43,14 @@ def by_transformers(folder, texts, **settings) -> list[str]:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     encoded = tokenizer(texts, return_tensors="pt", padding=True)
-    output = model.generate(encoded["input_ids"], attention_mask=encoded["attention_mask"], **settings)
+    output = model.generate(
+        encoded["input_ids"], attention_mask=encoded["attention_mask"], **settings
+    )
     new = output[:, encoded["input_ids"].shape[1] :]
-    return [text + tokenizer.decode(row, skip_special_tokens=True) for text, row in zip(texts, new, strict=True)]
+    return [
+        text + tokenizer.decode(row, skip_special_tokens=True)
+        for text, row in zip(texts, new, strict=True)
+    ]
 
 
 def test_prompts_from_everywhere(folders, capsys, monkeypatch, tmp_path):
@@ -69,7 +74,9 @@ def test_prompts_from_everywhere(folders, capsys, monkeypatch, tmp_path):
 
 def test_settings_of_the_folder_and_of_the_command(folders, capsys):
     folder = folders["gpt2"]
-    (folder / "generation_config.json").write_text('{"num_beams": 3, "max_new_tokens": 5, "low_memory": false}')
+    (folder / "generation_config.json").write_text(
+        '{"num_beams": 3, "max_new_tokens": 5, "low_memory": false}'
+    )
     try:
         common = ["--model", str(folder), "--prompt", TEXTS[0]]
         beams = by_transformers(folder, TEXTS[:1], num_beams=3, max_new_tokens=5)
@@ -95,22 +102,32 @@ def test_answers_of_an_encoder_decoder(folders, capsys):
     model = transformers.T5ForConditionalGeneration.from_pretrained(folder).eval()
     entries = run(["--model", str(folder), "--num-beams", "2", "--prompt", *TEXTS], capsys)
     for text, entry in zip(TEXTS, entries, strict=True):
-        found = model.generate(**tokenizer(text, return_tensors="pt"), num_beams=2, max_new_tokens=20)
+        found = model.generate(
+            **tokenizer(text, return_tensors="pt"), num_beams=2, max_new_tokens=20
+        )
         assert entry["generated_text"] == tokenizer.decode(found[0], skip_special_tokens=True)
 
 
 def test_masks(folders, capsys):
     folder = folders["bert"]
-    [entry] = run(["--model", str(folder), "--top-k", "3", "--prompt", "the [MASK] sat [MASK]"], capsys)
+    [entry] = run(
+        ["--model", str(folder), "--top-k", "3", "--prompt", "the [MASK] sat [MASK]"], capsys
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.BertForMaskedLM.from_pretrained(folder).eval()
     encoded = tokenizer("the [MASK] sat [MASK]", return_tensors="pt")
     with torch.no_grad():
-        chances = model(encoded["input_ids"]).logits[encoded["input_ids"] == tokenizer.mask_token_id].softmax(-1)
+        chances = (
+            model(encoded["input_ids"])
+            .logits[encoded["input_ids"] == tokenizer.mask_token_id]
+            .softmax(-1)
+        )
     assert len(entry["masks"]) == 2
     for row, mask in zip(chances, entry["masks"], strict=True):
         scores, tokens = row.topk(3)
-        assert [one["token"] for one in mask] == [tokenizer.decode([token]).strip() for token in tokens]
+        assert [one["token"] for one in mask] == [
+            tokenizer.decode([token]).strip() for token in tokens
+        ]
         assert [one["score"] for one in mask] == pytest.approx(scores.tolist(), rel=1e-5)
 
 
@@ -142,8 +159,14 @@ def test_mistakes(folders, capsys, monkeypatch, tmp_path):
         ([*model, "--file", str(tmp_path / "bad.jsonl")], "line 2 of"),
         ([*model, "--prompt", "a", "--tp", "5"], "use a model-parallel size from 1 to 4"),
         ([*model, "--prompt", "a", "--max-new-tokens", "900"], "use max_new_tokens up to"),
-        (["--model", str(folders["bert"]), "--prompt", "[MASK]", "--stream"], "this model fills blanks"),
-        (["--model", str(folders["bert"]), "--prompt", "[MASK]", "--num-beams", "2"], "its only setting is top_k"),
+        (
+            ["--model", str(folders["bert"]), "--prompt", "[MASK]", "--stream"],
+            "this model fills blanks",
+        ),
+        (
+            ["--model", str(folders["bert"]), "--prompt", "[MASK]", "--num-beams", "2"],
+            "its only setting is top_k",
+        ),
     ):
         assert cli.main(["generate", *arguments]) == 2, arguments
         assert message in capsys.readouterr().err.replace("\n", " "), arguments
@@ -184,13 +207,18 @@ def test_a_folder_without_a_tokenizer_is_refused(folders, tmp_path, capsys, fami
 def test_the_folder_of_a_run_leads_to_its_models(tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
     assert cli.main(["generate", "--model", str(tmp_path), "--prompt", "one"]) == 2
-    assert f"{tmp_path} is a run's folder; name a model in it" in capsys.readouterr().err.replace("\n", " ")
+    assert f"{tmp_path} is a run's folder; name a model in it" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
 
 
 def test_a_glm_without_a_tokenizer_is_refused(folders, tmp_path, capsys):
     tokenizer_like("gpt2").save_pretrained(tmp_path)
     folder = without_tokenizer(save_glm(tmp_path, "gpt2"), tmp_path / "bare")
-    assert cli.main(["generate", "--model", str(folder), "--prompt", "a", "--glm-vocabulary", "gpt2"]) == 2
+    assert (
+        cli.main(["generate", "--model", str(folder), "--prompt", "a", "--glm-vocabulary", "gpt2"])
+        == 2
+    )
     assert "tokenizer" in capsys.readouterr().err
 
 
@@ -209,7 +237,9 @@ def trained(folder: Path, run: Path) -> Path:
 
     trainer = Trainer(env_type="pytorch", train_steps=1, save_dir=str(run))
     row = torch.arange(5)
-    trainer.train(shardzoo.from_pretrained(folder).train(), train_dataset=[{"input_ids": row, "labels": row}])
+    trainer.train(
+        shardzoo.from_pretrained(folder).train(), train_dataset=[{"input_ids": row, "labels": row}]
+    )
     return trainer.run_folder.checkpoint(1)
 
 
@@ -231,7 +261,10 @@ def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(folders, tmp_p
         (folder, tmp_path / "none", "none is not a folder"),
         (folder, bare, f"{bare} holds no tokenizer"),
     ):
-        assert cli.main(["generate", "--model", str(model), "--tokenizer", str(tokenizer), *prompt]) == 2
+        assert (
+            cli.main(["generate", "--model", str(model), "--tokenizer", str(tokenizer), *prompt])
+            == 2
+        )
         shown = capsys.readouterr()
         assert message in shown.err.replace("\n", " ")
         assert shown.out == ""
@@ -250,11 +283,19 @@ def test_two_processes_read_standard_input_once(folders, tmp_path):
     command += ["--max-new-tokens", "6", "--tp", "2", "--batch-size", "2"]
     environment, given = warm_environment(), "\n".join(TEXTS)
     done = subprocess.run(
-        command, input=given, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment
+        command,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     entries = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [entry["generated_text"] for entry in entries] == by_transformers(folders["gpt2"], TEXTS, max_new_tokens=6)
+    assert [entry["generated_text"] for entry in entries] == by_transformers(
+        folders["gpt2"], TEXTS, max_new_tokens=6
+    )
 
 
 def test_strings_that_stop(folders):
@@ -263,13 +304,17 @@ def test_strings_that_stop(folders):
     pipeline = TextGenerationPipeline(folder)
     [free] = pipeline(TEXTS[0], max_new_tokens=12)
     new = free["generated_text"][len(TEXTS[0]) :]
-    stop = next(pair for pair in map("".join, pairwise(new[1:])) if pair.isascii())  # bytes need not be text
+    stop = next(
+        pair for pair in map("".join, pairwise(new[1:])) if pair.isascii()
+    )  # bytes need not be text
     [stopped] = pipeline(TEXTS[0], max_new_tokens=12, stop_strings=[stop])
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     encoded = tokenizer(TEXTS[0], return_tensors="pt")
     wanted = model.generate(**encoded, max_new_tokens=12, stop_strings=[stop], tokenizer=tokenizer)
     new_tokens = wanted[0, encoded["input_ids"].shape[1] :]
-    assert stopped["generated_text"] == TEXTS[0] + tokenizer.decode(new_tokens, skip_special_tokens=True)
+    assert stopped["generated_text"] == TEXTS[0] + tokenizer.decode(
+        new_tokens, skip_special_tokens=True
+    )
     assert len(stopped["generated_text"]) < len(free["generated_text"])
 
 
@@ -286,6 +331,8 @@ def test_a_split_folder_gives_the_same_text(folders, tmp_path, run_mesh):
     def answer(mesh, path):
         return TextGenerationPipeline(path, mesh)(TEXTS, num_beams=2, max_new_tokens=8)
 
-    runs = [run_mesh(size, answer, path)[0] for size in (1, 2) for path in (folder, tmp_path / "split")]
+    runs = [
+        run_mesh(size, answer, path)[0] for size in (1, 2) for path in (folder, tmp_path / "split")
+    ]
     texts = [[entry["generated_text"] for entry in run] for run in runs]
     assert texts == [texts[0]] * 4

@@ -14,7 +14,19 @@ import pytest
 import tyro
 from commands import user_environment
 
-from shardzoo.cli import bench, checkpoint, convert, data, doctor, estimate, finetune, generate, models, plan, pretrain
+from shardzoo.cli import (
+    bench,
+    checkpoint,
+    convert,
+    data,
+    doctor,
+    estimate,
+    finetune,
+    generate,
+    models,
+    plan,
+    pretrain,
+)
 from shardzoo.cli import main as cli
 from shardzoo.cli.board import command as board
 from shardzoo.cli.help import HelpPage
@@ -52,7 +64,9 @@ def every_command(*before: str) -> Iterator[tuple[str, ...]]:
         yield from every_command(*before, name)
 
 
-COMMANDS = sorted({(), *((name,) for name in cli.COMMANDS), *(tuple(page.program.split()[1:]) for page in PAGES)})
+COMMANDS = sorted(
+    {(), *((name,) for name in cli.COMMANDS), *(tuple(page.program.split()[1:]) for page in PAGES)}
+)
 
 
 def test_a_reader_of_the_pages_finds_every_command():
@@ -98,7 +112,11 @@ def test_the_whole_page_has_every_option_of_the_command(page: HelpPage, monkeypa
         ("Seconds. For never, 0.", 40, "Seconds"),
         ("Number of stages: each holds a part of the blocks.", 30, "Number of stages: each ..."),
         ("Number of pipeline stages: each holds a part.", 30, "Number of pipeline stages"),
-        ("A preset, or a folder with a config.json", 60, "A preset, or a folder with a config.json"),
+        (
+            "A preset, or a folder with a config.json",
+            60,
+            "A preset, or a folder with a config.json",
+        ),
         ("", 10, ""),
     ],
 )
@@ -107,12 +125,15 @@ def test_shortened(text, room, short):
 
 
 @pytest.mark.parametrize(
-    ("program", "most"), [("import shardzoo", 1.0), ("from shardzoo.cli.main import main; main([])", 0.5)]
+    ("program", "most"),
+    [("import shardzoo", 1.0), ("from shardzoo.cli.main import main; main([])", 0.5)],
 )
 def test_a_simple_command_starts_at_once(program, most):
     """Seconds of a processor, which other programs do not change; the loading of torch alone takes more."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    heavy = "import sys; assert not {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules)"
+    heavy = (
+        "import sys; assert not {'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules)"
+    )
     command = [sys.executable, "-c", f"{program}; {heavy}"]
     subprocess.run(command, env=user_environment(), check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -179,7 +179,17 @@ def test_a_hostile_hostfile(tmp_path, monkeypatch, capsys, command):
         said = refused(capsys, *LAUNCHES[command], "--hostfile", "hosts", "--num-nodes", "1")
         assert "hosts" in said, name
         assert sorted(tmp_path.rglob("*")) == before, name
-    for path in ("pipe", "/dev/zero", "/dev/null", "loop", ".", "missing", "a\0b", "x" * 300, "a\x1b[2J"):
+    for path in (
+        "pipe",
+        "/dev/zero",
+        "/dev/null",
+        "loop",
+        ".",
+        "missing",
+        "a\0b",
+        "x" * 300,
+        "a\x1b[2J",
+    ):
         refused(capsys, *LAUNCHES[command], "--hostfile", path)
         assert sorted(tmp_path.rglob("*")) == before, path
 
@@ -188,7 +198,9 @@ def test_a_tensor_cannot_control_the_terminal(tmp_path, capsys):
     name = "\x1b]0;owned\x07\x1b[2J\u202ebias"
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text('{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}')
+    (model / "config.json").write_text(
+        '{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}'
+    )
     save_file({name: torch.ones(2)}, model / "model.safetensors")
     said = refused(capsys, "convert", "split", str(model), str(tmp_path / "out"), "--tp", "2")
     assert r"\x1b[2J" in said
@@ -204,7 +216,11 @@ def test_a_run_resumes_with_its_own_arguments_alone(tmp_path, capsys, kind):
     (run / "checkpoints" / "step-000001").mkdir(parents=True)
     outside.write_text("lr: 1\n")
     path = run / "arguments.yaml"
-    {"empty": path.touch, "link out": lambda: path.symlink_to(outside), "fifo": lambda: os.mkfifo(path)}[kind]()
+    {
+        "empty": path.touch,
+        "link out": lambda: path.symlink_to(outside),
+        "fifo": lambda: os.mkfifo(path),
+    }[kind]()
     before = sorted(tmp_path.rglob("*"))
     assert "arguments.yaml" in refused(capsys, "pretrain", "--resume", "--output-dir", str(run))
     assert sorted(tmp_path.rglob("*")) == before

@@ -62,7 +62,9 @@ def test_errors_of_users_and_disks_are_one_line(capsys, error, said):
         assert run(failing) == 2
         shown = capsys.readouterr().err
         assert shown.startswith(said)
-        assert len(shown.splitlines()) == 1 or isinstance(error, ValueError)  # whose traceback shows this test
+        assert len(shown.splitlines()) == 1 or isinstance(
+            error, ValueError
+        )  # whose traceback shows this test
 
 
 def test_other_errors_are_not_hidden():
@@ -102,5 +104,7 @@ models.main, threading.Thread.start = work, start
 sys.exit(main.main(["models"]))
 """
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=user_environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=user_environment(), capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (130, "interrupted\n")

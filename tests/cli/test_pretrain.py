@@ -38,11 +38,15 @@ held_out_fraction: 0.3
 """
 
 
-def run(*command: str, cwd: Path, seconds: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, cwd: Path, seconds: int = 240, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a command as a user would, away from the variables of this test's own processes."""
     of_make = dict.fromkeys(("MAKEFLAGS", "ARGS", "MODEL"))  # what `make test ARGS=…` passes on
     variables = warm_environment(COLUMNS="200", **{**of_make, **environment})
-    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=seconds)
+    return subprocess.run(
+        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=seconds
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +58,14 @@ def workspace(tmp_path_factory) -> Path:
         lines = [f"def function_{i}_{j}(value):\n    return value + {j}\n\n" for j in range(40)]
         (folder / "texts" / f"{i}.txt").write_text("".join(lines))
     (folder / "tiny.yaml").write_text(TINY + f"data: {folder / 'texts'}\n")
-    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt", "pretrain.py", "recipes"):
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        "setup.py",
+        "constraints.txt",
+        "pretrain.py",
+        "recipes",
+    ):
         (folder / name).symlink_to(ROOT / name)
     return folder
 
@@ -75,7 +86,10 @@ def metrics(folder: Path, name: str) -> list[float]:
 
 def test_a_run_starts_what_is_missing_and_ends_well(finished):
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "--model-parallel-size 2 needs 2 processes; starting them on this machine" in finished.stdout
+    assert (
+        "--model-parallel-size 2 needs 2 processes; starting them on this machine"
+        in finished.stdout
+    )
     assert "Traceback" not in finished.stdout + finished.stderr
 
 
@@ -83,11 +97,18 @@ def test_a_run_leaves_what_it_promises(finished, workspace):
     folder = workspace / QUICKSTART
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
-    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-000003", "step-000006"]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+        "step-000003",
+        "step-000006",
+    ]
     checkpoint = folder / "checkpoints" / "step-000006"
-    assert {"config.json", "manifest.json", "rank_00.safetensors", "rank_01.safetensors", "trainer_state.json"} <= {
-        p.name for p in checkpoint.iterdir()
-    }
+    assert {
+        "config.json",
+        "manifest.json",
+        "rank_00.safetensors",
+        "rank_01.safetensors",
+        "trainer_state.json",
+    } <= {p.name for p in checkpoint.iterdir()}
     assert len(metrics(folder, "train/loss")) == 6
     assert "held-out loss" in finished.stdout
     assert "the exported model wrote the parts in [[ ]]" in finished.stdout
@@ -108,15 +129,22 @@ def test_transformers_loads_the_export_and_agrees(finished, workspace):
     from shardzoo.data import GPTDataset, IndexedDataset
     from shardzoo.pretraining.corpora import held_out_samples
 
-    samples = held_out_samples(GPTDataset(IndexedDataset(workspace / QUICKSTART / "data" / "valid"), 32, seed=0), 8)
+    samples = held_out_samples(
+        GPTDataset(IndexedDataset(workspace / QUICKSTART / "data" / "valid"), 32, seed=0), 8
+    )
     (native,) = metrics(workspace / QUICKSTART, "final/loss")
-    losses = [model(**{name: value[None] for name, value in samples[i].items()}).loss.item() for i in range(8)]
+    losses = [
+        model(**{name: value[None] for name, value in samples[i].items()}).loss.item()
+        for i in range(8)
+    ]
     assert sum(losses) / 8 == pytest.approx(native, abs=1e-5)
 
 
 def test_a_second_run_does_not_touch_the_first(finished, workspace):
     before = (workspace / QUICKSTART / "metrics.jsonl").read_bytes()
-    again = run("python", PRETRAIN, "--config", "tiny.yaml", "--output-dir", str(QUICKSTART), cwd=workspace)
+    again = run(
+        "python", PRETRAIN, "--config", "tiny.yaml", "--output-dir", str(QUICKSTART), cwd=workspace
+    )
     assert again.returncode == 2
     assert "holds another run (saved at step 6); resume it with --resume" in again.stderr
     assert "Traceback" not in again.stdout + again.stderr
@@ -126,7 +154,9 @@ def test_a_second_run_does_not_touch_the_first(finished, workspace):
 def test_a_killed_run_resumes_from_the_saved_step(workspace):
     command = ["python", PRETRAIN, "--config", "tiny.yaml", "--output-dir", "killed"]
     process = subprocess.Popen(
-        [sys.executable, *command[1:], "--train-steps", "100000"], cwd=workspace, stdout=subprocess.DEVNULL
+        [sys.executable, *command[1:], "--train-steps", "100000"],
+        cwd=workspace,
+        stdout=subprocess.DEVNULL,
     )
     checkpoint = workspace / "killed" / "checkpoints" / "step-000003"
     deadline = time.monotonic() + 120
@@ -134,7 +164,9 @@ def test_a_killed_run_resumes_from_the_saved_step(workspace):
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    saved = max(int(p.name.split("-")[1]) for p in checkpoint.parent.iterdir() if not p.name.startswith("."))
+    saved = max(
+        int(p.name.split("-")[1]) for p in checkpoint.parent.iterdir() if not p.name.startswith(".")
+    )
     resumed = run(*command, "--resume", "--train-steps", str(saved + 2), cwd=workspace)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"resuming from step {saved}" in resumed.stdout
@@ -144,7 +176,10 @@ def test_a_killed_run_resumes_from_the_saved_step(workspace):
 @pytest.mark.parametrize(
     "line",
     every_day(
-        ["deepspeed --module shardzoo.pretrain --model-parallel-size 2", "shardzoo pretrain --tp 2"],
+        [
+            "deepspeed --module shardzoo.pretrain --model-parallel-size 2",
+            "shardzoo pretrain --tp 2",
+        ],
         more=[
             "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2",
             "torchrun --nproc-per-node 2 -m shardzoo.pretrain --model-parallel-size 2",
@@ -159,11 +194,24 @@ def test_other_ways_to_start(line, workspace):
 # The commands of the page, with models and lengths for a test.
 PAGE = commands("docs/pretraining.md")
 SHORT = [
-    *("--data", "texts", "hidden_size=48", "num_hidden_layers=1", "sequence_length=32", "micro_batch_size=2"),
+    *(
+        "--data",
+        "texts",
+        "hidden_size=48",
+        "num_hidden_layers=1",
+        "sequence_length=32",
+        "micro_batch_size=2",
+    ),
     *("train_steps=2", "eval_sequences=4", "final_eval_sequences=4"),
 ]
 SMALL_LIBAI = [
-    *("data=docstrings.jsonl", "vocab_size=600", "hidden_size=64", "num_hidden_layers=1", "num_attention_heads=4"),
+    *(
+        "data=docstrings.jsonl",
+        "vocab_size=600",
+        "hidden_size=64",
+        "num_hidden_layers=1",
+        "num_attention_heads=4",
+    ),
     *("sequence_length=64", "target_length=24", "micro_batch_size=4", "lr=1e-3"),
     *("eval_sequences=8", "final_eval_sequences=8"),
 ]
@@ -196,9 +244,24 @@ def run_page(lines: list[list[str]], folder: Path) -> tuple[list[str], list[str]
 @pytest.fixture(scope="module")
 def docstrings(workspace) -> None:
     """A text for each of some functions of the standard library that have a docstring."""
-    names = ("argparse", "contextlib", "inspect", "os", "pathlib", "shutil", "subprocess", "tarfile", "unittest.mock")
+    names = (
+        "argparse",
+        "contextlib",
+        "inspect",
+        "os",
+        "pathlib",
+        "shutil",
+        "subprocess",
+        "tarfile",
+        "unittest.mock",
+    )
     modules = map(import_module, names)
-    texts = {inspect.getdoc(value) for module in modules for value in vars(module).values() if callable(value)}
+    texts = {
+        inspect.getdoc(value)
+        for module in modules
+        for value in vars(module).values()
+        if callable(value)
+    }
     lines = [json.dumps({"text": text}) + "\n" for text in sorted(filter(None, texts))]
     (workspace / "docstrings.jsonl").write_text("".join(lines))
 
@@ -206,9 +269,13 @@ def docstrings(workspace) -> None:
 def test_every_command_of_the_page(workspace, docstrings, run_ranks):
     """The benchmark's evaluation has two data-parallel ranks; the losses are the same."""
     split, mask, prefix, first, resumed, evaluated = (line.split() for line in PAGE)
-    split, mask, prefix = ([*(w for w in words if w != "--fast-dev-run"), *SHORT] for words in (split, mask, prefix))
+    split, mask, prefix = (
+        [*(w for w in words if w != "--fast-dev-run"), *SHORT] for words in (split, mask, prefix)
+    )
     first, resumed, evaluated = ([*words, *SMALL_LIBAI] for words in (first, resumed, evaluated))
-    [((shown, *_), precisions)] = run_ranks(1, run_page, [first, mask, prefix], workspace, isolated=True)
+    [((shown, *_), precisions)] = run_ranks(
+        1, run_page, [first, mask, prefix], workspace, isolated=True
+    )
     assert precisions == ["high", "highest", "highest"]  # TensorFloat-32 ends with the training
     folder = workspace / "runs" / "mt5-libai"
     curve = metrics(folder, "train/loss")
@@ -217,7 +284,9 @@ def test_every_command_of_the_page(workspace, docstrings, run_ranks):
     assert [len(metrics(folder, f"{series}/loss")) for series in ("valid", "final")] == [1, 1]
     assert re.search(r"time per step \S+ s/iter, \S+ samples/s", shown)
 
-    [((_, _, shown), _), _] = run_ranks(2, run_page, [split, resumed, evaluated], workspace, isolated=True)
+    [((_, _, shown), _), _] = run_ranks(
+        2, run_page, [split, resumed, evaluated], workspace, isolated=True
+    )
     goes_on = metrics(folder, "train/loss")
     assert len(goes_on) == 30
     assert goes_on[:20] == curve
@@ -230,18 +299,36 @@ def test_every_command_of_the_page(workspace, docstrings, run_ranks):
     ("settings", "words"),
     [
         ([], "--model-parallel-size 2 --output-dir runs/quickstart"),
-        (["MODEL=t5"], "--model-parallel-size 2 --model t5-quickstart --output-dir runs/t5-quickstart"),
-        (["MODEL=glm", "ARGS=--lr=1"], "2 --model glm-quickstart --output-dir runs/glm-quickstart --lr=1"),
+        (
+            ["MODEL=t5"],
+            "--model-parallel-size 2 --model t5-quickstart --output-dir runs/t5-quickstart",
+        ),
+        (
+            ["MODEL=glm", "ARGS=--lr=1"],
+            "2 --model glm-quickstart --output-dir runs/glm-quickstart --lr=1",
+        ),
     ],
 )
 def test_make_pretrain_of_each_family(settings, words, workspace):
-    done = run("make", "--no-print-directory", "-n", "-o", ".venv/.complete", "pretrain", *settings, cwd=workspace)
+    done = run(
+        "make",
+        "--no-print-directory",
+        "-n",
+        "-o",
+        ".venv/.complete",
+        "pretrain",
+        *settings,
+        cwd=workspace,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith(words)
 
 
 BEFORE_ANY_PROCESS = [
-    (["--model-parallel-size", "13"], "12 attention heads cannot be split 13 ways; use a model-parallel size from 1"),
+    (
+        ["--model-parallel-size", "13"],
+        "12 attention heads cannot be split 13 ways; use a model-parallel size from 1",
+    ),
     (["--model-paralle-size", "2"], "--model-parallel-size INT"),
     (["--sequence-length", "1000"], "256 positions"),
     (["--model", "gpt5"], "'gpt5' is neither a preset"),
@@ -270,7 +357,11 @@ def outcome(arguments: list[str], folder: Path) -> tuple[int, str]:
     import shardzoo.cli.pretrain
 
     size = dist.get_world_size() if dist.is_initialized() else 1
-    os.environ |= {"RANK": str(dist.get_rank() if size > 1 else 0), "WORLD_SIZE": str(size), "COLUMNS": "200"}
+    os.environ |= {
+        "RANK": str(dist.get_rank() if size > 1 else 0),
+        "WORLD_SIZE": str(size),
+        "COLUMNS": "200",
+    }
     here = os.getcwd()
     os.chdir(folder)
     with contextlib.redirect_stderr(io.StringIO()) as messages:
@@ -302,7 +393,9 @@ def test_a_mistake_that_one_rank_finds_ends_all(workspace, run_ranks, arguments,
     (workspace / "another" / "arguments.yaml").touch()
     (workspace / "runs").mkdir(exist_ok=True)  # as after any run
     before = sorted(workspace.rglob("*"))
-    (first, shown), (second, also_shown) = run_ranks(2, outcome, [*TINY_SPLIT, *arguments], workspace)
+    (first, shown), (second, also_shown) = run_ranks(
+        2, outcome, [*TINY_SPLIT, *arguments], workspace
+    )
     assert (first, second) == (2, 2)
     assert shown.count(message) == 1
     assert also_shown == ""
@@ -311,7 +404,17 @@ def test_a_mistake_that_one_rank_finds_ends_all(workspace, run_ranks, arguments,
 
 def test_a_mistake_in_a_started_job_is_one_message(workspace):
     failed = run(
-        *("python", PRETRAIN, "--model-parallel-size", "2", "--config", "tiny.yaml", "--data", "nowhere"), cwd=workspace
+        *(
+            "python",
+            PRETRAIN,
+            "--model-parallel-size",
+            "2",
+            "--config",
+            "tiny.yaml",
+            "--data",
+            "nowhere",
+        ),
+        cwd=workspace,
     )
     assert failed.returncode == 2, failed.stdout + failed.stderr
     assert failed.stderr.count("error:") == 1
@@ -346,7 +449,11 @@ def read(*argv: str):
         (["--config", "t5.yaml"], "t5", 0.25),
         (["--config", "t5.yaml", "--objective.mask-probability", "0.2"], "t5", 0.2),
         (["--config", "t5.yaml", "--objective", "t5"], "t5", 0.25),
-        (["--config", "t5.yaml", "--objective", "roberta"], "roberta", 0.15),  # the file's settings are of another
+        (
+            ["--config", "t5.yaml", "--objective", "roberta"],
+            "roberta",
+            0.15,
+        ),  # the file's settings are of another
         (["--config", "named.yaml"], "roberta", 0.15),
         (["--config", "default.yaml"], "glm", 0.3),
         (["--config", "default.yaml", "--objective", "t5"], "t5", 0.3),
@@ -366,7 +473,10 @@ def test_the_objective_and_its_settings(argv, name, mask_probability, tmp_path, 
     [
         (["--objective", "t6"], "unknown objective 't6'; use one of bart, bert-nsp"),
         (["--objective"], "unknown objective ''; use one of"),
-        (["--objective=t5", "--objective.whole-words"], r"'t5' has no setting 'whole_words' \(a setting of bert-nsp"),
+        (
+            ["--objective=t5", "--objective.whole-words"],
+            r"'t5' has no setting 'whole_words' \(a setting of bert-nsp",
+        ),
         (
             ["objective.spans=3", "objective=t5"],
             "no setting 'spans'; its settings are mask_probability, mean_span_length",
@@ -430,13 +540,32 @@ def test_the_saved_arguments_of_a_run_are_read_again(tmp_path):
 def test_a_resumed_run_keeps_its_objective_and_settings(tmp_path):
     import yaml
 
-    begun = read("--model", "t5-small", "--objective.mask-probability", "0.3", "--lr", "1e-3", "--data", "a", "b")
+    begun = read(
+        "--model",
+        "t5-small",
+        "--objective.mask-probability",
+        "0.3",
+        "--lr",
+        "1e-3",
+        "--data",
+        "a",
+        "b",
+    )
     (tmp_path / "arguments.yaml").write_text(yaml.safe_dump(begun.of_the_run()))
     resume = ["--resume", "--output-dir", str(tmp_path)]
     again = read(*resume, "--train-steps", "7")
-    assert (again.objective, again.data, again.lr, again.train_steps) == (begun.objective, ("a", "b"), 1e-3, 7)
+    assert (again.objective, again.data, again.lr, again.train_steps) == (
+        begun.objective,
+        ("a", "b"),
+        1e-3,
+        7,
+    )
     assert read(*resume, "--model", "t5-small").objective == begun.objective  # not its recipe's
-    for change in (["--objective", "prefix-lm"], ["--objective.mask-probability", "0.2"], ["--data", "a"]):
+    for change in (
+        ["--objective", "prefix-lm"],
+        ["--objective.mask-probability", "0.2"],
+        ["--data", "a"],
+    ):
         with pytest.raises(ValueError, match=r"--resume: the run has .*, which cannot change"):
             read(*resume, *change)
     (tmp_path / "other.yaml").write_text("lr: 2e-3\nobjective: {mean_span_length: 3.0}\n")
@@ -458,7 +587,10 @@ def test_a_folder_in_use_is_left_alone(workspace):
     command = ("python", PRETRAIN, "--config", "tiny.yaml", "--output-dir", "runs/shared")
     variables = user_environment(COLUMNS="200")
     first = subprocess.Popen(
-        [sys.executable, *command[1:], "--train-steps", "3000"], cwd=workspace, env=variables, stdout=subprocess.PIPE
+        [sys.executable, *command[1:], "--train-steps", "3000"],
+        cwd=workspace,
+        env=variables,
+        stdout=subprocess.PIPE,
     )
     lock = workspace / "runs" / "shared" / ".run.lock"
     try:

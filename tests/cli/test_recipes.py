@@ -29,7 +29,9 @@ def read(file: Path):
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_a_recipe_is_found_by_the_name_of_its_model(file):
     by_config = read(file)
-    if file.stem == f"{by_config.model}-{by_config.sequence_length}":  # of another length, by --config alone
+    if (
+        file.stem == f"{by_config.model}-{by_config.sequence_length}"
+    ):  # of another length, by --config alone
         return
     by_model = read_arguments(["--model", file.stem], quiet=True)
     assert by_model.config == file
@@ -55,12 +57,16 @@ def test_a_recipe_can_start_on_its_hardware(file):
     hardware = re.search(r"# Hardware: (\d+) GPUs? of (\d+) GB", file.read_text())
     ranks, memory = (int(hardware[1]), int(hardware[2]) * 10**9) if hardware else (2, 4 << 30)
     inputs = choose_inputs(
-        replace(arguments, model_parallel_size=size if hardware else 2), RankInfo(0, ranks, 0, ranks)
+        replace(arguments, model_parallel_size=size if hardware else 2),
+        RankInfo(0, ranks, 0, ranks),
     )
     config, job = estimated_job(arguments, inputs, ranks // size)
     assert estimate(config, replace(job, device="cuda" if hardware else "cpu")).peak.total < memory
     assert (arguments.warmup_steps or 0) < arguments.train_steps
-    assert set(yaml.safe_load(file.read_text()).get("objective", {})) <= {"name", *vars(arguments.objective)}
+    assert set(yaml.safe_load(file.read_text()).get("objective", {})) <= {
+        "name",
+        *vars(arguments.objective),
+    }
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
@@ -104,7 +110,9 @@ def test_targets_are_as_long_as_span_corruption_makes_them():
     910 for 4096."""
     for name in ("t5-v1_1-base", "t5-v1_1-base-4096", "t5-v1_1-xxl", "mt5-base", "mt5-xxl"):
         arguments = read(RECIPES / f"{name}.yaml")
-        assert arguments.target_length == {512: 114, 1024: 229, 4096: 910}[arguments.sequence_length]
+        assert (
+            arguments.target_length == {512: 114, 1024: 229, 4096: 910}[arguments.sequence_length]
+        )
 
 
 def test_libai_model_is_the_benchmark_of_its_repository():
@@ -124,7 +132,10 @@ def test_libai_model_is_the_benchmark_of_its_repository():
         ("train_stepz: 5", "sets train_stepz, which is not an argument; did you mean train_steps"),
         ("model: t6-quickstart", "'t6-quickstart' is neither a preset nor a folder"),
         ("objective: t6", "unknown objective 't6'"),
-        ("objective: {name: t5, mask: 0.1}", "objective 't5' has no setting 'mask'; its settings are mask_probability"),
+        (
+            "objective: {name: t5, mask: 0.1}",
+            "objective 't5' has no setting 'mask'; its settings are mask_probability",
+        ),
         ("lr: fast", "lr must be a finite number, not 'fast'"),
     ],
 )
@@ -133,7 +144,10 @@ def test_a_wrong_name_in_a_recipe_is_told(line, message, tmp_path, monkeypatch):
     monkeypatch.setattr(shardzoo.cli.pretrain, "RECIPES", tmp_path)
     with pytest.raises(ValueError, match=message):
         read_arguments(
-            ["--model", "gpt2"] if "model" not in line else ["--config", str(tmp_path / "gpt2.yaml")], quiet=True
+            ["--model", "gpt2"]
+            if "model" not in line
+            else ["--config", str(tmp_path / "gpt2.yaml")],
+            quiet=True,
         )
 
 

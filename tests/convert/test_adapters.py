@@ -24,14 +24,30 @@ from shardzoo.models.lora import merge_lora
 UNTIED = {"tie_word_embeddings": False}
 # (architecture, peft's settings, changes of the configuration): uneven heads and widths, stacked or transposed modules
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "gpt2": ("GPT2LMHeadModel", {"target_modules": ["c_attn", "c_proj", "c_fc"]}, {"n_embd": 40, "n_head": 5}),
-    "llama": ("LlamaForCausalLM", {"target_modules": "all-linear"}, {"intermediate_size": 43, **UNTIED}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"target_modules": ["c_attn", "c_proj", "c_fc"]},
+        {"n_embd": 40, "n_head": 5},
+    ),
+    "llama": (
+        "LlamaForCausalLM",
+        {"target_modules": "all-linear"},
+        {"intermediate_size": 43, **UNTIED},
+    ),
     "saved": (
         "LlamaForCausalLM",
-        {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head", "embed_tokens"], "use_rslora": True},
+        {
+            "target_modules": ["q_proj", "v_proj"],
+            "modules_to_save": ["lm_head", "embed_tokens"],
+            "use_rslora": True,
+        },
         UNTIED,
     ),
-    "t5": ("T5ForConditionalGeneration", {"target_modules": ["q", "v", "wo"], "rank_pattern": {"q": 5}}, {}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"target_modules": ["q", "v", "wo"], "rank_pattern": {"q": 5}},
+        {},
+    ),
     "bert": ("BertForMaskedLM", {"target_modules": ["query", "dense"]}, {}),
 }
 
@@ -71,7 +87,9 @@ def assert_close(folder: Path, wanted: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_merged_weights_are_pefts_however_they_are_split(case, made, tmp_path, hashes, monkeypatch):
+def test_the_merged_weights_are_pefts_however_they_are_split(
+    case, made, tmp_path, hashes, monkeypatch
+):
     folder = made(case)
     options = Options(adapter=folder / "adapter")
     merge(folder / "base", tmp_path / "direct", options)
@@ -83,7 +101,11 @@ def test_the_merged_weights_are_pefts_however_they_are_split(case, made, tmp_pat
     monkeypatch.setattr(workers, "MEMORY", 1)
     split(tmp_path / "two", tmp_path / "four", 4 if case != "saved" else 3, options)
     merge(tmp_path / "four", tmp_path / "through-four", Options())
-    assert hashes(tmp_path / "direct") == hashes(tmp_path / "through-three") == hashes(tmp_path / "through-four")
+    assert (
+        hashes(tmp_path / "direct")
+        == hashes(tmp_path / "through-three")
+        == hashes(tmp_path / "through-four")
+    )
 
 
 def test_every_bit_is_that_of_the_sum_in_fp64(made, tmp_path):
@@ -96,13 +118,17 @@ def test_every_bit_is_that_of_the_sum_in_fp64(made, tmp_path):
         load_file(tmp_path / "merged" / "model.safetensors"),
     )
     for name in ("transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_proj"):
-        a, b = (factors[f"base_model.model.{name}.lora_{factor}.weight"].tolist() for factor in "AB")
+        a, b = (
+            factors[f"base_model.model.{name}.lora_{factor}.weight"].tolist() for factor in "AB"
+        )
         for row, column in ((0, 0), (7, 31), (39, 39)):  # of the transposed matrix [in, out]
             total = 0.0
             for k in range(3):
                 total += 7 / 3 * b[column][k] * a[k][row]
             exact = weights[f"{name}.weight"][row, column].item() + total
-            assert merged[f"{name}.weight"][row, column] == torch.tensor(exact, dtype=torch.float64).to(torch.bfloat16)
+            assert merged[f"{name}.weight"][row, column] == torch.tensor(
+                exact, dtype=torch.float64
+            ).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("style", ["megatron", "legacy"])
@@ -110,18 +136,35 @@ def test_other_formats_and_processes(style, made, tmp_path, hashes, quick_proces
     folder = made("gpt2")
     options = Options(adapter=folder / "adapter")
     merge(folder / "base", tmp_path / "direct", options)
-    split(folder / "base", tmp_path / "there", 1, options, style=style)  # all heads on one rank: their rows alternate
+    split(
+        folder / "base", tmp_path / "there", 1, options, style=style
+    )  # all heads on one rank: their rows alternate
     merge(tmp_path / "there", tmp_path / "back", Options(config_file=folder / "base"))
     assert_close(tmp_path / "back", tmp_path / "direct")
     merge(folder / "base", tmp_path / "dcp", options, style="dcp")
     merge(tmp_path / "dcp", tmp_path / "from-dcp", Options())
     merge(folder / "base", tmp_path / "processes", Options(adapter=folder / "adapter", workers=2))
-    assert hashes(tmp_path / "from-dcp") == hashes(tmp_path / "direct") == hashes(tmp_path / "processes")
+    assert (
+        hashes(tmp_path / "from-dcp")
+        == hashes(tmp_path / "direct")
+        == hashes(tmp_path / "processes")
+    )
 
 
 def test_the_whole_model_computes_what_was_trained(made, tmp_path, run_mesh):
     folder = made("llama")
-    assert main(["split", str(folder / "base"), str(tmp_path / "merged"), "--adapter", str(folder / "adapter")]) == 0
+    assert (
+        main(
+            [
+                "split",
+                str(folder / "base"),
+                str(tmp_path / "merged"),
+                "--adapter",
+                str(folder / "adapter"),
+            ]
+        )
+        == 0
+    )
     ids = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(0))
     model: Any = from_pretrained(folder / "base", adapter=folder / "adapter")
     wanted = model(ids).logits
@@ -147,7 +190,9 @@ def test_an_adapter_is_kept_beside_the_weights(made, tmp_path, file_tree):
     ]
     assert main(command) == 0
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (tmp_path / "two" / "adapter" / name).read_bytes() == (folder / "adapter" / name).read_bytes()
+        assert (tmp_path / "two" / "adapter" / name).read_bytes() == (
+            folder / "adapter" / name
+        ).read_bytes()
     ids = torch.arange(9)[None]
     model: Any = from_pretrained(tmp_path / "two", adapter=tmp_path / "two" / "adapter")
     wanted: Any = from_pretrained(folder / "base", adapter=folder / "adapter")
@@ -168,14 +213,21 @@ def test_an_interrupted_merge_is_resumed_with_the_same_adapter_alone(made, tmp_p
             raise Stop
 
     with pytest.raises(Stop):
-        merge(folder / "base", tmp_path / "merged", Options(adapter=folder / "adapter", jobs=1), stop)
+        merge(
+            folder / "base", tmp_path / "merged", Options(adapter=folder / "adapter", jobs=1), stop
+        )
     shutil.copytree(folder / "adapter", tmp_path / "other")
     factors = load_file(tmp_path / "other" / "adapter_model.safetensors")
-    save_file({name: tensor + 1 for name, tensor in factors.items()}, tmp_path / "other" / "adapter_model.safetensors")
+    save_file(
+        {name: tensor + 1 for name, tensor in factors.items()},
+        tmp_path / "other" / "adapter_model.safetensors",
+    )
     for adapter in (tmp_path / "other", None):
         with pytest.raises(ValueError, match="started with another source or other arguments"):
             merge(folder / "base", tmp_path / "merged", Options(adapter=adapter, resume=True))
-    outcome = merge(folder / "base", tmp_path / "merged", Options(adapter=folder / "adapter", resume=True))
+    outcome = merge(
+        folder / "base", tmp_path / "merged", Options(adapter=folder / "adapter", resume=True)
+    )
     assert outcome.kept > 0
     merge(folder / "base", tmp_path / "fresh", Options(adapter=folder / "adapter"))
     assert hashes(tmp_path / "merged") == hashes(tmp_path / "fresh")
@@ -214,7 +266,13 @@ def test_what_is_refused_leaves_nothing(name, made, tmp_path, capsys):
     change, message = MISTAKES[name]
     shutil.copytree(folder / "adapter", tmp_path / "adapter")
     change(tmp_path / "adapter")
-    arguments = ["merge", str(folder / "base"), str(tmp_path / "merged"), "--adapter", str(tmp_path / "adapter")]
+    arguments = [
+        "merge",
+        str(folder / "base"),
+        str(tmp_path / "merged"),
+        "--adapter",
+        str(tmp_path / "adapter"),
+    ]
     assert main(arguments) == 2
     text = " ".join(capsys.readouterr().err.split())
     assert message in text
@@ -224,7 +282,15 @@ def test_what_is_refused_leaves_nothing(name, made, tmp_path, capsys):
 
 def test_an_adapter_of_another_model(made, tmp_path, capsys):
     assert (
-        main(["merge", str(made("bert") / "base"), str(tmp_path / "x"), "--adapter", str(made("gpt2") / "adapter")])
+        main(
+            [
+                "merge",
+                str(made("bert") / "base"),
+                str(tmp_path / "x"),
+                "--adapter",
+                str(made("gpt2") / "adapter"),
+            ]
+        )
         == 2
     )
     assert "match no linear layer of the model" in " ".join(capsys.readouterr().err.split())

@@ -35,7 +35,9 @@ def test_plan_shows_everything_and_writes_nothing(run, gpt2_folder, file_tree):
     assert "dim 0 in blocks 16+16+16" in text
     assert "101, padded to 256" in text
     assert "unequal" not in text
-    assert "dim 0 in blocks 16+16+16, unequal parts" in run("plan", gpt2_folder, "--tp", 3)[1]  # four heads
+    assert (
+        "dim 0 in blocks 16+16+16, unequal parts" in run("plan", gpt2_folder, "--tp", 3)[1]
+    )  # four heads
     planned = json.loads(run("plan", gpt2_folder, "--tp", 4, "--json")[1])
     rows = {row["name"]: row for row in planned["tensors"]}
     assert rows["blocks.0.mlp.down.weight"]["shape_per_rank"] == [16, 6]
@@ -50,7 +52,9 @@ def test_plan_shows_everything_and_writes_nothing(run, gpt2_folder, file_tree):
 def test_plan_tells_exactly_what_is_written(run, gpt2_folder, tmp_path):
     planned = json.loads(run("plan", gpt2_folder, "--tp", 2, "--json")[1])
     split(gpt2_folder, tmp_path / "two", 2)
-    assert planned["bytes_to_write"] == sum(path.stat().st_size for path in (tmp_path / "two").glob("*.safetensors"))
+    assert planned["bytes_to_write"] == sum(
+        path.stat().st_size for path in (tmp_path / "two").glob("*.safetensors")
+    )
 
 
 def test_plan_of_a_merge(run, gpt2_shards):
@@ -75,7 +79,9 @@ def test_underscores_do_too(run, gpt2_folder, tmp_path):
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 2
 
 
-def test_a_merge_into_several_files_loads_with_transformers(run, gpt2_folder, gpt2_shards, tmp_path):
+def test_a_merge_into_several_files_loads_with_transformers(
+    run, gpt2_folder, gpt2_shards, tmp_path
+):
     from transformers import GPT2LMHeadModel
 
     run("merge", gpt2_shards, tmp_path / "merged", "--max-file-gb", 0.00001)
@@ -86,7 +92,9 @@ def test_a_merge_into_several_files_loads_with_transformers(run, gpt2_folder, gp
     model, report = GPT2LMHeadModel.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(report.values())
     original = load_file(gpt2_folder / "model.safetensors")["transformer.h.1.mlp.c_fc.weight"]
-    assert torch.equal(model.transformer.h[1].mlp.c_fc.weight.view(torch.int32), original.view(torch.int32))
+    assert torch.equal(
+        model.transformer.h[1].mlp.c_fc.weight.view(torch.int32), original.view(torch.int32)
+    )
 
 
 def test_resharding_a_hugging_face_folder_is_refused(run, gpt2_folder, tmp_path):
@@ -189,9 +197,17 @@ sys.exit(code)
 @pytest.mark.parametrize("command", ["inspect", "diff", "plan"])
 def test_what_is_imported(command, gpt2_folder):
     """`inspect` and `diff` need no torch, and no command that converts needs transformers or deepspeed."""
-    arguments = ["convert", command, str(gpt2_folder), *([str(gpt2_folder)] if command == "diff" else [])]
+    arguments = [
+        "convert",
+        command,
+        str(gpt2_folder),
+        *([str(gpt2_folder)] if command == "diff" else []),
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", LIGHT.format(arguments=arguments)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", LIGHT.format(arguments=arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.split("HEAVY")[1].split() == (["torch"] if command == "plan" else [])

@@ -28,7 +28,9 @@ from shardzoo.models import from_pretrained
 
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory) -> Path:
-    return save_model(tmp_path_factory.mktemp("gpt") / "hf", "GPT2LMHeadModel", "gpt2", seed=1, n_layer=4)
+    return save_model(
+        tmp_path_factory.mktemp("gpt") / "hf", "GPT2LMHeadModel", "gpt2", seed=1, n_layer=4
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,12 @@ def save(source: Path, folder: Path, prefix: str, layout: str) -> None:
     tree: dict[str, Any] = {name: shard(tensor) for name, tensor in weights.items()}
     for key in filter(None, reversed(prefix.split("."))):
         tree = {key: tree}
-    state = {**tree, "optimizer": {"state": {"a": {"exp_avg": shard(torch.ones(9, 4))}}}, "step": 7, "text": "x"}
+    state = {
+        **tree,
+        "optimizer": {"state": {"a": {"exp_avg": shard(torch.ones(9, 4))}}},
+        "step": 7,
+        "text": "x",
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=str(folder))
@@ -69,7 +76,9 @@ def save(source: Path, folder: Path, prefix: str, layout: str) -> None:
         more=[("bert", "rows"), ("gpt", "grid"), ("bert", "columns"), ("gpt", "both")],
     ),
 )
-def test_chunks_of_every_kind_become_the_original_bytes(name, layout, request, run_ranks, hashes, tmp_path):
+def test_chunks_of_every_kind_become_the_original_bytes(
+    name, layout, request, run_ranks, hashes, tmp_path
+):
     source = request.getfixturevalue(name)
     prefix = {"rows": "model", "grid": "", "columns": "app.model", "both": "model.module"}[layout]
     run_ranks(4, save, source, tmp_path / "dcp", prefix, layout)
@@ -80,7 +89,10 @@ def test_chunks_of_every_kind_become_the_original_bytes(name, layout, request, r
     split(tmp_path / "dcp", tmp_path / "two", 2)
     assert main(["verify", str(tmp_path / "two"), str(source)]) == 0
     assert main(["verify", str(tmp_path / "dcp")]) == 0
-    mine, theirs = from_pretrained(tmp_path / "dcp").state_dict(), from_pretrained(source).state_dict()
+    mine, theirs = (
+        from_pretrained(tmp_path / "dcp").state_dict(),
+        from_pretrained(source).state_dict(),
+    )
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
 
 
@@ -91,10 +103,14 @@ def test_what_other_versions_of_python_pickle_is_read(gpt, hashes, tmp_path, mon
 
     monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)
     monkeypatch.setattr(pathlib.PosixPath, "__module__", "pathlib._local")
-    monkeypatch.setattr(ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    monkeypatch.setattr(
+        ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name))
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(load_file(gpt / "model.safetensors"), checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+        dcp.save(
+            load_file(gpt / "model.safetensors"), checkpoint_id=str(tmp_path / "dcp"), no_dist=True
+        )
     metadata = (tmp_path / "dcp" / ".metadata").read_bytes()
     assert b"getattr" in metadata
     assert b"_local" in metadata
@@ -152,7 +168,9 @@ def core_gpt(given: Namespace) -> Any:
 
     torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda: None
     nothing = Namespace(fork=contextlib.nullcontext)
-    tensor_parallel.get_cuda_rng_tracker = dot_product_attention.tensor_parallel.get_cuda_rng_tracker = lambda: nothing
+    tensor_parallel.get_cuda_rng_tracker = (
+        dot_product_attention.tensor_parallel.get_cuda_rng_tracker
+    ) = lambda: nothing
     sizes = TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, ffn_hidden_size=128, tensor_model_parallel_size=2,
         use_cpu_initialization=True, params_dtype=torch.float32, hidden_dropout=0.0, attention_dropout=0.0,
@@ -162,18 +180,27 @@ def core_gpt(given: Namespace) -> Any:
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(normalization="LayerNorm")
     return GPTModel(
-        sizes, spec, given.padded_vocab_size, 64, share_embeddings_and_output_weights=True, parallel_output=False
+        sizes,
+        spec,
+        given.padded_vocab_size,
+        64,
+        share_embeddings_and_output_weights=True,
+        parallel_output=False,
     )
 
 
-def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(gpt, run_ranks, hashes, tmp_path, capsys):
+def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(
+    gpt, run_ranks, hashes, tmp_path, capsys
+):
     import transformers
 
     split(gpt, tmp_path / "megatron", 2, style="megatron", names="local")
     ids = torch.randint(300, (2, 17), generator=torch.Generator().manual_seed(0))
     folders = [(tmp_path / "megatron", tmp_path / "dist")]
     [logits] = run_ranks(2, in_megatron_core, core_gpt, folders, ids, isolated=True)[0]
-    model = transformers.AutoModelForCausalLM.from_pretrained(gpt, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        gpt, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         wanted = model(ids).logits
     assert wanted.abs().max() > 0.5
@@ -192,7 +219,9 @@ def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(gpt, ru
 def test_the_hand_made_modules_are_megatron_cores(gpt, tmp_path):
     """The names of the files that the other tests make are those that megatron-core loaded above."""
     split(gpt, tmp_path / "out", 2, style="megatron", names="local")
-    made = dict(megatron_files.states(gpt_modules(load_file(gpt / "model.safetensors"), 4, 4), Layout(2)))
+    made = dict(
+        megatron_files.states(gpt_modules(load_file(gpt / "model.safetensors"), 4, 4), Layout(2))
+    )
     with torch.serialization.safe_globals([Namespace]):
         path = tmp_path / "out" / "release" / "mp_rank_01" / "model_optim_rng.pt"
         written = torch.load(path, weights_only=True)["model"]

@@ -47,13 +47,17 @@ def test_a_failed_replacement_leaves_the_old_one(arena, gpt2_folder, gpt2_shards
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
 def test_one_within_the_source(place, overwrite, arena, gpt2_folder):
     source = arena.copy(gpt2_folder)
-    assert "neither inside the other" in arena.refused("split", source, arena.folder / place, *overwrite)
+    assert "neither inside the other" in arena.refused(
+        "split", source, arena.folder / place, *overwrite
+    )
 
 
 def test_the_source_by_a_link(arena, gpt2_folder):
     source = arena.copy(gpt2_folder)
     (arena.folder / "link").symlink_to(source)
-    assert "neither inside the other" in arena.refused("split", source, arena.folder / "link", "--overwrite")
+    assert "neither inside the other" in arena.refused(
+        "split", source, arena.folder / "link", "--overwrite"
+    )
 
 
 def test_a_link_to_elsewhere(arena, gpt2_folder):
@@ -75,12 +79,16 @@ def test_a_link_in_place_of_the_work_folder(arena, gpt2_folder):
     (arena.folder / "precious").mkdir()
     (arena.folder / ".destination.partial").symlink_to("precious")
     for flag in ([], ["--overwrite"], ["--resume"]):
-        assert "the conversion needs that name" in arena.refused("split", gpt2_folder, arena.destination, *flag)
+        assert "the conversion needs that name" in arena.refused(
+            "split", gpt2_folder, arena.destination, *flag
+        )
 
 
 def test_a_disk_that_is_known_to_be_too_small(arena, gpt2_folder, monkeypatch):
     real = os.statvfs(arena.folder)
-    monkeypatch.setattr(destination.os, "statvfs", lambda path: os.statvfs_result([*real[:3], 0, 0, *real[5:]]))
+    monkeypatch.setattr(
+        destination.os, "statvfs", lambda path: os.statvfs_result([*real[:3], 0, 0, *real[5:]])
+    )
     refusal = arena.refused_split(gpt2_folder)
     assert "has 0 free" in refusal
 
@@ -119,7 +127,9 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (10000, {resource.getrlimit(resource.R
 from shardzoo.cli.convert import main
 raise SystemExit(main(["split", {str(gpt2_folder)!r}, {str(arena.destination)!r}, "--tp", "2"]))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2, done.stderr
     assert "too full" in done.stderr
     assert not list(arena.folder.iterdir())
@@ -140,7 +150,9 @@ def test_leftovers_are_not_taken_over_silently(arena, gpt2_folder):
 
 
 def test_both_at_once(arena, gpt2_folder):
-    assert "one of them" in arena.refused("split", gpt2_folder, arena.destination, "--resume", "--overwrite")
+    assert "one of them" in arena.refused(
+        "split", gpt2_folder, arena.destination, "--resume", "--overwrite"
+    )
 
 
 def test_a_source_that_changes_meanwhile(arena, gpt2_folder, monkeypatch):

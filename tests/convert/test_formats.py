@@ -43,11 +43,16 @@ def table(zoo, tmp_path_factory) -> str:
         sources = {"Hugging Face": origin}
         for target, command in TARGETS.items():
             made = place / variant / target
-            if target != "Hugging Face" and main([command[0], str(origin), str(made), *command[1:]]) == 0:
+            if (
+                target != "Hugging Face"
+                and main([command[0], str(origin), str(made), *command[1:]]) == 0
+            ):
                 sources[target] = made
         if variant == "gpt2":
             modules = gpt_modules(load_file(origin / "model.safetensors"), 4, 2)
-            sources["layer files"] = write_layers(place / variant / "layers", modules, Layout(2), "deepspeed")
+            sources["layer files"] = write_layers(
+                place / variant / "layers", modules, Layout(2), "deepspeed"
+            )
             shutil.copy(origin / "config.json", sources["layer files"])
         for source, folder in sources.items():
             for target, command in TARGETS.items():
@@ -61,7 +66,10 @@ def table(zoo, tmp_path_factory) -> str:
     lines = [f"| from, to | {' | '.join(TARGETS)} |", "|---" * (len(TARGETS) + 1) + "|"]
     for source in (*TARGETS, "layer files"):
         cells = [found.get((source, target), []) for target in TARGETS]
-        shown = ("all families" if len(cell) == len(FAMILIES) else ", ".join(cell) or "–" for cell in cells)
+        shown = (
+            "all families" if len(cell) == len(FAMILIES) else ", ".join(cell) or "–"
+            for cell in cells
+        )
         lines.append(f"| {source} | {' | '.join(shown)} |")
     return "\n".join(lines)
 

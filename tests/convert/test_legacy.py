@@ -63,7 +63,12 @@ def test_files_of_the_original_training(extra, glm, hashes, tmp_path):
     folder.mkdir(parents=True)
     (tmp_path / "checkpoint" / "latest").write_text("12000\n")
     for rank in range(2):
-        state = {"module": {name: reference_shard(name, tensor, rank, 2).clone() for name, tensor in full.items()}}
+        state = {
+            "module": {
+                name: reference_shard(name, tensor, rank, 2).clone()
+                for name, tensor in full.items()
+            }
+        }
         if extra:
             state |= {
                 "mp_world_size": 2,
@@ -91,15 +96,24 @@ def test_a_folder_without_a_configuration(zoo, hashes, tmp_path):
     merge(tmp_path / "legacy", tmp_path / "merged")
     assert hashes(tmp_path / "merged") == hashes(source)
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert (config["num_attention_heads"], config["num_layers"], config["vocab_size"]) == (2, 2, 104)
+    assert (config["num_attention_heads"], config["num_layers"], config["vocab_size"]) == (
+        2,
+        2,
+        104,
+    )
 
 
 def test_other_families_keep_their_own_names(gpt2_folder, gpt2_shards, hashes, tmp_path):
     split(gpt2_folder, tmp_path / "legacy", 2, style="legacy")
-    state = torch.load(tmp_path / "legacy" / "release" / "mp_rank_01_model_states.pt", weights_only=True)
+    state = torch.load(
+        tmp_path / "legacy" / "release" / "mp_rank_01_model_states.pt", weights_only=True
+    )
     shard = load_file(gpt2_shards / "rank_01.safetensors")
     assert state["module"].keys() == shard.keys()
-    assert all(torch.equal(shard[n].view(torch.int32), t.view(torch.int32)) for n, t in state["module"].items())
+    assert all(
+        torch.equal(shard[n].view(torch.int32), t.view(torch.int32))
+        for n, t in state["module"].items()
+    )
     merge(tmp_path / "legacy", tmp_path / "merged")
     assert hashes(tmp_path / "merged") == hashes(gpt2_folder)
 
@@ -109,11 +123,17 @@ def test_the_golden_model_through_every_format(tmp_path):
     with safe_open(GOLDEN, framework="pt") as file:
         config = json.loads(file.metadata()["config"])
         values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-    module = {name.removeprefix("param."): value for name, value in values.items() if name.startswith("param.")}
+    module = {
+        name.removeprefix("param."): value
+        for name, value in values.items()
+        if name.startswith("param.")
+    }
     start = tmp_path / "start"
     start.mkdir()
     torch.save({"module": module}, start / "mp_rank_00_model_states.pt")
-    (start / "config.json").write_text(json.dumps({"model_type": "glm", "block_position_encoding": True, **config}))
+    (start / "config.json").write_text(
+        json.dumps({"model_type": "glm", "block_position_encoding": True, **config})
+    )
     split(start, tmp_path / "two", 2)
     split(tmp_path / "two", tmp_path / "legacy", 4, style="legacy")
     merge(tmp_path / "legacy", tmp_path / "merged")
@@ -122,7 +142,9 @@ def test_the_golden_model_through_every_format(tmp_path):
     assert all(torch.equal(merged[name], tensor) for name, tensor in module.items())
     model = from_pretrained(tmp_path / "merged")
     with torch.no_grad():
-        logits = model(values["input_ids"], position_ids=values["position_ids"], attention_mask=values["sep"]).logits
+        logits = model(
+            values["input_ids"], position_ids=values["position_ids"], attention_mask=values["sep"]
+        ).logits
     assert torch.allclose(model.gather_logits(logits), values["logits"], rtol=1e-5, atol=1e-5)
 
 

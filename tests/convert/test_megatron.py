@@ -30,7 +30,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("hf")
     made = {
         "gpt": save_model(place / "gpt", "GPT2LMHeadModel", "gpt2", seed=1, **GPT),
-        "untied": save_model(place / "untied", "GPT2LMHeadModel", "gpt2", seed=2, tie_word_embeddings=False, **GPT),
+        "untied": save_model(
+            place / "untied", "GPT2LMHeadModel", "gpt2", seed=2, tie_word_embeddings=False, **GPT
+        ),
         "bert": save_model(place / "bert", "BertForPreTraining", "bert", seed=3, **BERT),
         "masked": save_model(place / "masked", "BertForMaskedLM", "bert", seed=4, **BERT),
     }
@@ -40,7 +42,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def modules(folder: Path) -> dict:
     weights = load_file(folder / "model.safetensors")
-    return (gpt_modules if any(name.startswith("transformer.") for name in weights) else bert_modules)(weights, 4, 4)
+    return (
+        gpt_modules if any(name.startswith("transformer.") for name in weights) else bert_modules
+    )(weights, 4, 4)
 
 
 def true_config(folder: Path, place: Path) -> Options:
@@ -74,7 +78,9 @@ def test_other_models(name, layout, folders, hashes, tmp_path):
 
 
 @pytest.mark.parametrize("program", ["deepspeed", "neox"])
-@pytest.mark.parametrize(("name", "layout"), [("gpt", Layout(1)), ("gpt", Layout(4, 2)), ("untied", Layout(2))])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("gpt", Layout(1)), ("gpt", Layout(4, 2)), ("untied", Layout(2))]
+)
 def test_files_of_layers(name, layout, program, folders, hashes, tmp_path, capsys):
     source = write_layers(tmp_path / "layers", modules(folders[name]), layout, program)
     assert main(["inspect", str(source)]) == 0
@@ -86,8 +92,12 @@ def test_files_of_layers(name, layout, program, folders, hashes, tmp_path, capsy
 
 
 @pytest.mark.parametrize("name", ["gpt", "untied", "bert", "masked"])
-@pytest.mark.parametrize(("tp", "pp", "style"), [(1, 1, "local"), (2, 2, "local"), (4, 1, "legacy"), (2, 4, "legacy")])
-def test_written_files_hold_what_megatron_would(tp, pp, style, name, folders, hashes, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("tp", "pp", "style"), [(1, 1, "local"), (2, 2, "local"), (4, 1, "legacy"), (2, 4, "legacy")]
+)
+def test_written_files_hold_what_megatron_would(
+    tp, pp, style, name, folders, hashes, tmp_path, monkeypatch
+):
     """Padding rows are zeros here and garbage there; all else has the same bytes, names and nesting."""
     monkeypatch.setattr(megatron_files, "PADDING", 128)
     style = "legacy" if name in ("bert", "masked") else style
@@ -163,12 +173,16 @@ def legacy_bert(model: dict, ids: torch.Tensor, heads: int) -> torch.Tensor:
     )
     for i in range(4):
         x = norm(x, f"layers.{i}.input_layernorm")
-        fused = linear(x, f"layers.{i}.self_attention.query_key_value").unflatten(-1, (heads, 3, size // heads))
+        fused = linear(x, f"layers.{i}.self_attention.query_key_value").unflatten(
+            -1, (heads, 3, size // heads)
+        )
         q, k, v = (t.transpose(1, 2) for t in fused.unbind(3))  # [B, N, S, D]
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         x = x + linear(mixed, f"layers.{i}.self_attention.dense")
         x = norm(x, f"layers.{i}.post_attention_layernorm")
-        x = x + linear(F.gelu(linear(x, f"layers.{i}.mlp.dense_h_to_4h")), f"layers.{i}.mlp.dense_4h_to_h")
+        x = x + linear(
+            F.gelu(linear(x, f"layers.{i}.mlp.dense_h_to_4h")), f"layers.{i}.mlp.dense_4h_to_h"
+        )
     x = norm(x, "final_layernorm")
     x = norm(F.gelu(F.linear(x, head["dense.weight"], head["dense.bias"])), "layernorm", head)
     return F.linear(x, tables["word_embeddings"], head["bias"])
@@ -179,7 +193,9 @@ def test_bert_is_the_model_of_megatrons_source(folders, tmp_path):
 
     split(folders["bert"], tmp_path / "out", 1, style="megatron")
     with torch.serialization.safe_globals([Namespace]):
-        state = torch.load(tmp_path / "out" / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=True)
+        state = torch.load(
+            tmp_path / "out" / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=True
+        )
     ids = torch.randint(5, 300, (2, 17), generator=torch.Generator().manual_seed(0))
     model = transformers.AutoModelForPreTraining.from_pretrained(folders["bert"]).eval()
     with torch.no_grad():
@@ -190,12 +206,26 @@ def test_bert_is_the_model_of_megatrons_source(folders, tmp_path):
 
 
 def test_what_its_arguments_tell(folders, tmp_path):
-    arguments = {"openai_gelu": False, "hidden_dropout": 0.25, "attention_dropout": 0, "norm_epsilon": 1e-6}
+    arguments = {
+        "openai_gelu": False,
+        "hidden_dropout": 0.25,
+        "attention_dropout": 0,
+        "norm_epsilon": 1e-6,
+    }
     source = write(tmp_path / "megatron", modules(folders["gpt"]), Layout(2, arguments=arguments))
     merge(source, tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (config["n_layer"], config["n_head"], config["n_inner"], config["n_positions"]) == (4, 4, 40, 40)
-    assert (config["resid_pdrop"], config["attn_pdrop"], config["layer_norm_epsilon"]) == (0.25, 0.0, 1e-6)
+    assert (config["n_layer"], config["n_head"], config["n_inner"], config["n_positions"]) == (
+        4,
+        4,
+        40,
+        40,
+    )
+    assert (config["resid_pdrop"], config["attn_pdrop"], config["layer_norm_epsilon"]) == (
+        0.25,
+        0.0,
+        1e-6,
+    )
     assert config["activation_function"] == "gelu"
 
 
@@ -215,12 +245,15 @@ def test_from_shards_with_digests(folders, hashes, tmp_path):
     merge(tmp_path / "megatron", tmp_path / "hf")
     assert hashes(tmp_path / "hf") == hashes(folders["gpt"])
     path = tmp_path / "shards" / "rank_01.safetensors"
-    stored = {tensor.name: tensor for tensor in read_header(path)[0]}["blocks.2.attention.qkv.weight"]
+    stored = {tensor.name: tensor for tensor in read_header(path)[0]}[
+        "blocks.2.attention.qkv.weight"
+    ]
     with path.open("r+b") as file:
         file.seek(stored.offset + 1)
         file.write(b"\xff\xfe")
     with pytest.raises(
-        ValueError, match=r"blocks.2.attention.qkv.weight in .*rank_01.safetensors is damaged: its sha256"
+        ValueError,
+        match=r"blocks.2.attention.qkv.weight in .*rank_01.safetensors is damaged: its sha256",
     ):
         split(tmp_path / "shards", tmp_path / "again", 2, style="megatron")
 
@@ -233,7 +266,9 @@ def test_commands(folders, tmp_path, capsys):
     assert "bert" in printed
     assert "interleaved" in printed
     assert main(["verify", str(source)]) == 0
-    assert main(["reshard", str(source), str(tmp_path / "four"), "--tp", "4", "--to", "megatron"]) == 0
+    assert (
+        main(["reshard", str(source), str(tmp_path / "four"), "--tp", "4", "--to", "megatron"]) == 0
+    )
     assert main(["verify", str(source), str(tmp_path / "four")]) == 0
     assert main(["diff", str(source), str(tmp_path / "four")]) == 0
     assert main(["verify", str(source), "--round-trip"]) == 0
@@ -257,7 +292,9 @@ def test_families_and_layouts_that_megatron_does_not_have(zoo, folders, tmp_path
     with pytest.raises(ValueError, match=r"Megatron-LM has no t5 .* it has bert, gpt2"):
         split(t5, tmp_path / "out", 2, style="megatron")
     with pytest.raises(ValueError, match="has a classifier"):
-        split(zoo.make(tmp_path / "c", "bert-classification"), tmp_path / "out", 2, style="megatron")
+        split(
+            zoo.make(tmp_path / "c", "bert-classification"), tmp_path / "out", 2, style="megatron"
+        )
     with pytest.raises(ValueError, match=r"4 layers .* 3 pipeline stages; use one of \[1, 2, 4\]"):
         split(folders["gpt"], tmp_path / "out", 2, style="megatron", stages=3)
     with pytest.raises(ValueError, match="no tensors of the style transformer_engine; use legacy"):
@@ -273,9 +310,13 @@ def test_a_torn_copy_resumes(folders, hashes, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         split(folders["gpt"], tmp_path / "out", 2, report=stop, style="megatron", stages=2)
-    outcome = split(folders["gpt"], tmp_path / "out", 2, Options(resume=True), style="megatron", stages=2)
+    outcome = split(
+        folders["gpt"], tmp_path / "out", 2, Options(resume=True), style="megatron", stages=2
+    )
     assert 0 < outcome.kept <= outcome.nbytes
-    again = split(folders["gpt"], tmp_path / "out", 2, Options(resume=True), style="megatron", stages=2)
+    again = split(
+        folders["gpt"], tmp_path / "out", 2, Options(resume=True), style="megatron", stages=2
+    )
     assert again.kept == again.nbytes
     merge(tmp_path / "out", tmp_path / "hf")
     assert hashes(tmp_path / "hf") == hashes(folders["gpt"])

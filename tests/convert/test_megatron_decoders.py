@@ -22,10 +22,19 @@ from shardzoo.convert.operations import Options, merge, split
 SIZES = {"num_hidden_layers": 4, "intermediate_size": 44, "tie_word_embeddings": False}
 # Six heads in groups of three; in Qwen3 a head is wider than hidden / heads.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {**SIZES, "hidden_size": 48, "num_attention_heads": 6, "rms_norm_eps": 1e-5}),
+    "llama": (
+        "LlamaForCausalLM",
+        {**SIZES, "hidden_size": 48, "num_attention_heads": 6, "rms_norm_eps": 1e-5},
+    ),
     "tied": ("LlamaForCausalLM", {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "qwen2": ("Qwen2ForCausalLM", {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "qwen3": ("Qwen3ForCausalLM", {**SIZES, "head_dim": 16, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "qwen3": (
+        "Qwen3ForCausalLM",
+        {**SIZES, "head_dim": 16, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+    ),
     "mistral": ("MistralForCausalLM", {**SIZES, "sliding_window": None}),
 }
 
@@ -51,7 +60,11 @@ def part(tensor: torch.Tensor, rank: int, size: int, dim: int = 0) -> torch.Tens
 
 
 def rank_state(
-    weights: dict[str, torch.Tensor], config: dict[str, Any], place: tuple[int, int, int, int], style: str, padding: int
+    weights: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    place: tuple[int, int, int, int],
+    style: str,
+    padding: int,
 ) -> dict[str, torch.Tensor]:
     """A rank's tensors after tools/checkpoint/loader_llama_mistral.py and saver_base.py of Megatron-LM.
 
@@ -84,13 +97,19 @@ def rank_state(
     per_stage = config["num_hidden_layers"] // stages
     for local in range(per_stage):
         old, new = f"model.layers.{stage * per_stage + local}", f"{stack}.layers.{local}"
-        own = {name.removeprefix(f"{old}."): tensor for name, tensor in weights.items() if name.startswith(f"{old}.")}
+        own = {
+            name.removeprefix(f"{old}."): tensor
+            for name, tensor in weights.items()
+            if name.startswith(f"{old}.")
+        }
         for kind in ("weight", "bias"):
             if f"self_attn.q_proj.{kind}" in own:
                 q, k, v = (own[f"self_attn.{x}_proj.{kind}"] for x in "qkv")
                 rows = [x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)]  # for each group
                 assert rows[1].shape[1] == head
-                state[f"{new}.{names[2]}{kind}"] = part(torch.cat(rows, 1).flatten(0, 1), rank, size)
+                state[f"{new}.{names[2]}{kind}"] = part(
+                    torch.cat(rows, 1).flatten(0, 1), rank, size
+                )
         gate, up = (part(own[f"mlp.{x}_proj.weight"], rank, size) for x in ("gate", "up"))
         state |= {
             f"{new}.{names[0]}weight": own["input_layernorm.weight"],
@@ -101,19 +120,28 @@ def rank_state(
         }
         for x in "qk":
             if f"self_attn.{x}_norm.weight" in own:
-                state[f"{new}.self_attention.{x}_layernorm.weight"] = own[f"self_attn.{x}_norm.weight"]
+                state[f"{new}.self_attention.{x}_layernorm.weight"] = own[
+                    f"self_attn.{x}_norm.weight"
+                ]
     if stage == stages - 1:
-        state[f"{stack}.final_{'norm' if style == 'legacy' else 'layernorm'}.weight"] = weights["model.norm.weight"]
+        state[f"{stack}.final_{'norm' if style == 'legacy' else 'layernorm'}.weight"] = weights[
+            "model.norm.weight"
+        ]
         if "lm_head.weight" in weights:
             state[f"{root}output_layer.weight"] = vocabulary(weights["lm_head.weight"])
         elif stages > 1:
-            state["word_embeddings_for_head.weight" if style == "legacy" else "output_layer.weight"] = vocabulary(words)
+            state[
+                "word_embeddings_for_head.weight" if style == "legacy" else "output_layer.weight"
+            ] = vocabulary(words)
     return state
 
 
 def write(source: Path, folder: Path, size: int, stages: int, style: str, **changes: Any) -> Path:
     """Writes the folder of a run at iteration 9, with the arguments that `tools/checkpoint` gives such a model."""
-    weights, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    weights, config = (
+        load_file(source / "model.safetensors"),
+        json.loads((source / "config.json").read_text()),
+    )
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
     arguments = {
         "num_layers": config["num_hidden_layers"], "hidden_size": config["hidden_size"], "swiglu": True,
@@ -130,9 +158,18 @@ def write(source: Path, folder: Path, size: int, stages: int, style: str, **chan
     for rank in range(size):
         for stage in range(stages):
             state = rank_state(weights, config, (rank, size, stage, stages), style, 16)
-            place = folder / "iter_0000009" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else ""))
+            place = (
+                folder
+                / "iter_0000009"
+                / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else ""))
+            )
             place.mkdir(parents=True)
-            content = {"args": Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 9, "model": state}
+            content = {
+                "args": Namespace(**arguments),
+                "checkpoint_version": 3.0,
+                "iteration": 9,
+                "model": state,
+            }
             torch.save(content, place / "model_optim_rng.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text("9")
     return folder
@@ -144,34 +181,55 @@ def vocabulary_of(source: Path, place: Path) -> Options:
     return Options(config_file=place)
 
 
-LAYOUTS = [(1, 1, "local"), (2, 1, "te"), (2, 2, "local"), (1, 4, "te"), (2, 2, "legacy"), (2, 4, "te")]
+LAYOUTS = [
+    (1, 1, "local"),
+    (2, 1, "te"),
+    (2, 2, "local"),
+    (1, 4, "te"),
+    (2, 2, "legacy"),
+    (2, 4, "te"),
+]
 
 
 @pytest.mark.parametrize(("size", "stages", "style"), LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
-def test_every_layout_becomes_the_original_bytes(case, size, stages, style, folders, hashes, tmp_path):
+def test_every_layout_becomes_the_original_bytes(
+    case, size, stages, style, folders, hashes, tmp_path
+):
     source = write(folders(case), tmp_path / "megatron", size, stages, style)
     merge(source, tmp_path / "hf", vocabulary_of(folders(case), tmp_path / "c.json"))
     assert hashes(tmp_path / "hf") == hashes(folders(case))
 
 
-@pytest.mark.parametrize(("size", "stages", "style"), [(1, 1, "local"), (2, 2, "te"), (2, 4, "local")])
+@pytest.mark.parametrize(
+    ("size", "stages", "style"), [(1, 1, "local"), (2, 2, "te"), (2, 4, "local")]
+)
 @pytest.mark.parametrize("case", CASES)
-def test_written_files_hold_what_megatron_would(case, size, stages, style, folders, hashes, tmp_path):
+def test_written_files_hold_what_megatron_would(
+    case, size, stages, style, folders, hashes, tmp_path
+):
     names = {"te": "transformer_engine"}.get(style, style)
     split(folders(case), tmp_path / "out", size, style="megatron", stages=stages, names=names)
     weights = load_file(folders(case) / "model.safetensors")
     config = json.loads((folders(case) / "config.json").read_text())
     for rank in range(size):
         for stage in range(stages):
-            place = tmp_path / "out" / "release" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else ""))
+            place = (
+                tmp_path
+                / "out"
+                / "release"
+                / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else ""))
+            )
             with torch.serialization.safe_globals([Namespace]):
                 found = torch.load(place / "model_optim_rng.pt", weights_only=True)
             wanted = rank_state(weights, config, (rank, size, stage, stages), style, 128)
             assert found["model"].keys() == wanted.keys()
             assert all(torch.equal(found["model"][name], tensor) for name, tensor in wanted.items())
             mine = vars(found["args"])
-            assert (mine["num_query_groups"], mine["swiglu"]) == (config["num_key_value_heads"], True)
+            assert (mine["num_query_groups"], mine["swiglu"]) == (
+                config["num_key_value_heads"],
+                True,
+            )
             assert mine["add_qkv_bias"] is (case == "qwen2")
             assert mine["qk_layernorm"] is (case == "qwen3")
     merge(tmp_path / "out", tmp_path / "back")
@@ -182,7 +240,10 @@ def test_written_files_hold_what_megatron_would(case, size, stages, style, folde
 def test_the_arguments_tell_the_configuration(case, folders, tmp_path):
     """Of all sizes; the vocabulary has its padding, and the files do not tell Mistral from Llama."""
     merge(write(folders(case), tmp_path / "megatron", 2, 2, "te"), tmp_path / "hf")
-    found, wanted = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "hf", folders(case)))
+    found, wanted = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (tmp_path / "hf", folders(case))
+    )
     assert found["vocab_size"] == 128
     for name in (
         "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -194,17 +255,24 @@ def test_the_arguments_tell_the_configuration(case, folders, tmp_path):
     import transformers
 
     mine, theirs = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (tmp_path / "hf", folders(case))
+        transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        for folder in (tmp_path / "hf", folders(case))
     )
     ids = torch.randint(0, 97, (2, 50), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(mine(ids).logits[..., :97], theirs(ids).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            mine(ids).logits[..., :97], theirs(ids).logits, atol=1e-5, rtol=1e-5
+        )
 
 
 def test_llama_31s_rotation_is_kept(folders, tmp_path, hashes):
     shutil.copytree(folders("llama"), tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
-    numbers = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    numbers = {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     rope = {"rope_type": "llama3", "factor": 32.0, "rope_theta": 500000.0, **numbers}
     values = json.loads(path.read_text())
     values.pop("rope_theta", None)
@@ -214,7 +282,9 @@ def test_llama_31s_rotation_is_kept(folders, tmp_path, hashes):
     merge(tmp_path / "out", tmp_path / "back")
     found = json.loads((tmp_path / "back" / "config.json").read_text())
     assert found["rope_theta"] == 500000.0
-    assert found["rope_scaling"] == {key: value for key, value in rope.items() if key != "rope_theta"}
+    assert found["rope_scaling"] == {
+        key: value for key, value in rope.items() if key != "rope_theta"
+    }
     path.write_text(json.dumps(values | {"rope_parameters": rope | {"low_freq_factor": 2.0}}))
     with pytest.raises(ValueError, match=r"rotates plainly, .* but not with .*low_freq_factor=2.0"):
         split(tmp_path / "hf", tmp_path / "again", 2, style="megatron")
@@ -268,7 +338,9 @@ def core_decoder(arguments: Namespace) -> Any:
 
     torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda: None
     nothing = Namespace(fork=contextlib.nullcontext)
-    tensor_parallel.get_cuda_rng_tracker = dot_product_attention.tensor_parallel.get_cuda_rng_tracker = lambda: nothing
+    tensor_parallel.get_cuda_rng_tracker = (
+        dot_product_attention.tensor_parallel.get_cuda_rng_tracker
+    ) = lambda: nothing
     given = arguments
     sizes = TransformerConfig(
         num_layers=given.num_layers, hidden_size=given.hidden_size, num_attention_heads=given.num_attention_heads,
@@ -280,7 +352,9 @@ def core_decoder(arguments: Namespace) -> Any:
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, bias_dropout_fusion=False,
         apply_rope_fusion=False,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(normalization=given.normalization, qk_layernorm=given.qk_layernorm)
+    spec = get_gpt_layer_local_spec(
+        normalization=given.normalization, qk_layernorm=given.qk_layernorm
+    )
     return GPTModel(
         sizes, spec, given.padded_vocab_size, given.max_position_embeddings, parallel_output=False,
         share_embeddings_and_output_weights=not given.untie_embeddings_and_output_weights,
@@ -306,11 +380,15 @@ def run_by_core(folders, run_ranks, tmp_path_factory) -> dict[str, tuple[torch.T
 
 
 @pytest.mark.parametrize("case", RUN)
-def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(case, folders, run_by_core, hashes, tmp_path):
+def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(
+    case, folders, run_by_core, hashes, tmp_path
+):
     import transformers
 
     logits, place = run_by_core[case]
-    model = transformers.AutoModelForCausalLM.from_pretrained(folders(case), attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folders(case), attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         wanted = model(IDS).logits
     assert wanted.abs().max() > 0.5

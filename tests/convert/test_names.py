@@ -21,7 +21,10 @@ def without_prefix(tensors):
 
 
 def with_buffers(tensors):
-    masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 40, 40, dtype=torch.bool).tril() for i in range(2)}
+    masks = {
+        f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+        for i in range(2)
+    }
     return {**tensors, **masks, "transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}
 
 
@@ -36,7 +39,9 @@ def with_head_instead_of_embedding(tensors):
 
 def with_old_norm_names(tensors):
     return {
-        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
         for name, tensor in tensors.items()
     }
 
@@ -53,7 +58,10 @@ def with_everything_repeated(tensors):
 
 def with_stale_bias(tensors):
     name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    embeddings = {f"{stack}.embed_tokens.weight": tensors["shared.weight"].clone() for stack in ("encoder", "decoder")}
+    embeddings = {
+        f"{stack}.embed_tokens.weight": tensors["shared.weight"].clone()
+        for stack in ("encoder", "decoder")
+    }
     return {**tensors, name: torch.ones(32, 4), **embeddings}
 
 

@@ -23,7 +23,12 @@ from shardzoo.trainer.run_folder import RunFolder
 RUNS: dict[str, dict[str, Any]] = {
     "adam": {"env_type": "deepspeed+mpu", "zero_stage": 0},
     "bf16": {"env_type": "deepspeed+mpu", "zero_stage": 1, "precision": "bf16"},
-    "adafactor": {"env_type": "deepspeed+mpu", "zero_stage": 0, "optimizer": "adafactor", "lr": 1e-3},
+    "adafactor": {
+        "env_type": "deepspeed+mpu",
+        "zero_stage": 0,
+        "optimizer": "adafactor",
+        "lr": 1e-3,
+    },
     "stages": {"env_type": "deepspeed+mpu", "zero_stage": 0, "stages": 2},
 }
 
@@ -50,9 +55,12 @@ def saved(run_mesh, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), every_day([("adafactor", 3), ("stages", 1)], more=[("bf16", 1), ("adam", 3), ("adam", 1)])
+    ("name", "size"),
+    every_day([("adafactor", 3), ("stages", 1)], more=[("bf16", 1), ("adam", 3), ("adam", 1)]),
 )
-def test_a_run_goes_on_as_if_the_trainer_had_moved_it(name, size, saved, run_mesh, tmp_path, file_tree):
+def test_a_run_goes_on_as_if_the_trainer_had_moved_it(
+    name, size, saved, run_mesh, tmp_path, file_tree
+):
     source = saved(name)
     before = file_tree(source)
     split(source, tmp_path / "moved", size, Options(with_optimizer=True))
@@ -74,13 +82,36 @@ def test_a_run_goes_on_as_if_the_trainer_had_moved_it(name, size, saved, run_mes
 
 def test_there_and_back_are_the_same_tensors(saved, tmp_path):
     source = saved("adam")
-    assert main(["reshard", str(source), str(tmp_path / "three"), "--tp", "3", "--with-optimizer"]) == 0
-    assert main(["reshard", str(tmp_path / "three"), str(tmp_path / "two"), "--tp", "2", "--with-optimizer"]) == 0
-    for name in ("optimizer_00.safetensors", "optimizer_01.safetensors", "rank_00.safetensors", "rank_01.safetensors"):
+    assert (
+        main(["reshard", str(source), str(tmp_path / "three"), "--tp", "3", "--with-optimizer"])
+        == 0
+    )
+    assert (
+        main(
+            [
+                "reshard",
+                str(tmp_path / "three"),
+                str(tmp_path / "two"),
+                "--tp",
+                "2",
+                "--with-optimizer",
+            ]
+        )
+        == 0
+    )
+    for name in (
+        "optimizer_00.safetensors",
+        "optimizer_01.safetensors",
+        "rank_00.safetensors",
+        "rank_01.safetensors",
+    ):
         found, wanted = load_file(tmp_path / "two" / name), load_file(source / name)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items()), name
-    states = [json.loads((folder / "trainer_state.json").read_text()) for folder in (source, tmp_path / "two")]
+    states = [
+        json.loads((folder / "trainer_state.json").read_text())
+        for folder in (source, tmp_path / "two")
+    ]
     for name in ("step", "consumed_samples", "data", "schedule", "optimizer", "groups"):
         assert states[0][name] == states[1][name]
 
@@ -97,7 +128,9 @@ def test_an_interrupted_one_is_resumed(saved, tmp_path, file_tree):
         split(saved("adam"), tmp_path / "three", 3, Options(with_optimizer=True, jobs=1), stop)
     with pytest.raises(ValueError, match="other arguments"):
         split(saved("adam"), tmp_path / "three", 3, Options(resume=True))
-    outcome = split(saved("adam"), tmp_path / "three", 3, Options(with_optimizer=True, resume=True, workers=2))
+    outcome = split(
+        saved("adam"), tmp_path / "three", 3, Options(with_optimizer=True, resume=True, workers=2)
+    )
     assert outcome.kept > 0
     split(saved("adam"), tmp_path / "fresh", 3, Options(with_optimizer=True))
     assert file_tree(tmp_path / "three") == file_tree(tmp_path / "fresh")
@@ -117,8 +150,16 @@ def flip(folder: Path) -> None:
 
 MISTAKES: dict[str, tuple[Any, list[str], str]] = {
     "a flipped bit": (flip, [], "optimizer_01.safetensors has changed since it was written"),
-    "a lost file": (lambda f: (f / "optimizer_01.safetensors").unlink(), [], "with 1 files of an optimizer's state"),
-    "no optimizer": (lambda f: [p.unlink() for p in f.glob("optimizer*")], [], "with 0 files of an optimizer's state"),
+    "a lost file": (
+        lambda f: (f / "optimizer_01.safetensors").unlink(),
+        [],
+        "with 1 files of an optimizer's state",
+    ),
+    "no optimizer": (
+        lambda f: [p.unlink() for p in f.glob("optimizer*")],
+        [],
+        "with 0 files of an optimizer's state",
+    ),
     "no state": (lambda f: (f / "trainer_state.json").unlink(), [], "needs a training checkpoint"),
     "another format": (None, ["--to", "legacy"], "beside shards of shardzoo only"),
     "a type": (None, ["--dtype", "bfloat16"], "allows neither an adapter nor a dtype"),
@@ -131,7 +172,15 @@ def test_what_is_refused_leaves_nothing(name, saved, tmp_path, capsys):
     shutil.copytree(saved("adam"), tmp_path / "source")
     if change is not None:
         change(tmp_path / "source")
-    arguments = ["reshard", str(tmp_path / "source"), str(tmp_path / "three"), "--tp", "4", "--with-optimizer", *words]
+    arguments = [
+        "reshard",
+        str(tmp_path / "source"),
+        str(tmp_path / "three"),
+        "--tp",
+        "4",
+        "--with-optimizer",
+        *words,
+    ]
     assert main(arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert os.listdir(tmp_path) == ["source"]

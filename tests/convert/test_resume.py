@@ -35,14 +35,22 @@ def convert(kind: str, source: Path, destination: Path, resume: bool) -> None:
     if kind in ("merge", "dcp") or kind.startswith("from"):
         merge(source, destination, options, style="dcp" if kind == "dcp" else "hf")
     else:
-        split(source, destination, 4, options, style=kind if kind in ("legacy", "megatron") else "shardzoo")
+        split(
+            source,
+            destination,
+            4,
+            options,
+            style=kind if kind in ("legacy", "megatron") else "shardzoo",
+        )
 
 
 @pytest.fixture(scope="module")
 def model(zoo, tmp_path_factory) -> Path:
     """Several megabytes."""
     folder = tmp_path_factory.mktemp("model") / "hf"
-    return zoo.make(folder, "gpt2", heads=8, head_size=16, feed_forward=512, layers=8, vocabulary=3000)
+    return zoo.make(
+        folder, "gpt2", heads=8, head_size=16, feed_forward=512, layers=8, vocabulary=3000
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,7 +59,12 @@ def test_killed_at_random_moments(kind, fork_server, model, tmp_path, file_tree)
     if kind == "from dcp":
         merge(model, source := tmp_path / "two", style="dcp")
     elif kind in ("reshard", "merge", "from megatron"):
-        split(model, source := tmp_path / "two", 2, style="megatron" if kind == "from megatron" else "shardzoo")
+        split(
+            model,
+            source := tmp_path / "two",
+            2,
+            style="megatron" if kind == "from megatron" else "shardzoo",
+        )
     reference = tmp_path / "reference"
     convert(kind, source, reference, resume=False)
     wanted, before = file_tree(reference), file_tree(source)
@@ -61,9 +74,13 @@ def test_killed_at_random_moments(kind, fork_server, model, tmp_path, file_tree)
         destination = tmp_path / f"attempt-{attempt}"
         kills = 0
         while kills < 1 + attempt % 3:  # several in a row, too
-            process = fork_server.Process(target=convert, args=(kind, source, destination, kills > 0))
+            process = fork_server.Process(
+                target=convert, args=(kind, source, destination, kills > 0)
+            )
             process.start()
-            wait_for(chosen, process, tmp_path / f".{destination.name}.partial" / ".journal.jsonl", lines)
+            wait_for(
+                chosen, process, tmp_path / f".{destination.name}.partial" / ".journal.jsonl", lines
+            )
             process.kill()
             process.join()
             kills += 1
@@ -102,7 +119,9 @@ def wait_for(chosen: random.Random, process, journal: Path, lines: int) -> None:
 def wanted_copies(source: Path, kind: str) -> tuple:
     """The copies of the conversion, each of which is a line of the journal."""
     merged = kind in ("merge", "dcp") or kind.startswith("from")
-    return plan_conversion(source, huggingface_target if merged else lambda mapped: shards_target(mapped, 4)).copies
+    return plan_conversion(
+        source, huggingface_target if merged else lambda mapped: shards_target(mapped, 4)
+    ).copies
 
 
 def assert_nothing_incomplete_loads(destination: Path, wanted: dict, file_tree) -> None:
@@ -114,7 +133,9 @@ def assert_nothing_incomplete_loads(destination: Path, wanted: dict, file_tree) 
             open_checkpoint(folder)
         except ValueError:
             continue
-        complete = {name: digest for name, digest in file_tree(folder).items() if name != ".journal.jsonl"}
+        complete = {
+            name: digest for name, digest in file_tree(folder).items() if name != ".journal.jsonl"
+        }
         assert complete == wanted, f"{folder} loads, but is not complete"
 
 
@@ -154,7 +175,9 @@ def test_resuming_checks_what_it_keeps(model, tmp_path, file_tree):
     assert file_tree(tmp_path / "four") == file_tree(tmp_path / "fresh")
 
 
-@pytest.mark.parametrize("damage", ["torn line", "garbage", "empty", "missing", "lost file", "cut file"])
+@pytest.mark.parametrize(
+    "damage", ["torn line", "garbage", "empty", "missing", "lost file", "cut file"]
+)
 def test_resuming_from_a_damaged_work_folder(damage, model, tmp_path, file_tree):
     work = interrupted_work(model, tmp_path / "four")
     journal, rank = work / ".journal.jsonl", work / "rank_02.safetensors.partial"

@@ -46,22 +46,30 @@ def test_every_size_to_every_other(variant, zoo, hashes, tmp_path):
             assert hashes(resharded) == hashes(tmp_path / str(other))
             for rank in range(other):
                 name = f"rank_{rank:02d}.safetensors"
-                assert (resharded / name).read_bytes() == (tmp_path / str(other) / name).read_bytes()
+                assert (resharded / name).read_bytes() == (
+                    tmp_path / str(other) / name
+                ).read_bytes()
         merge(tmp_path / str(size), tmp_path / f"merged-{size}")
         assert hashes(tmp_path / f"merged-{size}") == wanted
-        assert (tmp_path / f"merged-{size}" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+        assert (tmp_path / f"merged-{size}" / "config.json").read_bytes() == (
+            source / "config.json"
+        ).read_bytes()
         assert (tmp_path / f"merged-{size}" / "tokenizer.json").exists()
 
 
 drawn = count()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_drawn_configurations(zoo, hashes, tmp_path, data):
     folder = tmp_path / str(next(drawn))
     variant = data.draw(st.sampled_from(VARIANTS), "variant")
-    size, other = (data.draw(st.sampled_from((1, 2, 3, 4, 5, 6, 8)), name) for name in ("ranks", "other ranks"))
+    size, other = (
+        data.draw(st.sampled_from((1, 2, 3, 4, 5, 6, 8)), name) for name in ("ranks", "other ranks")
+    )
     common = size * other  # more than their least common multiple, but enough
     source = zoo.make(
         folder / "hf",
@@ -72,10 +80,14 @@ def test_drawn_configurations(zoo, hashes, tmp_path, data):
         layers=data.draw(st.integers(1, 2), "layers"),
         vocabulary=data.draw(st.integers(2, 700), "vocabulary"),
         dtype=data.draw(st.sampled_from(("float32", "float16", "bfloat16")), "type"),
-        sharded=variant not in ("glm", "t5-v1.1", "mt5") and data.draw(st.booleans(), "several files"),
+        sharded=variant not in ("glm", "t5-v1.1", "mt5")
+        and data.draw(st.booleans(), "several files"),
         seed=data.draw(st.integers(0, 1000), "seed"),
     )
-    jobs = Options(jobs=data.draw(st.integers(1, 3), "jobs"), largest_file=data.draw(st.sampled_from((3000, 10**9))))
+    jobs = Options(
+        jobs=data.draw(st.integers(1, 3), "jobs"),
+        largest_file=data.draw(st.sampled_from((3000, 10**9))),
+    )
     split(source, folder / "split", size, jobs)
     split(folder / "split", folder / "resharded", other, jobs)
     merge(folder / "resharded", folder / "merged", jobs)
@@ -86,7 +98,9 @@ def test_drawn_configurations(zoo, hashes, tmp_path, data):
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_hold_what_the_layers_slice(variant, size, zoo, tmp_path):
     """Against the models' own loader and `Shard.slice`, which share nothing with the byte-range engine."""
-    source = zoo.make(tmp_path / "hf", variant, heads=6, head_size=3, feed_forward=18, dtype="bfloat16")
+    source = zoo.make(
+        tmp_path / "hf", variant, heads=6, head_size=3, feed_forward=18, dtype="bfloat16"
+    )
     split(source, tmp_path / "split", size)
     model = from_pretrained(source)
     parameters = dict(model.named_parameters())
@@ -100,7 +114,9 @@ def test_ranks_hold_what_the_layers_slice(variant, size, zoo, tmp_path):
             else:
                 full = parameter.data.narrow(shard.dim, 0, shard.shape[shard.dim])
                 expected = shard.slice(full, rank, size)
-            assert torch.equal(shards[name].view(torch.int16), expected.contiguous().view(torch.int16)), name
+            assert torch.equal(
+                shards[name].view(torch.int16), expected.contiguous().view(torch.int16)
+            ), name
 
 
 def test_the_vocabulary_is_padded_and_the_padding_dropped(zoo, hashes, tmp_path):
@@ -109,7 +125,8 @@ def test_the_vocabulary_is_padded_and_the_padding_dropped(zoo, hashes, tmp_path)
     manifest = json.loads((tmp_path / "three" / "manifest.json").read_text())
     assert (manifest["vocab_size"], manifest["padded_vocab_size"]) == (131, 256)
     embeddings = [
-        load_file(tmp_path / "three" / f"rank_{rank:02d}.safetensors")["word_embeddings.weight"] for rank in range(4)
+        load_file(tmp_path / "three" / f"rank_{rank:02d}.safetensors")["word_embeddings.weight"]
+        for rank in range(4)
     ]
     assert all(embedding.shape == (64, 16) for embedding in embeddings)
     assert not embeddings[2][3:].view(torch.int32).any()  # rows 131 … 191

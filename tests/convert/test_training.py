@@ -70,7 +70,9 @@ def test_from_a_checkpoint_through_training_to_a_checkpoint(run_mesh, zoo, tmp_p
 def test_a_training_checkpoint_is_resharded(run_mesh, zoo, hashes, tmp_path):
     source = zoo.make(tmp_path / "hf", "gpt2", layers=1)
     path = source / "model.safetensors"
-    save_file({name: torch.randn(tensor.shape) * 0.1 for name, tensor in load_file(path).items()}, path)
+    save_file(
+        {name: torch.randn(tensor.shape) * 0.1 for name, tensor in load_file(path).items()}, path
+    )
     split(source, tmp_path / "two", 2)
     run_mesh(2, train, tmp_path / "two", tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
@@ -78,4 +80,6 @@ def test_a_training_checkpoint_is_resharded(run_mesh, zoo, hashes, tmp_path):
     merge(tmp_path / "four", tmp_path / "merged")
     merge(checkpoint, tmp_path / "directly")
     assert hashes(tmp_path / "merged") == hashes(tmp_path / "directly")
-    assert json.loads((tmp_path / "four" / "manifest.json").read_text())["tensor_parallel_size"] == 4
+    assert (
+        json.loads((tmp_path / "four" / "manifest.json").read_text())["tensor_parallel_size"] == 4
+    )

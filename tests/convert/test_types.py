@@ -36,19 +36,27 @@ def test_types_may_be_mixed(zoo, hashes, tmp_path):
     path = source / "model.safetensors"
     kinds = {"wo": torch.float32, ".o.": torch.float8_e4m3fn, "layer_norm": torch.float64}
     tensors = {
-        name: tensor.nan_to_num().to(next((kind for key, kind in kinds.items() if key in name), torch.bfloat16))
+        name: tensor.nan_to_num().to(
+            next((kind for key, kind in kinds.items() if key in name), torch.bfloat16)
+        )
         for name, tensor in load_file(path).items()
     }
     tensors["encoder.final_layer_norm.weight"] = torch.ones(20).to(torch.float8_e5m2)
     save_file(tensors, path)
     split(source, tmp_path / "two", 2)
     rank = load_file(tmp_path / "two" / "rank_00.safetensors")  # refuses unaligned tensors
-    assert {tensor.dtype for tensor in rank.values()} == {*kinds.values(), torch.bfloat16, torch.float8_e5m2}
+    assert {tensor.dtype for tensor in rank.values()} == {
+        *kinds.values(),
+        torch.bfloat16,
+        torch.float8_e5m2,
+    }
     merge(tmp_path / "two", tmp_path / "merged")
     assert hashes(tmp_path / "merged") == hashes(source)
 
 
-@pytest.mark.parametrize(("dtype", "name"), [("F16", "float16"), ("BF16", "bfloat16"), ("F64", "float64")])
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("F16", "float16"), ("BF16", "bfloat16"), ("F64", "float64")]
+)
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_casts_are_torchs(dtype, name, jobs, zoo, tmp_path):
     source = zoo.make(tmp_path / "hf", "gpt2", vocabulary=130)
@@ -72,7 +80,9 @@ def test_a_cast_that_overflows_is_refused(zoo, tmp_path):
     tensors = {name: torch.zeros_like(tensor) for name, tensor in load_file(path).items()}
     tensors["transformer.h.0.mlp.c_fc.weight"][3, 4] = 1e6
     save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"mlp\.up\.weight has a value of 1e\+06, which does not fit float16"):
+    with pytest.raises(
+        ValueError, match=r"mlp\.up\.weight has a value of 1e\+06, which does not fit float16"
+    ):
         split(source, tmp_path / "two", 2, Options(dtype="F16"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
@@ -80,7 +90,9 @@ def test_a_cast_that_overflows_is_refused(zoo, tmp_path):
 def test_infinities_and_nans_may_be_cast(zoo, tmp_path):
     source = zoo.make(tmp_path / "hf", "gpt2")
     path = source / "model.safetensors"
-    tensors = {name: torch.full_like(tensor, float("inf")) for name, tensor in load_file(path).items()}
+    tensors = {
+        name: torch.full_like(tensor, float("inf")) for name, tensor in load_file(path).items()
+    }
     tensors["transformer.ln_f.bias"][:] = float("nan")
     save_file(tensors, path)
     split(source, tmp_path / "two", 2, Options(dtype="BF16"))

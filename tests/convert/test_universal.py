@@ -62,25 +62,40 @@ def saved(run_mesh, tmp_path_factory):
             folder = tmp_path_factory.mktemp(family)
             hf_model(ARCHITECTURES[family], 0.0, **WIDE).save_pretrained(folder / "hf")
             engine = {"env_type": "deepspeed+mpu", "zero_stage": 1}
-            made[key] = train(run_mesh, folder / "run", size, partial(native, folder / "hf"), **{**engine, **changes})
+            made[key] = train(
+                run_mesh,
+                folder / "run",
+                size,
+                partial(native, folder / "hf"),
+                **{**engine, **changes},
+            )
         return made[key]
 
     return make
 
 
-def reference(run_mesh: Any, folder: Path, family: str, **changes: Any) -> tuple[dict[str, torch.Tensor], Path]:
+def reference(
+    run_mesh: Any, folder: Path, family: str, **changes: Any
+) -> tuple[dict[str, torch.Tensor], Path]:
     """The state after the same two steps of transformers' model, as `KIND/NAME`."""
     model = hf_model(ARCHITECTURES[family], 0.0, **WIDE).train()
     saved = train(run_mesh, folder, 1, model, env_type="pytorch", **changes)
-    weights = {f"fp32/{name}": value for name, value in load_file(saved / "model.safetensors").items()}
+    weights = {
+        f"fp32/{name}": value for name, value in load_file(saved / "model.safetensors").items()
+    }
     return weights | load_file(saved / "optimizer_00.safetensors"), saved
 
 
 def adamw(named: dict[str, torch.Tensor], stage: int, rate: float) -> torch.optim.AdamW:
     """Under ZeRO 3, DeepSpeed loads one step count into all groups, which torch then counts up once for each group."""
-    groups = [[p for p in named.values() if (p.dim() > 1 or stage == 3) == decayed] for decayed in (True, False)]
+    groups = [
+        [p for p in named.values() if (p.dim() > 1 or stage == 3) == decayed]
+        for decayed in (True, False)
+    ]
     decays = [0.1, 0.0]
-    groups_of_decay = [{"params": g, "weight_decay": d} for g, d in zip(groups, decays, strict=True) if g]
+    groups_of_decay = [
+        {"params": g, "weight_decay": d} for g, d in zip(groups, decays, strict=True) if g
+    ]
     return torch.optim.AdamW(groups_of_decay, rate, eps=EPSILON)
 
 
@@ -103,7 +118,9 @@ def resume_in_deepspeed(folder: Path, family: str, stage: int) -> dict[str, torc
         "gradient_clipping": 0.0,
         "checkpoint": {"load_universal": True},
     }
-    engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+    engine: Any = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
+    )[0]
     engine.load_checkpoint(str(folder))
     assert engine.global_steps == 2
     assert engine.lr_scheduler.last_epoch == 2
@@ -116,11 +133,15 @@ def resume_in_deepspeed(folder: Path, family: str, stage: int) -> dict[str, torc
     ids = torch.arange(2, 22).view(2, 10)
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
-    found |= {f"next/{name}": safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    found |= {
+        f"next/{name}": safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()
+    }
     return {name: value.clone() for name, value in found.items()}
 
 
-def next_weights(family: str, state: dict[str, torch.Tensor], stage: int, rate: float) -> dict[str, torch.Tensor]:
+def next_weights(
+    family: str, state: dict[str, torch.Tensor], stage: int, rate: float
+) -> dict[str, torch.Tensor]:
     """One step of transformers' model by torch's AdamW from a state."""
     model = hf_model(ARCHITECTURES[family], 0.0, **WIDE)
     named = dict(model.named_parameters())
@@ -141,17 +162,31 @@ def check_state(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
     if name.startswith("exp_avg_sq/"):
         found, wanted = found.sqrt(), wanted.sqrt()
     least = 1e-4 if name.startswith("fp32/") else 1e-4 * float(wanted.abs().max()) + 1e-8
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=least, msg=lambda message: f"{name}: {message}")
+    torch.testing.assert_close(
+        found, wanted, rtol=1e-4, atol=least, msg=lambda message: f"{name}: {message}"
+    )
 
 
 CASES = [("gpt2", 3, 1, 1), ("t5", 2, 2, 2), ("bert", 2, 1, 3)]
-CASES += [(family, size, 2, stage) for family in ARCHITECTURES for size in (1, 2) for stage in (1, 2, 3)] * EVERY_CASE
+CASES += [
+    (family, size, 2, stage) for family in ARCHITECTURES for size in (1, 2) for stage in (1, 2, 3)
+] * EVERY_CASE
 
 
 @pytest.mark.parametrize(("family", "size", "replicas", "stage"), CASES)
-def test_deepspeed_goes_on_where_the_run_was(family, size, replicas, stage, saved, run_ranks, run_mesh, tmp_path):
+def test_deepspeed_goes_on_where_the_run_was(
+    family, size, replicas, stage, saved, run_ranks, run_mesh, tmp_path
+):
     source = saved(family, size)
-    command = ["merge", str(source), str(tmp_path / "universal"), "--to", "universal", "--step", "tensor"]
+    command = [
+        "merge",
+        str(source),
+        str(tmp_path / "universal"),
+        "--to",
+        "universal",
+        "--step",
+        "tensor",
+    ]
     assert main(command) == 0
     wanted, _ = reference(run_mesh, tmp_path / "reference", family)
     loaded = run_ranks(replicas, resume_in_deepspeed, tmp_path / "universal", family, stage)[0]
@@ -166,7 +201,11 @@ def test_deepspeed_goes_on_where_the_run_was(family, size, replicas, stage, save
 
 
 MISTAKES = {
-    "no moments of a kind": ({"optimizer": "adafactor", "zero_stage": 0}, [], "of Adafactor, has no exp_avg_sq/"),
+    "no moments of a kind": (
+        {"optimizer": "adafactor", "zero_stage": 0},
+        [],
+        "of Adafactor, has no exp_avg_sq/",
+    ),
     "a type": ({}, ["--dtype", "bfloat16"], "leave out adapter and dtype"),
     "no optimizer": ({"save_optim": False}, [], "with 0 files of an optimizer's state"),
     "another format": ({}, ["--step", "tensor", "--to", "dcp"], "leave it out for --to dcp"),
@@ -177,7 +216,9 @@ MISTAKES = {
 def test_what_is_refused_leaves_nothing(name, saved, tmp_path, capsys):
     changes, words, message = MISTAKES[name]
     source = saved("gpt2", 2, **changes)
-    assert main(["merge", str(source), str(tmp_path / "universal"), "--to", "universal", *words]) == 2
+    assert (
+        main(["merge", str(source), str(tmp_path / "universal"), "--to", "universal", *words]) == 2
+    )
     assert message in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
 
@@ -190,7 +231,10 @@ def test_every_bit_of_the_state_is_kept(precision, saved, tmp_path, capsys):
     assert main(["merge", str(source), str(tmp_path / "merged")]) == 0
     zero = tmp_path / "universal" / "global_step2" / "zero"
     kinds = {"fp32": "rank", "exp_avg": "optimizer", "exp_avg_sq": "optimizer"}
-    parts = {stem: [load_file(source / f"{stem}_0{rank}.safetensors") for rank in range(2)] for stem in kinds.values()}
+    parts = {
+        stem: [load_file(source / f"{stem}_0{rank}.safetensors") for rank in range(2)]
+        for stem in kinds.values()
+    }
     for kind, stem in kinds.items():
         prefix = f"{kind}/" if kind != "fp32" else "master_weight/" if precision == "bf16" else ""
         stem = "optimizer" if prefix else stem
@@ -205,7 +249,10 @@ def test_every_bit_of_the_state_is_kept(precision, saved, tmp_path, capsys):
         assert torch.load(zero / name / "step.pt") == 2
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "universal")]) == 2
-    assert "universal checkpoint of DeepSpeed, which is written, but not read" in capsys.readouterr().err
+    assert (
+        "universal checkpoint of DeepSpeed, which is written, but not read"
+        in capsys.readouterr().err
+    )
 
 
 CONVERT = """
@@ -239,7 +286,9 @@ def test_an_interrupted_one_is_resumed(saved, tmp_path, file_tree):
 
     with pytest.raises(Stop):
         merge(saved("gpt2", 2), tmp_path / "universal", Options(jobs=1), stop, "universal")
-    outcome = merge(saved("gpt2", 2), tmp_path / "universal", Options(resume=True), style="universal")
+    outcome = merge(
+        saved("gpt2", 2), tmp_path / "universal", Options(resume=True), style="universal"
+    )
     assert outcome.kept > 0
     merge(saved("gpt2", 2), tmp_path / "fresh", style="universal")
     assert file_tree(tmp_path / "universal") == file_tree(tmp_path / "fresh")
@@ -264,7 +313,10 @@ def test_copies_of_a_run_may_differ_by_rounding(by, saved, tmp_path, capsys):
     assert manifest is not None
     record = manifest.tensors["final_norm.bias"]
     digest = hashlib.sha256(bytes(tensor_bytes(tensors["final_norm.bias"]))).hexdigest()
-    records = {**manifest.tensors, "final_norm.bias": replace(record, sha256=(*record.sha256[:2], digest))}
+    records = {
+        **manifest.tensors,
+        "final_norm.bias": replace(record, sha256=(*record.sha256[:2], digest)),
+    }
     replace(manifest, tensors=records).write(source)
     state = read_state_file(source)
     (source / "trainer_state.json").unlink()
@@ -276,4 +328,6 @@ def test_copies_of_a_run_may_differ_by_rounding(by, saved, tmp_path, capsys):
         return
     assert main(command) == main(["verify", str(source)]) == 0
     first = load_file(source / "rank_00.safetensors")["final_norm.bias"]
-    assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")["transformer.ln_f.bias"], first)
+    assert torch.equal(
+        load_file(tmp_path / "merged" / "model.safetensors")["transformer.ln_f.bias"], first
+    )

@@ -23,7 +23,9 @@ from shardzoo.convert.operations import Options, merge, split
 @pytest.fixture(scope="module")
 def model(zoo, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "hf"
-    return zoo.make(folder, "gpt2", heads=6, head_size=16, feed_forward=250, layers=6, vocabulary=1003)
+    return zoo.make(
+        folder, "gpt2", heads=6, head_size=16, feed_forward=250, layers=6, vocabulary=1003
+    )
 
 
 @pytest.mark.before_release
@@ -31,7 +33,11 @@ def test_processes_write_what_threads_write(model, tmp_path, file_tree):
     for name, options in (("threads", Options(jobs=2)), ("processes", Options(workers=2))):
         split(model, tmp_path / name, 5, options)
     assert file_tree(tmp_path / "processes") == file_tree(tmp_path / "threads")
-    merge(tmp_path / "processes", tmp_path / "wide", Options(workers=2, dtype="F64", largest_file=300_000))
+    merge(
+        tmp_path / "processes",
+        tmp_path / "wide",
+        Options(workers=2, dtype="F64", largest_file=300_000),
+    )
     merge(model, tmp_path / "wanted", Options(dtype="F64", largest_file=300_000))
     assert file_tree(tmp_path / "wide") == file_tree(tmp_path / "wanted")
 
@@ -46,7 +52,9 @@ def test_an_error_in_a_process_is_the_same_error(model, tmp_path, quick_processe
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 
-def test_workers_that_die_leave_what_can_be_resumed(model, tmp_path, file_tree, quick_processes, monkeypatch, capsys):
+def test_workers_that_die_leave_what_can_be_resumed(
+    model, tmp_path, file_tree, quick_processes, monkeypatch, capsys
+):
     others = {child.pid for child in multiprocessing.active_children()}  # of the test session
 
     def kill(done: int, total: int) -> None:
@@ -63,7 +71,9 @@ def test_workers_that_die_leave_what_can_be_resumed(model, tmp_path, file_tree, 
     monkeypatch.setattr(command, "transfer_progress", progress)
     arguments = ["split", str(model), str(tmp_path / "three"), "--tp", "3", "--workers", "2"]
     assert command.main(arguments) == 2
-    assert "a worker process died (out of memory?); continue with --resume" in " ".join(capsys.readouterr().err.split())
+    assert "a worker process died (out of memory?); continue with --resume" in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert not (tmp_path / "three").exists()
     outcome = split(model, tmp_path / "three", 3, Options(resume=True, workers=2))
     assert outcome.kept > 0
@@ -83,7 +93,9 @@ def convert_and_die(model: Path, destination: Path, pids: Path) -> None:
 
 
 def test_the_processes_end_with_a_killed_conversion(model, tmp_path, file_tree, fork_server):
-    process = fork_server.Process(target=convert_and_die, args=(model, tmp_path / "three", tmp_path / "pids"))
+    process = fork_server.Process(
+        target=convert_and_die, args=(model, tmp_path / "three", tmp_path / "pids")
+    )
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -125,14 +137,25 @@ def test_progress_has_speed_and_remaining_time(as_json, monkeypatch, capsys):
     now = iter((0.0, 1.0, 1.5, 11.0, 11.5, 21.0))
     monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
     with console.transfer_progress(as_json=as_json) as report:
-        for done in (4_000, 5_000, 24_000, 25_000, 64_000):  # the first was done by an interrupted run
+        for done in (
+            4_000,
+            5_000,
+            24_000,
+            25_000,
+            64_000,
+        ):  # the first was done by an interrupted run
             report(done, 104_000)
     lines = capsys.readouterr().err.splitlines()
     if not as_json:
         assert lines == ["24 kB of 104 kB, 2 kB/s, 40 s left", "64 kB of 104 kB, 3 kB/s, 13 s left"]
         return
     values = [json.loads(line) for line in lines]
-    assert values[-1] == {"bytes": 64_000, "total": 104_000, "bytes_per_second": 3000, "seconds_left": 13.3}
+    assert values[-1] == {
+        "bytes": 64_000,
+        "total": 104_000,
+        "bytes_per_second": 3000,
+        "seconds_left": 13.3,
+    }
     assert [line["bytes"] for line in values] == [5_000, 24_000, 64_000]
 
 

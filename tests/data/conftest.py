@@ -11,7 +11,23 @@ import pytest
 
 from shardzoo.data import IndexedDataset, IndexedDatasetWriter, train_byte_level_bpe
 
-WORDS = ["the", "of", "and", "to", "in", "that", "was", "with", "not", "his", "but", "at", "this", "have", "from"]
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "that",
+    "was",
+    "with",
+    "not",
+    "his",
+    "but",
+    "at",
+    "this",
+    "have",
+    "from",
+]
 
 
 @pytest.fixture(scope="session")

@@ -36,14 +36,19 @@ def test_thirty_percent_of_the_tokens_are_masked_in_spans_of_a_poisson_distribut
         assert not (masked[1:] & masked[:-1]).any()
         at = np.flatnonzero(masked)
         before, after = sample["input_ids"][at - 1], sample["input_ids"][at + 1]
-        before, after = np.where(before == START, 2, before), np.where(after == END, length + 3, after)
+        before, after = (
+            np.where(before == START, 2, before),
+            np.where(after == END, length + 3, after),
+        )
         lengths.append(after - before - 1)
     hidden = hidden[5:-5]  # elsewhere fewer spans can begin
     assert hidden.min() > 0.25 * texts
     assert hidden.max() < 0.35 * texts
     counts = np.bincount(np.concatenate(lengths))[:8] / sum(map(len, lengths))
     # The last span of a text is cut to the budget, so it is a little shorter than the others, of which there are 40.
-    np.testing.assert_allclose(counts, [exp(-3) * 3**k / factorial(k) for k in range(8)], atol=0.012)
+    np.testing.assert_allclose(
+        counts, [exp(-3) * 3**k / factorial(k) for k in range(8)], atol=0.012
+    )
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.9])
@@ -53,7 +58,9 @@ def test_the_input_of_any_text_fits_the_space_of_its_labels(length, share):
     for _ in range(200):
         sample = infilling(np.arange(length) + 3, generator)
         assert len(sample["input_ids"]) <= len(sample["labels"]) == length + 2
-        assert len(text_of(sample["input_ids"])) == length - min(max(round(length * share), 1), length - 1)
+        assert len(text_of(sample["input_ids"])) == length - min(
+            max(round(length * share), 1), length - 1
+        )
         assert MASK in sample["input_ids"]
 
 
@@ -61,7 +68,12 @@ def test_sentences_are_permuted_whole():
     ends = np.zeros(1000, bool)
     ends[[10, 11]] = True
     infilling, generator = replace(INFILLING, ends=ends), np.random.default_rng(2)
-    sentences = [[3, 4, 10], [5, 10, 11], [6, 7, 8, 11], [9]]  # two ends in a row belong to one sentence
+    sentences = [
+        [3, 4, 10],
+        [5, 10, 11],
+        [6, 7, 8, 11],
+        [9],
+    ]  # two ends in a row belong to one sentence
     tokens = np.concatenate(sentences)
     seen = set()
     for _ in range(400):
@@ -95,11 +107,19 @@ def tokenizer(texts, tmp_path_factory):
 def test_batches(name, tokenizer, texts, write_dataset):
     documents = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts[:40]]
     objective = find_objective(name)()
-    loader = build_loader(PretrainingData(objective, 64, micro_batch_size=8), write_dataset(documents), tokenizer)
+    loader = build_loader(
+        PretrainingData(objective, 64, micro_batch_size=8), write_dataset(documents), tokenizer
+    )
     batch = next(iter(loader))
-    first, last, mask = tokenizer.special["bos_token"], tokenizer.eos_token_id, tokenizer.special["mask_token"]
+    first, last, mask = (
+        tokenizer.special["bos_token"],
+        tokenizer.eos_token_id,
+        tokenizer.special["mask_token"],
+    )
     assert batch["input_ids"].shape == batch["labels"].shape == (8, 64)
-    for ids, attended, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
+    for ids, attended, labels in zip(
+        batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True
+    ):
         assert attended.tolist() == sorted(attended.tolist(), reverse=True)
         tokens = ids[: int(attended.sum())].tolist()
         assert mask in tokens
@@ -110,5 +130,7 @@ def test_batches(name, tokenizer, texts, write_dataset):
             ends = [], [last, tokenizer.token_to_id("en_XX")]
         for row in (tokens, labels.tolist()):
             assert (row[: len(ends[0])], row[-len(ends[1]) :]) == ends
-    ends_sentence = objective.build(loader.dataset.packed.indexed, tokenizer, PretrainingData(objective, 64)).objective
+    ends_sentence = objective.build(
+        loader.dataset.packed.indexed, tokenizer, PretrainingData(objective, 64)
+    ).objective
     assert ends_sentence.ends.nonzero()[0].tolist() == sorted({last, *tokenizer.encode(".!?\n")})

@@ -9,11 +9,26 @@ import numpy as np
 import pytest
 
 from shardzoo.data import BlankInfilling, GLMDataset, GLMMixture, GLMTokens
-from shardzoo.data.objectives.blank_infilling import documents_of, place_spans, sentences_of, span_lengths
+from shardzoo.data.objectives.blank_infilling import (
+    documents_of,
+    place_spans,
+    sentences_of,
+    span_lengths,
+)
 
 SAMPLES = int(os.environ.get("SHARDZOO_TEST_SAMPLES", "20000"))  # run with 100000 before a release
 IDS = GLMTokens(
-    eos=100, cls=101, sep=102, mask=103, unk=104, sop=105, eop=106, gmask=107, smask=108, dblock=109, vocab_size=110
+    eos=100,
+    cls=101,
+    sep=102,
+    mask=103,
+    unk=104,
+    sop=105,
+    eop=106,
+    gmask=107,
+    smask=108,
+    dblock=109,
+    vocab_size=110,
 )
 ENDS = np.arange(200) % 10 == 9
 ENDS[100:] = False
@@ -98,7 +113,9 @@ def check(sample: dict[str, np.ndarray], text: np.ndarray) -> float:
     return float((labels[length:] != -100).sum() - len(starts)) / len(text)
 
 
-@pytest.mark.parametrize(("mode", "part"), [("token", 0.4), ("sentence", 0.2), ("document", 0.2), ("single_span", 0.2)])
+@pytest.mark.parametrize(
+    ("mode", "part"), [("token", 0.4), ("sentence", 0.2), ("document", 0.2), ("single_span", 0.2)]
+)
 def test_every_sample_is_its_document(mode, part):
     generator = np.random.default_rng(7)
     infill = BlankInfilling(IDS, block_mask_probability=0.1, sentence_ends=ENDS)
@@ -109,12 +126,18 @@ def test_every_sample_is_its_document(mode, part):
         text = np.concatenate(documents)
         if generator.random() < 0.3 and len(text) > 10:
             text = text[:-2]  # a window that was cut off
-        sample = infill.single_span(text, generator) if mode == "single_span" else infill(text, mode, generator)
+        sample = (
+            infill.single_span(text, generator)
+            if mode == "single_span"
+            else infill(text, mode, generator)
+        )
         shares.append(check(sample, text))
     if mode == "document":
         assert 0.5 < np.mean(shares) < 0.9
     elif mode == "token":
-        assert np.mean(shares) == pytest.approx(0.2, abs=0.02)  # at least 15 % of these short texts, by whole spans
+        assert np.mean(shares) == pytest.approx(
+            0.2, abs=0.02
+        )  # at least 15 % of these short texts, by whole spans
 
 
 def test_span_lengths_follow_the_truncated_poisson():
@@ -128,7 +151,11 @@ def test_span_lengths_follow_the_truncated_poisson():
 def test_spans_leave_a_gap_and_stay_in_documents():
     generator = np.random.default_rng(0)
     text = np.array([101, *range(1, 21), 100, 101, *range(40, 90), 100])
-    assert documents_of(text, IDS) == [(74, 0), (1, 20), (23, 50)]  # nothing stands behind the last end
+    assert documents_of(text, IDS) == [
+        (74, 0),
+        (1, 20),
+        (23, 50),
+    ]  # nothing stands behind the last end
     assert documents_of(np.arange(1, 11), IDS) == [(0, 9)]  # the last token is never blanked
     reached = set()
     for _ in range(2000):
@@ -199,8 +226,13 @@ def test_corpus_samples_rebuild_texts_of_the_corpus(dataset):
 
 def test_modes_come_in_their_shares_and_in_blocks(dataset):
     modes = [dataset._mode(block) for block in range(20_000)]
-    shares = {mode: np.mean([m == mode for m, _ in modes]) for mode in ("single_span", "token", "sentence", "document")}
-    assert shares == pytest.approx({"single_span": 0.1, "token": 0.36, "sentence": 0.27, "document": 0.27}, abs=0.015)
+    shares = {
+        mode: np.mean([m == mode for m, _ in modes])
+        for mode in ("single_span", "token", "sentence", "document")
+    }
+    assert shares == pytest.approx(
+        {"single_span": 0.1, "token": 0.36, "sentence": 0.27, "document": 0.27}, abs=0.015
+    )
     assert np.mean([short for _, short in modes]) == pytest.approx(0.3, abs=0.015)
     kinds = [int((dataset[n]["input_ids"] == IDS.gmask).any()) for n in range(80)]
     assert all(len(set(kinds[start : start + 4])) == 1 for start in range(0, 80, 4))

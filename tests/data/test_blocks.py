@@ -39,7 +39,10 @@ def documents(count=40, seed=0):
     """Documents of different lengths, no token of which is in another."""
     lengths = np.random.default_rng(seed).integers(1, 30, count)
     ends = np.cumsum(lengths) + 1
-    return [" ".join(map(str, range(end - n, end))) for n, end in zip(lengths.tolist(), ends.tolist(), strict=True)]
+    return [
+        " ".join(map(str, range(end - n, end)))
+        for n, end in zip(lengths.tolist(), ends.tolist(), strict=True)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +50,14 @@ def few_at_a_time(monkeypatch):
     monkeypatch.setattr("shardzoo.data.loading.blocks.BATCH_CHARACTERS", 200)
 
 
-def stream(texts=None, rank=0, world=1, batch=1, length=7, objective=None, **options) -> BlockStream:
+def stream(
+    texts=None, rank=0, world=1, batch=1, length=7, objective=None, **options
+) -> BlockStream:
     config = PretrainingData(objective or Plain(), length, micro_batch_size=batch, padded=False)
     records = IterableRecords.of(documents() if texts is None else texts)
-    return BlockStream(records, Numbers(), config, rank=rank, world_size=world, **{"block_tokens": 90, **options})
+    return BlockStream(
+        records, Numbers(), config, rank=rank, world_size=world, **{"block_tokens": 90, **options}
+    )
 
 
 def rows(batch) -> list[tuple[int, ...]]:
@@ -81,7 +88,9 @@ def test_each_token_is_trained_on_once_in_each_pass(block, length, epochs, seed)
     total = sum(len(text.split()) for text in texts)
     steps = global_steps([stream(texts, length=length, block_tokens=block, epochs=epochs)])
     counts = Counter(token for step in steps for row in step for token in row)
-    assert sum(counts.values()) == total * epochs // length * length  # less than a sample is left at the end
+    assert (
+        sum(counts.values()) == total * epochs // length * length
+    )  # less than a sample is left at the end
     assert set(counts) <= set(range(1, total + 1))
     assert max(counts.values()) <= epochs
     assert sum(epochs - counts[token] for token in range(1, total + 1)) == total * epochs % length
@@ -103,7 +112,13 @@ def test_gpt_predicts_each_token_once():
 def test_ranks_and_workers_change_nothing(world, workers):
     one = global_steps([stream(batch=6, epochs=2)])
     assert (
-        global_steps([stream(None, r, world, 6 // world, epochs=2, num_workers=workers) for r in range(world)]) == one
+        global_steps(
+            [
+                stream(None, r, world, 6 // world, epochs=2, num_workers=workers)
+                for r in range(world)
+            ]
+        )
+        == one
     )
     assert len(one) > 20
 
@@ -131,16 +146,24 @@ def mixture(rank=0, world=1, batch=1, shares=(0.7, 0.2, 0.1), **options) -> Bloc
     config = PretrainingData(Plain(), 4, micro_batch_size=batch, padded=False)
     streams = []
     for number, size in enumerate((30, 11, 5)):
-        texts = [" ".join(str(1000 * number + int(word)) for word in text.split()) for text in documents(size, number)]
+        texts = [
+            " ".join(str(1000 * number + int(word)) for word in text.split())
+            for text in documents(size, number)
+        ]
         streams.append(IterableRecords.of(texts))
     options = {"block_tokens": 120, **options}
-    return BlockStream(streams, Numbers(), config, shares=shares, rank=rank, world_size=world, **options)
+    return BlockStream(
+        streams, Numbers(), config, shares=shares, rank=rank, world_size=world, **options
+    )
 
 
 def test_streams_are_mixed_in_exact_shares():
     found = [row for step in global_steps([mixture()], 1000) for row in step]
     origins = [row[0] // 1000 for row in found]
-    assert all({token // 1000 for token in row} == {origin} for row, origin in zip(found, origins, strict=True))
+    assert all(
+        {token // 1000 for token in row} == {origin}
+        for row, origin in zip(found, origins, strict=True)
+    )
     for size in (10, 100, 1000):
         for start in range(0, 1000 - size + 1, 7):
             for number, share in enumerate((0.7, 0.2, 0.1)):
@@ -168,7 +191,9 @@ def test_mixtures_that_are_not_possible_are_refused():
         mixture(epochs=2)
     with pytest.raises(ValueError, match="3 datasets and 2 shares"):
         mixture(shares=(1, 2))
-    with pytest.raises(ValueError, match=r"1 stream\(s\) in blocks of 120 tokens and cannot resume with 3"):
+    with pytest.raises(
+        ValueError, match=r"1 stream\(s\) in blocks of 120 tokens and cannot resume with 3"
+    ):
         mixture().load_state_dict(stream(block_tokens=120).state_dict())
 
 
@@ -176,7 +201,11 @@ def test_an_endless_stream_begins_again_in_another_order():
     total = sum(len(text.split()) for text in documents())
     steps = global_steps([stream(batch=1, length=7)], 3 * total // 7)
     tokens = [token for step in steps for row in step for token in row]
-    passes = [tokens[: total - 14], tokens[total : 2 * total - 14], tokens[2 * total : 3 * total - 14]]
+    passes = [
+        tokens[: total - 14],
+        tokens[total : 2 * total - 14],
+        tokens[2 * total : 3 * total - 14],
+    ]
     assert len({tuple(each) for each in passes}) == 3
     counts = Counter(tokens)
     assert set(counts.values()) <= {2, 3}
@@ -206,7 +235,9 @@ def test_a_corpus_in_memory_equals_one_in_files(write_dataset):
         assert isinstance(memory, IndexedDataset)
         assert (len(memory), memory.num_documents, memory.num_tokens) == (3, 3, 8)
         for number in range(3):
-            assert memory[number].tolist() == memory.document(number).tolist() == disk[number].tolist()
+            assert (
+                memory[number].tolist() == memory.document(number).tolist() == disk[number].tolist()
+            )
             assert memory.token_range(number) == disk.token_range(number)
         assert memory.document_lengths().tolist() == disk.document_lengths().tolist() == [3, 1, 4]
         assert memory.sizes.tolist() == disk.sizes.tolist()
@@ -243,7 +274,9 @@ def test_every_objective_streams(objective, tokenizers, texts):
         from shardzoo.data import GLMObjective
 
         tokenizer = load_tokenizer(tokenizers["bpe"])
-        chosen = GLMObjective(vocabulary="chinese") if hasattr(GLMObjective, "vocabulary") else objective
+        chosen = (
+            GLMObjective(vocabulary="chinese") if hasattr(GLMObjective, "vocabulary") else objective
+        )
     else:
         tokenizer, chosen = load_tokenizer(tokenizers[OBJECTIVES[objective]]), objective
     config = PretrainingData(chosen, 64, micro_batch_size=4)
@@ -251,7 +284,13 @@ def test_every_objective_streams(objective, tokenizers, texts):
     def make(rank=0, world=1):
         own = replace(config, micro_batch_size=4 // world)
         return BlockStream(
-            IterableRecords.of(texts), tokenizer, own, rank=rank, world_size=world, block_tokens=2000, epochs=2
+            IterableRecords.of(texts),
+            tokenizer,
+            own,
+            rank=rank,
+            world_size=world,
+            block_tokens=2000,
+            epochs=2,
         )
 
     whole = [json.dumps({k: v.tolist() for k, v in batch.items()}) for batch in make()]
@@ -271,10 +310,18 @@ def test_pairs_come_from_every_document(tokenizers, texts):
     tokenizer = load_tokenizer(tokenizers["wordpiece"])
     config = PretrainingData(NextSentenceObjective(), 256, micro_batch_size=1)
     found = set()
-    for batch in BlockStream(IterableRecords.of(texts), tokenizer, config, block_tokens=3000, epochs=1):
+    for batch in BlockStream(
+        IterableRecords.of(texts), tokenizer, config, block_tokens=3000, epochs=1
+    ):
         ids, labels = batch["input_ids"][0], batch["labels"][0]
-        text = tokenizer.decode(np.where(labels != -100, labels, ids).tolist(), skip_special_tokens=True)
-        found |= {number for number in range(len(texts)) if f"document {number}." in text.replace(" .", ".")}
+        text = tokenizer.decode(
+            np.where(labels != -100, labels, ids).tolist(), skip_special_tokens=True
+        )
+        found |= {
+            number
+            for number in range(len(texts))
+            if f"document {number}." in text.replace(" .", ".")
+        }
     assert len(found) > 0.97 * len(texts)  # a segment that is too long may lose its first sentence
 
 
@@ -297,7 +344,10 @@ def test_the_sides_are_those_of_a_prepared_corpus(jsonl, texts, tmp_path):
 
     corpus = prepare_corpus(jsonl, tmp_path, vocab_size=300, held_out_fraction=0.2, seed=7)
     tokenizer, valid = load_tokenizer(corpus.tokenizer_dir), IndexedDataset(corpus.valid_prefix)
-    prepared = {tokenizer.decode(valid.document(number)[:-1].tolist()) for number in range(valid.num_documents)}
+    prepared = {
+        tokenizer.decode(valid.document(number)[:-1].tolist())
+        for number in range(valid.num_documents)
+    }
     streamed = set(TextStream(jsonl, held_out_fraction=0.2, seed=7).beginning(10**9, held_out=True))
     # Both have the documents with the smallest hashes: a prepared corpus a fixed number, a stream those below a limit.
     assert streamed <= prepared or prepared <= streamed
@@ -356,13 +406,19 @@ def test_streams_without_a_sample_are_refused(texts, options, message):
 
 
 def test_documents_of_white_space_are_left_out():
-    documents = TextStream([{"text": " "}, {"text": ""}, {"text": "1"}, {"text": "\n"}], held_out_fraction=0)
+    documents = TextStream(
+        [{"text": " "}, {"text": ""}, {"text": "1"}, {"text": "\n"}], held_out_fraction=0
+    )
     assert list(documents.read(0, None)) == [("1", 3)]
 
 
 def test_a_tiny_source_is_read_until_it_makes_a_sample():
     steps = global_steps([stream(["1 2 3"], length=7)], 6)
-    assert Counter(token for step in steps for row in step for token in row) == {1: 14, 2: 14, 3: 14}
+    assert Counter(token for step in steps for row in step for token in row) == {
+        1: 14,
+        2: 14,
+        3: 14,
+    }
 
 
 def test_documents_without_pairs_wait_for_the_next_epoch(tokenizers, texts):
@@ -382,11 +438,15 @@ def test_documents_without_pairs_wait_for_the_next_epoch(tokenizers, texts):
 def test_bad_records_are_skipped_with_a_warning(tmp_path, texts):
     path = tmp_path / "bad.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\nno json\n" for text in texts[:5]))
-    with pytest.warns(UserWarning, match=r"skipped .*bad.jsonl, record 2: not JSON.*; further bad records are") as seen:
+    with pytest.warns(
+        UserWarning, match=r"skipped .*bad.jsonl, record 2: not JSON.*; further bad records are"
+    ) as seen:
         found = [text for text, _ in TextStream(path, held_out_fraction=0).read(0, None)]
     assert found == texts[:5]
     assert len(seen) == 1
-    source = TextStream([{"text": texts[0]}, {"text": 5}, {"text": None}, {"text": texts[1]}], held_out_fraction=0)
+    source = TextStream(
+        [{"text": texts[0]}, {"text": 5}, {"text": None}, {"text": texts[1]}], held_out_fraction=0
+    )
     with pytest.warns(UserWarning, match="record 2: the value of 'text' is int, not a string"):
         assert [text for text, _ in source.read(0, None)] == texts[:2]
     with pytest.raises(ValueError, match=r"has no column 'body'; its columns are 'text'"):
@@ -400,11 +460,17 @@ def test_sources_that_cannot_be_streamed_are_refused(tmp_path, monkeypatch, text
 
     opened = []
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(ValueError, match="no-such/corpus is no file or folder, and cannot be streamed from the Hugg"):
+    with pytest.raises(
+        ValueError,
+        match="no-such/corpus is no file or folder, and cannot be streamed from the Hugg",
+    ):
         TextStream("no-such/corpus")
     with pytest.raises(ValueError, match="no network"):
         TextStream("owner/name/part")
-    assert opened == [(("no-such/corpus", None), "train", True), (("owner/name", "part"), "train", True)]
+    assert opened == [
+        (("no-such/corpus", None), "train", True),
+        (("owner/name", "part"), "train", True),
+    ]
     for name in ("corpus.jsonl", "/no/such/file", str(tmp_path / "corpus.txt"), "a/b/c/d", "../a"):
         with pytest.raises(ValueError, match="does not exist"):
             TextStream(name)
@@ -415,16 +481,22 @@ def test_sources_that_cannot_be_streamed_are_refused(tmp_path, monkeypatch, text
         TextStream(tmp_path / "pair")
     with pytest.raises(ValueError, match="does not exist"):
         TextStream([tmp_path / "a.txt", tmp_path / "b.txt"])
-    with pytest.raises(ValueError, match=r"held_out_fraction is 1; it must be at least 0 and less than 1"):
+    with pytest.raises(
+        ValueError, match=r"held_out_fraction is 1; it must be at least 0 and less than 1"
+    ):
         TextStream(None, held_out_fraction=1)
-    with pytest.raises(ValueError, match="no document of the list is held out with held_out_fraction=0"):
+    with pytest.raises(
+        ValueError, match="no document of the list is held out with held_out_fraction=0"
+    ):
         TextStream([{"text": "a"}], held_out_fraction=0).beginning(1, held_out=True)
 
 
 def test_a_stream_that_cannot_be_read_twice_or_is_no_text_is_refused(texts):
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": texts[:3]})})
     for source in (iter(texts), (text for text in texts), splits, 5):
-        with pytest.raises(ValueError, match=f"a stream cannot read the type {type(source).__name__}: give paths"):
+        with pytest.raises(
+            ValueError, match=f"a stream cannot read the type {type(source).__name__}: give paths"
+        ):
             TextStream(source)
 
 
@@ -442,7 +514,9 @@ def test_a_run_does_not_resume_on_changed_files(tmp_path):
     moved = (tmp_path / "texts").rename(tmp_path / "moved")
     of_folder(moved).load_state_dict(before.state_dict())  # the folder's name does not matter
     for options in ({"seed": 2}, {"held_out_fraction": 0.5}, {"text_key": "body"}):
-        with pytest.raises(ValueError, match=r"the stream of .*moved is not the one that the run read"):
+        with pytest.raises(
+            ValueError, match=r"the stream of .*moved is not the one that the run read"
+        ):
             of_folder(moved, **options).load_state_dict(before.state_dict())
     (moved / "b.jsonl").write_text(lines[0])
     with pytest.raises(ValueError, match="its files"):
@@ -452,7 +526,8 @@ def test_a_run_does_not_resume_on_changed_files(tmp_path):
 def test_states_of_other_streams_are_refused():
     made = stream()
     with pytest.raises(
-        ValueError, match=r"1 stream\(s\) in blocks of 90 tokens and cannot resume with 1 in blocks of 300"
+        ValueError,
+        match=r"1 stream\(s\) in blocks of 90 tokens and cannot resume with 1 in blocks of 300",
     ):
         stream(block_tokens=300).load_state_dict(made.state_dict())
     other = ResumableStream(IterableRecords.of([1]), lambda record, generator: record, Share(1))
@@ -525,4 +600,6 @@ def peak_of(count: int) -> int:
 def test_memory_does_not_grow_with_the_source(monkeypatch):
     monkeypatch.setattr("shardzoo.data.loading.blocks.BATCH_CHARACTERS", 8_000)
     peak_of(400)  # imports
-    assert peak_of(3_200) < 1.5 * peak_of(800)  # that all blocks stay would make it four times as much
+    assert peak_of(3_200) < 1.5 * peak_of(
+        800
+    )  # that all blocks stay would make it four times as much

@@ -13,9 +13,30 @@ from shardzoo.data import IndexedDataset, load_tokenizer
 
 
 def test_a_corpus_from_text_to_splits(jsonl, texts, tmp_path, capsys):
-    assert main(["train-tokenizer", "--input", str(jsonl), "--output", f"{tmp_path}/tok", "--vocab-size", "400"]) == 0
+    assert (
+        main(
+            [
+                "train-tokenizer",
+                "--input",
+                str(jsonl),
+                "--output",
+                f"{tmp_path}/tok",
+                "--vocab-size",
+                "400",
+            ]
+        )
+        == 0
+    )
     assert "200 documents" in capsys.readouterr().out
-    arguments = ["prepare", "--input", str(jsonl), "--tokenizer", f"{tmp_path}/tok", "--output", f"{tmp_path}/all"]
+    arguments = [
+        "prepare",
+        "--input",
+        str(jsonl),
+        "--tokenizer",
+        f"{tmp_path}/tok",
+        "--output",
+        f"{tmp_path}/all",
+    ]
     assert main([*arguments, "--workers", "2"]) == 0
     out = capsys.readouterr().out
     assert "200 documents" in out
@@ -28,7 +49,9 @@ def test_a_corpus_from_text_to_splits(jsonl, texts, tmp_path, capsys):
     assert main(["split", f"{tmp_path}/all", "--output", f"{tmp_path}/part", *shares]) == 0
     parts = [IndexedDataset(tmp_path / f"part_{name}") for name in ("train", "valid", "test")]
     assert [part.num_documents for part in parts] == [160, 20, 20]
-    assert main(["merge", *(str(part.prefix) for part in parts), "--output", f"{tmp_path}/again"]) == 0
+    assert (
+        main(["merge", *(str(part.prefix) for part in parts), "--output", f"{tmp_path}/again"]) == 0
+    )
     merged, tokenizer = IndexedDataset(tmp_path / "again"), load_tokenizer(tmp_path / "tok")
     found = [tokenizer.decode(merged.document(i)[:-1].tolist()) for i in range(200)]
     assert sorted(found) == sorted(texts)
@@ -43,7 +66,15 @@ def test_both_spellings_and_sentencepiece(jsonl, tmp_path, capsys):
 def test_bad_records_are_shown_or_fatal(tmp_path, tokenizer_dir, capsys):
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"text": "good"}) + "\n{\n")
-    command = ["prepare", "--input", str(path), "--tokenizer", str(tokenizer_dir), "--output", f"{tmp_path}/a"]
+    command = [
+        "prepare",
+        "--input",
+        str(path),
+        "--tokenizer",
+        str(tokenizer_dir),
+        "--output",
+        f"{tmp_path}/a",
+    ]
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "bad records skipped: 1" in out

@@ -46,7 +46,14 @@ class Numbers(Tokenizer):
     def __init__(self, size: int) -> None:
         self.names = ["[PAD]", "</s>", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
         self.names += [f"{n}" if n % 10 else "." for n in range(6, size)]
-        self.special = {"pad_token": 0, "bos_token": 1, "eos_token": 1, "cls_token": 2, "sep_token": 3, "mask_token": 4}
+        self.special = {
+            "pad_token": 0,
+            "bos_token": 1,
+            "eos_token": 1,
+            "cls_token": 2,
+            "sep_token": 3,
+            "mask_token": 4,
+        }
         self.special |= {"unk_token": 5}
         self.vocab_size = size
 
@@ -79,12 +86,16 @@ def is_share(count: int, total: int, share: float) -> None:
 
 def counting(total: int, documents: int) -> list[list[int]]:
     """Documents of random lengths with the numbers from FIRST on."""
-    cuts = np.sort(np.random.default_rng(total).choice(np.arange(1, total), documents - 1, replace=False))
+    cuts = np.sort(
+        np.random.default_rng(total).choice(np.arange(1, total), documents - 1, replace=False)
+    )
     return [part.tolist() for part in np.split(np.arange(FIRST, FIRST + total), cuts)]
 
 
 def are_the_corpus_once(texts: list[list[int]], documents: list[list[int]]) -> None:
-    assert sorted(token for text in texts for token in text) == sorted(token for part in documents for token in part)
+    assert sorted(token for text in texts for token in text) == sorted(
+        token for part in documents for token in part
+    )
     ends, beginnings = {part[-1] for part in documents}, {part[0] for part in documents}
     for text in texts:
         assert all(b == a + 1 or (a in ends and b in beginnings) for a, b in pairwise(text))
@@ -102,7 +113,9 @@ def published_lengths(tokens: int, density: float, mean: float) -> tuple[int, in
     return tokens - noise + spans + 1, noise + spans + 1
 
 
-def filled(inputs: Sequence[int], labels: Sequence[int], sentinels: list[int]) -> tuple[list[int], list[int]]:
+def filled(
+    inputs: Sequence[int], labels: Sequence[int], sentinels: list[int]
+) -> tuple[list[int], list[int]]:
     """The text, with the target's spans in the place of the input's sentinels, and the spans' lengths."""
     assert inputs[-1] == labels[-1] == EOS
     known = set(sentinels)
@@ -114,7 +127,9 @@ def filled(inputs: Sequence[int], labels: Sequence[int], sentinels: list[int]) -
             spans[token] = current = []
         else:
             current.append(token)
-    text = [token for found in inputs[:-1] for token in (spans[found] if found in known else [found])]
+    text = [
+        token for found in inputs[:-1] for token in (spans[found] if found in known else [found])
+    ]
     return text, [len(spans[sentinel]) for sentinel in used]
 
 
@@ -123,7 +138,8 @@ def sentinels_of(tokenizer: Numbers) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("density", "mean", "length"), [(0.15, 3.0, 512), (0.15, 3.0, 61), (0.3, 5.0, 100), (0.5, 2.0, 40), (0.1, 1.0, 33)]
+    ("density", "mean", "length"),
+    [(0.15, 3.0, 512), (0.15, 3.0, 61), (0.3, 5.0, 100), (0.5, 2.0, 40), (0.1, 1.0, 33)],
 )
 def test_span_corruption(density, mean, length, write_dataset):
     raw = 2
@@ -137,7 +153,9 @@ def test_span_corruption(density, mean, length, write_dataset):
     texts, beginnings = [], set()
     for number in range(40):
         sample = {name: value.tolist() for name, value in dataset[number].items()}
-        assert (len(sample["input_ids"]), len(sample["labels"])) == published_lengths(raw, density, mean)
+        assert (len(sample["input_ids"]), len(sample["labels"])) == published_lengths(
+            raw, density, mean
+        )
         text, spans = filled(sample["input_ids"], sample["labels"], sentinels_of(tokenizer))
         assert (sum(spans), len(spans)) == published_counts(raw, density, mean)
         assert min(spans) >= 1
@@ -167,7 +185,9 @@ class Masks:
         inputs, labels = sample["input_ids"], sample["labels"]
         asked = labels != -100
         original = np.where(asked, labels, inputs)
-        assert asked.sum() == round(probability * (original > UNK).sum())  # of the tokens that are not special
+        assert asked.sum() == round(
+            probability * (original > UNK).sum()
+        )  # of the tokens that are not special
         assert (labels[asked] > UNK).all()
         for shown, token in zip(inputs[asked].tolist(), labels[asked].tolist(), strict=True):
             self.fates["mask" if shown == MASK else "same" if shown == token else "random"] += 1
@@ -204,9 +224,13 @@ def test_roberta_masks_differ_in_every_epoch(probability, write_dataset):
 def test_sentence_pairs(kind, write_dataset):
     size, sentences = 7, 6
     starts = range(FIRST, FIRST + 40 * size * sentences, size * sentences)
-    documents = [[list(range(s, s + size)) for s in range(d, d + size * sentences, size)] for d in starts]
+    documents = [
+        [list(range(s, s + size)) for s in range(d, d + size * sentences, size)] for d in starts
+    ]
     masks = Masks(FIRST + 40 * size * sentences)
-    config = PretrainingData(kind(mask_probability=0.2, short_probability=0.0), size * sentences + 3)
+    config = PretrainingData(
+        kind(mask_probability=0.2, short_probability=0.0), size * sentences + 3
+    )
     dataset = build_dataset(config, write_dataset(documents), Numbers(masks.vocabulary))
     assert (dataset.samples_per_epoch, dataset.tokens_per_epoch) == (40, 40 * size * sentences)
     changed, borders, others = 0, Counter(), set()
@@ -240,19 +264,25 @@ def test_sentence_pairs(kind, write_dataset):
 
 @pytest.mark.parametrize("short", [0.0, 0.25])
 def test_a_share_of_the_pairs_is_short(short, write_dataset):
-    documents = [[[token] for token in part] for part in counting(40_000, 4)]  # sentences of a token fill any length
+    documents = [
+        [[token] for token in part] for part in counting(40_000, 4)
+    ]  # sentences of a token fill any length
     config = PretrainingData(SentenceOrderObjective(short_probability=short), 43)
     dataset = build_dataset(config, write_dataset(documents), Numbers(40_010))
     total = int(dataset.samples_per_epoch)
     lengths = [len(dataset[number]["input_ids"]) for number in range(total)]
     assert max(lengths) == 43
-    if short:  # lengths of 2 to 40 are equally likely, so one in 39 of the short ones is not shorter
+    if (
+        short
+    ):  # lengths of 2 to 40 are equally likely, so one in 39 of the short ones is not shorter
         is_share(sum(length < 43 for length in lengths), total, short * 38 / 39)
     else:
         assert sum(length < 43 for length in lengths) <= 4  # the ends of documents
 
 
-def glm_positions(inputs: list[int], labels: list[int], border: int, ids: GLMTokens) -> list[list[int]]:
+def glm_positions(
+    inputs: list[int], labels: list[int], border: int, ids: GLMTokens
+) -> list[list[int]]:
     """Du et al. 2022, section 2.2: the first counts the text with its blanks, and stands at a blank in its content.
 
     The second is 0 in the text, and counts a blank's content from 1, the start token included.
@@ -281,12 +311,18 @@ def test_glm_blanks(write_dataset):
     modes, in_order = Counter(), Counter()
     for number in range(3000):
         sample = dataset[number]
-        inputs, labels, border = sample["input_ids"].tolist(), sample["labels"].tolist(), int(sample["attention_mask"])
+        inputs, labels, border = (
+            sample["input_ids"].tolist(),
+            sample["labels"].tolist(),
+            int(sample["attention_mask"]),
+        )
         assert sample["position_ids"].tolist() == glm_positions(inputs, labels, border, ids)
         assert labels[:border] == [-100] * border
         starts = [place for place in range(border, len(inputs)) if inputs[place] == ids.sop]
         spans = [labels[start:stop] for start, stop in pairwise([*starts, len(inputs)])]
-        assert [token for span in spans for token in (ids.sop, *span[:-1])] == inputs[border:]  # each predicts the next
+        assert [token for span in spans for token in (ids.sop, *span[:-1])] == inputs[
+            border:
+        ]  # each predicts the next
         (mask,) = {token for token in inputs[:border] if token in (ids.mask, ids.smask, ids.gmask)}
         modes[mask] += 1
         if len(spans) == 2:
@@ -295,9 +331,14 @@ def test_glm_blanks(write_dataset):
         contents = [span if at_the_end else span[:-1] for span in spans]
         assert at_the_end or {span[-1] for span in spans} == {ids.eop}
         blanks = iter(sorted(contents))
-        text = [t for token in inputs[:border] for t in (next(blanks) if token == mask else [token])]
+        text = [
+            t for token in inputs[:border] for t in (next(blanks) if token == mask else [token])
+        ]
         assert text[0] == CLS
-        assert text[1:] in (list(range(text[1], text[1] + len(text) - 1)), [*range(text[1], text[-2] + 1), PAD])
+        assert text[1:] in (
+            list(range(text[1], text[1] + len(text) - 1)),
+            [*range(text[1], text[-2] + 1), PAD],
+        )
         hidden = sum(map(len, contents))
         if mask == ids.gmask:
             assert len(spans) == 1
@@ -318,7 +359,9 @@ def test_glm_positions_are_those_of_the_golden_file():
     ids = GLMTokens(200, 201, 202, 203, 204, 205, 206, 207, 208, 209, 210)
     rows = [(19, [(3, 8), (11, 15)]), (18, [(2, 5), (7, 14), (16, 18)])]
     samples = [
-        BlankInfilling(ids).build(np.arange(FIRST, FIRST + length), spans, np.arange(len(spans)), ids.mask)
+        BlankInfilling(ids).build(
+            np.arange(FIRST, FIRST + length), spans, np.arange(len(spans)), ids.mask
+        )
         for length, spans in rows
     ]
     batch = PadBatch(0, {"input_ids": 32, "position_ids": 32, "labels": 32})(samples)
@@ -326,7 +369,11 @@ def test_glm_positions_are_those_of_the_golden_file():
     assert batch["attention_mask"].tolist() == golden["sep"].tolist()
     assert (batch["labels"] != -100).tolist() == (golden["loss_mask"] == 1).tolist()
     for sample in samples:
-        inputs, labels, border = sample["input_ids"].tolist(), sample["labels"].tolist(), int(sample["attention_mask"])
+        inputs, labels, border = (
+            sample["input_ids"].tolist(),
+            sample["labels"].tolist(),
+            int(sample["attention_mask"]),
+        )
         assert glm_positions(inputs, labels, border, ids) == sample["position_ids"].tolist()
 
 
@@ -368,14 +415,20 @@ def longest_text(length: int, target: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("length", "target", "shares"), [(128, None, ()), (300, 90, (0.5, 0.2)), (64, 64, (0.0, 1.0)), (64, 40, (0.6, 0.0))]
+    ("length", "target", "shares"),
+    [(128, None, ()), (300, 90, (0.5, 0.2)), (64, 64, (0.0, 1.0)), (64, 40, (0.6, 0.0))],
 )
 def test_ul2(length, target, shares, write_dataset):
     raw = longest_text(length, target or length)
     documents, tokenizer = counting(200 * raw, 5), Numbers(FIRST + 200 * raw)
-    dataset = build_dataset(PretrainingData(UL2Objective(*shares), length, target), write_dataset(documents), tokenizer)
+    dataset = build_dataset(
+        PretrainingData(UL2Objective(*shares), length, target), write_dataset(documents), tokenizer
+    )
     sentinels = sentinels_of(tokenizer)
-    kinds = {(mode, *published_counts(raw, *spans)): place for place, (mode, *spans) in enumerate(DENOISERS)}
+    kinds = {
+        (mode, *published_counts(raw, *spans)): place
+        for place, (mode, *spans) in enumerate(DENOISERS)
+    }
     found, texts, rests = Counter(), [], []
     for number in range(2000):
         sample = dataset[number]
@@ -399,7 +452,9 @@ def test_ul2(length, target, shares, write_dataset):
     is_share(found["sequential"], 2000, max(0, 1 - regular - extreme))
     if rests:  # uniform up to half of the text, so a quarter on average
         assert (min(rests), max(rests)) == (1, raw // 2)
-        assert np.mean(rests) == pytest.approx((1 + raw // 2) / 2, abs=4.5 * raw / 2 / sqrt(12 * len(rests)))
+        assert np.mean(rests) == pytest.approx(
+            (1 + raw // 2) / 2, abs=4.5 * raw / 2 / sqrt(12 * len(rests))
+        )
 
 
 def test_ul2_batches_have_one_shape_and_its_tokens_are_added_once(write_dataset):
@@ -407,7 +462,12 @@ def test_ul2_batches_have_one_shape_and_its_tokens_are_added_once(write_dataset)
     for _ in range(2):
         batch = next(iter(build_loader(PretrainingData("ul2", 64, 50), indexed, tokenizer)))
         assert (batch["input_ids"].shape, batch["labels"].shape) == ((16, 64), (16, 50))
-        assert tokenizer.names[3010:] == [*(f"<extra_id_{n}>" for n in range(99, -1, -1)), "[NLU]", "[NLG]", "[S2S]"]
+        assert tokenizer.names[3010:] == [
+            *(f"<extra_id_{n}>" for n in range(99, -1, -1)),
+            "[NLU]",
+            "[NLG]",
+            "[S2S]",
+        ]
     assert UL2Objective().lengths(64) == (64, 64)
     for shares in ((-0.1, 0.5), (0.5, 0.6)):
         with pytest.raises(ValueError, match=rf"regular is {shares[0]} and extreme {shares[1]}"):
@@ -440,7 +500,9 @@ def test_a_tokenizer_that_lacks_a_token_is_refused(objective, lacks, says):
     with pytest.raises(ValueError, match=says):
         find_objective(objective)().add_special_tokens(tokenizer)
     assert tokenizer.vocab_size == 60
-    find_objective(objective)(**({"vocabulary": "bert"} if objective == "glm" else {})).add_special_tokens(Numbers(60))
+    find_objective(objective)(
+        **({"vocabulary": "bert"} if objective == "glm" else {})
+    ).add_special_tokens(Numbers(60))
     find_objective("gpt")().add_special_tokens(tokenizer)
 
 
@@ -449,7 +511,9 @@ def test_glm_names_what_a_tokenizer_without_its_tokens_can_be(tokenizer_dir):
         GLMObjective(vocabulary="bert").add_special_tokens(load_tokenizer(tokenizer_dir))
     bare = Numbers(60)
     bare.names[:6] = [f"x{n}" for n in range(6)]
-    with pytest.raises(ValueError, match="use the vocabulary chinese if it is a SentencePiece model"):
+    with pytest.raises(
+        ValueError, match="use the vocabulary chinese if it is a SentencePiece model"
+    ):
         GLMObjective().add_special_tokens(bare)
 
 
@@ -457,13 +521,19 @@ def test_settings_that_cannot_work_are_named(write_dataset):
     indexed = write_dataset(counting(3000, 3))
     for name in ("roberta", "bert-nsp", "t5", "glm"):
         for value in (-0.1, 1.5):
-            with pytest.raises(ValueError, match=f"^mask_probability is {value}; it must be between 0 and 1$"):
+            with pytest.raises(
+                ValueError, match=f"^mask_probability is {value}; it must be between 0 and 1$"
+            ):
                 find_objective(name)(mask_probability=value)
     with pytest.raises(ValueError, match=r"short_probability is 2\.0"):
         NextSentenceObjective(short_probability=2.0)
     with pytest.raises(ValueError, match="unknown GLM vocabulary 'xlnet'; use one of bert, gpt2"):
         GLMObjective(vocabulary="xlnet").add_special_tokens(Numbers(60))
-    for objective in (RobertaObjective(0.0), T5Objective(1.0), GLMObjective(vocabulary="bert", mask_probability=0.0)):
+    for objective in (
+        RobertaObjective(0.0),
+        T5Objective(1.0),
+        GLMObjective(vocabulary="bert", mask_probability=0.0),
+    ):
         with pytest.raises(ValueError, match="it must be more than 0 and less than 1"):
             build_dataset(PretrainingData(objective, 64), indexed, Numbers(3010))
     for lengths in ({"sequence_length": 0}, {"target_length": 0}):
@@ -475,7 +545,10 @@ def test_glm_documents_that_end_with_sep_end_with_its_own_end(write_dataset):
     """BERT's vocabulary has no end-of-text token, so its corpora have [SEP] there; GLM's end is [PAD]."""
     first, second = ([[*range(10, 20), end], [*range(20, 30), end]] for end in (SEP, PAD))
     config = PretrainingData(GLMObjective(vocabulary="bert"), 64)
-    datasets = [build_dataset(config, write_dataset(documents), Numbers(60)) for documents in (first, second)]
+    datasets = [
+        build_dataset(config, write_dataset(documents), Numbers(60))
+        for documents in (first, second)
+    ]
     for number in range(50):
         ours, expected = (dataset[number] for dataset in datasets)
         assert all(np.array_equal(ours[name], expected[name]) for name in expected)
@@ -485,16 +558,24 @@ def test_glm_documents_that_end_with_sep_end_with_its_own_end(write_dataset):
 def test_whole_words_and_ngrams_are_settings(write_dataset):
     """Words are pairs of tokens, of which two are masked at once in a third of the cases (1/2 to 1)."""
     tokenizer = Numbers(FIRST + 4000)
-    tokenizer.names = [f"##{name}" if n % 2 and n >= FIRST else name for n, name in enumerate(tokenizer.names)]
-    indexed = write_dataset([list(range(first, first + 64)) for first in range(FIRST, FIRST + 3968, 64)])
+    tokenizer.names = [
+        f"##{name}" if n % 2 and n >= FIRST else name for n, name in enumerate(tokenizer.names)
+    ]
+    indexed = write_dataset(
+        [list(range(first, first + 64)) for first in range(FIRST, FIRST + 3968, 64)]
+    )
     runs = {}
     for ngram in (1, 2):
         objective = RobertaObjective(mask_probability=0.07, whole_words=True, longest_ngram=ngram)
         dataset = build_dataset(PretrainingData(objective, 66), indexed, tokenizer)
         asked = [np.flatnonzero(dataset[number]["labels"] != -100) for number in range(600)]
-        assert all((places[::2] % 2 == 1).all() and (np.diff(places)[::2] == 1).all() for places in asked)
+        assert all(
+            (places[::2] % 2 == 1).all() and (np.diff(places)[::2] == 1).all() for places in asked
+        )
         assert {len(places) for places in asked} <= {2, 4}
-        runs[ngram] = sum(len(places) == 4 and places[-1] - places[0] == 3 for places in asked) / 600
+        runs[ngram] = (
+            sum(len(places) == 4 and places[-1] - places[0] == 3 for places in asked) / 600
+        )
     assert runs[1] < 0.1 < 0.25 < runs[2]
 
 
@@ -503,22 +584,35 @@ def test_the_shares_of_glm_are_settings(write_dataset):
     indexed, tokenizer = write_dataset(documents), Numbers(FIRST + 40 * 300)
 
     def samples(**settings) -> list[dict[str, np.ndarray]]:
-        dataset = build_dataset(PretrainingData(GLMObjective(vocabulary="bert", **settings), 96), indexed, tokenizer)
+        dataset = build_dataset(
+            PretrainingData(GLMObjective(vocabulary="bert", **settings), 96), indexed, tokenizer
+        )
         return [dataset[number] for number in range(300)]
 
     def kinds(found: list[dict[str, np.ndarray]]) -> set[int]:
-        return {mask for mask in (MASK, gmask, smask) for sample in found if mask in sample["input_ids"]}
+        return {
+            mask for mask in (MASK, gmask, smask) for sample in found if mask in sample["input_ids"]
+        }
 
     sop, _, gmask, smask, dblock = range(FIRST + 12000, FIRST + 12005)
     hidden = samples(token=1.0, sentence=0.0, block_mask_probability=0.3)
     assert kinds(hidden) == {MASK}
-    generated = [token for s in hidden for token in s["input_ids"][int(s["attention_mask"]) :].tolist() if token != sop]
+    generated = [
+        token
+        for s in hidden
+        for token in s["input_ids"][int(s["attention_mask"]) :].tolist()
+        if token != sop
+    ]
     is_share(generated.count(dblock), len(generated), 0.3)
     assert kinds(samples(token=0.0, sentence=1.0)) == {smask}
     assert kinds(samples(token=0.0, sentence=0.0)) == {gmask}
-    assert all((s["input_ids"] == sop).sum() == (s["input_ids"] == MASK).sum() == 1 for s in samples(single_span=1.0))
+    assert all(
+        (s["input_ids"] == sop).sum() == (s["input_ids"] == MASK).sum() == 1
+        for s in samples(single_span=1.0)
+    )
     texts = [
-        sum(1 for token in s["input_ids"] if FIRST <= token < sop) for s in samples(token=1.0, sentence=0.0, short=1.0)
+        sum(1 for token in s["input_ids"] if FIRST <= token < sop)
+        for s in samples(token=1.0, sentence=0.0, short=1.0)
     ]
     assert min(texts) < 40
     assert np.mean(texts) < 75
@@ -530,19 +624,28 @@ def test_the_shares_of_glm_are_settings(write_dataset):
 def test_samples_depend_on_seed_and_number_alone(name, write_dataset):
     kind = find_objective(name)
     documents = [[*range(first, first + 99), PAD] for first in range(FIRST, FIRST + 40 * 100, 100)]
-    indexed = write_dataset([[part[:50], part[50:]] for part in documents] if kind.split_sentences else documents)
+    indexed = write_dataset(
+        [[part[:50], part[50:]] for part in documents] if kind.split_sentences else documents
+    )
     objective = kind(**({"vocabulary": "bert"} if name == "glm" else {}))
 
     def numbers(dataset) -> list[list[int]]:
         return [np.asarray(dataset[number]["input_ids"]).tolist() for number in (7, 0, 100, 33)]
 
     def build(seed: int):
-        return build_dataset(PretrainingData(objective, 96, seed=seed), indexed, Numbers(FIRST + 4000))
+        return build_dataset(
+            PretrainingData(objective, 96, seed=seed), indexed, Numbers(FIRST + 4000)
+        )
 
     dataset = build(3)
     first = numbers(dataset)
     assert len({tuple(sample) for sample in first}) == 4
-    assert first == numbers(dataset) == numbers(build(3)) == numbers(pickle.loads(pickle.dumps(dataset)))
+    assert (
+        first
+        == numbers(dataset)
+        == numbers(build(3))
+        == numbers(pickle.loads(pickle.dumps(dataset)))
+    )
     assert all(a != b for a, b in zip(first, numbers(build(4)), strict=True))
     assert dataset.tokens_per_epoch == indexed.num_tokens
     assert indexed.num_tokens / 120 <= dataset.samples_per_epoch <= indexed.num_tokens / 48

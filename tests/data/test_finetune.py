@@ -32,7 +32,9 @@ def test_every_kind_of_file_gives_the_same_pairs(tmp_path):
 
     lines = [json.dumps({"translation": {"s": s, "t": t}}) for s, t in PAIRS]
     (tmp_path / "t2t.json").write_text("\n".join(lines) + "\n\n")
-    (tmp_path / "flat.jsonl").write_text("\n".join(json.dumps({"s": s, "t": t, "x": 1}) for s, t in PAIRS))
+    (tmp_path / "flat.jsonl").write_text(
+        "\n".join(json.dumps({"s": s, "t": t, "x": 1}) for s, t in PAIRS)
+    )
     (tmp_path / "p.source").write_text("".join(f"{s}\n" for s, _ in PAIRS))
     (tmp_path / "p.target").write_text("".join(f"{t}\n" for _, t in PAIRS))
     columns = {"s": [s for s, _ in PAIRS], "t": [t for _, t in PAIRS]}
@@ -41,13 +43,24 @@ def test_every_kind_of_file_gives_the_same_pairs(tmp_path):
     flat.to_parquet(str(tmp_path / "flat.parquet"))
     nested = datasets.Dataset.from_dict({"translation": [{"s": s, "t": t} for s, t in PAIRS]})
     nested.save_to_disk(str(tmp_path / "nested"))
-    for name in ("t2t.json", "flat.jsonl", "p", "p.source", "p.target", "flat", "flat.parquet", "nested"):
+    for name in (
+        "t2t.json",
+        "flat.jsonl",
+        "p",
+        "p.source",
+        "p.target",
+        "flat",
+        "flat.parquet",
+        "nested",
+    ):
         assert list(load_pairs(tmp_path / name)) == PAIRS, name
 
 
 def test_other_keys_and_a_prefix(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps({"translation": {"en": "a", "ro": "b"}}))
-    assert list(load_pairs(tmp_path / "x.json", source_id="en", target_id="ro", prefix="fix: ")) == [("fix: a", "b")]
+    assert list(
+        load_pairs(tmp_path / "x.json", source_id="en", target_id="ro", prefix="fix: ")
+    ) == [("fix: a", "b")]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +96,10 @@ def test_sides_that_do_not_fit_are_named(tmp_path):
 def test_lengths_are_independent_and_each_side_ends_once(tokenizer_dir):
     tokenizer = load_tokenizer(tokenizer_dir)
     data = Seq2SeqDataset(
-        [("the " * 50, "of " * 50), ("the", "")], tokenizer, max_source_length=10, max_target_length=4
+        [("the " * 50, "of " * 50), ("the", "")],
+        tokenizer,
+        max_source_length=10,
+        max_target_length=4,
     )
     first, second = data[0], data[1]
     assert (len(first["input_ids"]), len(first["labels"])) == (10, 4)
@@ -101,7 +117,9 @@ def test_lengths_are_independent_and_each_side_ends_once(tokenizer_dir):
 
 def test_prompts_are_not_asked_for(tokenizer_dir):
     tokenizer = load_tokenizer(tokenizer_dir)
-    data = PromptDataset(PAIRS, tokenizer, max_source_length=3, max_target_length=5, separator=" ->")
+    data = PromptDataset(
+        PAIRS, tokenizer, max_source_length=3, max_target_length=5, separator=" ->"
+    )
     for index, (source, target) in enumerate(PAIRS):
         sample = data[index]
         prompt, answer = tokenizer.encode(source + " ->")[-3:], [*tokenizer.encode(target)[:4], 0]
@@ -113,14 +131,22 @@ def test_plain_text_in_blocks(tokenizer_dir, texts):
     tokenizer = load_tokenizer(tokenizer_dir)
     data = BlockDataset(texts[:20], tokenizer, 32)
     joined = [token for text in texts[:20] for token in [*tokenizer.encode(text), 0]]
-    assert np.concatenate([data[i]["labels"] for i in range(len(data))]).tolist() == joined[: 32 * len(data)]
+    assert (
+        np.concatenate([data[i]["labels"] for i in range(len(data))]).tolist()
+        == joined[: 32 * len(data)]
+    )
     assert len(data) == len(joined) // 32
     with pytest.raises(ValueError, match="fewer than one block of 1000"):
         BlockDataset(["a"], tokenizer, 1000)
 
 
 @settings(max_examples=60, deadline=None)
-@given(size=st.integers(1, 70), batch=st.integers(1, 9), window=st.integers(1, 4), seed=st.integers(0, 9))
+@given(
+    size=st.integers(1, 70),
+    batch=st.integers(1, 9),
+    window=st.integers(1, 4),
+    seed=st.integers(0, 9),
+)
 def test_buckets_are_permutations(size, batch, window, seed):
     lengths = np.random.default_rng(seed).integers(1, 100, size)
     order = LengthBuckets(lengths.tolist(), batch, seed=seed, window=window)
@@ -133,13 +159,18 @@ def test_buckets_save_padding_on_any_number_of_ranks():
 
     class Samples:
         def __getitem__(self, index):
-            return {"input_ids": np.full(lengths[index], index), "labels": np.full(lengths[index], index)}
+            return {
+                "input_ids": np.full(lengths[index], index),
+                "labels": np.full(lengths[index], index),
+            }
 
     def padding(world, order):
         padded = real = 0
         numbers = Counter()
         for rank in range(world):
-            loader = ResumableLoader(Samples(), Share(8 // world, rank, world), total=2006, order=order)
+            loader = ResumableLoader(
+                Samples(), Share(8 // world, rank, world), total=2006, order=order
+            )
             for batch in loader:
                 padded += batch["input_ids"].numel()
                 real += int(batch["attention_mask"].sum())

@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from shardzoo.data import IndexedDataset, IndexedDatasetWriter
 
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [[]], [[7, 8, 9, 10]]]
-MARKS_AT = 34 + 5 * 12  # the document marks: the only part in which another value can be as plausible
-fuzz = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MARKS_AT = (
+    34 + 5 * 12
+)  # the document marks: the only part in which another value can be as plausible
+fuzz = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.fixture
@@ -29,7 +33,9 @@ def dataset(tmp_path: Path) -> Path:
 
 def content(prefix: Path) -> list:
     data = IndexedDataset(prefix)
-    return [data[i].tolist() for i in range(len(data))] + [data.document(i).tolist() for i in range(data.num_documents)]
+    return [data[i].tolist() for i in range(len(data))] + [
+        data.document(i).tolist() for i in range(data.num_documents)
+    ]
 
 
 def damaged(prefix: Path, index: bytes) -> Path:
@@ -117,6 +123,11 @@ def test_missing_halves_are_named(dataset):
 def test_indices_out_of_range_are_refused(dataset):
     data = IndexedDataset(dataset)
     assert data[-1].tolist() == [7, 8, 9, 10]
-    for access in (lambda: data[5], lambda: data[-6], lambda: data.document(4), lambda: data.document(-1)):
+    for access in (
+        lambda: data[5],
+        lambda: data[-6],
+        lambda: data.document(4),
+        lambda: data.document(-1),
+    ):
         with pytest.raises(IndexError, match="good"):
             access()

@@ -64,14 +64,18 @@ def test_each_reads_what_the_other_wrote(documents, dtype, tmp_path):
     mine = IndexedDataset(theirs)
     assert [mine[i].tolist() for i in range(len(mine))] == sequences
     assert mine.dtype == dtype
-    assert [mine.document(i).tolist() for i in range(mine.num_documents)] == [list(chain(*d)) for d in documents]
+    assert [mine.document(i).tolist() for i in range(mine.num_documents)] == [
+        list(chain(*d)) for d in documents
+    ]
     if sum(map(len, sequences)):  # megatron-core cannot map an empty .bin
         other = megatron.IndexedDataset(str(ours))
         assert [other[i].tolist() for i in range(len(other))] == sequences
         assert other.document_indices.tolist() == mine.document_indices.tolist()
 
 
-@pytest.mark.parametrize(("vocabulary", "expected"), [(65499, np.uint16), (65500, np.int32), (250112, np.int32)])
+@pytest.mark.parametrize(
+    ("vocabulary", "expected"), [(65499, np.uint16), (65500, np.int32), (250112, np.int32)]
+)
 def test_token_type_follows_megatrons_choice(vocabulary, expected):
     from megatron.core.datasets import indexed_dataset as megatron
 
@@ -103,7 +107,10 @@ def test_bulk_and_single_writes_give_the_same_files(tmp_path):
                     writer.add_sequence(next(parts))
                 writer.end_document()
     for suffix in (".bin", ".idx"):
-        assert Path(f"{tmp_path}/bulk{suffix}").read_bytes() == Path(f"{tmp_path}/single{suffix}").read_bytes()
+        assert (
+            Path(f"{tmp_path}/bulk{suffix}").read_bytes()
+            == Path(f"{tmp_path}/single{suffix}").read_bytes()
+        )
 
 
 def test_an_error_leaves_the_old_dataset_and_no_rubbish(tmp_path):
@@ -139,7 +146,10 @@ def test_resuming_cuts_off_what_was_not_committed(tmp_path):
 
 
 def test_two_writers_of_one_prefix_are_refused(tmp_path):
-    with IndexedDatasetWriter(tmp_path / "a", np.int32), pytest.raises(ValueError, match="another process is writing"):
+    with (
+        IndexedDatasetWriter(tmp_path / "a", np.int32),
+        pytest.raises(ValueError, match="another process is writing"),
+    ):
         IndexedDatasetWriter(tmp_path / "a", np.int32)
 
 
@@ -194,7 +204,9 @@ def test_modes_of_megatrons_multimodal_pairs(modes, tmp_path):
     builder.end_document()
     builder.finalize(f"{tmp_path}/a.idx")
     if any(modes):
-        with pytest.raises(ValueError, match=r"a.idx has sequences of Megatron-LM's modes other than 0"):
+        with pytest.raises(
+            ValueError, match=r"a.idx has sequences of Megatron-LM's modes other than 0"
+        ):
             IndexedDataset(tmp_path / "a")
     else:
         assert IndexedDataset(tmp_path / "a").document(0).tolist() == [0, 7, 1, 7, 2, 7]
@@ -222,7 +234,9 @@ def test_a_merge_that_lost_the_document_marks_is_named(tmp_path):
     marks = 4 * 8
     header = index[:26] + (2).to_bytes(8, "little")  # the marks 0 and 1 of the first file alone
     (tmp_path / "a.idx").write_bytes(header + index[34:-marks] + index[-marks:-16])
-    with pytest.raises(ValueError, match=r"marks must run from 0 to the 3 sequences.*shardzoo data merge"):
+    with pytest.raises(
+        ValueError, match=r"marks must run from 0 to the 3 sequences.*shardzoo data merge"
+    ):
         IndexedDataset(tmp_path / "a")
 
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from shardzoo.data import EpochShuffle, GPTDataset, PadBatch, ResumableLoader, Share
 
-fuzz = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 class Numbers:
@@ -43,7 +45,12 @@ def steps(total_batch, world, workers=0, consumed=0, count=4, **options) -> list
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_and_workers_give_the_same_global_batches(world, workers):
-    assert steps(4, world, workers) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert steps(4, world, workers) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+        [12, 13, 14, 15],
+    ]
 
 
 @fuzz
@@ -75,14 +82,18 @@ class Drawing:
 
 def test_what_workers_draw_follows_from_seed_and_sample():
     def drawn(seed=1, workers=2, consumed=0, share=Share(2)):  # noqa: B008 - it is frozen
-        loader = ResumableLoader(Drawing(), share, num_workers=workers, consumed=consumed, seed=seed)
+        loader = ResumableLoader(
+            Drawing(), share, num_workers=workers, consumed=consumed, seed=seed
+        )
         return torch.cat([batch["drawn"] for batch in islice(loader, 4)])
 
     whole = drawn()
     assert len(whole.unique()) == whole.numel()
     assert torch.equal(drawn(workers=1), whole)
     assert torch.equal(drawn(consumed=4)[:4], whole[4:])
-    assert torch.equal(torch.stack([drawn(share=Share(1, rank, 2)) for rank in range(2)], 1).flatten(0, 1), whole)
+    assert torch.equal(
+        torch.stack([drawn(share=Share(1, rank, 2)) for rank in range(2)], 1).flatten(0, 1), whole
+    )
     assert not torch.equal(drawn(seed=2), whole)
 
 
@@ -98,7 +109,10 @@ def test_prefetched_batches_do_not_count():
 @given(total=st.integers(1, 23), world=st.sampled_from([1, 2, 4]), size=st.integers(1, 3))
 def test_no_rank_ends_before_another(total, world, size):
     for last in ("drop", "pad"):
-        ranks = [list(ResumableLoader(Numbers(), Share(size, r, world), total=total, last=last)) for r in range(world)]
+        ranks = [
+            list(ResumableLoader(Numbers(), Share(size, r, world), total=total, last=last))
+            for r in range(world)
+        ]
         assert len({len(batches) for batches in ranks}) == 1
         assert all(len(batch["labels"]) == size for batches in ranks for batch in batches)
         counts = Counter(n for batches in ranks for batch in batches for n in real(batch))
@@ -110,8 +124,14 @@ def test_gpt_batches_are_those_of_the_dataset(write_dataset):
     dataset = GPTDataset(write_dataset([list(range(1, 200))] * 3), 16, seed=2)
     batches = iter(ResumableLoader(dataset, Share(2, 1, 2), consumed=8, num_workers=2))
     first, second = next(batches), next(batches)
-    assert first["input_ids"].tolist() == [dataset[10]["input_ids"].tolist(), dataset[11]["input_ids"].tolist()]
-    assert second["labels"].tolist() == [dataset[14]["labels"].tolist(), dataset[15]["labels"].tolist()]
+    assert first["input_ids"].tolist() == [
+        dataset[10]["input_ids"].tolist(),
+        dataset[11]["input_ids"].tolist(),
+    ]
+    assert second["labels"].tolist() == [
+        dataset[14]["labels"].tolist(),
+        dataset[15]["labels"].tolist(),
+    ]
 
 
 def test_epochs_are_shuffled_anew_and_complete():
@@ -130,7 +150,10 @@ def test_padding_fills_with_what_counts_nothing():
     assert batch["input_ids"].tolist() == [[5, 6, 4, 4], [5, 4, 4, 4]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
     assert batch["labels"].tolist() == [[7, -100, -100, -100], [7, 8, 9, -100]]
-    assert batch["position_ids"].tolist() == [[[0, 1, 0, 0], [2, 3, 0, 0]], [[0, 0, 0, 0], [2, 0, 0, 0]]]
+    assert batch["position_ids"].tolist() == [
+        [[0, 1, 0, 0], [2, 3, 0, 0]],
+        [[0, 0, 0, 0], [2, 0, 0, 0]],
+    ]
     assert all(str(tensor.dtype) == "torch.int64" for tensor in batch.values())
     fixed = PadBatch(lengths={"input_ids": 3, "labels": 5})(samples)
     assert (fixed["input_ids"].shape, fixed["labels"].shape) == ((2, 3), (2, 5))
@@ -139,7 +162,9 @@ def test_padding_fills_with_what_counts_nothing():
 
 
 def test_rows_of_different_types_keep_their_values():
-    batch = PadBatch()([{"x": np.array([1, 2]), "labels": []}, {"x": np.array([0.5, 0.7, 0.9]), "labels": [3]}])
+    batch = PadBatch()(
+        [{"x": np.array([1, 2]), "labels": []}, {"x": np.array([0.5, 0.7, 0.9]), "labels": [3]}]
+    )
     assert batch["x"].tolist() == [[1, 2, 0], [0.5, 0.7, 0.9]]
     assert batch["labels"].tolist() == [[-100], [3]]
     assert batch["labels"].dtype == torch.int64
@@ -153,9 +178,13 @@ def test_the_mask_is_that_of_the_last_dimension():
 
 def test_mistakes_are_named():
     for samples in ([{"x": [1], "y": [2]}, {"x": [1]}], [{"x": [1]}, {"x": [1], "y": [2]}]):
-        with pytest.raises(ValueError, match=r"sample [01] of a batch \(from 0\) has no 'y', which sample [01] has"):
+        with pytest.raises(
+            ValueError, match=r"sample [01] of a batch \(from 0\) has no 'y', which sample [01] has"
+        ):
             PadBatch()(samples)
-    with pytest.raises(ValueError, match=r"'x' has shape \(1, 2\) in the first sample .* and \(2, 2\) in sample 1"):
+    with pytest.raises(
+        ValueError, match=r"'x' has shape \(1, 2\) in the first sample .* and \(2, 2\) in sample 1"
+    ):
         PadBatch()([{"x": [[1, 2]]}, {"x": [[1, 2]] * 2}])
     with pytest.raises(ValueError, match="more than the fixed length 1"):
         PadBatch(lengths={"input_ids": 1})([Numbers()[1]])
@@ -168,6 +197,8 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="consumed samples are -1"):
         next(iter(ResumableLoader(Numbers(), Share(1), consumed=-1)))
     with pytest.raises(ValueError, match="a position in a stream; a loader"):
-        ResumableLoader(Numbers(), Share(1)).load_state_dict({"consumed_samples": 1, "bookmark": {}})
+        ResumableLoader(Numbers(), Share(1)).load_state_dict(
+            {"consumed_samples": 1, "bookmark": {}}
+        )
     with pytest.raises(ValueError, match="no samples"):
         next(iter(ResumableLoader(Numbers(), Share(1), total=0)))

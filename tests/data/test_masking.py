@@ -59,7 +59,9 @@ def test_words_are_masked_whole(longest):
     chosen = 0
     for _ in range(500):
         lengths = generator.integers(1, 5, 60)
-        words = [[generator.integers(4, 2500), *generator.integers(2500, V, n - 1)] for n in lengths]
+        words = [
+            [generator.integers(4, 2500), *generator.integers(2500, V, n - 1)] for n in lengths
+        ]
         tokens = np.concatenate([[CLS], *words, [SEP]]).astype(np.int64)
         asked = masking(tokens, generator)["labels"] != -100
         borders = np.cumsum([1, *lengths])
@@ -80,14 +82,18 @@ def test_ngrams_have_probability_1_over_n():
         lengths = np.diff(np.flatnonzero(np.diff(chosen, prepend=-9, append=10_000) > 1))
         runs += np.bincount(lengths, minlength=4)[:4]
     share = runs[1:] / runs[1:].sum()
-    assert share == pytest.approx(np.array([6, 3, 2]) / 11, abs=0.05)  # neighbours that touch blur it a little
+    assert share == pytest.approx(
+        np.array([6, 3, 2]) / 11, abs=0.05
+    )  # neighbours that touch blur it a little
 
 
 @pytest.mark.parametrize("tokens", [[CLS, SEP], [CLS, 7, SEP], [MASK, MASK]])
 def test_texts_with_little_to_mask(tokens):
     sample = MASKING(np.array(tokens), np.random.default_rng(0))
     assert (sample["labels"] != -100).sum() == tokens.count(7)
-    long_word = Masking(MASK, V, continues=np.ones(V, bool))(np.arange(4, 30), np.random.default_rng(0))
+    long_word = Masking(MASK, V, continues=np.ones(V, bool))(
+        np.arange(4, 30), np.random.default_rng(0)
+    )
     assert (long_word["labels"] != -100).all()  # one word longer than the budget is still asked for
 
 
@@ -98,14 +104,22 @@ def test_continuations_of_three_kinds_of_vocabulary():
 
 
 def test_impossible_settings_are_named():
-    for change, named in [({"probability": 1.0}, r"1\.0"), ({"longest_ngram": 0}, "0"), ({"vocab_size": 4}, "4")]:
+    for change, named in [
+        ({"probability": 1.0}, r"1\.0"),
+        ({"longest_ngram": 0}, "0"),
+        ({"vocab_size": 4}, "4"),
+    ]:
         with pytest.raises(ValueError, match=named):
             Masking(**{"mask_token_id": 3, "vocab_size": 9, "special_ids": (0, 1, 2), **change})
 
 
 def test_roberta_samples_are_full(write_dataset):
     dataset = masked_dataset(
-        write_dataset([list(range(10, 90))] * 3), Masking(MASK, 100), 32, cls_token_id=CLS, sep_token_id=SEP
+        write_dataset([list(range(10, 90))] * 3),
+        Masking(MASK, 100),
+        32,
+        cls_token_id=CLS,
+        sep_token_id=SEP,
     )
     for number in range(20):
         sample = dataset[number]
@@ -159,7 +173,9 @@ def test_long_pairs_are_cut_to_length_from_both_ends():
 
 
 def test_pairs_over_a_corpus_of_sentences(write_dataset):
-    documents = [[list(range(100 * d + 10 * s, 100 * d + 10 * s + 8)) for s in range(6)] for d in range(1, 9)]
+    documents = [
+        [list(range(100 * d + 10 * s, 100 * d + 10 * s + 8)) for s in range(6)] for d in range(1, 9)
+    ]
     indexed = write_dataset([*documents, [[5, 6]]])
     pairs = SentencePairs(CLS, SEP, Masking(MASK, V, (PAD, CLS, SEP)), 40)
     dataset = SentencePairDataset(indexed, pairs, seed=1)

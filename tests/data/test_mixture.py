@@ -21,7 +21,11 @@ class Component:
     """Each epoch has the samples k · 10⁶ + i of component k in another order."""
 
     def __init__(self, number: int, samples: float = 100.0) -> None:
-        self.number, self.samples_per_epoch, self.tokens_per_epoch = number, samples, int(8 * samples)
+        self.number, self.samples_per_epoch, self.tokens_per_epoch = (
+            number,
+            samples,
+            int(8 * samples),
+        )
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         epoch, place = divmod(index, int(self.samples_per_epoch))
@@ -69,16 +73,27 @@ def test_any_shares_anywhere_in_a_run(shares, first):
 def test_equal_shares_take_turns_and_a_single_dataset_is_itself():
     assert [mixture(1, 1).place(n) for n in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert [mixture(3).place(n) for n in range(3)] == [(0, 0), (0, 1), (0, 2)]
-    assert [mixture(0.7, 0.3).place(n) for n in range(50)] == [mixture(7, 3).place(n) for n in range(50)]
+    assert [mixture(0.7, 0.3).place(n) for n in range(50)] == [
+        mixture(7, 3).place(n) for n in range(50)
+    ]
     copy = pickle.loads(pickle.dumps(mixture(0.7, 0.2, 0.1)))
-    assert [copy[n]["labels"][0] for n in range(99)] == [mixture(0.7, 0.2, 0.1)[n]["labels"][0] for n in range(99)]
+    assert [copy[n]["labels"][0] for n in range(99)] == [
+        mixture(0.7, 0.2, 0.1)[n]["labels"][0] for n in range(99)
+    ]
 
 
-@pytest.mark.parametrize(("first", "second", "workers"), [(1, 2, 0), (2, 4, 0), (4, 1, 2), (2, 3, 0)])
-def test_a_run_resumed_in_mid_epoch_with_other_ranks_repeats_and_skips_nothing(first, second, workers):
+@pytest.mark.parametrize(
+    ("first", "second", "workers"), [(1, 2, 0), (2, 4, 0), (4, 1, 2), (2, 3, 0)]
+)
+def test_a_run_resumed_in_mid_epoch_with_other_ranks_repeats_and_skips_nothing(
+    first, second, workers
+):
     def loaders(ranks: int) -> list[ResumableLoader]:
         mixed = mixture(0.5, 0.3, 0.2)
-        return [ResumableLoader(mixed, Share(12 // ranks, rank, ranks), num_workers=workers) for rank in range(ranks)]
+        return [
+            ResumableLoader(mixed, Share(12 // ranks, rank, ranks), num_workers=workers)
+            for rank in range(ranks)
+        ]
 
     def labels(batches) -> list[int]:
         return [int(row[0]) for batch in batches for row in batch["labels"]]
@@ -93,7 +108,10 @@ def test_a_run_resumed_in_mid_epoch_with_other_ranks_repeats_and_skips_nothing(f
     assert [sample for step in seen for sample in step] == whole
     taken = Counter(sample // 1_000_000 for sample in whole)
     assert taken == {0: 120, 1: 72, 2: 48}
-    assert Counter(Counter(whole).values()) == {1: 200, 2: 20}  # the first corpus alone began a second epoch
+    assert Counter(Counter(whole).values()) == {
+        1: 200,
+        2: 20,
+    }  # the first corpus alone began a second epoch
 
 
 def test_the_figures_of_an_epoch():
@@ -111,10 +129,22 @@ def test_numbers_of_samples_may_be_numpy_s(shares):
 
 
 @pytest.mark.parametrize(
-    "shares", [(0, 1), (-1, 2), (float("nan"), 1), (float("inf"), 1), (None, 1), (True, 1), ("x", 1), ("", 1)]
+    "shares",
+    [
+        (0, 1),
+        (-1, 2),
+        (float("nan"), 1),
+        (float("inf"), 1),
+        (None, 1),
+        (True, 1),
+        ("x", 1),
+        ("", 1),
+    ],
 )
 def test_a_share_that_is_none_is_refused(shares):
-    with pytest.raises(ValueError, match=f"the share of dataset 0 is {shares[0]}; a share must be a positive"):
+    with pytest.raises(
+        ValueError, match=f"the share of dataset 0 is {shares[0]}; a share must be a positive"
+    ):
         mixture(*shares)
     for bad in ([], [1.0, 2.0]):
         with pytest.raises(ValueError, match="each dataset needs a share"):
@@ -131,7 +161,10 @@ def test_a_share_that_is_none_is_refused(shares):
         (["wiki:7", "code:3e0"], [("wiki", 7), ("code", 3)]),
         (["wiki:1"], [("wiki", 1)]),
         (["hf://user/name:main"], [("hf://user/name:main", 1)]),
-        (["C:/data/wiki:0.5", "a:b:.5"], [("C:/data/wiki", Fraction(1, 2)), ("a:b", Fraction(1, 2))]),
+        (
+            ["C:/data/wiki:0.5", "a:b:.5"],
+            [("C:/data/wiki", Fraction(1, 2)), ("a:b", Fraction(1, 2))],
+        ),
         ([":0.5"], [(":0.5", 1)]),
     ],
 )
@@ -146,7 +179,10 @@ def test_a_name_that_exists_has_no_share(tmp_path, write_dataset, monkeypatch):
     for suffix in (".bin", ".idx"):
         pair.with_suffix(suffix).rename(tmp_path / f"pair:2{suffix}")
     assert parse_mixture(["x:0.5"]) == [("x:0.5", 1)]
-    assert parse_mixture(["x:0.5:0.25", "pair:2:0.75"]) == [("x:0.5", Fraction(1, 4)), ("pair:2", Fraction(3, 4))]
+    assert parse_mixture(["x:0.5:0.25", "pair:2:0.75"]) == [
+        ("x:0.5", Fraction(1, 4)),
+        ("pair:2", Fraction(3, 4)),
+    ]
     assert parse_mixture(["pair:2"]) == [("pair:2", 1)]
 
 

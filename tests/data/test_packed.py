@@ -15,7 +15,9 @@ from shardzoo.data import GPTDataset
 from shardzoo.data.indexed import index_building
 from shardzoo.data.objectives.packed import PackedTokens
 
-fuzz = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def distinct_documents(lengths: list[int]) -> list[list[int]]:
@@ -65,7 +67,9 @@ def test_epochs_and_seeds_have_their_own_order_and_samples_none(write_dataset):
     assert epochs[0] != epochs[1] != epochs[2]
     assert PackedTokens(indexed, 10, seed=2).tokens(0).tolist() != epochs[0][0]
     copy = pickle.loads(pickle.dumps(dataset))
-    assert [copy.tokens(i).tolist() for i in (59, 3, 21)] == [dataset.tokens(i).tolist() for i in (59, 3, 21)]
+    assert [copy.tokens(i).tolist() for i in (59, 3, 21)] == [
+        dataset.tokens(i).tolist() for i in (59, 3, 21)
+    ]
 
 
 def test_gpt_samples_survive_pickling(write_dataset):
@@ -86,20 +90,26 @@ def test_impossible_lengths_are_named(length, write_dataset):
 
 @fuzz
 @given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=30), sequence=st.integers(1, 12), seed=st.integers(0, 9)
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=30),
+    sequence=st.integers(1, 12),
+    seed=st.integers(0, 9),
 )
 def test_sample_index_is_megatrons(lengths, sequence, seed):
     from megatron.core.datasets import helpers_cpp
 
     sizes = np.array(lengths, np.int32)
     order = np.random.default_rng(seed).permutation(len(sizes)).astype(np.int32)
-    theirs = helpers_cpp.build_sample_idx_int32(sizes, order, sequence, 1, int(sizes.sum()), True, 1)
+    theirs = helpers_cpp.build_sample_idx_int32(
+        sizes, order, sequence, 1, int(sizes.sum()), True, 1
+    )
     count = (sum(lengths) - 1) // sequence
     ours = index_building.reference_sample_index(sizes[order].astype(np.int64), 0, sequence, count)
     assert ours.tolist() == theirs[:count].tolist()
 
 
-needs_compiled = pytest.mark.skipif(index_building.compiled is None, reason="no compiled index builders")
+needs_compiled = pytest.mark.skipif(
+    index_building.compiled is None, reason="no compiled index builders"
+)
 
 
 @needs_compiled
@@ -113,8 +123,13 @@ def test_compiled_sample_index_equals_numpy(lengths, first, stride):
     sizes = np.array(lengths, np.int64)
     count = max(0, -(-(int(sizes.sum()) - first) // stride))
     expected = index_building.reference_sample_index(sizes, first, stride, count)
-    assert np.array_equal(index_building.compiled_sample_index(sizes, first, stride, count), expected)
-    for sample_index in (index_building.compiled_sample_index, index_building.reference_sample_index):
+    assert np.array_equal(
+        index_building.compiled_sample_index(sizes, first, stride, count), expected
+    )
+    for sample_index in (
+        index_building.compiled_sample_index,
+        index_building.reference_sample_index,
+    ):
         with pytest.raises(ValueError, match="the last document"):
             sample_index(sizes, first, stride, count + 40)
 
@@ -132,7 +147,9 @@ def test_compiled_sentence_index_equals_numpy(documents, length, short, least, s
     sizes = np.array([size for document in documents for size in document], np.int32)
     marks = np.cumsum([0, *map(len, documents)]).astype(np.int64)
     ours = index_building.reference_sentence_index(sizes, marks, length, short, least, seed)
-    assert np.array_equal(index_building.compiled_sentence_index(sizes, marks, length, short, least, seed), ours)
+    assert np.array_equal(
+        index_building.compiled_sentence_index(sizes, marks, length, short, least, seed), ours
+    )
     taken = [sentence for first, last, _ in ours for sentence in range(first, last)]
     assert len(taken) == len(set(taken))
     for first, last, wished in ours:

@@ -14,7 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardzoo.data import IndexedDataset, PrepareOptions, fail_on_bad, iter_documents, load_tokenizer, prepare_dataset
+from shardzoo.data import (
+    IndexedDataset,
+    PrepareOptions,
+    fail_on_bad,
+    iter_documents,
+    load_tokenizer,
+    prepare_dataset,
+)
 from shardzoo.data.text import prepare as prepare_module
 
 
@@ -42,12 +49,16 @@ def test_documents_are_the_tokenizers_tokens_and_the_end(jsonl, texts, tokenizer
 
 def test_workers_do_not_change_the_files(jsonl, tokenizer_dir, tmp_path, small_chunks):
     for workers in (1, 2, 3):
-        prepare_dataset(jsonl, tmp_path / str(workers), PrepareOptions(tokenizer_dir), workers=workers)
+        prepare_dataset(
+            jsonl, tmp_path / str(workers), PrepareOptions(tokenizer_dir), workers=workers
+        )
     assert files(tmp_path / "1") == files(tmp_path / "2") == files(tmp_path / "3")
 
 
 @pytest.mark.parametrize("stop_after", [1, 5, 11])
-def test_an_interrupted_run_goes_on_where_it_was(stop_after, jsonl, tokenizer_dir, tmp_path, small_chunks, monkeypatch):
+def test_an_interrupted_run_goes_on_where_it_was(
+    stop_after, jsonl, tokenizer_dir, tmp_path, small_chunks, monkeypatch
+):
     options = PrepareOptions(tokenizer_dir)
     prepare_dataset(jsonl, tmp_path / "whole", options)
     monkeypatch.setattr(prepare_module, "SECONDS_BETWEEN_COMMITS", -1.0)
@@ -67,7 +78,9 @@ def test_an_interrupted_run_goes_on_where_it_was(stop_after, jsonl, tokenizer_di
     assert not list(tmp_path.glob("a.*partial*")) + list(tmp_path.glob("a.progress*"))
 
 
-def test_other_settings_or_resume_off_start_again(jsonl, tokenizer_dir, tmp_path, small_chunks, monkeypatch):
+def test_other_settings_or_resume_off_start_again(
+    jsonl, tokenizer_dir, tmp_path, small_chunks, monkeypatch
+):
     monkeypatch.setattr(prepare_module, "SECONDS_BETWEEN_COMMITS", -1.0)
 
     def interrupt(report, done, total):
@@ -75,8 +88,12 @@ def test_other_settings_or_resume_off_start_again(jsonl, tokenizer_dir, tmp_path
 
     for change in ({"append_eos": False}, {}):
         with pytest.raises(KeyboardInterrupt):
-            prepare_dataset(jsonl, tmp_path / "a", PrepareOptions(tokenizer_dir), progress=interrupt)
-        report = prepare_dataset(jsonl, tmp_path / "a", PrepareOptions(tokenizer_dir, **change), resume=bool(change))
+            prepare_dataset(
+                jsonl, tmp_path / "a", PrepareOptions(tokenizer_dir), progress=interrupt
+            )
+        report = prepare_dataset(
+            jsonl, tmp_path / "a", PrepareOptions(tokenizer_dir, **change), resume=bool(change)
+        )
         assert report.resumed_chunks == 0
         assert report.documents == 200
 
@@ -110,7 +127,9 @@ def test_a_killed_run_goes_on(jsonl, tokenizer_dir, tmp_path, small_chunks):
 
 
 def test_sentences_become_sequences(jsonl, texts, tokenizer_dir, tmp_path):
-    prepare_dataset(jsonl, tmp_path / "a", PrepareOptions(tokenizer_dir, split_sentences=True, append_eos=False))
+    prepare_dataset(
+        jsonl, tmp_path / "a", PrepareOptions(tokenizer_dir, split_sentences=True, append_eos=False)
+    )
     dataset = IndexedDataset(tmp_path / "a")
     tokenizer = load_tokenizer(tokenizer_dir)
     assert len(dataset) > 3 * dataset.num_documents
@@ -125,7 +144,10 @@ def test_bad_records_are_counted_and_named_or_fatal(tokenizer_dir, tmp_path):
     path.write_text("\n".join(lines))
     report = prepare_dataset(path, tmp_path / "a", PrepareOptions(tokenizer_dir))
     assert (report.documents, report.bad, report.empty) == (27, 2, 1)
-    assert [line.split(":")[0] for line in report.first_bad] == [f"{path}, record 8", f"{path}, record 21"]
+    assert [line.split(":")[0] for line in report.first_bad] == [
+        f"{path}, record 8",
+        f"{path}, record 21",
+    ]
     with pytest.raises(ValueError, match=r"x\.jsonl, record 8: not JSON"):
         prepare_dataset(path, tmp_path / "b", PrepareOptions(tokenizer_dir), on_bad=fail_on_bad)
     assert not Path(f"{tmp_path}/b.idx").exists()
@@ -133,7 +155,9 @@ def test_bad_records_are_counted_and_named_or_fatal(tokenizer_dir, tmp_path):
 
 def test_a_source_without_documents_writes_nothing(tokenizer_dir, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": " "}\n{}\n')
-    with pytest.raises(ValueError, match=r"holds no document with text; the first bad record: .*record 2"):
+    with pytest.raises(
+        ValueError, match=r"holds no document with text; the first bad record: .*record 2"
+    ):
         prepare_dataset(tmp_path / "x.jsonl", tmp_path / "a", PrepareOptions(tokenizer_dir))
     assert not Path(f"{tmp_path}/a.idx").exists()
 
@@ -158,7 +182,9 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(jsonl, tokenizer_dir, tmp_pa
             child.kill()
 
     with pytest.raises(RuntimeError, match="worker process died"):
-        prepare_dataset(jsonl, tmp_path / "a", PrepareOptions(tokenizer_dir), workers=2, progress=kill)
+        prepare_dataset(
+            jsonl, tmp_path / "a", PrepareOptions(tokenizer_dir), workers=2, progress=kill
+        )
     prepare_dataset(jsonl, tmp_path / "a", PrepareOptions(tokenizer_dir), workers=2)
     assert IndexedDataset(tmp_path / "a").num_documents == 200
 

@@ -32,7 +32,16 @@ def wordpiece_dir(texts, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("wordpiece")
     letters = "abcdefghijklmnopqrstuvwxyz0123456789."
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters), "the"]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *letters,
+        *(f"##{letter}" for letter in letters),
+        "the",
+    ]
     (folder / "vocab.txt").write_text("\n".join(words))
     BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
     (folder / "vocab.txt").unlink()
@@ -56,7 +65,9 @@ def test_the_libai_workload_builds_its_batches_from_one_configuration(jsonl, spi
     lengths, size = (recipe.sequence_length, recipe.target_length), recipe.micro_batch_size
     config = PretrainingData(recipe.objective, *lengths, micro_batch_size=size, seed=recipe.seed)
     indexed, tokenizer = prepare(jsonl, spiece_dir, tmp_path)
-    loaders = [iter(build_loader(config, indexed, tokenizer, rank=r, world_size=2)) for r in range(2)]
+    loaders = [
+        iter(build_loader(config, indexed, tokenizer, rank=r, world_size=2)) for r in range(2)
+    ]
     masked, raw = [], []
     for loader in loaders:
         for _ in range(3):
@@ -76,7 +87,9 @@ def test_the_libai_workload_builds_its_batches_from_one_configuration(jsonl, spi
 
 @pytest.mark.parametrize("objective", ["bert-nsp", "bert-sop"])
 def test_bert_batches(objective, jsonl, wordpiece_dir, tmp_path):
-    indexed, tokenizer = prepare(jsonl, wordpiece_dir, tmp_path, append_eos=False, split_sentences=True)
+    indexed, tokenizer = prepare(
+        jsonl, wordpiece_dir, tmp_path, append_eos=False, split_sentences=True
+    )
     config = PretrainingData(find_objective(objective)(whole_words=True), 128, micro_batch_size=4)
     batch = next(iter(build_loader(config, indexed, tokenizer)))
     for name in ("input_ids", "labels", "token_type_ids", "attention_mask"):
@@ -88,7 +101,9 @@ def test_bert_batches(objective, jsonl, wordpiece_dir, tmp_path):
 
 def test_roberta_batches(jsonl, wordpiece_dir, tmp_path):
     indexed, tokenizer = prepare(jsonl, wordpiece_dir, tmp_path, eos_token="[SEP]")
-    batch = next(iter(build_loader(PretrainingData("roberta", 64, micro_batch_size=4), indexed, tokenizer)))
+    batch = next(
+        iter(build_loader(PretrainingData("roberta", 64, micro_batch_size=4), indexed, tokenizer))
+    )
     assert batch["input_ids"].shape == (4, 64)
     assert batch["attention_mask"].all()
     assert ((batch["labels"] != -100).sum(1) <= round(0.15 * 62)).all()
@@ -96,7 +111,9 @@ def test_roberta_batches(jsonl, wordpiece_dir, tmp_path):
 
 def test_gpt_and_prefix_lm_batches(jsonl, tokenizer_dir, tmp_path):
     indexed, tokenizer = prepare(jsonl, tokenizer_dir, tmp_path)
-    batch = next(iter(build_loader(PretrainingData("gpt", 48, micro_batch_size=3), indexed, tokenizer)))
+    batch = next(
+        iter(build_loader(PretrainingData("gpt", 48, micro_batch_size=3), indexed, tokenizer))
+    )
     assert torch.equal(batch["input_ids"], batch["labels"])
     assert batch["input_ids"].shape == (3, 48)
     config = PretrainingData("prefix-lm", 64, 32, micro_batch_size=3)
@@ -107,7 +124,9 @@ def test_gpt_and_prefix_lm_batches(jsonl, tokenizer_dir, tmp_path):
 @pytest.mark.parametrize("padded", [True, False])
 def test_glm_batches(padded, jsonl, tokenizer_dir, tmp_path):
     indexed, tokenizer = prepare(jsonl, tokenizer_dir, tmp_path)
-    config = PretrainingData(GLMObjective(token=0.4, short=0.3), 96, padded=padded, micro_batch_size=8)
+    config = PretrainingData(
+        GLMObjective(token=0.4, short=0.3), 96, padded=padded, micro_batch_size=8
+    )
     loader = iter(build_loader(config, indexed, tokenizer, num_workers=2))
     for _ in range(10):
         batch = next(loader)
@@ -146,12 +165,21 @@ def test_an_objective_registers_itself(jsonl, tokenizer_dir, tmp_path, monkeypat
 
         def build(self, indexed, tokenizer, data):
             def reverse(tokens, generator):
-                return {"input_ids": tokens, "labels": tokens[::-1][: data.target_length] + self.offset}
+                return {
+                    "input_ids": tokens,
+                    "labels": tokens[::-1][: data.target_length] + self.offset,
+                }
 
             return ObjectiveDataset(indexed, data.sequence_length, reverse, seed=data.seed)
 
     for objective, offset in (("reversed", 0), (Reversed(offset=7), 7)):
-        batch = next(iter(build_loader(PretrainingData(objective, 32, 8, micro_batch_size=2), indexed, tokenizer)))
+        batch = next(
+            iter(
+                build_loader(
+                    PretrainingData(objective, 32, 8, micro_batch_size=2), indexed, tokenizer
+                )
+            )
+        )
         assert batch["labels"].shape == (2, 8)
         assert torch.equal(batch["labels"], batch["input_ids"].flip(1)[:, :8] + offset)
     with pytest.raises(ValueError, match="Reversed is already registered as objective 'reversed'"):

@@ -31,17 +31,27 @@ cuts = st.lists(st.integers(0, 400), max_size=4).map(sorted)
 def test_pieces_of_any_ranges_join_to_the_file(raw, cuts, block):
     borders = [0, *[min(cut, len(raw)) for cut in cuts], len(raw)]
     whole = list(text_pieces(io.BytesIO(raw), 0, len(raw), block))
-    parts = [piece for first, last in pairwise(borders) for piece in text_pieces(io.BytesIO(raw), first, last, block)]
+    parts = [
+        piece
+        for first, last in pairwise(borders)
+        for piece in text_pieces(io.BytesIO(raw), first, last, block)
+    ]
     assert parts == whole
     assert b"".join(whole) == raw
 
 
 @settings(max_examples=200, deadline=None)
-@given(lines=st.lists(st.binary(max_size=9).filter(lambda b: b"\n" not in b), max_size=20), cuts=cuts)
+@given(
+    lines=st.lists(st.binary(max_size=9).filter(lambda b: b"\n" not in b), max_size=20), cuts=cuts
+)
 def test_lines_of_any_ranges_are_all_lines_once(lines, cuts):
     raw = b"".join(line + b"\n" for line in lines)
     borders = [0, *[min(cut, len(raw)) for cut in cuts], len(raw)]
-    found = [line for first, last in pairwise(borders) for line in lines_starting_in(io.BytesIO(raw), first, last)]
+    found = [
+        line
+        for first, last in pairwise(borders)
+        for line in lines_starting_in(io.BytesIO(raw), first, last)
+    ]
     assert found == [line + b"\n" for line in lines]
 
 
@@ -161,7 +171,10 @@ def test_a_bad_file_in_a_folder_is_named_by_its_own_numbers(tmp_path):
 @pytest.mark.parametrize("raw", [b"abc\xff\xfe", b"abc\0def"])
 def test_text_that_is_none_is_named(raw, tmp_path):
     (tmp_path / "a.txt").write_bytes(raw)
-    with pytest.raises(ValueError, match=r"a\.txt, record 1: (invalid UTF-8|NUL byte) at byte 3|a\.txt, record 1: NUL"):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.txt, record 1: (invalid UTF-8|NUL byte) at byte 3|a\.txt, record 1: NUL",
+    ):
         list(iter_documents(tmp_path / "a.txt"))
 
 
@@ -194,12 +207,17 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert list(iter_documents(tmp_path / "x.jsonl")) == ["a"]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     raw=st.one_of(
         st.binary(max_size=300),
         st.lists(
-            st.sampled_from([b'{"text": "a"}', b"{", b"\0", b"\xff", b"[]", b'{"text": null}', b"\r"]), max_size=8
+            st.sampled_from(
+                [b'{"text": "a"}', b"{", b"\0", b"\xff", b"[]", b'{"text": null}', b"\r"]
+            ),
+            max_size=8,
         ).map(b"\n".join),
     ),
     suffix=st.sampled_from([".jsonl", ".txt", ".json", ""]),

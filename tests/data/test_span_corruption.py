@@ -130,7 +130,9 @@ def test_datasets_have_fixed_lengths_and_depend_on_seed_and_number_alone(write_d
     indexed = write_dataset([list(range(2, 600)), list(range(2, 400))])
     dataset = span_corruption_dataset(indexed, CORRUPTION, 128, 40, seed=3)
     first = [dataset[i] for i in range(20)]
-    assert {len(sample["input_ids"]) for sample in first} == {CORRUPTION.lengths(dataset.packed.length)[0]}
+    assert {len(sample["input_ids"]) for sample in first} == {
+        CORRUPTION.lengths(dataset.packed.length)[0]
+    }
     again = span_corruption_dataset(indexed, CORRUPTION, 128, 40, seed=3)
     assert again[13]["labels"].tolist() == first[13]["labels"].tolist()
     assert first[0]["labels"].tolist() != first[1]["labels"].tolist()

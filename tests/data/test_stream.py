@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from shardzoo.data import DocumentRecords, IterableRecords, ResumableStream, Share, iter_documents
 from shardzoo.data.text.records import read_chunk
 
-fuzz = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def number_sample(record, generator):
@@ -26,7 +28,9 @@ def number_sample(record, generator):
 
 def stream(rank=0, world=1, batch=1, size=50, epochs=1, **options) -> ResumableStream:
     records = IterableRecords(lambda epoch: range(1000 * epoch, 1000 * epoch + size))
-    return ResumableStream(records, number_sample, Share(batch, rank, world), epochs=epochs, **options)
+    return ResumableStream(
+        records, number_sample, Share(batch, rank, world), epochs=epochs, **options
+    )
 
 
 def rows(batch) -> list[tuple[int, int]]:
@@ -70,7 +74,9 @@ def test_ranks_cover_the_stream_once_and_end_together(world, batch, size, shuffl
 @pytest.mark.parametrize("world", [1, 2])
 def test_workers_change_nothing(world):
     plain = [stream(r, world, 2, shuffle_buffer=8, last="pad") for r in range(world)]
-    workers = [stream(r, world, 2, shuffle_buffer=8, last="pad", num_workers=2) for r in range(world)]
+    workers = [
+        stream(r, world, 2, shuffle_buffer=8, last="pad", num_workers=2) for r in range(world)
+    ]
     assert global_steps(plain) == global_steps(workers)
 
 
@@ -105,7 +111,10 @@ def test_stopping_under_workers_counts_what_was_handed_out():
 
 
 def test_the_shuffle_moves_samples_and_epochs_differ():
-    records = [[value for value, _ in step] for step in global_steps([stream(batch=50, shuffle_buffer=25, epochs=2)])]
+    records = [
+        [value for value, _ in step]
+        for step in global_steps([stream(batch=50, shuffle_buffer=25, epochs=2)])
+    ]
     assert records[0] != sorted(records[0])
     assert sorted(records[0]) == list(range(50))
     assert [value - 1000 for value in records[1]] != records[0]
@@ -119,11 +128,18 @@ def test_documents_of_files_stream_in_an_order_per_epoch(jsonl, texts, monkeypat
         records = DocumentRecords(jsonl, seed=3)
         transform = lambda text, generator: number_sample(numbers[text], generator)  # noqa: E731
         return ResumableStream(
-            records, transform, Share(4 // world, rank, world), shuffle_buffer=30, epochs=2, **options
+            records,
+            transform,
+            Share(4 // world, rank, world),
+            shuffle_buffer=30,
+            epochs=2,
+            **options,
         )
 
     whole = global_steps([make()])
-    epochs = [[value for step in whole[start : start + 50] for value, _ in step] for start in (0, 50)]
+    epochs = [
+        [value for step in whole[start : start + 50] for value, _ in step] for start in (0, 50)
+    ]
     assert [sorted(epoch) for epoch in epochs] == [list(range(200))] * 2
     assert epochs[0] != epochs[1] != sorted(epochs[0])
     for stop in (1, 23, 49, 50, 77):
@@ -141,13 +157,20 @@ def test_resuming_a_hugging_face_stream():
     made = []
 
     def make(epoch):
-        made.append(datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4))
+        made.append(
+            datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)
+        )
         return made[-1]
 
     def sample(record, generator):
         return number_sample(record["x"], generator)
 
-    options = {"records": IterableRecords(make), "transform": sample, "share": Share(4), "shuffle_buffer": 8}
+    options = {
+        "records": IterableRecords(make),
+        "transform": sample,
+        "share": Share(4),
+        "shuffle_buffer": 8,
+    }
     whole = global_steps([ResumableStream(**options)])
     first = ResumableStream(**options)
     seen = global_steps([first], 5)
@@ -184,7 +207,9 @@ def drawn(records) -> dict:
 def test_what_a_collate_function_draws_in_workers_goes_on():
     def make():
         options = {"epochs": 3, "num_workers": 2, "collate": drawn, "last": "pad"}
-        return ResumableStream(IterableRecords(lambda epoch: Drawing()), number_sample, Share(3), **options)
+        return ResumableStream(
+            IterableRecords(lambda epoch: Drawing()), number_sample, Share(3), **options
+        )
 
     whole, first, after = global_steps([make()]), make(), make()
     seen = global_steps([first], 5)
@@ -201,7 +226,9 @@ def test_bad_records_stop_or_are_skipped(tmp_path):
     )
     with pytest.raises(ValueError, match=r"x\.jsonl, record 2: not JSON"):
         global_steps([make()])
-    assert [value for step in global_steps([make(on_bad=lambda record: None)]) for value, _ in step] == [1, 2]
+    assert [
+        value for step in global_steps([make(on_bad=lambda record: None)]) for value, _ in step
+    ] == [1, 2]
 
 
 def test_empty_streams_and_bad_settings_are_named():

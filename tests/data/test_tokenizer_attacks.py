@@ -27,7 +27,12 @@ SECONDS = 10
 TEXT = "The house of words, aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab"
 
 FILES = {
-    "bpe": ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "bpe": (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ),
     "sentencepiece": ("spiece.model", "tokenizer_config.json", "special_tokens_map.json"),
     "wordpiece": ("vocab.txt", "tokenizer_config.json", "added_tokens.json"),
     "gpt2": ("vocab.json", "merges.txt", "tokenizer_config.json"),
@@ -41,7 +46,10 @@ def folders(tmp_path_factory, texts) -> dict[str, Path]:
     train_byte_level_bpe(texts, 300, root / "bpe")
     train_sentencepiece(texts, 300, root / "sentencepiece")
     train_wordpiece(texts, 200, root / "trained")
-    model = {name: json.loads((root / name / "tokenizer.json").read_text())["model"] for name in ("bpe", "trained")}
+    model = {
+        name: json.loads((root / name / "tokenizer.json").read_text())["model"]
+        for name in ("bpe", "trained")
+    }
     for name, values in {
         "wordpiece": {"tokenizer_class": "BertTokenizer", "do_lower_case": True},
         "gpt2": {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"},
@@ -49,9 +57,13 @@ def folders(tmp_path_factory, texts) -> dict[str, Path]:
         (root / name).mkdir()
         (root / name / "tokenizer_config.json").write_text(json.dumps(values))
     vocabulary = model["trained"]["vocab"]
-    (root / "wordpiece/vocab.txt").write_text("\n".join(sorted(vocabulary, key=vocabulary.__getitem__)) + "\n")
+    (root / "wordpiece/vocab.txt").write_text(
+        "\n".join(sorted(vocabulary, key=vocabulary.__getitem__)) + "\n"
+    )
     (root / "gpt2/vocab.json").write_text(json.dumps(model["bpe"]["vocab"]))
-    (root / "gpt2/merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(m) for m in model["bpe"]["merges"]))
+    (root / "gpt2/merges.txt").write_text(
+        "#version: 0.2\n" + "\n".join(" ".join(m) for m in model["bpe"]["merges"])
+    )
     return {kind: root / kind for kind in FILES}
 
 
@@ -182,7 +194,16 @@ def test_settings_of_other_types(kind, key, value, folders, tmp_path, alarm):
         assert_refused(folder, alarm, "tokenizer_config.json", "extra_ids")
 
 
-PARTS = ("model", "pre_tokenizer", "post_processor", "decoder", "normalizer", "added_tokens", "truncation", "version")
+PARTS = (
+    "model",
+    "pre_tokenizer",
+    "post_processor",
+    "decoder",
+    "normalizer",
+    "added_tokens",
+    "truncation",
+    "version",
+)
 
 
 @pytest.mark.parametrize("value", WRONG, ids=str)
@@ -202,11 +223,18 @@ def test_parts_of_a_tokenizer_json(part, value, folders, tmp_path, alarm):
 def test_a_pattern_that_never_ends(folders, tmp_path, alarm):
     """It is found when a text is encoded: the Rust library panics, which is no Exception in Python."""
     folder, path = copy_of(folders["bpe"], tmp_path, "tokenizer.json")
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     path.write_text(json.dumps({**json.loads(path.read_text()), "pre_tokenizer": split}))
     tokenizer = load_tokenizer(folder)
     alarm()
-    with pytest.raises(ValueError, match=r"tokenizer.json holds no readable tokenizer: .*retry-limit"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json holds no readable tokenizer: .*retry-limit"
+    ):
         tokenizer.encode(TEXT)
 
 
@@ -249,7 +277,15 @@ def test_commands_end_with_code_2_and_one_line(folders, tmp_path, jsonl, capsys,
         path.unlink(missing_ok=True)
         os.mkfifo(path)
         alarm()
-        command = ["prepare", "--input", str(jsonl), "--tokenizer", str(folder), "--output", str(tmp_path / "out")]
+        command = [
+            "prepare",
+            "--input",
+            str(jsonl),
+            "--tokenizer",
+            str(folder),
+            "--output",
+            str(tmp_path / "out"),
+        ]
         assert cli.main(["data", *command]) == 2
         message = capsys.readouterr().err
         assert str(path) in message.replace("\n", "")
@@ -264,5 +300,8 @@ def test_generate_ends_with_code_2(folders, tmp_path, capsys, alarm):
     values["model"]["vocab"]["hostile"] = 2**32 - 1
     path.write_text(json.dumps(values))
     alarm()
-    assert cli.main(["generate", "--model", str(folder), "--prompt", "a", "--max-new-tokens", "1"]) == 2
+    assert (
+        cli.main(["generate", "--model", str(folder), "--prompt", "a", "--max-new-tokens", "1"])
+        == 2
+    )
     assert "hostile" in capsys.readouterr().err

@@ -62,12 +62,20 @@ def test_wordpiece_puts_the_tokens_of_bert_around_a_text(trained_wordpiece_dir):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(trained_wordpiece_dir)
-    assert tokenizer.convert_tokens_to_ids(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) == [0, 1, 2, 3, 4]
+    assert tokenizer.convert_tokens_to_ids(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     text = tokenizer("Thé of AND")
     assert tokenizer.decode(text.input_ids) == "[CLS] the of and [SEP]"
 
 
-@pytest.mark.parametrize("kind", ["tokenizer_dir", "spiece_dir", "wordpiece_dir", "trained_wordpiece_dir"])
+@pytest.mark.parametrize(
+    "kind", ["tokenizer_dir", "spiece_dir", "wordpiece_dir", "trained_wordpiece_dir"]
+)
 def test_the_interface_agrees_with_transformers(kind, request):
     from transformers import AutoTokenizer
 
@@ -112,8 +120,13 @@ def test_sentinels_of_sentencepiece_are_where_t5_has_them(spiece_dir):
     assert len(ids) == 100
     assert list(ids) == reference.convert_tokens_to_ids([f"<extra_id_{k}>" for k in range(100)])
     assert ids[0] == tokenizer.vocab_size - 1
-    assert tokenizer.decode([ids[0], *tokenizer.encode("the"), ids[1]]) == "<extra_id_0>the<extra_id_1>"
-    assert tokenizer.decode([ids[0], 1, *tokenizer.encode("the")], skip_special_tokens=True) == "the"
+    assert (
+        tokenizer.decode([ids[0], *tokenizer.encode("the"), ids[1]])
+        == "<extra_id_0>the<extra_id_1>"
+    )
+    assert (
+        tokenizer.decode([ids[0], 1, *tokenizer.encode("the")], skip_special_tokens=True) == "the"
+    )
     # A bare model file, as T5 publishes it, has none; they go behind it.
     bare = load_tokenizer(spiece_dir / "spiece.model")
     with pytest.raises(ValueError, match="add_sentinels"):
@@ -279,8 +292,18 @@ def test_transformers_loads_each_trained_kind(kind, trained, texts):
     assert mine.vocab_size == len(reference)
     if kind != "wordpiece":  # it runs out of pairs
         assert mine.vocab_size == (420 if kind in ("sentencepiece", "unigram") else 320)
-    assert reference.convert_ids_to_tokens(list(range(len(reference)))) == mine.tokens(len(reference))
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token"):
+    assert reference.convert_ids_to_tokens(list(range(len(reference)))) == mine.tokens(
+        len(reference)
+    )
+    for name in (
+        "bos_token",
+        "eos_token",
+        "pad_token",
+        "unk_token",
+        "cls_token",
+        "sep_token",
+        "mask_token",
+    ):
         assert mine.special.get(name) == getattr(reference, f"{name}_id")
     for text in texts[:5]:
         assert reference(text, add_special_tokens=False).input_ids == mine.encode(text)
@@ -294,9 +317,13 @@ def test_a_trained_wordpiece_tells_the_texts_of_a_pair_apart(trained):
     assert set(pair.token_type_ids) == {0, 1}
 
 
-@pytest.mark.parametrize(("kind", "family"), [("bpe", "gpt2"), ("wordpiece", "bert"), ("roberta-bpe", "roberta")])
+@pytest.mark.parametrize(
+    ("kind", "family"), [("bpe", "gpt2"), ("wordpiece", "bert"), ("roberta-bpe", "roberta")]
+)
 @pytest.mark.parametrize("values", [None, {"model_max_length": 512}])
-def test_the_model_type_gives_special_tokens_that_no_file_names(kind, family, values, trained, tmp_path):
+def test_the_model_type_gives_special_tokens_that_no_file_names(
+    kind, family, values, trained, tmp_path
+):
     """The first published models, such as bert-base-uncased, name no special tokens beside their tokenizer.json."""
     from transformers import AutoTokenizer
 
@@ -315,9 +342,13 @@ def test_the_model_type_gives_special_tokens_that_no_file_names(kind, family, va
     for copy in (tmp_path / "alone", tmp_path / "more"):
         reference = AutoTokenizer.from_pretrained(copy)
         assert load_tokenizer(copy).special == tokenizer.special
-        assert all(getattr(reference, f"{name}_id") == index for name, index in tokenizer.special.items())
+        assert all(
+            getattr(reference, f"{name}_id") == index for name, index in tokenizer.special.items()
+        )
     shutil.copy(folder / "config.json", tmp_path / "alone")
-    assert type(AutoTokenizer.from_pretrained(tmp_path / "alone")) is type(AutoTokenizer.from_pretrained(folder))
+    assert type(AutoTokenizer.from_pretrained(tmp_path / "alone")) is type(
+        AutoTokenizer.from_pretrained(folder)
+    )
 
 
 def test_robertas_tokens_have_robertas_places(trained):
@@ -356,7 +387,12 @@ def test_a_trained_glm_tokenizer_has_the_special_tokens_last(trained):
     text = GLMText(trained / "glm-bpe")  # finds the vocabulary by its tokens
     assert text.tokens == tokens
     ids = text.encode("the [MASK] of")
-    assert (ids[0], ids.count(tokens.mask), ids[-1], text.decode(ids)) == (tokens.cls, 1, tokens.eos, "the  of")
+    assert (ids[0], ids.count(tokens.mask), ids[-1], text.decode(ids)) == (
+        tokens.cls,
+        1,
+        tokens.eos,
+        "the  of",
+    )
 
 
 def test_the_vocabularies_of_glm_are_found_by_their_tokens_alone(trained, spiece_dir):
@@ -374,7 +410,9 @@ ADDED = ["[NLU]", "[S2S]", "two words"]
 
 
 @pytest.mark.parametrize("kind", TOKENIZER_KINDS)
-@pytest.mark.parametrize("added", [[], ["<extra_id_1>", "<extra_id_0>"], ADDED, [*ADDED, "<extra_id_100>"]])
+@pytest.mark.parametrize(
+    "added", [[], ["<extra_id_1>", "<extra_id_0>"], ADDED, [*ADDED, "<extra_id_100>"]]
+)
 def test_a_saved_tokenizer_has_the_added_tokens_everywhere(kind, added, trained, tmp_path):
     from transformers import AutoTokenizer
 
@@ -382,7 +420,10 @@ def test_a_saved_tokenizer_has_the_added_tokens_everywhere(kind, added, trained,
     tokenizer.add_tokens(added)
     save_tokenizer(tokenizer, tmp_path / "saved")
     size = tokenizer.vocab_size
-    back, reference = load_tokenizer(tmp_path / "saved"), AutoTokenizer.from_pretrained(tmp_path / "saved")
+    back, reference = (
+        load_tokenizer(tmp_path / "saved"),
+        AutoTokenizer.from_pretrained(tmp_path / "saved"),
+    )
     assert type(back) is type(tokenizer)
     assert back.tokens(size + 1) == [*tokenizer.tokens(size), None]
     assert reference.convert_ids_to_tokens(list(range(len(reference)))) == tokenizer.tokens(size)
@@ -392,11 +433,15 @@ def test_a_saved_tokenizer_has_the_added_tokens_everywhere(kind, added, trained,
     for path in (tmp_path / "saved").iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
         if not set(added) - set(load_tokenizer(trained / kind).tokens(size)):
-            assert (trained / kind / path.name).read_bytes() == path.read_bytes()  # nothing is new: a copy
+            assert (
+                trained / kind / path.name
+            ).read_bytes() == path.read_bytes()  # nothing is new: a copy
 
 
 def test_a_saved_model_file_and_a_saved_transformers_folder(spiece_dir, wordpiece_dir, tmp_path):
-    bare = load_tokenizer(spiece_dir / "spiece.model")  # as T5 publishes it: no sentinels, although the folder has them
+    bare = load_tokenizer(
+        spiece_dir / "spiece.model"
+    )  # as T5 publishes it: no sentinels, although the folder has them
     save_tokenizer(bare, tmp_path / "bare")
     assert load_tokenizer(tmp_path / "bare").vocab_size == bare.vocab_size
     add_sentinels(bare, 7)
@@ -405,14 +450,20 @@ def test_a_saved_model_file_and_a_saved_transformers_folder(spiece_dir, wordpiec
     assert load_tokenizer(tmp_path / "glm").tokens(bare.vocab_size) == bare.tokens(bare.vocab_size)
     shutil.copy(spiece_dir / "spiece.model", tmp_path / "mine.model")
     save_tokenizer(load_tokenizer(tmp_path / "mine.model"), tmp_path / "named")
-    assert load_tokenizer(tmp_path / "named").encode("the") == load_tokenizer(spiece_dir).encode("the")
+    assert load_tokenizer(tmp_path / "named").encode("the") == load_tokenizer(spiece_dir).encode(
+        "the"
+    )
     save_tokenizer(load_tokenizer(tmp_path / "named"), tmp_path / "named")  # onto itself
-    for number, order in enumerate((["[R]", "sentinels"], ["sentinels", "[R]"], ["<extra_id_0>", "[R]", "sentinels"])):
+    for number, order in enumerate(
+        (["[R]", "sentinels"], ["sentinels", "[R]"], ["<extra_id_0>", "[R]", "sentinels"])
+    ):
         mixed = load_tokenizer(spiece_dir / "spiece.model")
         for token in order:
             _ = add_sentinels(mixed, 9) if token == "sentinels" else mixed.add_tokens([token])
         save_tokenizer(mixed, tmp_path / f"order{number}")
-        assert load_tokenizer(tmp_path / f"order{number}").tokens(mixed.vocab_size) == mixed.tokens(mixed.vocab_size)
+        assert load_tokenizer(tmp_path / f"order{number}").tokens(mixed.vocab_size) == mixed.tokens(
+            mixed.vocab_size
+        )
     (tmp_path / "old").mkdir()
     (tmp_path / "old/vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb")
     (tmp_path / "old/tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
@@ -430,9 +481,13 @@ def test_the_digest_is_that_of_the_tokens_in_any_format(trained, tmp_path):
     assert not (tmp_path / "spiece.model").exists()
     vocabulary = Vocabulary.of(pieces)
     assert Vocabulary.of(load_tokenizer(tmp_path)) == vocabulary
-    stored = b"".join(len(raw := token.encode()).to_bytes(4, "little") + raw for token in pieces.tokens(420))
+    stored = b"".join(
+        len(raw := token.encode()).to_bytes(4, "little") + raw for token in pieces.tokens(420)
+    )
     assert vocabulary == Vocabulary(420, hashlib.sha256(stored).hexdigest())
-    others = {kind: Vocabulary.of(load_tokenizer(trained / kind)).sha256 for kind in TOKENIZER_KINDS}
+    others = {
+        kind: Vocabulary.of(load_tokenizer(trained / kind)).sha256 for kind in TOKENIZER_KINDS
+    }
     assert others["unigram"] == others["sentencepiece"]  # the same pieces in another format
     assert len(set(others.values())) == len(TOKENIZER_KINDS) - 1
 
@@ -463,7 +518,9 @@ def test_holes_and_token_borders_change_the_digest(tmp_path):
 
 
 def test_a_large_vocabulary_is_quick_to_identify(tmp_path):
-    rust = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"word{n}": n for n in range(250_000)}, unk_token="word0"))
+    rust = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"word{n}": n for n in range(250_000)}, unk_token="word0")
+    )
     rust.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     start = time.process_time()
@@ -490,7 +547,12 @@ def test_training_twice_gives_the_same_tokenizer(kind, trained, texts, tmp_path)
         "import json, sys; from shardzoo.data import train_tokenizer; "
         "train_tokenizer(sys.argv[1], iter(json.load(sys.stdin)), 320, sys.argv[2])"
     )
-    subprocess.run([sys.executable, "-c", code, kind, str(tmp_path)], input=json.dumps(texts), text=True, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code, kind, str(tmp_path)],
+        input=json.dumps(texts),
+        text=True,
+        check=True,
+    )
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (trained / kind / path.name).read_bytes()
 
@@ -500,7 +562,11 @@ def test_wordpiece_has_every_letter_and_no_other_special_tokens(texts, tmp_path)
     vocabulary = tokenizer.backend.get_vocab()
     assert {"z", "u", "##r", "##h", "\u4f60", "x"} <= vocabulary.keys()
     assert not {"##\u4f60", "##.", "ü"} & vocabulary.keys()
-    special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special]
+    special = [
+        token.content
+        for token in tokenizer.backend.get_added_tokens_decoder().values()
+        if token.special
+    ]
     assert special == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     assert tokenizer.decode(tokenizer.encode("Zurich abc")) == "zurich abc"
 
@@ -508,7 +574,9 @@ def test_wordpiece_has_every_letter_and_no_other_special_tokens(texts, tmp_path)
 def test_unigram_encodes_as_the_sentencepiece_it_comes_from(trained, tmp_path):
     from transformers import AutoTokenizer
 
-    unigram, sentencepiece = (load_tokenizer(trained / kind) for kind in ("unigram", "sentencepiece"))
+    unigram, sentencepiece = (
+        load_tokenizer(trained / kind) for kind in ("unigram", "sentencepiece")
+    )
     assert Vocabulary.of(unigram) == Vocabulary.of(sentencepiece)
     for text in ("the of", "Zürich 你好 🙂 of"):
         assert unigram.encode(text) == sentencepiece.encode(text)

@@ -24,7 +24,9 @@ from shardzoo import evaluation
 from shardzoo.cli import main as cli
 from shardzoo.evaluation.arguments import HARNESS_ARGUMENTS, ModelArguments
 
-lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install lm_eval")
+lm_eval = pytest.importorskip(
+    "lm_eval", reason="lm-evaluation-harness is not installed: pip install lm_eval"
+)
 HFLM = importlib.import_module("lm_eval.models.huggingface").HFLM
 TaskManager = importlib.import_module("lm_eval.tasks").TaskManager
 ShardzooLM = evaluation.ShardzooLM  # makes the harness know it
@@ -50,7 +52,11 @@ def tasks(tmp_path_factory) -> Path:
     """A folder of tasks: a YAML file and a file of JSON lines each."""
     folder = tmp_path_factory.mktemp("tasks")
     choices = [
-        {"question": text(i, 3 + 11 * i), "choices": [text(100 + i, 1 + i % 3), text(200 + i, 2)], "answer": i % 2}
+        {
+            "question": text(i, 3 + 11 * i),
+            "choices": [text(100 + i, 1 + i % 3), text(200 + i, 2)],
+            "answer": i % 2,
+        }
         for i in range(7)
     ]
     documents = [{"text": text(i, 5 + 13 * i)} for i in range(5)]
@@ -71,21 +77,39 @@ def tasks(tmp_path_factory) -> Path:
 
 
 def write_task(folder: Path, name: str, documents: list[dict], **settings) -> None:
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
-    files = {"data_files": {"test": str(folder / f"{name}.jsonl")}, "cache_dir": str(folder / "cache")}
-    task = {"task": name, "dataset_path": "json", "dataset_kwargs": files, "test_split": "test", **settings}
+    (folder / f"{name}.jsonl").write_text(
+        "".join(json.dumps(document) + "\n" for document in documents)
+    )
+    files = {
+        "data_files": {"test": str(folder / f"{name}.jsonl")},
+        "cache_dir": str(folder / "cache"),
+    }
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": files,
+        "test_split": "test",
+        **settings,
+    }
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
 
 
 def evaluated(model, tasks: Path, **options) -> dict:
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     return lm_eval.simple_evaluate(
-        model=model, tasks=list(NAMES), task_manager=manager, bootstrap_iters=0, log_samples=True, **options
+        model=model,
+        tasks=list(NAMES),
+        task_manager=manager,
+        bootstrap_iters=0,
+        log_samples=True,
+        **options,
     )
 
 
 def by_transformers(folder: Path, tasks: Path, **options) -> dict:
-    kind = transformers.AutoModelForSeq2SeqLM if "t5" in str(folder) or "bart" in str(folder) else None
+    kind = (
+        transformers.AutoModelForSeq2SeqLM if "t5" in str(folder) or "bart" in str(folder) else None
+    )
     model = (kind or transformers.AutoModelForCausalLM).from_pretrained(folder)
     return evaluated(HFLM(model, tokenizer=str(folder), batch_size=3, **options), tasks)
 
@@ -93,7 +117,9 @@ def by_transformers(folder: Path, tasks: Path, **options) -> dict:
 def check(found: dict, wanted: dict) -> None:
     """Compares the metrics, and the answer to each request."""
     for task in NAMES:
-        numbers = {key: value for key, value in wanted["results"][task].items() if key.endswith(",none")}
+        numbers = {
+            key: value for key, value in wanted["results"][task].items() if key.endswith(",none")
+        }
         numbers = {key: value for key, value in numbers.items() if "stderr" not in key}
         assert len(numbers) >= 1
         for key, value in numbers.items():
@@ -110,7 +136,11 @@ def check(found: dict, wanted: dict) -> None:
 
 
 def flat(values) -> list:
-    return [v for value in values for v in flat(value)] if isinstance(values, list | tuple) else [values]
+    return (
+        [v for value in values for v in flat(value)]
+        if isinstance(values, list | tuple)
+        else [values]
+    )
 
 
 @pytest.fixture
@@ -127,7 +157,9 @@ def workplace(folders, tasks, tmp_path) -> Path:
 def run(command: str, folder: Path) -> str:
     """What a command prints, in the order of the page."""
     environment = warm_environment()
-    done = subprocess.run(shlex.split(command), env=environment, capture_output=True, text=True, cwd=folder)
+    done = subprocess.run(
+        shlex.split(command), env=environment, capture_output=True, text=True, cwd=folder
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -179,7 +211,11 @@ def test_the_model_in_one_process(folders, tasks, workplace, monkeypatch):
 
 def test_the_page_names_every_argument_and_the_tasks(tasks):
     page = (ROOT / PAGE).read_text()
-    own = [field.name for field in dataclasses.fields(ModelArguments) if field.name not in ("harness", "device")]
+    own = [
+        field.name
+        for field in dataclasses.fields(ModelArguments)
+        if field.name not in ("harness", "device")
+    ]
     assert all(f"`{name}`" in page for name in (*own, *HARNESS_ARGUMENTS))
     [shown] = [yaml.safe_load(block.text) for block in blocks(PAGE, "text")]
     stored = yaml.safe_load((tasks / "local_choice.yaml").read_text())
@@ -195,9 +231,17 @@ def test_in_one_process_and_truncated(folders, tasks, family):
 
 
 def test_arguments_of_the_harness_reach_it(folders, tasks):
-    given = {"pretrained": str(folders["gpt2"]), "add_bos_token": True, "prefix_token_id": 7, "logits_cache": False}
+    given = {
+        "pretrained": str(folders["gpt2"]),
+        "add_bos_token": True,
+        "prefix_token_id": 7,
+        "logits_cache": False,
+    }
     options = {name: value for name, value in given.items() if name != "pretrained"}
-    check(evaluated("shardzoo", tasks, model_args=given), by_transformers(folders["gpt2"], tasks, **options))
+    check(
+        evaluated("shardzoo", tasks, model_args=given),
+        by_transformers(folders["gpt2"], tasks, **options),
+    )
 
 
 MISTAKES = [
@@ -224,7 +268,9 @@ def test_a_model_must_be_named():
 
 
 def test_a_masked_language_model_is_refused(folders):
-    with pytest.raises(ValueError, match="is a BertForMaskedLM; lm-evaluation-harness evaluates causal"):
+    with pytest.raises(
+        ValueError, match="is a BertForMaskedLM; lm-evaluation-harness evaluates causal"
+    ):
         ShardzooLM(pretrained=str(folders["bert"]))
 
 
@@ -232,7 +278,10 @@ COMMANDS = [
     ("--model shardzo --tasks a", "there is no model 'shardzo'"),
     ("--model_args pretrained=missing --tasks a", "missing is not a folder"),
     ("--model_args pretrained={gpt2},tensor_parallel_size=9 --tasks a", "9"),
-    ("--model_args pretrained={gpt2},tensor_parallel_size=2 --batch_size auto --tasks a", "set batch_size to a number"),
+    (
+        "--model_args pretrained={gpt2},tensor_parallel_size=2 --batch_size auto --tasks a",
+        "set batch_size to a number",
+    ),
     ("--config missing.yaml", "Config file not found"),
 ]
 
@@ -246,7 +295,9 @@ def test_a_wrong_command_gives_one_message(folders, capsys, options, message):
 
 
 def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(evaluation, "find_spec", lambda name: None if name == "lm_eval" else object())
+    monkeypatch.setattr(
+        evaluation, "find_spec", lambda name: None if name == "lm_eval" else object()
+    )
     assert cli.main(["lm-eval", "run", "--tasks", "a"]) == 2
     assert "pip install 'shardzoo[lm-eval]'" in capsys.readouterr().err
     with pytest.raises(ImportError, match="needs the packages lm_eval: install"):

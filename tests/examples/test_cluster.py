@@ -34,7 +34,9 @@ def check_training(words: list[str], ranks: int) -> None:
     arguments = read_arguments(words, quiet=True)
     assert arguments.overwrite
     assert arguments.config == RECIPES / "t5-v1_1-xxl.yaml"
-    replicas = validate_layout(ranks, arguments.model_parallel_size, arguments.pipeline_parallel_size)
+    replicas = validate_layout(
+        ranks, arguments.model_parallel_size, arguments.pipeline_parallel_size
+    )
     assert arguments.model_parallel_size <= GPUS  # within a machine
     assert arguments.accumulation_steps(replicas) >= 1
 
@@ -75,7 +77,12 @@ def test_the_batch_script_starts_a_rank_for_each_gpu(tmp_path):
             "SLURM_TASKS_PER_NODE": f"{GPUS}(x2)",
         }  # fmt: skip
         place = RankInfo.from_environment(task)
-        assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (rank, 16, rank % 8, 8)
+        assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (
+            rank,
+            16,
+            rank % 8,
+            8,
+        )
     assert not re.search(r"\b(RANK|WORLD_SIZE|MASTER_ADDR)=", script)
 
 
@@ -83,15 +90,30 @@ def launched(words: list[str]) -> tuple:
     """What torchrun reads from a pod's arguments: its own, and the script's."""
     parsed = get_args_parser().parse_args(words)
     assert parsed.training_script == "pretrain.py"
-    return parsed, [*parsed.training_script_args, "--output-dir", "/shared/runs/t5-xxl", "--overwrite"]  # of resume.sh
+    return parsed, [
+        *parsed.training_script_args,
+        "--output-dir",
+        "/shared/runs/t5-xxl",
+        "--overwrite",
+    ]  # of resume.sh
 
 
 def check_pod(pod: dict, container: dict) -> None:
-    assert container["command"] == ["bash", "examples/cluster/resume.sh", "/shared/runs/t5-xxl", "torchrun"]
+    assert container["command"] == [
+        "bash",
+        "examples/cluster/resume.sh",
+        "/shared/runs/t5-xxl",
+        "torchrun",
+    ]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": GPUS}
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     assert "/dev/shm" in [mount["mountPath"] for mount in container["volumeMounts"]]
-    assert pod["terminationGracePeriodSeconds"] >= read_arguments(["--output-dir", "x"], quiet=True).grace_period
+    assert (
+        pod["terminationGracePeriodSeconds"]
+        >= read_arguments(["--output-dir", "x"], quiet=True).grace_period
+    )
 
 
 def test_the_indexed_job_starts_torchrun_on_each_machine():
@@ -117,7 +139,11 @@ def test_the_indexed_job_starts_torchrun_on_each_machine():
     assert service["spec"]["clusterIP"] == "None"
     assert pod["restartPolicy"] == "Never"  # which a podFailurePolicy needs
     rules = {rule["action"]: rule for rule in spec["podFailurePolicy"]["rules"]}
-    assert rules["FailJob"]["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2]}
+    assert rules["FailJob"]["onExitCodes"] == {
+        "containerName": container["name"],
+        "operator": "In",
+        "values": [2],
+    }
 
 
 def test_kubeflows_job_gets_its_machines_by_variables(monkeypatch):
@@ -130,7 +156,12 @@ def test_kubeflows_job_gets_its_machines_by_variables(monkeypatch):
         [container] = pod["containers"]
         assert container["name"] == "pytorch"
         check_pod(pod, container)
-        variables = {"NNODES": machines, "NPROC_PER_NODE": GPUS, "NODE_RANK": node, "MASTER_ADDR": "shardzoo-master-0"}
+        variables = {
+            "NNODES": machines,
+            "NPROC_PER_NODE": GPUS,
+            "NODE_RANK": node,
+            "MASTER_ADDR": "shardzoo-master-0",
+        }
         for variable, value in variables.items():  # as the operator sets them
             monkeypatch.setenv(f"PET_{variable}", str(value))
         parsed, arguments = launched(container["args"])
@@ -148,7 +179,10 @@ def test_the_image_has_what_the_manifests_name():
     for manifest in ("job.yaml", "pytorchjob.yaml"):
         assert "image: shardzoo:cuda" in (CLUSTER / manifest).read_text()
     extras = set(",".join(re.findall(r"EXTRAS=(\S+)", text)).split(","))
-    assert all(re.search(rf"^{extra} = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE) for extra in extras)
+    assert all(
+        re.search(rf"^{extra} = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+        for extra in extras
+    )
     ignored = (ROOT / ".dockerignore").read_text().split()
     for needed in re.findall(r"COPY (\S+)", text):
         assert needed not in ignored

@@ -85,7 +85,9 @@ def run(folder, run_ranks):
 
     def in_the_pool(line: str) -> str:
         assert line in COMMANDS
-        sizes = re.findall(r"(?:num_gpus|num-gpus|model_parallel_size|model-parallel-size)[ =](\d+)", line)
+        sizes = re.findall(
+            r"(?:num_gpus|num-gpus|model_parallel_size|model-parallel-size)[ =](\d+)", line
+        )
         ranks = max(map(int, sizes), default=2 if "gpt2" in line else 1)
         ended = run_ranks(ranks, run_as_script, words_of(line), folder)
         assert all(code == 0 for _, code in ended), ended
@@ -94,7 +96,12 @@ def run(folder, run_ranks):
     def by_itself(line: str) -> str:
         environment = warm_environment()
         done = subprocess.run(
-            shlex.split(line), cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+            shlex.split(line),
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return " ".join(done.stdout.split())
@@ -141,12 +148,16 @@ def record(words: list[str], folder: Path, stop_after: int = 0) -> tuple[int, li
 
     from shardzoo.trainer import Trainer
 
-    multiprocessing.current_process()._config["daemon"] = False  # so that it may have workers of its own,
+    multiprocessing.current_process()._config["daemon"] = (
+        False  # so that it may have workers of its own,
+    )
     multiprocessing.set_start_method("fork", force=True)  # begun as those of a script are
     seen, forward_step = [], Trainer.forward_step
 
     def recording(self, data, model, mems):
-        seen.append({name: value.clone() for name, value in data.items() if hasattr(value, "clone")})
+        seen.append(
+            {name: value.clone() for name, value in data.items() if hasattr(value, "clone")}
+        )
         if len(seen) == stop_after:
             signal.raise_signal(signal.SIGTERM)
         return forward_step(self, data, model, mems)
@@ -171,7 +182,9 @@ def test_diacritics_take_each_text_once_also_when_stopped(folder, run_ranks, tin
     assert [len(batches) for _, batches in (*stopped, *rest)] == [7, 7, 43, 43]
 
     tokenizer = shardzoo.data.load_tokenizer(folder / "runs/examples/tiny-mt5")
-    expected = Counter((*tokenizer.encode(text), tokenizer.eos_token_id) for text in tiny.sentences(800))
+    expected = Counter(
+        (*tokenizer.encode(text), tokenizer.eos_token_id) for text in tiny.sentences(800)
+    )
     found = Counter()
     for batch in (batch for _, batches in (*stopped, *rest) for batch in batches):
         inputs, labels, mask = batch["input_ids"], batch["labels"], batch["attention_mask"].bool()
@@ -194,19 +207,26 @@ def test_bert_sorts_texts(run, folder):
     assert found
     assert int(found[1]) / 100 > majority + 0.2
     best = folder / "runs/examples/bert-pytorch/checkpoints" / "best"
-    assert logged(folder, "bert-pytorch", "valid/accuracy")[int(best.read_text().strip()[5:])] > majority + 0.2
+    assert (
+        logged(folder, "bert-pytorch", "valid/accuracy")[int(best.read_text().strip()[5:])]
+        > majority + 0.2
+    )
 
 
 def test_glm_fills_a_blank(run, folder):
     shown = run(command("glm"))
     curve = list(logged(folder, "glm-pytorch").values())
-    assert sum(curve[-6:]) / 6 < curve[0] - 0.8  # single ones differ by half a nat: now tokens are blank, now documents
+    assert (
+        sum(curve[-6:]) / 6 < curve[0] - 0.8
+    )  # single ones differ by half a nat: now tokens are blank, now documents
     assert re.search(r"'generated_text': 'Return the.+of the message\.'", shown)
 
 
 def test_gpt2_split_over_two_is_the_same_in_transformers(run, folder):
     shown = run(command("gpt2"))
-    split, whole = map(float, re.findall(r"loss split 2 ways (\S+); in transformers.*?, (\d\S+)", shown)[0])
+    split, whole = map(
+        float, re.findall(r"loss split 2 ways (\S+); in transformers.*?, (\d\S+)", shown)[0]
+    )
     assert split == pytest.approx(whole, rel=1e-5)
     curve = logged(folder, "gpt2-tp")
     assert curve[max(curve)] < curve[min(curve)] - 0.5

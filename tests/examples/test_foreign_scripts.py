@@ -190,7 +190,9 @@ trainer_arguments = t2t.TrainerArguments(
 )
 trainer = t2t.Trainer(arguments=trainer_arguments)
 """
-VALIDATED = 'validation_file="pairs.json", per_device_eval_batch_size=4, evaluation_strategy="epoch",'
+VALIDATED = (
+    'validation_file="pairs.json", per_device_eval_batch_size=4, evaluation_strategy="epoch",'
+)
 TRAIN_AND_TEST = """
 trainer.model_summary()
 trainer.train(valid=VALID)
@@ -259,7 +261,9 @@ def folder(tmp_path_factory):
     save_model(models / "T5-base-ch", "T5ForConditionalGeneration", "t5")
     save_model(models / "RoBERTa-base-ch", "BertForMaskedLM", "bert")
     save_model(models / "gpt2-base-ch", "GPT2LMHeadModel", "gpt2")
-    train_tokenizer("glm-bpe", [text(seed, 12) for seed in range(200)], 340, models / "GLM-large-ch")
+    train_tokenizer(
+        "glm-bpe", [text(seed, 12) for seed in range(200)], 340, models / "GLM-large-ch"
+    )
     save_glm(models / "GLM-large-ch", "gpt2", max_sequence_length=600)
     rows = [(f"{text(n, 5)} red", text(n, 2)) for n in range(16)]
     for side, name in enumerate(("train.src", "train.tgt")):
@@ -283,7 +287,9 @@ def test_a_script_runs(name, folder, monkeypatch):
     monkeypatch.chdir(folder)
     if name in SEVERAL:
         command = ["python", str(path)]
-        ran = subprocess.run(command, env=warm_environment(), capture_output=True, text=True, timeout=280)
+        ran = subprocess.run(
+            command, env=warm_environment(), capture_output=True, text=True, timeout=280
+        )
         assert ran.returncode == 0, ran.stdout + ran.stderr
     else:
         runpy.run_path(str(path), run_name="__main__")
@@ -321,16 +327,32 @@ LIBAI_SMALL = (
 def test_libais_configuration_of_mt5_trains(folder, monkeypatch):
     monkeypatch.chdir(folder)
     save_model(folder / "vocabulary", "MT5ForConditionalGeneration", "t5")
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text(n, 60)}) + "\n" for n in range(60)))
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text(n, 60)}) + "\n" for n in range(60))
+    )
     words = [*LIBAI.split(), *LIBAI_CHANGED.split()]
     made = read_arguments(words, quiet=True)
-    assert (made.train_steps, made.micro_batch_size, made.log_interval, made.eval_interval) == (24000, 16, 10, 5000)
-    assert (made.save_interval, made.save_total_limit, made.output_dir, made.warmup_ratio) == (10, 20, "out", 0.0417)
+    assert (made.train_steps, made.micro_batch_size, made.log_interval, made.eval_interval) == (
+        24000,
+        16,
+        10,
+        5000,
+    )
+    assert (made.save_interval, made.save_total_limit, made.output_dir, made.warmup_ratio) == (
+        10,
+        20,
+        "out",
+        0.0417,
+    )
     assert (made.model_parallel_size, made.precision, made.data) == (1, "fp32", ("texts.jsonl",))
     command = ["python", str(RECIPES.parent / "pretrain.py"), *words, *LIBAI_SMALL.split()]
-    ran = subprocess.run(command, env=warm_environment(), capture_output=True, text=True, timeout=280)
+    ran = subprocess.run(
+        command, env=warm_environment(), capture_output=True, text=True, timeout=280
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    curve = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    curve = [
+        json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [record["train/loss"] for record in curve if "train/loss" in record]
     assert len(losses) == 2
     assert losses[1] < losses[0] - 0.1

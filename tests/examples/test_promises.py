@@ -15,7 +15,13 @@ from tiny_models import hf_model, tiny
 from training import Pairs, losses, native_t5, on_ranks, run_training, tiny_t5
 
 MIB = 1 << 20
-ADAFACTOR = {"optimizer": "adafactor", "lr": 1e-4, "lr_schedule": "constant", "weight_decay": 0.0, "clip_grad": 0.0}
+ADAFACTOR = {
+    "optimizer": "adafactor",
+    "lr": 1e-4,
+    "lr_schedule": "constant",
+    "weight_decay": 0.0,
+    "clip_grad": 0.0,
+}
 
 
 class InOrder:
@@ -35,7 +41,13 @@ def test_adafactor_is_the_reference_update_with_the_given_parameters(tmp_path):
     model = tiny_t5()
     reference = copy.deepcopy(model)
     _, trained = run_training(
-        None, tmp_path, model=model, data=InOrder(), train_steps=steps, micro_batch_size=batch_size, **ADAFACTOR
+        None,
+        tmp_path,
+        model=model,
+        data=InOrder(),
+        train_steps=steps,
+        micro_batch_size=batch_size,
+        **ADAFACTOR,
     )
     optimizer = Adafactor(
         reference.parameters(), lr=1e-4, eps=(1e-30, 1e-3), clip_threshold=1.0, decay_rate=-0.8, beta1=None,
@@ -70,7 +82,10 @@ def train_and_note_files(mesh, folder: Path, **settings):
         _, weights = run_training(mesh, folder, model=model, **settings)
     finally:
         snapshot.write_share = write
-    split = {name: getattr(parameter, "shard", None) is not None for name, parameter in model.named_parameters()}
+    split = {
+        name: getattr(parameter, "shard", None) is not None
+        for name, parameter in model.named_parameters()
+    }
     return weights, split, written
 
 
@@ -83,7 +98,9 @@ REPLICATED = {
 @pytest.mark.parametrize("name", REPLICATED)
 def test_replicas_stay_identical_and_each_byte_has_one_writer(run_mesh, tmp_path, name):
     tp, settings = REPLICATED[name]
-    training = partial(train_and_note_files, folder=tmp_path, train_steps=20, save_interval=10, **settings)
+    training = partial(
+        train_and_note_files, folder=tmp_path, train_steps=20, save_interval=10, **settings
+    )
     ranks = run_mesh(tp, training, data=2)
     for rank, (weights, split, _) in enumerate(ranks):
         for key, value in weights.items():
@@ -98,10 +115,14 @@ def test_replicas_stay_identical_and_each_byte_has_one_writer(run_mesh, tmp_path
 
 def hf_mt5():
     """A small mT5 of transformers whose weights are all different, its head untied."""
-    model = hf_model("MT5ForConditionalGeneration", 0.0, vocab_size=66, num_layers=2, tie_word_embeddings=False)
+    model = hf_model(
+        "MT5ForConditionalGeneration", 0.0, vocab_size=66, num_layers=2, tie_word_embeddings=False
+    )
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1, generator=generator)
+        torch.nn.init.normal_(
+            parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1, generator=generator
+        )
     return model
 
 
@@ -137,8 +158,13 @@ def test_an_mt5_of_transformers_goes_on_here_under_one_layout_then_another(run_m
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
     settings = {"data": InOrder(), "lr": 1e-3, "lr_schedule": "constant"}
-    theirs, _ = run_training(None, tmp_path / "theirs", model=model, train_steps=12, micro_batch_size=8, **settings)
-    settings |= {"env_type": "deepspeed+mpu", "model": partial(native_mt5, folder=tmp_path / "from")}
+    theirs, _ = run_training(
+        None, tmp_path / "theirs", model=model, train_steps=12, micro_batch_size=8, **settings
+    )
+    settings |= {
+        "env_type": "deepspeed+mpu",
+        "model": partial(native_mt5, folder=tmp_path / "from"),
+    }
     settings |= {"micro_batch_size": 2, "global_batch_size": 8}
     split = {"tp": 2, "data_ranks": 2, "model_parallel_size": 2}
     [(first, _), *_] = on_ranks(run_mesh, tmp_path / "first", train_steps=6, **split, **settings)
@@ -153,7 +179,9 @@ def test_an_mt5_of_transformers_goes_on_here_under_one_layout_then_another(run_m
     merge(last, tmp_path / "to")
     [logits] = run_mesh(1, whole_logits, last)
     with torch.no_grad():
-        again = MT5ForConditionalGeneration.from_pretrained(tmp_path / "to").eval()(**batch()).logits
+        again = (
+            MT5ForConditionalGeneration.from_pretrained(tmp_path / "to").eval()(**batch()).logits
+        )
     torch.testing.assert_close(again, logits, rtol=1e-5, atol=1e-5)
 
 
@@ -166,13 +194,19 @@ def test_bf16_t5_stays_finite_with_activations_that_fp16_has_not(tmp_path):
         for block in large.encoder.block:
             block.layer[1].DenseReluDense.wo.weight.mul_(1e6)
     large.save_pretrained(tmp_path / "hf")
-    large.encoder.block[-1].layer[1].DenseReluDense.register_forward_hook(lambda m, i, output: outputs.append(output))
+    large.encoder.block[-1].layer[1].DenseReluDense.register_forward_hook(
+        lambda m, i, output: outputs.append(output)
+    )
     large(**batch())
     assert outputs[0].abs().max() > torch.finfo(torch.float16).max
     for name, load in (("theirs", type(large).from_pretrained), ("ours", shardzoo.from_pretrained)):
         model = load(tmp_path / "hf")
-        steps, weights = run_training(None, tmp_path / name, model=model, precision="bf16", train_steps=20)
-        assert all(value.dtype == torch.bfloat16 and value.isfinite().all() for value in weights.values())
+        steps, weights = run_training(
+            None, tmp_path / name, model=model, precision="bf16", train_steps=20
+        )
+        assert all(
+            value.dtype == torch.bfloat16 and value.isfinite().all() for value in weights.values()
+        )
         assert losses(steps)[-1] < losses(steps)[0]
 
 
@@ -183,11 +217,24 @@ def recomputing(mesh, folder: Path, kind: str, active: bool) -> tuple[list[float
     from shardzoo.models import from_config
 
     config = transformers.T5Config(
-        d_model=64, d_kv=16, d_ff=128, num_layers=5, num_heads=4, vocab_size=64, decoder_start_token_id=0
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=5,
+        num_heads=4,
+        vocab_size=64,
+        decoder_start_token_id=0,
     )
     torch.manual_seed(0)
-    model = from_config(config) if kind == "native" else transformers.T5ForConditionalGeneration(config)
-    settings = {"model": model, "data": Pairs(288), "micro_batch_size": 96, "checkpoint_activations": active}
+    model = (
+        from_config(config) if kind == "native" else transformers.T5ForConditionalGeneration(config)
+    )
+    settings = {
+        "model": model,
+        "data": Pairs(288),
+        "micro_batch_size": 96,
+        "checkpoint_activations": active,
+    }
     steps: list[dict[str, float]] = []
     peak = peak_of(lambda: steps.extend(run_training(mesh, folder, train_steps=3, **settings)[0]))
     return losses(steps), peak
@@ -196,8 +243,12 @@ def recomputing(mesh, folder: Path, kind: str, active: bool) -> tuple[list[float
 @pytest.mark.before_release
 @pytest.mark.parametrize("kind", ["native", "transformers"])
 def test_recomputation_changes_no_loss_and_lowers_the_peak(kind, run_mesh, tmp_path):
-    [(kept, most)] = run_mesh(1, partial(recomputing, folder=tmp_path / "kept", kind=kind, active=False))
-    [(again, less)] = run_mesh(1, partial(recomputing, folder=tmp_path / "again", kind=kind, active=True))
+    [(kept, most)] = run_mesh(
+        1, partial(recomputing, folder=tmp_path / "kept", kind=kind, active=False)
+    )
+    [(again, less)] = run_mesh(
+        1, partial(recomputing, folder=tmp_path / "again", kind=kind, active=True)
+    )
     assert again == pytest.approx(kept, rel=1e-6)
     assert less < 0.7 * most
 
@@ -217,7 +268,9 @@ def peaks(mesh, folder: Path) -> tuple[int, int, int]:
             ids = torch.arange(length) + index
             return {"input_ids": ids, "labels": ids}
 
-    model = from_config(tiny("gpt2", 0.0, layers=1, n_head=2, n_positions=length, vocab_size=vocabulary))
+    model = from_config(
+        tiny("gpt2", 0.0, layers=1, n_head=2, n_positions=length, vocab_size=vocabulary)
+    )
     trainer = Trainer(train_steps=1, batch_size=rows, save_dir=str(folder))
 
     def step() -> None:

@@ -30,30 +30,41 @@ def shown(cell: nbformat.NotebookNode) -> list[str]:
     for output in cell.outputs:
         assert output.output_type != "error"
         data = output.get("data", {})
-        found.append("image/png" if "image/png" in data else output.get("text") or data["text/plain"])
+        found.append(
+            "image/png" if "image/png" in data else output.get("text") or data["text/plain"]
+        )
     return [VARIES.sub("", "".join(found))]
 
 
 @pytest.mark.before_release
 def test_the_tour(tmp_path, monkeypatch):
     """Ranks are copies of a process that has imported everything, like other programs in the tests."""
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it a kernel does not show what other processes print
+    monkeypatch.delenv(
+        "PYTEST_CURRENT_TEST"
+    )  # with it a kernel does not show what other processes print
     stored, fresh = (nbformat.read(NOTEBOOK, as_version=4) for _ in range(2))
     python = str(warm_programs() / "python")
     fresh.cells.insert(0, nbformat.v4.new_code_cell(f"import sys; sys.executable = {python!r}"))
     started = time.monotonic()
-    NotebookClient(fresh, timeout=SECONDS, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        fresh, timeout=SECONDS, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     assert time.monotonic() - started < SECONDS
     for old, new in zip(stored.cells, fresh.cells[1:], strict=True):
         if old.cell_type == "code":
             assert old.execution_count
             assert shown(old) == shown(new)
-    assert any(cell.get("outputs") and "image/png" in cell.outputs[0].get("data", {}) for cell in stored.cells)
+    assert any(
+        cell.get("outputs") and "image/png" in cell.outputs[0].get("data", {})
+        for cell in stored.cells
+    )
     assert str(ROOT) not in NOTEBOOK.read_text()
 
 
 def test_mistakes_in_a_notebook(capfd):
-    def fail_on(rank: str) -> None:  # like a notebook's, these functions are in no module that a rank could import
+    def fail_on(
+        rank: str,
+    ) -> None:  # like a notebook's, these functions are in no module that a rank could import
         if os.environ["RANK"] == rank:
             raise KeyError("of this rank")
         time.sleep(60)

@@ -38,7 +38,9 @@ def test_pairs_of_other_keys_with_a_prefix_and_two_lengths(checkpoints, files, n
     model = transformers.T5ForConditionalGeneration.from_pretrained(folder)
     samples = [
         (
-            tokenizer("new: " + record["translation"]["en"], truncation=True, max_length=6).input_ids,
+            tokenizer(
+                "new: " + record["translation"]["en"], truncation=True, max_length=6
+            ).input_ids,
             tokenizer(record["translation"]["ro"], truncation=True, max_length=3).input_ids,
         )
         for record in lines(files / "other.json")
@@ -46,7 +48,9 @@ def test_pairs_of_other_keys_with_a_prefix_and_two_lengths(checkpoints, files, n
     assert {len(ids) for ids, _ in samples} == {6}
     values = trainer.evaluate()
     assert values["loss"] == pytest.approx(mean_loss(model, samples), rel=1e-5)
-    assert values["perplexity"] == pytest.approx(torch.tensor(values["loss"]).exp().item(), rel=1e-6)
+    assert values["perplexity"] == pytest.approx(
+        torch.tensor(values["loss"]).exp().item(), rel=1e-6
+    )
 
 
 def test_two_text_files_and_a_soft_limit_on_samples(checkpoints, files, tmp_path):
@@ -70,7 +74,9 @@ def test_plain_text_for_a_decoder(checkpoints, files, native):
     tokens = [*tokenizer((files / "text.txt").read_text()).input_ids, tokenizer.eos_token_id]
     blocks = [tokens[i : i + 16] for i in range(0, len(tokens) - 15, 16)]
     values = trainer.evaluate()
-    assert values["loss"] == pytest.approx(mean_loss(model, [(block, block) for block in blocks]), rel=1e-4)
+    assert values["loss"] == pytest.approx(
+        mean_loss(model, [(block, block) for block in blocks]), rel=1e-4
+    )
     predicted = model(torch.tensor(blocks)).logits[:, :-1].argmax(-1)
     hits = (predicted == torch.tensor(blocks)[:, 1:]).float().mean().item()
     assert values["accuracy"] == pytest.approx(hits, abs=0.005)
@@ -104,7 +110,11 @@ def test_padding_may_be_learnt(checkpoints, files):
     model = transformers.T5ForConditionalGeneration.from_pretrained(folder)
     records = [record["translation"] for record in lines(files / "pairs.json")]
     batch = tokenizer([record["s"] for record in records], padding=True, return_tensors="pt")
-    labels = tokenizer([record["t"] for record in records], padding=True, return_tensors="pt").input_ids
+    labels = tokenizer(
+        [record["t"] for record in records], padding=True, return_tensors="pt"
+    ).input_ids
     assert (labels == tokenizer.pad_token_id).any()
-    loss = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels).loss.item()
+    loss = model(
+        input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels
+    ).loss.item()
     assert trainer.evaluate()["loss"] == pytest.approx(loss, rel=1e-5)

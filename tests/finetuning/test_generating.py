@@ -25,11 +25,16 @@ def tuned(checkpoints, tmp_path_factory):
 
     def get(kind: str) -> str:
         if kind not in made:
-            load = {"t5": transformers.T5ForConditionalGeneration, "gpt2": transformers.GPT2LMHeadModel}[kind]
+            load = {
+                "t5": transformers.T5ForConditionalGeneration,
+                "gpt2": transformers.GPT2LMHeadModel,
+            }[kind]
             model = load.from_pretrained(checkpoints(kind))
             randomize(model, 0)
             made[kind] = str(tmp_path_factory.mktemp(kind))
-            transformers.AutoTokenizer.from_pretrained(checkpoints(kind)).save_pretrained(made[kind])
+            transformers.AutoTokenizer.from_pretrained(checkpoints(kind)).save_pretrained(
+                made[kind]
+            )
             model.save_pretrained(made[kind])
         return made[kind]
 
@@ -56,7 +61,9 @@ def theirs(folder: str, text: str, **settings) -> list[str]:
         inputs = tokenizer(text + "\n", return_tensors="pt")
         skip = inputs.input_ids.shape[1]
         settings["pad_token_id"] = 0
-    found = model.generate(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, **settings)
+    found = model.generate(
+        input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, **settings
+    )
     return tokenizer.batch_decode(found[:, skip:].tolist(), skip_special_tokens=True)
 
 
@@ -64,7 +71,9 @@ def theirs(folder: str, text: str, **settings) -> list[str]:
 @pytest.mark.parametrize("native", [True, False])
 def test_single_texts_are_those_of_transformers(tuned, kind, native):
     trainer = load(tuned(kind), native)
-    assert trainer.generate_single(TEXT) == theirs(tuned(kind), TEXT, num_beams=4, max_new_tokens=8)[0]
+    assert (
+        trainer.generate_single(TEXT) == theirs(tuned(kind), TEXT, num_beams=4, max_new_tokens=8)[0]
+    )
     greedy = theirs(tuned(kind), TEXT, num_beams=1, max_new_tokens=5)[0]
     assert trainer.generate_single(TEXT, num_beams=1, max_new_tokens=5) == greedy
     assert greedy
@@ -74,7 +83,10 @@ def test_single_texts_are_those_of_transformers(tuned, kind, native):
 def test_diverse_texts_need_no_code_from_a_hub(tuned, kind):
     """Both kinds of models give the same; that of the zoo is held to transformers' last release that had it."""
     ours, others = (load(tuned(kind), native) for native in (True, False))
-    for settings in ({}, {"output_count": 4, "beam_width": 1, "num_beam_groups": 4, "diversity_penalty": 2.0}):
+    for settings in (
+        {},
+        {"output_count": 4, "beam_width": 1, "num_beam_groups": 4, "diversity_penalty": 2.0},
+    ):
         texts = ours.generate_diverse(TEXT, **settings)
         assert others.generate_diverse(TEXT, **settings) == texts
         assert len(texts) == settings.get("output_count", 8)
@@ -94,14 +106,19 @@ def test_a_split_model_writes_the_same(tuned, run_mesh):
 
 
 @pytest.mark.parametrize(
-    ("kind", "metric"), every_day([("t5", "rouge"), ("gpt2", "accuracy")], more=[("t5", "sacrebleu")])
+    ("kind", "metric"),
+    every_day([("t5", "rouge"), ("gpt2", "accuracy")], more=[("t5", "sacrebleu")]),
 )
 def test_generated_texts_are_measured(tuned, files, kind, metric):
     settings = {"metric": metric, "predict_with_generate": True, "generation_num_beams": 2}
     trainer = load(tuned(kind), True, files, **settings)
     values = trainer.evaluate()
-    pairs = [json.loads(line)["translation"] for line in (files / "pairs.json").read_text().splitlines()]
-    texts = [theirs(tuned(kind), pair["s"], num_beams=2, max_new_tokens=8)[0].strip() for pair in pairs]
+    pairs = [
+        json.loads(line)["translation"] for line in (files / "pairs.json").read_text().splitlines()
+    ]
+    texts = [
+        theirs(tuned(kind), pair["s"], num_beams=2, max_new_tokens=8)[0].strip() for pair in pairs
+    ]
     targets = [pair["t"] for pair in pairs]
     if metric == "sacrebleu":
         wanted = {"sacrebleu": sacrebleu.corpus_bleu(texts, [targets]).score}
@@ -110,18 +127,30 @@ def test_generated_texts_are_measured(tuned, files, kind, metric):
     else:
         scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
         scores = [scorer.score(*pair) for pair in zip(targets, texts, strict=True)]
-        wanted = {k: 100 * sum(s[k].fmeasure for s in scores) / len(scores) for k in ("rouge1", "rouge2", "rougeL")}
+        wanted = {
+            k: 100 * sum(s[k].fmeasure for s in scores) / len(scores)
+            for k in ("rouge1", "rouge2", "rougeL")
+        }
     assert values.pop("perplexity") == pytest.approx(math.exp(values.pop("loss")))
     assert values == pytest.approx(wanted)
 
 
 def test_evaluations_over_ranks_are_those_of_one(tuned, files, run_mesh):
-    folder, settings = tuned("t5"), {"metric": "rouge", "predict_with_generate": True, "max_eval_samples": 11}
+    folder, settings = (
+        tuned("t5"),
+        {"metric": "rouge", "predict_with_generate": True, "max_eval_samples": 11},
+    )
     alone = load(folder, True, files, **settings).evaluate()
 
     def evaluate(mesh):
         return load(
-            folder, True, files, mesh=mesh, env_type="deepspeed+mpu", model_parallel_size=2, **settings
+            folder,
+            True,
+            files,
+            mesh=mesh,
+            env_type="deepspeed+mpu",
+            model_parallel_size=2,
+            **settings,
         ).evaluate()
 
     for values in run_mesh(2, evaluate, data=2):
@@ -135,17 +164,23 @@ def test_training_evaluates_what_it_generates(checkpoints, files, tmp_path):
         save_best="accuracy", generation_max_length=4,
     )  # fmt: skip
     values = trainer.train()
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     logged = [record for record in records if "valid/accuracy" in record]
     assert [record["step"] for record in logged][:2] == [4, 8]
     assert set(logged[0]) == {"step", "valid/loss", "valid/perplexity", "valid/accuracy"}
-    assert trainer.evaluate() == pytest.approx({name: value for name, value in values.items() if name != "step"})
+    assert trainer.evaluate() == pytest.approx(
+        {name: value for name, value in values.items() if name != "step"}
+    )
     assert (tmp_path / "run" / "checkpoints" / "best").exists()
 
 
 def test_a_classifier_generates_nothing(checkpoints, files):
     trainer = t2t.Trainer(
-        model_name_or_path=checkpoints("bert"), train_file=str(files / "names.json"), max_source_length=20
+        model_name_or_path=checkpoints("bert"),
+        train_file=str(files / "names.json"),
+        max_source_length=20,
     )
     for call in (trainer.generate_single, trainer.generate_diverse):
         with pytest.raises(ValueError, match="a model of text-classification generates no text"):

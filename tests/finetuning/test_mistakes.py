@@ -23,11 +23,20 @@ ARGUMENTS = [
     ({"native": False, "model_parallel_size": 2}, "only the zoo's models support; use native=True"),
     ({"resume": True}, "resume needs output_dir"),
     ({"model_name_or_pth": "x", "train_file": "x"}, "did you mean model_name_or_path"),
-    ({"learning_rate": 1e-3, "lr": 1e-3}, "learning_rate and lr both set lr|lr and learning_rate both set lr"),
+    (
+        {"learning_rate": 1e-3, "lr": 1e-3},
+        "learning_rate and lr both set lr|lr and learning_rate both set lr",
+    ),
     ({"predict_with_generate": True, "zero_stage": 3}, "use stage 2"),
     ({"save_dir": "runs"}, "save_dir='runs' is not supported in fine-tuning; set --output-dir"),
-    ({"experiment_name": "a"}, "experiment_name='a' is not supported in fine-tuning; set --output-dir"),
-    ({"torch_compile_backend": "zzz"}, "torch_compile_backend must be one of .*inductor.*, not 'zzz'"),
+    (
+        {"experiment_name": "a"},
+        "experiment_name='a' is not supported in fine-tuning; set --output-dir",
+    ),
+    (
+        {"torch_compile_backend": "zzz"},
+        "torch_compile_backend must be one of .*inductor.*, not 'zzz'",
+    ),
     ({"train_file": "nowhere.json"}, "train_file nowhere.json does not exist"),
     ({"model_name_or_path": ""}, "model_name_or_path is missing"),
     ({"model_name_or_path": "/nowhere/at/all"}, "/nowhere/at/all is not a folder"),
@@ -43,9 +52,15 @@ def test_arguments(keywords, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"pipeline_parallel_size": 3}, "2 blocks cannot be dealt evenly to 3 pipeline stages; .* 1 or 2"),
+        (
+            {"pipeline_parallel_size": 3},
+            "2 blocks cannot be dealt evenly to 3 pipeline stages; .* 1 or 2",
+        ),
         ({"pipeline_parallel_size": 2, "num_gpus": 3}, "3 processes cannot form 2 pipeline stages"),
-        ({"pipeline_parallel_size": 2, "micro_batch_size": 2, "global_batch_size": 9}, "use a multiple of 2"),
+        (
+            {"pipeline_parallel_size": 2, "micro_batch_size": 2, "global_batch_size": 9},
+            "use a multiple of 2",
+        ),
         ({"model_parallel_size": 5}, "4 attention heads cannot be split 5 ways"),
     ],
 )
@@ -54,7 +69,11 @@ def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts(
 ):
     monkeypatch.setattr("shardzoo.trainer.launch.launch.start_processes", pytest.fail)
     with pytest.raises(ValueError, match=message):
-        t2t.Trainer(model_name_or_path=checkpoints("bert"), train_file=str(files / "labels.json"), **arguments)
+        t2t.Trainer(
+            model_name_or_path=checkpoints("bert"),
+            train_file=str(files / "labels.json"),
+            **arguments,
+        )
 
 
 def test_a_name_that_cannot_be_fetched(monkeypatch):
@@ -63,7 +82,8 @@ def test_a_name_that_cannot_be_fetched(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(
-        ValueError, match=r"t5-small is not a folder, and downloading it .* failed: cannot reach the hub"
+        ValueError,
+        match=r"t5-small is not a folder, and downloading it .* failed: cannot reach the hub",
     ):
         t2t.Trainer(model_name_or_path="t5-small")
 
@@ -90,12 +110,37 @@ FILES = [
         {"validation_file": "labels.json"},
         "the label '[01]' is not one of the model's: colour, none",
     ),
-    ("gpt2", "pairs.json", {"max_source_length": 60}, "max_target_length=8 is more than the model's 64"),
+    (
+        "gpt2",
+        "pairs.json",
+        {"max_source_length": 60},
+        "max_target_length=8 is more than the model's 64",
+    ),
     ("gpt2", "text.txt", {"block_size": 65}, "block_size=65 is more than the model's 64 positions"),
-    ("bert", "names.json", {"max_source_length": 65}, "max_source_length=65 is more than the model's 64 positions"),
-    ("t5", "pairs.json", {"task": "text-generation"}, "does not learn text-generation; it learns text2text"),
-    ("bert", "names.json", {"task": "text-generation", "native": True}, "does not learn text-generation"),
-    ("gpt2", "pairs.json", {"ignore_pad_token_for_loss": False}, "for the targets of encoder-decoders"),
+    (
+        "bert",
+        "names.json",
+        {"max_source_length": 65},
+        "max_source_length=65 is more than the model's 64 positions",
+    ),
+    (
+        "t5",
+        "pairs.json",
+        {"task": "text-generation"},
+        "does not learn text-generation; it learns text2text",
+    ),
+    (
+        "bert",
+        "names.json",
+        {"task": "text-generation", "native": True},
+        "does not learn text-generation",
+    ),
+    (
+        "gpt2",
+        "pairs.json",
+        {"ignore_pad_token_for_loss": False},
+        "for the targets of encoder-decoders",
+    ),
 ]
 
 
@@ -105,12 +150,22 @@ def test_files(checkpoints, files, tmp_path, kind, file, arguments, message):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "broken.json").write_text("{\n")
     (tmp_path / "one.json").write_text('{"s": "one", "t": "a"}\n')
-    paths = {name: str(files / name if (files / name).exists() else tmp_path / name) for name in (file, "labels.json")}
+    paths = {
+        name: str(files / name if (files / name).exists() else tmp_path / name)
+        for name in (file, "labels.json")
+    }
     if "validation_file" in arguments:
         arguments = {**arguments, "validation_file": paths["labels.json"]}
-    short = {"max_source_length": 20, "max_target_length": 8, "block_size": 8, "output_dir": str(tmp_path / "run")}
+    short = {
+        "max_source_length": 20,
+        "max_target_length": 8,
+        "block_size": 8,
+        "output_dir": str(tmp_path / "run"),
+    }
     with pytest.raises(ValueError, match=message):
-        t2t.Trainer(model_name_or_path=checkpoints(kind), train_file=paths[file], **{**short, **arguments}).train()
+        t2t.Trainer(
+            model_name_or_path=checkpoints(kind), train_file=paths[file], **{**short, **arguments}
+        ).train()
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -130,14 +185,20 @@ def test_models(tmp_path, values, message):
 
 def test_a_family_that_the_zoo_has_not(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt"}))
-    with pytest.raises(ValueError, match="is a opt, which is not in the zoo; use native=False, or a model of bart"):
+    with pytest.raises(
+        ValueError, match="is a opt, which is not in the zoo; use native=False, or a model of bart"
+    ):
         t2t.Trainer(model_name_or_path=str(tmp_path), native=True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "keywords", "message"),
     [
-        ({"a": 1}, {}, "pass TrainingArguments or FinetuningArguments, or keywords as in .*, not a dict"),
+        (
+            {"a": 1},
+            {},
+            "pass TrainingArguments or FinetuningArguments, or keywords as in .*, not a dict",
+        ),
         (t2t.TrainerArguments(), {"lr": 1.0}, r"or keywords \(lr\), not both"),
     ],
 )
@@ -148,11 +209,16 @@ def test_arguments_and_keywords(arguments, keywords, message):
 
 def test_a_trainer_without_a_recipe_has_no_model():
     trainer = Trainer(epochs=1)
-    with pytest.raises(AttributeError, match=r"has no attribute 'freeze'; it belongs to fine-tuning: Trainer\(model"):
+    with pytest.raises(
+        AttributeError,
+        match=r"has no attribute 'freeze'; it belongs to fine-tuning: Trainer\(model",
+    ):
         trainer.freeze(encoder=True)
     with pytest.raises(AttributeError, match=r"has no attribute 'forward'$"):
         trainer.forward()
-    with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, .* not False; .*train\(valid=False\)"):
+    with pytest.raises(
+        ValueError, match=r"model must be a torch.nn.Module, .* not False; .*train\(valid=False\)"
+    ):
         trainer.train(False)
     with pytest.raises(ValueError, match="evaluate needs a model and a dataset, not 'file'"):
         trainer.evaluate("file")
@@ -187,14 +253,21 @@ BEFORE_THE_FOLDER = [
     ),
     ({"save_best": "loss", "validation_split": 0}, "nothing validates: set a validation_file"),
     ({"load_dir": "nowhere"}, "load_dir nowhere holds no checkpoint"),
-    ({"ignore_pad_token_for_loss": False, "task": "text-classification"}, "for the targets of encoder-decoders"),
+    (
+        {"ignore_pad_token_for_loss": False, "task": "text-classification"},
+        "for the targets of encoder-decoders",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), BEFORE_THE_FOLDER)
 def test_a_refused_run_leaves_no_folder(checkpoints, files, tmp_path, arguments, message):
     kind, file = ("bert", "labels.json") if "task" in arguments else ("t5", "pairs.json")
-    data = {"train_file": str(files / file), "output_dir": str(tmp_path / "run"), "max_source_length": 20}
+    data = {
+        "train_file": str(files / file),
+        "output_dir": str(tmp_path / "run"),
+        "max_source_length": 20,
+    }
     with pytest.raises(ValueError, match=message):
         t2t.Trainer(model_name_or_path=checkpoints(kind), **{**data, **arguments}).train()
     assert not (tmp_path / "run").exists()
@@ -203,20 +276,29 @@ def test_a_refused_run_leaves_no_folder(checkpoints, files, tmp_path, arguments,
 def test_a_run_that_has_saved_nothing_is_begun_anew(checkpoints, files, tmp_path):
     """Both messages lead to what works."""
     (tmp_path / "arguments.yaml").touch()
-    short = {"max_source_length": 20, "max_target_length": 8, "train_steps": 1, "output_dir": str(tmp_path)}
+    short = {
+        "max_source_length": 20,
+        "max_target_length": 8,
+        "train_steps": 1,
+        "output_dir": str(tmp_path),
+    }
 
     def train(model=None, **more):
         t2t.Trainer(
             model_name_or_path=model or checkpoints("t5"), train_file=str(files / "pairs.json"), **short, **more
         ).train(valid=False)  # fmt: skip
 
-    with pytest.raises(ValueError, match=r"nothing saved yet\); replace it with --overwrite, or choose"):
+    with pytest.raises(
+        ValueError, match=r"nothing saved yet\); replace it with --overwrite, or choose"
+    ):
         train()
     with pytest.raises(ValueError, match="start again with --overwrite without --resume"):
         train(resume=True)
     train(overwrite=True)
     checkpoint = tmp_path / "checkpoints" / "step-000001"
-    with pytest.raises(ValueError, match=f"--overwrite would delete {checkpoint}, which this run reads"):
+    with pytest.raises(
+        ValueError, match=f"--overwrite would delete {checkpoint}, which this run reads"
+    ):
         train(str(checkpoint), overwrite=True)
     assert checkpoint.exists()
 
@@ -224,7 +306,9 @@ def test_a_run_that_has_saved_nothing_is_begun_anew(checkpoints, files, tmp_path
 def test_an_output_dir_in_a_file(checkpoints, files, tmp_path):
     (tmp_path / "file").touch()
     data = {"train_file": str(files / "pairs.json"), "output_dir": str(tmp_path / "file" / "run")}
-    with pytest.raises(ValueError, match=r"cannot be the run's folder, because a file is in its place"):
+    with pytest.raises(
+        ValueError, match=r"cannot be the run's folder, because a file is in its place"
+    ):
         t2t.Trainer(model_name_or_path=checkpoints("t5"), **data).train()
 
 
@@ -248,9 +332,12 @@ def test_a_resumed_run_does_not_write_through_what_stands_for_its_arguments(tmp_
     run, outside = tmp_path / "run", tmp_path / "outside"
     (run / "checkpoints" / "step-000001").mkdir(parents=True)
     outside.write_text("mine")
-    os.mkfifo(run / "arguments.yaml") if kind == "fifo" else (run / "arguments.yaml").symlink_to(outside)
+    os.mkfifo(run / "arguments.yaml") if kind == "fifo" else (run / "arguments.yaml").symlink_to(
+        outside
+    )
     opened = open_run(
-        FinetuningArguments(model_name_or_path="x", output_dir=str(run), resume=True), lambda folder: None
+        FinetuningArguments(model_name_or_path="x", output_dir=str(run), resume=True),
+        lambda folder: None,
     )
     return_folder(opened.path)
     assert outside.read_text() == "mine"

@@ -10,7 +10,13 @@ from safetensors.torch import load_file
 
 from shardzoo import finetuning as t2t
 
-SHORT = {"max_source_length": 20, "max_target_length": 8, "lr": 1e-2, "weight_decay": 0.5, "train_steps": 3}
+SHORT = {
+    "max_source_length": 20,
+    "max_target_length": 8,
+    "lr": 1e-2,
+    "weight_decay": 0.5,
+    "train_steps": 3,
+}
 # For both kinds of models: part -> beginnings of its parameters' names, and what belongs to the embeddings.
 NAMES = {
     ("t5", False): {"encoder": ("encoder.",), "decoder": ("decoder.",), "embeddings": ("shared.",)},
@@ -44,7 +50,9 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 
 def changed(model, before) -> set[str]:
-    return {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    return {
+        name for name, value in model.named_parameters() if not torch.equal(value, before[name])
+    }
 
 
 def frozen(model) -> set[str]:
@@ -56,7 +64,8 @@ def test_freezing_concerns_exactly_the_named_parts(checkpoints, files, tmp_path,
     trainer = make(checkpoints, files, kind, native, tmp_path)
     everything = {name for name, _ in trainer.model.named_parameters()}
     parts = {
-        part: {name for name in everything if name.startswith(begins)} for part, begins in NAMES[kind, native].items()
+        part: {name for name in everything if name.startswith(begins)}
+        for part, begins in NAMES[kind, native].items()
     }
     assert all(parts.values())
     assert not frozen(trainer.model)
@@ -70,10 +79,14 @@ def test_freezing_concerns_exactly_the_named_parts(checkpoints, files, tmp_path,
     kept = parts[body] | parts[embeddings]
     assert frozen(trainer.model) == kept
     summary = trainer.model_summary()
-    assert summary.trainable == sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert summary.trainable == sum(
+        p.numel() for p in trainer.model.parameters() if p.requires_grad
+    )
     trainer.freeze(**{body: False})
     assert frozen(trainer.model) == parts[embeddings]
-    if kind != "gpt2":  # whose head is its embedding, so that with its body frozen too nothing would be left
+    if (
+        kind != "gpt2"
+    ):  # whose head is its embedding, so that with its body frozen too nothing would be left
         trainer.freeze(**{body: True})
     kept = frozen(trainer.model)
     before = weights(trainer.model)
@@ -83,7 +96,9 @@ def test_freezing_concerns_exactly_the_named_parts(checkpoints, files, tmp_path,
 
 def test_a_part_that_a_model_has_not_is_refused(checkpoints):
     decoder = t2t.Trainer(model_name_or_path=checkpoints("gpt2"))
-    with pytest.raises(ValueError, match="is a decoder and has no encoder: freeze its decoder or its embeddings"):
+    with pytest.raises(
+        ValueError, match="is a decoder and has no encoder: freeze its decoder or its embeddings"
+    ):
         decoder.freeze(encoder=True)
     decoder.freeze(encoder=None, embeddings=True)
 
@@ -102,7 +117,9 @@ def test_the_summary_counts_as_transformers_does(checkpoints, files, tmp_path, k
     folder, file = checkpoints(kind), str(files / FILES[kind])
 
     def split(mesh):
-        trainer = t2t.Trainer(model_name_or_path=folder, train_file=file, model_parallel_size=2, mesh=mesh, **SHORT)
+        trainer = t2t.Trainer(
+            model_name_or_path=folder, train_file=file, model_parallel_size=2, mesh=mesh, **SHORT
+        )
         trainer.freeze(embeddings=True)
         return trainer.model_summary()
 
@@ -128,7 +145,11 @@ def test_a_soft_prompt_is_all_that_changes(checkpoints, files, tmp_path, kind, n
     [prompt] = changed(trainer.model, before)
     assert prompt.endswith(".prompt")
     assert (weights(trainer.model)[prompt] != before[prompt]).all()
-    assert all(torch.equal(value, untouched[name]) for name, value in weights(trainer.model).items() if name != prompt)
+    assert all(
+        torch.equal(value, untouched[name])
+        for name, value in weights(trainer.model).items()
+        if name != prompt
+    )
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -137,7 +158,9 @@ def test_a_soft_prompt_is_input_vectors_before_the_source(checkpoints, files, tm
     trainer = make(checkpoints, files, "t5", native, tmp_path)
     trainer.convert_to_prompt_tuning(["<p0>", "<p1>"])
     trainer.train(valid=False)
-    rows = next(value for name, value in trainer.model.named_parameters() if name.endswith(".prompt"))
+    rows = next(
+        value for name, value in trainer.model.named_parameters() if name.endswith(".prompt")
+    )
     one = tmp_path / "one.json"
     one.write_text('{"s": "red one two", "t": "red"}\n')
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoints("t5"))
@@ -157,7 +180,9 @@ def test_a_soft_prompt_is_input_vectors_before_the_source(checkpoints, files, tm
         assert torch.equal(value, stored.get_parameter(name)), name
     again = t2t.Trainer(model_name_or_path=str(folder), native=native)
     assert again.evaluate(str(one)) == trainer.evaluate(str(one))
-    assert again.generate_single("red one two", max_new_tokens=8) == trainer.generate_single("red one two")
+    assert again.generate_single("red one two", max_new_tokens=8) == trainer.generate_single(
+        "red one two"
+    )
 
 
 def test_a_soft_prompt_is_the_same_when_layers_are_split(checkpoints, files, tmp_path, run_mesh):
@@ -172,7 +197,11 @@ def test_a_soft_prompt_is_the_same_when_layers_are_split(checkpoints, files, tmp
         before = weights(trainer.model)
         trainer.train(valid=False)
         [name] = changed(trainer.model, before)
-        return weights(trainer.model)[name], trainer.generate_single("red one two"), trainer.evaluate(file)
+        return (
+            weights(trainer.model)[name],
+            trainer.generate_single("red one two"),
+            trainer.evaluate(file),
+        )
 
     [(rows, text, values)] = run_mesh(1, tune)
     for other_rows, other_text, other_values in run_mesh(2, tune):
@@ -197,7 +226,9 @@ def test_lora_changes_only_what_it_adds(checkpoints, files, tmp_path, native):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     one = tmp_path / "one.json"
     one.write_text('{"s": "red one two", "t": "red"}\n')
-    ids, labels = (tokenizer(text, return_tensors="pt").input_ids for text in ("red one two", "red"))
+    ids, labels = (
+        tokenizer(text, return_tensors="pt").input_ids for text in ("red one two", "red")
+    )
     loss = adapted(input_ids=ids, labels=labels).loss.item()
     assert trainer.evaluate(str(one))["loss"] == pytest.approx(loss, rel=1e-6)
     for reader in (True, False):
@@ -206,15 +237,21 @@ def test_lora_changes_only_what_it_adds(checkpoints, files, tmp_path, native):
 
 
 def test_a_classifier_with_lora_is_saved_with_its_head(checkpoints, files, tmp_path):
-    trainer = make(checkpoints, files, "bert", True, tmp_path, lora_rank=2, lora_target="query,value")
+    trainer = make(
+        checkpoints, files, "bert", True, tmp_path, lora_rank=2, lora_target="query,value"
+    )
     before = weights(trainer.model)
     trainer.train(valid=False)
-    assert changed(trainer.model, before) == {n for n in before if "lora_" in n or n.startswith("classifier")}
+    assert changed(trainer.model, before) == {
+        n for n in before if "lora_" in n or n.startswith("classifier")
+    }
     folder = trainer.save_model()
     values = trainer.evaluate(str(files / "names.json"))
     again = t2t.Trainer(model_name_or_path=str(folder), max_source_length=20)
     assert again.evaluate(str(files / "names.json")) == pytest.approx(values)
-    base = transformers.BertForSequenceClassification.from_pretrained(checkpoints("bert"), num_labels=2)
+    base = transformers.BertForSequenceClassification.from_pretrained(
+        checkpoints("bert"), num_labels=2
+    )
     adapted = peft.PeftModel.from_pretrained(base, folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     batch = tokenizer(["red one two", "one"], return_tensors="pt", padding=True)
@@ -229,11 +266,18 @@ def test_what_cannot_be_converted_is_refused(checkpoints, files, tmp_path):
     native = make(checkpoints, files, "t5", True, tmp_path)
     with pytest.raises(ValueError, match=r"LoRA: models of the zoo do not support use_dora=True"):
         native.convert_to_lora(r=2, use_dora=True)
-    with pytest.raises(ValueError, match=r"LoRA: target_modules 'q_proj' match no linear layer .* has q, k, v, o"):
+    with pytest.raises(
+        ValueError, match=r"LoRA: target_modules 'q_proj' match no linear layer .* has q, k, v, o"
+    ):
         native.convert_to_lora(r=2, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match=r"match shared, which is no linear layer .* modules_to_save"):
+    with pytest.raises(
+        ValueError, match=r"match shared, which is no linear layer .* modules_to_save"
+    ):
         native.convert_to_lora(r=2, target_modules=["shared"])
-    with pytest.raises(ValueError, match=r"modules_to_save name lm_head|modules_to_save name shared|matches no module"):
+    with pytest.raises(
+        ValueError,
+        match=r"modules_to_save name lm_head|modules_to_save name shared|matches no module",
+    ):
         native.convert_to_lora(r=2, modules_to_save=["shared"])
     with pytest.raises(ValueError, match="tokenizer has the token '</s>' already"):
         native.convert_to_prompt_tuning(["</s>"])
@@ -245,6 +289,8 @@ def test_what_cannot_be_converted_is_refused(checkpoints, files, tmp_path):
     theirs = make(checkpoints, files, "t5", False, tmp_path)
     with pytest.raises(ValueError, match=r"LoRA: .*no_such_layer"):
         theirs.convert_to_lora(r=2, target_modules=["no_such_layer"])
-    text = t2t.Trainer(model_name_or_path=checkpoints("gpt2"), train_file=str(files / "text.txt"), block_size=8)
+    text = t2t.Trainer(
+        model_name_or_path=checkpoints("gpt2"), train_file=str(files / "text.txt"), block_size=8
+    )
     with pytest.raises(ValueError, match="plain text has no sources; use pairs"):
         text.convert_to_prompt_tuning(["<p0>"])

@@ -55,19 +55,39 @@ def question(seed: int) -> dict:
     words = text(seed, 14).split()
     place = seed % 14
     start = len(" ".join(words[:place])) + (place > 0)
-    answers = {"text": [words[place]], "answer_start": [start]} if seed % 5 else {"text": [], "answer_start": []}
+    answers = (
+        {"text": [words[place]], "answer_start": [start]}
+        if seed % 5
+        else {"text": [], "answer_start": []}
+    )
     return {"question": f"where is {words[place]}", "context": " ".join(words), "answers": answers}
 
 
 RECORDS = {  # made records of each task, by a number
-    "words": lambda n: {"s": text(n, 6).split(), "t": [int(word in COLOURS) for word in text(n, 6).split()]},
-    "numbers": lambda n: {"s": text(n, 5), "t": 0.5 + sum(word in COLOURS for word in text(n, 5).split())},
-    "several": lambda n: {"s": text(n, 5), "t": [i for i, c in enumerate(("red", "big", "one")) if c in text(n, 5)]},
+    "words": lambda n: {
+        "s": text(n, 6).split(),
+        "t": [int(word in COLOURS) for word in text(n, 6).split()],
+    },
+    "numbers": lambda n: {
+        "s": text(n, 5),
+        "t": 0.5 + sum(word in COLOURS for word in text(n, 5).split()),
+    },
+    "several": lambda n: {
+        "s": text(n, 5),
+        "t": [i for i, c in enumerate(("red", "big", "one")) if c in text(n, 5)],
+    },
     "pairs": lambda n: {"s": text(n, 4), "second": text(n + n % 2, 4), "t": n % 2},
     "answers": question,
-    "choices": lambda n: {"s": text(n, 4), "choices": [text(n + i, 3) for i in range(3)], "t": n % 3},
+    "choices": lambda n: {
+        "s": text(n, 4),
+        "choices": [text(n + i, 3) for i in range(3)],
+        "t": n % 3,
+    },
     "chats": lambda n: {
-        "messages": [{"role": "user", "content": text(n, 4)}, {"role": "assistant", "content": text(n, 2)}]
+        "messages": [
+            {"role": "user", "content": text(n, 4)},
+            {"role": "assistant", "content": text(n, 2)},
+        ]
         * (1 + n % 2)
     },
     "texts": lambda n: {"s": text(n, 5), "t": text(n, 2)},
@@ -98,11 +118,15 @@ def losses(folder) -> list[float]:
     return [record["train/loss"] for record in records if "train/loss" in record]
 
 
-LEARNED = CASES if EVERY_CASE else [CASES[n] for n in (0, 3, 4, 5, 7, 8, 9, 11)]  # each kind of records once
+LEARNED = (
+    CASES if EVERY_CASE else [CASES[n] for n in (0, 3, 4, 5, 7, 8, 9, 11)]
+)  # each kind of records once
 
 
 @pytest.mark.parametrize(("architecture", "kind", "changes", "arguments", "names"), LEARNED)
-def test_a_task_is_learned_as_by_transformers(architecture, kind, changes, arguments, names, tmp_path, run_mesh):
+def test_a_task_is_learned_as_by_transformers(
+    architecture, kind, changes, arguments, names, tmp_path, run_mesh
+):
     """The losses and all values of transformers' model in one process, and of the zoo's over two."""
     tokenizer = "gpt2" if architecture.startswith("GPT2") else "bert"
     folder = save_model(tmp_path / "model", architecture, tokenizer, **changes)
@@ -126,15 +150,22 @@ def test_a_task_is_learned_as_by_transformers(architecture, kind, changes, argum
     assert split == pytest.approx(theirs, rel=1e-3)
 
 
-STAGED = [(case, rank) for case in CASES for rank in (0, 4)] if EVERY_CASE else [(CASES[0], 4), (CASES[6], 0)]
+STAGED = (
+    [(case, rank) for case in CASES for rank in (0, 4)]
+    if EVERY_CASE
+    else [(CASES[0], 4), (CASES[6], 0)]
+)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind", "changes", "arguments", "lora_rank"), [(*case[:-1], rank) for case, rank in STAGED]
+    ("architecture", "kind", "changes", "arguments", "lora_rank"),
+    [(*case[:-1], rank) for case, rank in STAGED],
 )
 def test_stages_learn_a_task(architecture, kind, changes, arguments, lora_rank, tmp_path, run_mesh):
     """With LoRA weights, the last stage alone trains a bias: that of the head."""
-    folder = save_model(tmp_path / "model", architecture, "gpt2" if architecture[0] == "G" else "bert", **changes)
+    folder = save_model(
+        tmp_path / "model", architecture, "gpt2" if architecture[0] == "G" else "bert", **changes
+    )
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     train = write(tmp_path / "train.json", map(RECORDS[kind], range(24)))
     valid = write(tmp_path / "valid.json", map(RECORDS[kind], range(100, 111)))
@@ -163,7 +194,8 @@ def glm(tmp_path_factory):
 
 def test_glm_learns_to_fill_the_blanks_of_sources(glm, tmp_path, run_mesh):
     train = write(
-        tmp_path / "train.json", [{"s": f"{text(n, 3)} [MASK] {text(n, 2)}", "t": text(n, 2)} for n in range(24)]
+        tmp_path / "train.json",
+        [{"s": f"{text(n, 3)} [MASK] {text(n, 2)}", "t": text(n, 2)} for n in range(24)],
     )
 
     def tune(mesh, size):
@@ -186,17 +218,23 @@ def test_glm_learns_to_fill_the_blanks_of_sources(glm, tmp_path, run_mesh):
 def test_a_blank_is_the_sample_of_pretraining(glm):
     words = GLMText(glm)
     source, target = [words.tokenizer.encode(part) for part in ("red blue", " one two")]
-    ids = np.array([words.tokens.cls, *source, *target, *words.tokenizer.encode(" big"), words.tokens.eos])
+    ids = np.array(
+        [words.tokens.cls, *source, *target, *words.tokenizer.encode(" big"), words.tokens.eos]
+    )
     span = (1 + len(source), 1 + len(source) + len(target))
     wanted = BlankInfilling(words.tokens).build(ids, [span], np.arange(1), words.tokens.mask)
     [sample] = BlankDataset([("red blue[MASK] big", " one two")], words)
-    assert {name: value.tolist() for name, value in sample.items()} == {n: v.tolist() for n, v in wanted.items()}
+    assert {name: value.tolist() for name, value in sample.items()} == {
+        n: v.tolist() for n, v in wanted.items()
+    }
 
 
 def test_labels_of_words_are_at_their_first_pieces():
     tokenizer = tokenizer_like("bert")
     record = LabeledWords(("red", "unseenword", "blue"), ("B", "O", "I"))
-    samples = ClassifiedWords([record], Encoder(tokenizer, 40), lambda label: np.array("OBI".index(label)))
+    samples = ClassifiedWords(
+        [record], Encoder(tokenizer, 40), lambda label: np.array("OBI".index(label))
+    )
     sample = samples[0]
     pieces = tokenizer(list(record.words), is_split_into_words=True)
     expected, last = [], None
@@ -213,8 +251,13 @@ def test_labels_of_words_are_at_their_first_pieces():
 def test_conll_files_and_lists_are_alike(tmp_path):
     (tmp_path / "a.conll").write_text("-DOCSTART- O\n\nred NN B-C\nhouse NN O\n\n\nblue JJ B-C\n")
     found = load_labeled_words(tmp_path / "a.conll")
-    assert found == [LabeledWords(("red", "house"), ("B-C", "O")), LabeledWords(("blue",), ("B-C",))]
-    listed = write(tmp_path / "a.json", [{"w": record.words, "l": record.labels} for record in found])
+    assert found == [
+        LabeledWords(("red", "house"), ("B-C", "O")),
+        LabeledWords(("blue",), ("B-C",)),
+    ]
+    listed = write(
+        tmp_path / "a.json", [{"w": record.words, "l": record.labels} for record in found]
+    )
     assert list(load_labeled_words(listed, source_id="w", target_id="l")) == found
     (tmp_path / "bad.conll").write_text("red NN\nalone\n")
     with pytest.raises(ValueError, match=r"bad\.conll, line 2: 'alone' is not a word and a label"):
@@ -228,7 +271,9 @@ def test_every_answer_is_in_some_window_and_is_found_again(kind):
     spans = AnswerSpans(records, Encoder(tokenizer, 20), 6)
     assert len(spans) > 2 * len(records)
     seen, logits = set(), []
-    for sample, (number, places, absent) in zip((spans[i] for i in range(len(spans))), spans.windows, strict=True):
+    for sample, (number, places, absent) in zip(
+        (spans[i] for i in range(len(spans))), spans.windows, strict=True
+    ):
         assert len(sample["input_ids"]) <= 20
         start, end = int(sample["start_positions"]), int(sample["end_positions"])
         row = np.zeros((2, 23))
@@ -260,9 +305,12 @@ def test_squad_values_are_those_of_the_published_script(tmp_path):
     assert [record.question for record in records] == ["where ?", "why ?"]
     # "The Red, house!" is normalized to the answer; "big red house" shares 2 of 3 and of 2 words: F1 = 0.8.
     assert answer_values(["The Red, house!", ""], records) == {"exact_match": 100, "f1": 100}
-    assert answer_values(["big red house", "x"], records) == pytest.approx({"exact_match": 0, "f1": 40})
+    assert answer_values(["big red house", "x"], records) == pytest.approx(
+        {"exact_match": 0, "f1": 40}
+    )
     wrong = write(
-        tmp_path / "w.json", [{"question": "q", "context": "abc", "answers": {"text": ["b"], "answer_start": [0]}}]
+        tmp_path / "w.json",
+        [{"question": "q", "context": "abc", "answers": {"text": ["b"], "answer_start": [0]}}],
     )
     with pytest.raises(ValueError, match="record 1: the answer 'b' is not at character 0"):
         load_questions(wrong)
@@ -271,15 +319,26 @@ def test_squad_values_are_those_of_the_published_script(tmp_path):
 @pytest.mark.parametrize("marked", [False, True])
 def test_only_the_assistants_messages_are_learned(marked):
     tokenizer = tokenizer_like("gpt2")
-    answer = "{% generation %}{{ m.content }}</>{% endgeneration %}" if marked else "{{ m.content }}</>"
-    body = f"{{% if m.role == 'assistant' %}}{answer}{{% else %}}{{{{ m.content }}}}</>{{% endif %}}"
+    answer = (
+        "{% generation %}{{ m.content }}</>{% endgeneration %}" if marked else "{{ m.content }}</>"
+    )
+    body = (
+        f"{{% if m.role == 'assistant' %}}{answer}{{% else %}}{{{{ m.content }}}}</>{{% endif %}}"
+    )
     tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}</>", body)
-    chat = [{"role": role, "content": f"{role[0]} {text(n, 3)}"} for n, role in enumerate(("user", "assistant") * 2)]
+    chat = [
+        {"role": role, "content": f"{role[0]} {text(n, 3)}"}
+        for n, role in enumerate(("user", "assistant") * 2)
+    ]
     sample = ChatDataset([chat], tokenizer, 200)[0]
-    assert tokenizer.decode(sample["input_ids"]) == "".join(f"<{m['role']}>{m['content']}</>" for m in chat)
+    assert tokenizer.decode(sample["input_ids"]) == "".join(
+        f"<{m['role']}>{m['content']}</>" for m in chat
+    )
     kept = sample["labels"] != -100
     assert (sample["labels"][kept] == sample["input_ids"][kept]).all()
-    assert tokenizer.decode(sample["input_ids"][kept]) == "".join(f"{m['content']}</>" for m in chat[1::2])
+    assert tokenizer.decode(sample["input_ids"][kept]) == "".join(
+        f"{m['content']}</>" for m in chat[1::2]
+    )
 
 
 def test_a_template_that_hides_earlier_messages_is_refused():
@@ -314,7 +373,9 @@ def test_metrics_are_those_of_the_libraries():
     generator = np.random.default_rng(0)
     found = [(int(a), int(b)) for a, b in generator.integers(0, 3, (40, 2))]
     predicted, wanted = zip(*found, strict=True)
-    values = predicted_values("classes", ("accuracy", "f1", "matthews_correlation"), found, ["a", "b", "c"])
+    values = predicted_values(
+        "classes", ("accuracy", "f1", "matthews_correlation"), found, ["a", "b", "c"]
+    )
     assert values == pytest.approx({
         "accuracy": library.accuracy_score(wanted, predicted),
         "f1": library.f1_score(wanted, predicted, average="macro"),
@@ -335,7 +396,8 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
     from shardzoo.finetuning.evaluation import metric_names
 
     with pytest.raises(
-        ValueError, match=r'the metric seqeval needs the package seqeval: pip install "shardzoo\[metrics\]"'
+        ValueError,
+        match=r'the metric seqeval needs the package seqeval: pip install "shardzoo\[metrics\]"',
     ):
         metric_names("seqeval", "words")
 
@@ -356,11 +418,17 @@ def test_new_heads_of_every_kind_are_read_again_by_transformers(tmp_path):
         )
         trainer.train(valid=False)
         saved = trainer.save_model()
-        model, loading = getattr(transformers, f"BertFor{head}").from_pretrained(saved, output_loading_info=True)
+        model, loading = getattr(transformers, f"BertFor{head}").from_pretrained(
+            saved, output_loading_info=True
+        )
         assert not loading["missing_keys"]
         assert not loading["unexpected_keys"]
         again = t2t.Trainer(
-            model_name_or_path=str(saved), validation_file=train, task=trainer.task, max_source_length=24, doc_stride=5
+            model_name_or_path=str(saved),
+            validation_file=train,
+            task=trainer.task,
+            max_source_length=24,
+            doc_stride=5,
         )
         values = again.evaluate()
         assert values["loss"] > 0
@@ -370,7 +438,11 @@ def test_new_heads_of_every_kind_are_read_again_by_transformers(tmp_path):
 LOSSES = [  # architecture, records, arguments, the loss of (logits, labels, records) in one row, its number of targets
     ("T5ForConditionalGeneration", "texts", {"label_smoothing": 0.1}),
     ("GPT2LMHeadModel", "texts", {"label_smoothing": 0.2}),
-    ("BertForSequenceClassification", "weighted", {"class_weights": "1,3", "weight_id": "w", "label_smoothing": 0.1}),
+    (
+        "BertForSequenceClassification",
+        "weighted",
+        {"class_weights": "1,3", "weight_id": "w", "label_smoothing": 0.1},
+    ),
     ("BertForTokenClassification", "words", {"class_weights": "balanced"}),
     ("BertForSequenceClassification", "several", {"class_weights": "1,2,3"}),
 ]
@@ -379,19 +451,31 @@ LOSSES = [  # architecture, records, arguments, the loss of (logits, labels, rec
 @pytest.mark.parametrize(("architecture", "kind", "arguments"), by_turns(LOSSES, 2))
 def test_smoothed_and_weighted_losses(architecture, kind, arguments, tmp_path, run_mesh):
     """PyTorch's losses of transformers' logits; the same curve over two."""
-    records = [RECORDS.get(kind, lambda n: {"s": text(n, 4), "t": n % 2, "w": n % 3})(n) for n in range(12)]
-    changes = {"num_labels": 3, "problem_type": "multi_label_classification"} if kind == "several" else {}
+    records = [
+        RECORDS.get(kind, lambda n: {"s": text(n, 4), "t": n % 2, "w": n % 3})(n) for n in range(12)
+    ]
+    changes = (
+        {"num_labels": 3, "problem_type": "multi_label_classification"} if kind == "several" else {}
+    )
     tokenizer = {"T": "t5", "G": "gpt2", "B": "bert"}[architecture[0]]
     folder, train = (
         save_model(tmp_path / "model", architecture, tokenizer, **changes),
         write(tmp_path / "d.json", records),
     )
-    settings = {**SHORT, **arguments, "model_name_or_path": str(folder), "train_file": train, "validation_file": train}
+    settings = {
+        **SHORT,
+        **arguments,
+        "model_name_or_path": str(folder),
+        "train_file": train,
+        "validation_file": train,
+    }
 
     def tune(mesh, name, **others):
         trainer = t2t.Trainer(**settings, mesh=mesh, output_dir=str(tmp_path / name), **others)
         before, data = trainer.evaluate()["loss"], trainer.recipe._data
-        samples = [trainer.recipe._collate()([data.samples(data.train(False))[n]]) for n in range(12)]
+        samples = [
+            trainer.recipe._collate()([data.samples(data.train(False))[n]]) for n in range(12)
+        ]
         trainer.train(valid=False)
         return before, samples
 
@@ -401,7 +485,11 @@ def test_smoothed_and_weighted_losses(architecture, kind, arguments, tmp_path, r
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "theirs"), rel=2e-4)
     model = getattr(transformers, architecture).from_pretrained(folder)
     total = count = 0.0
-    counts = np.bincount([label for record in records for label in record["t"]]) if kind == "words" else None
+    counts = (
+        np.bincount([label for record in records for label in record["t"]])
+        if kind == "words"
+        else None
+    )
     for record, sample in zip(records, samples, strict=True):
         inputs = {name: value for name, value in sample.items() if name != "sample_weight"}
         with torch.no_grad():
@@ -409,8 +497,13 @@ def test_smoothed_and_weighted_losses(architecture, kind, arguments, tmp_path, r
         if architecture.startswith("GPT2"):
             logits, labels = logits[:, :-1], labels[:, 1:]
         if kind == "several":
-            each = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-            total, count = total + (each * torch.tensor([1, 2, 3])).sum().item(), count + labels.numel()
+            each = torch.nn.functional.binary_cross_entropy_with_logits(
+                logits, labels, reduction="none"
+            )
+            total, count = (
+                total + (each * torch.tensor([1, 2, 3])).sum().item(),
+                count + labels.numel(),
+            )
             continue
         each = torch.nn.functional.cross_entropy(
             logits.flatten(0, -2), labels.flatten(), reduction="none",
@@ -426,10 +519,22 @@ def test_smoothed_and_weighted_losses(architecture, kind, arguments, tmp_path, r
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        ("numbers", {"label_smoothing": 0.1}, "label_smoothing is for texts, .* not for the numbers of text-class"),
+        (
+            "numbers",
+            {"label_smoothing": 0.1},
+            "label_smoothing is for texts, .* not for the numbers of text-class",
+        ),
         ("pairs", {"class_weights": "1,2,3"}, "class_weights must be 'balanced' or 2 numbers"),
-        ("choices", {"weight_id": "w"}, "weight_id is for text-classification, not for multiple-choice"),
-        ("pairs", {"metric": "rouge"}, "metric must be one of accuracy, f1, .* for classes, not 'rouge'"),
+        (
+            "choices",
+            {"weight_id": "w"},
+            "weight_id is for text-classification, not for multiple-choice",
+        ),
+        (
+            "pairs",
+            {"metric": "rouge"},
+            "metric must be one of accuracy, f1, .* for classes, not 'rouge'",
+        ),
         ("pairs", {"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1"),
         ("pairs", {"dropout_rate": -0.1}, "dropout_rate must be at least 0"),
         ("pairs", {"early_stopping_patience": 1}, "early_stopping_patience needs save_best"),
@@ -445,25 +550,44 @@ def test_settings_that_do_not_fit_the_task(kind, arguments, message, tmp_path):
 def test_intervals_of_epochs_and_a_stop_when_nothing_improves(tmp_path):
     folder = save_model(tmp_path / "m", "BertForSequenceClassification", "bert")
     train = write(tmp_path / "x.json", map(RECORDS["pairs"], range(24)))
-    shared = {"model_name_or_path": str(folder), "train_file": train, "validation_file": train, "max_source_length": 24}
+    shared = {
+        "model_name_or_path": str(folder),
+        "train_file": train,
+        "validation_file": train,
+        "max_source_length": 24,
+    }
     epochs = {"evaluation_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}
     trainer = t2t.Trainer(
-        **shared, **epochs, num_train_epochs=3, per_device_eval_batch_size=5, output_dir=str(tmp_path / "e")
+        **shared,
+        **epochs,
+        num_train_epochs=3,
+        per_device_eval_batch_size=5,
+        output_dir=str(tmp_path / "e"),
     )
     trainer.train()
-    records = [json.loads(line) for line in (tmp_path / "e" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "e" / "metrics.jsonl").read_text().splitlines()
+    ]
     for name in ("train/loss", "valid/loss"):
         assert [record["step"] for record in records if name in record] == [3, 6, 9]
     assert trainer.recipe._run.steps() == [3, 6, 9]
     # A learning rate of nearly 0 improves nothing that is measured: accuracy stays as it is.
-    stop = {"save_best": "accuracy", "early_stopping_patience": 2, "lr": 1e-12, "eval_interval": 2, "train_steps": 50}
+    stop = {
+        "save_best": "accuracy",
+        "early_stopping_patience": 2,
+        "lr": 1e-12,
+        "eval_interval": 2,
+        "train_steps": 50,
+    }
     trainer = t2t.Trainer(**shared, **stop, output_dir=str(tmp_path / "s"))
     assert trainer.train()["step"] == 6
     again = t2t.Trainer(**shared, **stop, output_dir=str(tmp_path / "s"), resume=True)
     assert again.train()["step"] == 6
 
 
-@pytest.mark.parametrize(("kind", "architecture"), [("chats", "GPT2LMHeadModel"), ("texts", "LlamaForCausalLM")])
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [("chats", "GPT2LMHeadModel"), ("texts", "LlamaForCausalLM")]
+)
 def test_packed_samples_do_not_see_one_another(kind, architecture, tmp_path):
     """The sum of the losses of all samples is that of the packed rows, forward and backward."""
     folder = save_model(tmp_path / "m", architecture, "gpt2", seed=3)
@@ -482,17 +606,25 @@ def test_packed_samples_do_not_see_one_another(kind, architecture, tmp_path):
     found = []
     for samples in (plain, packed):
         trainer.model.zero_grad()
-        loss = trainer.model(**collate([samples[n] for n in range(len(samples))]), num_items_in_batch=1).loss
+        loss = trainer.model(
+            **collate([samples[n] for n in range(len(samples))]), num_items_in_batch=1
+        ).loss
         loss.backward()
-        found.append([loss.item(), *(p.grad.abs().sum().item() for p in trainer.model.parameters())])
+        found.append(
+            [loss.item(), *(p.grad.abs().sum().item() for p in trainer.model.parameters())]
+        )
     assert found[1] == pytest.approx(found[0], rel=2e-4, abs=1e-4)
     assert trainer.train(valid=False, batch_size=1, dev_mode=True)["step"] == 10
 
 
 def test_batches_of_similar_lengths(tmp_path):
     folder = save_model(tmp_path / "m", "T5ForConditionalGeneration", "t5")
-    train = write(tmp_path / "x.json", [{"s": text(n, 2 + 5 * (n % 2)), "t": text(n, 2)} for n in range(32)])
-    trainer = t2t.Trainer(model_name_or_path=str(folder), train_file=train, group_by_length=True, **SHORT)
+    train = write(
+        tmp_path / "x.json", [{"s": text(n, 2 + 5 * (n % 2)), "t": text(n, 2)} for n in range(32)]
+    )
+    trainer = t2t.Trainer(
+        model_name_or_path=str(folder), train_file=train, group_by_length=True, **SHORT
+    )
     data = trainer.recipe._data
     samples = data.training_samples(data.train(False))
     order = samples.make_order(1, 4)
@@ -513,9 +645,17 @@ def test_dropout_rate_replaces_the_configurations(tmp_path, native):
 
 MISTAKES = [
     ("words", {"s": ["a"], "t": ["x", "y"]}, "record 1: there are 1 words, but 2 labels"),
-    ("choices", {"s": "a", "choices": ["x"], "t": 0}, "record 1: the value of 'choices' must be a list of at least 2"),
+    (
+        "choices",
+        {"s": "a", "choices": ["x"], "t": 0},
+        "record 1: the value of 'choices' must be a list of at least 2",
+    ),
     ("choices", {"s": "a", "choices": ["x", "y"], "t": 2}, "must be a choice or its number, not 2"),
-    ("chats", {"messages": [{"role": "user", "content": "a"}]}, "'messages' has no message of the assistant"),
+    (
+        "chats",
+        {"messages": [{"role": "user", "content": "a"}]},
+        "'messages' has no message of the assistant",
+    ),
     ("numbers", {"s": "a", "t": None}, "a label is NoneType, not a string"),
 ]
 
@@ -523,7 +663,9 @@ MISTAKES = [
 @pytest.mark.parametrize(("kind", "record", "message"), MISTAKES)
 def test_bad_records_are_named(kind, record, message, tmp_path):
     tokenizer = "gpt2" if kind == "chats" else "bert"
-    folder = save_model(tmp_path / "m", {"gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}[tokenizer], tokenizer)
+    folder = save_model(
+        tmp_path / "m", {"gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}[tokenizer], tokenizer
+    )
     train = write(tmp_path / "x.json", [record])
     with pytest.raises(ValueError, match=message):
         t2t.Trainer(model_name_or_path=str(folder), train_file=train, **SHORT).train()
@@ -535,7 +677,9 @@ STEPS, BATCH, LR = 240 if SEEDS else 40, 4, 3e-3
 
 def plain(seed: int, count: int) -> str:
     """So many words without colours."""
-    return " ".join(random.Random(seed).choices(("one", "two", "six", "big", "small", "old", "new"), k=count))
+    return " ".join(
+        random.Random(seed).choices(("one", "two", "six", "big", "small", "old", "new"), k=count)
+    )
 
 
 def coloured(number: int) -> dict:
@@ -590,8 +734,13 @@ def test_a_task_reaches_what_transformers_trainer_does(
     tokenizer = tokenizer_like({"G": "gpt2", "T": "t5"}.get(architecture[0], "bert"))
     if kind == "chats":
         tokenizer.chat_template = TEMPLATE
-    scale = {} if architecture.startswith("T5") else {"initializer_range": 0.1}  # else attention is slow to be learned
-    model, folder = hf_model(architecture, 0.0, vocab_size=len(tokenizer), **changes, **scale), tmp_path / "model"
+    scale = (
+        {} if architecture.startswith("T5") else {"initializer_range": 0.1}
+    )  # else attention is slow to be learned
+    model, folder = (
+        hf_model(architecture, 0.0, vocab_size=len(tokenizer), **changes, **scale),
+        tmp_path / "model",
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model.init_weights()
@@ -607,7 +756,11 @@ def test_a_task_reaches_what_transformers_trainer_does(
     def split(mesh):
         path = str(tmp_path / "ours")
         return t2t.Trainer(
-            model_name_or_path=str(folder), mesh=mesh, model_parallel_size=2, output_dir=path, **settings
+            model_name_or_path=str(folder),
+            mesh=mesh,
+            model_parallel_size=2,
+            output_dir=path,
+            **settings,
         ).train()
 
     ours = run_mesh(2, split)[0]

@@ -14,7 +14,13 @@ from tiny_models import save_model
 from shardzoo import finetuning as t2t
 from shardzoo.trainer import Trainer
 
-SHORT = {"max_source_length": 20, "max_target_length": 8, "lr": 1e-2, "train_steps": 6, "log_interval": 1}
+SHORT = {
+    "max_source_length": 20,
+    "max_target_length": 8,
+    "lr": 1e-2,
+    "train_steps": 6,
+    "log_interval": 1,
+}
 
 
 def losses(folder) -> list[float]:
@@ -36,9 +42,23 @@ def test_the_three_lines(checkpoints, files, tmp_path, monkeypatch):
     [run] = (tmp_path / "runs").iterdir()
     assert (run / "checkpoints" / "step-000018" / "tokenizer.json").exists()
     arguments = trainer.arguments
-    assert (arguments.lr, arguments.epochs, arguments.micro_batch_size, arguments.weight_decay) == (5e-5, 3, 8, 0.0)
-    assert (arguments.max_source_length, arguments.max_target_length, arguments.generation_num_beams) == (128, 128, 4)
-    assert (arguments.source_id, arguments.target_id, arguments.prefix, arguments.metric) == ("s", "t", "", "sacrebleu")
+    assert (arguments.lr, arguments.epochs, arguments.micro_batch_size, arguments.weight_decay) == (
+        5e-5,
+        3,
+        8,
+        0.0,
+    )
+    assert (
+        arguments.max_source_length,
+        arguments.max_target_length,
+        arguments.generation_num_beams,
+    ) == (128, 128, 4)
+    assert (arguments.source_id, arguments.target_id, arguments.prefix, arguments.metric) == (
+        "s",
+        "t",
+        "",
+        "sacrebleu",
+    )
 
 
 def test_fine_tuning_is_a_recipe_of_the_one_trainer(checkpoints, files, tmp_path):
@@ -52,20 +72,33 @@ def test_fine_tuning_is_a_recipe_of_the_one_trainer(checkpoints, files, tmp_path
     assert t2t.Trainer is Trainer
     shared = {"train_file": str(files / "pairs.json"), "lr": 1e-9, "log_interval": 1, "epochs": 1}
     for name, kind in (("plain", Trainer), ("doubled", Doubled)):
-        trainer = kind(model_name_or_path=checkpoints("t5"), output_dir=str(tmp_path / name), **shared)
+        trainer = kind(
+            model_name_or_path=checkpoints("t5"), output_dir=str(tmp_path / name), **shared
+        )
         values = trainer.train(valid=False, batch_size=4, dev_mode=True)
-        assert (trainer.arguments.micro_batch_size, trainer.arguments.train_steps, values) == (4, 10, {"step": 10})
+        assert (trainer.arguments.micro_batch_size, trainer.arguments.train_steps, values) == (
+            4,
+            10,
+            {"step": 10},
+        )
     doubled = [2 * loss for loss in losses(tmp_path / "plain")]
     assert losses(tmp_path / "doubled") == pytest.approx(doubled, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("kind", "file"),
-    every_day([("gpt2", "text.txt"), ("bart", "pairs.json")], more=[("t5", "pairs.json"), ("gpt2", "pairs.json")]),
+    every_day(
+        [("gpt2", "text.txt"), ("bart", "pairs.json")],
+        more=[("t5", "pairs.json"), ("gpt2", "pairs.json")],
+    ),
 )
 def test_both_kinds_of_models_learn_alike(checkpoints, files, tmp_path, kind, file, run_mesh):
     """The zoo's in one process and split over two, and transformers': one curve, one exported model."""
-    folder, data, block = checkpoints(kind), str(files / file), {"block_size": 16} if file == "text.txt" else {}
+    folder, data, block = (
+        checkpoints(kind),
+        str(files / file),
+        {"block_size": 16} if file == "text.txt" else {},
+    )
 
     def tune(mesh, name, **arguments):
         trainer = t2t.Trainer(
@@ -83,7 +116,11 @@ def test_both_kinds_of_models_learn_alike(checkpoints, files, tmp_path, kind, fi
     curve = losses(tmp_path / "theirs")
     assert len(curve) == 6
     assert curve[-1] < curve[0]
-    load = transformers.AutoModelForSeq2SeqLM if kind in ("t5", "bart") else transformers.AutoModelForCausalLM
+    load = (
+        transformers.AutoModelForSeq2SeqLM
+        if kind in ("t5", "bart")
+        else transformers.AutoModelForCausalLM
+    )
     wanted = load.from_pretrained(tmp_path / "theirs" / "hf")
     for name in ("ours", "split"):
         assert losses(tmp_path / name) == pytest.approx(curve, rel=1e-4)
@@ -95,13 +132,23 @@ def test_both_kinds_of_models_learn_alike(checkpoints, files, tmp_path, kind, fi
 
 @pytest.mark.parametrize(
     ("stem", "embedding"),
-    [("Roberta", "encoder.word_embeddings"), ("Electra", "encoder.word_embeddings"), ("ModernBert", "word_embeddings")],
+    [
+        ("Roberta", "encoder.word_embeddings"),
+        ("Electra", "encoder.word_embeddings"),
+        ("ModernBert", "word_embeddings"),
+    ],
 )
 def test_a_classifier_is_new_and_its_encoder_is_not(files, tmp_path, stem, embedding):
     """A language model is stored without the layers that its family's classifier begins with."""
     folder = save_model(tmp_path / "model", f"{stem}ForMaskedLM", "bert", pad_token_id=0)
-    arguments = {"train_file": str(files / "names.json"), "max_source_length": 20, "output_dir": str(tmp_path / "run")}
-    ours, theirs = (t2t.Trainer(model_name_or_path=str(folder), native=n, **arguments) for n in (True, False))
+    arguments = {
+        "train_file": str(files / "names.json"),
+        "max_source_length": 20,
+        "output_dir": str(tmp_path / "run"),
+    }
+    ours, theirs = (
+        t2t.Trainer(model_name_or_path=str(folder), native=n, **arguments) for n in (True, False)
+    )
     expected = theirs.model.get_input_embeddings().weight
     assert torch.equal(ours.model.get_parameter(f"{embedding}.weight")[: len(expected)], expected)
     assert all(parameter.isfinite().all() for parameter in ours.model.parameters())
@@ -117,8 +164,13 @@ def test_a_classifier_learns_and_is_read_again(checkpoints, files, tmp_path, nat
         max_source_length=20, epochs=20, output_dir=str(tmp_path / "run"), log_interval=1,
         validation_file=str(files / "names.json"),
     )  # fmt: skip
-    pooler = transformers.BertForPreTraining.from_pretrained(checkpoints("bert")).bert.pooler.dense.weight
-    assert torch.equal(trainer.model.get_parameter("pooler.weight" if native else "bert.pooler.dense.weight"), pooler)
+    pooler = transformers.BertForPreTraining.from_pretrained(
+        checkpoints("bert")
+    ).bert.pooler.dense.weight
+    assert torch.equal(
+        trainer.model.get_parameter("pooler.weight" if native else "bert.pooler.dense.weight"),
+        pooler,
+    )
     values = trainer.train()
     assert values["accuracy"] > 0.9
     assert set(values) == {"loss", "accuracy", "step"}
@@ -132,7 +184,8 @@ def test_a_classifier_learns_and_is_read_again(checkpoints, files, tmp_path, nat
     loss = hits = 0.0
     for record in records:
         output = model(
-            **tokenizer(record["s"], return_tensors="pt"), labels=torch.tensor([config["label2id"][record["t"]]])
+            **tokenizer(record["s"], return_tensors="pt"),
+            labels=torch.tensor([config["label2id"][record["t"]]]),
         )
         loss += output.loss.item() / len(records)
         hits += config["id2label"][str(int(output.logits.argmax()))] == record["t"]
@@ -140,16 +193,25 @@ def test_a_classifier_learns_and_is_read_again(checkpoints, files, tmp_path, nat
         model_name_or_path=str(folder), native=not native, validation_file=str(files / "names.json"),
         max_source_length=20,
     )  # fmt: skip
-    assert again.evaluate() == pytest.approx({"loss": loss, "accuracy": hits / len(records)}, rel=1e-4)
+    assert again.evaluate() == pytest.approx(
+        {"loss": loss, "accuracy": hits / len(records)}, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize(("family", "classifier"), [("gpt2", "GPT2"), ("t5", "T5")])
-def test_a_model_that_generates_learns_to_classify(family, classifier, checkpoints, files, tmp_path):
+def test_a_model_that_generates_learns_to_classify(
+    family, classifier, checkpoints, files, tmp_path
+):
     """The end of a row is found by its </s>, or by the padding token, which the saved configuration names."""
     data = str(files / "names.json")
     shared = {"task": "text-classification", "max_source_length": 20, "validation_file": data}
     trainer = t2t.Trainer(
-        model_name_or_path=checkpoints(family), train_file=data, lr=3e-3, epochs=20, output_dir=str(tmp_path), **shared
+        model_name_or_path=checkpoints(family),
+        train_file=data,
+        lr=3e-3,
+        epochs=20,
+        output_dir=str(tmp_path),
+        **shared,
     )
     assert trainer.source.native
     values = trainer.train()
@@ -158,7 +220,9 @@ def test_a_model_that_generates_learns_to_classify(family, classifier, checkpoin
     assert json.loads((folder / "config.json").read_text())["pad_token_id"] is not None
     again = t2t.Trainer(model_name_or_path=str(folder), native=False, **shared)
     assert type(again.model) is getattr(transformers, f"{classifier}ForSequenceClassification")
-    assert again.evaluate() == pytest.approx({name: values[name] for name in ("loss", "accuracy")}, rel=1e-4)
+    assert again.evaluate() == pytest.approx(
+        {name: values[name] for name in ("loss", "accuracy")}, rel=1e-4
+    )
 
 
 def test_labels_may_be_numbers_and_layers_split(checkpoints, files, tmp_path, run_mesh):
@@ -189,7 +253,9 @@ def test_recomputation_and_compilation_change_nothing(checkpoints, files, tmp_pa
             model_name_or_path=checkpoints("t5"), train_file=str(files / "pairs.json"),
             output_dir=str(tmp_path / name), **SHORT, **arguments,
         )  # fmt: skip
-        assert trainer.arguments.recompute == ("full" if "gradient_checkpointing" in arguments else "none")
+        assert trainer.arguments.recompute == (
+            "full" if "gradient_checkpointing" in arguments else "none"
+        )
         trainer.train(valid=False)
         curves.append(losses(tmp_path / name))
     assert all(curve == pytest.approx(curves[0], rel=1e-4) for curve in curves[1:])

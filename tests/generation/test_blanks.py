@@ -19,7 +19,17 @@ from shardzoo.models.glm.hf import NAME_MAP
 GOLDEN = Path(__file__).parent.parent / "golden" / "glm_tiny.safetensors"
 VOCABULARY = 96
 TOKENS = GLMTokens(
-    eos=90, cls=1, sep=2, mask=3, unk=4, sop=91, eop=92, gmask=93, smask=94, dblock=95, vocab_size=VOCABULARY
+    eos=90,
+    cls=1,
+    sep=2,
+    mask=3,
+    unk=4,
+    sop=91,
+    eop=92,
+    gmask=93,
+    smask=94,
+    dblock=95,
+    vocab_size=VOCABULARY,
 )
 
 
@@ -46,10 +56,17 @@ def as_the_authors_do(model, text: list[int], most: int, ends: list[int]) -> lis
     positions = torch.stack([torch.arange(length), torch.zeros(length, dtype=torch.long)])[None]
     mems = model(ids, positions, torch.tensor([length])).mems
     pieces = []
-    for place in (i for i, token in enumerate(text) if token in (TOKENS.mask, TOKENS.smask, TOKENS.gmask)):
+    for place in (
+        i for i, token in enumerate(text) if token in (TOKENS.mask, TOKENS.smask, TOKENS.gmask)
+    ):
         piece, token = [], TOKENS.sop
         for step in range(most + 1):
-            output = model(torch.tensor([[token]]), torch.tensor([[[place], [step + 1]]]), torch.tensor([0]), mems=mems)
+            output = model(
+                torch.tensor([[token]]),
+                torch.tensor([[[place], [step + 1]]]),
+                torch.tensor([0]),
+                mems=mems,
+            )
             if step == most and piece:
                 mems = output.mems
                 break
@@ -89,7 +106,10 @@ def fill_all(mesh, ends, rows):
         for use_cache in (True, False):
             found = fill_blanks(model, ids, tokens, mask, max_new_tokens=6, use_cache=use_cache)
             results.append([one.pieces for one in found])
-    beams = [fill_blanks(model, ids, tokens, mask, max_new_tokens=6, num_beams=3, use_cache=c) for c in (True, False)]
+    beams = [
+        fill_blanks(model, ids, tokens, mask, max_new_tokens=6, num_beams=3, use_cache=c)
+        for c in (True, False)
+    ]
     assert beams[0] == beams[1]
     sampled = fill_blanks(model, ids, tokens, mask, max_new_tokens=6, do_sample=True, seed=3)
     return results, [one.pieces for one in beams[0]], [one.pieces for one in sampled]
@@ -120,9 +140,14 @@ def test_what_comes_back():
     model, text = load(), texts()[2]
     (filled,) = fill_blanks(model, torch.tensor([text]), TOKENS, max_new_tokens=4)
     first, second, last = filled.pieces
-    blanks = [i for i, token in enumerate(text) if token in (TOKENS.mask, TOKENS.smask, TOKENS.gmask)]
+    blanks = [
+        i for i, token in enumerate(text) if token in (TOKENS.mask, TOKENS.smask, TOKENS.gmask)
+    ]
     a, b, c = blanks
-    assert filled.ids == text[:a] + first + text[a + 1 : b] + second + text[b + 1 : c] + last + text[c + 1 :]
+    assert (
+        filled.ids
+        == text[:a] + first + text[a + 1 : b] + second + text[b + 1 : c] + last + text[c + 1 :]
+    )
 
 
 def test_generate_takes_what_the_tokenizer_on_the_hub_builds(run_mesh):
@@ -136,11 +161,17 @@ def test_generate_takes_what_the_tokenizer_on_the_hub_builds(run_mesh):
     mask = torch.ones(total, total, dtype=torch.long).tril()
     mask[:, :length] = 1
     mask[:length, length:] = 0
-    arguments = {"position_ids": positions, "generation_attention_mask": mask[None, None], "max_new_tokens": most}
+    arguments = {
+        "position_ids": positions,
+        "generation_attention_mask": mask[None, None],
+        "max_new_tokens": most,
+    }
     ids = torch.tensor([[*text, TOKENS.sop]])
     wanted = as_the_authors_do(load(), text, most, [TOKENS.eop])[0]
     for size in (1, 2):
-        found = run_mesh(size, lambda mesh: load(mesh).generate(ids, eos_token_id=TOKENS.eop, **arguments))[0]
+        found = run_mesh(
+            size, lambda mesh: load(mesh).generate(ids, eos_token_id=TOKENS.eop, **arguments)
+        )[0]
         assert found[0, length + 1 :].tolist()[: len(wanted)] == wanted
 
 
@@ -151,7 +182,10 @@ def test_the_chinese_10b_model():
     text = texts()[0][:-1]
     with torch.no_grad():
         model.word_embeddings.weight[94] = model.word_embeddings.weight[92]
-    ours, theirs = (fill_blanks(model, torch.tensor([[*text, last]]), tokens, max_new_tokens=8) for last in (92, 94))
+    ours, theirs = (
+        fill_blanks(model, torch.tensor([[*text, last]]), tokens, max_new_tokens=8)
+        for last in (92, 94)
+    )
     assert ours == theirs
     assert len(ours[0].pieces) == 1
     for seed in range(20):
@@ -164,7 +198,9 @@ def test_mistakes():
     model = load()
     with pytest.raises(ValueError, match="no blank to fill: append"):
         fill_blanks(model, torch.tensor([[1, 5, 6]]), TOKENS)
-    with pytest.raises(ValueError, match="a GLM needs input_ids, position_ids and generation_attention_mask"):
+    with pytest.raises(
+        ValueError, match="a GLM needs input_ids, position_ids and generation_attention_mask"
+    ):
         model.generate(torch.tensor([[1, 3]]))
     long = torch.full((1, model.config.max_sequence_length + 2), 5)
     long[0, 0] = TOKENS.mask

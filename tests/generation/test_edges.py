@@ -29,9 +29,14 @@ def ids_of(*shape: int) -> torch.Tensor:
 
 
 def test_the_position_table_ends(gpt2, saved):
-    with pytest.raises(ValueError, match="the prompt has 49 tokens, but the model has only 48 positions"):
+    with pytest.raises(
+        ValueError, match="the prompt has 49 tokens, but the model has only 48 positions"
+    ):
         gpt2.generate(ids_of(1, 49))
-    with pytest.raises(ValueError, match=r"40 prompt tokens and 10 new tokens need 49 .* use max_new_tokens up to 9"):
+    with pytest.raises(
+        ValueError,
+        match=r"40 prompt tokens and 10 new tokens need 49 .* use max_new_tokens up to 9",
+    ):
         gpt2.generate(ids_of(1, 40), max_new_tokens=10)
     assert gpt2.generate(ids_of(1, 40), max_new_tokens=9, min_new_tokens=9).shape == (1, 49)
     # Nobody asked for a length: as many as fit.
@@ -42,7 +47,9 @@ def test_the_position_table_ends(gpt2, saved):
 def test_prompts_that_are_empty(gpt2, t5):
     from_bos = gpt2.generate(torch.tensor([[1]]), max_new_tokens=5)
     assert torch.equal(gpt2.generate(max_new_tokens=5), from_bos)
-    assert torch.equal(gpt2.generate(torch.empty(2, 0, dtype=torch.long), max_new_tokens=5), from_bos.expand(2, -1))
+    assert torch.equal(
+        gpt2.generate(torch.empty(2, 0, dtype=torch.long), max_new_tokens=5), from_bos.expand(2, -1)
+    )
     with pytest.raises(ValueError, match="row 1 of attention_mask has no token"):
         gpt2.generate(ids_of(2, 3), torch.tensor([[1, 1, 1], [0, 0, 0]]))
     with pytest.raises(ValueError, match="an encoder needs at least one token"):
@@ -53,7 +60,9 @@ def test_prompts_that_are_empty(gpt2, t5):
 
 def test_tokens_that_are_unknown(gpt2, t5):
     for model in (gpt2, t5):
-        with pytest.raises(ValueError, match=r"input_ids\[1, 2\] is 261, but the vocabulary is 0..260"):
+        with pytest.raises(
+            ValueError, match=r"input_ids\[1, 2\] is 261, but the vocabulary is 0..260"
+        ):
             model.generate(torch.tensor([[3, 4, 5], [3, 4, 261]]))
         with pytest.raises(ValueError, match=r"is -1, but"):
             model.generate(torch.tensor([[-1]]))
@@ -77,7 +86,12 @@ def test_an_end_that_comes_first(gpt2, saved, options):
     ids = ids_of(1, 5)
     first = int(gpt2.generate(ids, max_new_tokens=1)[0, -1])
     found = gpt2.generate(
-        ids, max_new_tokens=6, eos_token_id=first, early_stopping=True, length_penalty=-5.0, **options
+        ids,
+        max_new_tokens=6,
+        eos_token_id=first,
+        early_stopping=True,
+        length_penalty=-5.0,
+        **options,
     )
     assert found[0, :6].tolist() == [*ids[0].tolist(), first]
     assert set(found[0, 6:].tolist()) <= {0}
@@ -89,7 +103,10 @@ def test_an_end_that_comes_first(gpt2, saved, options):
 def test_padding_on_the_wrong_side(gpt2):
     with pytest.raises(ValueError, match="padding_side='left'"):
         gpt2.generate(ids_of(2, 3), torch.tensor([[1, 1, 1], [1, 1, 0]]))
-    with pytest.raises(ValueError, match=r"attention_mask has shape \[2, 4\], but must have that of the ids, \[2, 3\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"attention_mask has shape \[2, 4\], but must have that of the ids, \[2, 3\]",
+    ):
         gpt2.generate(ids_of(2, 3), torch.ones(2, 4))
 
 
@@ -98,8 +115,14 @@ def test_arguments_that_are_wrong(gpt2):
     for arguments, message in (
         ({"max_new_token": 3}, "no argument 'max_new_token'; did you mean max_new_tokens"),
         ({"penalty_alpha": 0.6}, "no argument 'penalty_alpha'"),
-        ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, r"use num_beam_groups from \[1, 2, 4\]"),
-        ({"num_beams": 4, "num_beam_groups": 2}, "needs do_sample=False and a diversity_penalty above 0"),
+        (
+            {"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0},
+            r"use num_beam_groups from \[1, 2, 4\]",
+        ),
+        (
+            {"num_beams": 4, "num_beam_groups": 2},
+            "needs do_sample=False and a diversity_penalty above 0",
+        ),
         ({"num_return_sequences": 2}, "must not exceed num_beams=1"),
         ({"early_stopping": "sometimes"}, "must be true, false or 'never'"),
         ({"max_new_tokens": -1}, "max_new_tokens must be at least 0"),
@@ -107,7 +130,10 @@ def test_arguments_that_are_wrong(gpt2):
         ({"min_length": 2.5}, "min_length must be an integer, not 2.5"),
         ({"temperature": [1.0]}, r"temperature must be a number, not \[1.0\]"),
         ({"use_cache": "no"}, "use_cache must be true or false, not 'no'"),
-        ({"eos_token_id": [[1]]}, r"eos_token_id must be an integer or list\[int\] or null, not \[\[1\]\]"),
+        (
+            {"eos_token_id": [[1]]},
+            r"eos_token_id must be an integer or list\[int\] or null, not \[\[1\]\]",
+        ),
         ({"suppress_tokens": 5}, r"suppress_tokens must be list\[int\] or null, not 5"),
         ({"bad_words_ids": "word"}, "bad_words_ids must be"),
         ({"sequence_bias": 3}, "sequence_bias must be"),
@@ -132,12 +158,16 @@ def test_settings_come_from_three_places(gpt2):
 
 
 def test_models_that_cannot(saved):
-    split = shardzoo.from_pretrained(saved("gpt2")[1], parallel_config=ParallelConfig(sequence_parallel=True))
+    split = shardzoo.from_pretrained(
+        saved("gpt2")[1], parallel_config=ParallelConfig(sequence_parallel=True)
+    )
     with pytest.raises(ValueError, match="without sequence parallelism"):
         split.generate(ids_of(1, 3))
     bert = shardzoo.from_config({"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2,
                                  "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 20})  # fmt: skip
-    with pytest.raises(ValueError, match=r"BertForMaskedLM generates no text; see generation\.fill_mask"):
+    with pytest.raises(
+        ValueError, match=r"BertForMaskedLM generates no text; see generation\.fill_mask"
+    ):
         bert.generate(ids_of(1, 3))
 
 
@@ -163,9 +193,13 @@ def test_the_callers_own_rules(gpt2):
             return torch.full((len(input_ids),), input_ids.shape[1] >= 6)
 
     ids = ids_of(1, 3)
-    found = gpt2.generate(ids, logits_processor=[Only()], stopping_criteria=[AfterThree()], max_new_tokens=9)
+    found = gpt2.generate(
+        ids, logits_processor=[Only()], stopping_criteria=[AfterThree()], max_new_tokens=9
+    )
     assert found[0, 3:].tolist() == [77, 77, 77]
-    found = gpt2.generate(ids, prefix_allowed_tokens_fn=lambda batch, row: [20 + len(row)], max_new_tokens=3)
+    found = gpt2.generate(
+        ids, prefix_allowed_tokens_fn=lambda batch, row: [20 + len(row)], max_new_tokens=3
+    )
     assert found[0, 3:].tolist() == [23, 24, 25]
 
 
@@ -223,7 +257,9 @@ def test_a_rank_that_dies_takes_the_others_along(saved, run_mesh):
     with pytest.raises(AssertionError) as failure:
         run_mesh(2, die_while_decoding, saved("gpt2")[1], ids_of(1, 4), isolated=True)
     assert "rank 1 of 2 failed:\nthe process died with exit code 9" in str(failure.value)
-    assert "rank 0 of 2 failed" in str(failure.value)  # an error of the collective, not a wait without end
+    assert "rank 0 of 2 failed" in str(
+        failure.value
+    )  # an error of the collective, not a wait without end
     assert time.monotonic() - start < 30
 
 

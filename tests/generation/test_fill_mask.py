@@ -45,4 +45,6 @@ def test_mistakes(saved):
     with pytest.raises(ValueError, match="from 1 to the vocabulary's 261, not 300"):
         fill_mask(bert, torch.tensor([[5, 4]]), mask_token_id=4, top_k=300)
     with pytest.raises(ValueError, match="a GPT2LMHeadModel cannot fill masks"):
-        fill_mask(shardzoo.from_pretrained(saved("gpt2")[1]), torch.tensor([[5, 4]]), mask_token_id=4)
+        fill_mask(
+            shardzoo.from_pretrained(saved("gpt2")[1]), torch.tensor([[5, 4]]), mask_token_id=4
+        )

@@ -41,7 +41,9 @@ FAMILIES = ["gpt2", "llama", "qwen2", "t5", "t5 v1.1", "mt5", "umt5", "bart", "m
 
 def decode_all(mesh, folder, ids, mask, cases, **options):
     model = shardzoo.from_pretrained(folder, mesh)
-    return {name: model.generate(ids, mask, **LENGTH, **case, **options) for name, case in cases.items()}
+    return {
+        name: model.generate(ids, mask, **LENGTH, **case, **options) for name, case in cases.items()
+    }
 
 
 def shown(tokens: torch.Tensor, prompt: int, ends: list[int]) -> list[list[int]]:
@@ -69,7 +71,10 @@ def test_tokens_are_those_of_transformers(family, saved, prompts, run_mesh):
     ids, mask = prompts(ROWS, padded_left=is_decoder)
     prompt = ids.shape[1] if is_decoder else 1
     cases = cases_of(family)
-    expected = {name: reference.generate(ids, attention_mask=mask, **LENGTH, **case) for name, case in cases.items()}
+    expected = {
+        name: reference.generate(ids, attention_mask=mask, **LENGTH, **case)
+        for name, case in cases.items()
+    }
     for size in SIZES.get(family, (1, 2) if EVERY_CASE else (2,)):
         ranks = run_mesh(size, decode_all, folder, ids, mask, cases)
         for name, case in cases.items():
@@ -77,18 +82,34 @@ def test_tokens_are_those_of_transformers(family, saved, prompts, run_mesh):
             ends = ends if isinstance(ends, list) else [ends]
             for rank in ranks:
                 assert torch.equal(rank[name], ranks[0][name]), f"{name}: ranks disagree"
-            found, wanted = (shown(tokens, prompt, ends) for tokens in (ranks[0][name], expected[name]))
-            wrong = [row for row, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1]]
-            assert not wrong, f"{name} at TP {size}: row {wrong[0]} is {found[wrong[0]]}, not {wanted[wrong[0]]}"
+            found, wanted = (
+                shown(tokens, prompt, ends) for tokens in (ranks[0][name], expected[name])
+            )
+            wrong = [
+                row
+                for row, pair in enumerate(zip(found, wanted, strict=True))
+                if pair[0] != pair[1]
+            ]
+            assert not wrong, (
+                f"{name} at TP {size}: row {wrong[0]} is {found[wrong[0]]}, not {wanted[wrong[0]]}"
+            )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cache_changes_nothing(family, saved, prompts, run_mesh):
     reference, folder = saved(family)
     ids, mask = prompts(12, padded_left=not reference.config.is_encoder_decoder)
-    cases = {name: CASES[name] for name in ("greedy, many ends", "beams, many ends", "repetition_penalty")}
+    cases = {
+        name: CASES[name]
+        for name in ("greedy, many ends", "beams, many ends", "repetition_penalty")
+    }
     # Without padding among the tokens, which M2M100 does not count.
-    cases["sampled"] = {"do_sample": True, "seed": 4, "num_return_sequences": 2, "suppress_tokens": [0]}
+    cases["sampled"] = {
+        "do_sample": True,
+        "seed": 4,
+        "num_return_sequences": 2,
+        "suppress_tokens": [0],
+    }
     for size in (1, 2) if EVERY_CASE else (2,):
         cached = run_mesh(size, decode_all, folder, ids, mask, cases)[0]
         again = run_mesh(size, with_options, folder, ids, mask, cases)[0]

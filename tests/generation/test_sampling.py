@@ -57,13 +57,17 @@ def test_a_seed_decides_the_tokens_whatever_the_ranks(family, saved, prompts, ru
 def first_tokens(mesh, folder, ids, options):
     model = shardzoo.from_pretrained(folder, mesh)
     drawn = [
-        model.generate(ids, do_sample=True, max_new_tokens=1, num_return_sequences=10_000, seed=seed, **options)[:, -1]
+        model.generate(
+            ids, do_sample=True, max_new_tokens=1, num_return_sequences=10_000, seed=seed, **options
+        )[:, -1]
         for seed in range(10)
     ]
     return torch.cat(drawn).bincount(minlength=model.config.vocab_size)
 
 
-@pytest.mark.parametrize(("family", "options"), [("gpt2", {"top_k": 0}), ("qwen3", {"top_k": 25, "temperature": 2.0})])
+@pytest.mark.parametrize(
+    ("family", "options"), [("gpt2", {"top_k": 0}), ("qwen3", {"top_k": 25, "temperature": 2.0})]
+)
 def test_the_distribution_is_the_softmax(family, options, saved, prompts, run_mesh):
     reference, folder = saved(family)
     ids = prompts(1, padded_left=True)[0]
@@ -77,7 +81,9 @@ def test_the_distribution_is_the_softmax(family, options, saved, prompts, run_me
         assert counts.sum() == 100_000
         assert not counts[expected == 0].any()
         often = expected > 10  # where a count is nearly normal
-        deviations = (counts - expected)[often] / (expected * (1 - expected / 100_000))[often].sqrt()
+        deviations = (counts - expected)[often] / (expected * (1 - expected / 100_000))[
+            often
+        ].sqrt()
         # Of so many tokens 0.3 % may be beyond 3 sigma; their squares together must be within 3 sigma of their number.
         assert (deviations.abs() > 3).sum() <= 0.02 * often.sum() + 1
         assert abs(deviations.square().sum() - often.sum()) < 3 * (2 * often.sum()) ** 0.5
@@ -92,7 +98,9 @@ def processed(mesh, folder, logits, ids):
     results = []
     for options in WARPERS:
         settings = make_settings(config, None, {"do_sample": True, **options})
-        scores, over = LogitsProcessors(settings, config.vocab_size, mesh, prompt=ids, limit=20)(ids, own)
+        scores, over = LogitsProcessors(settings, config.vocab_size, mesh, prompt=ids, limit=20)(
+            ids, own
+        )
         results.append(whole_rows(scores, config.vocab_size, over))
     return results
 
@@ -106,7 +114,9 @@ def test_what_is_drawn_from_is_what_transformers_draws_from(saved, prompts, run_
         config = transformers.GenerationConfig(do_sample=True, eos_token_id=2, **options)
         config, _ = reference._prepare_generation_config(config)
         reference._prepare_special_tokens(config, device="cpu")
-        processors = reference._get_logits_processor(config, input_ids_seq_length=9, logits_processor=[], device="cpu")
+        processors = reference._get_logits_processor(
+            config, input_ids_seq_length=9, logits_processor=[], device="cpu"
+        )
         expected.append(processors(ids, logits.clone()))
     for size in (1, 2, 4):
         for found in run_mesh(size, processed, folder, logits, ids):

@@ -8,7 +8,9 @@ import torch
 import shardzoo
 from shardzoo.ops import library
 
-pytestmark = pytest.mark.skipif(library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels")
+pytestmark = pytest.mark.skipif(
+    library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels"
+)
 
 
 @pytest.fixture
@@ -29,7 +31,9 @@ def kernel_calls(saved, prompts, monkeypatch):
             counts.append(0)
             padded = prompts(2, padded_left=family == "gpt2")
             model.generate(*padded, max_new_tokens=new_tokens, eos_token_id=[], **settings)
-        return counts[1] - counts[0], len(model.decoder.blocks if hasattr(model, "decoder") else model.blocks)
+        return counts[1] - counts[0], len(
+            model.decoder.blocks if hasattr(model, "decoder") else model.blocks
+        )
 
     return count
 
@@ -44,5 +48,7 @@ def test_every_product_is_one_of_few_rows(family, products, kernel_calls):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_attention_in_16_bits_is_one_kernel(family, attentions, beams, kernel_calls):
     """With padded prompts, a relative bias, and beams that share a source."""
-    calls, layers = kernel_calls(family, "attention_of_few_queries", torch.bfloat16, num_beams=beams)
+    calls, layers = kernel_calls(
+        family, "attention_of_few_queries", torch.bfloat16, num_beams=beams
+    )
     assert calls == 3 * attentions * layers

@@ -49,7 +49,9 @@ def main() -> None:
         ids = torch.randint(3, 101, (50, 7), generator=generator)
         padding = torch.arange(50)[:, None] % 5
         # That release decodes padded prompts of a T5 differently from what its own forward pass says.
-        mask = (torch.arange(7)[None] >= padding).long() if family == "gpt2" else torch.ones_like(ids)
+        mask = (
+            (torch.arange(7)[None] >= padding).long() if family == "gpt2" else torch.ones_like(ids)
+        )
         tensors[f"{family}.ids"], tensors[f"{family}.mask"] = ids * mask, mask
         for i, case in enumerate(CASES):
             result = model.generate(

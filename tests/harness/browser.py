@@ -12,7 +12,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 class Browser:
@@ -22,12 +24,24 @@ class Browser:
         assert CHROMIUM is not None
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-        options += [f"--user-data-dir={profile}", f"--window-size={width},{height}", "--remote-debugging-pipe"]
+        options = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+        ]
+        options += [
+            f"--user-data-dir={profile}",
+            f"--window-size={width},{height}",
+            "--remote-debugging-pipe",
+        ]
         # The protocol's pipes are descriptors 3 and 4. The middle numbers keep one copy from replacing the other.
         shell = f'exec 13<&{theirs_in} 14>&{theirs_out} 3<&13 4>&14; exec "$@"'
         words = ["bash", "-c", shell, "bash", CHROMIUM, *options, "about:blank"]
-        self._process = subprocess.Popen(words, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            words, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL
+        )
         os.close(theirs_in)
         os.close(theirs_out)
         self._left, self._numbers, self._session = b"", count(1), ""
@@ -35,7 +49,9 @@ class Browser:
         self.problems: list[str] = []
         self.requests: list[str] = []
         [page] = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
-        self._session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -80,7 +96,11 @@ class Browser:
             self.problems.append(json.dumps(event["exceptionDetails"]))
         elif method == "Log.entryAdded" and event["entry"]["level"] in ("error", "warning"):
             self.problems.append(json.dumps(event["entry"]))
-        elif method == "Runtime.consoleAPICalled" and event["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and event["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.problems.append(json.dumps(event["args"]))
 
     def open(self, url: str) -> None:
@@ -92,7 +112,9 @@ class Browser:
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression in the page, awaited if it is a promise."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -100,14 +122,21 @@ class Browser:
         """Waits until an expression is true. Returns the seconds that this took."""
         started = time.monotonic()
         while not self.evaluate(script):
-            assert time.monotonic() - started < seconds, f"not after {seconds} s: {script}; {self.problems}"
+            assert time.monotonic() - started < seconds, (
+                f"not after {seconds} s: {script}; {self.problems}"
+            )
             time.sleep(0.05)
         return time.monotonic() - started
 
     def click(self, x: float, y: float, to: tuple[float, float] | None = None) -> None:
         """Presses the mouse at a place of the window, and lifts it there or after a drag."""
         end = to or (x, y)
-        for kind, at in (("mouseMoved", (x, y)), ("mousePressed", (x, y)), ("mouseMoved", end), ("mouseReleased", end)):
+        for kind, at in (
+            ("mouseMoved", (x, y)),
+            ("mousePressed", (x, y)),
+            ("mouseMoved", end),
+            ("mouseReleased", end),
+        ):
             held = {"button": "left", "buttons": 1, "clickCount": 1}
             self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], **held)
 

@@ -88,7 +88,10 @@ def command(folder: Path) -> str:
     """The command line, which refuses with exit code 2 and one message."""
     from shardzoo.cli.convert import main
 
-    with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stderr(io.StringIO()) as errors:
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
         code = main(["merge", str(folder), f"{temporary}/merged"])
         if code == 0:
             return _loaded(Path(temporary) / "merged")
@@ -111,7 +114,11 @@ def finetune(folder: Path) -> str:
     from shardzoo.finetuning.loading import find_source, load_model
 
     arguments = FinetuningArguments(model_name_or_path=str(folder), native=True)
-    return digest_of(load_model(find_source(arguments), "text-generation", arguments, None, torch.device("cpu"), None))
+    return digest_of(
+        load_model(
+            find_source(arguments), "text-generation", arguments, None, torch.device("cpu"), None
+        )
+    )
 
 
 def find_config(folder: Path) -> str:
@@ -124,7 +131,10 @@ def find_config(folder: Path) -> str:
 def estimate(folder: Path) -> str:
     from shardzoo.cli.estimate import main
 
-    with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         code = main([str(folder), "--length", "16"])
     assert "Traceback" not in errors.getvalue(), errors.getvalue()
     if code == 2:
@@ -154,7 +164,10 @@ def shardzoo(*words: object) -> str:
 
     with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
         Path("text.txt").write_text("w1 w2 w3 w4 w5\n" * 40)
-        with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()) as output:
+        with (
+            contextlib.redirect_stderr(io.StringIO()) as errors,
+            contextlib.redirect_stdout(io.StringIO()) as output,
+        ):
             try:
                 code = main([str(word) for word in words])
             except SystemExit as end:
@@ -172,12 +185,31 @@ def shardzoo(*words: object) -> str:
 
 def pretrain_command(folder: Path) -> str:
     steps = ("--train-steps", 1, "--sequence-length", 16)
-    return shardzoo("pretrain", "--init-from", folder, "--data", "text.txt", "--output-dir", "out", *steps)
+    return shardzoo(
+        "pretrain", "--init-from", folder, "--data", "text.txt", "--output-dir", "out", *steps
+    )
 
 
 def finetune_command(folder: Path) -> str:
-    native = ("--model-name-or-path", folder, "--native", "--train-file", "text.txt", "--train-steps", 1)
-    return shardzoo("finetune", *native, "--micro-batch-size", 1, "--max-source-length", 16, "--output-dir", "out")
+    native = (
+        "--model-name-or-path",
+        folder,
+        "--native",
+        "--train-file",
+        "text.txt",
+        "--train-steps",
+        1,
+    )
+    return shardzoo(
+        "finetune",
+        *native,
+        "--micro-batch-size",
+        1,
+        "--max-source-length",
+        16,
+        "--output-dir",
+        "out",
+    )
 
 
 def generate_command(folder: Path) -> str:

@@ -14,7 +14,15 @@ from pathlib import Path
 import torch
 
 BIN = Path(sys.executable).parent  # of this interpreter, and of the programs installed beside it
-PLACE_IN_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PLACE_IN_A_JOB = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def user_environment(*folders: Path, **variables: str | None) -> dict[str, str]:
@@ -48,13 +56,21 @@ def warm_programs() -> Path:
     path = str(Path(folder.name, "socket"))
     words = [sys.executable, str(server), path]
     process = subprocess.Popen(
-        words, env=user_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        words,
+        env=user_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     atexit.register(folder.cleanup)
     atexit.register(process.communicate)
-    if b"ready\n" not in iter(process.stdout.readline, b""):  # after what libraries print when they are imported
+    if b"ready\n" not in iter(
+        process.stdout.readline, b""
+    ):  # after what libraries print when they are imported
         raise RuntimeError("the server of warm programs did not start")
-    stand_in = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("warm_python.py")), path])
+    stand_in = shlex.join(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("warm_python.py")), path]
+    )
     for name in ("python", "python3", "deepspeed", "shardzoo", "torchrun"):
         (programs / name).write_text(f'#!/bin/sh\nexec {stand_in} {BIN / name} "$@"\n')
         (programs / name).chmod(0o755)

@@ -26,7 +26,9 @@ class Block:
     def commands(self) -> list[str]:
         """One shell command each, without comments, continued lines joined."""
         lines = self.text.replace("\\\n", " ").splitlines()
-        return [line.partition("  #")[0].strip() for line in lines if line and not line.startswith("#")]
+        return [
+            line.partition("  #")[0].strip() for line in lines if line and not line.startswith("#")
+        ]
 
 
 def blocks(page: str, language: str | None = None) -> list[Block]:

@@ -27,9 +27,13 @@ def local_index(distributions: Path, folder: Path) -> Iterator[str]:
         project.mkdir(parents=True, exist_ok=True)
         (project / file.name).symlink_to(file.resolve())
     for project in (folder / "simple").iterdir():
-        links = "".join(f'<a href="{file.name}">{file.name}</a><br>' for file in sorted(project.iterdir()))
+        links = "".join(
+            f'<a href="{file.name}">{file.name}</a><br>' for file in sorted(project.iterdir())
+        )
         (project / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))) as server:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}/simple/"
         server.shutdown()

@@ -28,7 +28,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "dropout": torch.float32}
 LARGEST_ERROR = 1e-5  # of fp32 outputs and gradients; `Comparison` says relative to what
-SLACK_OF_A_GPU = 4.0  # times the tolerances of fp32: __expf costs a few more bits, as in tests/ops/test_gpu.py
+SLACK_OF_A_GPU = (
+    4.0  # times the tolerances of fp32: __expf costs a few more bits, as in tests/ops/test_gpu.py
+)
 LARGEST_RATIO = 1.5  # of the error of bf16 to that of transformers' bf16
 RESOLUTION = 2**-7  # of bf16, relative
 SMALL = 1e-2  # gradients smaller than this part of the largest one are sums whose terms cancel
@@ -40,7 +42,10 @@ OUTPUTS = (
     "pooler_output", "encoder_last_hidden_state",
 )  # fmt: skip
 HIDDEN_STATES = ("hidden_states", "decoder_hidden_states", "encoder_hidden_states")
-ENDS = [2, *range(7, 20)]  # of a vocabulary of about a hundred tokens, so many that answers of all lengths occur
+ENDS = [
+    2,
+    *range(7, 20),
+]  # of a vocabulary of about a hundred tokens, so many that answers of all lengths occur
 GENERATION: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy without cache": {"use_cache": False},
@@ -199,9 +204,15 @@ class Inputs:
         if "ForNextSentencePrediction" in architecture:
             return {"labels": self.integers(2, rows)}
         if "ForQuestionAnswering" in architecture:
-            return {name: self.integers(LENGTH, rows) for name in ("start_positions", "end_positions")}
+            return {
+                name: self.integers(LENGTH, rows) for name in ("start_positions", "end_positions")
+            }
         if "ForTokenClassification" in architecture:
-            return {"labels": self.integers(self.config.num_labels, rows, LENGTH).masked_fill(mask == 0, -100)}
+            return {
+                "labels": self.integers(self.config.num_labels, rows, LENGTH).masked_fill(
+                    mask == 0, -100
+                )
+            }
         if architecture == "ElectraForPreTraining":
             return {"labels": self.integers(2, rows, LENGTH)}
         if self.kind == "decoder" and ("LMHead" in architecture or "CausalLM" in architecture):
@@ -213,8 +224,14 @@ class Inputs:
             return self.decoder_targets(rows)
         if "ForMaskedLM" in architecture or "ForPreTraining" in architecture:
             hidden = torch.rand(mask.shape, generator=self.generator) < 0.5
-            labels = {"labels": self.ids(torch.ones_like(ids)).masked_fill(hidden | (mask == 0), -100)}
-            return labels | ({"next_sentence_label": self.integers(2, rows)} if "PreTraining" in architecture else {})
+            labels = {
+                "labels": self.ids(torch.ones_like(ids)).masked_fill(hidden | (mask == 0), -100)
+            }
+            return labels | (
+                {"next_sentence_label": self.integers(2, rows)}
+                if "PreTraining" in architecture
+                else {}
+            )
         return {}
 
     def class_labels(self, rows: int) -> Tensor:
@@ -268,10 +285,16 @@ def forward(model: Any, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], T
     names = output.keys()
     found = {name: output[name] for name in OUTPUTS if name in names}
     if hasattr(model, "gather_logits"):
-        found |= {n: model.gather_logits(v) for n, v in found.items() if n in ("logits", "prediction_logits")}
+        found |= {
+            n: model.gather_logits(v)
+            for n, v in found.items()
+            if n in ("logits", "prediction_logits")
+        }
     loss = output["loss"] if "loss" in names else loss_of(found, inputs)
     for name in HIDDEN_STATES:
-        found |= {f"{name}.{i}": state for i, state in enumerate(output[name] if name in names else ())}
+        found |= {
+            f"{name}.{i}": state for i, state in enumerate(output[name] if name in names else ())
+        }
     return {name: attended(name, value.detach(), inputs) for name, value in found.items()}, loss
 
 
@@ -279,13 +302,17 @@ def moved(tensors: dict[str, Tensor], device: str) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def reference(model: Any, batches: Sequence[dict[str, Tensor]], family_name: str, device: str = "cpu") -> list[Run]:
+def reference(
+    model: Any, batches: Sequence[dict[str, Tensor]], family_name: str, device: str = "cpu"
+) -> list[Run]:
     """What transformers' model computes of each batch; the gradients have the names of the family's name map."""
     from shardzoo.models import config_from_dict, family
     from shardzoo.models.auto import build_on_meta
 
     name_map = family(family_name).name_map
-    parameters = dict(build_on_meta(config_from_dict(model.config.to_dict()), None).named_parameters())
+    parameters = dict(
+        build_on_meta(config_from_dict(model.config.to_dict()), None).named_parameters()
+    )
     stored = {name for entry in name_map.resolve(parameters) for name in entry.stored_names()}
     kept = dict(name_map.aliases)  # a tied head may be registered before the embedding
     model.to(device)
@@ -294,25 +321,37 @@ def reference(model: Any, batches: Sequence[dict[str, Tensor]], family_name: str
         model.zero_grad()
         outputs, loss = forward(model, moved(inputs, device))
         loss.backward()
-        found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        found = {
+            name: parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
         named = {name_map.todays_name(name, stored): grad for name, grad in found.items()}
-        grads = {name if name in stored else kept.get(name, name): grad for name, grad in named.items()}
+        grads = {
+            name if name in stored else kept.get(name, name): grad for name, grad in named.items()
+        }
         runs.append(Run(moved(outputs, "cpu"), loss.item(), moved(grads, "cpu")))
     return runs
 
 
-def run_layouts(mesh, folder: Path, batches, layouts, prompts, device="cpu") -> tuple[list[list], dict[str, Tensor]]:
+def run_layouts(
+    mesh, folder: Path, batches, layouts, prompts, device="cpu"
+) -> tuple[list[list], dict[str, Tensor]]:
     """On one rank: for each (mode, kind) the outputs, loss and gradients of each batch; and the generated tokens.
 
     They are computed on `device` and returned in CPU memory.
     """
-    from shardzoo import from_pretrained  # not from the models, which have no `generate` of their own
+    from shardzoo import (
+        from_pretrained,
+    )  # not from the models, which have no `generate` of their own
     from shardzoo.models import ParallelConfig
     from shardzoo.mpu import dropout_state
 
     results = []
     for mode, kind in layouts:
-        model: Any = from_pretrained(folder, mesh, KINDS[kind], parallel_config=ParallelConfig(**MODES[mode]))
+        model: Any = from_pretrained(
+            folder, mesh, KINDS[kind], parallel_config=ParallelConfig(**MODES[mode])
+        )
         model.to(device).train(kind == "dropout")
         runs = []
         for inputs in batches if kind == "bf16" else batches[:1]:
@@ -328,7 +367,9 @@ def run_layouts(mesh, folder: Path, batches, layouts, prompts, device="cpu") -> 
         return results, {}
     model = from_pretrained(folder, mesh).to(device)
     prompts = [tensor.to(device) for tensor in prompts]
-    return results, {name: decode(model, *prompts, options).cpu() for name, options in GENERATION.items()}
+    return results, {
+        name: decode(model, *prompts, options).cpu() for name, options in GENERATION.items()
+    }
 
 
 def decode(model: Any, ids: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
@@ -379,7 +420,9 @@ class Comparison:
     slack: float = 1.0  # times the tolerances of fp32
 
     def add(self, layout: str, kind: str, runs: list[Run]) -> None:
-        problems = self.narrow(runs) if kind == "bf16" else self.wide(runs[0], self.references[kind][0])
+        problems = (
+            self.narrow(runs) if kind == "bf16" else self.wide(runs[0], self.references[kind][0])
+        )
         self.figures.problems += [f"{layout}, {kind}: {problem}" for problem in problems]
 
     def wide(self, run: Run, expected: Run) -> list[str]:
@@ -387,14 +430,18 @@ class Comparison:
         if run.outputs.keys() != expected.outputs.keys():
             problems.append(f"outputs are {list(run.outputs)}, not {list(expected.outputs)}")
         for name in run.outputs.keys() & expected.outputs.keys():
-            error = (run.outputs[name] - expected.outputs[name]).abs().max() / expected.outputs[name].abs().max()
+            error = (run.outputs[name] - expected.outputs[name]).abs().max() / expected.outputs[
+                name
+            ].abs().max()
             self.figures.outputs = max(self.figures.outputs, error.item())
             if not error <= self.slack * LARGEST_ERROR:
                 problems.append(f"{name} differ by {error:.1e} of their scale")
         if not abs(run.loss - expected.loss) <= self.slack * 1e-6 * max(1.0, abs(expected.loss)):
             problems.append(f"the loss is {run.loss}, not {expected.loss}")
         if run.grads.keys() != expected.grads.keys():
-            problems.append(f"only one has gradients of {sorted(run.grads.keys() ^ expected.grads.keys())}")
+            problems.append(
+                f"only one has gradients of {sorted(run.grads.keys() ^ expected.grads.keys())}"
+            )
         largest = max(grad.norm() for grad in expected.grads.values())
         for name in run.grads.keys() & expected.grads.keys():
             grad = expected.grads[name]
@@ -405,7 +452,10 @@ class Comparison:
         return problems
 
     def narrow(self, runs: list[Run]) -> list[str]:
-        problems, three = [], list(zip(runs, self.references["theirs"], self.references["fp32"], strict=True))
+        problems, three = (
+            [],
+            list(zip(runs, self.references["theirs"], self.references["fp32"], strict=True)),
+        )
         for name in runs[0].outputs.keys() & set(OUTPUTS):
             ratio = median(error_ratio(*(run.outputs[name] for run in each)) for each in three)
             self.figures.bf16_outputs = max(self.figures.bf16_outputs, ratio)
@@ -461,7 +511,9 @@ def check_case(
     comparison = Comparison(
         {
             "fp32": reference(model, batches, family_name),
-            "theirs": reference(copy.deepcopy(model).bfloat16(), batches, family_name, device) if has_bf16 else [],
+            "theirs": reference(copy.deepcopy(model).bfloat16(), batches, family_name, device)
+            if has_bf16
+            else [],
             "dropout": [whole(family_name, dropped[0])],
         },
         figures,
@@ -483,7 +535,9 @@ def check_case(
                 figures.problems.append(f"TP {size}, {mode}, {kind}: {error}")
                 continue
             comparison.add(f"TP {size}, {mode}", kind, runs)
-        compare_tokens(size, [tokens for _, tokens in ranks], expected, prompts, inputs.kind, figures)
+        compare_tokens(
+            size, [tokens for _, tokens in ranks], expected, prompts, inputs.kind, figures
+        )
         if converts:
             check_conversion(folder, size, figures)
     return figures
@@ -497,14 +551,18 @@ def generates(name: str, family_name: str) -> bool:
     )  # fmt: skip
 
 
-def compare_tokens(size: int, ranks: list, expected: dict[str, Tensor], prompts, kind: str, figures: Figures) -> None:
+def compare_tokens(
+    size: int, ranks: list, expected: dict[str, Tensor], prompts, kind: str, figures: Figures
+) -> None:
     for key, tokens in expected.items():
         prompt = prompts[0].shape[1] if kind == "decoder" else 1
         wanted = until_end(tokens, prompt, ENDS)
         figures.tokens += sum(len(row) - prompt for row in wanted)
         for rank, found in enumerate(ranks):
             if (rows := until_end(found[key], prompt, ENDS)) != wanted:
-                figures.problems.append(f"TP {size}, {key}, rank {rank}: tokens are {rows}, not {wanted}")
+                figures.problems.append(
+                    f"TP {size}, {key}, rank {rank}: tokens are {rows}, not {wanted}"
+                )
 
 
 def check_conversion(folder: Path, size: int, figures: Figures) -> None:

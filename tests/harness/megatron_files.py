@@ -20,10 +20,18 @@ from torch import Tensor
 
 PADDING = 16  # --make-vocab-size-divisible-by
 LAYER = {
-    "norm_1": {"local": "input_layernorm", "te": "self_attention.linear_qkv.layer_norm", "legacy": "input_layernorm"},
+    "norm_1": {
+        "local": "input_layernorm",
+        "te": "self_attention.linear_qkv.layer_norm",
+        "legacy": "input_layernorm",
+    },
     "qkv": {"local": "self_attention.linear_qkv", "legacy": "self_attention.query_key_value"},
     "output": {"local": "self_attention.linear_proj", "legacy": "self_attention.dense"},
-    "norm_2": {"local": "pre_mlp_layernorm", "te": "mlp.linear_fc1.layer_norm", "legacy": "post_attention_layernorm"},
+    "norm_2": {
+        "local": "pre_mlp_layernorm",
+        "te": "mlp.linear_fc1.layer_norm",
+        "legacy": "post_attention_layernorm",
+    },
     "up": {"local": "mlp.linear_fc1", "legacy": "mlp.dense_h_to_4h"},
     "down": {"local": "mlp.linear_fc2", "legacy": "mlp.dense_4h_to_h"},
 }
@@ -52,11 +60,15 @@ def layer_name(part: str, kind: str, style: str) -> str:
 
 def fuse(q: Tensor, k: Tensor, v: Tensor, heads: int, rank: int, layout: Layout) -> Tensor:
     """One rank's rows of the fused tensor, from three of shape [H, ...]."""
-    mine = [t.view(heads, -1, *t.shape[1:]).chunk(layout.tp)[rank] for t in (q, k, v)]  # [np, hn, ...]
+    mine = [
+        t.view(heads, -1, *t.shape[1:]).chunk(layout.tp)[rank] for t in (q, k, v)
+    ]  # [np, hn, ...]
     version = layout.version or 0
     if version == 0:
         return torch.stack(mine).reshape(-1, *q.shape[1:])  # [3, np, hn, ...]
-    return torch.stack(mine, dim=2 if version == 1 else 1).reshape(-1, *q.shape[1:])  # [np, hn, 3] or [np, 3, hn]
+    return torch.stack(mine, dim=2 if version == 1 else 1).reshape(
+        -1, *q.shape[1:]
+    )  # [np, hn, 3] or [np, 3, hn]
 
 
 def pad(table: Tensor, tp: int) -> Tensor:
@@ -110,7 +122,9 @@ def bert_modules(weights: Mapping[str, Tensor], heads: int, layers: int) -> dict
     found = {"layers": blocks, "final": before, "heads": heads, "stack": "encoder"}
     for key, name in (("words", "word"), ("positions", "position"), ("types", "token_type")):
         found[key] = weights[f"bert.embeddings.{name}_embeddings.weight"]
-    found["dense"], found["norm"] = (both(f"cls.predictions.transform.{name}") for name in ("dense", "LayerNorm"))
+    found["dense"], found["norm"] = (
+        both(f"cls.predictions.transform.{name}") for name in ("dense", "LayerNorm")
+    )
     found["bias"] = weights["cls.predictions.bias"]
     if "cls.seq_relationship.weight" in weights:
         found["pooler"], found["binary"] = both("bert.pooler.dense"), both("cls.seq_relationship")
@@ -149,13 +163,17 @@ def stage_tensors(
                 else:
                     split = part in ("output", "down") and kind == "weight"
                     tensor = value[at].chunk(layout.tp, dim=1)[rank] if split else value[at]
-                state[f"{stack}.layers.{local}.{layer_name(part, kind, layout.style)}"] = tensor.contiguous()
+                state[f"{stack}.layers.{local}.{layer_name(part, kind, layout.style)}"] = (
+                    tensor.contiguous()
+                )
     if last:
         add(f"{stack}.final_layernorm", modules["final"])
         if "untied" in modules:
             state[f"{root}output_layer.weight"] = mine(modules["untied"])
         elif not first:
-            state["word_embeddings_for_head.weight" if legacy else "output_layer.weight"] = mine(modules["words"])
+            state["word_embeddings_for_head.weight" if legacy else "output_layer.weight"] = mine(
+                modules["words"]
+            )
         if "dense" in modules:
             add("lm_head.dense", modules["dense"])
             add("lm_head.layernorm" if legacy else "lm_head.layer_norm", modules["norm"])
@@ -209,8 +227,13 @@ def states(modules: Mapping[str, Any], layout: Layout) -> Iterator[tuple[str, di
                 flat |= {"rest._extra_state": None} if layout.style == "te" else {}
                 model = nest(flat) if layout.style in ("legacy", "oldest") else flat
                 state["model" if layout.chunks == 1 else f"model{chunk}"] = model
-            state["optimizer"] = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1}]}
-            state["rng_state"] = [{"np_rng_state": np.random.RandomState(0).get_state(), "n": torch.get_rng_state()}]
+            state["optimizer"] = {
+                "state": {0: {"exp_avg": torch.zeros(3)}},
+                "param_groups": [{"lr": 0.1}],
+            }
+            state["rng_state"] = [
+                {"np_rng_state": np.random.RandomState(0).get_state(), "n": torch.get_rng_state()}
+            ]
             yield f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if layout.pp > 1 else ""), state
 
 
@@ -230,13 +253,17 @@ def write(
     return folder
 
 
-def layer_files(modules: Mapping[str, Any], layout: Layout, program: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def layer_files(
+    modules: Mapping[str, Any], layout: Layout, program: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the names and contents of the files that Megatron-DeepSpeed ("deepspeed") or GPT-NeoX ("neox") writes."""
     count = len(modules["layers"])
     first_block = {"deepspeed": 3, "neox": 2}[program]
     last = count + {"deepspeed": 4, "neox": 3}[program]
     for rank in range(layout.tp):
-        flat = stage_tensors(modules, Layout(layout.tp, 1, style="oldest"), rank, range(count), True, True)
+        flat = stage_tensors(
+            modules, Layout(layout.tp, 1, style="oldest"), rank, range(count), True, True
+        )
         files: dict[int, dict[str, Tensor]] = {}
         for name, tensor in flat.items():
             parts = name.removeprefix("language_model.").split(".")
@@ -244,22 +271,48 @@ def layer_files(modules: Mapping[str, Any], layout: Layout, program: str) -> Ite
                 files.setdefault(first_block - 2, {})[".".join(parts[1:])] = tensor
             elif parts[1] == "layers":
                 own = ".".join(parts[3:])
-                own = own if program == "neox" else own.replace("attention.", "self_attention.", own.startswith("att"))
+                own = (
+                    own
+                    if program == "neox"
+                    else own.replace("attention.", "self_attention.", own.startswith("att"))
+                )
                 files.setdefault(first_block + int(parts[2]), {})[own] = tensor
             elif parts[1] == "final_layernorm":
-                files.setdefault(last, {})[("norm." if program == "neox" else "") + parts[2]] = tensor
+                files.setdefault(last, {})[("norm." if program == "neox" else "") + parts[2]] = (
+                    tensor
+                )
             else:
-                files[last + 1] = {"final_linear.weight" if program == "neox" else "lm_head.weight": tensor}
+                files[last + 1] = {
+                    "final_linear.weight" if program == "neox" else "lm_head.weight": tensor
+                }
         for number, tensors in files.items():
             yield f"layer_{number:02d}-model_{rank:02d}-model_states.pt", tensors
-        arguments: dict[str, Any] = {"num_attention_heads": modules["heads"], "layernorm_epsilon": 1e-5}
+        arguments: dict[str, Any] = {
+            "num_attention_heads": modules["heads"],
+            "layernorm_epsilon": 1e-5,
+        }
         if program == "neox":
-            arguments |= {"pos_emb": "learned", "norm": "layernorm", "no_weight_tying": "untied" in modules}
-            arguments |= {"model_parallel_size": layout.tp, "pipe_parallel_size": 0, "bias_gelu_fusion": True}
+            arguments |= {
+                "pos_emb": "learned",
+                "norm": "layernorm",
+                "no_weight_tying": "untied" in modules,
+            }
+            arguments |= {
+                "model_parallel_size": layout.tp,
+                "pipe_parallel_size": 0,
+                "bias_gelu_fusion": True,
+            }
         else:
-            arguments |= {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp}
+            arguments |= {
+                "tensor_model_parallel_size": layout.tp,
+                "pipeline_model_parallel_size": layout.pp,
+            }
         arguments |= layout.arguments
-        state = {"module": None, "args": arguments if program == "neox" else Namespace(**arguments), "iteration": 90}
+        state = {
+            "module": None,
+            "args": arguments if program == "neox" else Namespace(**arguments),
+            "iteration": 90,
+        }
         yield f"mp_rank_{rank:02d}_model_states.pt", state
 
 
@@ -288,7 +341,9 @@ def in_megatron_core(
     folders: Pairs of our folder and of the one to save to. Returns each model's logits.
     """
     warnings.simplefilter("ignore")
-    multiprocessing.current_process()._config["daemon"] = False  # megatron-core writes in a process of its own
+    multiprocessing.current_process()._config["daemon"] = (
+        False  # megatron-core writes in a process of its own
+    )
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(2, 1)
@@ -299,11 +354,15 @@ def in_megatron_core(
     return logits
 
 
-def _load_save_and_run(build: Callable[[Namespace], Any], written: Path, place: Path, ids: Tensor) -> Tensor:
+def _load_save_and_run(
+    build: Callable[[Namespace], Any], written: Path, place: Path, ids: Tensor
+) -> Tensor:
     from megatron.core import dist_checkpointing, parallel_state
 
     rank = parallel_state.get_tensor_model_parallel_rank()
-    state = torch.load(written / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
+    state = torch.load(
+        written / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False
+    )
     model = build(state["args"]).eval()
     missing, unexpected = model.load_state_dict(state["model"], strict=False)
     assert not unexpected, unexpected

@@ -36,9 +36,19 @@ def peak_of(work: Any) -> int:
 
     from torch.profiler import ProfilerActivity, profile
 
-    without_pool = mock.patch("shardzoo.ops.library.recycled", lambda like, size: like.new_empty(size))
+    without_pool = mock.patch(
+        "shardzoo.ops.library.recycled", lambda like, size: like.new_empty(size)
+    )
     without_kernel = mock.patch.object(sys.modules["shardzoo.ops.matmul"], "_kernel_dtypes", tuple)
-    with without_pool, without_kernel, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        without_pool,
+        without_kernel,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         work()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    return max(
+        accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    )

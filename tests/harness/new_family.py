@@ -26,13 +26,22 @@ SIZES = {
 CASES = {
     "Starcoder2ForCausalLM": Case(SIZES),
     "Starcoder2ForCausalLM, a window, no biases, a file of transformers 4": Case(
-        {**SIZES, "sliding_window": 5, "use_bias": False, "tie_word_embeddings": False, "rope_theta": 500.0}
+        {
+            **SIZES,
+            "sliding_window": 5,
+            "use_bias": False,
+            "tie_word_embeddings": False,
+            "rope_theta": 500.0,
+        }
     ),
     "Starcoder2ForTokenClassification": Case({**SIZES, "num_labels": 5}),
 }
 LAYOUTS = [("sequence parallel and recompute", "fp32"), ("selective recompute", "fp32")]
 if EVERY_CASE:
-    CASES |= {"Starcoder2Model": Case(SIZES), "Starcoder2ForSequenceClassification": Case({**SIZES, "num_labels": 11})}
+    CASES |= {
+        "Starcoder2Model": Case(SIZES),
+        "Starcoder2ForSequenceClassification": Case({**SIZES, "num_labels": 11}),
+    }
     LAYOUTS += [("plain", "fp32")]
 BATCH, LENGTH = 3, 12
 
@@ -41,7 +50,9 @@ def check_parity(scratch: Path) -> None:
     pools = RankPools()
     for number, (name, case) in enumerate(CASES.items()):
         folder = scratch / str(number)
-        figures = check_case(name, (FAMILY, case), folder, pools.run_mesh, [1 + number % 3], LAYOUTS)
+        figures = check_case(
+            name, (FAMILY, case), folder, pools.run_mesh, [1 + number % 3], LAYOUTS
+        )
         assert not figures.problems, "\n".join([name, *figures.problems])
     pools.close()
 
@@ -51,16 +62,24 @@ def check_commands(folder: Path) -> None:
     from shardzoo.cli.main import main
 
     assert main(["models", FAMILY]) == 0
-    assert main(["estimate", str(folder), "--length", "16", "--tp", "2", "--device-memory", "1"]) == 0
+    assert (
+        main(["estimate", str(folder), "--length", "16", "--tp", "2", "--device-memory", "1"]) == 0
+    )
 
 
 def kept_by_blocks(layers: int, dtype: torch.dtype, padded: bool, recompute: str) -> int:
     from shardzoo.models import ParallelConfig, from_config
 
     values = {**SIZES, "model_type": FAMILY, "num_hidden_layers": layers}
-    model = from_config(values, dtype=dtype, parallel_config=ParallelConfig(recompute=recompute)).train()
+    model = from_config(
+        values, dtype=dtype, parallel_config=ParallelConfig(recompute=recompute)
+    ).train()
     ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 37 + 5
-    mask = (torch.arange(LENGTH) < LENGTH - 3 * torch.arange(BATCH)[:, None]).long() if padded else None
+    mask = (
+        (torch.arange(LENGTH) < LENGTH - 3 * torch.arange(BATCH)[:, None]).long()
+        if padded
+        else None
+    )
     return kept_bytes(lambda: model(ids, mask, labels=ids).loss, model.parameters())
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MODES = tuple(itertools.product((False, True), ("none", "selective", "full")))  # sequence_parallel, recompute
+MODES = tuple(
+    itertools.product((False, True), ("none", "selective", "full"))
+)  # sequence_parallel, recompute
 
 
 @dataclass
@@ -30,10 +32,19 @@ def load_stored(model, name_map, stored: dict[str, Tensor], mesh) -> None:
             pieces = [stored[name] for name in entry.stored_names()]
             full = torch.cat([piece.t() if entry.transpose else piece for piece in pieces])
             shard = getattr(parameters[native], "shard", None)
-            parameters[native].copy_(full if shard is None else shard.slice(full, tp_rank(mesh), tp_size(mesh)))
+            parameters[native].copy_(
+                full if shard is None else shard.slice(full, tp_rank(mesh), tp_size(mesh))
+            )
 
 
-def run_modes(mesh, config: dict, stored: dict[str, Tensor], inputs: dict, modes=MODES, seed: int | None = None):
+def run_modes(
+    mesh,
+    config: dict,
+    stored: dict[str, Tensor],
+    inputs: dict,
+    modes=MODES,
+    seed: int | None = None,
+):
     """On one rank: for each mode (logits, loss, {native name: (this rank's gradient, its shard)}).
 
     seed: of the dropout masks; None means evaluation.
@@ -53,7 +64,11 @@ def run_modes(mesh, config: dict, stored: dict[str, Tensor], inputs: dict, modes
             dropout_state.set(seed, 0)
         output = model(**inputs)
         output.loss.backward()
-        logits = next(getattr(output, name) for name in ("logits", "prediction_logits") if hasattr(output, name))
+        logits = next(
+            getattr(output, name)
+            for name in ("logits", "prediction_logits")
+            if hasattr(output, name)
+        )
         grads = {n: (p.grad, getattr(p, "shard", None)) for n, p in model.named_parameters()}
         results.append((model.gather_logits(logits).detach(), output.loss.item(), grads))
     return results
@@ -65,7 +80,9 @@ def whole(config: dict, ranks: list, mode: int) -> Run:
     for logits, other_loss, _ in (rank[mode] for rank in ranks[1:]):
         assert torch.equal(logits, first)
         assert other_loss == loss
-    return Run(first, loss, merge_gradients(config["model_type"], [rank[mode][2] for rank in ranks]))
+    return Run(
+        first, loss, merge_gradients(config["model_type"], [rank[mode][2] for rank in ranks])
+    )
 
 
 def merge_gradients(family_name: str, ranks: list[dict]) -> dict[str, Tensor]:
@@ -82,13 +99,17 @@ def merge_gradients(family_name: str, ranks: list[dict]) -> dict[str, Tensor]:
         parts = [rank[native][0] for rank in ranks]
         if shard is None:
             for part in parts[1:]:
-                torch.testing.assert_close(part, parts[0], rtol=0, atol=0, msg=f"{native} differs between ranks")
+                torch.testing.assert_close(
+                    part, parts[0], rtol=0, atol=0, msg=f"{native} differs between ranks"
+                )
             full = parts[0]
         else:
             full = shard.merge(parts)
         full = full.t() if entry.transpose else full
         names = entry.stored_names()
-        merged |= dict(zip(names, full.split(list(shard.groups) if len(names) > 1 else len(full)), strict=True))
+        merged |= dict(
+            zip(names, full.split(list(shard.groups) if len(names) > 1 else len(full)), strict=True)
+        )
     return merged
 
 

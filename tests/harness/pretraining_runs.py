@@ -20,11 +20,18 @@ def arguments_of(folder: Path | None, objective: str | None = None, **changes: A
     from shardzoo.pretraining.arguments import PretrainingArguments
 
     named = {} if objective is None else {"objective": find_objective(objective)()}
-    return PretrainingArguments(**{**SHORT, **named, "output_dir": folder and str(folder), **changes})
+    return PretrainingArguments(
+        **{**SHORT, **named, "output_dir": folder and str(folder), **changes}
+    )
 
 
 def run_pretraining(
-    mesh: Any, folder: Path | None, objective: str | None = None, *, export: bool = True, **changes: Any
+    mesh: Any,
+    folder: Path | None,
+    objective: str | None = None,
+    *,
+    export: bool = True,
+    **changes: Any,
 ) -> Any:
     """Runs `arguments_of` on a rank of a mesh; returns the recorded metrics. Without `export` it ends with training."""
     from shardzoo.pretraining.inputs import choose_inputs

@@ -27,7 +27,9 @@ from rank_worker import serve, with_mesh
 
 TESTS = Path(__file__).resolve().parent.parent
 SECONDS_AFTER_FAILURE = 2.0  # what the other ranks get once one has failed
-SECONDS_AFTER_SUCCESS = 10.0  # ... and once one has returned: more, because ranks may have unequal work
+SECONDS_AFTER_SUCCESS = (
+    10.0  # ... and once one has returned: more, because ranks may have unequal work
+)
 SECONDS_IN_ALL = 120.0
 # Loaded once, in the fork server: what every worker would load at its first mesh, checkpoint, engine or export.
 PRELOADED = [
@@ -57,7 +59,10 @@ PRELOADED = [
     "shardzoo.generation",
     "shardzoo.trainer.engines.deepspeed_engine",
     "shardzoo.trainer.trainer",
-    *(f"shardzoo.models.{model.parent.name}" for model in (TESTS.parent / "models").glob("*/__init__.py")),
+    *(
+        f"shardzoo.models.{model.parent.name}"
+        for model in (TESTS.parent / "models").glob("*/__init__.py")
+    ),
 ]
 
 
@@ -128,12 +133,16 @@ class RankPool:
         stuck = [rank for rank in range(self.size) if rank not in answers]
         for rank in stuck:
             if self._processes[rank].is_alive():
-                os.kill(self._processes[rank].pid, signal.SIGUSR1)  # the worker's faulthandler writes its stack
+                os.kill(
+                    self._processes[rank].pid, signal.SIGUSR1
+                )  # the worker's faulthandler writes its stack
         time.sleep(0.2 if stuck else 0)
         lines = []
         for rank in range(self.size):
             if rank in stuck:
-                lines.append(f"rank {rank} of {self.size} is stuck:\n{self._stack_path(rank).read_text()}")
+                lines.append(
+                    f"rank {rank} of {self.size} is stuck:\n{self._stack_path(rank).read_text()}"
+                )
             elif not answers[rank][0]:
                 lines.append(f"rank {rank} of {self.size} failed:\n{answers[rank][1]}")
             else:
@@ -176,14 +185,26 @@ class RankPools:
         """Test modules cannot be imported by a worker, so cloudpickle must send what they define."""
         if len(self._known_modules) == len(sys.modules):
             return
-        new = [(name, module) for name, module in list(sys.modules.items()) if name not in self._known_modules]
+        new = [
+            (name, module)
+            for name, module in list(sys.modules.items())
+            if name not in self._known_modules
+        ]
         for name, module in new:
             path = getattr(module, "__file__", None) or ""
             if path.startswith(f"{TESTS}{os.sep}") and name not in ("rank_pool", "rank_worker"):
                 cloudpickle.register_pickle_by_value(module)
         self._known_modules.update(name for name, _ in new)
 
-    def run_ranks(self, size: int, function, *args, timeout: float = SECONDS_IN_ALL, isolated: bool = False, **kwargs):
+    def run_ranks(
+        self,
+        size: int,
+        function,
+        *args,
+        timeout: float = SECONDS_IN_ALL,
+        isolated: bool = False,
+        **kwargs,
+    ):
         """Call `function(*args, **kwargs)` in `size` processes of one gloo group; the results in rank order.
 
         isolated: use new processes and end them afterwards, for code that leaves global state behind.
@@ -209,11 +230,19 @@ class RankPools:
         return results
 
     def run_mesh(
-        self, tensor_parallel_size: int, function, *args, data: int = 1, pipeline: int = 1, **options
+        self,
+        tensor_parallel_size: int,
+        function,
+        *args,
+        data: int = 1,
+        pipeline: int = 1,
+        **options,
     ) -> list[Any]:
         """Call `function(mesh, *args, **options)` on every rank of a mesh; some options are those of `run_ranks`."""
         world_size = tensor_parallel_size * data * pipeline
-        return self.run_ranks(world_size, with_mesh, tensor_parallel_size, pipeline, function, *args, **options)
+        return self.run_ranks(
+            world_size, with_mesh, tensor_parallel_size, pipeline, function, *args, **options
+        )
 
     def close(self) -> None:
         """End all workers."""

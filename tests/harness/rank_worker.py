@@ -42,7 +42,9 @@ def serve_groups_by_one_thread() -> None:
     gloo = dist.ProcessGroupGloo
     device, start = gloo.create_device(interface="lo"), gloo.__init__
 
-    def start_with_device(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    def start_with_device(
+        self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
+    ) -> None:
         options = gloo._Options()
         options._devices, options._timeout = [device], timeout
         start(self, store, rank, size, options)
@@ -57,12 +59,18 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def serve(connection: Connection, rank: int, world_size: int, port: int, prefix: str, stack_path: str) -> None:
+def serve(
+    connection: Connection, rank: int, world_size: int, port: int, prefix: str, stack_path: str
+) -> None:
     """The life of one worker: join the process group, then run functions until the connection closes."""
     ignore_what_exists()
     end_with_parent()
-    os.setpgid(0, 0)  # when a shell leaves a group in which processes are stopped, the kernel hangs up on all of it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the connections
+    os.setpgid(
+        0, 0
+    )  # when a shell leaves a group in which processes are stopped, the kernel hangs up on all of it
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for pytest, which then closes the connections
     stack_file = open(stack_path, "w")  # noqa: SIM115 - it stays open for the signal handler
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
     os.environ.update(
@@ -78,8 +86,12 @@ def serve(connection: Connection, rank: int, world_size: int, port: int, prefix:
     torch.set_num_threads(1)
     store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
     serve_groups_by_one_thread()
-    dist.distributed_c10d.default_pg_timeout = COLLECTIVE_TIMEOUT  # also for the groups a test creates
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    dist.distributed_c10d.default_pg_timeout = (
+        COLLECTIVE_TIMEOUT  # also for the groups a test creates
+    )
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
     while True:
         try:
             job = connection.recv_bytes()

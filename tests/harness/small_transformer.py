@@ -17,7 +17,9 @@ class Block(nn.Module):
         split_dim = 1 if sequence_parallel else None
         self.head_size, self.recompute = hidden // heads, recompute
         self.norm_1 = mpu.LayerNorm(hidden, **options)
-        self.qkv = mpu.ColumnParallelLinear(hidden, 3 * hidden, groups=(hidden,) * 3, unit=self.head_size, **options)
+        self.qkv = mpu.ColumnParallelLinear(
+            hidden, 3 * hidden, groups=(hidden,) * 3, unit=self.head_size, **options
+        )
         self.attention_dropout = mpu.Dropout(dropout, mesh=mesh)
         self.out = mpu.RowParallelLinear(hidden, hidden, unit=self.head_size, **options)
         self.dropout_1 = mpu.Dropout(dropout, split_dim=split_dim, mesh=mesh)
@@ -29,7 +31,10 @@ class Block(nn.Module):
     def attend(self, q, k, v):
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
         weights = mpu.scaled_masked_softmax(
-            q @ k.transpose(-1, -2), mask, scale=self.head_size**-0.5, dropout=self.attention_dropout
+            q @ k.transpose(-1, -2),
+            mask,
+            scale=self.head_size**-0.5,
+            dropout=self.attention_dropout,
         )
         return weights @ v
 
@@ -49,7 +54,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embedding, blocks, tied head; returns the sum of the tokens' losses."""
 
-    def __init__(self, *, vocabulary, hidden, heads, layers, dropout, sequence_parallel, recompute, mesh):
+    def __init__(
+        self, *, vocabulary, hidden, heads, layers, dropout, sequence_parallel, recompute, mesh
+    ):
         super().__init__()
         options = {"sequence_parallel": sequence_parallel, "mesh": mesh}
         self.vocabulary, self.mesh = vocabulary, mesh
@@ -59,14 +66,20 @@ class Transformer(nn.Module):
             Block(hidden, heads, dropout, sequence_parallel, recompute, mesh) for _ in range(layers)
         )
         self.norm = mpu.LayerNorm(hidden, **options)
-        self.head = mpu.VocabParallelHead(hidden, vocabulary, tied=self.embedding, bias=True, **options)
+        self.head = mpu.VocabParallelHead(
+            hidden, vocabulary, tied=self.embedding, bias=True, **options
+        )
 
     def forward(self, ids, labels):
         x = self.dropout(self.embedding(ids))
         for block in self.blocks:
             x = block(x)
         return mpu.vocab_parallel_cross_entropy(
-            self.head(self.norm(x)), labels, num_classes=self.vocabulary, reduction="sum", mesh=self.mesh
+            self.head(self.norm(x)),
+            labels,
+            num_classes=self.vocabulary,
+            reduction="sum",
+            mesh=self.mesh,
         )
 
 
@@ -82,7 +95,9 @@ def build_transformer(mesh, **options):
     """A small transformer with layout-free weights."""
     defaults = {"vocabulary": 1009, "hidden": 32, "heads": 4, "layers": 4, "dropout": 0.1}
     with torch.device("meta"):
-        model = Transformer(**{**defaults, "sequence_parallel": False, "recompute": "none", **options}, mesh=mesh)
+        model = Transformer(
+            **{**defaults, "sequence_parallel": False, "recompute": "none", **options}, mesh=mesh
+        )
     mpu.materialize(model, "cpu")
     mpu.initialize(model, fill, seed=11, mesh=mesh)
     return model

@@ -32,7 +32,10 @@ class Zoo:
         "roberta-answers": ("RobertaForQuestionAnswering", {}),
         "roberta": ("RobertaForMaskedLM", {"type_vocab_size": 1}),
         "t5": ("T5ForConditionalGeneration", {}),
-        "t5-v1.1": ("T5ForConditionalGeneration", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+        "t5-v1.1": (
+            "T5ForConditionalGeneration",
+            {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        ),
         "mt5": ("MT5ForConditionalGeneration", {}),
         "mt5-tied": ("MT5ForConditionalGeneration", {}),
         "llama": ("LlamaForCausalLM", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
@@ -53,7 +56,12 @@ class Zoo:
         seed: int = 0,
         sharded: bool = False,
     ) -> Path:
-        sizes = {"heads": heads, "head_size": head_size, "feed_forward": feed_forward, "layers": layers}
+        sizes = {
+            "heads": heads,
+            "head_size": head_size,
+            "feed_forward": feed_forward,
+            "layers": layers,
+        }
         if variant == "glm":
             self._write_glm(folder, **sizes, vocabulary=vocabulary, dtype=dtype)
         else:
@@ -66,7 +74,9 @@ class Zoo:
             randomize(path, seed)
         return folder
 
-    def _transformers_model(self, variant, *, heads, head_size, feed_forward, layers, vocabulary, dtype):
+    def _transformers_model(
+        self, variant, *, heads, head_size, feed_forward, layers, vocabulary, dtype
+    ):
         import torch
 
         architecture, changes = self.variants[variant]
@@ -76,12 +86,25 @@ class Zoo:
             sizes = {"d_model": 20, "d_kv": head_size, "d_ff": feed_forward, "num_heads": heads}
             sizes |= {"num_layers": layers, "num_decoder_layers": layers + 1}
         elif architecture.startswith("GPT2"):
-            sizes = {**tokens, "n_embd": hidden, "n_head": heads, "n_inner": feed_forward, "n_positions": 40}
+            sizes = {
+                **tokens,
+                "n_embd": hidden,
+                "n_head": heads,
+                "n_inner": feed_forward,
+                "n_positions": 40,
+            }
             sizes["n_layer"] = layers
         else:
-            sizes = {**tokens, "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": feed_forward}
+            sizes = {
+                **tokens,
+                "hidden_size": hidden,
+                "num_attention_heads": heads,
+                "intermediate_size": feed_forward,
+            }
             sizes |= {"max_position_embeddings": 40, "num_hidden_layers": layers}
-        return hf_model(architecture, vocab_size=vocabulary, **sizes, **changes).to(getattr(torch, dtype))
+        return hf_model(architecture, vocab_size=vocabulary, **sizes, **changes).to(
+            getattr(torch, dtype)
+        )
 
     def _add_head(self, folder: Path, like: str, name: str) -> None:
         """Version 1.1's head, which transformers 5 ties when it makes a model."""
@@ -92,7 +115,9 @@ class Zoo:
         tensors[name] = tensors[like].clone() + 1
         save_file(tensors, path, metadata={"format": "pt"})
 
-    def _write_glm(self, folder, *, heads, head_size, feed_forward, layers, vocabulary, dtype) -> None:
+    def _write_glm(
+        self, folder, *, heads, head_size, feed_forward, layers, vocabulary, dtype
+    ) -> None:
         """By the table of the original GLM's tensors; its feed-forward width is always four times the hidden size."""
         import torch
         from safetensors.torch import save_file
@@ -118,7 +143,9 @@ class Zoo:
                     f"transformer.layers.{i}.{name}.bias": shape[:1],
                 }
         folder.mkdir(parents=True)
-        tensors = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()}
+        tensors = {
+            name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()
+        }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config = {
             "model_type": "glm",
@@ -176,5 +203,9 @@ def rewrite_header(path: Path, change) -> None:
     start, header = header_of(path)
     data = path.read_bytes()[start:]
     changed = change(header)
-    text = changed if isinstance(changed, bytes) else json.dumps(header if changed is None else changed).encode()
+    text = (
+        changed
+        if isinstance(changed, bytes)
+        else json.dumps(header if changed is None else changed).encode()
+    )
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)

@@ -98,7 +98,9 @@ def test_a_stuck_collective_names_its_ranks_and_the_pool_is_replaced(run_ranks):
 
 
 def test_a_dead_rank_is_named(run_ranks):
-    with pytest.raises(AssertionError, match="rank 0 of 1 failed:\nthe process died with exit code 3"):
+    with pytest.raises(
+        AssertionError, match="rank 0 of 1 failed:\nthe process died with exit code 3"
+    ):
         run_ranks(1, lambda: os._exit(3))
     assert run_ranks(1, dist.get_world_size) == [1]
 
@@ -109,7 +111,9 @@ def test_an_isolated_run_leaves_nothing_behind(run_ranks):
         return os.getpid()
 
     [isolated] = run_ranks(1, remember, isolated=True)
-    assert run_ranks(1, lambda: (os.getpid() != isolated, os.environ.get("HARNESS_LEFTOVER"))) == [(True, None)]
+    assert run_ranks(1, lambda: (os.getpid() != isolated, os.environ.get("HARNESS_LEFTOVER"))) == [
+        (True, None)
+    ]
 
 
 def test_functions_that_mention_torch_ops(run_ranks):
@@ -123,7 +127,9 @@ def test_a_rank_that_returns_while_others_wait_is_seen(run_ranks, monkeypatch):
         if dist.get_rank() == 0:
             dist.all_reduce(torch.ones(1))
 
-    with pytest.raises(AssertionError, match=r"rank 0 of 2 is stuck(.|\n)*in leave(.|\n)*rank 1 of 2 returned"):
+    with pytest.raises(
+        AssertionError, match=r"rank 0 of 2 is stuck(.|\n)*in leave(.|\n)*rank 1 of 2 returned"
+    ):
         run_ranks(2, leave)
 
 
@@ -132,5 +138,7 @@ def test_ranks_that_never_end_are_stopped_at_the_timeout(run_ranks):
         while True:
             pass
 
-    with pytest.raises(AssertionError, match=r"rank 0 of 2 is stuck(.|\n)*in spin(.|\n)*rank 1 of 2 is stuck"):
+    with pytest.raises(
+        AssertionError, match=r"rank 0 of 2 is stuck(.|\n)*in spin(.|\n)*rank 1 of 2 is stuck"
+    ):
         run_ranks(2, spin, timeout=0.5)

@@ -12,7 +12,9 @@ import torch
 from commands import BIN, user_environment, warm_environment
 from every_case import by_turns
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs, every program is a new process")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on GPUs, every program is a new process"
+)
 WARM = "import sys; print('torch' in sys.modules)"
 SCRIPT = "import sys; print(__name__, __file__, sys.argv, sys.path[0], input()); sys.exit(7)\n"
 PROGRAMS = {
@@ -36,7 +38,12 @@ def test_a_program_does_the_same(name, tmp_path):
     results = []
     for environment in (user_environment(COLUMNS="77"), warm_environment(COLUMNS="77")):
         done = subprocess.run(
-            ["python", *PROGRAMS[name]], input='{"a": 1}', cwd=tmp_path, env=environment, capture_output=True, text=True
+            ["python", *PROGRAMS[name]],
+            input='{"a": 1}',
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         last = done.stderr.replace(f"{BIN}/python", "python").splitlines()[-1:]
         results.append((done.returncode, done.stdout, last))
@@ -56,14 +63,22 @@ stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]
 stopped.terminate()
 assert stopped.wait() == -15
 """
-    done = subprocess.run(["python", "-c", program], env=warm_environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["python", "-c", program],
+        env=warm_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stdout) == (0, "3"), done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_stand_in_reaches_the_program(number, tmp_path):
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    process = subprocess.Popen(["python", "-c", program], env=warm_environment(), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        ["python", "-c", program], env=warm_environment(), stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     program_id = int(process.stdout.readline())
     process.send_signal(number)
@@ -77,5 +92,7 @@ def test_a_signal_to_the_stand_in_reaches_the_program(number, tmp_path):
 
 @pytest.mark.parametrize(("variables", "warm"), [({"RANK": "1"}, True), ({"HF_HOME": "x"}, False)])
 def test_what_libraries_read_when_imported_takes_a_new_process(variables, warm):
-    done = subprocess.run(["python", "-c", WARM], env=warm_environment(**variables), capture_output=True, text=True)
+    done = subprocess.run(
+        ["python", "-c", WARM], env=warm_environment(**variables), capture_output=True, text=True
+    )
     assert done.stdout == f"{warm}\n"

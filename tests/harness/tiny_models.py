@@ -9,7 +9,12 @@ import torch
 from parity import randomize
 
 WORDS = "one two three four five six seven eight nine ten red green blue black white big small old new good".split()  # noqa: SIM905
-_ENCODER = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
+_ENCODER = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+}
 _DECODER = {**_ENCODER, "num_key_value_heads": 2, "max_position_embeddings": 64}
 _MODERN_DECODERS = ("llama", "mistral", "qwen2", "qwen3", "glm4")
 _SEQ2SEQ = {
@@ -60,7 +65,9 @@ _DROPOUTS = {
     "t5": ("dropout_rate",),
     "mt5": ("dropout_rate",),
     "umt5": ("dropout_rate",),
-    **dict.fromkeys(("bart", "mbart", "m2m_100"), ("dropout", "attention_dropout", "activation_dropout")),
+    **dict.fromkeys(
+        ("bart", "mbart", "m2m_100"), ("dropout", "attention_dropout", "activation_dropout")
+    ),
     **dict.fromkeys(_MODERN_DECODERS, ("attention_dropout",)),
 }
 _DEPTHS = {
@@ -88,7 +95,12 @@ _SPECIAL_TOKENS = {
 
 
 def tiny(
-    family: str, dropout: float | None = None, *, layers: int | None = None, vocab_size: int = 97, **changes: Any
+    family: str,
+    dropout: float | None = None,
+    *,
+    layers: int | None = None,
+    vocab_size: int = 97,
+    **changes: Any,
 ) -> dict[str, Any]:
     """The keys of a `config.json`.
 
@@ -96,7 +108,14 @@ def tiny(
     """
     rates = {} if dropout is None else dict.fromkeys(_DROPOUTS[family], dropout)
     depths = {} if layers is None else dict.fromkeys(_DEPTHS[family], layers)
-    return {"model_type": family, "vocab_size": vocab_size, **TINY[family], **rates, **depths, **changes}
+    return {
+        "model_type": family,
+        "vocab_size": vocab_size,
+        **TINY[family],
+        **rates,
+        **depths,
+        **changes,
+    }
 
 
 def hf_model(architecture: str, dropout: float | None = None, **changes: Any) -> Any:
@@ -134,15 +153,21 @@ def tokenizer_like(family: str) -> Any:
     )
     backend.train_from_iterator([text(seed, 20) for seed in range(200)], trainer)
     if family == "t5":
-        backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="$A </s>", special_tokens=[("</s>", 1)]
+        )
     if family in ("bert", "bart"):
         (first, last), place = (("[CLS]", "[SEP]"), 1) if family == "bert" else (("<s>", "</s>"), 0)
         ends = [(first, place), (last, 2)]
-        backend.post_processor = processors.TemplateProcessing(single=f"{first} $A {last}", special_tokens=ends)
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A {last}", special_tokens=ends
+        )
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
-def save_model(folder: Path, architecture: str, tokenizer: str, *, seed: int | None = None, **changes: Any) -> Path:
+def save_model(
+    folder: Path, architecture: str, tokenizer: str, *, seed: int | None = None, **changes: Any
+) -> Path:
     """Writes `hf_model` without dropout, and a tokenizer like that family's, as transformers does.
 
     seed: of large weights, with which every token of a text matters; None leaves transformers' initial ones.
@@ -168,7 +193,9 @@ def save_glm(folder: Path, vocabulary: str, **changes: Any) -> Path:
     model = from_config(tiny("glm", vocab_size=tokens.vocab_size, **changes))
     randomize(model, 0)
     entries = NAME_MAP.resolve([name for name, _ in model.named_parameters()])
-    stored = {e.stored_names()[0]: p.detach() for e, p in zip(entries, model.parameters(), strict=True)}
+    stored = {
+        e.stored_names()[0]: p.detach() for e, p in zip(entries, model.parameters(), strict=True)
+    }
     stored["word_embeddings.weight"] = stored["word_embeddings.weight"][: tokens.vocab_size].clone()
     save_file(stored, folder / "model.safetensors")
     model.config.save(folder)

@@ -91,7 +91,13 @@ def run_training(
         def evaluation(self, step: int, values: dict[str, float], kind: str = "valid") -> None:
             self.steps[-1] |= {f"valid_{name}": value for name, value in values.items()}
 
-    settings = {"lr": 1e-2, "micro_batch_size": 2, "train_steps": 4, "log_interval": 1, "save_dir": str(folder)}
+    settings = {
+        "lr": 1e-2,
+        "micro_batch_size": 2,
+        "train_steps": 4,
+        "log_interval": 1,
+        "save_dir": str(folder),
+    }
     chosen = TrainingArguments(**{**settings, **arguments})
     reporter = Record()
     trainer = Trainer(chosen, mesh=mesh)
@@ -101,7 +107,9 @@ def run_training(
         model = model(trainer.mesh)
     data = Pairs() if data is None else data
     trainer.train(model, *updates, data, valid, metrics, reporter=reporter, extra_files=extra_files)
-    return reporter.steps, {name: value.detach().clone() for name, value in model.named_parameters()}
+    return reporter.steps, {
+        name: value.detach().clone() for name, value in model.named_parameters()
+    }
 
 
 def without_digests(checkpoint: Path) -> Path:
@@ -111,7 +119,9 @@ def without_digests(checkpoint: Path) -> Path:
 
     state = read_state_file(checkpoint)
     del state["version"]
-    state["files"] = {name: digest for name, digest in state["files"].items() if holds_weights(name)}
+    state["files"] = {
+        name: digest for name, digest in state["files"].items() if holds_weights(name)
+    }
     (checkpoint / STATE).write_text(json.dumps(add_digest(state)))
     return checkpoint
 

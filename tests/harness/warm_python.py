@@ -22,7 +22,13 @@ import json  # noqa: E402
 
 mask = os.umask(0)
 os.umask(mask)
-request = {"words": words, "numbers": [0, 1, 2], "folder": os.getcwd(), "umask": mask, "session": True}
+request = {
+    "words": words,
+    "numbers": [0, 1, 2],
+    "folder": os.getcwd(),
+    "umask": mask,
+    "session": True,
+}
 request["environment"] = dict(os.environ)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, _: connection.send(bytes([number])))

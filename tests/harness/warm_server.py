@@ -73,11 +73,17 @@ SPARES = 6  # of each program that is no rank of a job
 MESSAGE = 1 << 20
 
 
-def run_of(words: list[str], environment: dict[str, str], baseline: dict[str, str]) -> list[str] | None:
+def run_of(
+    words: list[str], environment: dict[str, str], baseline: dict[str, str]
+) -> list[str] | None:
     """["-u" if given, "-c", "-m" or "", name, arguments…] of a command that can be run here, else None."""
-    names = {name for name in {*environment, *baseline} if environment.get(name) != baseline.get(name)}
+    names = {
+        name for name in {*environment, *baseline} if environment.get(name) != baseline.get(name)
+    }
     program = Path(shutil.which(words[0], path=environment.get("PATH", "")) or "/")
-    if program.parent != Path(sys.executable).parent or not all(HARMLESS.fullmatch(name) for name in names):
+    if program.parent != Path(sys.executable).parent or not all(
+        HARMLESS.fullmatch(name) for name in names
+    ):
         return None
     words = words[1:]
     if program.resolve() != Path(sys.executable).resolve():
@@ -113,7 +119,9 @@ def become(request: dict, files: list[int]) -> None:
     os.umask(request["umask"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    importlib.import_module("torch").set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    importlib.import_module("torch").set_num_threads(
+        int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    )
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(
             line_buffering=stream is sys.stderr or stream.isatty(),
@@ -166,13 +174,17 @@ def start_children_from(spares: Spares, baseline: dict[str, str]) -> None:
         words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
         words = [os.fsdecode(word) for word in words]
         environment = dict(os.environ if environment is None else environment)
-        unusual = given["shell"] or given["executable"] or given["preexec_fn"] or not given["close_fds"]
+        unusual = (
+            given["shell"] or given["executable"] or given["preexec_fn"] or not given["close_fds"]
+        )
         unusual = unusual or given.get("process_group", -1) != -1 or given["uid"] is not None
         run = None if unusual or not spares.waiting else run_of(words, environment, baseline)
         if run is None:
             return plain(self, *values)
         pipes = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        files = [number if pipe == -1 else pipe for number, pipe in enumerate(pipes)] + sorted(given["pass_fds"])
+        files = [number if pipe == -1 else pipe for number, pipe in enumerate(pipes)] + sorted(
+            given["pass_fds"]
+        )
         umask = os.umask(0)
         os.umask(umask)
         request = {
@@ -263,7 +275,12 @@ def _report_ends(programs: dict[socket.socket, int], selector: selectors.BaseSel
 def run_program(run: list[str]) -> None:
     """Runs `-c CODE`, `-m MODULE` or a script as `__main__`."""
     unbuffered, kind, name, *arguments = run
-    sys.orig_argv = [sys.executable, *(word for word in (unbuffered, kind) if word), name, *arguments]
+    sys.orig_argv = [
+        sys.executable,
+        *(word for word in (unbuffered, kind) if word),
+        name,
+        *arguments,
+    ]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__builtins__ = sys.modules["builtins"]
     if kind == "-m":
@@ -277,7 +294,9 @@ def run_program(run: list[str]) -> None:
         exec(compile(name, "<string>", "exec"), main.__dict__)
     else:
         if not os.path.isfile(name):
-            os.execv(sys.executable, sys.orig_argv)  # Python knows what to say, and how to run a folder
+            os.execv(
+                sys.executable, sys.orig_argv
+            )  # Python knows what to say, and how to run a folder
         sys.argv = [name, *arguments]
         sys.path.insert(0, os.path.dirname(os.path.realpath(name)))
         main.__file__ = os.path.abspath(name)

@@ -18,12 +18,17 @@ from shardzoo.models.activations import Batch, Layout, block_bytes
 SIZE, SOURCE, TARGET = 2, 16, 12
 HIDDEN, HEADS = 32, 4
 T5 = ("t5", "mt5", "umt5")
-LAYERS = (2, 3)  # the last of three has no mask and no rotary positions of its own; it shares those of another
+LAYERS = (
+    2,
+    3,
+)  # the last of three has no mask and no rotary positions of its own; it shares those of another
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
 
 def kept_by_layers(mesh, layers, options):
-    model = build_transformer(mesh, layers=layers, hidden=HIDDEN, heads=HEADS, vocabulary=37, **options)
+    model = build_transformer(
+        mesh, layers=layers, hidden=HIDDEN, heads=HEADS, vocabulary=37, **options
+    )
     ids = torch.arange(SIZE * SOURCE).view(SIZE, SOURCE) % 37
     for _ in range(2):  # the second key knows no uses, so each dropout keeps keys of its own
         mpu.dropout_state.set(0, 0)
@@ -39,7 +44,9 @@ def documented(tp, sequence_parallel, recompute):
     outer = 4 * (2 * n + 2 * n) + 4 * 2 * 2 * tokens  # norm inputs and outputs, statistics
     inner = 4 * (3 * n + n + 4 * n + 4 * n)  # q, k, v, attention's output, GELU's input and output
     attention = 0 if recompute == "selective" else (4 + 4) * a
-    constants = 8 * SIZE * (2 if recompute == "selective" else 3)  # a key per sample of each dropout
+    constants = (
+        8 * SIZE * (2 if recompute == "selective" else 3)
+    )  # a key per sample of each dropout
     return outer / outer_share + (inner + attention) / tp + constants
 
 
@@ -72,7 +79,9 @@ def config_of(name, layers, drops):
 def kept_by_blocks(mesh, name, layers, drops, padded, itemsize, parallel_config, length=SOURCE - 3):
     """`length`: of a sample that is padded; without so much padding that an encoder leaves it out."""
     config = config_of(name, layers, drops)
-    model = from_config(config, mesh, dtype=DTYPES[itemsize], parallel_config=parallel_config).train()
+    model = from_config(
+        config, mesh, dtype=DTYPES[itemsize], parallel_config=parallel_config
+    ).train()
     ids = torch.arange(SIZE * SOURCE).view(SIZE, SOURCE) % 37 + 5
     batch = {"input_ids": ids, "labels": ids[:, :TARGET].clone() if is_seq2seq(name) else ids}
     if padded:
@@ -91,21 +100,30 @@ def formula(name, drops, padded, layout):
 
 
 # Of each family, every day, all things on and all of them off.
-HOW = list(product((False, True), (4, 2), (False, True))) if EVERY_CASE else [(True, 2, True), (False, 4, False)]
+HOW = (
+    list(product((False, True), (4, 2), (False, True)))
+    if EVERY_CASE
+    else [(True, 2, True), (False, 4, False)]
+)
 
 
 @pytest.mark.parametrize(("drops", "itemsize", "padded"), HOW)
 @pytest.mark.parametrize("name", TINY)
 def test_a_block_keeps_what_the_formula_says(name, drops, itemsize, padded):
     parallel_config = ParallelConfig()
-    fewer, more = (kept_by_blocks(None, name, layers, drops, padded, itemsize, parallel_config) for layers in LAYERS)
+    fewer, more = (
+        kept_by_blocks(None, name, layers, drops, padded, itemsize, parallel_config)
+        for layers in LAYERS
+    )
     assert more - fewer == formula(name, drops, padded, Layout(itemsize, 1, parallel_config))
 
 
 @pytest.mark.parametrize("length", [SOURCE - 4, 1])
 @pytest.mark.parametrize("name", [name for name in TINY if is_seq2seq(name)])
 def test_leaving_padding_out_keeps_less(name, length):
-    fewer, more = (kept_by_blocks(None, name, n, True, True, 4, ParallelConfig(), length) for n in LAYERS)
+    fewer, more = (
+        kept_by_blocks(None, name, n, True, True, 4, ParallelConfig(), length) for n in LAYERS
+    )
     assert more - fewer < formula(name, True, True, Layout(4, 1, ParallelConfig()))
 
 
@@ -114,7 +132,9 @@ def test_leaving_padding_out_keeps_less(name, length):
 @pytest.mark.parametrize("name", TINY)
 def test_recomputation_keeps_what_the_formula_says(name, drops, recompute):
     parallel_config = ParallelConfig(recompute=recompute)
-    fewer, more = (kept_by_blocks(None, name, layers, drops, False, 4, parallel_config) for layers in LAYERS)
+    fewer, more = (
+        kept_by_blocks(None, name, layers, drops, False, 4, parallel_config) for layers in LAYERS
+    )
     assert more - fewer == formula(name, drops, False, Layout(4, 1, parallel_config))
 
 
@@ -123,7 +143,10 @@ def test_recomputation_keeps_what_the_formula_says(name, drops, recompute):
 def test_a_rank_keeps_what_the_formula_says(name, tp, sequence_parallel, run_mesh):
     """The busiest rank: of four heads over three, the one with two."""
     parallel_config = ParallelConfig(sequence_parallel=sequence_parallel)
-    fewer, more = (run_mesh(tp, kept_by_blocks, name, layers, True, False, 4, parallel_config) for layers in LAYERS)
+    fewer, more = (
+        run_mesh(tp, kept_by_blocks, name, layers, True, False, 4, parallel_config)
+        for layers in LAYERS
+    )
     expected = formula(name, True, False, Layout(4, tp, parallel_config))
     assert max(b - a for a, b in zip(fewer, more, strict=True)) == expected
 
@@ -138,7 +161,9 @@ def test_an_encoder_alone_keeps_no_decoder(name):
         return kept_bytes(lambda: model(ids, labels=ids % 2).loss, model.parameters())
 
     def config_of(layers):
-        return config_from_dict(tiny(name, 0.1, layers=layers, architectures=[f"{name.upper()}ForTokenClassification"]))
+        return config_from_dict(
+            tiny(name, 0.1, layers=layers, architectures=[f"{name.upper()}ForTokenClassification"])
+        )
 
     (stack,) = family(name).activations(config_of(1)).stacks
     assert kept(2) - kept(1) == block_bytes(stack, Batch(SIZE, SOURCE), Layout(4)).kept

@@ -11,7 +11,9 @@ import pytest
 from commands import user_environment
 from documents import ROOT
 
-FILE = re.compile(r"^`models/starcoder2/(\w+\.py)`\n\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FILE = re.compile(
+    r"^`models/starcoder2/(\w+\.py)`\n\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 MOST_LINES = 300  # of the whole family
 
 
@@ -20,7 +22,12 @@ def package_with(folder: Path, files: dict[str, str]) -> None:
     (folder / "models" / "starcoder2").mkdir(parents=True)
     for source, place in ((ROOT, folder), (ROOT / "models", folder / "models")):
         for entry in source.iterdir():
-            if entry.name not in ("models", "tests", "runs", "__pycache__") and not entry.name.startswith("."):
+            if entry.name not in (
+                "models",
+                "tests",
+                "runs",
+                "__pycache__",
+            ) and not entry.name.startswith("."):
                 (place / entry.name).symlink_to(entry)
     for name, text in files.items():
         (folder / "models" / "starcoder2" / name).write_text(text)

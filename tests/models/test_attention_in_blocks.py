@@ -37,7 +37,9 @@ def batch_of(name, padded):
     ids = torch.arange(2 * LENGTHS[0]).view(2, -1) * 7 % 89 + 5
     batch = {"input_ids": ids, "labels": ids[:, : LENGTHS[1]].clone() if seq2seq else ids}
     if padded and name != "glm":
-        batch["attention_mask"] = (torch.arange(LENGTHS[0]) < torch.tensor([[11], [LENGTHS[0]]])).long()
+        batch["attention_mask"] = (
+            torch.arange(LENGTHS[0]) < torch.tensor([[11], [LENGTHS[0]]])
+        ).long()
     elif padded:
         batch["attention_mask"] = torch.tensor([4, 9])  # prefixes
     return batch
@@ -45,7 +47,9 @@ def batch_of(name, padded):
 
 def step(mesh, name, padded, parallel_config):
     """Returns the loss, and the gradients of the parameters that are not split."""
-    model = from_config(config_from_dict(tiny(name, 0.3)), mesh, parallel_config=parallel_config).train()
+    model = from_config(
+        config_from_dict(tiny(name, 0.3)), mesh, parallel_config=parallel_config
+    ).train()
     mpu.dropout_state.set(3, 8)
     loss = model(**batch_of(name, padded)).loss
     loss.backward()
@@ -61,14 +65,20 @@ def test_a_step_is_that_of_attention_written_out(name, padded, blocks):
     ours, our_grads = step(None, name, padded, ParallelConfig())
     torch.testing.assert_close(ours, loss, rtol=1e-6, atol=0)
     for key, grad in grads.items():
-        torch.testing.assert_close(our_grads[key], grad, rtol=1e-4, atol=1e-5 * grad.abs().max(), msg=key)
+        torch.testing.assert_close(
+            our_grads[key], grad, rtol=1e-4, atol=1e-5 * grad.abs().max(), msg=key
+        )
 
 
 def loss_of(mesh: ParallelMesh | None, name, recompute, sequence_parallel):
-    return step(mesh, name, True, ParallelConfig(sequence_parallel=sequence_parallel, recompute=recompute))[0]
+    return step(
+        mesh, name, True, ParallelConfig(sequence_parallel=sequence_parallel, recompute=recompute)
+    )[0]
 
 
-@pytest.mark.parametrize(("recompute", "tp"), by_turns([("selective", 3), ("full", 2), ("none", 4)], 2))
+@pytest.mark.parametrize(
+    ("recompute", "tp"), by_turns([("selective", 3), ("full", 2), ("none", 4)], 2)
+)
 @pytest.mark.parametrize("name", ["t5", "umt5", "gpt2", "glm"])
 def test_layouts_and_recomputation_change_nothing(name, recompute, tp, blocks, run_mesh):
     expected = step(None, name, True, ParallelConfig())[0]
@@ -85,7 +95,9 @@ def test_a_block_keeps_what_the_formula_says(name, recompute, blocks):
     parallel_config = ParallelConfig(recompute=recompute)
 
     def kept(layers):
-        model = from_config(config_from_dict(tiny(name, 0.1, layers=layers)), parallel_config=parallel_config).train()
+        model = from_config(
+            config_from_dict(tiny(name, 0.1, layers=layers)), parallel_config=parallel_config
+        ).train()
         for _ in range(2):  # the second key knows no uses, so each dropout keeps keys of its own
             mpu.dropout_state.set(0, 0)
         return kept_bytes(lambda: model(**batch_of(name, False)).loss, model.parameters())
@@ -102,7 +114,9 @@ def test_a_long_step_never_holds_the_scores(name, monkeypatch):
     """One layer of 4 heads with 2,048 positions: its scores take 64 MiB, its step in all less."""
     monkeypatch.setitem(ATTENTION.BYTES_AT_ONCE, "cpu", 1)
     longer = {"n_positions": 2048} if name == "gpt2" else {}
-    model = from_config(config_from_dict(tiny(name, 0.1, layers=1, vocab_size=32, **longer))).train()
+    model = from_config(
+        config_from_dict(tiny(name, 0.1, layers=1, vocab_size=32, **longer))
+    ).train()
     ids = torch.arange(2048)[None] % 29 + 2
     mpu.dropout_state.set(0, 0)
     assert peak_of(lambda: model(input_ids=ids, labels=ids).loss.backward()) < 4 * 2048**2 * 4

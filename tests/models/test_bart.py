@@ -22,7 +22,9 @@ def test_decoder_inputs_are_those_of_transformers(name, stem):
     for row in range(1, 5):
         labels[row, 8 - row :] = -100  # mBART begins with the last token, wherever it is
     labels[4, 2] = -100 if name != "mbart" else 7
-    theirs = hf_model(f"{stem}ForConditionalGeneration").prepare_decoder_input_ids_from_labels(labels.clone())
+    theirs = hf_model(f"{stem}ForConditionalGeneration").prepare_decoder_input_ids_from_labels(
+        labels.clone()
+    )
     ours = from_config(tiny(name), device="meta").prepare_decoder_input_ids_from_labels(labels)
     assert torch.equal(ours, theirs)
 
@@ -34,22 +36,35 @@ def test_sinusoids_have_any_length_and_width(tmp_path):
     theirs.save_pretrained(tmp_path)
     ids = torch.randint(4, 97, (2, 19), generator=torch.Generator().manual_seed(0))
     ids[0, :3], ids[1, 15:] = 1, 1
-    inputs = {"input_ids": ids, "attention_mask": (ids != 1).long(), "decoder_input_ids": ids.flip(0)}
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": (ids != 1).long(),
+        "decoder_input_ids": ids.flip(0),
+    }
     with torch.no_grad():
         found, expected = shardzoo.from_pretrained(tmp_path)(**inputs), theirs(**inputs)
-    torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found.last_hidden_state, expected.last_hidden_state, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_learned_positions_are_limited():
     model = from_config(tiny("bart", max_position_embeddings=9)).eval()
     ids = torch.full((1, 10), 5)
-    with pytest.raises(ValueError, match="the sequence has 10 tokens, but the model has only 9 positions"):
+    with pytest.raises(
+        ValueError, match="the sequence has 10 tokens, but the model has only 9 positions"
+    ):
         model(ids, labels=ids[:, :4])
     with pytest.raises(ValueError, match="the sequence has 10 tokens"):
         model(ids[:, :4], labels=ids)
-    with pytest.raises(ValueError, match=r"1 prompt tokens and 10 new tokens need 10 positions.*up to 9"):
+    with pytest.raises(
+        ValueError, match=r"1 prompt tokens and 10 new tokens need 10 positions.*up to 9"
+    ):
         shardzoo.generation.generate(model, ids[:, :4], max_new_tokens=10)
-    assert shardzoo.generation.generate(model, ids[:, :4], max_new_tokens=9, eos_token_id=96).shape[1] <= 10
+    assert (
+        shardzoo.generation.generate(model, ids[:, :4], max_new_tokens=9, eos_token_id=96).shape[1]
+        <= 10
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -57,7 +72,9 @@ def test_layer_drop_is_refused_in_training_only(name):
     model = from_config(tiny(name, 0.0, decoder_layerdrop=0.05))
     ids = torch.full((1, 4), 5)
     model.eval()(ids, labels=ids)
-    with pytest.raises(ValueError, match=r"a layer drop of 0.05 is unsupported: .*; set .*decoder_layerdrop to 0"):
+    with pytest.raises(
+        ValueError, match=r"a layer drop of 0.05 is unsupported: .*; set .*decoder_layerdrop to 0"
+    ):
         model.train()(ids, labels=ids)
 
 
@@ -103,4 +120,7 @@ def test_every_head_loads_the_published_bare_model(tmp_path):
         found, expected = model(ids, labels=ids), theirs(ids, labels=ids)
     torch.testing.assert_close(found.logits, expected.logits)
     values["architectures"] = ["BartForSequenceClassification"]
-    assert shardzoo.from_pretrained(tmp_path, config=values, new=("pooler", "classifier")).num_outputs == 3
+    assert (
+        shardzoo.from_pretrained(tmp_path, config=values, new=("pooler", "classifier")).num_outputs
+        == 3
+    )

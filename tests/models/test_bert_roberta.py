@@ -63,7 +63,9 @@ LABELS = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "RobertaForSequenceClassification"])
+@pytest.mark.parametrize(
+    "architecture", ["BertForSequenceClassification", "RobertaForSequenceClassification"]
+)
 @pytest.mark.parametrize("kind", LABELS)
 def test_every_kind_of_classification_labels(architecture, kind):
     number, problem_type, labels = LABELS[kind]
@@ -76,24 +78,33 @@ def test_every_kind_of_classification_labels(architecture, kind):
     targets = [ours.count_targets(part) for part in labels.split([1, 2])]
     rows = [{name: value.split([1, 2])[i] for name, value in inputs.items()} for i in range(2)]
     parts = [
-        ours(**rows[i], labels=labels.split([1, 2])[i], num_items_in_batch=sum(targets)).loss.item() for i in range(2)
+        ours(**rows[i], labels=labels.split([1, 2])[i], num_items_in_batch=sum(targets)).loss.item()
+        for i in range(2)
     ]
     assert sum(parts) == pytest.approx(expected.loss.item(), abs=1e-6)
 
 
 def test_labels_that_do_not_fit_are_refused():
     model = native(reference("BertForSequenceClassification", num_labels=3))
-    with pytest.raises(ValueError, match=r"multi_label_classification needs labels of shape \(3, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"multi_label_classification needs labels of shape \(3, 3\)"
+    ):
         model(**batch(), labels=torch.ones(3))
     for wrong in (3, -1):
-        with pytest.raises(ValueError, match=f"label {wrong} is no class of the model, which has 3"):
+        with pytest.raises(
+            ValueError, match=f"label {wrong} is no class of the model, which has 3"
+        ):
             model(**batch(), labels=torch.tensor([0, wrong, -100]))
 
 
-@pytest.mark.parametrize("architecture", ["BertForMaskedLM", "BertForPreTraining", "RobertaForMaskedLM"])
+@pytest.mark.parametrize(
+    "architecture", ["BertForMaskedLM", "BertForPreTraining", "RobertaForMaskedLM"]
+)
 def test_accumulated_loss_is_the_loss_of_the_whole_batch(architecture):
     model = native(reference(architecture))
-    inputs = batch() | {"labels": batch()["input_ids"].masked_fill(batch()["input_ids"] % 3 > 0, -100)}
+    inputs = batch() | {
+        "labels": batch()["input_ids"].masked_fill(batch()["input_ids"] % 3 > 0, -100)
+    }
     totals = {"num_items_in_batch": model.count_targets(inputs["labels"])}
     if architecture == "BertForPreTraining":
         inputs["next_sentence_label"] = torch.tensor([1, 0, 1])
@@ -111,7 +122,11 @@ def test_hidden_states_and_optional_inputs(architecture):
     model = reference(architecture)
     ours, ids = native(model), batch()["input_ids"]
     ids[1, :2] = 1  # RoBERTa's padding, here not masked, still counts no position
-    for inputs in ({}, {"position_ids": torch.arange(12).flip(0)[None]}, {"token_type_ids": (ids > 50).long()}):
+    for inputs in (
+        {},
+        {"position_ids": torch.arange(12).flip(0)[None]},
+        {"token_type_ids": (ids > 50).long()},
+    ):
         expected = model(ids, **inputs, output_hidden_states=True)
         output = ours(ids, **inputs, output_hidden_states=True)
         close(ours.gather_logits(output.logits), expected.logits)
@@ -122,7 +137,9 @@ def test_hidden_states_and_optional_inputs(architecture):
 
 
 def test_a_mask_for_each_query():
-    model = reference("BertForMaskedLM", attn_implementation="sdpa")  # the eager form takes such a mask as numbers
+    model = reference(
+        "BertForMaskedLM", attn_implementation="sdpa"
+    )  # the eager form takes such a mask as numbers
     ours, ids = native(model), batch()["input_ids"]
     mask = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
     expected = model(ids, attention_mask=mask).logits
@@ -143,7 +160,9 @@ def folder_of(model, path, change=lambda tensors: None):
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors"
+    )
     return path
 
 
@@ -154,7 +173,9 @@ def assert_loads(path, model, **options):
 
 def old_names(tensors):
     for name in [name for name in tensors if "LayerNorm" in name]:
-        new = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        new = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        )
         tensors[new] = tensors.pop(name)
     assert any(name.endswith("beta") for name in tensors)
 
@@ -164,7 +185,9 @@ def buffer_of_positions(tensors):
 
 
 def with_decoder(tensors):
-    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+    tensors["cls.predictions.decoder.weight"] = tensors[
+        "bert.embeddings.word_embeddings.weight"
+    ].clone()
     tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
 
 
@@ -172,7 +195,9 @@ def only_decoder_bias(tensors):
     tensors["cls.predictions.decoder.bias"] = tensors.pop("cls.predictions.bias")
 
 
-@pytest.mark.parametrize("change", [old_names, buffer_of_positions, with_decoder, only_decoder_bias])
+@pytest.mark.parametrize(
+    "change", [old_names, buffer_of_positions, with_decoder, only_decoder_bias]
+)
 def test_old_bert_files(change, tmp_path):
     model = reference("BertForMaskedLM")
     assert_loads(folder_of(model, tmp_path, change), model)
@@ -182,7 +207,9 @@ def test_old_roberta_files(tmp_path):
     model = reference("RobertaForMaskedLM")
 
     def change(tensors):
-        tensors["lm_head.decoder.weight"] = tensors["roberta.embeddings.word_embeddings.weight"].clone()
+        tensors["lm_head.decoder.weight"] = tensors[
+            "roberta.embeddings.word_embeddings.weight"
+        ].clone()
         tensors["lm_head.decoder.bias"] = tensors["lm_head.bias"].clone()
         tensors["roberta.embeddings.position_ids"] = torch.arange(18)[None]
         tensors["roberta.pooler.dense.weight"], tensors["roberta.pooler.dense.bias"] = (
@@ -215,7 +242,9 @@ def test_a_pretraining_checkpoint_gives_its_masked_language_model(tmp_path):
     assert_loads(folder, model)
 
 
-@pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "RobertaForSequenceClassification"])
+@pytest.mark.parametrize(
+    "architecture", ["BertForSequenceClassification", "RobertaForSequenceClassification"]
+)
 def test_classifiers_keep_their_labels(architecture, tmp_path):
     names = {0: "no", 1: "perhaps", 2: "yes"}
     model = reference(architecture, id2label=names, label2id={name: i for i, name in names.items()})
@@ -236,7 +265,9 @@ def tune(mesh, folder):
     """A classifier that starts from the body of a checkpoint with another head, on one rank."""
     pretrained = shardzoo.from_pretrained(folder, mesh)
     head = f"{type(pretrained).__name__.removesuffix('ForMaskedLM')}ForSequenceClassification"
-    model = from_config(pretrained.config.with_changes(architecture=head, num_labels=3), mesh).eval()
+    model = from_config(
+        pretrained.config.with_changes(architecture=head, num_labels=3), mesh
+    ).eval()
     model.encoder.load_state_dict(pretrained.encoder.state_dict())
     return model(**batch(), output_hidden_states=True).hidden_states[-1].detach()
 
@@ -286,7 +317,9 @@ def test_every_head_has_transformers_parameters(name):
     for architecture in family(config.model_type).architectures:
         values = config.with_changes(architecture=architecture).to_dict()
         with torch.device("meta"):
-            theirs = getattr(transformers, architecture)(transformers.AutoConfig.for_model(**values))
+            theirs = getattr(transformers, architecture)(
+                transformers.AutoConfig.for_model(**values)
+            )
         assert count(values) == sum(parameter.numel() for parameter in theirs.parameters())
 
 
@@ -301,13 +334,19 @@ def test_initial_weights_are_those_of_transformers(name):
             assert (value == 1).all()
         else:
             # Two segments have too few numbers to be close.
-            assert value.std().item() == pytest.approx(0.02, rel=0.1 if value.numel() < 2000 else 0.02)
+            assert value.std().item() == pytest.approx(
+                0.02, rel=0.1 if value.numel() < 2000 else 0.02
+            )
     assert (parameters["encoder.word_embeddings.weight"][config.pad_token_id] == 0).all()
-    assert (parameters["encoder.position_embeddings.weight"][1] == 0).all() == (name == "roberta-base")
+    assert (parameters["encoder.position_embeddings.weight"][1] == 0).all() == (
+        name == "roberta-base"
+    )
 
 
 def test_refused_configurations():
-    with pytest.raises(ValueError, match="architecture 'BertLMHeadModel' is not supported; use one of"):
+    with pytest.raises(
+        ValueError, match="architecture 'BertLMHeadModel' is not supported; use one of"
+    ):
         config_from_dict({"model_type": "bert", "architectures": ["BertLMHeadModel"]})
     with pytest.raises(ValueError, match="is_decoder and add_cross_attention must be false"):
         config_from_dict({"model_type": "roberta", "is_decoder": True})

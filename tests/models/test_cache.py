@@ -52,7 +52,9 @@ def test_gpt2(run_mesh, padded):
         for whole, pieces, end, last, nbytes in run_mesh(size, gpt2_in_pieces, padded):
             torch.testing.assert_close(pieces, whole, **TOLERANCE)
             torch.testing.assert_close(last, end, **TOLERANCE)
-            assert nbytes == 2 * 2 * 3 * (4 // size) * 16 * 8 * 4  # k and v, layers, rows, heads, positions, size, fp32
+            assert (
+                nbytes == 2 * 2 * 3 * (4 // size) * 16 * 8 * 4
+            )  # k and v, layers, rows, heads, positions, size, fp32
 
 
 @torch.no_grad()

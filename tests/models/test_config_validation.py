@@ -52,7 +52,9 @@ def is_optional(field) -> bool:
 
 
 def values_with(name: str, key: str, value: object) -> dict:
-    needed = {"num_layers": 2} if name == "glm" else {}  # without it the file is taken for another architecture's
+    needed = (
+        {"num_layers": 2} if name == "glm" else {}
+    )  # without it the file is taken for another architecture's
     return {"model_type": name, **needed, key: value}
 
 
@@ -108,8 +110,15 @@ def test_null_is_accepted_where_the_annotation_has_it(name, field):
 
 
 def test_layers_have_a_limit_that_is_named():
-    for name, key in (("gpt2", "n_layer"), ("t5", "num_layers"), ("t5", "num_decoder_layers"), ("glm", "num_layers")):
-        with pytest.raises(ValueError, match=f"{key} must be at least 1 and at most 512.*, not 10000000"):
+    for name, key in (
+        ("gpt2", "n_layer"),
+        ("t5", "num_layers"),
+        ("t5", "num_decoder_layers"),
+        ("glm", "num_layers"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"{key} must be at least 1 and at most 512.*, not 10000000"
+        ):
             config_from_dict(values_with(name, key, 10**7))
 
 
@@ -129,7 +138,9 @@ def test_layers_have_a_limit_that_is_named():
     ],
 )  # fmt: skip
 def test_the_largest_sizes_that_are_accepted_make_a_layout(values):
-    assert all(parameter.is_meta for parameter in shardzoo.from_config(values, device="meta").parameters())
+    assert all(
+        parameter.is_meta for parameter in shardzoo.from_config(values, device="meta").parameters()
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,12 +163,16 @@ def test_the_largest_sizes_that_are_accepted_make_a_layout(values):
 )
 def test_hostile_labels_and_architectures(values):
     (key,) = values
-    with pytest.raises(ValueError, match="num_labels" if values == {"id2label": {}} else key.removesuffix("s")):
+    with pytest.raises(
+        ValueError, match="num_labels" if values == {"id2label": {}} else key.removesuffix("s")
+    ):
         config_from_dict({"model_type": "bert", **values})
 
 
 def test_an_unknown_setting_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"gpt2 has no setting 'd_model'; use one of .*vocab_size, .*n_positions, "):
+    with pytest.raises(
+        ValueError, match=r"gpt2 has no setting 'd_model'; use one of .*vocab_size, .*n_positions, "
+    ):
         CONFIGS["gpt2"]().with_changes(d_model=64)
 
 
@@ -187,7 +202,9 @@ def test_what_transformers_writes_is_accepted(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "glm4"])
 def test_heads_of_the_usual_size_keep_it_where_the_family_has_another(name):
-    config = CONFIGS[name](hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=None)
+    config = CONFIGS[name](
+        hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=None
+    )
     assert config_from_dict(config.to_dict()).head_size == 32
 
 
@@ -199,7 +216,9 @@ def test_ends_may_be_several():
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -217,17 +236,24 @@ def test_any_value_makes_a_configuration_or_one_message(choice, value):
         message = str(error)
     assert "\n" not in message
     if config is not None:
-        assert config_from_dict(json.loads(json.dumps(config.to_dict()))).to_dict() == config.to_dict()
+        assert (
+            config_from_dict(json.loads(json.dumps(config.to_dict()))).to_dict() == config.to_dict()
+        )
 
 
 @pytest.mark.parametrize(
     ("values", "scales"),
     [
         ({"tie_word_embeddings": False, "transformers_version": "4.31.0"}, False),  # as published
-        ({"tie_word_embeddings": True, "transformers_version": "5.0.0"}, True),  # what transformers 5 computes
+        (
+            {"tie_word_embeddings": True, "transformers_version": "5.0.0"},
+            True,
+        ),  # what transformers 5 computes
         ({"tie_word_embeddings": True}, True),
     ],
 )
 def test_a_umt5_scales_its_heads_input_as_its_file_says(values, scales):
-    published = config_from_dict({"architectures": ["UMT5ForConditionalGeneration"], **values})  # no model_type
+    published = config_from_dict(
+        {"architectures": ["UMT5ForConditionalGeneration"], **values}
+    )  # no model_type
     assert (published.model_type, published.scale_decoder_outputs) == ("umt5", scales)

@@ -29,7 +29,9 @@ MODERNBERT_BASE = json.loads("""{
 
 def test_modernberts_configuration_of_transformers_4():
     assert config_from_dict(MODERNBERT_BASE) == find_config("modernbert-base")
-    other = config_from_dict({**MODERNBERT_BASE, "local_rope_theta": 500.0, "global_attn_every_n_layers": 2})
+    other = config_from_dict(
+        {**MODERNBERT_BASE, "local_rope_theta": 500.0, "global_attn_every_n_layers": 2}
+    )
     theirs = transformers.ModernBertConfig(
         **{**MODERNBERT_BASE, "local_rope_theta": 500.0, "global_attn_every_n_layers": 2}
     )
@@ -43,9 +45,15 @@ def test_modernberts_configuration_of_transformers_4():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_parameters": {"local": {}}}, "rope_parameters have an object for each of full_attention, "),
+        (
+            {"rope_parameters": {"local": {}}},
+            "rope_parameters have an object for each of full_attention, ",
+        ),
         ({"rope_parameters": {"full_attention": 3}}, "rope_parameters must be objects, not 3"),
-        ({"layer_types": ["full_attention"]}, "layer_types lists 1 layers, but num_hidden_layers is 22"),
+        (
+            {"layer_types": ["full_attention"]},
+            "layer_types lists 1 layers, but num_hidden_layers is 22",
+        ),
         ({"tie_word_embeddings": False}, "tie_word_embeddings must be true"),
     ],
 )
@@ -55,7 +63,14 @@ def test_modernberts_that_do_not_exist(changes, message):
 
 
 def test_distilbert_has_its_own_keys():
-    values = {"model_type": "distilbert", "dim": 24, "n_heads": 3, "n_layers": 2, "hidden_dim": 40, "dropout": 0.2}
+    values = {
+        "model_type": "distilbert",
+        "dim": 24,
+        "n_heads": 3,
+        "n_layers": 2,
+        "hidden_dim": 40,
+        "dropout": 0.2,
+    }
     config = config_from_dict(values)
     assert (config.hidden_size, config.attention_heads, config.hidden_dropout_prob) == (24, 3, 0.2)
     assert values.items() <= config.to_dict().items()
@@ -66,19 +81,35 @@ def test_distilbert_has_its_own_keys():
 def test_a_summary_that_electra_does_not_compute():
     values = tiny("electra", summary_activation="tanh")
     config_from_dict(values)  # no other head uses it
-    with pytest.raises(ValueError, match="summary_activation must be 'first', true and 'gelu', not"):
+    with pytest.raises(
+        ValueError, match="summary_activation must be 'first', true and 'gelu', not"
+    ):
         config_from_dict({**values, "architectures": ["ElectraForMultipleChoice"]})
 
 
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        ("distilbert", ["embeddings.position_ids", "vocab_projector.weight", "vocab_transform.bias"]),
+        (
+            "distilbert",
+            ["embeddings.position_ids", "vocab_projector.weight", "vocab_transform.bias"],
+        ),
         (
             "electra",
-            ["electra.embeddings.position_ids", "generator_lm_head.weight", "generator_predictions.dense.bias"],
+            [
+                "electra.embeddings.position_ids",
+                "generator_lm_head.weight",
+                "generator_predictions.dense.bias",
+            ],
         ),
-        ("xlm-roberta", ["roberta.embeddings.position_ids", "roberta.pooler.dense.weight", "lm_head.decoder.weight"]),
+        (
+            "xlm-roberta",
+            [
+                "roberta.embeddings.position_ids",
+                "roberta.pooler.dense.weight",
+                "lm_head.decoder.weight",
+            ],
+        ),
         ("camembert", ["roberta.embeddings.position_ids", "lm_head.decoder.bias"]),
         ("modernbert", ["decoder.weight", "head.dense.weight"]),
     ],
@@ -93,12 +124,16 @@ def test_files_with_buffers_copies_and_another_head(name, others):
 
 
 def test_modernbert_starts_as_that_of_transformers():
-    sizes = tiny("modernbert", hidden_size=96, intermediate_size=200, vocab_size=3000, local_attention=8)
+    sizes = tiny(
+        "modernbert", hidden_size=96, intermediate_size=200, vocab_size=3000, local_attention=8
+    )
     ours = shardzoo.from_config(sizes)
     torch.manual_seed(0)
     theirs = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**sizes))
     stored = dict(theirs.named_parameters())
-    for entry in family("modernbert").name_map.resolve([name for name, _ in ours.named_parameters()]):
+    for entry in family("modernbert").name_map.resolve(
+        [name for name, _ in ours.named_parameters()]
+    ):
         mine, [name] = ours.get_parameter(entry.native).detach(), entry.stored_names()
         expected = stored[name].detach()
         if expected.std() == 0:

@@ -29,8 +29,16 @@ def make_samples(architecture: str) -> Dataset:
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(3, 90, (9,), generator=generator).tolist()
-        labels = seed % 2 if "Classification" in architecture else ids[:5] if "Conditional" in architecture else ids
-        rows.append({"input_ids": ids, "attention_mask": [1] * 9, "labels": labels, "other": "text"})
+        labels = (
+            seed % 2
+            if "Classification" in architecture
+            else ids[:5]
+            if "Conditional" in architecture
+            else ids
+        )
+        rows.append(
+            {"input_ids": ids, "attention_mask": [1] * 9, "labels": labels, "other": "text"}
+        )
     return Dataset.from_list(rows)
 
 
@@ -46,7 +54,12 @@ def make_trainer(model, output: Path, architecture: str, **changes) -> transform
 
 
 def losses(trainer: transformers.Trainer) -> list[float]:
-    return [row[name] for row in trainer.state.log_history for name in ("loss", "eval_loss") if name in row]
+    return [
+        row[name]
+        for row in trainer.state.log_history
+        for name in ("loss", "eval_loss")
+        if name in row
+    ]
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -56,25 +69,37 @@ def test_the_losses_are_those_of_transformers_and_the_checkpoints_are_its_own(tm
     folder = save_model(tmp_path / "model", architecture, TOKENIZERS.get(family, family), seed=1)
     # The Trainer decays the norms of our GPT-2. Two micro-batches double the losses of other classes of transformers.
     changes = {"weight_decay": 0.0, "gradient_accumulation_steps": 2} if family == "gpt2" else {}
-    oracle = make_trainer(kind.from_pretrained(folder), tmp_path / "oracle", architecture, **changes)
+    oracle = make_trainer(
+        kind.from_pretrained(folder), tmp_path / "oracle", architecture, **changes
+    )
     oracle.train()
     trainer = make_trainer(
-        TransformersModel(shardzoo.from_pretrained(folder)), tmp_path / "ours", architecture, **changes
+        TransformersModel(shardzoo.from_pretrained(folder)),
+        tmp_path / "ours",
+        architecture,
+        **changes,
     )
     trainer.train()
     assert len(losses(trainer)) == 6
     assert losses(trainer) == pytest.approx(losses(oracle), rel=1e-5)
 
     again = make_trainer(
-        TransformersModel(shardzoo.from_pretrained(folder)), tmp_path / "ours", architecture, **changes
+        TransformersModel(shardzoo.from_pretrained(folder)),
+        tmp_path / "ours",
+        architecture,
+        **changes,
     )
     again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-3"))
     assert losses(again) == losses(trainer)
 
     trainer.save_model(str(tmp_path / "saved"))
-    both = kind.from_pretrained(tmp_path / "saved").eval(), shardzoo.from_pretrained(tmp_path / "saved")
+    both = (
+        kind.from_pretrained(tmp_path / "saved").eval(),
+        shardzoo.from_pretrained(tmp_path / "saved"),
+    )
     batch = {
-        name: torch.tensor(make_samples(architecture)[:2][name]) for name in ("input_ids", "attention_mask", "labels")
+        name: torch.tensor(make_samples(architecture)[:2][name])
+        for name in ("input_ids", "attention_mask", "labels")
     }
     found = [model(**batch).logits for model in (*both, trainer.model.eval())]
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
@@ -84,14 +109,22 @@ def test_the_losses_are_those_of_transformers_and_the_checkpoints_are_its_own(tm
 def test_the_best_checkpoint_and_recomputed_activations(tmp_path):
     folder = save_model(tmp_path / "model", CLASSES["gpt2"], "gpt2", seed=1)
     model = TransformersModel(shardzoo.from_pretrained(folder))
-    more = {"eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
+    more = {
+        "eval_steps": 1,
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "greater_is_better": True,
+    }
     trainer = make_trainer(model, tmp_path / "run", CLASSES["gpt2"], **more)
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     assert best.name != "checkpoint-5"  # the highest loss is an earlier one
     assert cli.main(["convert", "verify", str(best), "--round-trip"]) == 0
     kept = shardzoo.from_pretrained(best)
-    assert all(torch.equal(value, kept.state_dict()[name]) for name, value in model.model.state_dict().items())
+    assert all(
+        torch.equal(value, kept.state_dict()[name])
+        for name, value in model.model.state_dict().items()
+    )
     plain = loss_and_gradient(model)
     model.activation_checkpointing_enable()
     assert model.model.recompute_blocks
@@ -118,10 +151,16 @@ def test_answers_are_generated_in_evaluations(tmp_path):
         TransformersModel(shardzoo.from_pretrained(folder)),
     ):
         arguments = transformers.Seq2SeqTrainingArguments(
-            str(tmp_path / "run"), predict_with_generate=True, generation_max_length=7, report_to="none", use_cpu=True
+            str(tmp_path / "run"),
+            predict_with_generate=True,
+            generation_max_length=7,
+            report_to="none",
+            use_cpu=True,
         )
         samples = make_samples(CLASSES["t5"]).remove_columns("other")
-        texts.append(transformers.Seq2SeqTrainer(model, arguments).predict(samples).predictions.tolist())
+        texts.append(
+            transformers.Seq2SeqTrainer(model, arguments).predict(samples).predictions.tolist()
+        )
     assert texts[1] == texts[0]
 
 
@@ -149,7 +188,10 @@ def test_dropout_follows_from_the_seed_and_resumes(tmp_path):
     first = trained("first", 3)
     assert trained("again", 3) == first
     assert trained("other", 4) != first
-    assert trained("first", 3, resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-3")) == first
+    assert (
+        trained("first", 3, resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-3"))
+        == first
+    )
 
 
 def test_a_split_model_is_refused():

@@ -103,7 +103,10 @@ def erf_gelu(x: Tensor) -> Tensor:
 def prefix_mask(sep: Tensor, length: int) -> Tensor:
     """Ones where j < sep or j <= i: [B, 1, S, S]"""
     return torch.stack(
-        [torch.tensor([[float(j < s or j <= i) for j in range(length)] for i in range(length)]) for s in sep.tolist()]
+        [
+            torch.tensor([[float(j < s or j <= i) for j in range(length)] for i in range(length)])
+            for s in sep.tolist()
+        ]
     )[:, None]
 
 
@@ -113,8 +116,13 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def test_the_definition_gives_the_golden_numbers(golden):
-    ids, positions, sep = (golden.inputs[name] for name in ("input_ids", "position_ids", "attention_mask"))
-    close(definition(golden, ids, positions, prefix_mask(sep, ids.shape[1]), tanh_gelu), golden.result.logits)
+    ids, positions, sep = (
+        golden.inputs[name] for name in ("input_ids", "position_ids", "attention_mask")
+    )
+    close(
+        definition(golden, ids, positions, prefix_mask(sep, ids.shape[1]), tanh_gelu),
+        golden.result.logits,
+    )
 
 
 def test_the_erf_switch_gives_what_the_hub_computes(golden):
@@ -123,11 +131,15 @@ def test_the_erf_switch_gives_what_the_hub_computes(golden):
     expected = definition(golden, inputs["input_ids"], inputs["position_ids"], mask, erf_gelu)
     model = golden.model(hidden_act="gelu")
     close(model.gather_logits(model(**inputs).logits), expected)
-    assert 1e-4 < (expected - golden.result.logits).abs().max() < 1e-2  # so the switch is no matter of rounding
+    assert (
+        1e-4 < (expected - golden.result.logits).abs().max() < 1e-2
+    )  # so the switch is no matter of rounding
 
 
 def test_every_kind_of_mask(golden):
-    ids, positions, sep = (golden.inputs[name] for name in ("input_ids", "position_ids", "attention_mask"))
+    ids, positions, sep = (
+        golden.inputs[name] for name in ("input_ids", "position_ids", "attention_mask")
+    )
     length = ids.shape[1]
     model = golden.model()
 
@@ -174,7 +186,9 @@ def decode(mesh, golden: Golden, part_a: int):
             output = model(ids[:, start:stop], positions[:, :, start:stop], mask, mems=output.mems)
             pieces.append(output.logits)
     assert uncached.mems is None
-    assert [tuple(memory.shape) for memory in output.mems] == [(1, ids.shape[1], model.config.hidden_size)] * 4
+    assert [tuple(memory.shape) for memory in output.mems] == [
+        (1, ids.shape[1], model.config.hidden_size)
+    ] * 4
     return gather_from_tp(torch.cat(pieces, 1), mesh), gather_from_tp(uncached.logits, mesh)
 
 
@@ -210,7 +224,9 @@ def test_mems_are_returned_where_they_are_of_use(golden):
         model(ids[:, :1], mems=model(ids, positions).mems)
     with pytest.raises(ValueError, match="mems has 3 tensors, but 3 blocks need 4"):
         model(ids[:, :1], positions[..., :1], mems=model(ids, positions).mems[1:])
-    split = from_config(golden.config, parallel_config=ParallelConfig(sequence_parallel=True)).eval()
+    split = from_config(
+        golden.config, parallel_config=ParallelConfig(sequence_parallel=True)
+    ).eval()
     assert split(ids, positions).mems is None
     with pytest.raises(ValueError, match="without sequence parallelism"):
         split(ids, positions, use_cache=True)
@@ -277,11 +293,15 @@ def test_parameter_counts():
         model = from_config(config, device="meta")
         return sum(math.prod(getattr(p, "shard", p).shape) for p in model.parameters())
 
-    assert {name: count(config) for name, config in PRESETS.items() if "quickstart" not in name} == PARAMETERS
+    assert {
+        name: count(config) for name, config in PRESETS.items() if "quickstart" not in name
+    } == PARAMETERS
 
 
 def test_configurations():
-    glm = config_from_dict({"model_type": "glm", "num_layers": 2, "hidden_size": 64, "num_attention_heads": 1})
+    glm = config_from_dict(
+        {"model_type": "glm", "num_layers": 2, "hidden_size": 64, "num_attention_heads": 1}
+    )
     assert (glm.num_layers, glm.vocab_size) == (2, 30592)
     assert config_from_dict(glm.to_dict()) == glm
     assert glm.to_dict()["auto_map"]["AutoConfig"] == "configuration_glm.GLMConfig"
@@ -301,9 +321,15 @@ def test_initial_weights_are_the_authors():
     config = PRESETS["glm-base"].with_changes(num_layers=2, vocab_size=640)
     parameters = dict(from_config(config).named_parameters())
     assert parameters["blocks.0.mlp.up.weight"].std().item() == pytest.approx(0.02, rel=0.02)
-    assert parameters["blocks.0.mlp.down.weight"].std().item() == pytest.approx(0.01, rel=0.02)  # 0.02 / √(2 · 2)
-    assert parameters["blocks.1.attention.output.weight"].std().item() == pytest.approx(0.01, rel=0.02)
-    assert parameters["block_position_embeddings.weight"].std().item() == pytest.approx(0.02, rel=0.02)
+    assert parameters["blocks.0.mlp.down.weight"].std().item() == pytest.approx(
+        0.01, rel=0.02
+    )  # 0.02 / √(2 · 2)
+    assert parameters["blocks.1.attention.output.weight"].std().item() == pytest.approx(
+        0.01, rel=0.02
+    )
+    assert parameters["block_position_embeddings.weight"].std().item() == pytest.approx(
+        0.02, rel=0.02
+    )
     assert all((p == 0).all() for name, p in parameters.items() if name.endswith("bias"))
 
 

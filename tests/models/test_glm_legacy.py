@@ -38,14 +38,18 @@ def golden():
         sizes = json.loads(file.metadata()["config"])
     config = {"model_type": "glm", "block_position_encoding": True, **sizes}
     weights = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("param.")}
-    inputs = {key: tensors[key] for key in ("input_ids", "position_ids")} | {"attention_mask": tensors["sep"]}
+    inputs = {key: tensors[key] for key in ("input_ids", "position_ids")} | {
+        "attention_mask": tensors["sep"]
+    }
     return config, weights, inputs, tensors["logits"]
 
 
 def part(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     for piece, dim, blocks in SPLITS:
         if piece in name and "position_embeddings" not in name:
-            return torch.cat([block.chunk(size, dim)[rank] for block in tensor.chunk(blocks, dim)], dim).clone()
+            return torch.cat(
+                [block.chunk(size, dim)[rank] for block in tensor.chunk(blocks, dim)], dim
+            ).clone()
     return tensor
 
 
@@ -109,7 +113,9 @@ def test_flagai_and_hub_bins(prefix, wrapped, tmp_path, golden):
     config, weights, inputs, logits = golden
     module = {prefix + name: tensor for name, tensor in weights.items()}
     torch.save({"module": module} if wrapped else module, tmp_path / "pytorch_model.bin")
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "model_type"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k != "model_type"})
+    )
     close(logits_of(None, tmp_path, None, inputs), logits)
 
 
@@ -117,7 +123,9 @@ def test_flagai_bins_of_two_ranks(tmp_path, golden):
     config, weights, inputs, logits = golden
     for rank in range(2):
         module = {name: part(name, tensor, rank, 2) for name, tensor in weights.items()}
-        torch.save({"module": module, "np_rng_state": None}, tmp_path / f"pytorch_model_{rank:02d}.bin")
+        torch.save(
+            {"module": module, "np_rng_state": None}, tmp_path / f"pytorch_model_{rank:02d}.bin"
+        )
     (tmp_path / "config.json").write_text(json.dumps(config))
     close(logits_of(None, tmp_path, None, inputs), logits)
 
@@ -125,7 +133,9 @@ def test_flagai_bins_of_two_ranks(tmp_path, golden):
 @pytest.mark.parametrize("prefix", ["", "glm."])
 def test_hub_folders_of_safetensors(prefix, tmp_path, golden):
     config, weights, inputs, logits = golden
-    save_file({prefix + name: tensor for name, tensor in weights.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {prefix + name: tensor for name, tensor in weights.items()}, tmp_path / "model.safetensors"
+    )
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["GLMModel"]}))
     close(logits_of(None, tmp_path, None, inputs), logits)
 
@@ -161,13 +171,20 @@ class Opener:
 def test_no_code_of_a_file_runs(tmp_path, golden):
     config, weights, _, _ = golden
     marker = tmp_path / "marker"
-    for hostile, name in ((Opener(marker), "open"), (collections.deque([1]), "collections.deque"), (sys.exit, "exit")):
+    for hostile, name in (
+        (Opener(marker), "open"),
+        (collections.deque([1]), "collections.deque"),
+        (sys.exit, "exit"),
+    ):
         torch.save({"module": weights, "state": hostile}, tmp_path / "mp_rank_00_model_states.pt")
         with pytest.raises(ValueError, match=rf"is refused: .* holds a \S*{name}"):
             shardzoo.from_pretrained(tmp_path, config=config)
     assert not marker.exists()
     # An allowed name builds an inert object, never the real one.
-    torch.save({"module": weights, "args": argparse.Namespace(a=1)}, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save(
+        {"module": weights, "args": argparse.Namespace(a=1)},
+        tmp_path / "mp_rank_00_model_states.pt",
+    )
     shardzoo.from_pretrained(tmp_path, config=config)
 
 

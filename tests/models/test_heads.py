@@ -21,7 +21,13 @@ from shardzoo.mpu import dropout_state
 from shardzoo.trainer.checkpointing.model_files import model_files
 from shardzoo.trainer.engines.state import model_tensors
 
-TINY = {"hidden_size": 12, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 40}
+TINY = {
+    "hidden_size": 12,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 20,
+    "vocab_size": 40,
+}
 
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta"])
@@ -52,7 +58,9 @@ def test_a_body_of_a_file_with_another_head(tmp_path):
     model = transformers.BertForMaskedLM(transformers.BertConfig(**TINY)).eval()
     model.save_pretrained(tmp_path)
     ids = torch.tensor([[5, 6, 7]])
-    body = shardzoo.from_pretrained(tmp_path, config={**model.config.to_dict(), "architectures": ["BertModel"]})
+    body = shardzoo.from_pretrained(
+        tmp_path, config={**model.config.to_dict(), "architectures": ["BertModel"]}
+    )
     torch.testing.assert_close(body(ids).last_hidden_state, model.bert(ids).last_hidden_state)
 
 
@@ -75,27 +83,44 @@ def test_choices_drop_the_same_in_any_micro_batch():
 
 def test_the_last_token_of_padding_on_both_sides(tmp_path):
     """As in transformers, the last token whose id is not the padding token's; without one, a single sequence."""
-    config = transformers.GPT2Config(n_embd=12, n_head=2, n_layer=2, vocab_size=40, num_labels=3, n_positions=8)
+    config = transformers.GPT2Config(
+        n_embd=12, n_head=2, n_layer=2, vocab_size=40, num_labels=3, n_positions=8
+    )
     for pad in (None, 1):
         config.pad_token_id = pad
         theirs = transformers.GPT2ForSequenceClassification(config).eval()
         theirs.save_pretrained(tmp_path / f"{pad}")
         model = shardzoo.from_pretrained(tmp_path / f"{pad}")
-        ids = torch.tensor([[1, 1, 5, 6, 7], [5, 6, 7, 1, 1], [5, 1, 6, 1, 1], [1, 1, 1, 1, 1]])[: 4 if pad else 1]
+        ids = torch.tensor([[1, 1, 5, 6, 7], [5, 6, 7, 1, 1], [5, 1, 6, 1, 1], [1, 1, 1, 1, 1]])[
+            : 4 if pad else 1
+        ]
         torch.testing.assert_close(model(ids).logits, theirs(ids).logits)
-    with pytest.raises(ValueError, match="GPT2ForSequenceClassification finds the last token by the padding token's"):
+    with pytest.raises(
+        ValueError,
+        match="GPT2ForSequenceClassification finds the last token by the padding token's",
+    ):
         shardzoo.from_pretrained(tmp_path / "None")(torch.tensor([[5], [6]]))
 
 
 def test_positions_after_the_text_are_ignored():
-    model = from_config(family("gpt2").presets["gpt2-quickstart"].with_changes(architecture="GPT2ForQuestionAnswering"))
-    ids, start, end = torch.arange(20, 32).view(2, 6), torch.tensor([2, 9]), torch.tensor([[1], [5]])
+    model = from_config(
+        family("gpt2")
+        .presets["gpt2-quickstart"]
+        .with_changes(architecture="GPT2ForQuestionAnswering")
+    )
+    ids, start, end = (
+        torch.arange(20, 32).view(2, 6),
+        torch.tensor([2, 9]),
+        torch.tensor([[1], [5]]),
+    )
     output = model.eval()(ids, start_positions=start, end_positions=end)
     function = torch.nn.functional.cross_entropy
     expected = function(output.start_logits[:1], start[:1]) + function(output.end_logits, end[:, 0])
     torch.testing.assert_close(output.loss, expected / 2)
     summed = model(ids, start_positions=start, end_positions=end, num_items_in_batch=4)
-    expected = function(output.start_logits[:1], start[:1]) + 2 * function(output.end_logits, end[:, 0])
+    expected = function(output.start_logits[:1], start[:1]) + 2 * function(
+        output.end_logits, end[:, 0]
+    )
     torch.testing.assert_close(summed.loss, expected / 8)
 
 
@@ -121,7 +146,9 @@ def test_the_modules_that_a_checkpoint_lacks(tmp_path):
         theirs = transformers.AutoConfig.for_model(**values)
         getattr(transformers, config.architecture)(theirs).save_pretrained(tmp_path / preset)
         for architecture, expected in heads.items():
-            found = missing_modules(tmp_path / preset, config.with_changes(architecture=architecture))
+            found = missing_modules(
+                tmp_path / preset, config.with_changes(architecture=architecture)
+            )
             assert found == expected, architecture
 
 
@@ -133,7 +160,10 @@ def test_transformers_loads_every_new_model(name, tmp_path):
     model = from_config(theirs.config_class(**case.config, architectures=[architecture]))
     files, tensors = model_files(model), model_tensors(model)
     (tmp_path / "shards").mkdir()
-    digests = {n: hashlib.sha256(t.detach().contiguous().numpy().tobytes()).hexdigest() for n, t in tensors.items()}
+    digests = {
+        n: hashlib.sha256(t.detach().contiguous().numpy().tobytes()).hexdigest()
+        for n, t in tensors.items()
+    }
     save_file(tensors, tmp_path / "shards" / "rank_00.safetensors")
     files.describe([digests], None)(tmp_path / "shards")
     merge(tmp_path / "shards", tmp_path / "hf")

@@ -35,7 +35,10 @@ def launches():
 
 @pytest.mark.parametrize(
     ("family", "dropout"),
-    every_day([("gpt2", True), ("t5", False)], more=itertools.product(["bert", "roberta", "mt5"], (True, False))),
+    every_day(
+        [("gpt2", True), ("t5", False)],
+        more=itertools.product(["bert", "roberta", "mt5"], (True, False)),
+    ),
 )
 def test_a_step_launches_no_more_than_its_budget(launches, family, dropout):
     row = launches.compare(family, dropout, launches.Options())

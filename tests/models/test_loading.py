@@ -36,10 +36,16 @@ GPT2_PREFIX = "transformer."
 
 def hf_model(model_type: str, *, tied: bool = False, **changes):
     config = transformers.AutoConfig.for_model(model_type, **SIZES[model_type], **changes)
-    kind = transformers.AutoModelForCausalLM if model_type == "gpt2" else transformers.AutoModelForSeq2SeqLM
+    kind = (
+        transformers.AutoModelForCausalLM
+        if model_type == "gpt2"
+        else transformers.AutoModelForSeq2SeqLM
+    )
     model = kind.from_config(config).eval()
     if model_type not in ("gpt2", "umt5") and not tied:  # transformers calls every UMT5 tied
-        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # v5 ties fresh models
+        model.lm_head.weight = torch.nn.Parameter(
+            model.lm_head.weight.detach().clone()
+        )  # v5 ties fresh models
     randomize(model, seed=11)
     return model
 
@@ -55,7 +61,10 @@ def rewrite(folder, change) -> None:
     """Saves the folder's tensors again after `change(tensors)`."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
 
 
 def rewrite_config(folder, **changes) -> None:
@@ -74,10 +83,14 @@ def save_as(layout: str, model, folder) -> None:
         del state["lm_head.weight"]
     if layout == "bin sharded":
         names = sorted(state)
-        files = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(names)}
+        files = {
+            name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(names)
+        }
         for file in set(files.values()):
             torch.save({name: state[name] for name in names if files[name] == file}, folder / file)
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+        (folder / "pytorch_model.bin.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": files})
+        )
     else:
         new = layout != "bin of old torch"
         torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=new)
@@ -133,7 +146,10 @@ def check_native(mesh, folder, values, stored):
 
 def write_native(mesh, folder, values, stored):
     """What a training run of this mesh leaves behind."""
-    tensors = {name: parameter.detach() for name, parameter in expected_parameters(mesh, values, stored).items()}
+    tensors = {
+        name: parameter.detach()
+        for name, parameter in expected_parameters(mesh, values, stored).items()
+    }
     save_file(tensors, folder / f"rank_{mesh.tp_rank:02d}.safetensors")
     config_from_dict(values).save(folder)
 
@@ -151,7 +167,9 @@ def write_manifest(folder, values):
 
 
 @pytest.mark.parametrize("model_type", SIZES)
-def test_a_shardzoo_folder_loads_under_any_other_number_of_ranks(model_type, run_mesh, folders, tmp_path):
+def test_a_shardzoo_folder_loads_under_any_other_number_of_ranks(
+    model_type, run_mesh, folders, tmp_path
+):
     _, values, stored = next(case for case in folders if case[1]["model_type"] == model_type)
     for written in (1, 2, 3) if EVERY_CASE else (3,):
         folder = tmp_path / str(written)
@@ -161,9 +179,14 @@ def test_a_shardzoo_folder_loads_under_any_other_number_of_ranks(model_type, run
         for read in (1, 2, 4):
             run_mesh(read, check_native, folder, values, stored)
     tensors = load_file(folder / "rank_01.safetensors")
-    moved = {f"not.{name}" if name.endswith("final_norm.weight") else name: value for name, value in tensors.items()}
+    moved = {
+        f"not.{name}" if name.endswith("final_norm.weight") else name: value
+        for name, value in tensors.items()
+    }
     save_file(moved, folder / "rank_01.safetensors")
-    with pytest.raises(ValueError, match=r"rank_01\.safetensors lacks tensor .*final_norm.weight of the manifest"):
+    with pytest.raises(
+        ValueError, match=r"rank_01\.safetensors lacks tensor .*final_norm.weight of the manifest"
+    ):
         shardzoo.from_pretrained(folder)
 
 
@@ -175,7 +198,10 @@ def test_types_are_kept_or_changed(gpt2_folder):
     fp32 = shardzoo.from_pretrained(gpt2_folder)
     assert {p.dtype for p in fp32.parameters()} == {torch.float32}
     rewrite(gpt2_folder, halve)
-    kept, widened = shardzoo.from_pretrained(gpt2_folder), shardzoo.from_pretrained(gpt2_folder, dtype=torch.float64)
+    kept, widened = (
+        shardzoo.from_pretrained(gpt2_folder),
+        shardzoo.from_pretrained(gpt2_folder, dtype=torch.float64),
+    )
     for a, b, c in zip(fp32.parameters(), kept.parameters(), widened.parameters(), strict=True):
         assert (b.dtype, c.dtype) == (torch.bfloat16, torch.float64)
         assert torch.equal(a.bfloat16(), b)
@@ -248,7 +274,9 @@ def test_a_t5_of_the_time_before_the_second_flag(tmp_path):
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
     del values["scale_decoder_outputs"]
-    path.write_text(json.dumps(values | {"tie_word_embeddings": False, "transformers_version": "4.40.0"}))
+    path.write_text(
+        json.dumps(values | {"tie_word_embeddings": False, "transformers_version": "4.40.0"})
+    )
     model = shardzoo.from_pretrained(tmp_path)
     assert not model.config.scale_decoder_outputs
     torch.testing.assert_close(logits_of(model), logits_of(reference), rtol=1e-5, atol=1e-5)
@@ -256,7 +284,9 @@ def test_a_t5_of_the_time_before_the_second_flag(tmp_path):
 
 @pytest.mark.parametrize("version", ["v1.0", "v1.1"])
 def test_a_tied_t5_with_all_its_copies_and_the_stale_bias(version, tmp_path):
-    changes = {"feed_forward_proj": "relu", "tie_word_embeddings": True} if version == "v1.0" else {}
+    changes = (
+        {"feed_forward_proj": "relu", "tie_word_embeddings": True} if version == "v1.0" else {}
+    )
     config = transformers.T5Config(**(SIZES["t5"] | changes))
     torch.manual_seed(0)
     reference = transformers.T5ForConditionalGeneration(config).eval()
@@ -265,7 +295,11 @@ def test_a_tied_t5_with_all_its_copies_and_the_stale_bias(version, tmp_path):
     assert shardzoo.from_pretrained(tmp_path).config.tie_word_embeddings
 
     def add_copies(tensors):
-        for name in ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
+        for name in (
+            "lm_head.weight",
+            "encoder.embed_tokens.weight",
+            "decoder.embed_tokens.weight",
+        ):
             tensors[name] = tensors["shared.weight"].clone()
         stale = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
         tensors[stale] = torch.randn(32, 12)
@@ -278,7 +312,11 @@ def test_a_tied_t5_with_all_its_copies_and_the_stale_bias(version, tmp_path):
     torch.testing.assert_close(logits_of(model), logits_of(reference), rtol=1e-5, atol=1e-5)
 
     def keep_another_copy(tensors):
-        del tensors["shared.weight"], tensors["lm_head.weight"], tensors["encoder.embed_tokens.weight"]
+        del (
+            tensors["shared.weight"],
+            tensors["lm_head.weight"],
+            tensors["encoder.embed_tokens.weight"],
+        )
 
     rewrite(tmp_path, keep_another_copy)
     torch.testing.assert_close(
@@ -340,7 +378,10 @@ def test_another_vocabulary_is_misshaped_not_padded(gpt2_folder):
 
 
 def test_integers_are_no_weights(gpt2_folder):
-    rewrite(gpt2_folder, lambda tensors: tensors.update({"transformer.ln_f.bias": torch.ones(24, dtype=torch.int8)}))
+    rewrite(
+        gpt2_folder,
+        lambda tensors: tensors.update({"transformer.ln_f.bias": torch.ones(24, dtype=torch.int8)}),
+    )
     with pytest.raises(ValueError, match=r"ln_f\.bias .*must have a floating-point type"):
         shardzoo.from_pretrained(gpt2_folder)
 
@@ -374,7 +415,10 @@ def damage(name: str, folder) -> str:
         (folder / "pytorch_model.bin").write_bytes(b"garbage")
         return "pytorch_model.bin is not in a format of torch.save"
     tensors = load_file(file)
-    where = {"index leaves the folder": "../model.safetensors", "index names no file": "nowhere.safetensors"}
+    where = {
+        "index leaves the folder": "../model.safetensors",
+        "index names no file": "nowhere.safetensors",
+    }
     file.rename(folder / "part.safetensors")
     weight_map = dict.fromkeys(tensors, where.get(name, "part.safetensors"))
     if name == "index names no tensor":
@@ -410,7 +454,12 @@ def bert_folders(tmp_path):
     """A pretrained BERT without a classifier as transformers writes it, and as shards of two ranks."""
     from shardzoo.convert.operations import split
 
-    sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 36}
+    sizes = {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "intermediate_size": 36,
+    }
     model = transformers.BertForPreTraining(transformers.BertConfig(vocab_size=61, **sizes))
     randomize(model, seed=3)
     model.save_pretrained(tmp_path / "hf")
@@ -426,7 +475,11 @@ def classify(mesh, folder, **options) -> dict:
     model = shardzoo.from_pretrained(folder, mesh, config=config, **options)
     with torch.no_grad():
         logits = model(torch.arange(6)[None] + 7).logits
-    return {"logits": logits, "weight": model.classifier.weight.detach(), "bias": model.classifier.bias.detach()}
+    return {
+        "logits": logits,
+        "weight": model.classifier.weight.detach(),
+        "bias": model.classifier.bias.detach(),
+    }
 
 
 def test_a_new_head_on_a_pretrained_body(bert_folders, run_mesh):
@@ -443,32 +496,46 @@ def test_a_new_head_on_a_pretrained_body(bert_folders, run_mesh):
         for ours in run_mesh(2, classify, folder, new=["classifier"]):
             torch.testing.assert_close(ours["logits"], expected, rtol=1e-5, atol=1e-5)
             assert torch.equal(ours["weight"], drawn["weight"])
-    assert not torch.equal(classify(None, hf, new=["classifier"], seed=5)["weight"], drawn["weight"])
+    assert not torch.equal(
+        classify(None, hf, new=["classifier"], seed=5)["weight"], drawn["weight"]
+    )
 
 
 def test_a_head_is_new_only_where_it_is_said(bert_folders):
     for folder in bert_folders:
         with pytest.raises(ValueError, match=r"lacks.*classifier"):
             classify(None, folder)
-        with pytest.raises(ValueError, match="new names the module 'head', which the model does not have; it has"):
+        with pytest.raises(
+            ValueError, match="new names the module 'head', which the model does not have; it has"
+        ):
             classify(None, folder, new=["head"])
 
 
 @pytest.mark.parametrize(("model_type", "stem"), [("t5", "T5"), ("umt5", "UMT5")])
-def test_an_encoder_is_read_from_a_whole_model_and_from_a_file_of_diffusion_models(model_type, stem, tmp_path):
+def test_an_encoder_is_read_from_a_whole_model_and_from_a_file_of_diffusion_models(
+    model_type, stem, tmp_path
+):
     whole, alone = tmp_path / "whole", tmp_path / "alone"
     reference = hf_model(model_type)
     reference.save_pretrained(whole)
     ids = torch.randint(2, 90, (2, 9))
     expected = reference.encoder(ids).last_hidden_state
-    values = json.loads((whole / "config.json").read_text()) | {"architectures": [f"{stem}EncoderModel"]}
+    values = json.loads((whole / "config.json").read_text()) | {
+        "architectures": [f"{stem}EncoderModel"]
+    }
     model = shardzoo.from_pretrained(whole, config=values)
     assert not hasattr(model, "decoder")
     torch.testing.assert_close(model(ids).last_hidden_state, expected)
 
     alone.mkdir()
-    tensors = {name: tensor for name, tensor in load_file(whole / "model.safetensors").items() if "encoder." in name}
-    tensors["encoder.embed_tokens.weight"] = reference.shared.weight.detach().clone()  # and no shared.weight
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(whole / "model.safetensors").items()
+        if "encoder." in name
+    }
+    tensors["encoder.embed_tokens.weight"] = (
+        reference.shared.weight.detach().clone()
+    )  # and no shared.weight
     save_file(tensors, alone / "model.safetensors")
     if model_type == "umt5":
         del values["model_type"]  # as in the published files
@@ -478,4 +545,6 @@ def test_an_encoder_is_read_from_a_whole_model_and_from_a_file_of_diffusion_mode
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert merged.keys() == tensors.keys()
     assert all(torch.equal(merged[name], tensors[name]) for name in tensors)
-    torch.testing.assert_close(shardzoo.from_pretrained(tmp_path / "split")(ids).last_hidden_state, expected)
+    torch.testing.assert_close(
+        shardzoo.from_pretrained(tmp_path / "split")(ids).last_hidden_state, expected
+    )

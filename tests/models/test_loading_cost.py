@@ -43,7 +43,9 @@ def reads_of_a_load(mesh, folder):
 @pytest.mark.parametrize("model_type", ["gpt2", "t5"])
 def test_four_ranks_together_read_each_byte_once(model_type, run_mesh, tmp_path):
     if model_type == "gpt2":
-        config = transformers.GPT2Config(n_embd=24, n_head=4, n_layer=3, vocab_size=101, n_positions=21)
+        config = transformers.GPT2Config(
+            n_embd=24, n_head=4, n_layer=3, vocab_size=101, n_positions=21
+        )
         model = transformers.GPT2LMHeadModel(config)
     else:
         config = transformers.T5Config(

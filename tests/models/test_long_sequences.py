@@ -19,7 +19,9 @@ ARCHITECTURES = {"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGe
 def batch_of(length, samples):
     """All samples but the first are shorter, which the lengths of their labels follow."""
     generator = torch.Generator().manual_seed(length)
-    ids, labels = (torch.randint(3, 97, (samples, n), generator=generator) for n in (length, length // 4 + 4))
+    ids, labels = (
+        torch.randint(3, 97, (samples, n), generator=generator) for n in (length, length // 4 + 4)
+    )
     mask = torch.ones_like(ids)
     mask[1:, -length // 3 :] = 0
     labels[1:, -length // 5 :] = -100
@@ -41,7 +43,9 @@ def test_long_samples_have_the_numbers_of_transformers(family, length, run_mesh)
     stored = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         theirs = model.eval()(**inputs).logits
-    expected = oracle(model.double(), inputs)  # in fp32 it adds up millions of scores' gradients one after the other
+    expected = oracle(
+        model.double(), inputs
+    )  # in fp32 it adds up millions of scores' gradients one after the other
     config = tiny(family, 0.0, **SIZES)
     ranks = run_mesh(2, run_modes, config, stored, inputs, [(False, "none")], 5)
     ours, theirs = whole(config, ranks, 0), theirs - expected.logits
@@ -51,7 +55,9 @@ def test_long_samples_have_the_numbers_of_transformers(family, length, run_mesh)
 
 def step(mesh, family, sequence_parallel, recompute):
     parallel_config = ParallelConfig(sequence_parallel=sequence_parallel, recompute=recompute)
-    model = from_config(config_from_dict(tiny(family, 0.1, **SIZES)), mesh, parallel_config=parallel_config).train()
+    model = from_config(
+        config_from_dict(tiny(family, 0.1, **SIZES)), mesh, parallel_config=parallel_config
+    ).train()
     mpu.dropout_state.set(3, 8)
     loss = model(**batch_of(8192, 2)).loss
     loss.backward()

@@ -44,7 +44,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def inputs(model: Any) -> dict[str, torch.Tensor]:
-    decoder = {"decoder_input_ids": IDS.flip(1)} if getattr(model.config, "is_encoder_decoder", False) else {}
+    decoder = (
+        {"decoder_input_ids": IDS.flip(1)}
+        if getattr(model.config, "is_encoder_decoder", False)
+        else {}
+    )
     return {"input_ids": IDS, "attention_mask": MASK, **decoder}
 
 
@@ -61,7 +65,9 @@ def adapted(tmp_path_factory):
         base.save_pretrained(folder / "base")
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=7, use_rslora=case != "t5", **settings))
+            model = peft.get_peft_model(
+                base, peft.LoraConfig(r=3, lora_alpha=7, use_rslora=case != "t5", **settings)
+            )
         generator = torch.Generator().manual_seed(1)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -69,19 +75,28 @@ def adapted(tmp_path_factory):
         model.save_pretrained(folder / "adapter")
         logits = model(**inputs(base)).logits
         loss = (
-            logits[MASK[:, : logits.shape[1]].bool()].square().mean() if logits.dim() == 3 else logits.square().mean()
+            logits[MASK[:, : logits.shape[1]].bool()].square().mean()
+            if logits.dim() == 3
+            else logits.square().mean()
         )
         with torch.no_grad():
             merged = copy.deepcopy(model).merge_and_unload()(**inputs(base)).logits
         loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in model.parameters() if p.grad is not None]
+        )
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.grad
         gradients = peft.get_peft_model_state_dict(model)
         # What rounding the merged weights changes in peft's own model is what it may change in ours.
         rounding = (merged - logits).abs().max().item()
-        expected = {"logits": logits.detach(), "rounding": rounding, "norm": norm.item(), "grads": gradients}
+        expected = {
+            "logits": logits.detach(),
+            "rounding": rounding,
+            "norm": norm.item(),
+            "grads": gradients,
+        }
         made[case] = folder, expected
         return made[case]
 
@@ -93,7 +108,11 @@ def compute(mesh: Any, folder: Path, parallel: dict[str, Any]) -> dict[str, Any]
     load_adapter(model, folder / "adapter")
     weights = whole_weights(model)
     logits = model.gather_logits(model(**inputs(model)).logits)
-    loss = logits[MASK[:, : logits.shape[1]].bool()].square().mean() if logits.dim() == 3 else logits.square().mean()
+    loss = (
+        logits[MASK[:, : logits.shape[1]].bool()].square().mean()
+        if logits.dim() == 3
+        else logits.square().mean()
+    )
     loss.backward()
     trained = [p for p in model.parameters() if p.requires_grad]
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
@@ -105,10 +124,23 @@ def compute(mesh: Any, folder: Path, parallel: dict[str, Any]) -> dict[str, Any]
     load_adapter(again, folder / "adapter")
     merge_lora(again)
     merged = again.gather_logits(again(**inputs(again)).logits)
-    return {"logits": logits.detach(), "merged": merged.detach(), "norm": norm, "grads": grads, "weights": weights}
+    return {
+        "logits": logits.detach(),
+        "merged": merged.detach(),
+        "norm": norm,
+        "grads": grads,
+        "weights": weights,
+    }
 
 
-SIZES = [*((case, 3) for case in CASES), ("gpt2", 1), ("llama-heads", 1), ("mt5", 4), ("bert", 4), ("qwen2", 2)]
+SIZES = [
+    *((case, 3) for case in CASES),
+    ("gpt2", 1),
+    ("llama-heads", 1),
+    ("mt5", 4),
+    ("bert", 4),
+    ("qwen2", 2),
+]
 
 
 @pytest.mark.parametrize(("case", "size"), by_turns(SIZES, 2))
@@ -120,12 +152,18 @@ def test_a_split_model_computes_what_peft_computes(adapted, run_mesh, case, size
         results = run_mesh(size, compute, folder, mode)
         for found in results:
             largest = expected["logits"].abs().max().item()
-            torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-6 * max(1, largest))
-            torch.testing.assert_close(found["merged"], found["logits"], rtol=0, atol=3 * expected["rounding"])
+            torch.testing.assert_close(
+                found["logits"], expected["logits"], rtol=0, atol=1e-6 * max(1, largest)
+            )
+            torch.testing.assert_close(
+                found["merged"], found["logits"], rtol=0, atol=3 * expected["rounding"]
+            )
             assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
             assert found["grads"].keys() == expected["grads"].keys() == stored.keys()
             for name, grad in expected["grads"].items():
-                torch.testing.assert_close(found["grads"][name], grad, rtol=1e-4, atol=1e-6 * expected["norm"])
+                torch.testing.assert_close(
+                    found["grads"][name], grad, rtol=1e-4, atol=1e-6 * expected["norm"]
+                )
                 assert torch.equal(found["weights"][name], stored[name]), name
                 assert torch.equal(found["grads"][name], results[0]["grads"][name]), name
 
@@ -133,20 +171,46 @@ def test_a_split_model_computes_what_peft_computes(adapted, run_mesh, case, size
 NUMBER = "must be a finite number above 0, not"
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"r": "8"}, "r must be a whole number of at least 1, not '8'"),
-    ({"r": 10**12}, r"the rank 1000000000000 is above both sizes of transformer.h.0.attn.c_attn, 96 x 32"),
+    (
+        {"r": 10**12},
+        r"the rank 1000000000000 is above both sizes of transformer.h.0.attn.c_attn, 96 x 32",
+    ),
     *(({"lora_alpha": value}, f"lora_alpha {NUMBER}") for value in ("16", None, [1], 0, -2)),
-    *(({"lora_dropout": value}, "lora_dropout must be at least 0 and below 1") for value in ("0.1", None, -1, 1)),
+    *(
+        ({"lora_dropout": value}, "lora_dropout must be at least 0 and below 1")
+        for value in ("0.1", None, -1, 1)
+    ),
     ({"use_rslora": "yes"}, "use_rslora must be True or False, not 'yes'"),
-    *(({"target_modules": value}, "target_modules must be names") for value in (5, "(", ["c_attn", None])),
+    *(
+        ({"target_modules": value}, "target_modules must be names")
+        for value in (5, "(", ["c_attn", None])
+    ),
     *(({"exclude_modules": value}, "exclude_modules must be names") for value in (5, "(")),
-    *(({"modules_to_save": value}, "modules_to_save must be a list") for value in (5, "lm_head", [1])),
+    *(
+        ({"modules_to_save": value}, "modules_to_save must be a list")
+        for value in (5, "lm_head", [1])
+    ),
     *(
         ({"rank_pattern": value}, "rank_pattern must be a dict of regular expressions and ranks")
-        for value in ({"c_attn": "x"}, {"c_attn": 0}, {"c_attn": 2.5}, {"c_attn": True}, {"(": 3}, [1], "x")
+        for value in (
+            {"c_attn": "x"},
+            {"c_attn": 0},
+            {"c_attn": 2.5},
+            {"c_attn": True},
+            {"(": 3},
+            [1],
+            "x",
+        )
     ),
     ({"rank_pattern": {"c_attn": 10**12}}, "the rank 1000000000000 is above both sizes"),
-    *(({"alpha_pattern": value}, "alpha_pattern must be a dict") for value in ({"c_attn": "x"}, {"c_attn": None}, [1])),
-    *(({"layers_to_transform": value}, "layers_to_transform must be a number or a list") for value in ("x", [None])),
+    *(
+        ({"alpha_pattern": value}, "alpha_pattern must be a dict")
+        for value in ({"c_attn": "x"}, {"c_attn": None}, [1])
+    ),
+    *(
+        ({"layers_to_transform": value}, "layers_to_transform must be a number or a list")
+        for value in ("x", [None])
+    ),
     ({"base_model_name_or_path": 5}, "base_model_name_or_path must be a name or a folder, not 5"),
 ]
 

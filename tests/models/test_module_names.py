@@ -22,7 +22,15 @@ def test_each_parameter_has_the_name_that_the_module_has(name):
             module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.clone())
     config = {**module.config.to_dict(), "architectures": [module_class.__name__]}
     native = native_model(config_from_dict(config))
-    first = {stored for stored_names in native.first_names().by_parameter.values() for stored in stored_names}
+    first = {
+        stored
+        for stored_names in native.first_names().by_parameter.values()
+        for stored in stored_names
+    }
     assert first == dict(module.named_parameters()).keys()
-    names = {stored for stored_names in native.module_names().by_parameter.values() for stored in stored_names}
+    names = {
+        stored
+        for stored_names in native.module_names().by_parameter.values()
+        for stored in stored_names
+    }
     assert names <= module.state_dict().keys()

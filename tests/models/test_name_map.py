@@ -74,7 +74,9 @@ def test_what_does_not_match_is_named(stored, message):
 
 
 def test_a_parameter_without_an_entry_is_a_mistake_of_the_family():
-    with pytest.raises(KeyError, match=r"no entry of the name map covers the parameter 'layers\.0\.new'"):
+    with pytest.raises(
+        KeyError, match=r"no entry of the name map covers the parameter 'layers\.0\.new'"
+    ):
         list(MAP.resolve(["layers.0.new"]))
 
 

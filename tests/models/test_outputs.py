@@ -55,7 +55,9 @@ def test_logits_of_changed_weights_are_refused():
     read.loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert torch.equal(read.logits, kept)
-    with pytest.raises(RuntimeError, match="logits is computed when it is first read, but the weights have changed"):
+    with pytest.raises(
+        RuntimeError, match="logits is computed when it is first read, but the weights have changed"
+    ):
         output.logits  # noqa: B018
     with pytest.raises(AttributeError, match="MaskedLMOutput has no attribute 'attentions'"):
         output.attentions  # noqa: B018
@@ -63,7 +65,9 @@ def test_logits_of_changed_weights_are_refused():
 
 def loss_and_gradients(mesh, model_type, labels, sequence_parallel):
     parallel_config = ParallelConfig(sequence_parallel=sequence_parallel)
-    model = from_config(tiny(model_type, vocab_size=37), mesh, parallel_config=parallel_config).eval()
+    model = from_config(
+        tiny(model_type, vocab_size=37), mesh, parallel_config=parallel_config
+    ).eval()
     ids = torch.arange(12).view(2, 6) + 3
     loss = model(input_ids=ids, labels=labels).loss
     loss.backward(retain_graph=True)
@@ -72,7 +76,9 @@ def loss_and_gradients(mesh, model_type, labels, sequence_parallel):
     loss.backward()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, first[name]), name
-    norms = {name: first[name].norm() for name, p in model.named_parameters() if not hasattr(p, "shard")}
+    norms = {
+        name: first[name].norm() for name, p in model.named_parameters() if not hasattr(p, "shard")
+    }
     return loss.detach(), norms
 
 

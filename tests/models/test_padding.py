@@ -36,7 +36,9 @@ def batch_of(mask):
 def step(mesh, name, mask, rate, options, leave_out=True):
     """Returns how many encoder passes left padding out, the loss, the encoder's states, and this rank's gradients."""
     config, passes = config_from_dict(tiny(name, rate)), []
-    model = from_config(config, mesh, dtype=torch.float64, parallel_config=ParallelConfig(**options)).train()
+    model = from_config(
+        config, mesh, dtype=torch.float64, parallel_config=ParallelConfig(**options)
+    ).train()
 
     def find(mask, *arguments):
         passes.append(find_tokens(mask, *arguments) if leave_out else mask)
@@ -89,7 +91,9 @@ def test_ranks_leave_out_the_same(name, tp, run_mesh):
         torch.testing.assert_close(one[1], whole[1], rtol=1e-11, atol=0)
 
 
-@pytest.mark.parametrize("architecture", ["T5ForConditionalGeneration", "M2M100ForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "architecture", ["T5ForConditionalGeneration", "M2M100ForConditionalGeneration"]
+)
 def test_a_step_is_that_of_transformers(architecture, tmp_path):
     theirs = hf_model(architecture, 0.0).train().double()
     theirs.save_pretrained(tmp_path)
@@ -109,7 +113,10 @@ def test_a_step_is_that_of_transformers(architecture, tmp_path):
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     loss.backward()
     expected.backward()
-    found, wanted = (torch.stack([p.grad.norm() for p in m.parameters() if p.grad is not None]) for m in (ours, theirs))
+    found, wanted = (
+        torch.stack([p.grad.norm() for p in m.parameters() if p.grad is not None])
+        for m in (ours, theirs)
+    )
     torch.testing.assert_close(found.square().sum(), wanted.square().sum(), rtol=1e-5, atol=0)
 
 
@@ -119,7 +126,9 @@ def test_where_it_is_left_out():
     blocks = model.encoder.blocks
 
     def leaves_out(mask, rows=None):
-        ids = torch.empty(rows or (1 if mask is None else len(mask)), LENGTH if mask is None else mask.shape[-1])
+        ids = torch.empty(
+            rows or (1 if mask is None else len(mask)), LENGTH if mask is None else mask.shape[-1]
+        )
         return isinstance(find_tokens(transformer.key_mask(mask), ids, blocks), Tokens)
 
     assert leaves_out(ragged())
@@ -151,7 +160,10 @@ def test_a_filled_cache_serves_in_training_too():
     model, batch = from_config(tiny("t5", 0.0, layers=2)).train(), batch_of(ragged())
     ids, inputs = batch.pop("labels"), batch
     cache = Cache(2, 8, LENGTH)
-    pieces = [model(**inputs, decoder_input_ids=part, cache=cache).logits for part in (ids[:, :5], ids[:, 5:])]
+    pieces = [
+        model(**inputs, decoder_input_ids=part, cache=cache).logits
+        for part in (ids[:, :5], ids[:, 5:])
+    ]
     whole = model(**inputs, decoder_input_ids=ids).logits
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
 

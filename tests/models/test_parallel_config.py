@@ -54,8 +54,14 @@ def test_a_block_compiles_without_a_break(family, recompute, monkeypatch):
     """
     monkeypatch.setattr(sys.modules[matmul.__module__], "MIN_PRODUCT", 1)
     torch.compiler.reset()
-    values, inputs = tiny(family, 0.1, layers=2) if family != "t5" else T5 | {"dropout_rate": 0.1}, batch(GPT2)
-    models = [shardzoo.from_config(values, parallel_config=ParallelConfig(recompute=recompute)) for _ in range(2)]
+    values, inputs = (
+        tiny(family, 0.1, layers=2) if family != "t5" else T5 | {"dropout_rate": 0.1},
+        batch(GPT2),
+    )
+    models = [
+        shardzoo.from_config(values, parallel_config=ParallelConfig(recompute=recompute))
+        for _ in range(2)
+    ]
     compile_model(models[1], "aot_eager")
     losses = []
     for step in range(3):
@@ -89,10 +95,14 @@ def test_16_bit_attention_is_that_of_sdpa(masked):
     assert eager_beats_sdpa(own[0], own[1])
     actual = core(*own, mask, None, causal=not masked)
     wide = [tensor.float().requires_grad_() for tensor in (q, k, v)]
-    expected = F.scaled_dot_product_attention(*wide, attn_mask=mask, is_causal=not masked, scale=0.3)
+    expected = F.scaled_dot_product_attention(
+        *wide, attn_mask=mask, is_causal=not masked, scale=0.3
+    )
     torch.testing.assert_close(actual.float(), expected, rtol=2e-2, atol=1e-2)
     for a, e in zip(
-        torch.autograd.grad(actual, own, grad), torch.autograd.grad(expected, wide, grad.float()), strict=True
+        torch.autograd.grad(actual, own, grad),
+        torch.autograd.grad(expected, wide, grad.float()),
+        strict=True,
     ):
         assert (a.float() - e).norm() < 1e-2 * e.norm()
 
@@ -121,14 +131,25 @@ def test_recomputation_keeps_less(values):
 
 
 def encoder_results(mesh, sequence_parallel):
-    model = shardzoo.from_config(T5, mesh, parallel_config=ParallelConfig(sequence_parallel=sequence_parallel)).eval()
+    model = shardzoo.from_config(
+        T5, mesh, parallel_config=ParallelConfig(sequence_parallel=sequence_parallel)
+    ).eval()
     inputs = batch(T5)
     with torch.no_grad():
         whole = model(**inputs, output_hidden_states=True)
-        encoded = model.encode(inputs["input_ids"], inputs["attention_mask"], output_hidden_states=True)
-        again = model(attention_mask=inputs["attention_mask"], labels=inputs["labels"], encoder_outputs=encoded)
+        encoded = model.encode(
+            inputs["input_ids"], inputs["attention_mask"], output_hidden_states=True
+        )
+        again = model(
+            attention_mask=inputs["attention_mask"],
+            labels=inputs["labels"],
+            encoder_outputs=encoded,
+        )
     assert torch.equal(encoded.last_hidden_state, whole.encoder_last_hidden_state)
-    assert all(torch.equal(a, b) for a, b in zip(encoded.hidden_states, whole.encoder_hidden_states, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(encoded.hidden_states, whole.encoder_hidden_states, strict=True)
+    )
     torch.testing.assert_close(again.logits, whole.logits)
     return whole.encoder_last_hidden_state
 
@@ -181,7 +202,9 @@ def test_a_mask_of_another_kind_is_refused(mask, message):
 
 def test_a_finished_mask_is_taken_as_it_is():
     model, inputs = shardzoo.from_config(GPT2).eval(), batch(GPT2)
-    mask = torch.ones(20, 20, dtype=torch.bool).tril() & inputs["attention_mask"].bool()[:, None, None]
+    mask = (
+        torch.ones(20, 20, dtype=torch.bool).tril() & inputs["attention_mask"].bool()[:, None, None]
+    )
     for kind in (torch.bool, torch.long):
         finished = model(**inputs | {"attention_mask": mask.to(kind)})
         torch.testing.assert_close(finished.loss, model(**inputs).loss)
@@ -195,7 +218,9 @@ def test_a_sequence_longer_than_the_position_table():
 @FAMILIES
 def test_heads_that_cannot_be_split_say_which_sizes_work(values, run_mesh):
     def build(mesh):
-        with pytest.raises(ValueError, match=r"2 attention heads cannot be split 3 ways; use .* from 1 to 2"):
+        with pytest.raises(
+            ValueError, match=r"2 attention heads cannot be split 3 ways; use .* from 1 to 2"
+        ):
             shardzoo.from_config({**values, "n_head": 2, "num_heads": 2}, mesh, device="meta")
 
     run_mesh(3, build)
@@ -220,14 +245,17 @@ def whole(bias, queries, keys):
     return bias if bias.dim() == 4 else lay_out_diagonals(bias, queries, keys)[None]
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (1, 9), (4, 9), (64, 64), (65, 70), (200, 200)])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(1, 1), (5, 5), (1, 9), (4, 9), (64, 64), (65, 70), (200, 200)]
+)
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_relative_bias_is_a_lookup_for_each_pair_of_positions(queries, keys, bidirectional):
     module = RelativeBias(32, 3, 128, bidirectional=bidirectional)
     torch.nn.init.normal_(module.weight)
     bias = whole(module(queries, keys), queries, keys)
     theirs = T5Attention._relative_position_bucket(
-        torch.arange(keys)[None] - torch.arange(keys - queries, keys)[:, None], bidirectional=bidirectional
+        torch.arange(keys)[None] - torch.arange(keys - queries, keys)[:, None],
+        bidirectional=bidirectional,
     )
     expected = module.weight[theirs].permute(2, 0, 1)[None]
     assert torch.equal(bias, expected)
@@ -244,7 +272,9 @@ def test_the_gradient_of_a_bf16_relative_bias_is_rounded_once():
     whole(module(300, 300), 300, 300).backward(grad)
     whole(exact(300, 300), 300, 300).backward(grad.float())
     error = (module.weight.grad.float() - exact.weight.grad).norm() / exact.weight.grad.norm()
-    assert error < 5e-3  # half a unit in the last place is 2e-3; adding up in bf16 gives ten times as much
+    assert (
+        error < 5e-3
+    )  # half a unit in the last place is 2e-3; adding up in bf16 gives ten times as much
 
 
 def test_outputs_are_had_by_name_and_position():

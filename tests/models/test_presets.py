@@ -122,7 +122,11 @@ UNPUBLISHED = ("quickstart", "libai", "glm-")
 
 
 def test_every_preset_has_its_published_number_of_parameters():
-    lacking = [name for name, _ in presets() if name not in PUBLISHED and not any(x in name for x in UNPUBLISHED)]
+    lacking = [
+        name
+        for name, _ in presets()
+        if name not in PUBLISHED and not any(x in name for x in UNPUBLISHED)
+    ]
     assert not lacking
 
 
@@ -132,7 +136,16 @@ def test_parameter_counts(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2-medium", "t5-base", "t5-v1_1-large", "mt5-small", "llama-3.2-1b", "glm-4-9b-0414", "bart-base"]
+    "name",
+    [
+        "gpt2-medium",
+        "t5-base",
+        "t5-v1_1-large",
+        "mt5-small",
+        "llama-3.2-1b",
+        "glm-4-9b-0414",
+        "bart-base",
+    ],
 )
 def test_the_written_config_builds_the_same_model_in_transformers(name, tmp_path):
     config = find_config(name)
@@ -146,9 +159,9 @@ def test_the_written_config_builds_the_same_model_in_transformers(name, tmp_path
     ties = model.lm_head.weight is model.get_input_embeddings().weight  # transformers 5 does for T5
     own_head = prod(model.lm_head.weight.shape) if ties and not config.tie_word_embeddings else 0
     assert sum(p.numel() for p in model.parameters()) + own_head == PUBLISHED[name]
-    assert getattr(theirs, "scale_decoder_outputs", None) == getattr(config, "scale_decoder_outputs", None) or (
-        config.model_type == "mt5"
-    )
+    assert getattr(theirs, "scale_decoder_outputs", None) == getattr(
+        config, "scale_decoder_outputs", None
+    ) or (config.model_type == "mt5")
 
 
 HEADS = {"gpt2": 12, "gpt2-xl": 25, "t5-small": 8, "mt5-small": 6}
@@ -195,7 +208,9 @@ def test_the_command_lists_models(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
     for name in FAMILIES:
-        assert all(word in out for word in (name, *family(name).architectures, *family(name).presets))
+        assert all(
+            word in out for word in (name, *family(name).architectures, *family(name).presets)
+        )
     assert "gpt2-xl (1.56B)" in out
     assert "gpt2 (124M)" in out
     assert main(["no-such-model"]) == 2
@@ -208,7 +223,9 @@ def test_from_config_takes_every_form(tmp_path):
     native = as_config(values)
     native.save(tmp_path)
     theirs = transformers.GPT2Config(**sizes)
-    models = [shardzoo.from_config(form, seed=3) for form in (values, native, str(tmp_path), theirs)]
+    models = [
+        shardzoo.from_config(form, seed=3) for form in (values, native, str(tmp_path), theirs)
+    ]
     first = models[0].state_dict()
     for model in models[1:]:
         assert all(torch.equal(value, first[name]) for name, value in model.state_dict().items())
@@ -245,8 +262,23 @@ def fresh_values(mesh, values):
 @pytest.mark.parametrize(
     "values",
     [
-        {"model_type": "gpt2", "n_embd": 24, "n_head": 12, "n_layer": 1, "vocab_size": 50, "n_positions": 8},
-        {"model_type": "mt5", "d_model": 24, "num_heads": 12, "d_kv": 4, "d_ff": 25, "num_layers": 1, "vocab_size": 70},
+        {
+            "model_type": "gpt2",
+            "n_embd": 24,
+            "n_head": 12,
+            "n_layer": 1,
+            "vocab_size": 50,
+            "n_positions": 8,
+        },
+        {
+            "model_type": "mt5",
+            "d_model": 24,
+            "num_heads": 12,
+            "d_kv": 4,
+            "d_ff": 25,
+            "num_layers": 1,
+            "vocab_size": 70,
+        },
     ],
 )
 def test_initial_weights_do_not_depend_on_the_layout(values, run_mesh):
@@ -255,12 +287,21 @@ def test_initial_weights_do_not_depend_on_the_layout(values, run_mesh):
         for rank, held in enumerate(run_mesh(tp, fresh_values, values)):
             for name, (value, shard) in held.items():
                 full = whole[name][0] if shard is None else shard.merge([whole[name][0]])
-                assert torch.equal(value, full if shard is None else shard.slice(full, rank, tp)), name
+                assert torch.equal(value, full if shard is None else shard.slice(full, rank, tp)), (
+                    name
+                )
 
 
 def test_t5_starts_as_the_papers_code_does():
     """Standard deviations of transformers' `_init_weights`, but for the untied head, which has d_model^-0.5."""
-    sizes = {"d_model": 96, "num_heads": 8, "d_kv": 32, "d_ff": 200, "num_layers": 1, "vocab_size": 3000}
+    sizes = {
+        "d_model": 96,
+        "num_heads": 8,
+        "d_kv": 32,
+        "d_ff": 200,
+        "num_layers": 1,
+        "vocab_size": 3000,
+    }
     model = shardzoo.from_config({"model_type": "mt5", **sizes})
     torch.manual_seed(0)
     theirs = transformers.MT5ForConditionalGeneration(transformers.MT5Config(**sizes))

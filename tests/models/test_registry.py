@@ -65,10 +65,14 @@ UNKNOWN_FAMILIES = {  # model_type, architecture: the nearest model, and a word 
 def test_an_unknown_family_names_the_nearest_model_and_what_is_missing(wanted):
     model_type, architecture = wanted
     names = [architecture] if architecture else None
-    with pytest.raises(ValueError, match=f"there is no model family '{model_type}'.*; use one of bart, ") as caught:
+    with pytest.raises(
+        ValueError, match=f"there is no model family '{model_type}'.*; use one of bart, "
+    ) as caught:
         config_from_dict({"model_type": model_type, "architectures": names})
     assert "\n" not in str(caught.value)
-    nearest, missing = str(caught.value).split("The nearest model that works is ")[1].split("; missing: ")
+    nearest, missing = (
+        str(caught.value).split("The nearest model that works is ")[1].split("; missing: ")
+    )
     assert UNKNOWN_FAMILIES[wanted][0] in nearest
     assert UNKNOWN_FAMILIES[wanted][1] in missing
     found, owner = nearest.rstrip(")").split(" (")
@@ -91,14 +95,18 @@ def test_an_unknown_architecture_names_the_nearest_one_and_what_is_missing(wante
     start = f"architecture '{architecture}' is not supported; use one of {next(iter(family(model_type).architectures))}"
     with pytest.raises(ValueError, match=start) as caught:
         config_from_dict({"model_type": model_type, "architectures": [architecture]})
-    nearest, missing = str(caught.value).split("The nearest one that works is ")[1].split("; missing: ")
+    nearest, missing = (
+        str(caught.value).split("The nearest one that works is ")[1].split("; missing: ")
+    )
     assert nearest.startswith(UNKNOWN_ARCHITECTURES[wanted][0])
     assert nearest in family(model_type).architectures
     assert missing.startswith(UNKNOWN_ARCHITECTURES[wanted][1])
 
 
 def test_an_architecture_of_another_family_names_that_family():
-    with pytest.raises(ValueError, match="or set model_type to 'roberta', whose architecture it is"):
+    with pytest.raises(
+        ValueError, match="or set model_type to 'roberta', whose architecture it is"
+    ):
         config_from_dict({"model_type": "bert", "architectures": ["RobertaForMaskedLM"]})
 
 
@@ -123,4 +131,6 @@ def test_no_other_room_imports_from_a_familys_folder():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 parts = (node.module or "").split(".")
-                assert "models" not in parts or not set(FAMILIES) & set(parts), f"{place} imports {node.module}"
+                assert "models" not in parts or not set(FAMILIES) & set(parts), (
+                    f"{place} imports {node.module}"
+                )

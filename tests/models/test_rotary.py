@@ -9,12 +9,20 @@ from transformers import masking_utils
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 
-from shardzoo.models.common.rotary import check_rope_parameters, read_rope_parameters, rotary_embedding, rotate
+from shardzoo.models.common.rotary import (
+    check_rope_parameters,
+    read_rope_parameters,
+    rotary_embedding,
+    rotate,
+)
 from shardzoo.models.common.transformer import Visible, window_mask
 
 HEAD_SIZE, POSITIONS = 12, 20
 ORIGINAL = {"original_max_position_embeddings": 16}
-FACTORS = {"short_factor": [1 + i / 7 for i in range(6)], "long_factor": [2.0 + i for i in range(6)]}
+FACTORS = {
+    "short_factor": [1 + i / 7 for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
+}
 SCALINGS = {
     "default": {},
     "linear": {"factor": 2.5},
@@ -43,11 +51,16 @@ def queries_and_keys(length: int, dtype: torch.dtype):
 def test_scaled_rotation_is_that_of_transformers(name, theta, length, dtype):
     stored = {"rope_type": name, "rope_theta": theta, **SCALINGS[name]}
     theirs = transformers.LlamaConfig(
-        hidden_size=24, num_attention_heads=2, max_position_embeddings=POSITIONS, rope_parameters=dict(stored)
+        hidden_size=24,
+        num_attention_heads=2,
+        max_position_embeddings=POSITIONS,
+        rope_parameters=dict(stored),
     )
     positions = torch.arange(length).repeat(2, 1) + torch.tensor([[0], [3]])
     q, k = queries_and_keys(length, dtype)
-    expected = modeling_llama.apply_rotary_pos_emb(q, k, *modeling_llama.LlamaRotaryEmbedding(theirs)(q, positions))
+    expected = modeling_llama.apply_rotary_pos_emb(
+        q, k, *modeling_llama.LlamaRotaryEmbedding(theirs)(q, positions)
+    )
 
     parameters = read_rope_parameters({"rope_parameters": stored}, POSITIONS)
     check_rope_parameters(parameters, HEAD_SIZE)
@@ -56,19 +69,30 @@ def test_scaled_rotation_is_that_of_transformers(name, theta, length, dtype):
 
 
 @pytest.mark.parametrize("name", ["default", "dynamic"])
-@pytest.mark.parametrize("partial", [0.25, 0.5, 0.6, 1.0])  # 3, 6, 7 or 12 features; of an odd number, one more turns
+@pytest.mark.parametrize(
+    "partial", [0.25, 0.5, 0.6, 1.0]
+)  # 3, 6, 7 or 12 features; of an odd number, one more turns
 def test_interleaved_and_partial_rotation_is_that_of_transformers(partial, name):
-    stored = {"rope_type": name, "rope_theta": 500.0, "partial_rotary_factor": partial, **SCALINGS[name]}
+    stored = {
+        "rope_type": name,
+        "rope_theta": 500.0,
+        "partial_rotary_factor": partial,
+        **SCALINGS[name],
+    }
     theirs = transformers.Glm4Config(
         hidden_size=24, num_attention_heads=2, head_dim=HEAD_SIZE, max_position_embeddings=POSITIONS,
         rope_parameters=dict(stored),
     )  # fmt: skip
     q, k = queries_and_keys(40, torch.float32)
     positions = torch.arange(40)[None]
-    expected = modeling_glm4.apply_rotary_pos_emb(q, k, *modeling_glm4.Glm4RotaryEmbedding(theirs)(q, positions))
+    expected = modeling_glm4.apply_rotary_pos_emb(
+        q, k, *modeling_glm4.Glm4RotaryEmbedding(theirs)(q, positions)
+    )
     parameters = read_rope_parameters({"rope_parameters": stored}, POSITIONS)
     check_rope_parameters(parameters, HEAD_SIZE)
-    rotary = rotary_embedding(positions, HEAD_SIZE, parameters, POSITIONS, q.dtype, interleaved=True)
+    rotary = rotary_embedding(
+        positions, HEAD_SIZE, parameters, POSITIONS, q.dtype, interleaved=True
+    )
     assert all(torch.equal(rotate(x, rotary), y) for x, y in zip((q, k), expected, strict=True))
 
 
@@ -76,8 +100,13 @@ def test_old_and_new_spellings_are_the_same():
     scaling = {"type": "linear", "factor": 2.0}
     old = {"rope_theta": 300.0, "rope_scaling": scaling, "partial_rotary_factor": 0.5}
     new = {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0, "partial_rotary_factor": 0.5}
-    assert read_rope_parameters(old, 64) == read_rope_parameters({"rope_parameters": new}, 64) == new
-    assert read_rope_parameters({"rope_scaling": None}, 64, theta=1e6) == {"rope_type": "default", "rope_theta": 1e6}
+    assert (
+        read_rope_parameters(old, 64) == read_rope_parameters({"rope_parameters": new}, 64) == new
+    )
+    assert read_rope_parameters({"rope_scaling": None}, 64, theta=1e6) == {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+    }
 
 
 @pytest.mark.parametrize(
@@ -89,13 +118,21 @@ def test_old_and_new_spellings_are_the_same():
         ({"rope_theta": -1}, "rope_theta must be a number"),
         ({"partial_rotary_factor": 0.05}, "must be from 1 to 12, not 0.6"),
         ({"partial_rotary_factor": 1.1}, "must be from 1 to 12, not 13.2"),
-        ({"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.2}, "must be from 3 to 12, not 2.4"),
-        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "a list of 6 numbers"),
+        (
+            {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.2},
+            "must be from 3 to 12, not 2.4",
+        ),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+            "a list of 6 numbers",
+        ),
     ],
 )
 def test_parameters_that_do_not_work_are_refused(stored, problem):
     with pytest.raises(ValueError, match=problem):
-        check_rope_parameters(read_rope_parameters({"rope_parameters": stored}, POSITIONS), HEAD_SIZE)
+        check_rope_parameters(
+            read_rope_parameters({"rope_parameters": stored}, POSITIONS), HEAD_SIZE
+        )
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -113,7 +150,9 @@ def test_causal_windows_are_those_of_transformers(length, cached, window, padded
         attention_mask=mask if padded else None,
         past_key_values=None,
     )
-    found = window_mask(mask if padded else None, length, cached, window, causal=True, device=mask.device)
+    found = window_mask(
+        mask if padded else None, length, cached, window, causal=True, device=mask.device
+    )
     if found is None:
         assert not padded
         assert total <= window

@@ -24,7 +24,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", {"vocab_size": 203}),
     "bart": ("BartForConditionalGeneration", {}),
 }
-LAYOUTS = {"one": (1, {}), "three": (3, {}), "stages": (2, {"pipeline": 2}), "replicas": (1, {"data": 2})}
+LAYOUTS = {
+    "one": (1, {}),
+    "three": (3, {}),
+    "stages": (2, {"pipeline": 2}),
+    "replicas": (1, {"data": 2}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +42,9 @@ def folders(tmp_path_factory):
             model = hf_model(architecture, 0.0, **changes)
             randomize(model, 1)
             made[case] = tmp_path_factory.mktemp(case) / "hf"
-            model.to(torch.bfloat16 if case == "bart" else torch.float32).save_pretrained(made[case])
+            model.to(torch.bfloat16 if case == "bart" else torch.float32).save_pretrained(
+                made[case]
+            )
         return made[case]
 
     return make
@@ -48,7 +55,11 @@ def save(mesh: Any, source: Path, folder: Path, **options: Any) -> None:
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def assert_same_weights(folder: Path, source: Path) -> None:
@@ -70,7 +81,8 @@ def test_every_layout_writes_the_same_folder(case, layout, run_mesh, folders, tm
     assert set(index["weight_map"]) == set(all_tensors(tmp_path / "saved"))
     assert not list(tmp_path.rglob("*partial*"))
     stored = {
-        path: json.loads((path / "config.json").read_text())["dtype"] for path in (tmp_path / "saved", folders(case))
+        path: json.loads((path / "config.json").read_text())["dtype"]
+        for path in (tmp_path / "saved", folders(case))
     }
     assert len(set(stored.values())) == 1
 
@@ -79,7 +91,9 @@ def test_transformers_loads_it(folders, tmp_path):
     from transformers import AutoModelForCausalLM
 
     save(None, folders("llama"), tmp_path / "saved")
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", output_loading_info=True
+    )
     reference = AutoModelForCausalLM.from_pretrained(folders("llama"))
     assert not any(report.values())
     ids = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -151,7 +165,9 @@ def test_lora_weights_are_written_as_an_adapter(folders, tmp_path):
 
 @pytest.mark.parametrize("size", ["", "5 TB", 0, -1, 2.5])
 def test_wrong_sizes(size, folders, tmp_path):
-    with pytest.raises(ValueError, match="max_shard_size must be a number of bytes or a text such as '5GB'"):
+    with pytest.raises(
+        ValueError, match="max_shard_size must be a number of bytes or a text such as '5GB'"
+    ):
         save(None, folders("bert"), tmp_path / "saved", max_shard_size=size)
     assert not (tmp_path / "saved").exists()
 

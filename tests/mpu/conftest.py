@@ -22,8 +22,14 @@ settings.load_profile("ranks")
 def cut(tensor, dim, rank, size, groups=None):
     """Rank's part of each block along `dim`, written without `Shard`: of ten features over four ranks 3, 2, 3, 2."""
     blocks = tensor.split(list(groups) if groups else tensor.shape[dim], dim)
-    parts = [[i for i in range(block.shape[dim]) if i * size // block.shape[dim] == rank] for block in blocks]
-    return torch.cat([block.narrow(dim, part[0], len(part)) for block, part in zip(blocks, parts, strict=True)], dim)
+    parts = [
+        [i for i in range(block.shape[dim]) if i * size // block.shape[dim] == rank]
+        for block in blocks
+    ]
+    return torch.cat(
+        [block.narrow(dim, part[0], len(part)) for block, part in zip(blocks, parts, strict=True)],
+        dim,
+    )
 
 
 def close(actual, expected):

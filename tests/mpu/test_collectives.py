@@ -97,7 +97,8 @@ def test_forward_and_backward(tp, way, name, run_mesh):
         x_shape, grad_shape = (wide if shrinks else sizes), (wide if grows else sizes)
         generator = torch.Generator().manual_seed(0)
         xs, grads = (
-            [torch.randn(*shape, generator=generator).to(dtype) for _ in range(tp)] for shape in (x_shape, grad_shape)
+            [torch.randn(*shape, generator=generator).to(dtype) for _ in range(tp)]
+            for shape in (x_shape, grad_shape)
         )
         outputs, x_grads = expected_results(name, xs, grads, tp)
         for rank, (output, x_grad) in enumerate(run_mesh(tp, apply, name, xs, grads, strided, way)):
@@ -107,7 +108,10 @@ def test_forward_and_backward(tp, way, name, run_mesh):
             tolerance = {
                 torch.float32: {"rtol": 1e-5, "atol": 1e-6},
                 torch.float64: {"rtol": 1e-14, "atol": 1e-14},
-                torch.bfloat16: {"rtol": 2**-8, "atol": 1e-6 if way != "native" else (tp - 2) * 8 * 2**-9 + 1e-6},
+                torch.bfloat16: {
+                    "rtol": 2**-8,
+                    "atol": 1e-6 if way != "native" else (tp - 2) * 8 * 2**-9 + 1e-6,
+                },
             }[dtype]
             torch.testing.assert_close(output.double(), outputs[rank], **tolerance)
             torch.testing.assert_close(x_grad.double(), x_grads[rank], **tolerance)
@@ -124,9 +128,13 @@ def test_without_a_mesh_everything_is_the_identity():
 def test_a_length_that_does_not_divide_is_refused(run_mesh):
     def refused(mesh):
         for function in (mpu.scatter_sequence, mpu.reduce_scatter_sequence):
-            with pytest.raises(ValueError, match=r"sequence parallelism .* 13 positions .* 4, such as 16, or"):
+            with pytest.raises(
+                ValueError, match=r"sequence parallelism .* 13 positions .* 4, such as 16, or"
+            ):
                 function(torch.zeros(2, 13, 4), mesh)
-        with pytest.raises(ValueError, match="9 positions of dim 2 cannot be split 4 ways; use 1, 3 or 9"):
+        with pytest.raises(
+            ValueError, match="9 positions of dim 2 cannot be split 4 ways; use 1, 3 or 9"
+        ):
             mpu.scatter_to_tp(torch.zeros(2, 4, 9), mesh)
 
     run_mesh(4, refused)

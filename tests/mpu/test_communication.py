@@ -65,14 +65,18 @@ class SharedTraffic:
         shared_memory.start = self._start
 
     def _count(self, channel, kind, tensor, out, count):
-        name, whole = [("all-reduce", tensor), ("all-gather", out), ("reduce-scatter", tensor)][kind]
+        name, whole = [("all-reduce", tensor), ("all-gather", out), ("reduce-scatter", tensor)][
+            kind
+        ]
         self.bytes[name] = self.bytes.get(name, 0) + whole.numel() * whole.element_size()
         return self._start(channel, kind, tensor, out, count)
 
 
 def traffic(mesh, build, layers, dtype, options):
     """Traffic of the forward and of the backward pass."""
-    model = build(mesh, layers=layers, hidden=HIDDEN, vocabulary=37, dropout=0.1, **options).to(dtype)
+    model = build(mesh, layers=layers, hidden=HIDDEN, vocabulary=37, dropout=0.1, **options).to(
+        dtype
+    )
     ids = torch.arange(BATCH * POSITIONS).view(BATCH, POSITIONS)
     mpu.dropout_state.set(0, 0)
     with between_hosts(), Traffic() as forward:
@@ -86,7 +90,11 @@ def per_layer(run_mesh, tp, build, dtype, **options):
     """(forward, backward) traffic that one more layer adds."""
     one, three = (run_mesh(tp, traffic, build, layers, dtype, options)[0] for layers in (1, 3))
     return [
-        {name: (many.get(name, 0) - few.get(name, 0)) / 2 for name in many if many[name] != few.get(name, 0)}
+        {
+            name: (many.get(name, 0) - few.get(name, 0)) / 2
+            for name in many
+            if many[name] != few.get(name, 0)
+        }
         for few, many in zip(one, three, strict=True)
     ]
 
@@ -95,7 +103,9 @@ def per_layer(run_mesh, tp, build, dtype, **options):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_layer_without_sequence_parallelism(tp, recompute, run_mesh):
     n = BATCH * POSITIONS * HIDDEN * 4
-    forward, backward = per_layer(run_mesh, tp, build_transformer, torch.float32, recompute=recompute)
+    forward, backward = per_layer(
+        run_mesh, tp, build_transformer, torch.float32, recompute=recompute
+    )
     assert forward == {"all-reduce": 2 * n}
     assert backward == {"all-reduce": (4 if recompute == "full" else 2) * n}
 
@@ -105,7 +115,12 @@ def traffic_on_one_host(mesh, dtype, sequence_parallel):
     both = traffic(mesh, build_transformer, 1, dtype, {"sequence_parallel": sequence_parallel})
     between = {name: sum(part.get(name, 0) for part in both) for name in {**both[0], **both[1]}}
     model = build_transformer(
-        mesh, layers=1, hidden=HIDDEN, vocabulary=37, dropout=0.1, sequence_parallel=sequence_parallel
+        mesh,
+        layers=1,
+        hidden=HIDDEN,
+        vocabulary=37,
+        dropout=0.1,
+        sequence_parallel=sequence_parallel,
     ).to(dtype)
     ids = torch.arange(BATCH * POSITIONS).view(BATCH, POSITIONS)
     shared_memory.find(torch.zeros(1), mesh.tp_group)  # opening the memory sends a few numbers
@@ -118,7 +133,9 @@ def traffic_on_one_host(mesh, dtype, sequence_parallel):
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_ranks_of_one_host_exchange_the_same_through_memory(tp, sequence_parallel, run_mesh):
-    for between, shared, sent in run_mesh(tp, traffic_on_one_host, torch.float32, sequence_parallel):
+    for between, shared, sent in run_mesh(
+        tp, traffic_on_one_host, torch.float32, sequence_parallel
+    ):
         assert shared == between
         assert sent == {}
 
@@ -143,7 +160,10 @@ def test_bf16_over_many_ranks_sends_what_a_ring_would(run_mesh):
     """An all-reduce is a reduce-scatter and an all-gather: here an all-to-all, an fp32 sum, and an all-gather."""
     n = BATCH * POSITIONS * HIDDEN * 2
     build = build_transformer
-    assert per_layer(run_mesh, 4, build, torch.bfloat16) == [{"reduce-scatter": 2 * n, "all-gather": 2 * n}] * 2
+    assert (
+        per_layer(run_mesh, 4, build, torch.bfloat16)
+        == [{"reduce-scatter": 2 * n, "all-gather": 2 * n}] * 2
+    )
     assert per_layer(run_mesh, 2, build, torch.bfloat16) == [{"all-reduce": 2 * n}] * 2
 
 
@@ -151,12 +171,19 @@ def native_operations(mesh, dtype, sequence_parallel):
     """The c10d operations of a step in which the backend adds, and the reduction that "auto" means on a GPU."""
     with between_hosts(collectives._SMALL), native(mesh), Traffic() as both:
         options = {"sequence_parallel": sequence_parallel}
-        model = build_transformer(mesh, layers=1, hidden=HIDDEN, vocabulary=37, dropout=0.1, **options).to(dtype)
+        model = build_transformer(
+            mesh, layers=1, hidden=HIDDEN, vocabulary=37, dropout=0.1, **options
+        ).to(dtype)
         ids = torch.arange(BATCH * POSITIONS).view(BATCH, POSITIONS)
         mpu.dropout_state.set(0, 0)
         model(ids, ids).backward()
-    cpu, meta = torch.empty(0), torch.empty(0, device="meta")  # meta stands for any device that is not a CPU
-    return both.operations, [collectives._adds_natively(tensor, mesh.tp_group) for tensor in (cpu, meta)]
+    cpu, meta = (
+        torch.empty(0),
+        torch.empty(0, device="meta"),
+    )  # meta stands for any device that is not a CPU
+    return both.operations, [
+        collectives._adds_natively(tensor, mesh.tp_group) for tensor in (cpu, meta)
+    ]
 
 
 @contextlib.contextmanager
@@ -172,7 +199,11 @@ def native(mesh):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_native_sums_are_the_backends_own(tp, sequence_parallel, run_mesh):
     """No all-to-all, whose pieces this library would add, in any dtype and of any size."""
-    expected = {"allreduce_", "_allgather_base_", *(["_reduce_scatter_base_"] if sequence_parallel else [])}
+    expected = {
+        "allreduce_",
+        "_allgather_base_",
+        *(["_reduce_scatter_base_"] if sequence_parallel else []),
+    }
     for operations, automatic in run_mesh(tp, native_operations, torch.bfloat16, sequence_parallel):
         assert operations == expected
         assert automatic == [False, True]
@@ -199,7 +230,14 @@ def sums(mesh, dtype, elements):
     rank = mesh.tp_rank
 
     def summed():
-        tensor = torch.arange(elements, dtype=dtype).remainder(13).div(8).add(rank).unflatten(0, (2, -1)).t()
+        tensor = (
+            torch.arange(elements, dtype=dtype)
+            .remainder(13)
+            .div(8)
+            .add(rank)
+            .unflatten(0, (2, -1))
+            .t()
+        )
         with Traffic() as sent:
             return collectives.start_all_reduce(tensor, mesh.tp_group)(), sent.bytes
 
@@ -210,16 +248,22 @@ def sums(mesh, dtype, elements):
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64], ids=str
+)
 def test_small_tensors_are_exchanged_whole(tp, dtype, run_mesh):
     """With sums that every dtype holds exactly."""
     results = run_mesh(tp, sums, dtype, 106)
-    expected = sum(torch.arange(106, dtype=dtype).remainder(13).div(8).add(rank) for rank in range(tp))
+    expected = sum(
+        torch.arange(106, dtype=dtype).remainder(13).div(8).add(rank) for rank in range(tp)
+    )
     for (small, sent), (large, _) in results:
         assert torch.equal(small, expected.unflatten(0, (2, -1)).t().to(small.dtype))
         assert torch.equal(large, small)
         size = small.numel() * small.element_size()
-        assert sent == ({"reduce-scatter": tp * size} if small.is_floating_point() else {"all-reduce": size})
+        assert sent == (
+            {"reduce-scatter": tp * size} if small.is_floating_point() else {"all-reduce": size}
+        )
     elements = 2 * collectives._SMALL
     (_, sent), (_, as_large) = run_mesh(tp, sums, dtype, elements)[0]
     assert sent == as_large
@@ -297,11 +341,17 @@ class Events(TorchDispatchMode):
 
 
 def backward_events(mesh, sequence_parallel, way):
-    layer = mpu.ColumnParallelLinear(8, 4 * mesh.tp_size, sequence_parallel=sequence_parallel, mesh=mesh)
+    layer = mpu.ColumnParallelLinear(
+        8, 4 * mesh.tp_size, sequence_parallel=sequence_parallel, mesh=mesh
+    )
     torch.nn.init.ones_(layer.weight)
     torch.nn.init.ones_(layer.bias)
     output = layer(torch.ones(2, 4, 8, requires_grad=True))
-    original = collectives.dist.all_reduce, collectives._all_gather, collectives.dist.all_to_all_single
+    original = (
+        collectives.dist.all_reduce,
+        collectives._all_gather,
+        collectives.dist.all_to_all_single,
+    )
     start, reduce_scatter = shared_memory.start, collectives._reduce_scatter
     hosts = contextlib.nullcontext() if way == "memory" else between_hosts()
     with hosts, native(mesh) if way == "native" else contextlib.nullcontext(), Events() as mode:
@@ -314,7 +364,11 @@ def backward_events(mesh, sequence_parallel, way):
             output.sum().backward()
         finally:
             collectives._reduce_scatter = reduce_scatter
-            collectives.dist.all_reduce, collectives._all_gather, collectives.dist.all_to_all_single = original
+            (
+                collectives.dist.all_reduce,
+                collectives._all_gather,
+                collectives.dist.all_to_all_single,
+            ) = original
             shared_memory.start = start
     return mode.events
 

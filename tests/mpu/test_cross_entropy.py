@@ -29,12 +29,16 @@ def reference(logits, labels, smoothing, z_loss, reduction):
 
 def split_loss(mesh, padded, labels, classes, options, chunk):
     width = padded.shape[-1] // mesh.tp_size
-    local = padded[..., mesh.tp_rank * width : (mesh.tp_rank + 1) * width].requires_grad_()  # not contiguous
+    local = padded[
+        ..., mesh.tp_rank * width : (mesh.tp_rank + 1) * width
+    ].requires_grad_()  # not contiguous
     import_module("shardzoo.ops.cross_entropy").CHUNK_ELEMENTS = chunk
     kept = local.detach().clone()
     loss = vocab_parallel_cross_entropy(local, labels, num_classes=classes, mesh=mesh, **options)
     [grad] = torch.autograd.grad(loss.sum() * 3, local)
-    torch.testing.assert_close(local.detach(), kept, rtol=0, atol=0, equal_nan=True)  # logits are not ours
+    torch.testing.assert_close(
+        local.detach(), kept, rtol=0, atol=0, equal_nan=True
+    )  # logits are not ours
     return loss.detach(), grad
 
 
@@ -68,7 +72,9 @@ def test_equals_torch(tp, run_mesh):
         results = run_mesh(tp, split_loss, padded, labels, classes, options, chunk)
         for rank, (loss, grad) in enumerate(results):
             # 50-fold logits cancel: lse - x_target loses two digits of fp32.
-            torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6 * scale, equal_nan=True)
+            torch.testing.assert_close(
+                loss, expected.detach(), rtol=1e-5, atol=1e-6 * scale, equal_nan=True
+            )
             expected_part = expected_grad[..., rank * width : (rank + 1) * width]
             if (labels == -100).all() and reduction == "mean":
                 continue  # 0 / 0: both are NaN where a row is kept, and no row is
@@ -103,7 +109,8 @@ def test_gradcheck():
     logits = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([1, -100, 6])
     assert torch.autograd.gradcheck(
-        lambda x: vocab_parallel_cross_entropy(x, labels, label_smoothing=0.2, z_loss=0.1), (logits,)
+        lambda x: vocab_parallel_cross_entropy(x, labels, label_smoothing=0.2, z_loss=0.1),
+        (logits,),
     )
 
 
@@ -167,16 +174,27 @@ class LargestWide(TorchDispatchMode):
 
 
 def test_no_fp32_copy_of_the_logits_and_no_gathered_logits():
-    logits = torch.randn(1 << 10, 1 << 13, dtype=torch.bfloat16, requires_grad=True)  # 8 Mi elements
+    logits = torch.randn(
+        1 << 10, 1 << 13, dtype=torch.bfloat16, requires_grad=True
+    )  # 8 Mi elements
     labels = torch.randint(1 << 13, (1 << 10,))
     with LargestWide() as wide:
         vocab_parallel_cross_entropy(logits, labels, label_smoothing=0.1).backward()
-    assert 0 < wide.largest <= import_module("shardzoo.ops.cross_entropy").CHUNK_ELEMENTS < logits.numel()
+    assert (
+        0
+        < wide.largest
+        <= import_module("shardzoo.ops.cross_entropy").CHUNK_ELEMENTS
+        < logits.numel()
+    )
 
 
 def split_head_losses(mesh, hidden, weight, bias, labels, grad):
     rows = slice(mesh.tp_rank * 4, mesh.tp_rank * 4 + 4)
-    own = [hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_(), bias[rows].clone().requires_grad_()]
+    own = [
+        hidden.clone().requires_grad_(),
+        weight[rows].clone().requires_grad_(),
+        bias[rows].clone().requires_grad_(),
+    ]
     losses = head_losses(*own, labels, num_classes=7, mesh=mesh)
     once = torch.autograd.grad(losses, own, grad, retain_graph=True)
     again = torch.autograd.grad(losses, own, grad)  # of logits that the first pass has written over
@@ -192,7 +210,9 @@ def test_losses_of_a_head(chunked, equal, run_mesh, monkeypatch):
         monkeypatch.setattr(import_module("shardzoo.ops.cross_entropy"), "MOST_WHOLE", 1)
         monkeypatch.setattr(import_module("shardzoo.ops.cross_entropy"), "AT_A_TIME", 8)
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, bias, grad = (torch.randn(s, generator=generator) for s in ((5, 3), (8, 3), (8,), (5,)))
+    hidden, weight, bias, grad = (
+        torch.randn(s, generator=generator) for s in ((5, 3), (8, 3), (8,), (5,))
+    )
     labels = torch.tensor([0, 6, -100, 3, 5])
     if equal:
         grad[labels >= 0] = 0.3
@@ -205,7 +225,9 @@ def test_losses_of_a_head(chunked, equal, run_mesh, monkeypatch):
         torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(hidden_grad, grads[0], rtol=1e-5, atol=1e-5)
     for split, parameter_grad in ((2, grads[1]), (3, grads[2])):
-        torch.testing.assert_close(torch.cat([rank[split] for rank in ranks]), parameter_grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.cat([rank[split] for rank in ranks]), parameter_grad, rtol=1e-5, atol=1e-6
+        )
     with pytest.raises(ValueError, match=r"label 7 is outside 0\.\.6"):
         head_losses(hidden, weight, bias, torch.full((5,), 7), num_classes=7)
 
@@ -214,14 +236,20 @@ def test_losses_of_a_head(chunked, equal, run_mesh, monkeypatch):
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("equal", [False, True])
 def test_many_logits_never_exist_whole(dtype, has_bias, equal, monkeypatch):
-    hidden, weight, bias = torch.randn(200, 16).to(dtype), torch.randn(1000, 16).to(dtype), torch.randn(1000).to(dtype)
+    hidden, weight, bias = (
+        torch.randn(200, 16).to(dtype),
+        torch.randn(1000, 16).to(dtype),
+        torch.randn(1000).to(dtype),
+    )
     labels, grad = torch.randint(990, (200,)), torch.rand(200)
     labels[3] = -100
     if equal:
         grad[:] = 1 / 199
 
     def run():
-        leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weight, bias)[: 2 + has_bias]]
+        leaves = [
+            tensor.detach().requires_grad_() for tensor in (hidden, weight, bias)[: 2 + has_bias]
+        ]
         losses = head_losses(*leaves, *[None] * (not has_bias), labels, num_classes=990)
         results.append((losses.detach(), *torch.autograd.grad(losses, leaves, grad)))
 

@@ -27,7 +27,10 @@ def engine_norm(mesh, build, zero_stage):
     row = ids[mesh.dp_rank : mesh.dp_rank + 1]
     engine.backward(engine(row, row) * mesh.dp_size)
     engine.step()
-    weights = {name: (p.detach().clone(), getattr(p, "shard", None)) for name, p in model.named_parameters()}
+    weights = {
+        name: (p.detach().clone(), getattr(p, "shard", None))
+        for name, p in model.named_parameters()
+    }
     return float(engine.get_global_grad_norm()), weights
 
 

@@ -71,7 +71,12 @@ def attention_dropped(mesh, heads: int, queries: int, keys_: int, samples: int) 
     """Which of a rank's attention probabilities are dropped, for all samples, as zeros."""
     layer = keys("site", p=0.4, mesh=mesh)["site"]
     mpu.dropout_state.set(5, 1000)
-    return mpu.scaled_masked_softmax(torch.zeros(samples, heads // mesh.tp_size, queries, keys_), dropout=layer) != 0
+    return (
+        mpu.scaled_masked_softmax(
+            torch.zeros(samples, heads // mesh.tp_size, queries, keys_), dropout=layer
+        )
+        != 0
+    )
 
 
 def test_the_mask_of_attention_is_the_documented_function():
@@ -95,7 +100,9 @@ def test_the_mask_of_attention_depends_neither_on_padding_nor_on_the_split(tp, r
 
 def test_sites_are_a_function_of_the_name_alone():
     """64 bits of blake2b; a change would change every resumed run."""
-    assert keys("x")["x"].site == int.from_bytes(hashlib.blake2b(b"x", digest_size=8).digest(), "little")
+    assert keys("x")["x"].site == int.from_bytes(
+        hashlib.blake2b(b"x", digest_size=8).digest(), "little"
+    )
     stage = nn.ModuleDict({"0": mpu.Dropout(0.1)})
     mpu.assign_dropout_sites(stage, prefix="model.blocks")
     whole = nn.ModuleDict({"model": nn.ModuleDict({"blocks": stage})})
@@ -129,7 +136,9 @@ def test_mask_does_not_depend_on_the_split(tp, split_dim, run_mesh):
     if split_dim is None:
         assert all(torch.equal(output, expected.detach()) for output, _ in results)
     else:
-        assert torch.equal(torch.cat([output for output, _ in results], split_dim), expected.detach())
+        assert torch.equal(
+            torch.cat([output for output, _ in results], split_dim), expected.detach()
+        )
         assert torch.equal(torch.cat([x_grad for _, x_grad in results], split_dim), x.grad)
     assert torch.equal(expected.detach() != 0, x.grad != 0)
     kept = expected.detach() != 0
@@ -161,7 +170,9 @@ def masks():
 
 def test_streams_do_not_collide():
     """Masks of different seeds, samples, sites and visits agree on half of their elements, as strangers do."""
-    flat = masks()[:, 0].flatten(1).float() * 2 - 1  # [masks, 4096]; the second sample overlaps on purpose
+    flat = (
+        masks()[:, 0].flatten(1).float() * 2 - 1
+    )  # [masks, 4096]; the second sample overlaps on purpose
     agreement = flat @ flat.T / flat.shape[1]
     agreement.fill_diagonal_(0)
     assert agreement.abs().max() < 6 / math.sqrt(flat.shape[1])  # 6 standard deviations
@@ -232,12 +243,17 @@ def test_a_table_of_keys_is_the_keys_of_each_use():
     """Also of another batch size, of sites that the pass before did not use, and replayed after later passes."""
     layers = keys("a", "b", "c", "d")
     mpu.dropout_state.set(0, 0)
-    direct = {(first, batch): masks_of(keys("a", "b", "c"), first, batch) for first, batch in ((40, 3), (50, 1))}
+    direct = {
+        (first, batch): masks_of(keys("a", "b", "c"), first, batch)
+        for first, batch in ((40, 3), (50, 1))
+    }
     mpu.dropout_state.set(3, 7)
     layers["d"](torch.ones(2, 3))
     masks_of(layers, 1, 2)
     for (first, batch), expected in direct.items():
-        assert all(torch.equal(a, b) for a, b in zip(masks_of(layers, first, batch), expected, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(masks_of(layers, first, batch), expected, strict=True)
+        )
         mpu.dropout_state.set(3, first)
         key = mpu.dropout_state.capture()
         for _ in range(2):
@@ -265,7 +281,9 @@ def test_keys_cost_a_site_no_operators_after_the_first_pass():
 
 
 def test_misuse_is_an_error():
-    with pytest.raises(ValueError, match=r"dropout probability 1\.0 must be at least 0 and below 1"):
+    with pytest.raises(
+        ValueError, match=r"dropout probability 1\.0 must be at least 0 and below 1"
+    ):
         mpu.Dropout(1.0)
     with pytest.raises(RuntimeError, match=r"call assign_dropout_sites\(model\) once"):
         mpu.Dropout(0.1)(torch.ones(2, 2))

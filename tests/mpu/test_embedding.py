@@ -28,7 +28,11 @@ def both_modes(mesh, run, *args):
 def embed(mesh, pad, ids, table, grad, padding_idx, multiple, sequence_parallel):
     rank, size = mesh.tp_rank, mesh.tp_size
     layer = VocabParallelEmbedding(
-        *table.shape, padding_idx=padding_idx, pad_multiple=multiple, sequence_parallel=sequence_parallel, mesh=mesh
+        *table.shape,
+        padding_idx=padding_idx,
+        pad_multiple=multiple,
+        sequence_parallel=sequence_parallel,
+        mesh=mesh,
     ).to(table.dtype)
     with torch.no_grad():
         layer.weight.copy_(pad(table, rank, size, multiple))
@@ -58,7 +62,9 @@ def test_embedding_equals_unsplit(tp, run_mesh, helpers):
         grad = torch.randn(batch, positions * tp, hidden, generator=generator)
         expected = F.embedding(ids, table, padding_idx)
         expected.backward(grad)
-        results = run_mesh(tp, both_modes, embed, pad, ids, table.detach(), grad, padding_idx, multiple)
+        results = run_mesh(
+            tp, both_modes, embed, pad, ids, table.detach(), grad, padding_idx, multiple
+        )
         for rank, ((whole, whole_grad), (part, part_grad)) in enumerate(results):
             helpers.close(whole, expected.detach())
             helpers.close(part, helpers.cut(expected.detach(), 1, rank, tp))
@@ -71,7 +77,11 @@ def test_embedding_equals_unsplit(tp, run_mesh, helpers):
 def project(mesh, pad, x, table, bias, grad, multiple, tied, sequence_parallel):
     rank, size = mesh.tp_rank, mesh.tp_size
     vocabulary, hidden = table.shape
-    embedding = VocabParallelEmbedding(vocabulary, hidden, pad_multiple=multiple, mesh=mesh) if tied else None
+    embedding = (
+        VocabParallelEmbedding(vocabulary, hidden, pad_multiple=multiple, mesh=mesh)
+        if tied
+        else None
+    )
     head = VocabParallelHead(
         hidden,
         vocabulary,
@@ -122,7 +132,9 @@ def test_head_equals_unsplit(tp, run_mesh, helpers):
         for rank, by_mode in enumerate(run_mesh(tp, both_modes, project, *args)):
             expected = pad(logits.detach().movedim(-1, 0), rank, tp, multiple).movedim(0, -1)
             x_grads = [whole[0].grad, helpers.cut(whole[0].grad, 1, rank, tp)]
-            for (output, x_grad, weight_grad, bias_grad), expected_x_grad in zip(by_mode, x_grads, strict=True):
+            for (output, x_grad, weight_grad, bias_grad), expected_x_grad in zip(
+                by_mode, x_grads, strict=True
+            ):
                 helpers.close(output, expected)
                 helpers.close(x_grad, expected_x_grad)
                 helpers.close(weight_grad, pad(whole[1].grad, rank, tp, multiple))
@@ -164,7 +176,9 @@ def test_bf16(tp, sequence_parallel, run_mesh, helpers):
         else:
             whole = torch.cat(parts, vocabulary_dim).narrow(vocabulary_dim, 0, 101)
         assert whole.dtype == torch.bfloat16
-        assert helpers.distance(whole, exact[which]) <= 1.5 * helpers.distance(plain[which], exact[which])
+        assert helpers.distance(whole, exact[which]) <= 1.5 * helpers.distance(
+            plain[which], exact[which]
+        )
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -186,5 +200,7 @@ def test_mismatched_ties_and_padding_indices_are_refused():
 
 
 def test_layers_print_their_shard():
-    assert "7x4 split along 0 padded to multiples of 8" in repr(VocabParallelEmbedding(7, 4, pad_multiple=8))
+    assert "7x4 split along 0 padded to multiples of 8" in repr(
+        VocabParallelEmbedding(7, 4, pad_multiple=8)
+    )
     assert "7x4 split along 0" in repr(VocabParallelHead(4, 7, bias=True))

@@ -33,7 +33,12 @@ def test_16_bit_sums_are_rounded_once():
     rows, _ = embedding(torch.ones(1000, dtype=torch.long), table)
     rows.sum().backward()
     assert table.grad is not None
-    assert table.grad.flatten().tolist() == [0, 1000, 0, 0]  # added one by one in bf16 it would stop at 256
+    assert table.grad.flatten().tolist() == [
+        0,
+        1000,
+        0,
+        0,
+    ]  # added one by one in bf16 it would stop at 256
 
 
 def test_a_gradient_that_belongs_to_others_is_left_alone():

@@ -24,7 +24,10 @@ FUSED = ("symm_mem::fused_all_gather_matmul", "symm_mem::fused_matmul_reduce_sca
 
 @contextlib.contextmanager
 def in_pieces(mesh, pieces=3):
-    kept, fused_products._number_of_pieces = fused_products._number_of_pieces, lambda tensor, group: pieces
+    kept, fused_products._number_of_pieces = (
+        fused_products._number_of_pieces,
+        lambda tensor, group: pieces,
+    )
     try:
         yield
     finally:
@@ -65,7 +68,9 @@ class Calls(TorchDispatchMode):
 def filled(layer, seed, dtype):
     """A layer with known whole weights, of which it holds its part; and those whole weights."""
     generator = torch.Generator().manual_seed(seed)
-    whole = [torch.randn(layer.out_features, layer.in_features, generator=generator, dtype=torch.float64)]
+    whole = [
+        torch.randn(layer.out_features, layer.in_features, generator=generator, dtype=torch.float64)
+    ]
     if layer.bias is not None:
         whole.append(torch.randn(layer.out_features, generator=generator, dtype=torch.float64))
     whole = [tensor.to(dtype) for tensor in whole]
@@ -73,7 +78,9 @@ def filled(layer, seed, dtype):
     with torch.no_grad():
         for parameter, tensor in zip(layer.parameters(), whole, strict=True):
             shard = getattr(parameter, "shard", None)
-            parameter.copy_(shard.slice(tensor, layer.mesh.tp_rank, layer.mesh.tp_size) if shard else tensor)
+            parameter.copy_(
+                shard.slice(tensor, layer.mesh.tp_rank, layer.mesh.tp_size) if shard else tensor
+            )
     return layer, whole
 
 
@@ -84,12 +91,20 @@ def both_layers(mesh, cut, way, batch, share, bias, dtype):
     for kind in (mpu.ColumnParallelLinear, mpu.RowParallelLinear):
         column = kind is mpu.ColumnParallelLinear
         features = (IN, OUT) if column else (OUT, IN)
-        layer, whole = filled(kind(*features, bias=bias, sequence_parallel=True, mesh=mesh), 1, dtype)
+        layer, whole = filled(
+            kind(*features, bias=bias, sequence_parallel=True, mesh=mesh), 1, dtype
+        )
         generator = torch.Generator().manual_seed(2)
-        x = torch.randn(batch, size * share, features[0], generator=generator, dtype=torch.float64).to(dtype)
-        grad = torch.randn(batch, size * share, features[1], generator=generator, dtype=torch.float64).to(dtype)
+        x = torch.randn(
+            batch, size * share, features[0], generator=generator, dtype=torch.float64
+        ).to(dtype)
+        grad = torch.randn(
+            batch, size * share, features[1], generator=generator, dtype=torch.float64
+        ).to(dtype)
         x_dim, out_dim = (1, -1) if column else (-1, 1)
-        own_x = cut(x, x_dim, rank, size).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        own_x = (
+            cut(x, x_dim, rank, size).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        )
         own_grad = cut(grad, out_dim, rank, size)
         with way(mesh), Calls() as calls:
             output = layer(own_x)
@@ -102,7 +117,9 @@ def both_layers(mesh, cut, way, batch, share, bias, dtype):
         pairs += [(own_x.grad, cut(exact[0].grad, x_dim, rank, size))]
         pairs += [(layer.weight.grad, cut(exact[1].grad, weight_dim, rank, size))]
         if bias:
-            pairs += [(layer.bias.grad, cut(exact[2].grad, 0, rank, size) if column else exact[2].grad)]
+            pairs += [
+                (layer.bias.grad, cut(exact[2].grad, 0, rank, size) if column else exact[2].grad)
+            ]
         results.append((pairs, calls.counts, output.is_contiguous()))
     return results
 
@@ -115,7 +132,9 @@ SHAPES = [(1, 1), (1, 5), (2, 3), (5, 2)]  # samples, positions of a rank
 @pytest.mark.parametrize("way", [in_pieces, in_symmetric_memory])
 def test_outputs_and_gradients_are_those_of_the_whole_layer(way, tp, bias, run_mesh, helpers):
     for batch, share in SHAPES:
-        for layers in run_mesh(tp, both_layers, helpers.cut, way, batch, share, bias, torch.float32):
+        for layers in run_mesh(
+            tp, both_layers, helpers.cut, way, batch, share, bias, torch.float32
+        ):
             for pairs, _, contiguous in layers:
                 assert contiguous
                 for actual, expected in pairs:
@@ -131,7 +150,10 @@ def test_sixteen_bit_products_are_as_exact(way, bias, run_mesh, helpers):
     Otherwise 1.5 times, the factor that docs/mpu.md gives for splitting a layer.
     """
     most = 2 if bias and way is in_symmetric_memory else 1.5
-    plain, fused = (run_mesh(3, both_layers, helpers.cut, w, 2, 4, bias, torch.bfloat16)[0] for w in (plainly, way))
+    plain, fused = (
+        run_mesh(3, both_layers, helpers.cut, w, 2, 4, bias, torch.bfloat16)[0]
+        for w in (plainly, way)
+    )
     for (pairs, _, _), (others, _, _) in zip(plain, fused, strict=True):
         for (reference, exact), (actual, _) in zip(pairs, others, strict=True):
             assert actual.dtype == torch.bfloat16
@@ -148,7 +170,13 @@ def test_symmetric_memory_has_each_exposed_collective(run_mesh, helpers):
 
 def losses(mesh, way, recompute):
     model = build_transformer(
-        mesh, layers=2, hidden=24, vocabulary=37, dropout=0.1, sequence_parallel=True, recompute=recompute
+        mesh,
+        layers=2,
+        hidden=24,
+        vocabulary=37,
+        dropout=0.1,
+        sequence_parallel=True,
+        recompute=recompute,
     )
     ids = torch.arange(36).view(2, 18) % 37
     mpu.dropout_state.set(0, 0)
@@ -173,7 +201,12 @@ def pieces_of(mesh, samples, share, hidden, device):
 
 def test_only_large_gathers_of_an_accelerator_are_cut(run_mesh):
     """The meta device stands for an accelerator. 1,024 positions of 4,096 elements over two ranks are 16 MiB."""
-    for shape, pieces in [((1, 64, 512), 0), ((1, 384, 4096), 1), ((1, 512, 4096), 2), ((4, 4096, 4096), 4)]:
+    for shape, pieces in [
+        ((1, 64, 512), 0),
+        ((1, 384, 4096), 1),
+        ((1, 512, 4096), 2),
+        ((4, 4096, 4096), 4),
+    ]:
         assert run_mesh(2, pieces_of, *shape, "meta") == [pieces] * 2
     assert run_mesh(2, pieces_of, 4, 4096, 4096, "cpu") == [1, 1]
 
@@ -185,7 +218,9 @@ def uneven(mesh):
 
 
 def test_a_sequence_that_the_ranks_do_not_divide_is_refused(run_mesh):
-    with pytest.raises(Exception, match="cannot split sequences of 5 positions over 2 tensor-parallel ranks"):
+    with pytest.raises(
+        Exception, match="cannot split sequences of 5 positions over 2 tensor-parallel ranks"
+    ):
         run_mesh(2, uneven)
 
 
@@ -261,7 +296,9 @@ class Order(TorchDispatchMode):
 def order_of(mesh, kind, batch):
     """The events of the forward pass of a column-parallel, or the backward pass of a row-parallel layer."""
     column = kind == "column"
-    layer = (mpu.ColumnParallelLinear if column else mpu.RowParallelLinear)(6, 6, sequence_parallel=True, mesh=mesh)
+    layer = (mpu.ColumnParallelLinear if column else mpu.RowParallelLinear)(
+        6, 6, sequence_parallel=True, mesh=mesh
+    )
     for parameter in layer.parameters():
         torch.nn.init.ones_(parameter)
     x = torch.ones(batch, 6 // (2 if column else 1), 6 if column else 3, requires_grad=True)

@@ -10,7 +10,9 @@ from shardzoo import mpu
 
 
 def norms(mesh, build, sequence_parallel, max_norm, dtype):
-    model = build(mesh, layers=1, vocabulary=37, hidden=16, sequence_parallel=sequence_parallel).to(dtype)
+    model = build(mesh, layers=1, vocabulary=37, hidden=16, sequence_parallel=sequence_parallel).to(
+        dtype
+    )
     ids = torch.arange(24).view(2, 12) % 37
     mpu.dropout_state.set(1, 0)
     model(ids, ids).backward()
@@ -31,13 +33,17 @@ def unsplit(build, max_norm):
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("tp", "data"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_norm_and_clipped_gradients_are_those_of_the_unsplit_model(tp, data, sequence_parallel, max_norm, run_mesh):
+def test_norm_and_clipped_gradients_are_those_of_the_unsplit_model(
+    tp, data, sequence_parallel, max_norm, run_mesh
+):
     build = build_transformer
     expected_norm, expected = unsplit(build, max_norm)
     results = run_mesh(tp, norms, build, sequence_parallel, max_norm, torch.float32, data=data)
     for norm, _, norm_after in results:
         torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0.0)
-        torch.testing.assert_close(norm_after, expected_norm.clamp(max=max_norm), rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(
+            norm_after, expected_norm.clamp(max=max_norm), rtol=1e-5, atol=0.0
+        )
         assert torch.equal(norm, results[0][0])  # every rank scales by the same factor
     for name, grad in expected.items():
         parts = [clipped[name][0] for _, clipped, _ in results[:tp]]
@@ -94,13 +100,22 @@ def test_16_bit_gradients_are_scaled_by_an_unrounded_factor():
     torch.nn.utils.clip_grad_norm_(parameters[1:], 0.3)
     exact = gradient.double() * 0.3 / gradient.double().norm()
     torch.testing.assert_close(parameters[0].grad.double(), exact, rtol=2**-8, atol=0.0)
-    assert torch.equal(parameters[0].grad, (gradient.float() * (0.3 / (gradient.float().norm() + 1e-6))).bfloat16())
+    assert torch.equal(
+        parameters[0].grad, (gradient.float() * (0.3 / (gradient.float().norm() + 1e-6))).bfloat16()
+    )
 
 
 def test_gradients_of_several_dtypes():
-    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=d)) for d in (torch.float64, torch.bfloat16, torch.float32)]
+    parameters = [
+        torch.nn.Parameter(torch.zeros(4, dtype=d))
+        for d in (torch.float64, torch.bfloat16, torch.float32)
+    ]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 2.0)
     torch.testing.assert_close(mpu.clip_grad_norm_(parameters, 1.0), torch.tensor(48.0).sqrt())
-    assert [parameter.grad.dtype for parameter in parameters] == [torch.float64, torch.bfloat16, torch.float32]
+    assert [parameter.grad.dtype for parameter in parameters] == [
+        torch.float64,
+        torch.bfloat16,
+        torch.float32,
+    ]
     assert float(parameters[0].grad[0]) == pytest.approx(2 / 48**0.5, rel=1e-6)

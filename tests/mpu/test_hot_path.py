@@ -23,7 +23,9 @@ def is_own(frame) -> bool:
     """Whether a frame runs the package's code; the tests lie below it."""
     name = frame.f_code.co_filename
     # The virtual environment lies in the checkout too.
-    return name.startswith(PACKAGE) and not name.startswith((f"{PACKAGE}tests/", f"{PACKAGE}.venv/"))
+    return name.startswith(PACKAGE) and not name.startswith(
+        (f"{PACKAGE}tests/", f"{PACKAGE}.venv/")
+    )
 
 
 class FirstTorchCall(TorchFunctionMode):
@@ -74,7 +76,11 @@ def calls_before_torch(function, *arguments) -> OwnCalls:
 def layers():
     """name -> (layer, its inputs, calls that may come before torch)"""
     with torch.device("meta"):
-        x, ids, heads = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.int64), torch.randn(2, 4, 5, 8)
+        x, ids, heads = (
+            torch.randn(2, 5, 8),
+            torch.zeros(2, 5, dtype=torch.int64),
+            torch.randn(2, 4, 5, 8),
+        )
         return {
             "column": (mpu.ColumnParallelLinear(8, 12), (x,), 3),
             "row": (mpu.RowParallelLinear(8, 12), (x,), 3),

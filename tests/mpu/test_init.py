@@ -15,7 +15,8 @@ from shardzoo import mpu
 def initial_state(mesh, build, dtype):
     model = build(mesh, layers=1, hidden=24, heads=12).to(dtype)
     return {
-        name: (parameter.detach(), getattr(parameter, "shard", None)) for name, parameter in model.named_parameters()
+        name: (parameter.detach(), getattr(parameter, "shard", None))
+        for name, parameter in model.named_parameters()
     }
 
 

@@ -14,7 +14,9 @@ TP = [1, 2, 3, 4]
 
 
 def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def unsplit(x, weight, bias, grad):
@@ -57,7 +59,9 @@ def column(mesh, cut, x, weight, bias, grad, groups, options):
 
 def row(mesh, cut, x, weight, bias, grad, options):
     rank, size = mesh.tp_rank, mesh.tp_size
-    layer = RowParallelLinear(weight.shape[1], weight.shape[0], bias=bias is not None, mesh=mesh, **options)
+    layer = RowParallelLinear(
+        weight.shape[1], weight.shape[0], bias=bias is not None, mesh=mesh, **options
+    )
     if options["input_is_parallel"]:
         x = cut(x, -1, rank, size)
     if options["sequence_parallel"]:
@@ -90,16 +94,30 @@ def test_column_parallel_equals_unsplit(tp, run_mesh, helpers):
     def check(batch, positions, in_features, widths, more, bias, strided):
         groups = tuple((widths[0] if more else width) * tp + more for width in widths)
         x = noncontiguous(random(batch, positions * tp, in_features), strided)
-        weight, b = random(sum(groups), in_features, seed=1), random(sum(groups), seed=2) if bias else None
+        weight, b = (
+            random(sum(groups), in_features, seed=1),
+            random(sum(groups), seed=2) if bias else None,
+        )
         grad = noncontiguous(random(batch, positions * tp, sum(groups), seed=3), strided)
         expected = unsplit(x, weight, b, grad)
-        modes = [{"gather_output": g, "sequence_parallel": s} for g in (False, True) for s in (False, True)]
+        modes = [
+            {"gather_output": g, "sequence_parallel": s}
+            for g in (False, True)
+            for s in (False, True)
+        ]
         results = run_mesh(tp, each_mode, column, modes, helpers.cut, x, weight, b, grad, groups)
         for rank, by_mode in enumerate(results):
-            parts = [helpers.cut(expected[which], dim, rank, tp, groups) for which, dim in ((0, -1), (2, 0))]
+            parts = [
+                helpers.cut(expected[which], dim, rank, tp, groups)
+                for which, dim in ((0, -1), (2, 0))
+            ]
             for mode, actual in zip(modes, by_mode, strict=True):
                 helpers.close(actual[0], expected[0] if mode["gather_output"] else parts[0])
-                x_grad = helpers.cut(expected[1], 1, rank, tp) if mode["sequence_parallel"] else expected[1]
+                x_grad = (
+                    helpers.cut(expected[1], 1, rank, tp)
+                    if mode["sequence_parallel"]
+                    else expected[1]
+                )
                 helpers.close(actual[1], x_grad)
                 helpers.close(actual[2], parts[1])
                 if bias:
@@ -123,15 +141,30 @@ def test_row_parallel_equals_unsplit(tp, run_mesh, helpers):
     def check(batch, positions, width, more, out_features, bias, strided):
         in_features = width * tp + more
         x = noncontiguous(random(batch, positions * tp, in_features), strided)
-        weight, b = random(out_features, in_features, seed=1), random(out_features, seed=2) if bias else None
+        weight, b = (
+            random(out_features, in_features, seed=1),
+            random(out_features, seed=2) if bias else None,
+        )
         grad = noncontiguous(random(batch, positions * tp, out_features, seed=3), strided)
         expected = unsplit(x, weight, b, grad)
-        modes = [{"input_is_parallel": i, "sequence_parallel": s} for i in (False, True) for s in (False, True)]
+        modes = [
+            {"input_is_parallel": i, "sequence_parallel": s}
+            for i in (False, True)
+            for s in (False, True)
+        ]
         results = run_mesh(tp, each_mode, row, modes, helpers.cut, x, weight, b, grad)
         for rank, by_mode in enumerate(results):
             for mode, actual in zip(modes, by_mode, strict=True):
-                output = helpers.cut(expected[0], 1, rank, tp) if mode["sequence_parallel"] else expected[0]
-                x_grad = helpers.cut(expected[1], -1, rank, tp) if mode["input_is_parallel"] else expected[1]
+                output = (
+                    helpers.cut(expected[0], 1, rank, tp)
+                    if mode["sequence_parallel"]
+                    else expected[0]
+                )
+                x_grad = (
+                    helpers.cut(expected[1], -1, rank, tp)
+                    if mode["input_is_parallel"]
+                    else expected[1]
+                )
                 helpers.close(actual[0], output)
                 helpers.close(actual[1], x_grad)
                 helpers.close(actual[2], helpers.cut(expected[2], 1, rank, tp))
@@ -145,13 +178,25 @@ def lent(mesh, x, weight, bias, grads, groups, unit):
     """Output and gradients of a layer with shared blocks, in both modes, and the output without gradients."""
     results = []
     for sequence_parallel in (False, True):
-        options = {"groups": groups, "unit": unit, "sequence_parallel": sequence_parallel, "mesh": mesh}
-        layer = ColumnParallelLinear(weight.shape[1], weight.shape[0], bias=bias is not None, **options)
-        parts = [None if t is None else layer.shard.slice(t, mesh.tp_rank, mesh.tp_size) for t in (weight,)]
+        options = {
+            "groups": groups,
+            "unit": unit,
+            "sequence_parallel": sequence_parallel,
+            "mesh": mesh,
+        }
+        layer = ColumnParallelLinear(
+            weight.shape[1], weight.shape[0], bias=bias is not None, **options
+        )
+        parts = [
+            None if t is None else layer.shard.slice(t, mesh.tp_rank, mesh.tp_size)
+            for t in (weight,)
+        ]
         if bias is not None:
             parts.append(layer.bias.shard.slice(bias, mesh.tp_rank, mesh.tp_size))
         own = x.chunk(mesh.tp_size, 1)[mesh.tp_rank] if sequence_parallel else x
-        results.append(run_layer(layer, own, *parts, *[None] * (2 - len(parts)), grads[mesh.tp_rank]))
+        results.append(
+            run_layer(layer, own, *parts, *[None] * (2 - len(parts)), grads[mesh.tp_rank])
+        )
         with torch.inference_mode(), borrow_once(layer):
             first = layer(own)
             torch.testing.assert_close(first, results[-1][0], rtol=1e-5, atol=1e-6)
@@ -161,7 +206,9 @@ def lent(mesh, x, weight, bias, grads, groups, unit):
     return results
 
 
-@pytest.mark.parametrize(("tp", "heads", "key_values"), [(4, 8, 2), (3, 8, 2), (2, 9, 3), (3, 10, 5), (4, 4, 1)])
+@pytest.mark.parametrize(
+    ("tp", "heads", "key_values"), [(4, 8, 2), (3, 8, 2), (2, 9, 3), (3, 10, 5), (4, 4, 1)]
+)
 def test_rows_that_several_ranks_need_are_lent(tp, heads, key_values, run_mesh, helpers):
     """Each rank computes the key-value heads of its query heads; gradients come home to the rank that holds a row."""
     unit, served = 3, heads // key_values
@@ -172,7 +219,14 @@ def test_rows_that_several_ranks_need_are_lent(tp, heads, key_values, run_mesh, 
         own = [head for head in range(heads) if head * tp // heads == rank]
         kept = sorted({head // served for head in own})
         blocks = ((own, 0), (kept, heads), (kept, heads + key_values))
-        features.append([(first + head) * unit + i for block, first in blocks for head in block for i in range(unit)])
+        features.append(
+            [
+                (first + head) * unit + i
+                for block, first in blocks
+                for head in block
+                for i in range(unit)
+            ]
+        )
     grads = [random(2, 12, len(rows), seed=3 + rank) for rank, rows in enumerate(features)]
     for b in (bias, None):
         total = torch.zeros(2, 12, sum(groups))
@@ -183,11 +237,15 @@ def test_rows_that_several_ranks_need_are_lent(tp, heads, key_values, run_mesh, 
         for mode in (0, 1):
             for rank, result in enumerate(results):
                 helpers.close(result[mode][0], expected[0][..., features[rank]])
-                helpers.close(result[mode][1], helpers.cut(expected[1], 1, rank, tp) if mode else expected[1])
+                helpers.close(
+                    result[mode][1], helpers.cut(expected[1], 1, rank, tp) if mode else expected[1]
+                )
             helpers.close(shard.merge([result[mode][2] for result in results]), expected[2])
             if b is not None:
                 bias_shard = Shard((sum(groups),), 0, groups, unit)
-                helpers.close(bias_shard.merge([result[mode][3] for result in results]), expected[3])
+                helpers.close(
+                    bias_shard.merge([result[mode][3] for result in results]), expected[3]
+                )
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -195,13 +253,22 @@ def test_rows_that_several_ranks_need_are_lent(tp, heads, key_values, run_mesh, 
 def test_bf16_rounds_hardly_more_than_unsplit(tp, sequence_parallel, run_mesh, helpers):
     """Distance to the fp64 result of the same bf16 numbers, at most 1.5 times that of the unsplit layer."""
     kinds = {"x": (2, 48, 96), "weight": (72, 96), "bias": (72,), "grad": (2, 48, 72)}
-    tensors = [random(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate(kinds.values())]
+    tensors = [
+        random(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate(kinds.values())
+    ]
     exact = unsplit(*(t.double() for t in tensors))
-    plain = [helpers.distance(actual, true) for actual, true in zip(unsplit(*tensors), exact, strict=True)]
+    plain = [
+        helpers.distance(actual, true)
+        for actual, true in zip(unsplit(*tensors), exact, strict=True)
+    ]
     x, weight, bias, grad = tensors
     options = {"sequence_parallel": sequence_parallel}
-    by_column = run_mesh(tp, column, helpers.cut, x, weight, bias, grad, None, {**options, "gather_output": True})
-    by_row = run_mesh(tp, row, helpers.cut, x, weight, bias, grad, {**options, "input_is_parallel": True})
+    by_column = run_mesh(
+        tp, column, helpers.cut, x, weight, bias, grad, None, {**options, "gather_output": True}
+    )
+    by_row = run_mesh(
+        tp, row, helpers.cut, x, weight, bias, grad, {**options, "input_is_parallel": True}
+    )
     merged_dims = [
         (by_column, [None, 1 if sequence_parallel else None, 0, 0]),
         (by_row, [1 if sequence_parallel else None, -1, 1, None]),
@@ -223,12 +290,20 @@ def test_autocast_is_that_of_an_unsplit_layer(run_mesh):
         for layer in (ColumnParallelLinear(8, 6, mesh=mesh), RowParallelLinear(8, 6, mesh=mesh)):
             with torch.no_grad():
                 layer.weight.copy_(layer.weight.shard.slice(weight, mesh.tp_rank, mesh.tp_size))
-                layer.bias.copy_(bias.chunk(mesh.tp_size)[mesh.tp_rank] if len(layer.bias) < 6 else bias)
-            part = x.chunk(mesh.tp_size, -1)[mesh.tp_rank] if isinstance(layer, RowParallelLinear) else x
+                layer.bias.copy_(
+                    bias.chunk(mesh.tp_size)[mesh.tp_rank] if len(layer.bias) < 6 else bias
+                )
+            part = (
+                x.chunk(mesh.tp_size, -1)[mesh.tp_rank]
+                if isinstance(layer, RowParallelLinear)
+                else x
+            )
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 output = layer(part)
             output.sum().backward()
-            results.append((output.dtype, layer.weight.grad.dtype, layer.bias.grad.dtype, output.detach()))
+            results.append(
+                (output.dtype, layer.weight.grad.dtype, layer.bias.grad.dtype, output.detach())
+            )
         return results
 
     (column_0, row_0), (column_1, _) = run_mesh(2, both)
@@ -268,7 +343,9 @@ def test_errors_name_the_sizes_that_work(run_mesh):
         for build in (
             lambda: ColumnParallelLinear(8, 6, unit=2, mesh=mesh),
             lambda: RowParallelLinear(3, 8, mesh=mesh),
-            lambda: RowParallelLinear(8, 8, sequence_parallel=True, mesh=mesh)(torch.zeros(1, 10, 2)),
+            lambda: RowParallelLinear(8, 8, sequence_parallel=True, mesh=mesh)(
+                torch.zeros(1, 10, 2)
+            ),
         ):
             with pytest.raises(
                 ValueError, match=r"cannot (be split 4 ways; use 1 to 3 ranks|split .* over 4)"

@@ -34,10 +34,14 @@ def test_validate_layout(world_size, tensor, pipeline):
 
 
 def test_layout_errors_read_well():
-    with pytest.raises(ValueError, match="8 processes cannot be split into tensor-parallel groups of 3; use ") as e:
+    with pytest.raises(
+        ValueError, match="8 processes cannot be split into tensor-parallel groups of 3; use "
+    ) as e:
         validate_layout(8, 3)
     assert str(e.value).endswith("use tensor_parallel_size 1, 2, 4 or 8")
-    with pytest.raises(ValueError, match="4 processes in each of 2 pipeline stages cannot be split"):
+    with pytest.raises(
+        ValueError, match="4 processes in each of 2 pipeline stages cannot be split"
+    ):
         validate_layout(8, 8, 2)
     with pytest.raises(ValueError, match="tensor_parallel_size must be at least 1, got 0"):
         validate_layout(8, 0)
@@ -53,10 +57,18 @@ def _describe(mesh):
     model = dist.get_process_group_ranks(mesh.get_model_parallel_group())
     value = torch.tensor([mesh.rank])
     dist.all_reduce(value, group=mesh.get_model_parallel_group())
-    return axes, model, mesh.get_model_parallel_rank(), int(value), mesh.get_tensor_model_parallel_src_rank()
+    return (
+        axes,
+        model,
+        mesh.get_model_parallel_rank(),
+        int(value),
+        mesh.get_tensor_model_parallel_src_rank(),
+    )
 
 
-@pytest.mark.parametrize(("tp", "dp", "pp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 3, 1)])
+@pytest.mark.parametrize(
+    ("tp", "dp", "pp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 3, 1)]
+)
 def test_ranks_and_groups(tp, dp, pp, run_mesh):
     for rank, result in enumerate(run_mesh(tp, _describe, data=dp, pipeline=pp)):
         axes, model, model_rank, model_sum, source = result
@@ -71,7 +83,13 @@ def test_ranks_and_groups(tp, dp, pp, run_mesh):
 def test_every_method_that_deepspeed_calls_exists(run_ranks):
     """Collected from the installed DeepSpeed's own sources."""
     root = Path(find_spec("deepspeed").submodule_search_locations[0])
-    files = ["runtime/engine.py", "utils/groups.py", "utils/bwc.py", "runtime/utils.py", "runtime/config.py"]
+    files = [
+        "runtime/engine.py",
+        "utils/groups.py",
+        "utils/bwc.py",
+        "runtime/utils.py",
+        "runtime/config.py",
+    ]
     files += ["runtime/base_optimizer.py", "runtime/bf16_optimizer.py", "runtime/pipe/engine.py"]
     files += [str(path.relative_to(root)) for path in (root / "runtime/zero").glob("*.py")]
     called = set()
@@ -85,16 +103,26 @@ def test_every_method_that_deepspeed_calls_exists(run_ranks):
         mesh = ParallelMesh()
         for name in called - ulysses:
             getattr(mesh, name)()
-        return [name for name in dir(mesh) if "sequence_parallel" in name or "sequence_data" in name]
+        return [
+            name for name in dir(mesh) if "sequence_parallel" in name or "sequence_data" in name
+        ]
 
     assert run_ranks(1, check, called, ulysses) == [[]]
 
 
 def in_a_process(code: str, *launcher: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs Python code in a process of its own, or in those of a launcher."""
-    command = [*launcher, "-c", code] if not launcher else [*launcher, "--no-python", sys.executable, "-c", code]
+    command = (
+        [*launcher, "-c", code]
+        if not launcher
+        else [*launcher, "--no-python", sys.executable, "-c", code]
+    )
     return subprocess.run(
-        ["python", *command], env=warm_environment(**environment), capture_output=True, text=True, timeout=120
+        ["python", *command],
+        env=warm_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -131,10 +159,17 @@ def test_one_process_cannot_be_split(monkeypatch):
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     mesh = ParallelMesh()
-    assert (mesh.tp_size, mesh.dp_size, mesh.world_size, mesh.get_model_parallel_rank()) == (1, 1, 1, 0)
+    assert (mesh.tp_size, mesh.dp_size, mesh.world_size, mesh.get_model_parallel_rank()) == (
+        1,
+        1,
+        1,
+        0,
+    )
     with pytest.raises(RuntimeError, match="has no process groups"):
         _ = mesh.tp_group
-    with pytest.raises(ValueError, match=r"need a multiple of 4 processes.*torchrun --nproc-per-node 4"):
+    with pytest.raises(
+        ValueError, match=r"need a multiple of 4 processes.*torchrun --nproc-per-node 4"
+    ):
         ParallelMesh(2, 2)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -13,7 +13,11 @@ from shardzoo.ops import kernels
 
 
 def reference(kind, hidden):
-    return nn.RMSNorm(hidden, 1e-6) if kind == "rms" else nn.LayerNorm(hidden, 1e-6, bias=kind == "layer")
+    return (
+        nn.RMSNorm(hidden, 1e-6)
+        if kind == "rms"
+        else nn.LayerNorm(hidden, 1e-6, bias=kind == "layer")
+    )
 
 
 def build(kind, hidden, **options):
@@ -35,7 +39,9 @@ def normalise(mesh, build, kind, state, x, grad, sequence_parallel, dtype=torch.
 
 def random_case(kind, batch, positions, hidden, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    x, grad = (torch.randn(batch, positions, hidden, generator=generator, dtype=dtype) for _ in range(2))
+    x, grad = (
+        torch.randn(batch, positions, hidden, generator=generator, dtype=dtype) for _ in range(2)
+    )
     layer = reference(kind, hidden).to(dtype)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, generator=generator)
@@ -47,7 +53,9 @@ def random_case(kind, batch, positions, hidden, dtype=torch.float32):
 def test_equals_torch(kind, batch, positions, hidden):
     """In fp64, where a difference is a difference of formulas and not of roundings."""
     x, grad, theirs = random_case(kind, batch, positions, hidden, torch.float64)
-    output, x_grad, grads = normalise(None, build, kind, theirs.state_dict(), x, grad, False, torch.float64)
+    output, x_grad, grads = normalise(
+        None, build, kind, theirs.state_dict(), x, grad, False, torch.float64
+    )
     x.requires_grad_()
     expected = theirs(x)
     expected.backward(grad)
@@ -62,7 +70,10 @@ def test_equals_torch(kind, batch, positions, hidden):
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_a_split_sequence_changes_nothing(tp, kind, run_mesh, helpers):
     @given(
-        batch=st.integers(0, 3), positions=st.integers(1, 3), hidden=st.integers(2, 9), sequence_parallel=st.booleans()
+        batch=st.integers(0, 3),
+        positions=st.integers(1, 3),
+        hidden=st.integers(2, 9),
+        sequence_parallel=st.booleans(),
     )
     @example(batch=2, positions=2, hidden=5, sequence_parallel=True)
     def check(batch, positions, hidden, sequence_parallel):
@@ -82,7 +93,9 @@ def test_a_split_sequence_changes_nothing(tp, kind, run_mesh, helpers):
 
 def with_residual(mesh, build, kind, state, tensors, residual, used, sequence_parallel):
     """Returns the norm of x (+ residual), what it was computed from, and all gradients of both."""
-    layer = build(kind, tensors[0].shape[-1], sequence_parallel=sequence_parallel, mesh=mesh).double()
+    layer = build(
+        kind, tensors[0].shape[-1], sequence_parallel=sequence_parallel, mesh=mesh
+    ).double()
     layer.load_state_dict(state)
     if sequence_parallel:
         tensors = [t.chunk(mesh.tp_size, 1)[mesh.tp_rank] for t in tensors]
@@ -106,16 +119,24 @@ def test_a_returned_residual_gets_its_gradient(kind, residual, used, run_mesh):
     leaves = [tensor.clone().requires_grad_() for tensor in tensors[: 1 + residual]]
     h = sum(leaves)
     y = theirs(h)
-    torch.autograd.backward(*{"both": ([y, h], tensors[2:]), "norm": ([y], [grad]), "h": ([h], [tensors[3]])}[used])
+    torch.autograd.backward(
+        *{"both": ([y, h], tensors[2:]), "norm": ([y], [grad]), "h": ([h], [tensors[3]])}[used]
+    )
     expected = [y.detach(), h.detach(), *(leaf.grad for leaf in leaves)]
     parameters = [torch.zeros_like(p) if p.grad is None else p.grad for p in theirs.parameters()]
     tight = {"rtol": 1e-9, "atol": 1e-12}
-    own, own_parameters = with_residual(None, build, kind, theirs.state_dict(), tensors, residual, used, False)
+    own, own_parameters = with_residual(
+        None, build, kind, theirs.state_dict(), tensors, residual, used, False
+    )
     torch.testing.assert_close(own, expected, **tight)
     torch.testing.assert_close(own_parameters, parameters, **tight)
-    results = run_mesh(3, with_residual, build, kind, theirs.state_dict(), tensors, residual, used, True)
+    results = run_mesh(
+        3, with_residual, build, kind, theirs.state_dict(), tensors, residual, used, True
+    )
     for part, whole in enumerate(expected):
-        torch.testing.assert_close(torch.cat([values[part] for values, _ in results], 1), whole, **tight)
+        torch.testing.assert_close(
+            torch.cat([values[part] for values, _ in results], 1), whole, **tight
+        )
     for _, sums in results:
         torch.testing.assert_close(sums, parameters, **tight)
 
@@ -141,7 +162,8 @@ def test_bf16_rounds_hardly_more_than_unsplit(tp, kind, run_mesh, helpers):
     generator = torch.Generator().manual_seed(0)
     x, grad = (torch.randn(4, 48, 96, generator=generator).bfloat16() for _ in range(2))
     state = {
-        name: torch.randn(96, generator=generator).bfloat16() for name in ("weight", "bias")[: 1 + (kind == "layer")]
+        name: torch.randn(96, generator=generator).bfloat16()
+        for name in ("weight", "bias")[: 1 + (kind == "layer")]
     }
 
     def unsplit(dtype):
@@ -157,7 +179,9 @@ def test_bf16_rounds_hardly_more_than_unsplit(tp, kind, run_mesh, helpers):
     merged = [torch.cat([result[which] for result in results], 1) for which in (0, 1)]
     for which, actual in enumerate([*merged, *results[-1][2].values()]):
         assert actual.dtype == torch.bfloat16
-        assert helpers.distance(actual, exact[which]) <= 1.1 * helpers.distance(plain[which], exact[which])
+        assert helpers.distance(actual, exact[which]) <= 1.1 * helpers.distance(
+            plain[which], exact[which]
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -174,4 +198,6 @@ def test_rms_norm_rounds_as_transformers_does(dtype):
     with kernels("reference"):
         assert torch.equal(ours(x), theirs(x))
     # A compiled kernel sums the squares in another order.
-    torch.testing.assert_close(ours(x), theirs(x), rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=0)
+    torch.testing.assert_close(
+        ours(x), theirs(x), rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=0
+    )

@@ -10,7 +10,14 @@ from shardzoo import mpu
 
 
 def gradients(mesh, build, recompute, sequence_parallel, dtype):
-    model = build(mesh, layers=2, vocabulary=37, hidden=16, sequence_parallel=sequence_parallel, recompute=recompute)
+    model = build(
+        mesh,
+        layers=2,
+        vocabulary=37,
+        hidden=16,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+    )
     model.to(dtype)
     ids = torch.arange(24).view(2, 12) % 37
     mpu.dropout_state.set(1, 0)
@@ -34,7 +41,9 @@ def test_recomputation_changes_nothing(tp, recompute, sequence_parallel, dtype, 
     arguments = (gradients, build_transformer)
     kept = run_mesh(tp, *arguments, "none", sequence_parallel, dtype)
     again = run_mesh(tp, *arguments, recompute, sequence_parallel, dtype)
-    for (first, second, grads), (first_again, second_again, grads_again) in zip(kept, again, strict=True):
+    for (first, second, grads), (first_again, second_again, grads_again) in zip(
+        kept, again, strict=True
+    ):
         assert torch.equal(first, first_again)
         assert torch.equal(second, second_again)
         assert not torch.equal(first, second)  # dropout was on, and keyed by sample

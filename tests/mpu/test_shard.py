@@ -47,7 +47,9 @@ def rows_of(shard, rank, size):
     for group in shard.groups:
         is_served = group < max(shard.groups) and max(shard.groups) % group == 0
         unit = 1 if is_served and group // shard.unit % size else shard.unit
-        rows += [start + row for row in range(group) if holder(row // unit, group // unit, size) == rank]
+        rows += [
+            start + row for row in range(group) if holder(row // unit, group // unit, size) == rank
+        ]
         start += group
     return rows
 
@@ -60,7 +62,9 @@ def rows_in(ranges):
 def test_slice_and_merge_are_exact_inverses(case, dtype):
     shard, size = case
     full = torch.arange(1, torch.Size(shard.shape).numel() + 1).view(shard.shape).to(dtype)
-    full = full.transpose(0, -1).contiguous().transpose(0, -1)  # strides that are not the usual ones
+    full = (
+        full.transpose(0, -1).contiguous().transpose(0, -1)
+    )  # strides that are not the usual ones
     parts = [shard.slice(full, rank, size) for rank in range(size)]
     for rank, part in enumerate(parts):
         assert part.shape == shard.local_shape(rank, size)
@@ -74,7 +78,9 @@ def test_slice_and_merge_are_exact_inverses(case, dtype):
     merged = shard.merge(parts)
     assert merged.dtype == dtype
     assert torch.equal(merged, full)
-    covered = sorted(row for rank in range(size) for row in rows_of(shard, rank, size) if row is not None)
+    covered = sorted(
+        row for rank in range(size) for row in rows_of(shard, rank, size) if row is not None
+    )
     assert covered == list(range(shard.shape[shard.dim]))
 
 
@@ -106,7 +112,9 @@ def test_the_largest_size_is_the_last_that_slices(case):
             for rank in range(size):
                 assert 0 not in shard.local_shape(rank, size)[shard.dim : shard.dim + 1]
         else:
-            with pytest.raises(ValueError, match=f"split {size} ways; use 1 to {shard.largest_size} ranks"):
+            with pytest.raises(
+                ValueError, match=f"split {size} ways; use 1 to {shard.largest_size} ranks"
+            ):
                 shard.local_shape(0, size)
 
 
@@ -118,7 +126,9 @@ def test_even_parts_are_equal_and_whole(case, size):
     if all(block % (shard.unit * size) == 0 for block in shard.groups):
         shard.check_even(size)
         assert len({shard.local_shape(rank, size) for rank in range(size)}) == 1
-        assert all(shard.ranges(rank, size) == shard.needed_ranges(rank, size) for rank in range(size))
+        assert all(
+            shard.ranges(rank, size) == shard.needed_ranges(rank, size) for rank in range(size)
+        )
     else:
         with pytest.raises(ValueError, match=f"split {size} ways evenly; use 1"):
             shard.check_even(size)
@@ -126,13 +136,18 @@ def test_even_parts_are_equal_and_whole(case, size):
 
 def test_a_slice_does_not_keep_the_full_tensor_alive():
     full = torch.zeros(8, 2)
-    assert Shard((8, 2), 0).slice(full, 0, 1).untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+    assert (
+        Shard((8, 2), 0).slice(full, 0, 1).untyped_storage().data_ptr()
+        != full.untyped_storage().data_ptr()
+    )
 
 
 def test_heads_are_not_cut():
     heads = Shard((25 * 64, 8), 0, unit=64)
     assert [heads.local_shape(rank, 4)[0] // 64 for rank in range(4)] == [7, 6, 6, 6]
-    with pytest.raises(ValueError, match=r"4 rows in units of 64 .* cannot be split 5 ways; use 1 to 4 ranks"):
+    with pytest.raises(
+        ValueError, match=r"4 rows in units of 64 .* cannot be split 5 ways; use 1 to 4 ranks"
+    ):
         Shard((4 * 64, 8), 0, unit=64).local_shape(0, 5)
 
 
@@ -141,8 +156,13 @@ def test_grouped_queries():
     assert grouped.ranges(1, 2) == [(56, 112), (120, 128), (136, 144)]
     assert not grouped.shared_blocks(2)
     assert grouped.shared_blocks(4) == [1, 2]
-    assert [grouped.ranges(rank, 4)[1:] for rank in (0, 3)] == [[(112, 116), (128, 132)], [(124, 128), (140, 144)]]
-    assert [grouped.needed_ranges(rank, 4)[1] for rank in range(4)] == [(112, 120)] * 2 + [(120, 128)] * 2
+    assert [grouped.ranges(rank, 4)[1:] for rank in (0, 3)] == [
+        [(112, 116), (128, 132)],
+        [(124, 128), (140, 144)],
+    ]
+    assert [grouped.needed_ranges(rank, 4)[1] for rank in range(4)] == [(112, 120)] * 2 + [
+        (120, 128)
+    ] * 2
     assert grouped.largest_size == 14
 
 
@@ -175,7 +195,9 @@ def test_impossible_declarations_are_refused(arguments, message):
 
 def test_wrong_tensors_are_refused():
     shard = Shard((4, 2), 0)
-    with pytest.raises(ValueError, match=r"expected the full tensor of shape \(4, 2\), got \(2, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"expected the full tensor of shape \(4, 2\), got \(2, 4\)"
+    ):
         shard.slice(torch.zeros(2, 4), 0, 2)
     with pytest.raises(ValueError, match=r"rank 2 is outside 0\.\.1"):
         shard.slice(torch.zeros(4, 2), 2, 2)
@@ -187,5 +209,7 @@ def test_wrong_tensors_are_refused():
 
 def test_divide_names_the_sizes_that_work():
     assert divide(12, 4, "attention heads") == 3
-    with pytest.raises(ValueError, match=r"12 attention heads cannot be split 5 ways; use 1, 2, 3, 4, 6 or 12"):
+    with pytest.raises(
+        ValueError, match=r"12 attention heads cannot be split 5 ways; use 1, 2, 3, 4, 6 or 12"
+    ):
         divide(12, 5, "attention heads")

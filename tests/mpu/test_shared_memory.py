@@ -51,7 +51,9 @@ def inputs(rank, size, lengths, dtype):
 def begin(kind, tensor, group):
     if kind == "all-reduce":
         return collectives.start_all_reduce(tensor.clone(), group)
-    start = collectives.start_all_gather if kind == "all-gather" else collectives.start_reduce_scatter
+    start = (
+        collectives.start_all_gather if kind == "all-gather" else collectives.start_reduce_scatter
+    )
     return start(tensor, 0, group)
 
 
@@ -62,7 +64,9 @@ def exchange(lengths, kinds, dtype, order, slot, slots):
         for _ in range(2):  # the second time in slots that were used
             finish = [
                 begin(kind, tensor, group)
-                for kind, tensor in zip(kinds, inputs(dist.get_rank(), size, lengths, dtype), strict=True)
+                for kind, tensor in zip(
+                    kinds, inputs(dist.get_rank(), size, lengths, dtype), strict=True
+                )
             ]
             results = {index: finish[index]() for index in order}
     return results
@@ -84,14 +88,21 @@ def expected(kind, tensors, rank):
 def test_results_have_the_bits_of_a_sum_in_rank_order(size, run_ranks):
     """Messages of several chunks and of one element; more chunks than slots; finished in any order, or never."""
 
-    @given(data=st.data(), dtype=st.sampled_from(DTYPES), slots=st.integers(1, 4), slot=st.sampled_from([256, 1024]))
+    @given(
+        data=st.data(),
+        dtype=st.sampled_from(DTYPES),
+        slots=st.integers(1, 4),
+        slot=st.sampled_from([256, 1024]),
+    )
     def check(data, dtype, slots, slot):
         count = data.draw(st.integers(1, 5))
         lengths = data.draw(st.lists(st.integers(1, 700), min_size=count, max_size=count))
         kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=count, max_size=count))
         order = data.draw(st.permutations(range(count)))[: data.draw(st.integers(1, count))]
         tensors = [inputs(rank, size, lengths, dtype) for rank in range(size)]
-        for rank, results in enumerate(run_ranks(size, exchange, lengths, kinds, dtype, order, slot, slots)):
+        for rank, results in enumerate(
+            run_ranks(size, exchange, lengths, kinds, dtype, order, slot, slots)
+        ):
             for index, result in results.items():
                 wanted = expected(kinds[index], [own[index] for own in tensors], rank)
                 assert torch.equal(result, wanted), (kinds[index], lengths[index])
@@ -110,7 +121,9 @@ def test_special_numbers(size, run_ranks):
     for dtype in DTYPES[:4]:
         tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
         for result in run_ranks(size, special, dtype):
-            assert torch.equal(result.nan_to_num(7), expected("all-reduce", [tensor] * size, 0).nan_to_num(7))
+            assert torch.equal(
+                result.nan_to_num(7), expected("all-reduce", [tensor] * size, 0).nan_to_num(7)
+            )
             assert torch.equal(result.isnan(), tensor.isnan())
             assert result[2].signbit()
 
@@ -156,7 +169,11 @@ def test_all_ranks_or_none(run_ranks):
         finally:
             setattr(shared_memory, name, original)
 
-    for name, value in (("_host", lambda: [1, 2]), ("compiled", None), ("_map_file", lambda *_: None)):
+    for name, value in (
+        ("_host", lambda: [1, 2]),
+        ("compiled", None),
+        ("_map_file", lambda *_: None),
+    ):
         assert run_ranks(3, work, name, value) == [[3.0] * 3] * 3
 
 
@@ -186,7 +203,10 @@ def test_ranks_in_different_collectives_say_so(other, run_ranks):
         return collectives.start_all_reduce(torch.zeros(64, dtype=torch.int32), group)()
 
     def work():
-        with new_channel(dist.group.WORLD), pytest.raises(RuntimeError, match="all ranks must call the same") as error:
+        with (
+            new_channel(dist.group.WORLD),
+            pytest.raises(RuntimeError, match="all ranks must call the same") as error,
+        ):
             call(dist.group.WORLD)
         return str(error.value)
 
@@ -208,7 +228,9 @@ def test_a_rank_that_ended_is_named_at_once(tmp_path, run_ranks):
             threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
             time.sleep(60)
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match=f"rank 1 of the group .process {processes[1]}. has ended"):
+        with pytest.raises(
+            RuntimeError, match=f"rank 1 of the group .process {processes[1]}. has ended"
+        ):
             collectives.start_all_reduce(torch.ones(1000), group)()
         if child:
             os.kill(child, signal.SIGKILL)
@@ -267,10 +289,14 @@ def test_a_signal_handler_cannot_call_a_collective_in_between(run_ranks):
         if rank == 1:
             time.sleep(1)
             return collectives.start_all_reduce(torch.ones(3), group)().tolist()
-        signal.signal(signal.SIGALRM, lambda *_: collectives.start_all_reduce(torch.ones(5), group)())
+        signal.signal(
+            signal.SIGALRM, lambda *_: collectives.start_all_reduce(torch.ones(5), group)()
+        )
         finish = collectives.start_all_reduce(torch.ones(3), group)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(RuntimeError, match="a signal handler called a collective while this thread waits"):
+        with pytest.raises(
+            RuntimeError, match="a signal handler called a collective while this thread waits"
+        ):
             finish()
         return finish().tolist()
 

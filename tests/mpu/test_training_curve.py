@@ -24,14 +24,21 @@ def sum_over_data_ranks(tensors, mesh):
     """In one all-reduce, as an engine would."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=mesh.dp_group)
-    for tensor, summed in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, summed in zip(
+        tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
+    ):
         tensor.copy_(summed.view_as(tensor))
 
 
 def train(mesh, build, sequence_parallel, recompute):
     """The loss of every step, and each parameter before and after with its declaration."""
     model = build(mesh, sequence_parallel=sequence_parallel, recompute=recompute)
-    state = [{name: (p.detach().clone(), getattr(p, "shard", None)) for name, p in model.named_parameters()}]
+    state = [
+        {
+            name: (p.detach().clone(), getattr(p, "shard", None))
+            for name, p in model.named_parameters()
+        }
+    ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     data_size, data_rank = (mesh.dp_size, mesh.dp_rank) if mesh is not None else (1, 0)
     rows = MICRO_BATCH // data_size
@@ -48,12 +55,16 @@ def train(mesh, build, sequence_parallel, recompute):
             total += loss.detach()
             first += MICRO_BATCH
         if data_size > 1:
-            sum_over_data_ranks([total, *(parameter.grad for parameter in model.parameters())], mesh)
+            sum_over_data_ranks(
+                [total, *(parameter.grad for parameter in model.parameters())], mesh
+            )
         norm = mpu.clip_grad_norm_(model.parameters(), MAX_NORM, mesh)
         optimizer.step()
         optimizer.zero_grad()
         curve.append((float(total), float(norm)))
-    state.append({name: (p.detach(), getattr(p, "shard", None)) for name, p in model.named_parameters()})
+    state.append(
+        {name: (p.detach(), getattr(p, "shard", None)) for name, p in model.named_parameters()}
+    )
     return curve, state
 
 
@@ -64,7 +75,8 @@ def single():
 
 
 @pytest.mark.parametrize(
-    ("tp", "data", "recompute"), every_day([(2, 2, "selective")], more=[(2, 1, "full"), (4, 1, "selective")])
+    ("tp", "data", "recompute"),
+    every_day([(2, 2, "selective")], more=[(2, 1, "full"), (4, 1, "selective")]),
 )
 def test_every_layout_trains_the_same_curve(tp, data, recompute, single, run_mesh):
     expected_curve, (expected_start, expected_end) = single
@@ -80,7 +92,9 @@ def test_every_layout_trains_the_same_curve(tp, data, recompute, single, run_mes
         for name, (value, shard) in whole.items():
             parts = [state[which][name][0] for _, state in results]
             if shard is None:
-                assert all(torch.equal(part, parts[0]) for part in parts)  # replicas have not drifted apart
+                assert all(
+                    torch.equal(part, parts[0]) for part in parts
+                )  # replicas have not drifted apart
                 merged = parts[-1]
             else:
                 merged = shard.merge(parts[:tp])

@@ -12,10 +12,14 @@ import torch
 from shardzoo import ops
 from shardzoo.ops import library
 
-VARIANTS = [v for v in ("reference", "cpp", "cuda", "triton") if library.unavailable(v, "cpu") is None]
+VARIANTS = [
+    v for v in ("reference", "cpp", "cuda", "triton") if library.unavailable(v, "cpu") is None
+]
 # Where test_gpu.py computes: on a GPU, or where a dry run of benchmarks/gpu.sh has it compute.
 DEVICE = os.environ.get("SHARDZOO_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "")
-GPU_VARIANTS = [v for v in ("cpp", "cuda", "triton") if DEVICE and library.unavailable(v, DEVICE) is None]
+GPU_VARIANTS = [
+    v for v in ("cpp", "cuda", "triton") if DEVICE and library.unavailable(v, DEVICE) is None
+]
 collect_ignore = [] if DEVICE else ["test_gpu.py"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # (relative, share of the largest value): a few roundings of the output's dtype, and the fp32 sums behind them
@@ -43,7 +47,9 @@ class Case:
             return tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
 
         inputs = {name: convert(tensor) for name, tensor in self.tensors.items()}
-        leaves = {name: inputs[name].detach().requires_grad_(with_grad) for name in self.differentiable}
+        leaves = {
+            name: inputs[name].detach().requires_grad_(with_grad) for name in self.differentiable
+        }
         with ops.kernels(variant):
             outputs = self.function(**{**inputs, **leaves}, **self.constants)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -51,7 +57,9 @@ class Case:
             if with_grad:
                 cotangents = [cotangent(output) for output in outputs]
                 grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
-                results |= {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+                results |= {
+                    f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)
+                }
         return results
 
     def rounded(self, dtype):
@@ -121,12 +129,21 @@ def build_cases(rows=5, columns=37, seed=0):
         "softmax_batch_bias": attention({"scores": scores, "bias": normal(2, 1, rows, columns)}),
         "softmax_head_bias": attention({"scores": scores, "bias": normal(3, 1, columns)}),
         "softmax_causal": attention({"scores": scores}, causal=True),
-        "softmax_prefix": attention({"scores": scores, "prefix": prefix, "bias": score_bias}, causal=True),
-        "softmax_dropout": attention(
-            {"scores": scores, "bias": score_bias, "keys": keys}, dropout=0.3, first_head=7, causal=True
+        "softmax_prefix": attention(
+            {"scores": scores, "prefix": prefix, "bias": score_bias}, causal=True
         ),
-        "layer_norm": Case(ops.layer_norm, {"x": x, "weight": weight, "bias": bias}, norm, {"eps": 1e-5}),
-        "layer_norm_no_bias": Case(ops.layer_norm, {"x": x, "weight": weight}, norm[:2], {"bias": None, "eps": 1e-5}),
+        "softmax_dropout": attention(
+            {"scores": scores, "bias": score_bias, "keys": keys},
+            dropout=0.3,
+            first_head=7,
+            causal=True,
+        ),
+        "layer_norm": Case(
+            ops.layer_norm, {"x": x, "weight": weight, "bias": bias}, norm, {"eps": 1e-5}
+        ),
+        "layer_norm_no_bias": Case(
+            ops.layer_norm, {"x": x, "weight": weight}, norm[:2], {"bias": None, "eps": 1e-5}
+        ),
         "add_layer_norm": Case(
             ops.add_layer_norm,
             {"x": x, "residual": residual, "weight": weight, "bias": bias},
@@ -134,12 +151,18 @@ def build_cases(rows=5, columns=37, seed=0):
             {"eps": 1e-5},
         ),
         "rms_norm": Case(ops.rms_norm, {"x": x, "weight": weight}, norm[:2], {"eps": 1e-6}),
-        "add_rms_norm": Case(ops.add_rms_norm, {"x": x, "residual": residual, "weight": weight}, pair, {"eps": 1e-6}),
+        "add_rms_norm": Case(
+            ops.add_rms_norm, {"x": x, "residual": residual, "weight": weight}, pair, {"eps": 1e-6}
+        ),
         "gelu": Case(ops.bias_gelu, {"x": x}, ("x",)),
         "bias_gelu": Case(ops.bias_gelu, {"x": x, "bias": bias}, ("x", "bias")),
-        "bias_gelu_tanh": Case(ops.bias_gelu, {"x": x, "bias": bias}, ("x", "bias"), {"approximate": "tanh"}),
+        "bias_gelu_tanh": Case(
+            ops.bias_gelu, {"x": x, "bias": bias}, ("x", "bias"), {"approximate": "tanh"}
+        ),
         "geglu": Case(ops.geglu, {"gate": x, "up": third}, ("gate", "up")),
-        "geglu_tanh": Case(ops.geglu, {"gate": x, "up": third}, ("gate", "up"), {"approximate": "tanh"}),
+        "geglu_tanh": Case(
+            ops.geglu, {"gate": x, "up": third}, ("gate", "up"), {"approximate": "tanh"}
+        ),
         "swiglu": Case(ops.swiglu, {"gate": x, "up": third}, ("gate", "up")),
         "dropout": Case(ops.dropout, {"x": x, "keys": keys}, ("x",), {"p": 0.4, "first_column": 9}),
         "bias_residual": Case(
@@ -172,13 +195,17 @@ def pytest_generate_tests(metafunc):
     variants = GPU_VARIANTS if metafunc.module.__name__.endswith("test_gpu") else VARIANTS
     for argument, values in (("variant", variants), ("dtype", DTYPES), ("case_name", CASE_NAMES)):
         if argument in metafunc.fixturenames:
-            metafunc.parametrize(argument, values, ids=lambda value: str(value).removeprefix("torch."))
+            metafunc.parametrize(
+                argument, values, ids=lambda value: str(value).removeprefix("torch.")
+            )
 
 
 @pytest.fixture
 def zoo():
     """The helpers of this file."""
-    return SimpleNamespace(cases=build_cases, close=assert_close, Case=Case, variants=VARIANTS, device=DEVICE)
+    return SimpleNamespace(
+        cases=build_cases, close=assert_close, Case=Case, variants=VARIANTS, device=DEVICE
+    )
 
 
 @pytest.fixture

@@ -17,12 +17,31 @@ from shardzoo.ops.attention import BYTES_AT_ONCE, attention
 from shardzoo.ops.library import OPS
 
 SCALE = 0.3
-BOUND = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of the largest value
+BOUND = {
+    torch.float32: 1e-5,
+    torch.float64: 1e-12,
+    torch.bfloat16: 3e-2,
+    torch.float16: 4e-3,
+}  # of the largest value
 
 KERNEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def written_out(q, k, v, *, relative_bias, mask, causal, prefix, key_lengths, dropout, keys, first_head, first_row):
+def written_out(
+    q,
+    k,
+    v,
+    *,
+    relative_bias,
+    mask,
+    causal,
+    prefix,
+    key_lengths,
+    dropout,
+    keys,
+    first_head,
+    first_row,
+):
     """Returns softmax(SCALE * q·kᵀ + bias)·v and the log of the sums, with one Python decision per element."""
     batch, heads, queries, _ = q.shape
     total, served = k.shape[2], heads // k.shape[1]
@@ -35,7 +54,9 @@ def written_out(q, k, v, *, relative_bias, mask, causal, prefix, key_lengths, dr
     for b in range(batch):
         for i in range(queries):
             for j in range(total):
-                by_rule = not causal or j <= i + total - queries or (prefix is not None and j < prefix[b])
+                by_rule = (
+                    not causal or j <= i + total - queries or (prefix is not None and j < prefix[b])
+                )
                 seen[b, :, i, j] = by_rule and (key_lengths is None or j < key_lengths[b])
     seen = seen & mask if mask is not None and mask.dtype == torch.bool else seen
     z = z.masked_fill(~seen, -math.inf)
@@ -56,7 +77,11 @@ def kept(keys, shape, dropout, first_head, first_row):
 @st.composite
 def problems(draw, most_queries=9, most_keys=11, sizes=(8, 24, 64)):
     served, pairs = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    batch, queries, total = draw(st.integers(1, 3)), draw(st.integers(1, most_queries)), draw(st.integers(1, most_keys))
+    batch, queries, total = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, most_queries)),
+        draw(st.integers(1, most_keys)),
+    )
     size = draw(st.sampled_from(sizes))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
 
@@ -67,7 +92,10 @@ def problems(draw, most_queries=9, most_keys=11, sizes=(8, 24, 64)):
     k, v = normal(batch, pairs, total, size), normal(batch, pairs, total, size)
     rules = dict.fromkeys(("relative_bias", "mask", "prefix", "key_lengths", "keys"))
     rules |= {"causal": draw(st.booleans()), "dropout": draw(st.sampled_from([0.0, 0.1, 0.9]))}
-    rules |= {"first_head": draw(st.sampled_from([0, 5])), "first_row": draw(st.sampled_from([0, 3]))}
+    rules |= {
+        "first_head": draw(st.sampled_from([0, 5])),
+        "first_row": draw(st.sampled_from([0, 3])),
+    }
     if rules["dropout"]:
         rules["keys"] = ops.dropout_keys(77, 4, batch)
     if draw(st.booleans()):
@@ -96,15 +124,21 @@ def rounded(q, k, v, rules, dtype):
         others["mask"] = others["mask"].to(dtype)
     grad = torch.linspace(-1, 1, q.numel(), dtype=torch.float64)
     # In another order, because long sums of one sign that cancel in the end round much more than their result.
-    grad = grad[torch.randperm(q.numel(), generator=torch.Generator().manual_seed(0))].reshape(q.shape)
-    return [None if t is None else t.to(dtype) for t in (q, k, v, rules["relative_bias"], grad)], others
+    grad = grad[torch.randperm(q.numel(), generator=torch.Generator().manual_seed(0))].reshape(
+        q.shape
+    )
+    return [
+        None if t is None else t.to(dtype) for t in (q, k, v, rules["relative_bias"], grad)
+    ], others
 
 
 def results(problem, dtype):
     """Returns the output, the gradients and lse, in this order."""
     (*tensors, grad), others = rounded(*problem, dtype)
     out, grads = gradients(
-        lambda q, k, v, b=None: attention(q, k, v, scale=SCALE, relative_bias=b, **others), tensors, grad
+        lambda q, k, v, b=None: attention(q, k, v, scale=SCALE, relative_bias=b, **others),
+        tensors,
+        grad,
     )
     mask, *rest = (others[name] for name in ("mask", "prefix", "key_lengths", "keys"))
     settings = (others[name] for name in ("causal", "dropout", "first_head", "first_row"))
@@ -116,7 +150,9 @@ def results_written_out(problem, dtype, rounding):
     q, k, v, rules = problem
     (q, k, v, bias, grad), others = rounded(q, k, v, rules, rounding)
     (*tensors, grad), others = rounded(q, k, v, {**others, "relative_bias": bias}, dtype)
-    out, grads = gradients(lambda q, k, v, b=None: written_out(q, k, v, relative_bias=b, **others)[0], tensors, grad)
+    out, grads = gradients(
+        lambda q, k, v, b=None: written_out(q, k, v, relative_bias=b, **others)[0], tensors, grad
+    )
     return out, *grads, written_out(*tensors[:3], relative_bias=tensors[3], **others)[1]
 
 
@@ -125,7 +161,9 @@ def error(value, expected):
     finite = expected.isfinite()
     assert torch.equal(value[~finite].double(), expected[~finite])
     expected = expected.masked_fill(~finite, 0.0)
-    return (value.double().masked_fill(~finite, 0.0) - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+    return (
+        value.double().masked_fill(~finite, 0.0) - expected
+    ).abs().max() / expected.abs().max().clamp(min=1.0)
 
 
 @settings(max_examples=80, deadline=None)
@@ -142,12 +180,19 @@ def test_attention_is_written_out_attention(problem, dtype, rows, variant):
         expected = results_written_out(problem, torch.float64, dtype)
         *values, lse = results(problem, dtype)
         assert all(value.dtype == dtype for value in values)
-        assert all(error(value, wanted) <= BOUND[dtype] for value, wanted in zip((*values, lse), expected, strict=True))
+        assert all(
+            error(value, wanted) <= BOUND[dtype]
+            for value, wanted in zip((*values, lse), expected, strict=True)
+        )
 
 
-@settings(max_examples=80 if EVERY_CASE else 6, deadline=None)  # of about 0.7 s each, in Triton's interpreter
+@settings(
+    max_examples=80 if EVERY_CASE else 6, deadline=None
+)  # of about 0.7 s each, in Triton's interpreter
 @given(
-    problem=problems(40, 40, sizes=(8, 24, 64, 128)) if EVERY_CASE else problems(20, 34, sizes=(8, 24)),
+    problem=problems(40, 40, sizes=(8, 24, 64, 128))
+    if EVERY_CASE
+    else problems(20, 34, sizes=(8, 24)),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     tile=st.sampled_from([(16, 32), (32, 16)]),
 )
@@ -158,8 +203,12 @@ def test_triton_is_written_out_attention(problem, dtype, tile):
         in_tiles(patch, *tile)
         values = results(problem, dtype)
     expected = results_written_out(problem, torch.float64, dtype)
-    slack = 4.0 if dtype == torch.bfloat16 else 1.0  # Triton's interpreter truncates to bf16 where a GPU rounds
-    for value, wanted, most in zip(values, expected, allowed_errors(problem, dtype, expected), strict=True):
+    slack = (
+        4.0 if dtype == torch.bfloat16 else 1.0
+    )  # Triton's interpreter truncates to bf16 where a GPU rounds
+    for value, wanted, most in zip(
+        values, expected, allowed_errors(problem, dtype, expected), strict=True
+    ):
         assert error(value, wanted) <= slack * most
 
 
@@ -181,23 +230,39 @@ def in_tiles(patch, rows, columns):
     kernels = pytest.importorskip("shardzoo.ops.triton_kernels.attention")
 
     def tile_of(kernel, q):
-        return kernels.Tile(16, 16, 4, 1) if kernel is kernels.bias_gradient else kernels.Tile(rows, columns, 4, 1)
+        return (
+            kernels.Tile(16, 16, 4, 1)
+            if kernel is kernels.bias_gradient
+            else kernels.Tile(rows, columns, 4, 1)
+        )
 
     patch.setattr(kernels, "tile_of", tile_of)
     for op in (OPS["attention"], OPS["attention_backward"]):
         empty = op.allocate
-        patch.setattr(op, "allocate", lambda *a, empty=empty: tuple(t.fill_(math.nan) for t in empty(*a)))
+        patch.setattr(
+            op, "allocate", lambda *a, empty=empty: tuple(t.fill_(math.nan) for t in empty(*a))
+        )
 
 
 def normal(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+    )
 
 
 WALLS = {  # rules whose limits lie on, beside and between the edges of tiles of 16
     "causal": {"causal": True},
     "prefix": {"causal": True, "prefix": torch.tensor([16, 35])},
-    "lengths": {"key_lengths": torch.tensor([0, 33]), "mask": torch.tensor([-0.5, 2.0]).reshape(1, 2, 1, 1)},
-    "all": {"causal": True, "prefix": torch.tensor([40, 17]), "key_lengths": torch.tensor([31, 48]), "dropout": 0.9},
+    "lengths": {
+        "key_lengths": torch.tensor([0, 33]),
+        "mask": torch.tensor([-0.5, 2.0]).reshape(1, 2, 1, 1),
+    },
+    "all": {
+        "causal": True,
+        "prefix": torch.tensor([40, 17]),
+        "key_lengths": torch.tensor([31, 48]),
+        "dropout": 0.9,
+    },
 }
 
 
@@ -218,11 +283,18 @@ def test_triton_at_the_edges_of_tiles(name, sizes):
     )
     rules |= {"keys": ops.dropout_keys(3, 1, 2), "first_head": 2, "first_row": 7, **WALLS[name]}
     rules["relative_bias"] = normal(2, queries + total - 1)
-    problem = (normal(2, 2, queries, 20), normal(2, 1, total, 20), normal(2, 1, total, 20).roll(1), rules)
+    problem = (
+        normal(2, 2, queries, 20),
+        normal(2, 1, total, 20),
+        normal(2, 1, total, 20).roll(1),
+        rules,
+    )
     with pytest.MonkeyPatch.context() as patch, ops.kernels("triton"):
         in_tiles(patch, 16, 16)
         values = results(problem, torch.float32)
-    for value, wanted in zip(values, results_written_out(problem, torch.float64, torch.float32), strict=True):
+    for value, wanted in zip(
+        values, results_written_out(problem, torch.float64, torch.float32), strict=True
+    ):
         assert error(value, wanted) <= BOUND[torch.float32]
 
 
@@ -255,27 +327,39 @@ def nan_filled(monkeypatch):
     """Lets the outputs of the kernels begin as NaN."""
     for op in (OPS["attention"], OPS["attention_backward"]):
         empty = op.allocate
-        monkeypatch.setattr(op, "allocate", lambda *a, empty=empty: tuple(t.fill_(math.nan) for t in empty(*a)))
+        monkeypatch.setattr(
+            op, "allocate", lambda *a, empty=empty: tuple(t.fill_(math.nan) for t in empty(*a))
+        )
 
 
-@settings(max_examples=400 if EVERY_CASE else 20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=400 if EVERY_CASE else 20, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(problem=problems(150, 150, sizes=(8, 24, 64, 80, 128)), dtype=st.sampled_from(KERNEL_DTYPES))
 def test_the_kernel_is_written_out_attention(nan_filled, problem, dtype):
     """With several tiles of 64 queries and keys, and parts of tiles."""
     problem = with_short_values(*problem)
     values, expected = results(problem, dtype), results_written_out(problem, torch.float64, dtype)
-    for value, wanted, most in zip(values, expected, allowed_errors(problem, dtype, expected), strict=True):
+    for value, wanted, most in zip(
+        values, expected, allowed_errors(problem, dtype, expected), strict=True
+    ):
         assert error(value, wanted) <= most
 
 
-@settings(max_examples=400 if EVERY_CASE else 40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(problem=problems(5, 150, sizes=(3, 8, 24, 64, 80, 130)), dtype=st.sampled_from(KERNEL_DTYPES))
+@settings(
+    max_examples=400 if EVERY_CASE else 40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+@given(
+    problem=problems(5, 150, sizes=(3, 8, 24, 64, 80, 130)), dtype=st.sampled_from(KERNEL_DTYPES)
+)
 def test_few_queries_are_written_out_attention(nan_filled, problem, dtype):
     """Up to four queries without dropout, as in decoding, are not arranged in tiles."""
     q, k, v, rules = problem
     problem = with_short_values(q, k, v, {**rules, "dropout": 0.0, "keys": None})
     values, expected = results(problem, dtype), results_written_out(problem, torch.float64, dtype)
-    for value, wanted, most in zip(values, expected, allowed_errors(problem, dtype, expected), strict=True):
+    for value, wanted, most in zip(
+        values, expected, allowed_errors(problem, dtype, expected), strict=True
+    ):
         assert error(value, wanted) <= most
 
 
@@ -285,7 +369,12 @@ def long_problem():
     q, k, v, grad = (torch.randn(2, heads, 300, 24, generator=generator) for heads in (4, 2, 2, 4))
     mask = torch.rand(2, 1, 1, 300, generator=generator) > 0.2
     mask[0, ..., 200:], mask[1, :, :, :] = False, True
-    rules = {"prefix": torch.tensor([20, 170]), "key_lengths": torch.tensor([300, 130]), "causal": True, "mask": mask}
+    rules = {
+        "prefix": torch.tensor([20, 170]),
+        "key_lengths": torch.tensor([300, 130]),
+        "causal": True,
+        "mask": mask,
+    }
     rules |= {"keys": ops.dropout_keys(1, 0, 2), "dropout": 0.2, "scale": SCALE}
     return (q, k, v, torch.randn(599, 4, generator=generator).t()), grad, rules
 
@@ -293,14 +382,17 @@ def long_problem():
 def outcome(tensors, grad, rules, dtype):
     """Returns the output and the gradients of attention on the tensors rounded to `dtype`."""
     out, grads = gradients(
-        lambda q, k, v, b: attention(q, k, v, relative_bias=b, **rules), [x.to(dtype) for x in tensors], grad.to(dtype)
+        lambda q, k, v, b: attention(q, k, v, relative_bias=b, **rules),
+        [x.to(dtype) for x in tensors],
+        grad.to(dtype),
     )
     return out, *grads
 
 
 @pytest.mark.parametrize("kind", every_day(KERNEL_DTYPES[:2], more=KERNEL_DTYPES[2:]), ids=str)
 @pytest.mark.parametrize(
-    ("steps", "added"), [((1, 2, 3), 0), ((3, 2, 1), 0), ((-3, -1, 0), 0), ((0, 0, 2), 0), ((0, 0, 0), 100)]
+    ("steps", "added"),
+    [((1, 2, 3), 0), ((3, 2, 1), 0), ((-3, -1, 0), 0), ((0, 0, 2), 0), ((0, 0, 0), 100)],
 )
 def test_the_kernel_follows_scores_that_grow_from_tile_to_tile(nan_filled, kind, steps, added):
     """A tile's weights are relative to the largest score so far, to which earlier tiles are rescaled.
@@ -308,14 +400,20 @@ def test_the_kernel_follows_scores_that_grow_from_tile_to_tile(nan_filled, kind,
     The last tile's mask adds `added`, beside which exp(score) would overflow.
     """
     generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, 2, 192, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, 2, 192, 8, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     q[..., 0] = torch.linspace(0.5, 1.5, 192)
     k[..., 0] = torch.tensor(steps).repeat_interleave(64) * 20
     rules = dict.fromkeys(("relative_bias", "prefix", "key_lengths", "keys"))
-    rules["mask"] = torch.tensor([0.0, 0.0, added]).repeat_interleave(64).double().expand(1, 1, 1, 192)
+    rules["mask"] = (
+        torch.tensor([0.0, 0.0, added]).repeat_interleave(64).double().expand(1, 1, 1, 192)
+    )
     problem = q, k, v, {**rules, "causal": False, "dropout": 0.0, "first_head": 0, "first_row": 0}
     values, expected = results(problem, kind), results_written_out(problem, torch.float64, kind)
-    for value, wanted, most in zip(values, expected, allowed_errors(problem, kind, expected), strict=True):
+    for value, wanted, most in zip(
+        values, expected, allowed_errors(problem, kind, expected), strict=True
+    ):
         assert error(value, wanted) <= most
 
 
@@ -338,7 +436,9 @@ def test_the_bits_of_the_kernel_do_not_depend_on_threads(kind):
             results.append(outcome(*long_problem(), kind))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    assert all(
+        torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)
+    )
 
 
 def test_the_kernel_shares_the_processors_tiles_with_libraries():
@@ -353,7 +453,9 @@ def test_the_kernel_shares_the_processors_tiles_with_libraries():
     assert all(map(torch.equal, ours, outcome(*long_problem(), torch.bfloat16)))
 
 
-@pytest.mark.parametrize("isa", every_day(["x86-64-v3"], more=["baseline", "x86-64-v4+bf16", "x86-64-v4"]))
+@pytest.mark.parametrize(
+    "isa", every_day(["x86-64-v3"], more=["baseline", "x86-64-v4+bf16", "x86-64-v4"])
+)
 def test_every_instruction_set(isa, tmp_path):
     """In a process each; with a set that the processor lacks, this tests the next lower one again."""
     tensors, grad, rules = long_problem()
@@ -382,13 +484,17 @@ def test_merging_the_heads_copies_nothing():
     for dtype in (torch.float32, torch.bfloat16):
         q = torch.randn(2, 3, 5, 8, dtype=dtype)
         assert attention(q, q, q, scale=SCALE).transpose(1, 2).is_contiguous()
-        _, grads = gradients(lambda *x: attention(*x, scale=SCALE), (q, q[:, :1], q[:, :1]), torch.ones_like(q))
+        _, grads = gradients(
+            lambda *x: attention(*x, scale=SCALE), (q, q[:, :1], q[:, :1]), torch.ones_like(q)
+        )
         assert all(grad.transpose(1, 2).is_contiguous() for grad in grads)
 
 
 def in_blocks(patch, rows):
     """Makes attention compute `rows` queries at a time."""
-    patch.setattr(importlib.import_module("shardzoo.ops.attention"), "MIN_ROWS", rows)  # ops.attention is the function
+    patch.setattr(
+        importlib.import_module("shardzoo.ops.attention"), "MIN_ROWS", rows
+    )  # ops.attention is the function
     patch.setitem(BYTES_AT_ONCE, "cpu", 1)
 
 
@@ -398,18 +504,26 @@ def test_the_dropout_mask_is_that_of_the_softmax(monkeypatch):
     keys, shape = ops.dropout_keys(5, 9, 2), (2, 3, 7, 8)
     q, v = torch.zeros(2, 3, 7, 8), torch.eye(8).expand(2, 3, 8, 8)
     for first_row in (0, 2):
-        out = attention(q, v, v, scale=1.0, dropout=0.5, keys=keys, first_head=4, first_row=first_row)
+        out = attention(
+            q, v, v, scale=1.0, dropout=0.5, keys=keys, first_head=4, first_row=first_row
+        )
         assert torch.equal(out != 0, kept(keys, shape, 0.5, 4, first_row))
     assert 0 < (out != 0).sum() < out.numel()
 
 
 def test_the_mask_of_keys_does_not_depend_on_padding():
     q, k, v = (torch.randn(2, 3, 6, 8, dtype=torch.float64) for _ in range(3))
-    keys, lengths, bias = ops.dropout_keys(5, 9, 2), torch.tensor([6, 4]), torch.randn(3, 11, dtype=torch.float64)
+    keys, lengths, bias = (
+        ops.dropout_keys(5, 9, 2),
+        torch.tensor([6, 4]),
+        torch.randn(3, 11, dtype=torch.float64),
+    )
 
     def padded(width):
         wide = [torch.nn.functional.pad(t, (0, 0, 0, width - 6)) for t in (q, k, v)]
-        by_distance = torch.nn.functional.pad(bias, (width - 6, width - 6))  # other distances are of padding alone
+        by_distance = torch.nn.functional.pad(
+            bias, (width - 6, width - 6)
+        )  # other distances are of padding alone
         rules = {"key_lengths": lengths, "dropout": 0.3, "keys": keys, "relative_bias": by_distance}
         return attention(*wide, scale=SCALE, **rules)[:, :, :6]
 
@@ -420,11 +534,17 @@ def test_the_mask_of_keys_does_not_depend_on_padding():
 def test_the_size_of_blocks_does_not_matter(rows, monkeypatch):
     q, k, v, grad = (torch.randn(2, 3, 300, 16, dtype=torch.float64) for _ in range(4))
     bias = torch.randn(3, 599, dtype=torch.float64)
-    rules = {"prefix": torch.tensor([20, 170]), "key_lengths": torch.tensor([300, 250]), "causal": True}
+    rules = {
+        "prefix": torch.tensor([20, 170]),
+        "key_lengths": torch.tensor([300, 250]),
+        "causal": True,
+    }
     rules |= {"keys": ops.dropout_keys(1, 0, 2), "dropout": 0.2, "scale": SCALE}
 
     def run():
-        out, grads = gradients(lambda q, k, v, b: attention(q, k, v, relative_bias=b, **rules), (q, k, v, bias), grad)
+        out, grads = gradients(
+            lambda q, k, v, b: attention(q, k, v, relative_bias=b, **rules), (q, k, v, bias), grad
+        )
         return out, *grads
 
     whole = run()
@@ -438,7 +558,21 @@ def test_opcheck(rules):
     q, k, v = (torch.randn(2, 2, 5, 8, requires_grad=True) for _ in range(3))
     bias, keys = torch.randn(2, 9, requires_grad=True), ops.dropout_keys(1, 0, 2)
     dropout = rules.get("dropout", 0.0)
-    arguments = (q, k, v, bias, None, None, None, keys, SCALE, rules.get("causal", False), dropout, 0, 0)
+    arguments = (
+        q,
+        k,
+        v,
+        bias,
+        None,
+        None,
+        None,
+        keys,
+        SCALE,
+        rules.get("causal", False),
+        dropout,
+        0,
+        0,
+    )
     torch.library.opcheck(torch.ops.shardzoo.attention.default, arguments)
 
 
@@ -480,5 +614,6 @@ def test_attention_compiles_without_a_break():
         return [out.detach(), *torch.autograd.grad(out.square().sum(), q)]
 
     torch.testing.assert_close(
-        computed(torch.compile(ops.attention, backend="aot_eager", fullgraph=True)), computed(ops.attention)
+        computed(torch.compile(ops.attention, backend="aot_eager", fullgraph=True)),
+        computed(ops.attention),
     )

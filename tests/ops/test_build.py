@@ -14,13 +14,23 @@ ROOT = Path(__file__).parents[2]
 
 def build(folder, **environment):
     """Run the extension build into a folder."""
-    command = [sys.executable, "setup.py", "build_ext", "--build-lib", folder / "lib", "--build-temp", folder / "temp"]
+    command = [
+        sys.executable,
+        "setup.py",
+        "build_ext",
+        "--build-lib",
+        folder / "lib",
+        "--build-temp",
+        folder / "temp",
+    ]
     cleared = {
         name: value
         for name, value in os.environ.items()
         if name not in ("CXX", "NVCC", "SHARDZOO_BUILD", "SHARDZOO_CUDA")
     }
-    return subprocess.run(command, cwd=ROOT, env={**cleared, **environment}, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=ROOT, env={**cleared, **environment}, capture_output=True, text=True
+    )
 
 
 @pytest.fixture(params=["none", "broken"])
@@ -31,7 +41,10 @@ def no_compiler(request, tmp_path):
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\necho 'fatal error: this compiler is broken' >&2\nexit 1\n")
     broken.chmod(0o755)
-    return {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SHARDZOO_CUDA": "0"}, "g++ failed: fatal error: this compiler"
+    return {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SHARDZOO_CUDA": "0",
+    }, "g++ failed: fatal error: this compiler"
 
 
 def test_install_succeeds_and_says_so_once(no_compiler, tmp_path):
@@ -55,7 +68,10 @@ def test_a_failing_nvcc_costs_only_the_cuda_kernels(tmp_path):
     library = tmp_path / "lib" / "shardzoo" / "ops" / "_kernels.so"
     done = build(tmp_path, **environment)
     assert done.returncode == 0, done.stderr
-    assert "shardzoo.ops._kernels: without CUDA kernels: nvcc failed: error: unsupported compiler" in done.stderr
+    assert (
+        "shardzoo.ops._kernels: without CUDA kernels: nvcc failed: error: unsupported compiler"
+        in done.stderr
+    )
     assert library.exists()
     done = build(tmp_path, **environment, SHARDZOO_CUDA="1")
     assert "shardzoo.ops._kernels: nvcc failed: error: unsupported compiler" in done.stderr

@@ -16,20 +16,43 @@ QUICK = ["kernels", "--device", "cpu", "--scale", "0.001", "--repetitions", "2",
 
 def test_bench_writes_what_it_measured(tmp_path, capsys):
     report, picture = tmp_path / "out.json", tmp_path / "out.png"
-    chosen = ["--op", "rms_norm", "bias_gelu", "--dtype", "float32", "--json", str(report), "--plot", str(picture)]
+    chosen = [
+        "--op",
+        "rms_norm",
+        "bias_gelu",
+        "--dtype",
+        "float32",
+        "--json",
+        str(report),
+        "--plot",
+        str(picture),
+    ]
     assert bench.main([*QUICK, *chosen]) == 0
     assert "rms_norm" in capsys.readouterr().out
     results = json.loads(report.read_text())["results"]
     assert [result["op"] for result in results] == ["rms_norm", "bias_gelu"]
-    assert all(result["error"] is None and result["timings"]["eager"]["median"] > 0 for result in results)
+    assert all(
+        result["error"] is None and result["timings"]["eager"]["median"] > 0 for result in results
+    )
     assert picture.stat().st_size > 1000
 
 
 def test_bench_measures_rows_and_columns_that_are_asked_for(tmp_path, capsys):
     report = tmp_path / "out.json"
-    chosen = ["--op", "rms_norm", "bias_dropout_residual", "--dtype", "float32", "--shape", "8x33", "16x40"]
+    chosen = [
+        "--op",
+        "rms_norm",
+        "bias_dropout_residual",
+        "--dtype",
+        "float32",
+        "--shape",
+        "8x33",
+        "16x40",
+    ]
     assert bench.main([*QUICK, *chosen, "--json", str(report)]) == 0
-    shapes = [(result["op"], result["shape"]) for result in json.loads(report.read_text())["results"]]
+    shapes = [
+        (result["op"], result["shape"]) for result in json.loads(report.read_text())["results"]
+    ]
     norms = [("rms_norm", shape) for shape in ([8, 33], [16, 40])]
     residuals = [("bias_dropout_residual", shape) for shape in ([8, 1, 33], [8, 2, 40])]
     assert sorted(shapes) == sorted(norms + residuals)
@@ -40,11 +63,23 @@ def test_bench_measures_rows_and_columns_that_are_asked_for(tmp_path, capsys):
 
 def test_bench_measures_attention_beside_that_of_pytorch_and_transformers(tmp_path, capsys):
     report = tmp_path / "out.json"
-    chosen = ["--op", "attention", "attention_causal", "attention_bias", "--dtype", "float32", "--length", "8", "33"]
+    chosen = [
+        "--op",
+        "attention",
+        "attention_causal",
+        "attention_bias",
+        "--dtype",
+        "float32",
+        "--length",
+        "8",
+        "33",
+    ]
     assert bench.main([*QUICK, *chosen, "--json", str(report)]) == 0
     results = json.loads(report.read_text())["results"]
     assert [result["shape"] for result in results] == [[1, 8, 8, 64]] * 3 + [[1, 8, 33, 64]] * 3
-    assert all({"ours", "eager", "written_out", "sdpa"} <= set(result["timings"]) for result in results)
+    assert all(
+        {"ours", "eager", "written_out", "sdpa"} <= set(result["timings"]) for result in results
+    )
     assert {"t5_eager", "t5_sdpa"} <= set(results[2]["timings"])
     assert results[2]["timings"]["ours backward out"]["median"] > 0
     assert not any(result["missing"] for result in results)
@@ -55,15 +90,21 @@ def test_bench_measures_attention_beside_that_of_pytorch_and_transformers(tmp_pa
 def test_all_contenders_for_attention_compute_the_same(name):
     case = next(case for case in cases("cpu", 1 / 128, length=33) if case.name == name)
     tensors = case.make("cpu", torch.float64)
-    written, others = rivals.attention(name == "attention_causal", 1e-12 if name == "attention_bias" else 0.0)
+    written, others = rivals.attention(
+        name == "attention_causal", 1e-12 if name == "attention_bias" else 0.0
+    )
     with torch.no_grad():
         scores = tensors["x"] @ tensors["k"].mT / 8 + tensors.get("written_bias", 0.0)
         hidden = (
-            torch.arange(33)[None] > torch.arange(33)[:, None] if name == "attention_causal" else torch.zeros(1) > 0
+            torch.arange(33)[None] > torch.arange(33)[:, None]
+            if name == "attention_causal"
+            else torch.zeros(1) > 0
         )
         wanted = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ tensors["v"]
         for run in (written, *others.values()):
-            torch.testing.assert_close(run(tensors), wanted, rtol=0, atol=1e-6)  # eager's softmax is in fp32
+            torch.testing.assert_close(
+                run(tensors), wanted, rtol=0, atol=1e-6
+            )  # eager's softmax is in fp32
         if name != "attention_bias":  # its case has dropout
             torch.testing.assert_close(case.ours(tensors), wanted, rtol=0, atol=1e-6)
 
@@ -99,7 +140,9 @@ def test_bench_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
     assert "liger_gelu" in measured["missing"]
 
 
-@pytest.mark.parametrize(("arguments", "status"), [([], 2), (["everything"], 2), ([*QUICK, "--op", "rotation"], 2)])
+@pytest.mark.parametrize(
+    ("arguments", "status"), [([], 2), (["everything"], 2), ([*QUICK, "--op", "rotation"], 2)]
+)
 def test_bench_misuse(arguments, status, capsys):
     assert bench.main(arguments) == status
 

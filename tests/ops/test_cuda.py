@@ -17,7 +17,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import machine_code  # noqa: E402
 
 NVCC, PTXAS = shutil.which("nvcc"), shutil.which("ptxas")
-FILES = sorted(path.stem for path in SOURCES.glob("*.cu") if path.stem != "dispatch") if NVCC else []
+FILES = (
+    sorted(path.stem for path in SOURCES.glob("*.cu") if path.stem != "dispatch") if NVCC else []
+)
 MOST_REGISTERS = 128  # 512 threads of this many fill a multiprocessor's registers
 
 
@@ -26,7 +28,9 @@ def nvcc_works(tmp_path_factory):
     """One that compiles nothing at all says nothing about our kernels."""
     empty = tmp_path_factory.mktemp("nvcc") / "empty.cu"
     empty.write_text("__global__ void nothing() {}\n")
-    if subprocess.run([str(NVCC), "-cubin", str(empty)], capture_output=True, cwd=empty.parent).returncode:
+    if subprocess.run(
+        [str(NVCC), "-cubin", str(empty)], capture_output=True, cwd=empty.parent
+    ).returncode:
         pytest.skip("nvcc does not work here")
 
 
@@ -46,7 +50,9 @@ def test_compiles_lean(name, tmp_path):
     kernels = re.findall(r"\.entry (\S+?)\((.*?)\n}", ptx.read_text(), re.DOTALL)
     assert kernels
     for architecture in every_day(["sm_90"], more=["sm_80"]):
-        report = run(PTXAS, "-O3", f"-arch={architecture}", "-v", ptx, "-o", tmp_path / "kernels.cubin")
+        report = run(
+            PTXAS, "-O3", f"-arch={architecture}", "-v", ptx, "-o", tmp_path / "kernels.cubin"
+        )
         assert not re.search(r"[1-9]\d* bytes (spill|stack frame)", report), report
         registers = [int(count) for count in re.findall(r"Used (\d+) registers", report)]
         assert len(kernels) == len(registers)
@@ -68,5 +74,8 @@ def check_loops(file, cubin):
             of_rows = {"add_layer_norm": 2, "add_rms_norm": 1}.get(kernel.label, 0)  # mean and rstd
             assert sum(".128" not in opcode for opcode in stores) == of_rows, (kernel, dtype)
             assert len(stores) > of_rows or "stats" in kernel.name, (kernel, dtype)
-            assert sum(opcode.startswith("LDG") and ".128" in opcode for opcode in opcodes) > 0, (kernel, dtype)
+            assert sum(opcode.startswith("LDG") and ".128" in opcode for opcode in opcodes) > 0, (
+                kernel,
+                dtype,
+            )
             assert not any(opcode.startswith(("LDL", "STL")) for opcode in opcodes), (kernel, dtype)

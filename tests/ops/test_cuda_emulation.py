@@ -19,7 +19,11 @@ import emulated_build  # noqa: E402
 
 OBJECTS = HERE.parents[1] / "build" / "cuda_emulation"
 # test_edges.py starts processes and maps memory of its own in the tests left out
-MODULES = ["test_variants.py", "test_operators.py", "test_edges.py"] if EVERY_CASE else ["test_variants.py"]
+MODULES = (
+    ["test_variants.py", "test_operators.py", "test_edges.py"]
+    if EVERY_CASE
+    else ["test_variants.py"]
+)
 PARTS = 6  # of the mutants, each of which is compiled for some seconds; a part must end within the limit of a test
 WHICH = "cuda" if EVERY_CASE else "cuda and (matches or runs_its)"
 
@@ -49,9 +53,24 @@ def test_no_access_out_of_bounds(build, module):
 
 
 def check(environment, modules=MODULES):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "emulated", "-k", WHICH]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "emulated",
+        "-k",
+        WHICH,
+    ]
     done = subprocess.run(
-        [*command, *(str(HERE / name) for name in modules)], env=environment, capture_output=True, text=True
+        [*command, *(str(HERE / name) for name in modules)],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
@@ -60,7 +79,12 @@ def check(environment, modules=MODULES):
 @pytest.mark.parametrize("part", range(PARTS))
 def test_broken_kernels_fail(build, part):
     build()
-    command = [sys.executable, str(HERE / "cuda_emulation" / "mutants.py"), str(OBJECTS), f"{part}/{PARTS}"]
+    command = [
+        sys.executable,
+        str(HERE / "cuda_emulation" / "mutants.py"),
+        str(OBJECTS),
+        f"{part}/{PARTS}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": caught") >= 48 // PARTS

@@ -21,7 +21,9 @@ from shardzoo.models.common.parallel_config import ParallelConfig
 from shardzoo.models.common.transformer import CoreAttention
 from shardzoo.ops import library
 
-pytestmark = pytest.mark.skipif(library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels")
+pytestmark = pytest.mark.skipif(
+    library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels"
+)
 MODULE = importlib.import_module("shardzoo.ops.attention")
 SHORT = (torch.float32, torch.bfloat16, torch.float16)
 counts = st.integers(1, 4)
@@ -102,7 +104,12 @@ def problems(draw):
     if kind := draw(st.sampled_from(("", "bool", "added"))):
         mask = torch.randn(shape, generator=generator)
         mask = mask > -0.5 if kind == "bool" else mask
-    return projected[:, :, :heads].transpose(1, 2), *cache[:, :, :, :keys], mask, draw(st.booleans())
+    return (
+        projected[:, :, :heads].transpose(1, 2),
+        *cache[:, :, :, :keys],
+        mask,
+        draw(st.booleans()),
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -123,7 +130,9 @@ def test_attention_that_others_compute():
     q, k = torch.randn(2, 4, 1, 8).bfloat16(), torch.randn(2, 4, 9, 8).bfloat16()
 
     def attend(q=q, k=k, v=None, mask=None, prefix=None):
-        return ops.few_queries_attention(q, k, k if v is None else v, mask, False, prefix, scale=1.0)
+        return ops.few_queries_attention(
+            q, k, k if v is None else v, mask, False, prefix, scale=1.0
+        )
 
     assert attend() is None  # it has no gradient
     with torch.inference_mode():
@@ -139,7 +148,9 @@ def test_attention_that_others_compute():
         assert attend(mask=torch.zeros(1, 1, 1, 9)) is None  # fp32
         assert attend(mask=torch.ones(1, 9).bool()) is None  # two dimensions
         assert attend(prefix=torch.ones(2).long()) is None
-        assert attend(torch.randn(2, 4, 8, 1).bfloat16().mT, k) is not None  # one row has adjacent numbers anyway
+        assert (
+            attend(torch.randn(2, 4, 8, 1).bfloat16().mT, k) is not None
+        )  # one row has adjacent numbers anyway
         assert attend(torch.randn(2, 4, 8, 2).bfloat16().mT, k) is None
         with ops.kernels("reference"):
             assert attend() is None
@@ -159,7 +170,9 @@ def test_nothing_of_a_gpu_decodes_here():
 @pytest.mark.parametrize("kind", ["linear", "LayerNorm", "RMSNorm", "attention"])
 def test_a_compiler_traces_the_layers(kind, mode):
     """As one graph, which must not ask what only an eager call can."""
-    attend = CoreAttention(2, 2, scale=0.5, dropout=0.0, mesh=None, parallel_config=ParallelConfig())
+    attend = CoreAttention(
+        2, 2, scale=0.5, dropout=0.0, mesh=None, parallel_config=ParallelConfig()
+    )
     functions = {
         "linear": lambda x: ops.linear(x, torch.ones(3, 8)),
         "attention": lambda x: attend(x[None], x[None], x[None], None, None, True),

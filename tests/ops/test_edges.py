@@ -54,7 +54,9 @@ def test_layouts_do_not_matter(zoo, case_name, variant, rows, columns, seed, how
         for name, t in case.tensors.items()
     }
     expected = case.run(variant, torch.float32)
-    other = zoo.Case(case.function, moved, case.differentiable, case.constants).run(variant, torch.float32)
+    other = zoo.Case(case.function, moved, case.differentiable, case.constants).run(
+        variant, torch.float32
+    )
     for name, value in expected.items():
         if variant == "reference":
             torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-5)
@@ -66,7 +68,10 @@ def test_layouts_do_not_matter(zoo, case_name, variant, rows, columns, seed, how
 @given(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
     columns=st.integers(1, 70),
-    special=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 69), st.sampled_from([NAN, INF, -INF])), max_size=4),
+    special=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 69), st.sampled_from([NAN, INF, -INF])),
+        max_size=4,
+    ),
 )
 def test_non_finite_inputs(zoo, case_name, variant, dtype, columns, special):
     """NaN and infinities come out where the fp64 reference has them, and nowhere else."""
@@ -76,7 +81,13 @@ def test_non_finite_inputs(zoo, case_name, variant, dtype, columns, special):
         first[row % len(first), column % columns] = value
     expected = case.rounded(dtype).run("reference", torch.float64, with_grad=False)
     # one number normalizes to rounding errors, and a maximum of 1e300 is another one in fp32
-    zoo.close(case.run(variant, dtype, with_grad=False), expected, dtype, slack=2.0, floor=1.0 if columns == 1 else 0.0)
+    zoo.close(
+        case.run(variant, dtype, with_grad=False),
+        expected,
+        dtype,
+        slack=2.0,
+        floor=1.0 if columns == 1 else 0.0,
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)], ids=str)
@@ -88,7 +99,11 @@ def test_empty(variant, shape):
             ops.bias_gelu(x, weight),
             ops.swiglu(x, x),
             ops.dropout(x, 0.5, ops.dropout_keys(1, 0, 2)),
-            *([ops.rms_norm(x, weight, 1e-6), ops.layer_norm(x, weight, weight, 1e-5)] if shape[-1] else []),
+            *(
+                [ops.rms_norm(x, weight, 1e-6), ops.layer_norm(x, weight, weight, 1e-5)]
+                if shape[-1]
+                else []
+            ),
             ops.masked_softmax(x[None], causal=True)[0],
         ]
         assert all(result.shape == x.shape for result in results)
@@ -112,7 +127,9 @@ def test_rows_that_see_nothing_are_zero(variant, dtype):
     assert not scores.grad[1, :, 2].any()
     assert not scores.grad.isnan().any()
     assert not tall[:, :, :15].any()
-    torch.testing.assert_close(tall[:, :, 15:].sum(-1).float(), torch.ones(2, 2, 4), rtol=2**-7, atol=0)
+    torch.testing.assert_close(
+        tall[:, :, 15:].sum(-1).float(), torch.ones(2, 2, 4), rtol=2**-7, atol=0
+    )
 
 
 @pytest.mark.parametrize("hidden", [-1e4, -1e10, -1e15, "least"])
@@ -159,7 +176,12 @@ def test_sequence_lengths(zoo, variant, length):
     x = torch.randn(1, 1, 2, length, dtype=torch.float64)
     case = zoo.Case(ops.masked_softmax, {"scores": x}, ("scores",), {"scale": 0.7})
     expected = case.rounded(torch.float32).run("reference", torch.float64)
-    zoo.close(case.run(variant, torch.float32), expected, torch.float32, floor=1e-6 if length == 1 else 0.0)
+    zoo.close(
+        case.run(variant, torch.float32),
+        expected,
+        torch.float32,
+        floor=1e-6 if length == 1 else 0.0,
+    )
 
 
 @pytest.mark.parametrize(("classes", "tokens"), [(7, 5), (250112, 3)])
@@ -178,26 +200,33 @@ def test_vocabularies_in_shards(variant, classes, tokens):
         padded[:, :columns] = logits[:, first : first + columns]
         shards.append((padded, first, columns))
     with ops.kernels(variant):
-        stats = [ops.cross_entropy_stats(shard, target, first, columns) for shard, first, columns in shards]
+        stats = [
+            ops.cross_entropy_stats(shard, target, first, columns)
+            for shard, first, columns in shards
+        ]
         top = torch.stack([s[0] for s in stats]).amax(0)
         log_z = top + torch.log(sum(s[1] * torch.exp(s[0] - top) for s in stats))
         picked, total = sum(s[2] for s in stats), sum(s[3] for s in stats)
         losses = ops.cross_entropy_loss(log_z, picked, total, target, **smoothing)
         grads = [
-            ops.cross_entropy_grad(shard, target, torch.ones(tokens), log_z, first=first, columns=columns, **smoothing)[
-                :, :columns
-            ]
+            ops.cross_entropy_grad(
+                shard, target, torch.ones(tokens), log_z, first=first, columns=columns, **smoothing
+            )[:, :columns]
             for shard, first, columns in shards
         ]
     wide = logits.double().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(wide, target, reduction="none", label_smoothing=0.1)
+    expected = torch.nn.functional.cross_entropy(
+        wide, target, reduction="none", label_smoothing=0.1
+    )
     expected = expected + (target != -100) * 1e-3 * wide.logsumexp(-1).square()
     expected.sum().backward()
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.cat(grads, 1).double(), wide.grad, rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("floats", every_day([torch.bfloat16, torch.float32], more=[torch.float16, torch.float64]))
+@pytest.mark.parametrize(
+    "floats", every_day([torch.bfloat16, torch.float32], more=[torch.float16, torch.float64])
+)
 def test_same_bits_for_any_thread_count(zoo, case_name, floats):
     """And from run to run; PyTorch's own operators do not promise it."""
     if "cpp" not in zoo.variants:
@@ -220,15 +249,25 @@ def repeated_rows(count: int, columns: int) -> Iterator[torch.Tensor]:
     """[count, columns] in bf16 and zero: rows 0, 32, 64, ... are one memory, and so on; the last row is of its own."""
     chunk, row = 64 * columns, 2 * columns  # bytes
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *[ctypes.c_size_t] * 5]
+    libc.mmap.restype, libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_void_p, *[ctypes.c_size_t] * 5],
+    )
     file = os.memfd_create("rows")
     os.truncate(file, chunk + row)
-    start = libc.mmap(None, count * row, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 2**64 - 1, 0)
-    places = [*((offset, 0, chunk) for offset in range(0, (count - 1) * row, chunk)), ((count - 1) * row, chunk, row)]
+    start = libc.mmap(
+        None, count * row, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 2**64 - 1, 0
+    )
+    places = [
+        *((offset, 0, chunk) for offset in range(0, (count - 1) * row, chunk)),
+        ((count - 1) * row, chunk, row),
+    ]
     for offset, source, size in places:
         place = start + offset
         fixed = mmap.MAP_SHARED | 0x10  # MAP_FIXED
-        assert libc.mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, fixed, file, source) == place
+        assert (
+            libc.mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, fixed, file, source) == place
+        )
     os.close(file)
     memory = (ctypes.c_char * (count * row)).from_address(start)
     yield torch.frombuffer(memory, dtype=torch.bfloat16).view(count, -1)
@@ -246,16 +285,30 @@ def test_offsets_beyond_two_to_the_31(zoo):
         assert not x[:32].any()
 
 
-@pytest.mark.parametrize("isa", every_day(["baseline"], more=["x86-64-v3", "x86-64-v4", "x86-64-v4+bf16"]))
+@pytest.mark.parametrize(
+    "isa", every_day(["baseline"], more=["x86-64-v3", "x86-64-v4", "x86-64-v4+bf16"])
+)
 def test_every_instruction_set(isa):
     """The same cases on the code for older processors, in a process that asks for it."""
     names = ("test_few", "test_a_row", "test_non_finite", "test_the_kernel", "test_a_sum")
     chosen = " or ".join(("(test_matches_fp64 and cpp and 5 and 37)", *names))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", chosen]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        "-k",
+        chosen,
+    ]
     files = [
         os.path.join(os.path.dirname(__file__), name)
         for name in ("test_variants.py", "test_matmul.py", "test_attention.py")
     ]
     environment = {**os.environ, "SHARDZOO_CPU_ISA": isa}
     done = subprocess.run([*command, *files], env=environment, capture_output=True, text=True)
-    assert done.returncode in (0, 5), done.stdout[-3000:]  # 5: nothing to run, because nothing is compiled
+    assert done.returncode in (0, 5), done.stdout[
+        -3000:
+    ]  # 5: nothing to run, because nothing is compiled

@@ -15,14 +15,22 @@ def test_gpu_matches_fp64(zoo, case_name, variant, dtype, sizes):
         return
     case = zoo.cases(*sizes)[case_name]
     expected = case.rounded(dtype).run("reference", torch.float64)
-    moved = {name: t.to(zoo.device) if isinstance(t, torch.Tensor) else t for name, t in case.tensors.items()}
-    results = zoo.Case(case.function, moved, case.differentiable, case.constants).run(variant, dtype)
+    moved = {
+        name: t.to(zoo.device) if isinstance(t, torch.Tensor) else t
+        for name, t in case.tensors.items()
+    }
+    results = zoo.Case(case.function, moved, case.differentiable, case.constants).run(
+        variant, dtype
+    )
     zoo.close({name: value.cpu() for name, value in results.items()}, expected, dtype, slack=4.0)
 
 
 def test_gpu_is_reproducible(zoo, case_name, variant):
     case = zoo.cases(150, 256)[case_name]
-    moved = {name: t.to(zoo.device) if isinstance(t, torch.Tensor) else t for name, t in case.tensors.items()}
+    moved = {
+        name: t.to(zoo.device) if isinstance(t, torch.Tensor) else t
+        for name, t in case.tensors.items()
+    }
     case = zoo.Case(case.function, moved, case.differentiable, case.constants)
     first, second = case.run(variant, torch.bfloat16), case.run(variant, torch.bfloat16)
     assert all(torch.equal(value, second[name]) for name, value in first.items())

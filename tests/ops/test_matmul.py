@@ -44,7 +44,9 @@ def results(function, *inputs):
     output = function(*leaves)
     g = torch.Generator().manual_seed(9)
     grads = torch.autograd.grad(
-        output, [x for x in leaves if x is not None], torch.randn(output.shape, generator=g).to(output.dtype)
+        output,
+        [x for x in leaves if x is not None],
+        torch.randn(output.shape, generator=g).to(output.dtype),
     )
     return [output.detach(), *grads]
 
@@ -59,9 +61,14 @@ def test_attention_is_that_of_pytorch(dtype, pooled):
     """Up to the order of sums: another layout in memory is another kernel."""
     q, k, v = (heads(seed, dtype) for seed in range(3))
     scores = results(lambda q, k: matmul(q, k.mT), q, k)
-    tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 430 * torch.finfo(dtype).eps}  # of sums of 430 terms
+    tolerance = {
+        "rtol": 8 * torch.finfo(dtype).eps,
+        "atol": 430 * torch.finfo(dtype).eps,
+    }  # of sums of 430 terms
     torch.testing.assert_close(scores, results(lambda q, k: q @ k.mT, q, k), **tolerance)
-    torch.testing.assert_close(results(matmul, scores[0], v), results(torch.matmul, scores[0], v), **tolerance)
+    torch.testing.assert_close(
+        results(matmul, scores[0], v), results(torch.matmul, scores[0], v), **tolerance
+    )
     large = (2, 3, 430, 430)
     assert pooled == [large, large]  # the scores, and the gradient of the weights
 
@@ -69,12 +76,16 @@ def test_attention_is_that_of_pytorch(dtype, pooled):
 @pytest.mark.parametrize("biased", [True, False])
 def test_linear_has_the_bits_of_pytorch(dtype, biased, pooled):
     g = torch.Generator().manual_seed(4)
-    x, weight, bias = (torch.randn(*size, generator=g).to(dtype) for size in ((2, 900, 64), (1250, 64), (1250,)))
+    x, weight, bias = (
+        torch.randn(*size, generator=g).to(dtype) for size in ((2, 900, 64), (1250, 64), (1250,))
+    )
     for rows in (x, x.transpose(0, 1), x[0]):
         inputs = (rows, weight, bias if biased else None)
         pooled.clear()
         assert_same_bits(results(linear, *inputs), results(F.linear, *inputs))
-        large = rows.numel() // 64 * 1250 * dtype.itemsize >= POOLED and (rows.is_contiguous() or not biased)
+        large = rows.numel() // 64 * 1250 * dtype.itemsize >= POOLED and (
+            rows.is_contiguous() or not biased
+        )
         assert pooled == ([(*rows.shape[:-1], 1250)] if large else [])
     with torch.no_grad():
         assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
@@ -106,8 +117,15 @@ def test_heads_stay_where_they_are(pooled):
         assert tensor.stride() == q.stride()
 
 
-needs_kernels = pytest.mark.skipif(library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels")
-ROUNDING = {torch.float32: 2**-24, torch.float64: 2**-53, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+needs_kernels = pytest.mark.skipif(
+    library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels"
+)
+ROUNDING = {
+    torch.float32: 2**-24,
+    torch.float64: 2**-53,
+    torch.bfloat16: 2**-8,
+    torch.float16: 2**-11,
+}
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 by_kernel = pytest.mark.parametrize("kind", KERNEL_DTYPES, ids=str)
 
@@ -136,8 +154,15 @@ def multiply(a, b, bias=None):
 def factors(rows, depth, columns, kind, a_across=False, b_across=False):
     """a, b and a bias; the numbers of a's rows or columns are adjacent, and those of b's."""
     g = torch.Generator().manual_seed(rows + depth + columns)
-    a, b, bias = (torch.randn(*size, generator=g).to(kind) for size in ((rows, depth), (depth, columns), (columns,)))
-    return a.t().contiguous().t() if a_across else a, b if b_across else b.t().contiguous().t(), bias
+    a, b, bias = (
+        torch.randn(*size, generator=g).to(kind)
+        for size in ((rows, depth), (depth, columns), (columns,))
+    )
+    return (
+        a.t().contiguous().t() if a_across else a,
+        b if b_across else b.t().contiguous().t(),
+        bias,
+    )
 
 
 def assert_rounded_once(result, a, b, bias):
@@ -146,7 +171,9 @@ def assert_rounded_once(result, a, b, bias):
     if bias is not None:
         exact, sizes = exact + bias.double(), sizes + bias.double().abs()
     allowed = ROUNDING[result.dtype] * exact.abs() + (a.shape[1] + 2) * 2**-24 * sizes
-    smallest = 2**-25 if result.dtype == torch.float16 else 0  # half of the step between its subnormal numbers
+    smallest = (
+        2**-25 if result.dtype == torch.float16 else 0
+    )  # half of the step between its subnormal numbers
     assert ((result.double() - exact).abs() <= 1.01 * allowed + smallest).all()
 
 
@@ -156,8 +183,24 @@ def assert_rounded_once(result, a, b, bias):
 @pytest.mark.parametrize("b_across", [False, True])
 def test_the_kernel_rounds_once(kind, a_across, b_across):
     """Sizes about those of tiles, panels, blocks and parts, and odd depths, which leave half of a pair of bf16."""
-    sizes = [(1, 1, 1), (7, 5, 3), (8, 64, 48), (9, 65, 49), (16, 2, 16), (17, 128, 33), (65, 129, 95), (129, 31, 193)]
-    sizes += [(130, 1023, 200), (33, 1024, 97), (20, 1025, 50), (40, 2501, 60), (1030, 40, 50), (30, 33, 3100)]
+    sizes = [
+        (1, 1, 1),
+        (7, 5, 3),
+        (8, 64, 48),
+        (9, 65, 49),
+        (16, 2, 16),
+        (17, 128, 33),
+        (65, 129, 95),
+        (129, 31, 193),
+    ]
+    sizes += [
+        (130, 1023, 200),
+        (33, 1024, 97),
+        (20, 1025, 50),
+        (40, 2501, 60),
+        (1030, 40, 50),
+        (30, 33, 3100),
+    ]
     sizes += [(1100, 1100, 70), (70, 1100, 1600), (33, 768, 97), (20, 769, 49), (9, 1537, 47)]
     for size in sizes:
         a, b, bias = factors(*size, kind, a_across, b_across)
@@ -177,7 +220,9 @@ def test_the_kernel_serves_types_that_pytorch_multiplies_slowly(kind, amd, suppo
     for cached in (MODULE._kernel_dtypes, MODULE._types_without_library):
         monkeypatch.setattr(MODULE, cached.__name__, cached.__wrapped__)
     seen, compute = [], MODULE._multiply
-    monkeypatch.setattr(MODULE, "_multiply", lambda a, b, bias: seen.append(compute(a, b, bias)) or seen[-1])
+    monkeypatch.setattr(
+        MODULE, "_multiply", lambda a, b, bias: seen.append(compute(a, b, bias)) or seen[-1]
+    )
     slow = not supported and kind != torch.float32
     for rows, ours in ((16, False), (512, slow), (4096, slow or amd)):
         x, weight = torch.randn(rows, 128).to(kind), torch.randn(64, 128).to(kind)
@@ -203,7 +248,9 @@ def test_batches_of_a_type_without_library_are_rounded_once(kind, monkeypatch):
         x, y, z = a.double(), b.double(), grad.double()
         for actual, exact in zip((output, *grads), (x @ y, z @ y.mT, x.mT @ z), strict=True):
             assert actual.dtype == kind
-            torch.testing.assert_close(actual.double(), exact, rtol=1.01 * ROUNDING[kind], atol=1e-4)
+            torch.testing.assert_close(
+                actual.double(), exact, rtol=1.01 * ROUNDING[kind], atol=1e-4
+            )
     assert seen.count(torch.float32) == 6
 
 
@@ -213,7 +260,11 @@ def test_the_kernel_reads_parts_of_larger_matrices(kind):
     g = torch.Generator().manual_seed(1)
     whole = torch.randn(301, 303, generator=g).to(kind)
     for first in (0, 1):  # with an odd offset or stride, pairs of bf16 are not aligned
-        for a in (whole[first:200, first:150], whole.t()[first:200, first:150], whole[::2, first : first + 100]):
+        for a in (
+            whole[first:200, first:150],
+            whole.t()[first:200, first:150],
+            whole[::2, first : first + 100],
+        ):
             b = whole[: a.shape[1], 3:90]
             assert_rounded_once(multiply(a, b), a, b, None)
     row = whole[:1, :150].expand(40, 150)
@@ -232,7 +283,11 @@ def test_a_sum_depends_on_its_terms_alone(kind):
             assert torch.equal(multiply(a, b, bias), whole)
     finally:
         torch.set_num_threads(threads)
-    for rows, columns in ((slice(0, 1), slice(0, 1)), (slice(5, 131), slice(0, 210)), (slice(0, 300), slice(17, 90))):
+    for rows, columns in (
+        (slice(0, 1), slice(0, 1)),
+        (slice(5, 131), slice(0, 210)),
+        (slice(0, 300), slice(17, 90)),
+    ):
         assert torch.equal(multiply(a[rows], b[:, columns], bias[columns]), whole[rows, columns])
     assert torch.equal(multiply(a.t().contiguous().t(), b.contiguous(), bias), whole)
 
@@ -268,15 +323,22 @@ def test_the_kernel_gives_way():
 @by_kernel
 def test_products_of_a_layer_and_its_gradients_are_the_kernels(kind, products):
     g = torch.Generator().manual_seed(4)
-    x, weight, bias = (torch.randn(*size, generator=g).to(kind) for size in ((2, 140, 96), (60, 96), (60,)))
+    x, weight, bias = (
+        torch.randn(*size, generator=g).to(kind) for size in ((2, 140, 96), (60, 96), (60,))
+    )
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
     wide = [tensor.double().requires_grad_() for tensor in (x, weight, bias)]
     grad = torch.randn(2, 140, 60, generator=g).to(kind)
     output, exact = linear(*leaves), F.linear(*wide)
-    found, true = torch.autograd.grad(output, leaves, grad), torch.autograd.grad(exact, wide, grad.double())
+    found, true = (
+        torch.autograd.grad(output, leaves, grad),
+        torch.autograd.grad(exact, wide, grad.double()),
+    )
     for own, other in zip((output, *found), (exact, *true), strict=True):
         assert own.dtype == kind
-        torch.testing.assert_close(own.double(), other, rtol=2 * ROUNDING[kind], atol=1e-4 if own.dim() > 1 else 1)
+        torch.testing.assert_close(
+            own.double(), other, rtol=2 * ROUNDING[kind], atol=1e-4 if own.dim() > 1 else 1
+        )
     assert products == [(280, 96, 60), (280, 60, 96), (60, 280, 96)]
     a = x[0].clone().requires_grad_()
     matmul(a, weight.t()).sum().backward()
@@ -308,7 +370,11 @@ def test_pairs_of_bf16_survive_where_denormal_numbers_do_not():
     a, b, _ = factors(40, 64, 50, torch.bfloat16)
     a[:, 1::2] = 0
     q = a[None, None, :32]
-    threads, wanted, mixed = torch.get_num_threads(), multiply(a, b), ops.attention(q, q, q, scale=0.1)
+    threads, wanted, mixed = (
+        torch.get_num_threads(),
+        multiply(a, b),
+        ops.attention(q, q, q, scale=0.1),
+    )
     torch.set_num_threads(1)
     try:
         if not torch.set_flush_denormal(True):
@@ -322,7 +388,9 @@ def test_pairs_of_bf16_survive_where_denormal_numbers_do_not():
 
 def test_gradients_of_complex_numbers_and_forward_ones():
     g = torch.Generator().manual_seed(4)
-    x, weight = (torch.randn(*size, generator=g, dtype=torch.complex64) for size in ((512, 512), (512, 512)))
+    x, weight = (
+        torch.randn(*size, generator=g, dtype=torch.complex64) for size in ((512, 512), (512, 512))
+    )
     assert_same_bits(results(linear, x, weight, None), results(F.linear, x, weight, None))
     assert_same_bits(results(matmul, x, weight), results(torch.matmul, x, weight))
     x, weight, tangent = x.real.contiguous(), weight.real.contiguous(), weight.imag.contiguous()
@@ -359,7 +427,9 @@ def test_nobody_who_looks_is_passed_by(pooled):
 @by_kernel
 def test_compiled_code_has_the_products_of_plain_code(kind, products):
     g = torch.Generator().manual_seed(4)
-    x, weight, bias = (torch.randn(*size, generator=g).to(kind) for size in ((2, 140, 96), (60, 96), (60,)))
+    x, weight, bias = (
+        torch.randn(*size, generator=g).to(kind) for size in ((2, 140, 96), (60, 96), (60,))
+    )
     for inputs in ((x, weight, bias), (x.transpose(0, 1), weight, None), (x[0], weight, bias)):
         products.clear()
         expected, plain = results(linear, *inputs), products.copy()
@@ -382,7 +452,10 @@ def test_compiled_products_that_the_kernel_does_not_suit_are_pytorchs(monkeypatc
     x, weight, bias = torch.randn(256, 300), torch.randn(300, 300), torch.randn(300)
     others = [(256, torch.float64), (256, torch.complex64), (8, torch.float32)]
     for rows, kind in others if kinds else [*others, (256, torch.float32)]:
-        inputs = [tensor.to(kind) * (1 - 1j if kind.is_complex else 1) for tensor in (x[:rows], weight, bias)]
+        inputs = [
+            tensor.to(kind) * (1 - 1j if kind.is_complex else 1)
+            for tensor in (x[:rows], weight, bias)
+        ]
         assert_same_bits(results(compiled(linear), *inputs), results(F.linear, *inputs))
     with torch.autocast("cpu", torch.bfloat16):
         assert_same_bits(results(compiled(linear), x, weight), results(F.linear, x, weight))
@@ -459,7 +532,9 @@ def test_few_rows_match_fp64(columns, dtype, calls):
                 with torch.inference_mode():
                     y = ops.linear(x, weight, added)
                 expected_calls += 1
-                wanted = F.linear(x.double(), weight.double(), None if added is None else added.double())
+                wanted = F.linear(
+                    x.double(), weight.double(), None if added is None else added.double()
+                )
                 terms = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
                 wide = ROUNDING[dtype] if dtype == torch.float64 else ROUNDING[torch.float32]
                 allowed = ROUNDING[dtype] * wanted.abs() + 16 * wide * terms
@@ -469,7 +544,9 @@ def test_few_rows_match_fp64(columns, dtype, calls):
 
 
 @needs_kernels
-@pytest.mark.parametrize(("kind", "most"), [(torch.float32, 32), (torch.bfloat16, 8), (torch.float16, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "most"), [(torch.float32, 32), (torch.bfloat16, 8), (torch.float16, 8)], ids=str
+)
 def test_a_row_depends_on_nothing_else(kind, most, calls):
     x, weight, bias = operands((most, 200), 75, kind)
     threads = torch.get_num_threads()

@@ -20,7 +20,12 @@ BENCHED = pytest.mark.parametrize("name", SMALL)
 OPCHECKED = pytest.mark.parametrize("name", by_turns(SMALL, 2))
 # Gradient formulas and traces are the same whatever kernel runs; Triton's interpreter would take long over them.
 OPCHECKS = {"triton": ("test_schema", "test_faketensor")}
-EVERY_OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+EVERY_OPCHECK = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
 
 
 def forward_and_backward(name, dtype=torch.float32):
@@ -52,13 +57,19 @@ def shrink(tensor):
 def test_opcheck(name, variant):
     with ops.kernels(variant):
         for op, arguments in forward_and_backward(name):
-            leaves = not op.endswith(("_backward", "_stats", "_grad"))  # these have no gradient of their own
+            leaves = not op.endswith(
+                ("_backward", "_stats", "_grad")
+            )  # these have no gradient of their own
             differentiable = [
-                a.detach().requires_grad_(leaves) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+                a.detach().requires_grad_(leaves)
+                if isinstance(a, torch.Tensor) and a.is_floating_point()
+                else a
                 for a in arguments
             ]
             overload = getattr(torch.ops.shardzoo, op).default
-            torch.library.opcheck(overload, tuple(differentiable), test_utils=OPCHECKS.get(variant, EVERY_OPCHECK))
+            torch.library.opcheck(
+                overload, tuple(differentiable), test_utils=OPCHECKS.get(variant, EVERY_OPCHECK)
+            )
 
 
 @OPCHECKED
@@ -67,23 +78,31 @@ def test_opcheck_of_out_forms(name, variant):
         for op, arguments in forward_and_backward(name):
             arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
             outputs = OPS[op].allocate(*arguments)
-            named = {key: value.zero_() for key, value in zip(OPS[op].outputs, outputs, strict=True)}
+            named = {
+                key: value.zero_() for key, value in zip(OPS[op].outputs, outputs, strict=True)
+            }
             overload = getattr(torch.ops.shardzoo, f"{op}_out").default
-            torch.library.opcheck(overload, arguments, named, test_utils=OPCHECKS.get(variant, EVERY_OPCHECK))
+            torch.library.opcheck(
+                overload, arguments, named, test_utils=OPCHECKS.get(variant, EVERY_OPCHECK)
+            )
 
 
 def test_opcheck_of_the_whole_loss(variant):
     logits = torch.randn(6, 40, requires_grad=True)
     target = torch.tensor([0, 39, -100, 5, 5, 7])
     with ops.kernels(variant):
-        torch.library.opcheck(torch.ops.shardzoo.cross_entropy.default, (logits, target, 0.1, 0.01, -100))
+        torch.library.opcheck(
+            torch.ops.shardzoo.cross_entropy.default, (logits, target, 0.1, 0.01, -100)
+        )
         settings = (0, 40, 40, 0.0, 0.0, -100)
         arguments = (logits.detach(), target, torch.ones(6), torch.ones(6), *settings)
         torch.library.opcheck(torch.ops.shardzoo.cross_entropy_grad_.default, arguments)
 
 
 @BENCHED
-@pytest.mark.parametrize("floats", every_day([torch.bfloat16], more=[torch.float32, torch.float16, torch.float64]))
+@pytest.mark.parametrize(
+    "floats", every_day([torch.bfloat16], more=[torch.float32, torch.float16, torch.float64])
+)
 def test_out_overwrites_everything(name, variant, floats):
     """Outputs filled with NaN before hold exactly what the allocating form returns."""
     with ops.kernels(variant):
@@ -91,7 +110,8 @@ def test_out_overwrites_everything(name, variant, floats):
             expected = getattr(torch.ops.shardzoo, op)(*arguments)
             expected = expected if isinstance(expected, tuple) else (expected,)
             outputs = {
-                key: torch.full_like(value, float("nan")) for key, value in zip(OPS[op].outputs, expected, strict=True)
+                key: torch.full_like(value, float("nan"))
+                for key, value in zip(OPS[op].outputs, expected, strict=True)
             }
             getattr(torch.ops.shardzoo, f"{op}_out")(*arguments, **outputs)
             for value, wanted in zip(outputs.values(), expected, strict=True):
@@ -124,7 +144,10 @@ def test_compiles_without_graph_breaks():
         h = ops.rms_norm(x, weight, 1e-6)
         return ops.bias_gelu(h, bias).sum() + ops.masked_softmax(scores, causal=True).square().sum()
 
-    tensors = [torch.randn(*shape, requires_grad=True) for shape in ((4, 6, 16), (16,), (16,), (1, 2, 5, 5))]
+    tensors = [
+        torch.randn(*shape, requires_grad=True)
+        for shape in ((4, 6, 16), (16,), (16,), (1, 2, 5, 5))
+    ]
     expected = torch.autograd.grad(block(*tensors), tensors)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for got, wanted in zip(torch.autograd.grad(compiled(*tensors), tensors), expected, strict=True):
@@ -163,7 +186,10 @@ def test_dispatch(set_kernels):
         assert ops.current_choice() == "auto"
         with ops.kernels("reference"):
             assert ops.current_choice() == "reference"
-    with ops.kernels("cuda"), pytest.raises(RuntimeError, match="cuda kernels do not run on cpu tensors"):
+    with (
+        ops.kernels("cuda"),
+        pytest.raises(RuntimeError, match="cuda kernels do not run on cpu tensors"),
+    ):
         ops.bias_gelu(torch.ones(3))
     with pytest.raises(ValueError, match="'fast' do not exist; use one of auto, reference"):
         ops.kernels("fast").__enter__()
@@ -172,7 +198,9 @@ def test_dispatch(set_kernels):
         ops.bias_gelu(torch.ones(3))
 
 
-@pytest.mark.skipif(not library.emulates_cuda(), reason="test_cuda_emulation.py runs this with its own library")
+@pytest.mark.skipif(
+    not library.emulates_cuda(), reason="test_cuda_emulation.py runs this with its own library"
+)
 def test_library_that_emulates_cuda_runs_its_kernels_on_cpu_tensors():
     x = torch.randn(2, 8)
     with ops.kernels("cuda"):
@@ -180,7 +208,10 @@ def test_library_that_emulates_cuda_runs_its_kernels_on_cpu_tensors():
         torch.testing.assert_close(ops.bias_gelu(x), torch.nn.functional.gelu(x))
     with ops.kernels("auto"):
         assert library.choose_variant("cpu") == "reference"
-    with ops.kernels("cpp"), pytest.raises(RuntimeError, match="runs its CUDA kernels on CPU tensors"):
+    with (
+        ops.kernels("cpp"),
+        pytest.raises(RuntimeError, match="runs its CUDA kernels on CPU tensors"),
+    ):
         ops.bias_gelu(x)
 
 
@@ -205,8 +236,14 @@ def errors():
     return {
         "scores": (lambda: ops.masked_softmax(x), r"\[B, N, Sq, Sk\], got shape \(2, 3, 4\)"),
         "prefix": (lambda: ops.masked_softmax(scores, prefix=keys), "needs causal=True"),
-        "mask": (lambda: ops.masked_softmax(scores, torch.ones(4, 4) > 0), r"\(4, 4\) does not broadcast"),
-        "integer mask": (lambda: ops.masked_softmax(scores, torch.ones(4, 5, dtype=torch.int64)), "must be boolean"),
+        "mask": (
+            lambda: ops.masked_softmax(scores, torch.ones(4, 4) > 0),
+            r"\(4, 4\) does not broadcast",
+        ),
+        "integer mask": (
+            lambda: ops.masked_softmax(scores, torch.ones(4, 5, dtype=torch.int64)),
+            "must be boolean",
+        ),
         "softmax keys": (lambda: ops.masked_softmax(scores, dropout=0.1), "needs int64 `keys`"),
         "p": (lambda: ops.dropout(x, 1.0, keys), "less than 1, got 1.0"),
         "keys": (lambda: ops.dropout(x, 0.5, keys[:1]), r"shape \(2,\); got shape \(1,\)"),
@@ -216,7 +253,10 @@ def errors():
         "glu": (lambda: ops.swiglu(x, x[:1]), "same shape"),
         "norm": (lambda: ops.rms_norm(x, torch.ones(3), 1e-6), r"got \(3,\)"),
         "residual": (lambda: ops.add_rms_norm(x, x[:1], torch.ones(4), 1e-6), "same shape"),
-        "target": (lambda: ops.cross_entropy(x[0], torch.zeros(4, dtype=torch.int64)), r"target \[T\]"),
+        "target": (
+            lambda: ops.cross_entropy(x[0], torch.zeros(4, dtype=torch.int64)),
+            r"target \[T\]",
+        ),
         "columns": (lambda: ops.cross_entropy_stats(x[0], keys, 0, 5), r"0\.\.4, got 5|target"),
     }
 
@@ -230,13 +270,17 @@ def test_user_errors(name):
 
 def test_outputs_without_a_gradient(variant):
     """Only one of two outputs is used: the other has no gradient, which is not the same as a zero tensor."""
-    x, residual, weight = (torch.randn(*shape, requires_grad=True) for shape in ((3, 8), (3, 8), (8,)))
+    x, residual, weight = (
+        torch.randn(*shape, requires_grad=True) for shape in ((3, 8), (3, 8), (8,))
+    )
     for only in (0, 1):
         with ops.kernels(variant):
             outputs = ops.add_rms_norm(x, residual, weight, 1e-6)
             grad = torch.autograd.grad(outputs[only].sum(), residual)[0]
         with ops.kernels("reference"):
-            wanted = torch.autograd.grad(ops.add_rms_norm(x, residual, weight, 1e-6)[only].sum(), residual)[0]
+            wanted = torch.autograd.grad(
+                ops.add_rms_norm(x, residual, weight, 1e-6)[only].sum(), residual
+            )[0]
         torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(grad, torch.ones(3, 8))
 
@@ -245,7 +289,9 @@ def test_narrow_integers_are_read_right(variant):
     logits, target = torch.randn(4, 9), torch.tensor([8, 0, 3, -100])
     scores, prefix = torch.randn(2, 1, 3, 5), torch.tensor([2, 0])
     with ops.kernels(variant):
-        assert torch.equal(ops.cross_entropy(logits, target.int()), ops.cross_entropy(logits, target))
+        assert torch.equal(
+            ops.cross_entropy(logits, target.int()), ops.cross_entropy(logits, target)
+        )
         narrow = ops.masked_softmax(scores, causal=True, prefix=prefix.int())
         assert torch.equal(narrow, ops.masked_softmax(scores, causal=True, prefix=prefix))
 
@@ -275,6 +321,8 @@ def test_who_looks_at_a_call_sees_the_operator():
         expected = norm(x)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             assert norm(mode.from_tensor(x)).shape == x.shape
-        torch.testing.assert_close(torch.compile(norm, fullgraph=True, backend=backend)(x), expected)
+        torch.testing.assert_close(
+            torch.compile(norm, fullgraph=True, backend=backend)(x), expected
+        )
         torch.testing.assert_close(torch.func.vmap(norm)(x), expected)
     assert any("shardzoo" in str(node.target) for node in graphs[0].graph.nodes)

@@ -15,7 +15,9 @@ from shardzoo import ops
 from shardzoo.ops import library
 
 LARGE = (1 << 10, 1 << 11)  # 8 MiB of fp32
-pytestmark = pytest.mark.skipif(library.load_error() is not None, reason="the pool is a compiled part")
+pytestmark = pytest.mark.skipif(
+    library.load_error() is not None, reason="the pool is a compiled part"
+)
 
 
 def idle():
@@ -30,7 +32,9 @@ def test_freed_memory_is_used_again():
     first = gelu(1.0)
     place, before = first.data_ptr(), idle()
     del first
-    assert 8 << 20 <= idle() - before <= 10 << 20  # a block of up to a quarter more may have been lying there
+    assert (
+        8 << 20 <= idle() - before <= 10 << 20
+    )  # a block of up to a quarter more may have been lying there
     second = gelu(2.0)
     assert second.data_ptr() == place
     assert idle() == before
@@ -52,7 +56,9 @@ def test_activations_survive_until_the_backward_pass():
         gelu(float(value))
     (grad,) = torch.autograd.grad(outputs.sum(), x)
     with ops.kernels("reference"):
-        wanted = torch.autograd.grad(ops.swiglu(ops.bias_gelu(x), ops.bias_gelu(x, approximate="tanh")).sum(), x)[0]
+        wanted = torch.autograd.grad(
+            ops.swiglu(ops.bias_gelu(x), ops.bias_gelu(x, approximate="tanh")).sum(), x
+        )[0]
     torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -70,7 +76,9 @@ def test_threads_share_it():
         for step in range(6):
             value = float(number * 10 + step)
             output = gelu(value)
-            results[number, step] = bool((output == output[0, 0]).all()) and abs(output[0, 0].item() - value) < 0.2
+            results[number, step] = (
+                bool((output == output[0, 0]).all()) and abs(output[0, 0].item() - value) < 0.2
+            )
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
     for thread in threads:
@@ -82,7 +90,9 @@ def test_threads_share_it():
 
 
 def test_what_lies_unused_is_bounded():
-    blocks = [torch.ops.shardzoo_kernels.recycled(torch.empty(0), (1 << 16, 1 << 10)) for _ in range(5)]  # untouched
+    blocks = [
+        torch.ops.shardzoo_kernels.recycled(torch.empty(0), (1 << 16, 1 << 10)) for _ in range(5)
+    ]  # untouched
     assert len({block.data_ptr() for block in blocks}) == 5
     del blocks
     assert idle() <= 1 << 30
@@ -112,5 +122,7 @@ def test_the_pool_can_be_switched_off():
     )
     for most, idle_bytes in (("0", 0), ("8", 8 << 20)):
         environment = {**os.environ, "SHARDZOO_POOL_MIB": most}
-        shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        shown = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+        )
         assert shown.stdout == f"{idle_bytes}\n", shown.stderr

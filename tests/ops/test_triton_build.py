@@ -97,7 +97,9 @@ ATTENTION = [(arch, 64, "bfloat16", True) for arch in (80, 90)] + [
 MODULES = {"softmax": 4, "norm": 4, "activation": 8, "dropout": 4, "cross_entropy": 4}
 
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
 SHARED = 163 << 10  # bytes of shared memory that a block may have on sm_80
 
 
@@ -117,7 +119,12 @@ def test_all_compile_for_sm_90(tmp_path):
 def test_attention_keeps_its_tiles_in_registers(tmp_path):
     """Compiled as it is launched, with every rule at once and with none, no kernel spills."""
     built = printed(tmp_path, COMPILE_ATTENTION, json.dumps(ATTENTION))
-    assert {kernel for kernel, *_ in built} == {"forward", "query_gradient", "key_gradient", "bias_gradient"}
+    assert {kernel for kernel, *_ in built} == {
+        "forward",
+        "query_gradient",
+        "key_gradient",
+        "bias_gradient",
+    }
     assert len(built) == sum(4 if everything else 3 for *_, everything in ATTENTION)
     for kernel, registers, stack, local, shared in built:
         assert (stack, local) == (0, 0), (kernel, registers)

@@ -15,7 +15,9 @@ from shardzoo import ops
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("sizes", every_day([(5, 37), (40, 136)], more=[(40, 130), (3, 64), (1, 1)]), ids=str)
+@pytest.mark.parametrize(
+    "sizes", every_day([(5, 37), (40, 136)], more=[(40, 130), (3, 64), (1, 1)]), ids=str
+)
 def test_matches_fp64(zoo, case_name, variant, dtype, sizes):
     if variant == "triton" and sizes[0] > 5:
         sizes = (2, 136)  # the interpreter takes milliseconds per row
@@ -43,7 +45,10 @@ def test_long_rows_match_fp64(zoo, case_name, variant, long):
 
 ACTIVATIONS = {
     "gelu": (lambda x: ops.bias_gelu(x, None), F.gelu),
-    "gelu_tanh": (lambda x: ops.bias_gelu(x, None, approximate="tanh"), partial(F.gelu, approximate="tanh")),
+    "gelu_tanh": (
+        lambda x: ops.bias_gelu(x, None, approximate="tanh"),
+        partial(F.gelu, approximate="tanh"),
+    ),
     "silu": (lambda x: ops.swiglu(x, torch.ones_like(x)), F.silu),
 }
 
@@ -64,7 +69,9 @@ def test_activations_of_all_bf16_numbers_are_rounded_once(name):
         y.backward(torch.ones_like(y))
         return y.detach().double(), x.grad.double()
 
-    for found, wanted in zip(results(function, numbers), results(plain, numbers.double()), strict=True):
+    for found, wanted in zip(
+        results(function, numbers), results(plain, numbers.double()), strict=True
+    ):
         half = wanted.abs().clamp(min=1e-4) * 2**-8
         assert ((found - wanted).abs() / half).max() < 1.4
 
@@ -84,13 +91,24 @@ def test_statistics_without_the_sum_match(zoo, variant):
 
 @pytest.mark.parametrize(
     "steps",
-    [(0, 30, 60), (0, 100, 50), (100, 0, -100), (-INF, 0, 5), (-INF, -INF, -INF), (0, 0, INF), (0, NAN, 200)],
+    [
+        (0, 30, 60),
+        (0, 100, 50),
+        (100, 0, -100),
+        (-INF, 0, 5),
+        (-INF, -INF, -INF),
+        (0, 0, INF),
+        (0, NAN, 200),
+    ],
     ids=str,
 )
 def test_statistics_of_rows_that_change_from_block_to_block(steps, dtype):
     """The C++ kernel sums 2,048 logits at a time, relative to a logit that later blocks may exceed by far."""
     generator = torch.Generator().manual_seed(4)
-    logits = torch.randn(2, 5000, generator=generator) + torch.tensor(steps).repeat_interleave(2048)[:5000]
+    logits = (
+        torch.randn(2, 5000, generator=generator)
+        + torch.tensor(steps).repeat_interleave(2048)[:5000]
+    )
     logits, target = logits.to(dtype), torch.tensor([7, 4999])
     with ops.kernels("reference"):
         maximum, *expected = ops.cross_entropy_stats(logits.double(), target, 0, 5000)

@@ -27,7 +27,14 @@ SMALL = [
 
 def machine(**rates):
     """Returns a CPU with rates that no default has."""
-    given = {"compute": 0.7, "attention": 0.4, "memory": 0.5, "update": 1.5, "launch": 3e-5, "dropout": 2e-9}
+    given = {
+        "compute": 0.7,
+        "attention": 0.4,
+        "memory": 0.5,
+        "update": 1.5,
+        "launch": 3e-5,
+        "dropout": 2e-9,
+    }
     usual = Rates(step=2e-3, overlap=0.0, link=1.0, asynchronous=False)
     return replace(cluster_of("cpu"), rates=replace(usual, **given | rates))
 
@@ -63,7 +70,9 @@ def test_the_rates_of_a_machine_come_back_from_the_steps_that_they_make(itemsize
         assert getattr(found.rates, name) == pytest.approx(getattr(rates, name), rel=1e-6)
     assert not found.rates.asynchronous
     network, run = network_of_config(SMALL[2].config), SMALL[2].run(itemsize)
-    assert step_time(network, run, found).total == pytest.approx(step_time(network, run, cluster).total, rel=1e-6)
+    assert step_time(network, run, found).total == pytest.approx(
+        step_time(network, run, cluster).total, rel=1e-6
+    )
 
 
 def test_what_no_step_shows_takes_almost_no_time_but_is_a_number():
@@ -74,8 +83,12 @@ def test_what_no_step_shows_takes_almost_no_time_but_is_a_number():
 
 def test_launches_are_hidden_only_where_the_device_runs_behind_the_host():
     network, run = network_of_config(SMALL[1].config), SMALL[1].run(4)
-    serial, behind = (step_time(network, run, machine(asynchronous=value, launch=1e-3)) for value in (False, True))
-    assert serial.launches - 2e-3 == pytest.approx(behind.launches - 2e-3 + behind.products + behind.memory)
+    serial, behind = (
+        step_time(network, run, machine(asynchronous=value, launch=1e-3)) for value in (False, True)
+    )
+    assert serial.launches - 2e-3 == pytest.approx(
+        behind.launches - 2e-3 + behind.products + behind.memory
+    )
     fast = machine(asynchronous=True, launch=1e-9)
     assert step_time(network, run, fast).launches == 2e-3  # the fixed time of a step
 
@@ -97,7 +110,9 @@ def test_two_processes_measure_this_machine(tmp_path):
 def test_the_command_plans_with_what_it_has_measured(tmp_path, capsys, monkeypatch):
     solution = solve(cases(), predicted_steps(machine(), 4), 4)
     asked = []
-    monkeypatch.setattr("shardzoo.cli.plan.calibrate", lambda *given: asked.append(given) or figures(2, 4, solution))
+    monkeypatch.setattr(
+        "shardzoo.cli.plan.calibrate", lambda *given: asked.append(given) or figures(2, 4, solution)
+    )
     path = tmp_path / "two.yaml"
     assert main(["plan", "--calibrate", str(path), "--node-size", "2"]) == 0
     assert asked == [(2, None)]
@@ -126,7 +141,10 @@ def test_the_docs_show_the_measured_steps():
     ("words", "message"),
     [
         (["--calibrate", "machine.json"], "its name must end with .yaml or .yml, not machine.json"),
-        (["--calibrate", "machine.yaml", "--node-size", "0"], "0 processes cannot share this machine's"),
+        (
+            ["--calibrate", "machine.yaml", "--node-size", "0"],
+            "0 processes cannot share this machine's",
+        ),
         (["--calibrate", "machine.yaml", "--node-size", "100000"], "cores; use 1 to"),
         ([], "name a MODEL"),
     ],

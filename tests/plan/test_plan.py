@@ -37,7 +37,9 @@ def tiny(**changes):
 
 def test_published_runs_are_predicted():
     """Half of the runs are held out of the fit; the script names the sources."""
-    spec = importlib.util.spec_from_file_location("published_runs", ROOT / "benchmarks" / "published_runs.py")
+    spec = importlib.util.spec_from_file_location(
+        "published_runs", ROOT / "benchmarks" / "published_runs.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
@@ -48,8 +50,12 @@ def test_published_runs_are_predicted():
         errors = sorted(abs(script.error(row, Rates())) for row in part)
         assert errors[len(errors) // 2] < 0.15
         assert errors[-1] < 0.35
-    assert script.other_errors("llama-3-2024") == pytest.approx([0.248, 0.242], abs=5e-4)  # as docs/scale.md says
-    assert script.other_errors("libai-mt5-2022") == pytest.approx([-0.512, -0.626, -0.849, -0.802], abs=5e-4)
+    assert script.other_errors("llama-3-2024") == pytest.approx(
+        [0.248, 0.242], abs=5e-4
+    )  # as docs/scale.md says
+    assert script.other_errors("libai-mt5-2022") == pytest.approx(
+        [-0.512, -0.626, -0.849, -0.802], abs=5e-4
+    )
 
 
 def test_the_docs_show_the_measured_exponents():
@@ -60,7 +66,9 @@ def test_the_docs_show_the_measured_exponents():
     for title, figures in found.items():
         for name, row in figures.items():
             line = next(
-                line for line in page.splitlines() if line.startswith(f"| {title}: {name.removesuffix(' s')} |")
+                line
+                for line in page.splitlines()
+                if line.startswith(f"| {title}: {name.removesuffix(' s')} |")
             )
             assert line.endswith(f"| {row['exponent']:.2f} | {row['expected']:.2f} |")
             if row["exponent"] > row["expected"] + 0.1:
@@ -78,8 +86,12 @@ def test_flops_are_six_for_each_weight_and_token():
     run = Run(gpus=1, global_batch=16, length=64)
     time = step_time(network_of_config(config), run, cluster_of("h100"))
     sizes = parameter_sizes(config)
-    multiplied = sum(size.full for size in sizes if len(size.shape) == 2 and "position" not in size.name)
-    scores = 3 * 4 * 8 * 16 * 64 * 64 * 256  # forward and backward, two products of 2 FLOPs, layers, B, S, S, H
+    multiplied = sum(
+        size.full for size in sizes if len(size.shape) == 2 and "position" not in size.name
+    )
+    scores = (
+        3 * 4 * 8 * 16 * 64 * 64 * 256
+    )  # forward and backward, two products of 2 FLOPs, layers, B, S, S, H
     assert time.flops == pytest.approx(6 * 16 * 64 * multiplied + scores, rel=1e-9)
 
 
@@ -90,7 +102,12 @@ def test_the_layouts_are_those_that_the_trainer_accepts(precision):
     found = set(layouts(config, request_, node_size=8))
     accepted = set()
     for tensor, pipeline, stage, recompute, split, batch in product(
-        (1, 2, 3, 4), (1, 2, 3, 6, 12), (1, 2, 3), ("none", "selective", "full"), (False, True), (1, 2, 4, 8)
+        (1, 2, 3, 4),
+        (1, 2, 3, 6, 12),
+        (1, 2, 3),
+        ("none", "selective", "full"),
+        (False, True),
+        (1, 2, 4, 8),
     ):
         if 12 % (tensor * pipeline) or (split and (tensor == 1 or 126 % tensor)) or 6 % pipeline:
             continue
@@ -108,7 +125,14 @@ def test_the_layouts_are_those_that_the_trainer_accepts(precision):
             continue
         accepted.add((tensor, pipeline, stage, recompute, split, batch))
     assert {
-        (run.tensor, run.pipeline, run.zero_stage, run.recompute, run.sequence_parallel, run.micro_batch)
+        (
+            run.tensor,
+            run.pipeline,
+            run.zero_stage,
+            run.recompute,
+            run.sequence_parallel,
+            run.micro_batch,
+        )
         for run in found
     } == accepted
 
@@ -133,11 +157,18 @@ def test_only_layouts_that_do_not_fit_are_left_out(width, share):
     """The plans are what remains of all layouts if each is estimated by itself; the widest has large updates."""
     config, request_ = tiny(n_embd=width, n_layer=6, vocab_size=4096), Request(4, 16, 128)
     cluster, network = cluster_of("h100"), network_of_config(config)
-    peaks = {run: estimate(config, job_of(run, request_)).peak.total for run in layouts(config, request_, 8)}
+    peaks = {
+        run: estimate(config, job_of(run, request_)).peak.total
+        for run in layouts(config, request_, 8)
+    }
     least, most = min(peaks.values()), max(peaks.values())
     memory = least + share * (most - least)
     cluster = replace(cluster, device=replace(cluster.device, memory=memory / 0.95))
-    fitting = sorted((step_time(network, run, cluster).total, peak) for run, peak in peaks.items() if peak < memory)
+    fitting = sorted(
+        (step_time(network, run, cluster).total, peak)
+        for run, peak in peaks.items()
+        if peak < memory
+    )
     assert 0 < len(fitting) < 0.9 * len(peaks)
     found = plans(config, request_, cluster, best=len(peaks))
     assert sorted((plan.time.total, plan.memory) for plan in found) == fitting
@@ -147,7 +178,9 @@ def test_a_device_with_little_memory_gets_other_layouts():
     config, request_ = tiny(n_embd=1024, n_layer=12, n_head=16), Request(4, 16, 128)
     cluster = cluster_of("h100")
     fast = plans(config, request_, cluster)[0]
-    small = replace(cluster, device=replace(cluster.device, memory=fast.memory))  # 5 % are left free
+    small = replace(
+        cluster, device=replace(cluster.device, memory=fast.memory)
+    )  # 5 % are left free
     tight = plans(config, request_, small)[0]
     assert tight.memory <= 0.95 * fast.memory
     assert tight.time.total >= fast.time.total
@@ -181,9 +214,21 @@ def test_the_command_prints_the_best_layouts_and_writes_a_recipe(tmp_path, capsy
 def test_the_first_recipe_for_four_processes_runs(run_mesh, tmp_path):
     """As many steps as the tokens need, each of the whole global batch, on a mesh of the layout that was written."""
     path, text = tmp_path / "plan.yaml", tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"line {number} of {number**3} and {number**5}" for number in range(2000)))
+    text.write_text(
+        "\n\n".join(f"line {number} of {number**3} and {number**5}" for number in range(2000))
+    )
     shape = ["--global-batch-size", "8", "--length", "64", "--tokens", "2000"]
-    words = ["plan", "gpt2-quickstart", "--gpus", "4", "--device", "cpu", *shape, "--write", str(path)]
+    words = [
+        "plan",
+        "gpt2-quickstart",
+        "--gpus",
+        "4",
+        "--device",
+        "cpu",
+        *shape,
+        "--write",
+        str(path),
+    ]
     assert main(words) == 0
     values = read_yaml(PretrainCommand, path)
     assert (values["num_gpus"], values["num_nodes"], values["train_steps"]) == (4, 1, 4)
@@ -195,7 +240,9 @@ def test_the_first_recipe_for_four_processes_runs(run_mesh, tmp_path):
     assert metrics[0][-1]["final/loss"] < 7
 
 
-@pytest.mark.parametrize(("gpus", "size", "nodes"), [(8, 8, (1, 8)), (16, 8, (2, 8)), (12, 8, (2, 6)), (4, 8, (1, 4))])
+@pytest.mark.parametrize(
+    ("gpus", "size", "nodes"), [(8, 8, (1, 8)), (16, 8, (2, 8)), (12, 8, (2, 6)), (4, 8, (1, 4))]
+)
 def test_the_recipe_names_its_processes(gpus, size, nodes):
     arguments = PlanArguments("gpt2", gpus=gpus, global_batch_size=2 * gpus, node_size=size)
     request_ = arguments.request(1024, arguments.cluster())
@@ -248,24 +295,44 @@ def test_a_device_is_described_by_flags_or_a_file(tmp_path, capsys):
     path = tmp_path / "own.yaml"
     path.write_text(yaml.safe_dump(DESCRIBED))
     shape = ["--gpus", "8", "--length", "512", "--json"]
-    flags = [word for name, value in DESCRIBED.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [
+        word
+        for name, value in DESCRIBED.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     assert main(["plan", "gpt2-xl", "--device", str(path), *shape]) == 0
     by_file = json.loads(capsys.readouterr().out)
     assert main(["plan", "gpt2-xl", "--device", "a100", *flags, *shape]) == 0
     assert json.loads(capsys.readouterr().out) == by_file
     cluster = cluster_of(str(path))
     assert cluster.device.memory == 64 * 2**30 >= by_file[0]["memory"]
-    assert (cluster.device.peak_of(2), cluster.device.peak_of(4), cluster.device.bandwidth) == (5e14, 4.05e13, 1.8e12)
-    assert (cluster.inside.bandwidth, cluster.network, cluster.node_size) == (2e11, LINKS["infiniband-hdr"], 4)
-    assert cluster.link(8, 1).bandwidth == 2 * 25e9  # two adapters for the one ring that crosses a node
+    assert (cluster.device.peak_of(2), cluster.device.peak_of(4), cluster.device.bandwidth) == (
+        5e14,
+        4.05e13,
+        1.8e12,
+    )
+    assert (cluster.inside.bandwidth, cluster.network, cluster.node_size) == (
+        2e11,
+        LINKS["infiniband-hdr"],
+        4,
+    )
+    assert (
+        cluster.link(8, 1).bandwidth == 2 * 25e9
+    )  # two adapters for the one ring that crosses a node
     assert cluster_of(str(path), memory=16.0).device.memory == 16 * 2**30  # a flag goes first
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("peak: 300", "needs a device to start from, or all of peak, peak_fp32, memory, bandwidth, inside, network"),
-        ("peak: 1\npeak_fp32: 1\nmemory: 1\nbandwidth: 1", "needs a device to start from"),  # whose links?
+        (
+            "peak: 300",
+            "needs a device to start from, or all of peak, peak_fp32, memory, bandwidth, inside, network",
+        ),
+        (
+            "peak: 1\npeak_fp32: 1\nmemory: 1\nbandwidth: 1",
+            "needs a device to start from",
+        ),  # whose links?
         ("device: h100\npeek: 300", "not by ['peek']"),
         ("device: h100\nnode_size: true", "node_size must be a whole number"),
         ("device: h100\nnode_size: 2.5", "node_size must be a whole number"),
@@ -280,8 +347,14 @@ def test_a_device_is_described_by_flags_or_a_file(tmp_path, capsys):
         ("device: cpu\nrates: {step: -1}", "step must be a number from 0"),
         ("device: cpu\nrates: {launch: .nan}", "launch must be a number from 0"),
         ("device: cpu\nrates: {asynchronous: 1}", "asynchronous must be true or false, not 1"),
-        ("device: cpu\ninside: {bandwidth: 1, latency: -1}", "inside's latency must be a number from 0"),
-        ("device: cpu\ninside: {bandwidth: 0, latency: 0}", "inside must be a link's name or GB/s above 0, not 0"),
+        (
+            "device: cpu\ninside: {bandwidth: 1, latency: -1}",
+            "inside's latency must be a number from 0",
+        ),
+        (
+            "device: cpu\ninside: {bandwidth: 0, latency: 0}",
+            "inside must be a link's name or GB/s above 0, not 0",
+        ),
         ("device: cpu\ninside: {latency: 1}", "there is no \"{'latency': 1}\""),
         ("- h100", "not by ['h100']"),
         ("", "not by None"),
@@ -303,10 +376,15 @@ def test_fp32_products_take_the_devices_fp32_rate():
     half = step_time(network_of_config(config), Run(1, 8, 8, 128, itemsize=2), cluster)
     full = step_time(network_of_config(config), Run(1, 8, 8, 128, itemsize=4), cluster)
     assert full.products / half.products == pytest.approx(312 / 19.5, rel=0.02)
-    both = [plans(config, replace(request_, precision=name), cluster)[0] for name in ("bf16", "fp32")]
+    both = [
+        plans(config, replace(request_, precision=name), cluster)[0] for name in ("bf16", "fp32")
+    ]
     assert all(0.1 < plan.mfu(cluster) < 1 for plan in both)
 
 
 def test_a_model_that_no_layout_holds_exits_with_1(capsys):
-    assert main(["plan", "t5-v1_1-xxl", "--gpus", "1", "--device", "v100", "--global-batch-size", "2"]) == 1
+    assert (
+        main(["plan", "t5-v1_1-xxl", "--gpus", "1", "--device", "v100", "--global-batch-size", "2"])
+        == 1
+    )
     assert "no layout" in capsys.readouterr().out

@@ -26,14 +26,18 @@ OFFERS = {
 
 
 def tiny():
-    return find_config("gpt2").with_changes(n_embd=256, n_head=4, n_layer=6, vocab_size=512, n_positions=512)
+    return find_config("gpt2").with_changes(
+        n_embd=256, n_head=4, n_layer=6, vocab_size=512, n_positions=512
+    )
 
 
 def every_way(config, job: Job) -> dict[tuple[int, ...], int]:
     """The peak of each combination that the trainer accepts, by its place in `OFFERS`."""
     found = {}
     for place in product(*(range(len(values)) for values in OFFERS.values())):
-        changes = {name: values[rung] for (name, values), rung in zip(OFFERS.items(), place, strict=True)}
+        changes = {
+            name: values[rung] for (name, values), rung in zip(OFFERS.items(), place, strict=True)
+        }
         changes["accumulation_steps"] = 6 // changes["micro_batch_size"] * job.accumulation_steps
         if changes["sequence_parallel"] and (
             changes["tensor_parallel_size"] == 1 or job.length % changes["tensor_parallel_size"]
@@ -56,7 +60,10 @@ def does_less(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize(("length", "share"), [(512, 0.9), (510, 0.5), (512, 0.25)])
 def test_the_remedies_are_all_that_fit_and_none_does_more_than_another(length, share):
-    config, job = tiny(), Job(micro_batch_size=6, length=length, accumulation_steps=2, data_parallel_size=2)
+    config, job = (
+        tiny(),
+        Job(micro_batch_size=6, length=length, accumulation_steps=2, data_parallel_size=2),
+    )
     peaks = every_way(config, job)
     framework = 600 * MIB
     memory = framework + share * (peaks[(0,) * 6] - framework)
@@ -68,7 +75,9 @@ def test_the_remedies_are_all_that_fit_and_none_does_more_than_another(length, s
     for remedy in found:
         changed = replace(job, **remedy.changes)
         assert remedy.memory == estimate(config, changed).peak.total
-        assert changed.micro_batch_size * changed.accumulation_steps == 12  # the global batch is as it was
+        assert (
+            changed.micro_batch_size * changed.accumulation_steps == 12
+        )  # the global batch is as it was
     assert [("optimizer" in one.changes, one.cost) for one in found] == sorted(
         ("optimizer" in one.changes, one.cost) for one in found
     )
@@ -76,11 +85,18 @@ def test_the_remedies_are_all_that_fit_and_none_does_more_than_another(length, s
 
 def test_recomputing_everything_costs_a_third_of_the_products():
     """Of a model so wide that products are nearly all: 8 instead of 6 FLOPs for each weight and token."""
-    config = find_config("gpt2").with_changes(n_embd=8192, n_head=64, n_layer=2, vocab_size=512, n_positions=2048)
+    config = find_config("gpt2").with_changes(
+        n_embd=8192, n_head=64, n_layer=2, vocab_size=512, n_positions=2048
+    )
     job = Job(micro_batch_size=64, length=2048, accumulation_steps=4)
-    whole, slim = estimate(config, job).peak.total, estimate(config, replace(job, recompute="full")).peak.total
+    whole, slim = (
+        estimate(config, job).peak.total,
+        estimate(config, replace(job, recompute="full")).peak.total,
+    )
     assert slim < whole
-    costs = [one.cost for one in remedies(config, job, slim) if one.changes == {"recompute": "full"}]
+    costs = [
+        one.cost for one in remedies(config, job, slim) if one.changes == {"recompute": "full"}
+    ]
     assert costs == [pytest.approx(4 / 3, rel=0.05)]
 
 
@@ -99,7 +115,8 @@ def test_the_command_says_what_makes_it_fit(capsys):
     for one in found:
         split = ["--sequence-parallel"] if one["changes"].pop("sequence_parallel", False) else []
         options = asked | {
-            str(names.get(name, "--" + name.replace("_", "-"))): str(value) for name, value in one["changes"].items()
+            str(names.get(name, "--" + name.replace("_", "-"))): str(value)
+            for name, value in one["changes"].items()
         }
         assert main([*words(options), *split]) == 0
         capsys.readouterr()

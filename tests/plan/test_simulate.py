@@ -43,16 +43,24 @@ def alike(stages: int, micro_batches: int, seconds: float, replicas: int = 1) ->
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 40), st.floats(0.01, 10), st.floats(0.01, 30))
 def test_equal_stages_idle_as_long_as_the_formula_says(stages, micro_batches, forward, backward):
-    ends = pipeline_ends(alike(stages, micro_batches, forward), alike(stages, micro_batches, backward))
+    ends = pipeline_ends(
+        alike(stages, micro_batches, forward), alike(stages, micro_batches, backward)
+    )
     work = (forward + backward) * micro_batches
-    assert 1 - work / ends.max() == pytest.approx(bubble(stages, micro_batches), rel=1e-9, abs=1e-12)
+    assert 1 - work / ends.max() == pytest.approx(
+        bubble(stages, micro_batches), rel=1e-9, abs=1e-12
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 9), st.integers(9, 40), st.floats(0.0, 1.0))
-def test_messages_lie_on_the_path_of_the_first_and_the_last_micro_batch(stages, micro_batches, message):
+def test_messages_lie_on_the_path_of_the_first_and_the_last_micro_batch(
+    stages, micro_batches, message
+):
     """Each stage but the ends sends twice for a micro-batch; 1F1B takes M + P - 1 turns of the busiest stage."""
-    ends = pipeline_ends(alike(stages, micro_batches, 1.0), alike(stages, micro_batches, 2.0), message).max()
+    ends = pipeline_ends(
+        alike(stages, micro_batches, 1.0), alike(stages, micro_batches, 2.0), message
+    ).max()
     turns = micro_batches + stages - 1
     assert 3 * turns + message * (turns - 1) - 1e-9 <= ends <= (3 + 2 * message) * turns + 1e-9
 
@@ -86,7 +94,12 @@ def test_one_slow_link_slows_the_ring():
         ("gpt2-xl", "a100", Request(64, 512, 1024), 0.01),
         ("glm-10b", "v100", Request(128, 1024, 1024), 0.01),
         ("bert-large-uncased", "mi300x", Request(24, 240, 510), 0.01),
-        ("mt5-xxl", "h100", Request(24, 240, 512, 120), 0.15),  # unequal stages: the formula is an upper bound
+        (
+            "mt5-xxl",
+            "h100",
+            Request(24, 240, 512, 120),
+            0.15,
+        ),  # unequal stages: the formula is an upper bound
     ],
 )
 def test_a_step_takes_as_long_as_the_formulas_say(name, device, asked, within):
@@ -112,7 +125,9 @@ def test_stages_of_an_encoder_and_of_a_decoder_take_different_times():
     assert second.total > 1.2 * first.total
     step = step_time(network, run, CLUSTERS["a100"])
     turn = second.total + message_time(network, run, CLUSTERS["a100"])
-    work = step.products + step.memory + step.launches + step.tensor_parallel + step.pipeline_messages
+    work = (
+        step.products + step.memory + step.launches + step.tensor_parallel + step.pipeline_messages
+    )
     assert work == pytest.approx(run.micro_batches * turn)
     assert step.bubble == pytest.approx(turn - second.total + first.total)
 
@@ -121,8 +136,12 @@ def test_one_slow_device_delays_all():
     network, cluster = network_of_config(find_config("gpt2-xl")), CLUSTERS["a100"]
     run = Run(gpus=64, global_batch=256, micro_batch=2, tensor=2, pipeline=4)
     quick = simulate_step(network, run, cluster)
-    every = simulate_step(network, run, cluster, stragglers=Stragglers(slow_share=1.0, slowdown=1.5))
-    some = simulate_step(network, run, cluster, stragglers=Stragglers(slow_share=0.05, slowdown=1.5))
+    every = simulate_step(
+        network, run, cluster, stragglers=Stragglers(slow_share=1.0, slowdown=1.5)
+    )
+    some = simulate_step(
+        network, run, cluster, stragglers=Stragglers(slow_share=0.05, slowdown=1.5)
+    )
     assert quick < some <= every
     parts = step_time(network, run, cluster)
     busy = parts.products + parts.memory + parts.launches
@@ -130,13 +149,17 @@ def test_one_slow_device_delays_all():
 
 
 @pytest.mark.parametrize("jitter", [0.0, 1e-9])
-@pytest.mark.parametrize("run", [Run(gpus=8, global_batch=8, tensor=8), Run(gpus=8, global_batch=32, zero_stage=3)])
+@pytest.mark.parametrize(
+    "run", [Run(gpus=8, global_batch=8, tensor=8), Run(gpus=8, global_batch=32, zero_stage=3)]
+)
 def test_ranks_that_meet_in_each_pass_are_as_slow_as_the_slowest(run, jitter):
     network, cluster = network_of_config(find_config("gpt2-xl")), CLUSTERS["a100"]
     every = simulate_step(network, run, cluster, stragglers=Stragglers(1.0, 2.0))
     for seed in range(3):
         assert 0 < (np.random.default_rng(seed).random(8) < 0.3).sum() < 8
-        some = simulate_step(network, run, cluster, stragglers=Stragglers(0.3, 2.0, jitter), seed=seed)
+        some = simulate_step(
+            network, run, cluster, stragglers=Stragglers(0.3, 2.0, jitter), seed=seed
+        )
         assert some == pytest.approx(every, rel=1e-6)
 
 
@@ -152,7 +175,9 @@ def test_blocks_that_do_not_divide_are_dealt_as_evenly_as_possible():
 def test_a_stage_holds_as_many_micro_batches_as_the_memory_estimate_says():
     for stages, micro_batches in ((1, 4), (4, 2), (5, 9)):
         for stage in range(stages):
-            opened = np.cumsum([1 if kind == 0 else -1 for kind, _ in _order(stage, stages, micro_batches)])
+            opened = np.cumsum(
+                [1 if kind == 0 else -1 for kind, _ in _order(stage, stages, micro_batches)]
+            )
             assert opened.max() == in_flight(stage, stages, micro_batches)
 
 
@@ -162,7 +187,10 @@ def test_jitter_costs_what_the_slowest_of_the_ranks_costs():
     run, jitter = Run(gpus=4096, global_batch=4096), 0.02
     (stage,) = stage_times(network, run, cluster)
     alone = simulate_step(network, run, cluster)
-    times = [simulate_step(network, run, cluster, stragglers=Stragglers(jitter=jitter), seed=seed) for seed in range(8)]
+    times = [
+        simulate_step(network, run, cluster, stragglers=Stragglers(jitter=jitter), seed=seed)
+        for seed in range(8)
+    ]
     draw = np.random.default_rng(1).normal(0, jitter, (2, 400, 4096))
     forward = stage.forward[0]
     slowest = (forward * np.exp(draw[0]) + (1 - forward) * np.exp(draw[1])).max(1).mean()
@@ -192,7 +220,9 @@ def test_the_save_interval_is_the_best_of_those_simulated(save, restart):
     # Exponential failures: an interval is repeated until it ends without one, and each failure restarts until one
     # restart ends (Daly 2006, equation 20).
     for interval, seconds in zip(intervals, taken, strict=True):
-        expected = work / interval * mean * exp(restart / mean) * (exp((interval + save) / mean) - 1)
+        expected = (
+            work / interval * mean * exp(restart / mean) * (exp((interval + save) / mean) - 1)
+        )
         assert seconds == pytest.approx(expected, rel=0.015)
     found = outlook(failures, devices, work)
     assert found.seconds == pytest.approx(taken[1], rel=0.01)
@@ -219,8 +249,21 @@ def test_impossible_values_are_refused():
 
 
 def test_the_command_simulates_the_first_layout(capsys):
-    words = ["plan", "gpt2-xl", "--gpus", "48", "--global-batch-size", "480", "--tokens", "1e12", "--simulate"]
-    assert main([*words, "--json", "--mtbf", "2000", "--slow-share", "0.05", "--save-seconds", "20"]) == 0
+    words = [
+        "plan",
+        "gpt2-xl",
+        "--gpus",
+        "48",
+        "--global-batch-size",
+        "480",
+        "--tokens",
+        "1e12",
+        "--simulate",
+    ]
+    assert (
+        main([*words, "--json", "--mtbf", "2000", "--slow-share", "0.05", "--save-seconds", "20"])
+        == 0
+    )
     first, *others = json.loads(capsys.readouterr().out)
     found = first["simulated"]
     assert found["step_alike"] == pytest.approx(first["step"], rel=0.02)

@@ -36,7 +36,14 @@ from shardzoo.trainer.launch.rank_info import RankInfo
 SIZE, ADDED = 320, ["<extra one>", "<extra two>"]
 WEIGHTS = ("none", "folder", "shards", "checkpoint", "run", "folder without tokenizer")
 TOKENIZERS = ("none", "same", "other", "smaller", "larger")
-CORPORA = ("text", "pair of same", "pair of other", "pair beside same", "pair beside other", "pair alone")
+CORPORA = (
+    "text",
+    "pair of same",
+    "pair of other",
+    "pair beside same",
+    "pair beside other",
+    "pair alone",
+)
 ONE = RankInfo(0, 1, 0, 1)
 KNOWN = ("folder", "shards", "checkpoint", "run")  # weights with a tokenizer
 
@@ -77,11 +84,16 @@ def parts(tmp_path_factory, texts, run_mesh) -> Parts:
     larger = load_tokenizer(tokenizers["same"])
     larger.add_tokens(ADDED)
     save_tokenizer(larger, tokenizers["larger"])
-    weights = {"folder without tokenizer": save_gpt2(home / "bare", SIZE), "folder": save_gpt2(home / "hf", SIZE)}
+    weights = {
+        "folder without tokenizer": save_gpt2(home / "bare", SIZE),
+        "folder": save_gpt2(home / "hf", SIZE),
+    }
     shutil.copytree(tokenizers["same"], weights["folder"], dirs_exist_ok=True)
     weights["shards"], weights["run"] = home / "shards", home / "run"
     split(weights["folder"], weights["shards"], 2)
-    begin = partial(run_pretraining, folder=weights["run"], init_from=str(weights["folder"]), data=(str(texts),))
+    begin = partial(
+        run_pretraining, folder=weights["run"], init_from=str(weights["folder"]), data=(str(texts),)
+    )
     run_mesh(1, partial(begin, train_steps=1, warmup_steps=0, export=False))
     weights["checkpoint"] = weights["run"] / "checkpoints" / "step-000001"
     return Parts(
@@ -96,7 +108,9 @@ def pairs(home: Path, texts: Path, tokenizers: dict[str, Path]) -> dict[str, str
     for name in ("same", "other"):
         for place in ("of", "beside"):
             folder = home / f"{place} {name}"
-            found[f"pair {place} {name}"] = str(prepare_corpus(texts, folder, tokenizer=tokenizers[name]).train_prefix)
+            found[f"pair {place} {name}"] = str(
+                prepare_corpus(texts, folder, tokenizer=tokenizers[name]).train_prefix
+            )
             if place == "of":
                 shutil.rmtree(folder / "tokenizer")
             else:
@@ -147,11 +161,16 @@ def test_every_combination_is_accepted_or_refused_by_name(parts, tmp_path, weigh
             expected = parts.tokenizers["same" if tokenizer == "none" else tokenizer]
             if weights in KNOWN or tokenizer != "none":
                 assert inputs.tokenizer.tokens(SIZE) == load_tokenizer(expected).tokens(SIZE)
-            assert inputs.config.vocab_size == (SIZE if inputs.weights else inputs.config.vocab_size)
+            assert inputs.config.vocab_size == (
+                SIZE if inputs.weights else inputs.config.vocab_size
+            )
             continue
         with pytest.raises(ValueError) as error:  # noqa: PT011 - the names are compared
             chosen(parts, weights, tokenizer, corpus, tmp_path)
-        assert all(str(named[part]) in str(error.value) for part in wrong), (corpus, str(error.value))
+        assert all(str(named[part]) in str(error.value) for part in wrong), (
+            corpus,
+            str(error.value),
+        )
 
 
 def test_the_combinations_have_both_outcomes():
@@ -175,8 +194,12 @@ def test_a_checkpoint_without_its_tokenizer_wants_the_one_it_records(parts, tmp_
     folder = without_digests(shutil.copytree(parts.weights["checkpoint"], tmp_path / "checkpoint"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    start = partial(arguments_of, tmp_path / "run", init_from=str(folder), data=(parts.corpora["text"],))
-    assert choose_inputs(start(tokenizer=parts.tokenizers["same"]), ONE).tokenizer.vocab_size == SIZE
+    start = partial(
+        arguments_of, tmp_path / "run", init_from=str(folder), data=(parts.corpora["text"],)
+    )
+    assert (
+        choose_inputs(start(tokenizer=parts.tokenizers["same"]), ONE).tokenizer.vocab_size == SIZE
+    )
     for tokenizer in (None, parts.tokenizers["other"]):
         with pytest.raises(ValueError, match=str(folder)):
             choose_inputs(start(tokenizer=tokenizer), ONE)
@@ -185,18 +208,34 @@ def test_a_checkpoint_without_its_tokenizer_wants_the_one_it_records(parts, tmp_
 def test_weights_without_room_for_the_tokens_of_the_objective(tmp_path, texts):
     weights = tmp_path / "weights"
     pieces = train_tokenizer("sentencepiece", stories(texts), 300, weights).pieces
-    (weights / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer", "extra_ids": 0}')
-    hf_model("T5ForConditionalGeneration", layers=1, vocab_size=pieces + 99).save_pretrained(weights)
+    (weights / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "T5Tokenizer", "extra_ids": 0}'
+    )
+    hf_model("T5ForConditionalGeneration", layers=1, vocab_size=pieces + 99).save_pretrained(
+        weights
+    )
     start = {"init_from": str(weights), "data": (str(texts),)}
-    with pytest.raises(ValueError, match=f"with the 100 that objective 't5' adds.*{weights} have only {pieces + 99}"):
+    with pytest.raises(
+        ValueError,
+        match=f"with the 100 that objective 't5' adds.*{weights} have only {pieces + 99}",
+    ):
         choose_inputs(arguments_of(tmp_path / "run", "t5", **start), ONE)
-    assert choose_inputs(arguments_of(tmp_path / "run", "prefix-lm", **start), ONE).tokenizer.vocab_size == pieces
+    assert (
+        choose_inputs(
+            arguments_of(tmp_path / "run", "prefix-lm", **start), ONE
+        ).tokenizer.vocab_size
+        == pieces
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "objective", "message"),
     [
-        ("bert", "bert-nsp", r"tokenizer {same}: objective 'bert-nsp' needs a tokenizer with .*mask_token"),
+        (
+            "bert",
+            "bert-nsp",
+            r"tokenizer {same}: objective 'bert-nsp' needs a tokenizer with .*mask_token",
+        ),
         ("roberta", "roberta", r"tokenizer {same}: .*mask_token"),
         ("gpt2", "t5", "objective 't5' does not fit model .*, a gpt2; use gpt$"),
         ("bert", "gpt", "a bert; use bert-nsp, bert-sop, roberta"),
@@ -218,9 +257,18 @@ def test_objectives_that_do_not_fit(parts, config, tmp_path, family, objective, 
 
 
 def test_a_glm_with_another_vocabulary_names_the_setting(parts, config, tmp_path):
-    given = {"model": str(config("glm")), "tokenizer": parts.tokenizers["same"], "data": (parts.corpora["text"],)}
-    with pytest.raises(ValueError, match=r"'glm' has vocabulary='bert', but this is not .* use the vocabulary gpt2$"):
-        choose_inputs(replace(arguments_of(tmp_path, **given), objective=GLMObjective(vocabulary="bert")), ONE)
+    given = {
+        "model": str(config("glm")),
+        "tokenizer": parts.tokenizers["same"],
+        "data": (parts.corpora["text"],),
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"'glm' has vocabulary='bert', but this is not .* use the vocabulary gpt2$",
+    ):
+        choose_inputs(
+            replace(arguments_of(tmp_path, **given), objective=GLMObjective(vocabulary="bert")), ONE
+        )
 
 
 @pytest.mark.parametrize("name", objective_names())
@@ -229,14 +277,25 @@ def test_the_shortest_length_of_an_objective(config, tmp_path, texts, name):
     objective = find_objective(name)
     model = next(f for f in FAMILIES if objective.format in family(f).pretrains)
     start = {"model": str(config(model)), "data": (str(texts),)}
-    with pytest.raises(ValueError, match=f"objective '{name}' must be from {objective.shortest} to"):
-        choose_inputs(arguments_of(tmp_path, name, sequence_length=objective.shortest - 1, **start), ONE)
+    with pytest.raises(
+        ValueError, match=f"objective '{name}' must be from {objective.shortest} to"
+    ):
+        choose_inputs(
+            arguments_of(tmp_path, name, sequence_length=objective.shortest - 1, **start), ONE
+        )
     choose_inputs(arguments_of(tmp_path, name, sequence_length=objective.shortest, **start), ONE)
-    tokenizer = train_tokenizer(family(model).tokenizer, stories(texts), 400, tmp_path / "tokenizer")
+    tokenizer = train_tokenizer(
+        family(model).tokenizer, stories(texts), 400, tmp_path / "tokenizer"
+    )
     objective().add_special_tokens(tokenizer)
-    documents = documents_in_memory(stories(texts), tokenizer, split_sentences=objective.split_sentences)
+    documents = documents_in_memory(
+        stories(texts), tokenizer, split_sentences=objective.split_sentences
+    )
     samples = objective().build(documents, tokenizer, PretrainingData(name, objective.shortest))
-    assert all(len(samples[i]["input_ids"]) <= objective().lengths(objective.shortest)[0] for i in range(20))
+    assert all(
+        len(samples[i]["input_ids"]) <= objective().lengths(objective.shortest)[0]
+        for i in range(20)
+    )
     shorter = PretrainingData(name, objective.shortest - 1)
     with pytest.raises(ValueError):  # noqa: PT011 - each objective has its own message
         objective().build(documents, tokenizer, shorter)
@@ -244,7 +303,9 @@ def test_the_shortest_length_of_an_objective(config, tmp_path, texts, name):
 
 def test_a_discriminator_is_refused(tmp_path, texts):
     """It is not pretrained as a masked language model, which is another architecture."""
-    arguments = arguments_of(tmp_path / "run", model="electra-small-discriminator", data=(str(texts),))
+    arguments = arguments_of(
+        tmp_path / "run", model="electra-small-discriminator", data=(str(texts),)
+    )
     message = "electra-small-discriminator is an ElectraForPreTraining, .* works with electra-small-generator, "
     with pytest.raises(ValueError, match=message):
         choose_inputs(arguments, ONE)
@@ -252,23 +313,36 @@ def test_a_discriminator_is_refused(tmp_path, texts):
 
 def test_widths_that_cannot_be_split_are_refused_before_the_corpus_is_read(config, tmp_path, texts):
     model = str(config("bert", num_attention_heads=3, hidden_size=48, intermediate_size=2))
-    arguments = arguments_of(tmp_path / "run", model=model, data=(str(texts),), model_parallel_size=3)
-    with pytest.raises(ValueError, match=r"cannot be split 3 ways; use a tensor-parallel size from 1 to 2$"):
+    arguments = arguments_of(
+        tmp_path / "run", model=model, data=(str(texts),), model_parallel_size=3
+    )
+    with pytest.raises(
+        ValueError, match=r"cannot be split 3 ways; use a tensor-parallel size from 1 to 2$"
+    ):
         choose_inputs(arguments, ONE)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "gpt2-medium"}, "gpt2-medium has hidden_size=1024, but the weights in .* have 32"),
+        (
+            {"model": "gpt2-medium"},
+            "gpt2-medium has hidden_size=1024, but the weights in .* have 32",
+        ),
         ({"model": "t5-small"}, "t5-small has model_type=t5, but the weights in .* have gpt2"),
         ({"num_hidden_layers": 3}, "has num_hidden_layers=3, but the weights in .* have 1"),
         ({"sequence_length": 65}, "from 2 to the model's 64 positions, not 65"),
         ({"target_length": 8}, "target_length is for encoder-decoders"),
-        ({"sequence_length": 63, "sequence_parallel": True, "model_parallel_size": 2}, "are a multiple of 2"),
+        (
+            {"sequence_length": 63, "sequence_parallel": True, "model_parallel_size": 2},
+            "are a multiple of 2",
+        ),
         ({"init_from": "./nowhere"}, "init_from: ./nowhere is not a folder"),
         ({"tokenizer": "./nowhere"}, "tokenizer: ./nowhere is not a folder"),
-        ({"eval_only": True, "init_from": None}, "eval_only needs weights.*/run holds no complete checkpoint"),
+        (
+            {"eval_only": True, "init_from": None},
+            "eval_only needs weights.*/run holds no complete checkpoint",
+        ),
         ({"eval_sequences": 0}, "eval_sequences must be at least 1, not 0"),
         ({"final_eval_sequences": 0}, "final_eval_sequences must be at least 1, not 0"),
     ],
@@ -279,14 +353,20 @@ def test_arguments_that_contradict_the_weights(parts, tmp_path, changes, message
         choose_inputs(arguments_of(tmp_path / "run", **given), ONE)
 
 
-def test_a_tokenizer_without_padding_for_a_model_that_counts_from_it(parts, config, tmp_path, texts):
+def test_a_tokenizer_without_padding_for_a_model_that_counts_from_it(
+    parts, config, tmp_path, texts
+):
     folder = tmp_path / "tokenizer"
     train_tokenizer("roberta-bpe", stories(texts), SIZE, folder)
     values = json.loads((folder / "tokenizer_config.json").read_text())
     del values["pad_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
-    arguments = arguments_of(tmp_path / "run", model=str(config("roberta")), tokenizer=str(folder), data=(str(texts),))
-    with pytest.raises(ValueError, match=f"the tokenizer {folder}.* does not fit a roberta: .*pad_token_id"):
+    arguments = arguments_of(
+        tmp_path / "run", model=str(config("roberta")), tokenizer=str(folder), data=(str(texts),)
+    )
+    with pytest.raises(
+        ValueError, match=f"the tokenizer {folder}.* does not fit a roberta: .*pad_token_id"
+    ):
         choose_inputs(arguments, ONE)
 
 
@@ -297,10 +377,16 @@ def test_names_on_the_hub(parts, tmp_path, monkeypatch):
 
     def download(name: str, *, allow_patterns: list[str], **_) -> str:
         asked[name] = allow_patterns
-        return {"org/weights": parts.weights["folder"], "org/tokenizer": parts.tokenizers["same"]}[name]
+        return {"org/weights": parts.weights["folder"], "org/tokenizer": parts.tokenizers["same"]}[
+            name
+        ]
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    start = {"init_from": "org/weights", "tokenizer": "org/tokenizer", "data": (parts.corpora["text"],)}
+    start = {
+        "init_from": "org/weights",
+        "tokenizer": "org/tokenizer",
+        "data": (parts.corpora["text"],),
+    }
     inputs = choose_inputs(arguments_of(tmp_path / "run", **start), ONE)
     assert inputs.weights.folder == Path(parts.weights["folder"])
     assert inputs.tokenizer.vocab_size == SIZE
@@ -308,21 +394,38 @@ def test_names_on_the_hub(parts, tmp_path, monkeypatch):
     assert "*.safetensors" not in asked["org/tokenizer"]
 
 
-@pytest.mark.parametrize("read", ["init_from", "load_dir", "data", "a list", "a share", "tokenizer"])
+@pytest.mark.parametrize(
+    "read", ["init_from", "load_dir", "data", "a list", "a share", "tokenizer"]
+)
 def test_a_run_does_not_replace_what_it_reads(parts, tmp_path, read):
     run = shutil.copytree(parts.weights["run"], tmp_path / "run")
     pair, link = str(run / "data" / "train"), tmp_path / "link"
     link.symlink_to(run)
     given = {
         "init_from": {"init_from": str(run), "data": (parts.corpora["text"],)},
-        "load_dir": {"model": "gpt2-quickstart", "load_dir": str(run), "data": (parts.corpora["text"],)},
+        "load_dir": {
+            "model": "gpt2-quickstart",
+            "load_dir": str(run),
+            "data": (parts.corpora["text"],),
+        },
         "data": {"model": "gpt2-quickstart", "data": (f"{link}/data/train",)},
-        "a list": {"model": "gpt2-quickstart", "data": (parts.corpora["text"], str(run / "arguments.yaml"))},
-        "a share": {"model": "gpt2-quickstart", "data": (f"{parts.corpora['text']}:1", f"{pair}:1")},
-        "tokenizer": {"tokenizer": str(run / "data" / "tokenizer"), "data": (parts.corpora["text"],)},
+        "a list": {
+            "model": "gpt2-quickstart",
+            "data": (parts.corpora["text"], str(run / "arguments.yaml")),
+        },
+        "a share": {
+            "model": "gpt2-quickstart",
+            "data": (f"{parts.corpora['text']}:1", f"{pair}:1"),
+        },
+        "tokenizer": {
+            "tokenizer": str(run / "data" / "tokenizer"),
+            "data": (parts.corpora["text"],),
+        },
     }[read]
     before = sorted(run.rglob("*"))
-    with pytest.raises(ValueError, match=f"--overwrite would delete {tmp_path}/.*, which this run reads"):
+    with pytest.raises(
+        ValueError, match=f"--overwrite would delete {tmp_path}/.*, which this run reads"
+    ):
         choose_inputs(arguments_of(run, overwrite=True, **given), ONE)
     assert sorted(run.rglob("*")) == before
     with pytest.raises(ValueError, match="holds another run"):  # before any process starts
@@ -334,7 +437,9 @@ def failing_evaluation(mesh: Any, folder: Path, weights: str) -> list[str]:
     before, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
         with pytest.raises(ValueError, match="holds no text"):
-            run_pretraining(mesh, None, eval_only=True, init_from=weights, data=(str(folder / "empty.txt"),))
+            run_pretraining(
+                mesh, None, eval_only=True, init_from=weights, data=(str(folder / "empty.txt"),)
+            )
     finally:
         tempfile.tempdir = before
     return [path.name for path in folder.iterdir()]
@@ -349,7 +454,10 @@ def test_an_evaluation_that_fails_leaves_no_folder(parts, run_mesh, tmp_path):
 def test_a_folder_that_cannot_be_made(parts, run_mesh):
     """Nobody can make folders in /proc."""
     run = partial(
-        run_pretraining, folder=Path("/proc/runs/new"), model="gpt2-quickstart", data=(parts.corpora["text"],)
+        run_pretraining,
+        folder=Path("/proc/runs/new"),
+        model="gpt2-quickstart",
+        data=(parts.corpora["text"],),
     )
     with pytest.raises(Exception, match="/proc/runs/new cannot be used: No such file or directory"):
         run_mesh(1, run)
@@ -358,24 +466,32 @@ def test_a_folder_that_cannot_be_made(parts, run_mesh):
 def test_one_part_of_a_mixture_with_another_vocabulary(parts, tmp_path):
     data = (f"{parts.corpora['text']}:0.5", f"{parts.corpora['pair of other']}:0.5")
     arguments = arguments_of(tmp_path / "run", init_from=parts.weights["folder"], data=data)
-    with pytest.raises(ValueError, match=f"{parts.corpora['pair of other']} was prepared with another vocabulary"):
+    with pytest.raises(
+        ValueError, match=f"{parts.corpora['pair of other']} was prepared with another vocabulary"
+    ):
         choose_inputs(arguments, ONE)
 
 
 def test_a_prepared_pair_is_no_stream(parts, tmp_path):
     pair = parts.corpora["pair of same"]
-    arguments = arguments_of(tmp_path / "run", tokenizer=parts.tokenizers["same"], data=(pair,), stream=True)
+    arguments = arguments_of(
+        tmp_path / "run", tokenizer=parts.tokenizers["same"], data=(pair,), stream=True
+    )
     with pytest.raises(ValueError, match=f"stream: {pair} is a prepared .bin/.idx pair"):
         choose_inputs(arguments, ONE)
 
 
-def test_ids_outside_of_the_vocabulary_are_found_before_anything_is_written(parts, tmp_path, run_mesh):
+def test_ids_outside_of_the_vocabulary_are_found_before_anything_is_written(
+    parts, tmp_path, run_mesh
+):
     """A pair of another tool records nothing, so only its ids can tell that the named tokenizer is not its own."""
     run = partial(
         run_pretraining, folder=tmp_path / "run", init_from=None, tokenizer=parts.tokenizers["smaller"],
         data=(parts.corpora["pair alone"],), model="gpt2-quickstart",
     )  # fmt: skip
-    with pytest.raises(Exception, match=f"alone/train holds token id 3.*{parts.tokenizers['smaller']}"):
+    with pytest.raises(
+        Exception, match=f"alone/train holds token id 3.*{parts.tokenizers['smaller']}"
+    ):
         run_mesh(2, run)
     assert not (tmp_path / "run").exists()
 
@@ -385,7 +501,9 @@ def test_a_plan_names_its_parts_and_writes_nothing(parts, tmp_path, capsys):
 
     from shardzoo.pretraining.tables import run_plan
 
-    arguments = arguments_of(tmp_path / "run", init_from=parts.weights["folder"], data=(parts.corpora["text"],))
+    arguments = arguments_of(
+        tmp_path / "run", init_from=parts.weights["folder"], data=(parts.corpora["text"],)
+    )
     Console(width=250).print(run_plan(arguments, choose_inputs(arguments, ONE)))
     shown = capsys.readouterr().out
     memory = {
@@ -395,6 +513,9 @@ def test_a_plan_names_its_parts_and_writes_nothing(parts, tmp_path, capsys):
         f"{STEPS} = {STEPS * 256:,} tokens",
         "GiB on a rank",
     }
-    assert all(part in shown for part in memory | {str(tmp_path / "run" / "hf"), "1 tensor-parallel x 1 data-parallel"})
+    assert all(
+        part in shown
+        for part in memory | {str(tmp_path / "run" / "hf"), "1 tensor-parallel x 1 data-parallel"}
+    )
     assert "uneven" not in shown
     assert list(tmp_path.iterdir()) == []

@@ -51,4 +51,7 @@ def test_every_layout_has_the_same_losses(run_mesh, tmp_path, texts, config, fam
     prepared = str(tmp_path / "1-1" / "data" / "train")
     pair = family, objective
     for tp, data_ranks in LAYOUTS if pair in ALL_LAYOUTS else [LAYOUTS[CASES.index(pair) % 3]]:
-        assert losses(tp, data_ranks, prepared) == pytest.approx(unsplit, **SAME_LOSS), (tp, data_ranks)
+        assert losses(tp, data_ranks, prepared) == pytest.approx(unsplit, **SAME_LOSS), (
+            tp,
+            data_ranks,
+        )

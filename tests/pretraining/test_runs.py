@@ -19,7 +19,13 @@ from pretraining_runs import run_pretraining, train_losses
 from tiny_models import hf_model, save_glm
 
 import shardzoo
-from shardzoo.data import IndexedDataset, PretrainingData, build_loader, load_tokenizer, train_tokenizer
+from shardzoo.data import (
+    IndexedDataset,
+    PretrainingData,
+    build_loader,
+    load_tokenizer,
+    train_tokenizer,
+)
 from shardzoo.data.indexed.meta import read_meta
 from shardzoo.data.tokenizers.vocabulary import Vocabulary
 from shardzoo.models import family
@@ -52,7 +58,8 @@ def save_weights(folder: Path, name: str, architecture: str, texts: Path) -> Any
         save_glm(folder, "gpt2", layers=1, dropout=0.0)
         return shardzoo.from_pretrained(folder)
     special = {
-        key: tokenizer.special.get(key.removesuffix("_id")) for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        key: tokenizer.special.get(key.removesuffix("_id"))
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
     model = hf_model(architecture, 0.0, layers=1, vocab_size=tokenizer.vocab_size, **special)
     model.save_pretrained(folder)
@@ -60,7 +67,9 @@ def save_weights(folder: Path, name: str, architecture: str, texts: Path) -> Any
 
 
 @pytest.mark.parametrize(("name", "architecture", "objective"), WEIGHTS)
-def test_a_run_starts_from_the_weights_of_transformers(run_mesh, tmp_path, texts, name, architecture, objective):
+def test_a_run_starts_from_the_weights_of_transformers(
+    run_mesh, tmp_path, texts, name, architecture, objective
+):
     weights = tmp_path / "weights"
     reference = save_weights(weights, name, architecture, texts)
     run = partial(
@@ -71,7 +80,9 @@ def test_a_run_starts_from_the_weights_of_transformers(run_mesh, tmp_path, texts
 
     tokenizer, corpus = load_tokenizer(weights), IndexedDataset(tmp_path / "run" / "data" / "train")
     assert read_meta(corpus.prefix).vocabulary == Vocabulary.of(tokenizer)  # not a new one
-    batch = next(iter(build_loader(PretrainingData(objective, 64, micro_batch_size=4), corpus, tokenizer)))
+    batch = next(
+        iter(build_loader(PretrainingData(objective, 64, micro_batch_size=4), corpus, tokenizer))
+    )
     assert loss == pytest.approx(reference(**batch).loss.item(), rel=1e-5)
 
 
@@ -92,19 +103,30 @@ def test_a_run_leaves_a_model_that_has_the_same_loss(run_mesh, tmp_path, texts, 
     (final,) = [record["final/loss"] for record in metrics if "final/loss" in record]
 
     data, tokenizer = PretrainingData(DEFAULTS[name], 64, seed=0), load_tokenizer(folder / "hf")
-    samples = held_out_samples(build_dataset(data, IndexedDataset(folder / "data" / "valid"), tokenizer), 5)
-    chunks = [[samples[i] for i in part] for part in (range(4), range(4, 5))]  # as they were evaluated
+    samples = held_out_samples(
+        build_dataset(data, IndexedDataset(folder / "data" / "valid"), tokenizer), 5
+    )
+    chunks = [
+        [samples[i] for i in part] for part in (range(4), range(4, 5))
+    ]  # as they were evaluated
     batches = [pad_batch(data, tokenizer)(chunk) for chunk in chunks]
     model = exported(folder / "hf")
     shifted = DEFAULTS[name] == "gpt"
-    counts = [int((batch["labels"] != -100).sum()) - shifted * len(batch["labels"]) for batch in batches]
+    counts = [
+        int((batch["labels"] != -100).sum()) - shifted * len(batch["labels"]) for batch in batches
+    ]
     with torch.no_grad():
         losses = [model(**batch).loss.item() for batch in batches]
-    assert final == pytest.approx(sum(map(lambda x, n: x * n, losses, counts)) / sum(counts), abs=1e-5)
+    assert final == pytest.approx(
+        sum(map(lambda x, n: x * n, losses, counts)) / sum(counts), abs=1e-5
+    )
     ours = shardzoo.from_pretrained(folder / "hf")
     if getattr(ours, "generates", "") in ("continuation", "answer"):
         ids = batches[0]["input_ids"][:2, :20]
-        assert ours.generate(ids, max_new_tokens=8).tolist() == model.generate(ids, max_new_tokens=8).tolist()
+        assert (
+            ours.generate(ids, max_new_tokens=8).tolist()
+            == model.generate(ids, max_new_tokens=8).tolist()
+        )
 
     entropy = target_entropy([samples[i] for i in range(5)])
     card, report = (folder / "hf" / "README.md").read_text(), (folder / "report.html").read_text()
@@ -113,7 +135,10 @@ def test_a_run_leaves_a_model_that_has_the_same_loss(run_mesh, tmp_path, texts, 
         assert f"the entropy of the same targets ({entropy:.3f})" in page
         assert "[[" in page
     assert card.startswith("---\nlibrary_name: ")
-    for prompt in ("One two three four.", "One two three. " * 40):  # the second one is longer than the positions
+    for prompt in (
+        "One two three four.",
+        "One two three. " * 40,
+    ):  # the second one is longer than the positions
         written = write_sample(folder / "hf", samples[0], prompt)
         assert "three" in written.lower()
         assert written.count("[[") == 1
@@ -127,7 +152,9 @@ def exported(folder: Path) -> Any:
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     if not hasattr(transformers, architecture):
         return shardzoo.from_pretrained(folder)
-    model, report = getattr(transformers, architecture).from_pretrained(folder, output_loading_info=True)
+    model, report = getattr(transformers, architecture).from_pretrained(
+        folder, output_loading_info=True
+    )
     assert not any(report.values())
     transformers.AutoTokenizer.from_pretrained(folder)
     return model.eval()
@@ -143,7 +170,9 @@ def killed(mesh: Any, folder: Path, **settings: Any) -> None:
 
     if mesh.rank == 0:
         threading.Thread(target=wait, daemon=True).start()
-    run_pretraining(mesh, folder, save_interval=5, export=False, **{**settings, "train_steps": 10_000})
+    run_pretraining(
+        mesh, folder, save_interval=5, export=False, **{**settings, "train_steps": 10_000}
+    )
 
 
 EVERY_FAMILY_AND_OBJECTIVE = [
@@ -155,25 +184,44 @@ EVERY_FAMILY_AND_OBJECTIVE = [
 @pytest.mark.before_release
 @pytest.mark.parametrize(("name", "objective"), EVERY_FAMILY_AND_OBJECTIVE)
 def test_a_killed_run_resumes_bit_for_bit(run_mesh, tmp_path, texts, config, name, objective):
-    settings = {"model": str(config(name)), "objective": objective, "data": (str(texts),), "lr_schedule": "constant"}
+    settings = {
+        "model": str(config(name)),
+        "objective": objective,
+        "data": (str(texts),),
+        "lr_schedule": "constant",
+    }
     with pytest.raises(Exception, match=r"died|killed|SIGKILL"):
         run_mesh(2, partial(killed, folder=tmp_path / "killed", **settings))
-    saved = max(int(path.name[5:]) for path in (tmp_path / "killed" / "checkpoints").glob("step-??????"))
+    saved = max(
+        int(path.name[5:]) for path in (tmp_path / "killed" / "checkpoints").glob("step-??????")
+    )
     last = {"train_steps": saved + 3, "save_interval": saved + 3, "export": False}
-    resumed = run_mesh(2, partial(run_pretraining, folder=tmp_path / "killed", resume=True, **settings, **last))[0]
+    resumed = run_mesh(
+        2, partial(run_pretraining, folder=tmp_path / "killed", resume=True, **settings, **last)
+    )[0]
     whole = run_mesh(2, partial(run_pretraining, folder=tmp_path / "whole", **settings, **last))[0]
     assert len(train_losses(whole)) == saved + 3
     assert train_losses(resumed) == train_losses(whole)
 
 
-def test_an_evaluation_alone_finds_the_loss_of_the_run_and_leaves_nothing(run_mesh, tmp_path, texts, config):
-    run = partial(run_pretraining, model=str(config("bert")), data=(str(texts),), train_steps=2, warmup_steps=0)
+def test_an_evaluation_alone_finds_the_loss_of_the_run_and_leaves_nothing(
+    run_mesh, tmp_path, texts, config
+):
+    run = partial(
+        run_pretraining,
+        model=str(config("bert")),
+        data=(str(texts),),
+        train_steps=2,
+        warmup_steps=0,
+    )
     metrics = run_mesh(1, partial(run, folder=tmp_path / "run"))[0]
     (final,) = [record["final/loss"] for record in metrics if "final/loss" in record]
     before = sorted(tmp_path.rglob("*"))
     again = run_mesh(2, partial(run, folder=tmp_path / "run", eval_only=True))[0]
     start = {"init_from": str(tmp_path / "run" / "hf"), "model": None}
-    alone = run_mesh(2, partial(run_pretraining, folder=None, data=(str(texts),), eval_only=True, **start))[0]
+    alone = run_mesh(
+        2, partial(run_pretraining, folder=None, data=(str(texts),), eval_only=True, **start)
+    )[0]
     assert again[0]["final/loss"] == pytest.approx(final, rel=1e-5)
     assert alone[0]["final/loss"] == pytest.approx(final, rel=1e-5)
     assert sorted(tmp_path.rglob("*")) == before
@@ -183,29 +231,46 @@ def test_a_vocabulary_without_sentinels_learns_to_continue(run_mesh, tmp_path, t
     weights = tmp_path / "weights"
     stories = [file.read_text() for file in sorted(texts.iterdir())]
     pieces = train_tokenizer("sentencepiece", stories, 300, weights).pieces
-    (weights / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer", "extra_ids": 0}')
+    (weights / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "T5Tokenizer", "extra_ids": 0}'
+    )
     hf_model("T5ForConditionalGeneration", layers=1, vocab_size=pieces).save_pretrained(weights)
     start = {"init_from": str(weights), "data": (str(texts),), "train_steps": 1, "warmup_steps": 0}
-    run = partial(run_pretraining, folder=tmp_path / "run", objective="prefix-lm", sample_prompt="One two", **start)
+    run = partial(
+        run_pretraining,
+        folder=tmp_path / "run",
+        objective="prefix-lm",
+        sample_prompt="One two",
+        **start,
+    )
     run_mesh(2, run)
     assert "One two [[" in (tmp_path / "run" / "hf" / "README.md").read_text()
 
 
 def test_a_head_that_the_weights_lack_is_new(run_mesh, tmp_path, texts):
     save_weights(tmp_path / "weights", "bert", "BertForMaskedLM", texts)
-    start = {"init_from": str(tmp_path / "weights"), "data": (str(texts),), "train_steps": 1, "warmup_steps": 0}
+    start = {
+        "init_from": str(tmp_path / "weights"),
+        "data": (str(texts),),
+        "train_steps": 1,
+        "warmup_steps": 0,
+    }
     run_mesh(2, partial(run_pretraining, folder=tmp_path / "run", objective="bert-nsp", **start))
     values = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
     assert values["architectures"] == ["BertForPreTraining"]
 
 
 @pytest.mark.parametrize("name", every_day(["t5"], more=["bert", "glm"]))
-def test_sequence_parallelism_and_recomputation_change_nothing(run_mesh, tmp_path, texts, config, name):
+def test_sequence_parallelism_and_recomputation_change_nothing(
+    run_mesh, tmp_path, texts, config, name
+):
     lengths = {"sequence_length": 64, "target_length": 24 if name == "t5" else None}
     run = partial(run_pretraining, model=str(config(name)), export=False, train_steps=8, **lengths)
     whole = run_mesh(1, partial(run, folder=tmp_path / "whole", data=(str(texts),)))[0]
     pair = (str(tmp_path / "whole" / "data" / "train"),)
-    split = partial(run, folder=tmp_path / "split", data=pair, sequence_parallel=True, recompute="full")
+    split = partial(
+        run, folder=tmp_path / "split", data=pair, sequence_parallel=True, recompute="full"
+    )
     assert train_losses(run_mesh(2, split)[0]) == pytest.approx(train_losses(whole), rel=1e-5)
     bf16 = run_mesh(2, partial(run, folder=tmp_path / "bf16", data=pair, precision="bf16"))[0]
     assert train_losses(bf16) == pytest.approx(train_losses(whole), rel=2e-2)
@@ -217,16 +282,22 @@ def test_a_mixture_trains_alike_on_every_layout(run_mesh, tmp_path, texts, confi
         (tmp_path / "other" / f"{number}.txt").write_text(
             f"Line {number}. " + "alpha beta gamma delta. " * (20 + number)
         )
-    run = partial(run_pretraining, model=str(config("t5")), data=(f"{texts}:0.7", f"{tmp_path / 'other'}:0.3"))
+    run = partial(
+        run_pretraining, model=str(config("t5")), data=(f"{texts}:0.7", f"{tmp_path / 'other'}:0.3")
+    )
     whole = run_mesh(1, partial(run, folder=tmp_path / "whole", train_steps=10, save_interval=4))[0]
     resumed = {"resume": True, "train_steps": 14, "export": False}
     for tp, data_ranks in ((2, 1), (1, 2)):
         folder = tmp_path / f"{tp}"
         ranks = {"data": data_ranks}
         size = {"micro_batch_size": 4 // data_ranks, "global_batch_size": 4}
-        part = run_mesh(tp, partial(run, folder=folder, export=False, train_steps=10, **size), **ranks)[0]
+        part = run_mesh(
+            tp, partial(run, folder=folder, export=False, train_steps=10, **size), **ranks
+        )[0]
         assert train_losses(part) == pytest.approx(train_losses(whole), rel=1e-5)
-    assert len(train_losses(run_mesh(1, partial(run, folder=tmp_path / "whole", **resumed))[0])) == 14
+    assert (
+        len(train_losses(run_mesh(1, partial(run, folder=tmp_path / "whole", **resumed))[0])) == 14
+    )
 
 
 @pytest.mark.parametrize("loss", [1.0 + 1.1e-4, 1.0 - 1.1e-4, float("nan")])
@@ -246,9 +317,13 @@ def test_a_stream_trains_alike_on_every_layout_and_resumes(run_mesh, tmp_path, t
     assert not list((tmp_path / "whole" / "data").rglob("train*"))
     alone = {"export": False, "tokenizer": str(tmp_path / "whole" / "data" / "tokenizer")}
     split = partial(run, folder=tmp_path / "split", micro_batch_size=2, **{**size, **alone})
-    assert train_losses(run_mesh(2, split, data=2)[0]) == pytest.approx(train_losses(whole), rel=1e-5)
+    assert train_losses(run_mesh(2, split, data=2)[0]) == pytest.approx(
+        train_losses(whole), rel=1e-5
+    )
     shutil.rmtree(tmp_path / "whole" / "checkpoints" / "step-000012")
-    again = run_mesh(1, partial(run, folder=tmp_path / "whole", resume=True, export=False, **size))[0]
+    again = run_mesh(1, partial(run, folder=tmp_path / "whole", resume=True, export=False, **size))[
+        0
+    ]
     assert train_losses(again) == train_losses(whole)
 
 
@@ -269,11 +344,16 @@ def test_an_export_that_does_not_fit_the_device_is_evaluated_on_the_cpu(tmp_path
 
     monkeypatch.setattr(export, "load_exported", lambda folder: Model())
     monkeypatch.setattr(export, "evaluate", evaluate)
-    assert export.exported_loss(tmp_path, [], batch_size=1, collate=list, device=torch.device("meta")) == 1.5
+    assert (
+        export.exported_loss(tmp_path, [], batch_size=1, collate=list, device=torch.device("meta"))
+        == 1.5
+    )
     assert devices == [torch.device("meta"), torch.device("cpu")]
 
 
-def test_a_rank_that_comes_late_finds_the_folder_as_the_others_did(run_mesh, tmp_path, texts, config):
+def test_a_rank_that_comes_late_finds_the_folder_as_the_others_did(
+    run_mesh, tmp_path, texts, config
+):
     """The processes may be joined before they check the folder, which the first one then changes."""
 
     def run_late(mesh: Any) -> list[dict[str, float]]:

@@ -40,7 +40,9 @@ def ours(params, kind=AdamW):
     return kind(params, lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, fused=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
 def test_steps_are_pytorchs(dtype):
     mine, theirs = parameters(dtype), parameters(dtype)
     optimizer, expected = ours(mine), ours(theirs, torch.optim.AdamW)
@@ -50,7 +52,9 @@ def test_steps_are_pytorchs(dtype):
             params[step].grad = None
             clip(params, 3.0, one)
             one.step()
-    tolerance = dict.fromkeys(("rtol", "atol"), 5 * torch.finfo(dtype).eps)  # a rounding for each step
+    tolerance = dict.fromkeys(
+        ("rtol", "atol"), 5 * torch.finfo(dtype).eps
+    )  # a rounding for each step
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, **tolerance)
         for name, value in expected.state[b].items():
@@ -79,7 +83,9 @@ def test_scattered_parameters_are_rounded():
     model = nn.Module()
     model.weight = parameter
     optimizer = torch_engine.AdamW([parameter], lr=1.0, weight_decay=0.0, fused=True)
-    engine = torch_engine.TorchEngine(model, optimizer, TrainingArguments(precision="bf16", save_optim=False))
+    engine = torch_engine.TorchEngine(
+        model, optimizer, TrainingArguments(precision="bf16", save_optim=False)
+    )
     engine.backward((model.weight.float() * 2).sum())
     engine.step()
     assert whole[:, :4].abs().max() < 1e-6
@@ -91,7 +97,9 @@ def test_a_graph_of_the_old_weights_is_refused():
     model = nn.Module()
     model.weight = parameter
     optimizer = ours([parameter])
-    engine = torch_engine.TorchEngine(model, optimizer, TrainingArguments(precision="bf16", save_optim=False))
+    engine = torch_engine.TorchEngine(
+        model, optimizer, TrainingArguments(precision="bf16", save_optim=False)
+    )
     loss = (model.weight * model.weight).sum()
     engine.backward(model.weight.sum())
     engine.step()
@@ -104,7 +112,9 @@ def test_the_kernel_is_used_once_for_a_parameter_and_leaves_gradients(monkeypatc
     params, calls, call = parameters(torch.float32), [], library.call_compiled
     for user in ("mpu.parameter", "trainer.engines.torch_engine"):
         name = f"shardzoo.{user}.call_compiled"
-        monkeypatch.setattr(name, lambda kernel, *arguments: (calls.append(kernel), call(kernel, *arguments))[1])
+        monkeypatch.setattr(
+            name, lambda kernel, *arguments: (calls.append(kernel), call(kernel, *arguments))[1]
+        )
     give_gradients(params, 0)
     before = [p.grad.clone() for p in params]
     optimizer = ours(params)
@@ -172,7 +182,9 @@ def test_other_layouts_and_options_take_pytorchs_step():
 def test_hooks_of_a_step_are_called_once(kernels):
     """Though PyTorch's step, which is called where the kernel cannot be, is one that calls them."""
     params, seen = parameters(torch.float32), []
-    ours(parameters(torch.float32), torch.optim.AdamW)  # PyTorch hooks a class when it is first used
+    ours(
+        parameters(torch.float32), torch.optim.AdamW
+    )  # PyTorch hooks a class when it is first used
     optimizer = ours(params)
     optimizer.rounded = {params[0]: torch.zeros(1, dtype=torch.bfloat16)}
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -185,11 +197,15 @@ def test_hooks_of_a_step_are_called_once(kernels):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize("elements", [1, 37, 8192, 8193, 40000])
 def test_square_sum(elements, dtype):
     x = torch.randn(elements, generator=torch.Generator().manual_seed(elements)).to(dtype)
-    assert library.call_compiled("square_sum", x) == pytest.approx(float(x.double().square().sum()), rel=1e-6)
+    assert library.call_compiled("square_sum", x) == pytest.approx(
+        float(x.double().square().sum()), rel=1e-6
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     one = library.call_compiled("square_sum", x)
@@ -217,11 +233,15 @@ def test_norms_of_what_the_kernel_does_not_take():
         assert not grad_norm([x]).isfinite()
 
 
-@pytest.mark.parametrize(("file", "expected"), [({}, 0.0), ({"torch_autocast": {"enabled": True}}, 0.5)], ids=str)
+@pytest.mark.parametrize(
+    ("file", "expected"), [({}, 0.0), ({"torch_autocast": {"enabled": True}}, 0.5)], ids=str
+)
 def test_deepspeed_clips_only_gradients_that_it_scales(tmp_path, file, expected):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(file))
-    arguments = TrainingArguments(env_type="deepspeed", zero_stage=0, clip_grad=0.5, deepspeed_config=str(path))
+    arguments = TrainingArguments(
+        env_type="deepspeed", zero_stage=0, clip_grad=0.5, deepspeed_config=str(path)
+    )
     assert deepspeed_config(arguments, 1, 10)["gradient_clipping"] == expected
 
 

@@ -33,9 +33,15 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints") / "run"
     tokenizer_like("t5").save_pretrained(folder.parent / "tokenizer")
     arguments = TrainingArguments(
-        save_dir=str(folder), micro_batch_size=2, train_steps=STEPS, save_interval=1, env_type="pytorch"
+        save_dir=str(folder),
+        micro_batch_size=2,
+        train_steps=STEPS,
+        save_interval=1,
+        env_type="pytorch",
     )
-    Trainer(arguments).train(native_t5(None), train_dataset=Pairs(), extra_files=folder.parent / "tokenizer")
+    Trainer(arguments).train(
+        native_t5(None), train_dataset=Pairs(), extra_files=folder.parent / "tokenizer"
+    )
     return folder
 
 
@@ -62,7 +68,9 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, 
 
     def checked(self, target):
         if target.name == f"step-{STEPS:06d}":
-            assert {path.name for path in self.iterdir() if path.stat().st_ino not in flushed} == set()
+            assert {
+                path.name for path in self.iterdir() if path.stat().st_ino not in flushed
+            } == set()
             assert self.stat().st_ino in flushed  # the list of the files
             renamed.append(target)
         return rename(self, target)
@@ -76,7 +84,14 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, 
     assert (tmp_path / "run/checkpoints").stat().st_ino in flushed
 
 
-NAMES = ("config.json", "manifest.json", "tokenizer.json", "rank_00.safetensors", "optimizer_00.safetensors", STATE)
+NAMES = (
+    "config.json",
+    "manifest.json",
+    "tokenizer.json",
+    "rank_00.safetensors",
+    "optimizer_00.safetensors",
+    STATE,
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -92,7 +107,9 @@ def test_a_damaged_file_is_refused_at_every_door(run, tmp_path, capsys, name, bl
         path.unlink()
     else:
         content[len(content) // 2] ^= 1
-        path.write_bytes({"zeroed": bytes(len(content)), "emptied": b"", "flipped": bytes(content)}[blow])
+        path.write_bytes(
+            {"zeroed": bytes(len(content)), "emptied": b"", "flipped": bytes(content)}[blow]
+        )
     assert name in verify_checkpoint(checkpoint)
     assert main(["checkpoint", "verify", str(tmp_path / "run")]) == 2
     shown = capsys.readouterr().out
@@ -110,7 +127,9 @@ def test_a_damaged_file_is_refused_at_every_door(run, tmp_path, capsys, name, bl
 def sign(checkpoint: Path, files: dict) -> None:
     content = json.loads((checkpoint / STATE).read_text())
     del content["sha256"]
-    (checkpoint / STATE).write_text(json.dumps(add_digest({**content, "files": {**content["files"], **files}})))
+    (checkpoint / STATE).write_text(
+        json.dumps(add_digest({**content, "files": {**content["files"], **files}}))
+    )
 
 
 NAMED = {
@@ -121,7 +140,9 @@ NAMED = {
 
 @pytest.mark.timeout(20)  # reading /dev/zero or a pipe would never end
 @pytest.mark.parametrize("kind", NAMED)
-@pytest.mark.parametrize("digest", ["0" * 64, [{"ranges": [[0, 5]], "sha256": "0" * 64}], [{"ranges": 3}], [], 7, None])
+@pytest.mark.parametrize(
+    "digest", ["0" * 64, [{"ranges": [[0, 5]], "sha256": "0" * 64}], [{"ranges": 3}], [], 7, None]
+)
 def test_names_outside_the_folder_are_never_opened(run, tmp_path, capsys, kind, digest):
     checkpoint = copy_of(run, tmp_path)
     os.mkfifo(checkpoint / "pipe")
@@ -187,7 +208,9 @@ def test_each_damaged_file_is_named_once(run, tmp_path, capsys):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["step-٠٠٠٠٠٩", "step-0000002", "step-" + "9" * 200, "step-000002.abandoned"])
+@pytest.mark.parametrize(
+    "name", ["step-٠٠٠٠٠٩", "step-0000002", "step-" + "9" * 200, "step-000002.abandoned"]
+)
 def test_a_folder_that_only_looks_like_a_checkpoint(run, tmp_path, capsys, name):
     copy_of(run, tmp_path).rename(tmp_path / "run" / "checkpoints" / name)
     assert main(["checkpoint", "verify", str(tmp_path / "run")]) == 0
@@ -195,7 +218,8 @@ def test_a_folder_that_only_looks_like_a_checkpoint(run, tmp_path, capsys, name)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("step", "2"), ("step", None), ("best", 3), ("groups", {}), ("data", []), ("version", 3)]
+    ("field", "value"),
+    [("step", "2"), ("step", None), ("best", 3), ("groups", {}), ("data", []), ("version", 3)],
 )
 def test_a_state_of_another_kind_is_refused_when_a_run_resumes(run, tmp_path, field, value):
     from shardzoo.trainer.checkpointing.resume import read_state
@@ -214,8 +238,12 @@ def test_checkpoints_without_all_digests_stay_readable(run, tmp_path, capsys):
 
     checkpoint = copy_of(run, tmp_path)
     content = json.loads((checkpoint / STATE).read_text())
-    files = {name: digest for name, digest in content["files"].items() if name.endswith(".safetensors")}
-    old = {name: value for name, value in content.items() if name not in ("sha256", "version", "sizes")}
+    files = {
+        name: digest for name, digest in content["files"].items() if name.endswith(".safetensors")
+    }
+    old = {
+        name: value for name, value in content.items() if name not in ("sha256", "version", "sizes")
+    }
     (checkpoint / STATE).write_text(json.dumps(add_digest({**old, "files": files})))
     assert verify_checkpoint(checkpoint) == ""
     shardzoo.from_pretrained(checkpoint)
@@ -247,13 +275,17 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def parts_of(whole: dict[str, torch.Tensor], rank: int, ranks: int) -> dict[str, torch.Tensor | TensorPart]:
+def parts_of(
+    whole: dict[str, torch.Tensor], rank: int, ranks: int
+) -> dict[str, torch.Tensor | TensorPart]:
     """Some tensors as ZeRO has them: a flat part on each rank, of unequal sizes; the last ranks may have none."""
     found: dict[str, torch.Tensor | TensorPart] = dict(whole)
     for name in ("large", "bytes"):
         flat = whole[name].reshape(-1)
         size = -(-len(flat) // ranks) + 3
-        found[name] = TensorPart(tuple(whole[name].shape), min(rank * size, len(flat)), flat[rank * size :][:size])
+        found[name] = TensorPart(
+            tuple(whole[name].shape), min(rank * size, len(flat)), flat[rank * size :][:size]
+        )
     return found
 
 

@@ -100,8 +100,17 @@ class Odd:
     def __getitem__(self, index):
         eye = torch.eye(2)
         record = np.array([(index, object())], [("number", "i4"), ("object", object)])
-        odd = [eye.to_sparse(), torch.nested.nested_tensor([eye, eye[0:1]]), eye.to("meta"), eye.to(torch.bfloat16)]
-        odd += [torch.ones(2, dtype=torch.complex64).conj().imag, {"nan": float("nan"), "none": None}, record]
+        odd = [
+            eye.to_sparse(),
+            torch.nested.nested_tensor([eye, eye[0:1]]),
+            eye.to("meta"),
+            eye.to(torch.bfloat16),
+        ]
+        odd += [
+            torch.ones(2, dtype=torch.complex64).conj().imag,
+            {"nan": float("nan"), "none": None},
+            record,
+        ]
         return {"input_ids": [index], "odd": odd}
 
 
@@ -114,11 +123,16 @@ class Drawn(Own):
     """Random by global generators."""
 
     def __getitem__(self, index):
-        return {"input_ids": [index], "noise": [random.random(), float(np.random.rand()), float(torch.rand(()))]}
+        return {
+            "input_ids": [index],
+            "noise": [random.random(), float(np.random.rand()), float(torch.rand(()))],
+        }
 
 
 def hub(size=TEXTS, shards=2):
-    return datasets.Dataset.from_list([{"input_ids": [i]} for i in range(size)]).to_iterable_dataset(num_shards=shards)
+    return datasets.Dataset.from_list(
+        [{"input_ids": [i]} for i in range(size)]
+    ).to_iterable_dataset(num_shards=shards)
 
 
 def read(mesh, make, workers=0):
@@ -162,7 +176,9 @@ def stream_of_parts(mesh):
     from shardzoo.data import IterableRecords, ResumableStream, Share
 
     records = IterableRecords(lambda epoch: divided(mesh))
-    return ResumableStream(records, lambda record, generator: record, Share(1, mesh.dp_rank, mesh.dp_size))
+    return ResumableStream(
+        records, lambda record, generator: record, Share(1, mesh.dp_rank, mesh.dp_size)
+    )
 
 
 def loader_of_parts(mesh):
@@ -195,14 +211,32 @@ REFUSED = {
     "equal records": (equal_records, r"was divided into \d parts by split_dataset_by_node"),
     "own stream": (stream_of_parts, "is not the same on process 0 and process 1;"),
     "own loader": (loader_of_parts, "is not the same on process 0"),
-    "list": (lambda mesh: list(Plain())[mesh.rank :: mesh.world_size], "is not the same on process 0"),
-    "lengths": (lambda mesh: list(Plain())[: TEXTS - mesh.rank], r"process 1 \(of 37 and 36 samples\)"),
-    "random lengths": (lambda mesh: Subset(Own(), range(TEXTS - mesh.rank)), r"process 1 \(of 37 and 36 samples\)"),
-    "samples": (lambda mesh: Pairs(64, vocab_size=60 + mesh.rank), "is not the same on process 0 and process 1;"),
-    "one empty": (lambda mesh: [] if mesh.rank else list(Plain()), r"process 1 \(of 37 and 0 samples\)"),
+    "list": (
+        lambda mesh: list(Plain())[mesh.rank :: mesh.world_size],
+        "is not the same on process 0",
+    ),
+    "lengths": (
+        lambda mesh: list(Plain())[: TEXTS - mesh.rank],
+        r"process 1 \(of 37 and 36 samples\)",
+    ),
+    "random lengths": (
+        lambda mesh: Subset(Own(), range(TEXTS - mesh.rank)),
+        r"process 1 \(of 37 and 36 samples\)",
+    ),
+    "samples": (
+        lambda mesh: Pairs(64, vocab_size=60 + mesh.rank),
+        "is not the same on process 0 and process 1;",
+    ),
+    "one empty": (
+        lambda mesh: [] if mesh.rank else list(Plain()),
+        r"process 1 \(of 37 and 0 samples\)",
+    ),
     "shuffled": (lambda mesh: Shuffled(), "gave other records when it was read again"),
     "once": (lambda mesh: Once(), "gave other records when it was read again"),
-    "unseeded": (lambda mesh: hub().shuffle(seed=None, buffer_size=20), "is not the same on process 0"),
+    "unseeded": (
+        lambda mesh: hub().shuffle(seed=None, buffer_size=20),
+        "is not the same on process 0",
+    ),
 }
 
 
@@ -225,7 +259,9 @@ def test_the_parts_of_one_model_see_the_same(run_mesh):
     assert found[0] == found[1]
     assert "is not the same on process 0 and process 1" in found[0]
     for found in run_mesh(2, read, lambda mesh: Own()):
-        assert found.startswith("train_dataset gave other samples when they were read again, and others on each")
+        assert found.startswith(
+            "train_dataset gave other samples when they were read again, and others on each"
+        )
     assert len(run_mesh(2, read, lambda mesh: Drawn())[0]) == TEXTS
 
 
@@ -237,7 +273,10 @@ def test_a_process_that_cannot_read_is_named_by_all(run_mesh):
             return error.args[0]
 
     found = run_mesh(1, reads, data=2)
-    assert found == ["train_dataset cannot be read on process 1: OSError: no such host", "no such host"]
+    assert found == [
+        "train_dataset cannot be read on process 1: OSError: no such host",
+        "no such host",
+    ]
 
 
 ACCEPTED = {
@@ -270,20 +309,28 @@ def test_samples_of_any_content_are_compared(run_mesh):
 def test_a_loader_is_asked_for_numbers_of_its_order(run_mesh):
     found = run_mesh(1, read, loader_of_positions, data=2)
     counts = Counter(number for part in found for number in part)
-    assert sorted(counts.values()) == [2] + [3] * (TEXTS - 1)  # of 111 positions, the incomplete last batch is left out
+    assert sorted(counts.values()) == [2] + [3] * (
+        TEXTS - 1
+    )  # of 111 positions, the incomplete last batch is left out
 
 
 def test_workers_need_a_stream_that_can_be_read_again(run_mesh):
     assert "gave other records" in run_mesh(1, read, lambda mesh: Once(), 2)[0]
     assert "gave other records" in run_mesh(1, read, lambda mesh: Shuffled(), 2)[0]
-    assert sorted(run_mesh(1, read, lambda mesh: Once())[0]) == list(range(TEXTS))  # the only reader
+    assert sorted(run_mesh(1, read, lambda mesh: Once())[0]) == list(
+        range(TEXTS)
+    )  # the only reader
 
 
 def test_validation_data_is_compared_too(run_mesh, tmp_path):
     from training import run_training
 
     def trains(mesh):
-        with pytest.raises(ValueError, match="valid_dataset is not the same on process 0 and process 1"):
-            run_training(mesh, tmp_path, env_type="pytorchDDP", valid=Pairs(8, vocab_size=50 + mesh.rank))
+        with pytest.raises(
+            ValueError, match="valid_dataset is not the same on process 0 and process 1"
+        ):
+            run_training(
+                mesh, tmp_path, env_type="pytorchDDP", valid=Pairs(8, vocab_size=50 + mesh.rank)
+            )
 
     run_mesh(1, trains, data=2)

@@ -18,7 +18,9 @@ def big_batch(run_mesh, tmp_path_factory):
 
 def assert_same(run, reference) -> None:
     assert losses(run[0]) == pytest.approx(losses(reference[0]), rel=2e-6)
-    assert [s["grad_norm"] for s in run[0]] == pytest.approx([s["grad_norm"] for s in reference[0]], rel=1e-5)
+    assert [s["grad_norm"] for s in run[0]] == pytest.approx(
+        [s["grad_norm"] for s in reference[0]], rel=1e-5
+    )
 
 
 ENGINES = [
@@ -33,7 +35,9 @@ ENGINES = [
 
 
 @pytest.mark.parametrize(("arguments", "ranks"), ENGINES, ids=lambda value: str(value))
-def test_engines_and_accumulation_equal_the_big_batch(run_mesh, tmp_path, big_batch, arguments, ranks):
+def test_engines_and_accumulation_equal_the_big_batch(
+    run_mesh, tmp_path, big_batch, arguments, ranks
+):
     """Ragged micro-batches of 2, accumulated over 2 or 4 passes."""
     runs = on_ranks(run_mesh, tmp_path, data_ranks=ranks, global_batch_size=8, **arguments)
     for run in runs:
@@ -42,7 +46,9 @@ def test_engines_and_accumulation_equal_the_big_batch(run_mesh, tmp_path, big_ba
 
 @pytest.mark.parametrize(
     ("stage", "model"),
-    every_day([(1, native_t5), (2, None), (3, native_t5)], more=[(1, None), (2, native_t5), (3, None)]),
+    every_day(
+        [(1, native_t5), (2, None), (3, native_t5)], more=[(1, None), (2, native_t5), (3, None)]
+    ),
 )
 def test_each_pass_counts_once_in_bf16(run_mesh, tmp_path, stage, model):
     """Eight passes of one sample have the gradient of one pass of eight."""
@@ -55,7 +61,9 @@ def test_each_pass_counts_once_in_bf16(run_mesh, tmp_path, stage, model):
     }
     norms = []
     for size in (8, 1):
-        [(steps, _)] = on_ranks(run_mesh, tmp_path / str(size), model=model, micro_batch_size=size, **arguments)
+        [(steps, _)] = on_ranks(
+            run_mesh, tmp_path / str(size), model=model, micro_batch_size=size, **arguments
+        )
         norms.append([step["grad_norm"] for step in steps])
     assert norms[1] == pytest.approx(norms[0], rel=2e-2)
 
@@ -70,15 +78,30 @@ def left_behind(mesh):
 def test_deepspeed_leaves_nothing_behind(run_mesh, tmp_path):
     """Neither the product that stage 3 puts in place of torch's, which rounds twice, nor the mesh."""
     on_ranks(run_mesh, tmp_path / "mesh", data_ranks=2, train_steps=1, env_type="deepspeed+mpu")
-    on_ranks(run_mesh, tmp_path / "stage", data_ranks=2, train_steps=1, env_type="deepspeed", zero_stage=3)
+    on_ranks(
+        run_mesh,
+        tmp_path / "stage",
+        data_ranks=2,
+        train_steps=1,
+        env_type="deepspeed",
+        zero_stage=3,
+    )
     assert run_mesh(1, left_behind, data=2) == [(True, None)] * 2
 
 
 @pytest.mark.parametrize(("arguments", "ranks"), by_turns(ENGINES, 2), ids=lambda value: str(value))
 def test_one_step_gives_the_same_weights(run_mesh, tmp_path, arguments, ranks):
-    settings = {"train_steps": 1, "lr": 1e-3, "optimizer": "adamw", "adam_eps": 1e-3, "warmup_steps": 0}
+    settings = {
+        "train_steps": 1,
+        "lr": 1e-3,
+        "optimizer": "adamw",
+        "adam_eps": 1e-3,
+        "warmup_steps": 0,
+    }
     [(_, reference)] = on_ranks(run_mesh, tmp_path / "one", micro_batch_size=8, **settings)
-    runs = on_ranks(run_mesh, tmp_path / "many", data_ranks=ranks, global_batch_size=8, **arguments, **settings)
+    runs = on_ranks(
+        run_mesh, tmp_path / "many", data_ranks=ranks, global_batch_size=8, **arguments, **settings
+    )
     for _, weights in runs:
         assert weights.keys() == reference.keys()
         for name, value in weights.items():
@@ -96,6 +119,8 @@ def with_an_idle_layer(mesh):
 def test_ddp_makes_no_step_without_a_gradient_of_each_parameter(run_mesh, tmp_path):
     """Its exchange would not be complete."""
     settings = {"model": with_an_idle_layer, "train_steps": 1, "env_type": "pytorchDDP"}
-    with pytest.raises(AssertionError, match=r"gave no gradient to idle\.bias, idle\.weight, and .* freeze"):
+    with pytest.raises(
+        AssertionError, match=r"gave no gradient to idle\.bias, idle\.weight, and .* freeze"
+    ):
         on_ranks(run_mesh, tmp_path, data_ranks=2, isolated=True, **settings)
     assert not list(tmp_path.glob("checkpoints/step-*"))

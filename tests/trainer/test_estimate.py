@@ -19,7 +19,9 @@ T5 = {"d_model": 64, "num_heads": 4, "d_kv": 16, "d_ff": 256, "num_layers": 2, "
 
 
 def tiny(name: str, **changes):
-    return find_config(name).with_changes(**{"gpt2": GPT2, "t5-small": T5, "mt5-small": T5}[name] | changes)
+    return find_config(name).with_changes(
+        **{"gpt2": GPT2, "t5-small": T5, "mt5-small": T5}[name] | changes
+    )
 
 
 def peak_of_tensors(config, job: Job, optimizer=None) -> int:
@@ -36,7 +38,9 @@ def peak_of_tensors(config, job: Job, optimizer=None) -> int:
         for module in filter(is_embedding, model.modules()):
             module.requires_grad_(False)
     if job.lora_rank:
-        add_lora(model, lora_config(r=job.lora_rank, target_modules=job.lora_target_modules), seed=0)
+        add_lora(
+            model, lora_config(r=job.lora_rank, target_modules=job.lora_target_modules), seed=0
+        )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = optimizer(trained) if optimizer else torch.optim.AdamW(trained, fused=True)
     ids = torch.arange(job.micro_batch_size * job.length).view(job.micro_batch_size, -1) % 97 + 5
@@ -52,7 +56,10 @@ def peak_of_tensors(config, job: Job, optimizer=None) -> int:
         optimizer.zero_grad()
 
     step()
-    tensors = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v))]
+    tensors = [
+        *model.parameters(),
+        *(v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)),
+    ]
     there = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     return there + peak_of(step)
 
@@ -69,23 +76,65 @@ CASES = [
     ("gpt2", {}, {}, None, "the last block's backward"),
     ("gpt2", {"vocab_size": 4096}, {"recompute": "full"}, None, "the head's backward"),
     ("gpt2", {}, {"recompute": "full"}, None, "the first block's backward"),
-    ("gpt2", {}, {"accumulation_steps": 2, "recompute": "selective"}, None, "the last block's backward"),
-    ("gpt2", {"n_embd": 512, "n_layer": 2}, SHORT | {"optimizer": "adafactor"}, adafactor, "the optimizer's step"),
+    (
+        "gpt2",
+        {},
+        {"accumulation_steps": 2, "recompute": "selective"},
+        None,
+        "the last block's backward",
+    ),
+    (
+        "gpt2",
+        {"n_embd": 512, "n_layer": 2},
+        SHORT | {"optimizer": "adafactor"},
+        adafactor,
+        "the optimizer's step",
+    ),
     ("gpt2", {"vocab_size": 32768}, SHORT, None, "the head's backward"),
     ("mt5-small", {"vocab_size": 16384}, SHORT, None, "the first block's backward"),
     ("t5-small", {}, {}, None, "the last block's backward"),
-    ("gpt2", {**TAGGING, "architecture": "GPT2ForTokenClassification"}, {}, None, "the last block's backward"),
-    ("t5-small", {**TAGGING, "architecture": "T5ForTokenClassification"}, {}, None, "the last block's backward"),
+    (
+        "gpt2",
+        {**TAGGING, "architecture": "GPT2ForTokenClassification"},
+        {},
+        None,
+        "the last block's backward",
+    ),
+    (
+        "t5-small",
+        {**TAGGING, "architecture": "T5ForTokenClassification"},
+        {},
+        None,
+        "the last block's backward",
+    ),
     ("t5-small", {}, {"recompute": "full"}, None, "the first block's backward"),
-    ("mt5-small", {"vocab_size": 16384}, SHORT | {"frozen": ("embeddings",)}, None, "the first block's backward"),
+    (
+        "mt5-small",
+        {"vocab_size": 16384},
+        SHORT | {"frozen": ("embeddings",)},
+        None,
+        "the first block's backward",
+    ),
     ("gpt2", {"n_embd": 256, "n_layer": 3}, {"lora_rank": 8}, None, "the last block's backward"),
-    ("t5-small", {}, {"lora_rank": 4, "lora_target_modules": "all-linear"}, None, "the last block's backward"),
+    (
+        "t5-small",
+        {},
+        {"lora_rank": 4, "lora_target_modules": "all-linear"},
+        None,
+        "the last block's backward",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "changes", "job", "optimizer", "moment"), CASES)
 def test_the_peak_of_a_step(name, changes, job, optimizer, moment):
-    values = {"micro_batch_size": 8, "length": 128, "precision": "fp32", "device": "cpu", "padded": False}
+    values = {
+        "micro_batch_size": 8,
+        "length": 128,
+        "precision": "fp32",
+        "device": "cpu",
+        "padded": False,
+    }
     job = Job(**values | job)
     config = tiny(name, **changes)
     found = estimate(config, job)
@@ -107,7 +156,12 @@ def states_held(mesh, config, job):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    states = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
+    states = sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if value.dim()
+    )
     return parameters, states
 
 
@@ -127,9 +181,15 @@ def states_under_deepspeed(mesh, config, job):
     from shardzoo.trainer.launch.ranks import Ranks
     from shardzoo.trainer.trainer import make_engine
 
-    how = {"env_type": "deepspeed+mpu", "model_parallel_size": mesh.tp_size, "zero_stage": job.stage}
+    how = {
+        "env_type": "deepspeed+mpu",
+        "model_parallel_size": mesh.tp_size,
+        "zero_stage": job.stage,
+    }
     arguments = TrainingArguments(**how, optimizer=job.optimizer, precision=job.precision)
-    model = from_config(config, mesh, dtype=torch.float32 if job.precision == "fp32" else torch.bfloat16)
+    model = from_config(
+        config, mesh, dtype=torch.float32 if job.precision == "fp32" else torch.bfloat16
+    )
     engine = make_engine(model, make_optimizer(model, arguments), arguments, Ranks(mesh))
     ids = torch.ones(1, 8, dtype=torch.long)
     dropout_state.set(0, 0)
@@ -141,11 +201,17 @@ def states_under_deepspeed(mesh, config, job):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "zero", "precision"), [("adafactor", 0, "fp32"), ("adafactor", 1, "bf16"), ("lamb", 2, "fp32")]
+    ("optimizer", "zero", "precision"),
+    [("adafactor", 0, "fp32"), ("adafactor", 1, "bf16"), ("lamb", 2, "fp32")],
 )
 def test_states_of_whole_matrices_are_as_large_as_said(run_mesh, optimizer, zero, precision):
     config = tiny("mt5-small", vocab_size=301)
-    sizes = {"tensor_parallel_size": 2, "data_parallel_size": 2, "zero_stage": zero, "precision": precision}
+    sizes = {
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 2,
+        "zero_stage": zero,
+        "precision": precision,
+    }
     job = Job(**sizes, optimizer=optimizer, length=8)
     said = estimate(config, job).peak.lines["optimizer state"]
     held = run_mesh(2, states_under_deepspeed, config, job, data=2)
@@ -156,14 +222,27 @@ def test_another_decoder_of_transformers_is_measured_on_meta():
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kinds = [[["global", "local"], 2]]
-    sizes = {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "vocab_size": 256, "max_position_embeddings": 64}
-    config = AutoConfig.for_model("gpt_neo", **sizes, attention_types=kinds, bos_token_id=1, eos_token_id=2)
+    sizes = {
+        "hidden_size": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+        "vocab_size": 256,
+        "max_position_embeddings": 64,
+    }
+    config = AutoConfig.for_model(
+        "gpt_neo", **sizes, attention_types=kinds, bos_token_id=1, eos_token_id=2
+    )
     job = Job(micro_batch_size=4, length=64, precision="fp32", device="cpu")
     found = estimate(config, job)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     assert found.parameters == sum(p.numel() for p in model.parameters())
     ids = torch.ones(4, 64, dtype=torch.long)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": ids,
+        "use_cache": False,
+    }
     measured = kept_bytes(lambda: model(**batch).loss, (*model.parameters(), *model.buffers()))
     lines = found.moments[0].lines
     log_softmax = 4 * 64 * 256 * 4
@@ -196,9 +275,15 @@ def test_layouts_change_what_they_should():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["gpt2", "--tp", "13"], "cannot be split 13 ways; use a tensor-parallel size from 1 to 12"),
+        (
+            ["gpt2", "--tp", "13"],
+            "cannot be split 13 ways; use a tensor-parallel size from 1 to 12",
+        ),
         (["gpt2", "--tp", "2", "--zero-stage", "3"], "use 0, 1 or 2"),
-        (["gpt2", "--zero-stage", "3", "--optimizer", "lamb"], "lamb needs statistics of whole parameters"),
+        (
+            ["gpt2", "--zero-stage", "3", "--optimizer", "lamb"],
+            "lamb needs statistics of whole parameters",
+        ),
         (["gpt2", "--length", "4096"], "4096 is more than the model's 1024 positions"),
         (["gpt2", "--zero-stage", "0"], "use 1, 2 or 3"),
         (["gpt2", "--micro-batch-size", "0"], "micro_batch_size must be at least 1"),
@@ -230,9 +315,9 @@ def test_the_command_says_whether_it_fits(capsys):
 def test_a_folder_of_another_family(tmp_path, capsys):
     from transformers import AutoConfig
 
-    AutoConfig.for_model("gpt_neox", hidden_size=64, num_hidden_layers=2, num_attention_heads=4).save_pretrained(
-        tmp_path
-    )
+    AutoConfig.for_model(
+        "gpt_neox", hidden_size=64, num_hidden_layers=2, num_attention_heads=4
+    ).save_pretrained(tmp_path)
     assert main([str(tmp_path), "--length", "64", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters_on_rank"] > 50432 * 64
     assert main([str(tmp_path), "--length", "64", "--tp", "2"]) == 2

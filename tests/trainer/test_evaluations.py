@@ -15,12 +15,20 @@ from training import Pairs, Stream, losses, run_training, tiny_t5
 
 from shardzoo.trainer import Trainer
 
-SETTINGS = {"eval_interval": 3, "save_best": "loss", "log_interval": 1, "micro_batch_size": 2, "lr": 1e-2}
+SETTINGS = {
+    "eval_interval": 3,
+    "save_best": "loss",
+    "log_interval": 1,
+    "micro_batch_size": 2,
+    "lr": 1e-2,
+}
 
 
 def train(folder: Path, data=None, **arguments) -> dict[str, float]:
     trainer = Trainer(save_dir=str(folder), **{**SETTINGS, **arguments})
-    return trainer.train(tiny_t5(), train_dataset=Pairs(40) if data is None else data, valid_dataset=Pairs(8))
+    return trainer.train(
+        tiny_t5(), train_dataset=Pairs(40) if data is None else data, valid_dataset=Pairs(8)
+    )
 
 
 def evaluations(folder: Path) -> list[dict[str, float]]:
@@ -66,7 +74,13 @@ def test_a_stopped_run_evaluates_what_a_whole_one_does(tmp_path, stopped_at):
 
 def test_a_step_that_turns_out_best_after_the_run_went_on_is_kept(tmp_path):
     """The rate is so high that every later step is worse."""
-    arguments = {"train_steps": 7, "save_interval": 5, "save_total_limit": 1, "lr": 5.0, "warmup_steps": 4}
+    arguments = {
+        "train_steps": 7,
+        "save_interval": 5,
+        "save_total_limit": 1,
+        "lr": 5.0,
+        "warmup_steps": 4,
+    }
     train(tmp_path / "whole", **arguments)
     assert best(tmp_path / "whole") == "step-000003"
     with pytest.raises(SystemExit):
@@ -76,7 +90,9 @@ def test_a_step_that_turns_out_best_after_the_run_went_on_is_kept(tmp_path):
     assert best(tmp_path / "stopped") == "step-000003"
     kept = sorted(path.name for path in (tmp_path / "stopped/checkpoints").iterdir())
     assert kept == ["best", "step-000003", "step-000007"]
-    steps, _ = run_training(None, tmp_path / "on", load_dir=str(tmp_path / "stopped"), load_type="best", train_steps=5)
+    steps, _ = run_training(
+        None, tmp_path / "on", load_dir=str(tmp_path / "stopped"), load_type="best", train_steps=5
+    )
     assert [step["step"] for step in steps] == [4, 5]
 
 
@@ -122,7 +138,9 @@ def test_evaluations_change_nothing_of_training(tmp_path, interval):
     """Though the validation data draws from the generators that dropout draws from."""
     settings = {"data": Noisy(40), "dropout": 0.1, "train_steps": 4}
     alone, _ = run_training(None, tmp_path / "alone", **settings)
-    steps, _ = run_training(None, tmp_path / "both", valid=Noisy(8), eval_interval=interval, **settings)
+    steps, _ = run_training(
+        None, tmp_path / "both", valid=Noisy(8), eval_interval=interval, **settings
+    )
     assert losses(steps) == losses(alone)
 
 
@@ -143,8 +161,16 @@ def test_a_failing_evaluation_at_the_end_leaves_what_was_trained(tmp_path):
 def test_another_save_best_begins_its_own_comparison(tmp_path):
     train(tmp_path, train_steps=3, save_interval=3)
     metrics = {"rows": lambda logits, labels: -1.0}
-    settings = {**SETTINGS, "save_best": "rows", "train_steps": 6, "save_total_limit": 1, "resume": True}
-    Trainer(save_dir=str(tmp_path), **settings).train(tiny_t5(), None, None, Pairs(40), Pairs(8), metrics)
+    settings = {
+        **SETTINGS,
+        "save_best": "rows",
+        "train_steps": 6,
+        "save_total_limit": 1,
+        "resume": True,
+    }
+    Trainer(save_dir=str(tmp_path), **settings).train(
+        tiny_t5(), None, None, Pairs(40), Pairs(8), metrics
+    )
     assert state(tmp_path, 6)["best"] == {"name": "rows", "value": -1.0, "step": 6}
     assert best(tmp_path) == "step-000006"
 
@@ -156,7 +182,11 @@ def test_what_is_not_a_number_is_never_the_best(tmp_path):
         def validate(self, *arguments):
             return {"score": next(values)}
 
-    trainer = Measured(save_dir=str(tmp_path), train_steps=4, **{**SETTINGS, "eval_interval": 1, "save_best": "score"})
+    trainer = Measured(
+        save_dir=str(tmp_path),
+        train_steps=4,
+        **{**SETTINGS, "eval_interval": 1, "save_best": "score"},
+    )
     trainer.train(tiny_t5(), train_dataset=Pairs(40), valid_dataset=Pairs(8))
     assert best(tmp_path) == "step-000002"
     assert state(tmp_path, 4)["best"] == {"name": "score", "value": 2.0, "step": 2}

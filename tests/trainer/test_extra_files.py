@@ -30,13 +30,23 @@ def train(mesh, folder: Path, model=None, data=None, steps: int = 1, **options):
 
     env_type = "pytorchDDP" if mesh else "pytorch"
     resume = options.pop("resume", False)
-    trainer = Trainer(env_type=env_type, train_steps=steps, save_dir=str(folder), resume=resume, mesh=mesh)
-    trainer.train(tiny_t5() if model is None else model, train_dataset=Pairs() if data is None else data, **options)
+    trainer = Trainer(
+        env_type=env_type, train_steps=steps, save_dir=str(folder), resume=resume, mesh=mesh
+    )
+    trainer.train(
+        tiny_t5() if model is None else model,
+        train_dataset=Pairs() if data is None else data,
+        **options,
+    )
     return trainer.run_folder.checkpoint(steps)
 
 
 def files_of(folder: Path, names: set[str] | None = None) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if names is None or path.name in names}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if names is None or path.name in names
+    }
 
 
 def digest(folder: Path) -> dict[str, object]:
@@ -46,7 +56,9 @@ def digest(folder: Path) -> dict[str, object]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     by_id = {index: token.encode() for token, index in tokenizer.get_vocab().items()}
     assert sorted(by_id) == list(range(len(tokenizer)))
-    content = b"".join(len(by_id[i]).to_bytes(4, "little") + by_id[i] for i in range(len(tokenizer)))
+    content = b"".join(
+        len(by_id[i]).to_bytes(4, "little") + by_id[i] for i in range(len(tokenizer))
+    )
     return {"size": len(tokenizer), "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -89,7 +101,10 @@ def a_huge_id(folder: Path) -> Path:
         (lambda folder: f"{folder}\0", "does not exist; name a folder"),
         (lambda folder: "", "must be the path of a folder, not ''"),
         (lambda folder: ["tokenizer.json"], "must be the path of a folder, not"),
-        (lambda folder: a_link(folder, "/etc/passwd"), "is a link out of its folder, to /etc/passwd"),
+        (
+            lambda folder: a_link(folder, "/etc/passwd"),
+            "is a link out of its folder, to /etc/passwd",
+        ),
         (lambda folder: a_link(folder, "nowhere"), "cannot read .*vocab.txt: No such file"),
         (a_pipe, "vocab.txt is not a regular file"),
         (a_huge_file, "have 268,435,457 bytes, and each checkpoint would hold a copy"),
@@ -137,7 +152,10 @@ def test_every_rank_is_told(run_mesh, tmp_path):
             return str(error)
         return "trained"
 
-    assert [text.endswith("such as a tokenizer's") for text in run_mesh(1, refused, data=2)] == [True, True]
+    assert [text.endswith("such as a tokenizer's") for text in run_mesh(1, refused, data=2)] == [
+        True,
+        True,
+    ]
 
 
 def test_extra_files_are_those_of_the_start(tmp_path):
@@ -146,7 +164,10 @@ def test_extra_files_are_those_of_the_start(tmp_path):
     (folder / "notes.txt").write_text("1")
     (folder / "alias.txt").symlink_to("notes.txt")
     (folder / "inner").mkdir()
-    expected = {**files_of(folder, {"tokenizer.json", "tokenizer_config.json", "notes.txt"}), "alias.txt": b"1"}
+    expected = {
+        **files_of(folder, {"tokenizer.json", "tokenizer_config.json", "notes.txt"}),
+        "alias.txt": b"1",
+    }
     vocabulary = digest(folder)
 
     class Deletes(Pairs):
@@ -156,7 +177,9 @@ def test_extra_files_are_those_of_the_start(tmp_path):
 
     from shardzoo.models import from_config
 
-    checkpoint = train(None, tmp_path / "run", from_config(tiny("t5")), Deletes(), extra_files=str(folder))
+    checkpoint = train(
+        None, tmp_path / "run", from_config(tiny("t5")), Deletes(), extra_files=str(folder)
+    )
     assert not folder.exists()
     assert files_of(checkpoint, set(expected)) == expected
     assert not (checkpoint / "inner").exists()
@@ -236,7 +259,10 @@ def test_a_run_without_a_tokenizer_says_so_once(tmp_path, capsys, make, reason):
     assert shown.count("thecheckpointswillholdnotokenizer") == 1
     assert reason.replace(" ", "") in shown
     assert "passitsfolderasextra_files" in shown
-    assert not any(path.name.startswith(("tokenizer", "special_tokens", "spiece")) for path in checkpoint.iterdir())
+    assert not any(
+        path.name.startswith(("tokenizer", "special_tokens", "spiece"))
+        for path in checkpoint.iterdir()
+    )
     assert recorded(checkpoint) is None
 
 
@@ -246,16 +272,26 @@ def test_other_extra_files_do_not_displace_the_tokenizer(tmp_path):
     source = save_model(tmp_path / "t5", "T5ForConditionalGeneration", "t5")
     (tmp_path / "extra").mkdir()
     (tmp_path / "extra" / "notes.txt").write_text("a")
-    checkpoint = train(None, tmp_path / "run", from_pretrained(source).train(), extra_files=tmp_path / "extra")
+    checkpoint = train(
+        None, tmp_path / "run", from_pretrained(source).train(), extra_files=tmp_path / "extra"
+    )
     assert (checkpoint / "notes.txt").read_text() == "a"
     assert (checkpoint / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert recorded(checkpoint) == digest(source)
 
 
-@pytest.mark.parametrize("pretrained", [False, True], ids=["a new model", "a model with another tokenizer"])
+@pytest.mark.parametrize(
+    "pretrained", [False, True], ids=["a new model", "a model with another tokenizer"]
+)
 def test_a_loader_brings_the_tokenizer_of_its_samples(tmp_path, capsys, pretrained):
     """With the sentinels that the objective added."""
-    from shardzoo.data import IndexedDataset, IndexedDatasetWriter, PretrainingData, build_loader, load_tokenizer
+    from shardzoo.data import (
+        IndexedDataset,
+        IndexedDatasetWriter,
+        PretrainingData,
+        build_loader,
+        load_tokenizer,
+    )
     from shardzoo.models import from_config
 
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "tokenizer"))
@@ -294,10 +330,14 @@ def test_the_recorded_vocabulary_survives_resharding(tmp_path):
     split(tmp_path / "hf", tmp_path / "again", 2)
     assert "vocabulary" not in json.loads((tmp_path / "again" / "manifest.json").read_text())
     assert Manifest.read(tmp_path / "again").vocabulary is None
-    assert files_of(tmp_path / "again", {"rank_00.safetensors"}) == files_of(tmp_path / "two", {"rank_00.safetensors"})
+    assert files_of(tmp_path / "again", {"rank_00.safetensors"}) == files_of(
+        tmp_path / "two", {"rank_00.safetensors"}
+    )
 
 
-@pytest.mark.parametrize("value", [{"size": -1, "sha256": "0" * 64}, {"size": 3, "sha256": "x"}, [], "a", {"size": 1}])
+@pytest.mark.parametrize(
+    "value", [{"size": -1, "sha256": "0" * 64}, {"size": 3, "sha256": "x"}, [], "a", {"size": 1}]
+)
 def test_a_manifest_with_a_damaged_vocabulary_is_refused(tmp_path, value):
     from shardzoo.checkpoint.json_digest import add_digest
     from shardzoo.checkpoint.manifest import Manifest

@@ -58,7 +58,11 @@ def test_splitting_changes_nothing_and_any_split_goes_on(run_mesh, tmp_path, fam
     [(whole, _)] = on_ranks(run_mesh, tmp_path / "1", save_interval=2, **settings)
     assert losses(whole)[-1] < losses(whole)[0]
     first = str(tmp_path / "1" / "checkpoints" / "step-000002")
-    splits = [(2, 0, {"save_interval": 2}), (4, 2, {"load_dir": first, "recompute": "full"}), (4, 0, {})]
+    splits = [
+        (2, 0, {"save_interval": 2}),
+        (4, 2, {"load_dir": first, "recompute": "full"}),
+        (4, 0, {}),
+    ]
     number = list(FAMILIES).index(family) % 2
     for tp, start, arguments in splits if EVERY_CASE else splits[number : number + 1]:
         split = {**settings, **arguments, "model_parallel_size": tp}

@@ -24,7 +24,10 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"checkpoint_activations": True}, {"recompute": "full"}),
     ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2}),
     ({"model_parallel_size": 2, **SPLIT}, {"model_parallel_size": 2}),
-    ({"master_ip": "127.0.0.1", "master_port": 17751}, {"master_ip": "127.0.0.1", "master_port": 17751}),
+    (
+        {"master_ip": "127.0.0.1", "master_port": 17751},
+        {"master_ip": "127.0.0.1", "master_port": 17751},
+    ),
     # transformers and t2t-tuner
     ({"learning_rate": 0.5}, {"lr": 0.5}),
     ({"num_train_epochs": 4}, {"epochs": 4}),
@@ -32,7 +35,10 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"per_device_train_batch_size": 3}, {"micro_batch_size": 3}),
     ({"lr_scheduler_type": "linear"}, {"lr_schedule": "linear"}),
     ({"max_grad_norm": 0.1}, {"clip_grad": 0.1}),
-    ({"adam_beta1": 0.8, "adam_beta2": 0.7, "adam_epsilon": 0.1}, {"beta1": 0.8, "beta2": 0.7, "adam_eps": 0.1}),
+    (
+        {"adam_beta1": 0.8, "adam_beta2": 0.7, "adam_epsilon": 0.1},
+        {"beta1": 0.8, "beta2": 0.7, "adam_eps": 0.1},
+    ),
     (
         {"eval_steps": 5, "save_steps": 6, "logging_steps": 7},
         {"eval_interval": 5, "save_interval": 6, "log_interval": 7},
@@ -42,7 +48,10 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"output_dir": "runs/x"}, {"save_dir": "runs/x"}),
     ({"evaluation_strategy": "steps"}, {}),
     ({"eval_strategy": "steps", "save_strategy": "steps", "logging_strategy": "steps"}, {}),
-    ({"evaluation_strategy": "epoch", "save_strategy": "no"}, {"eval_strategy": "epoch", "save_strategy": "no"}),
+    (
+        {"evaluation_strategy": "epoch", "save_strategy": "no"},
+        {"eval_strategy": "epoch", "save_strategy": "no"},
+    ),
     ({"per_device_eval_batch_size": 8}, {"eval_batch_size": 8}),
     ({"save_epoch": 1}, {"save_strategy": "epoch"}),
     ({"num_checkpoints": 1}, {}),
@@ -68,7 +77,10 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"train.checkpointer.period": 5, "train.checkpointer.max_to_keep": 2},
         {"save_interval": 5, "save_total_limit": 2},
     ),
-    ({"train.evaluation.eval_period": 5, "train.log_period": 2}, {"eval_interval": 5, "log_interval": 2}),
+    (
+        {"train.evaluation.eval_period": 5, "train.log_period": 2},
+        {"eval_interval": 5, "log_interval": 2},
+    ),
     ({"optim.lr": 0.5, "optim.weight_decay": 0.0}, {"lr": 0.5, "weight_decay": 0.0}),
 ]
 
@@ -78,9 +90,18 @@ def test_arguments_of_other_tools_are_taken(given, expected):
     """As keywords, and as overrides on the command line."""
     plain = TrainingArguments(**(SPLIT if SPLIT.items() <= given.items() else {}))
     made = TrainingArguments(**given)
-    words = overrides_as_options([f"{name}={value}" for name, value in given.items()], TrainingArguments)
-    for found in (made, parse(TrainingArguments, HelpPage("test", TrainingArguments), words, quiet=True)):
-        changed = {field.name for field in fields(found) if getattr(found, field.name) != getattr(plain, field.name)}
+    words = overrides_as_options(
+        [f"{name}={value}" for name, value in given.items()], TrainingArguments
+    )
+    for found in (
+        made,
+        parse(TrainingArguments, HelpPage("test", TrainingArguments), words, quiet=True),
+    ):
+        changed = {
+            field.name
+            for field in fields(found)
+            if getattr(found, field.name) != getattr(plain, field.name)
+        }
         assert {name: getattr(found, name) for name in {*changed, *expected}} == expected
 
 
@@ -119,7 +140,9 @@ HINTS = {
 @pytest.mark.parametrize(("name", "meant"), HINTS.items())
 def test_a_hint_is_right_or_there_is_none(name, meant):
     known = [field.name for field in fields(FinetuningArguments)]
-    assert hint(name, [*known, *argument_aliases(known)]) == (f"; did you mean {meant}?" if meant else "")
+    assert hint(name, [*known, *argument_aliases(known)]) == (
+        f"; did you mean {meant}?" if meant else ""
+    )
 
 
 ALL_TAKEN = (

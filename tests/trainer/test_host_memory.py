@@ -30,9 +30,15 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def page_faults(**own: str) -> int:
     """Of four steps in a process that has taken eight, with torch's huge pages."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_"))
+    }
     environment |= {"THP_MEM_ALLOC_ENABLE": "1", **own}
-    shown = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+    )
     assert shown.returncode == 0, shown.stderr
     return int(shown.stdout)
 

@@ -27,7 +27,10 @@ class Reads(TorchDispatchMode):
 
     def __init__(self, *names):
         super().__init__()
-        self.names, self.count = names or ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero"), 0
+        self.names, self.count = (
+            names or ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero"),
+            0,
+        )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func._schema.name in self.names
@@ -43,7 +46,9 @@ def test_an_engine_reads_nothing(precision, clip_grad):
     engine = make_engine(model, make_optimizer(model, arguments), arguments, Ranks(None))
     with Reads() as reads:
         for _ in range(3):
-            losses = engine.forward_backward(lambda k: engine.model(torch.ones(2, 6, dtype=dtype)).sum(), 4)
+            losses = engine.forward_backward(
+                lambda k: engine.model(torch.ones(2, 6, dtype=dtype)).sum(), 4
+            )
             outcome = engine.step()
     assert losses.shape == (4,)
     assert outcome.grad_norm.shape == ()
@@ -53,7 +58,9 @@ def test_an_engine_reads_nothing(precision, clip_grad):
 @pytest.mark.parametrize("labeled", [0, 1, 5, 21])
 def test_a_head_of_few_positions_learns_their_number_from_the_trainer(labeled):
     """Masked words, whose number a GPU would have to tell the host."""
-    model = from_config(config_from_dict(tiny("bert", 0.0, architectures=["BertForMaskedLM"])), seed=0)
+    model = from_config(
+        config_from_dict(tiny("bert", 0.0, architectures=["BertForMaskedLM"])), seed=0
+    )
     labels = torch.full((3, 7), -100)
     labels.view(-1)[torch.randperm(21)[:labeled]] = 5
     ids = torch.randint(5, 30, (3, 7))
@@ -61,7 +68,9 @@ def test_a_head_of_few_positions_learns_their_number_from_the_trainer(labeled):
     for noted in (False, True):
         model.zero_grad()
         if noted:
-            note_target_count(labels, to_device({"labels": labels}, torch.device("meta"))["labels"].target_count)
+            note_target_count(
+                labels, to_device({"labels": labels}, torch.device("meta"))["labels"].target_count
+            )
         with Reads("aten::nonzero") as reads:
             loss = model(input_ids=ids, labels=labels, num_items_in_batch=7).loss
             loss.backward()
@@ -80,7 +89,11 @@ def test_a_held_step_changes_neither_weights_nor_states(precision):
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     arguments = TrainingArguments(precision=precision)
     results = []
-    for holds in ([0.0, 0.0], [0.0, 2.0, 0.0], [0.0, math.nan, 0.0]):  # NaN: in the gradients, and not in `hold`
+    for holds in (
+        [0.0, 0.0],
+        [0.0, 2.0, 0.0],
+        [0.0, math.nan, 0.0],
+    ):  # NaN: in the gradients, and not in `hold`
         model = torch.nn.Linear(6, 5).to(dtype)
         torch.nn.init.constant_(model.weight, 0.3)
         torch.nn.init.constant_(model.bias, 0.3)
@@ -123,7 +136,9 @@ def late(monkeypatch):
 
 
 def test_a_step_between_logs_is_read_once_after_the_next_was_queued(late, tmp_path):
-    reported, _ = run_training(None, tmp_path, model=native_t5, train_steps=12, log_interval=4, save_interval=6)
+    reported, _ = run_training(
+        None, tmp_path, model=native_t5, train_steps=12, log_interval=4, save_interval=6
+    )
     assert [values["step"] for values in reported] == [4, 8, 12]
     assert all(values["seconds"] > 0 for values in reported)
     at_once = (4, 6, 8, 12)  # logged or saved
@@ -142,7 +157,9 @@ def test_reading_late_changes_no_number(tmp_path, run_mesh, data):
         runs = late_and_at_once(None, tmp_path, how)
         assert_same(*runs)
         return
-    for runs in run_mesh(1, late_and_at_once, tmp_path, {**how, "env_type": "pytorchDDP"}, data=data):
+    for runs in run_mesh(
+        1, late_and_at_once, tmp_path, {**how, "env_type": "pytorchDDP"}, data=data
+    ):
         assert_same(*runs)
 
 
@@ -188,7 +205,10 @@ def test_a_loss_that_is_not_finite_is_named_with_its_own_samples(late, tmp_path,
     """Though the next step was queued before the host knew. The cause is looked for with the weights that it had."""
     weights = []
     how = {"train_steps": 6, "log_interval": 100, "save_interval": interval}
-    with pytest.raises(FloatingPointError, match="the loss is nan at step 3, from training samples 4 to 5 on rank 0"):
+    with pytest.raises(
+        FloatingPointError,
+        match="the loss is nan at step 3, from training samples 4 to 5 on rank 0",
+    ):
         run_training(None, tmp_path, model=lambda mesh: poisoned(mesh, 3, weights), **how)
     assert late[-1] == (3, 3 if interval == 3 else 4)
     before, *repeated = weights
@@ -206,9 +226,14 @@ def spoiled(mesh, step):
 
 
 @pytest.mark.parametrize(("step", "interval"), [(2, 100), (3, 3), (4, 100)])
-def test_a_norm_that_is_not_finite_is_named_before_anything_is_saved(late, tmp_path, step, interval):
+def test_a_norm_that_is_not_finite_is_named_before_anything_is_saved(
+    late, tmp_path, step, interval
+):
     """Read with the next losses, or before a save, or before the last one."""
     how = {"clip_grad": 0.0, "train_steps": 4, "log_interval": 100, "save_interval": interval}
-    with pytest.raises(FloatingPointError, match=f"the gradient norm is (inf|nan) at step {step}, where the loss is"):
+    with pytest.raises(
+        FloatingPointError,
+        match=f"the gradient norm is (inf|nan) at step {step}, where the loss is",
+    ):
         run_training(None, tmp_path, model=lambda mesh: spoiled(mesh, step), **how)
     assert not [path for path in tmp_path.rglob("step-*") if path.name >= f"step-{step:06d}"]

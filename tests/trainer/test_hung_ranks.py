@@ -21,7 +21,15 @@ from every_case import every_day
 
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.launch import heartbeat
-from shardzoo.trainer.launch.heartbeat import OUTSIDE, STALLED, Sample, Sampler, Stall, Watchdog, sample_of_stack
+from shardzoo.trainer.launch.heartbeat import (
+    OUTSIDE,
+    STALLED,
+    Sample,
+    Sampler,
+    Stall,
+    Watchdog,
+    sample_of_stack,
+)
 from shardzoo.trainer.launch.launch import smaller_jobs
 from shardzoo.trainer.launch.local import Faults, run_ranks
 from shardzoo.trainer.launch.ranks import Ranks, from_json, on_first_rank, to_json
@@ -76,12 +84,18 @@ def test_a_stopped_rank_is_named_in_every_phase(phase):
     stalls = job.run(400, WAITS, {"phase": phase}, stopped=(1,))
     assert [stall.rank for stall in stalls] == [1]
     assert 300 < stalls[0].seconds <= 302
-    assert stalls[0].describe().startswith(f"rank 1 is stopped by a signal (SIGSTOP) in phase {phase!r}")
+    assert (
+        stalls[0]
+        .describe()
+        .startswith(f"rank 1 is stopped by a signal (SIGSTOP) in phase {phase!r}")
+    )
 
 
 def test_a_rank_that_is_stopped_before_it_reports():
     (stall,) = Job().run(400, {"phase": OUTSIDE}, None, stopped=(1,))
-    assert stall.describe().startswith("rank 1 is stopped by a signal (SIGSTOP) before it reported anything")
+    assert stall.describe().startswith(
+        "rank 1 is stopped by a signal (SIGSTOP) before it reported anything"
+    )
 
 
 def test_the_rank_that_does_not_wait_is_the_cause():
@@ -103,13 +117,19 @@ def test_a_stopped_data_worker_is_named():
 
 def test_slow_steps_and_long_preparations_are_no_stall():
     job = Job()
-    assert not job.run(600, {"phase": "work of rank 0"}, {"phase": "work of rank 0", "collective": "broadcast"})
-    assert not job.run(3600, {"phase": OUTSIDE}, WAITS)  # rank 0 builds kernels while rank 1 waits in its first step
+    assert not job.run(
+        600, {"phase": "work of rank 0"}, {"phase": "work of rank 0", "collective": "broadcast"}
+    )
+    assert not job.run(
+        3600, {"phase": OUTSIDE}, WAITS
+    )  # rank 0 builds kernels while rank 1 waits in its first step
     for _ in range(40):  # steps of nearly five minutes, each in one call
         assert not job.run(290, FORWARD, WAITS)
         assert not job.run(5, FORWARD, FORWARD, busy=True)
     assert not job.run(1200, {"phase": "save"}, {"phase": "save"})
-    assert not job.run(3600, {**FORWARD, "busy": True}, {**WAITS, "busy": False})  # rank 0 works on in short calls
+    assert not job.run(
+        3600, {**FORWARD, "busy": True}, {**WAITS, "busy": False}
+    )  # rank 0 works on in short calls
     assert not Job(timeout=0).run(10_000, WAITS, FORWARD)
 
 
@@ -180,8 +200,18 @@ Thread 0x2 (most recent call first):
 
 def run(stage: str, folder: Path, *launcher: str, **arguments) -> tuple[int, str]:
     folder.mkdir()
-    command = ["python", *launcher, str(SCRIPT), "--train", stage, str(folder), json.dumps(arguments)]
-    done = subprocess.run(command, env=warm_environment(), capture_output=True, text=True, timeout=200)
+    command = [
+        "python",
+        *launcher,
+        str(SCRIPT),
+        "--train",
+        stage,
+        str(folder),
+        json.dumps(arguments),
+    ]
+    done = subprocess.run(
+        command, env=warm_environment(), capture_output=True, text=True, timeout=200
+    )
     return done.returncode, done.stderr
 
 
@@ -193,7 +223,9 @@ def test_a_restarted_job_equals_an_undisturbed_one(tmp_path):
     assert 'ranks.py", line' in messages  # its stack
     assert f"restart 1 of 1 (exit code {STALLED})" in messages
     assert run("none", tmp_path / "whole")[0] == 0
-    last = [tmp_path / name / "run" / "checkpoints" / "step-000006" for name in ("stopped", "whole")]
+    last = [
+        tmp_path / name / "run" / "checkpoints" / "step-000006" for name in ("stopped", "whole")
+    ]
     files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in last]
     assert files[0] == files[1]
 
@@ -218,15 +250,23 @@ if size == "3" and rank == "1" or size == "2" and not os.path.exists("once"):
     assert sorted(shown.out.splitlines()[-2:]) == [f"0 2 {left}", f"1 2 {left}"]
     assert "restart 1 of 2 (exit code 137)\n" in shown.err
     assert (
-        "restart 2 of 2 (exit code 137) with 2 instead of 3 processes, because rank 1 has failed twice\n" in shown.err
+        "restart 2 of 2 (exit code 137) with 2 instead of 3 processes, because rank 1 has failed twice\n"
+        in shown.err
     )
 
 
 def test_the_smaller_sizes_of_a_job():
-    layout = {"num_gpus": 8, "model_parallel_size": 2, "env_type": "deepspeed+mpu", "micro_batch_size": 3}
+    layout = {
+        "num_gpus": 8,
+        "model_parallel_size": 2,
+        "env_type": "deepspeed+mpu",
+        "micro_batch_size": 3,
+    }
     assert smaller_jobs(TrainingArguments(**layout, global_batch_size=36)) == (6, 4, 2)
     assert smaller_jobs(TrainingArguments(**layout, global_batch_size=24)) == (4, 2)
-    assert smaller_jobs(TrainingArguments(**layout)) == ()  # the global batch follows from the number of ranks
+    assert (
+        smaller_jobs(TrainingArguments(**layout)) == ()
+    )  # the global batch follows from the number of ranks
     assert smaller_jobs(TrainingArguments(env_type="pytorch", global_batch_size=4)) == ()
 
 
@@ -239,13 +279,17 @@ def test_a_job_goes_on_with_fewer_ranks(tmp_path, fork_server, monkeypatch):
         folder.mkdir()
         faults = {"max_restarts": 2, "smaller": (1,)}
         batch = {"micro_batch_size": 1, "global_batch_size": 4}
-        process = fork_server.Process(target=launch, args=(stage, folder, faults, ranks), kwargs=batch)
+        process = fork_server.Process(
+            target=launch, args=(stage, folder, faults, ranks), kwargs=batch
+        )
         process.start()
         process.join(120)
         log = (folder / "log").read_text()
         assert process.exitcode == 0, log
         records = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-        losses.append({record["step"]: record["train/loss"] for record in records if "train/loss" in record})
+        losses.append(
+            {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
+        )
     assert "with 1 instead of 2 processes, because rank 1 has failed twice" in log
     assert sorted(losses[1]) == list(range(1, 7))
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
@@ -282,7 +326,9 @@ if launch.rank == 1 and {cause!r} == "stopped":
 time.sleep(600)
 """)
     command = [sys.executable, "script.py"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=user_environment(), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=user_environment(), stderr=subprocess.PIPE, text=True
+    )
     try:
         while not (tmp_path / "ready0").exists() or not (tmp_path / "ready1").exists():
             assert process.poll() is None
@@ -295,17 +341,32 @@ time.sleep(600)
     assert process.returncode == 128 + number
     assert time.monotonic() - started < 30
     expected = (
-        "rank 1 is stopped by a signal, so the job cannot save" if cause == "stopped" else "within --grace-period 1 s"
+        "rank 1 is stopped by a signal, so the job cannot save"
+        if cause == "stopped"
+        else "within --grace-period 1 s"
     )
     assert expected in messages
 
 
 def test_messages_between_ranks_are_plain(run_mesh):
-    values = [None, True, 3, 0.1, float("inf"), "ä\x1b", [1, (2, "x")], {1: ("a", None), "b": []}, Path("/a/b"), ()]
+    values = [
+        None,
+        True,
+        3,
+        0.1,
+        float("inf"),
+        "ä\x1b",
+        [1, (2, "x")],
+        {1: ("a", None), "b": []},
+        Path("/a/b"),
+        (),
+    ]
     for value in values:
         assert from_json(to_json(value)) == value
         assert type(from_json(to_json(value))) is type(value)
-    assert isinstance(from_json(to_json(FileNotFoundError(2, "No such file", "x"))), FileNotFoundError)
+    assert isinstance(
+        from_json(to_json(FileNotFoundError(2, "No such file", "x"))), FileNotFoundError
+    )
     with pytest.raises(TypeError, match="a Stall cannot be sent between ranks"):
         to_json(Stall(0, None, 0.0, is_stopped=True))
 
@@ -333,7 +394,9 @@ def test_ranks_wait_for_rank_0_for_longer_than_for_a_collective(run_ranks):
     assert run_ranks(2, waits, isolated=True) == ["prepared"] * 2
 
 
-@pytest.mark.parametrize("name", ["stall_timeout", "collective_timeout", "grace_period", "max_restarts"])
+@pytest.mark.parametrize(
+    "name", ["stall_timeout", "collective_timeout", "grace_period", "max_restarts"]
+)
 def test_times_are_checked(name):
     with pytest.raises(ValueError, match=name):
         TrainingArguments(**{name: -1})

@@ -27,7 +27,12 @@ RUNS = {
     "deepspeed": ({"env_type": "deepspeed", "zero_stage": 2}, 1, 2),
     "deepspeed+mpu": ({"env_type": "deepspeed+mpu", "model_parallel_size": 2}, 2, 2),
     "pipeline": (
-        {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "pipeline_parallel_size": 2, "global_batch_size": 8},
+        {
+            "env_type": "deepspeed+mpu",
+            "model_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+            "global_batch_size": 8,
+        },
         2,
         1,
     ),
@@ -51,13 +56,24 @@ def train(mesh, folder: Path, *, victim: int | None = None, delay: float = 0.0, 
             killers[0].daemon = True
             killers[0].start()
 
-    run_training(mesh, folder, on_step=on_step, train_steps=STEPS, save_total_limit=2, resume=True, **settings)
+    run_training(
+        mesh,
+        folder,
+        on_step=on_step,
+        train_steps=STEPS,
+        save_total_limit=2,
+        resume=True,
+        **settings,
+    )
     for killer in killers:
         killer.cancel()
 
 
 def logged(folder: Path) -> list[tuple[int, float]]:
-    return [tuple(json.loads(line)) for line in (folder.parent / f"{folder.name}.log").read_text().splitlines()]
+    return [
+        tuple(json.loads(line))
+        for line in (folder.parent / f"{folder.name}.log").read_text().splitlines()
+    ]
 
 
 def final_bytes(folder: Path) -> dict[str, bytes]:
@@ -82,7 +98,10 @@ def test_killed_runs_equal_whole_ones(run_mesh, tmp_path, name, data, kills):
     generator = random.Random(f"{name} {data}")
     done = 0
     while done < kills:
-        blow = {"victim": generator.randrange(tp * ranks * stages), "delay": generator.uniform(0.0, seconds)}
+        blow = {
+            "victim": generator.randrange(tp * ranks * stages),
+            "delay": generator.uniform(0.0, seconds),
+        }
         try:
             run(partial(train, folder=tmp_path / "killed", **blow, **settings))
         except AssertionError as death:

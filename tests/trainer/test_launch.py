@@ -115,7 +115,9 @@ def test_the_first_traceback_is_on_top_and_the_code_comes_back(start):
     code, output, messages = finish(start("barrier"))
     assert code == 1
     assert output.count("before") == 4  # the script as given, and as each rank
-    assert sorted(line for line in output if line.startswith("place")) == [f"place {rank} 3 1" for rank in range(3)]
+    assert sorted(line for line in output if line.startswith("place")) == [
+        f"place {rank} 3 1" for rank in range(3)
+    ]
     assert messages.startswith("rank 1 failed first:\nTraceback")
     assert messages.count("Traceback") == 1
     assert "KeyError: 'the end of rank 1'" in messages
@@ -157,7 +159,9 @@ for number in range(300):
     assert rank_process.write(path, KeyError(number))
     assert rank_process.read(path).traceback == f"KeyError: {{number}}\\n"
 """
-    result = subprocess.run([sys.executable, "-c", script], env=user_environment(), capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=user_environment(), capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -173,13 +177,19 @@ def test_ranks_may_save_when_the_job_is_stopped(start):
     process.send_signal(signal.SIGTERM)
     code, output, _ = finish(process)
     assert code == 128 + signal.SIGTERM
-    assert sorted(line for line in output if line.startswith("saved")) == ["saved 0", "saved 1", "saved 2"]
+    assert sorted(line for line in output if line.startswith("saved")) == [
+        "saved 0",
+        "saved 1",
+        "saved 2",
+    ]
 
 
 def test_the_rendezvous_of_one_machine_is_closed_to_others(start):
     code, output, messages = finish(start("listen"))
     assert code == 0, messages
-    assert [line for line in output if line.startswith("listens")] == ["listens 0100007F"]  # 127.0.0.1, and no [::]
+    assert [line for line in output if line.startswith("listens")] == [
+        "listens 0100007F"
+    ]  # 127.0.0.1, and no [::]
 
 
 def test_the_next_start_deletes_the_folder_of_a_killed_launcher(start, tmp_path, monkeypatch):

@@ -32,31 +32,56 @@ def test_torchrun():
 
 
 def test_deepspeed():
-    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1"}
+    environ = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_SIZE": "2",
+        "CROSS_RANK": "1",
+    }
     assert place(RankInfo.from_environment(environ)) == (3, 4, 1, 2)
 
 
 def test_srun(monkeypatch):
     launch = RankInfo.from_environment(SRUN)
     assert place(launch) == (4, 7, 1, 3)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         monkeypatch.setenv(name, "")  # restored afterwards
     launch.export()
-    assert place(RankInfo.from_environment()) == (4, 7, 1, 3)  # what torch.distributed and DeepSpeed will read
+    assert place(RankInfo.from_environment()) == (
+        4,
+        7,
+        1,
+        3,
+    )  # what torch.distributed and DeepSpeed will read
     assert dict(launch.variables)["MASTER_ADDR"] == "gpu07"
     assert 1024 < int(launch.variables["MASTER_PORT"]) < 32768
 
 
 def test_the_tasks_of_one_job_meet_at_one_port_and_two_jobs_do_not():
     ports = [
-        RankInfo.from_environment(SRUN | {"SLURM_PROCID": rank, "SLURM_JOB_ID": job}).variables["MASTER_PORT"]
+        RankInfo.from_environment(SRUN | {"SLURM_PROCID": rank, "SLURM_JOB_ID": job}).variables[
+            "MASTER_PORT"
+        ]
         for rank, job in (("0", "71"), ("6", "71"), ("0", "72"))
     ]
     assert ports[0] == ports[1] != ports[2]
 
 
 def test_srun_with_four_variables_alone():
-    environ = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODELIST": "a,b"}
+    environ = {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODELIST": "a,b",
+    }
     launch = RankInfo.from_environment(environ)
     assert place(launch)[:3] == (0, 2, 0)
     assert launch.variables["MASTER_ADDR"] == "a"
@@ -68,13 +93,18 @@ def test_a_step_smaller_than_its_job():
 
 def test_an_address_that_is_given_is_kept():
     launch = RankInfo.from_environment(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"})
-    assert (launch.variables["MASTER_ADDR"], launch.variables["MASTER_PORT"]) == ("10.0.0.1", "5000")
+    assert (launch.variables["MASTER_ADDR"], launch.variables["MASTER_PORT"]) == (
+        "10.0.0.1",
+        "5000",
+    )
 
 
 @pytest.mark.parametrize("step", [None, "4294967291"])
 def test_a_batch_script_without_srun_is_one_process(step):
     # It has the variables of the first task, but nobody has started the others, for whom it would wait.
-    environ = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
+    environ = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"} | {
+        "SLURM_PROCID": "0"
+    }
     environ |= {} if step is None else {"SLURM_STEP_ID": step}
     assert place(RankInfo.from_environment(environ)) == (0, 1, 0, 1)
 

@@ -55,7 +55,9 @@ def hosts(tmp_path) -> Path:
 def test_a_hostfile(hosts):
     from deepspeed.launcher.runner import fetch_hostfile
 
-    assert read_hostfile(hosts) == {"worker-a": 2, "worker-b": 1} == dict(fetch_hostfile(str(hosts)))
+    assert (
+        read_hostfile(hosts) == {"worker-a": 2, "worker-b": 1} == dict(fetch_hostfile(str(hosts)))
+    )
 
 
 @pytest.mark.parametrize("environment", ["pytorch", "pytorchDDP", "deepspeed"])
@@ -65,7 +67,9 @@ def test_a_missing_hostfile_is_refused(tmp_path, environment):
         with pytest.raises(ValueError, match=r"there is no hostfile .*none; write one with a line"):
             Nodes(hostfile=str(tmp_path / "none"), **options).slots()
     with pytest.raises(ValueError, match="there is no hostfile"):
-        ensure_processes_of(TrainingArguments(env_type=environment, hostfile=str(tmp_path / "none"), dry_run=True))
+        ensure_processes_of(
+            TrainingArguments(env_type=environment, hostfile=str(tmp_path / "none"), dry_run=True)
+        )
 
 
 HOSTILE = (
@@ -86,7 +90,15 @@ def test_a_host_that_ssh_would_not_take_as_a_name(tmp_path, name):
 
 
 def test_usual_hosts(tmp_path):
-    names = ["node-1", "user@rack2.example.org", "10.0.0.1", "fe80::1", "my_alias", "2001:db8::7", "fe80::1%eth0"]
+    names = [
+        "node-1",
+        "user@rack2.example.org",
+        "10.0.0.1",
+        "fe80::1",
+        "my_alias",
+        "2001:db8::7",
+        "fe80::1%eth0",
+    ]
     (tmp_path / "hosts").write_text("".join(f"{name} slots=1\n" for name in names))
     assert list(read_hostfile(tmp_path / "hosts")) == names
 
@@ -135,14 +147,18 @@ def test_deepspeed_understands_the_command(hosts):
     assert (parsed.master_addr, parsed.master_port, parsed.launcher) == ("10.0.0.1", 17750, "pdsh")
     assert (parsed.user_script, parsed.user_args) == ("train.py", ["--lr", "1", "two words"])
     assert not parsed.force_multi
-    module = parse_args(deepspeed_command(Nodes(str(hosts), num_nodes=1), ["-m", "package.train", "--lr"])[1:])
+    module = parse_args(
+        deepspeed_command(Nodes(str(hosts), num_nodes=1), ["-m", "package.train", "--lr"])[1:]
+    )
     assert module.module
     assert (module.user_script, module.user_args) == ("package.train", ["--lr"])
     assert module.force_multi  # else DeepSpeed would run worker-a's part here
 
 
 def test_an_unknown_or_absent_launcher(monkeypatch):
-    with pytest.raises(ValueError, match="DeepSpeed has no launcher 'psdh'; use one of pdsh, slurm"):
+    with pytest.raises(
+        ValueError, match="DeepSpeed has no launcher 'psdh'; use one of pdsh, slurm"
+    ):
         check_launcher("psdh")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match="needs the program pdsh, which is not installed here"):
@@ -156,9 +172,14 @@ def test_a_dry_run_starts_nothing(hosts, monkeypatch, capsys):
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert start_processes(1, Nodes(str(hosts), 2, 1, master_addr="10.0.0.1"), dry_run=True) == 0
     printed = capsys.readouterr().out
-    assert f"deepspeed --hostfile {hosts} --num_nodes 2 --num_gpus 1 --master_addr 10.0.0.1" in printed
+    assert (
+        f"deepspeed --hostfile {hosts} --num_nodes 2 --num_gpus 1 --master_addr 10.0.0.1" in printed
+    )
     for node, name in enumerate(("worker-a", "worker-b")):
-        assert f"# on {name}\nRANK={node} LOCAL_RANK=0 LOCAL_SIZE=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1" in printed
+        assert (
+            f"# on {name}\nRANK={node} LOCAL_RANK=0 LOCAL_SIZE=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1"
+            in printed
+        )
     assert "pdsh -S -f 1024 -w worker-a,worker-b" in printed
 
 
@@ -167,7 +188,10 @@ def test_a_dry_run_on_this_machine(monkeypatch, capsys):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "train.py", "--lr", "1"])
     assert start_processes(2, dry_run=True) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" WORLD_SIZE")[0] for line in lines] == ["RANK=0 LOCAL_RANK=0", "RANK=1 LOCAL_RANK=1"]
+    assert [line.partition(" WORLD_SIZE")[0] for line in lines] == [
+        "RANK=0 LOCAL_RANK=0",
+        "RANK=1 LOCAL_RANK=1",
+    ]
     assert all(line.endswith("-u train.py --lr 1") for line in lines)
 
 
@@ -175,7 +199,12 @@ def test_another_script_is_run_with_the_same_arguments(hosts, tmp_path, monkeypa
     script = tmp_path / "train.py"
     script.touch()
     monkeypatch.setattr(sys, "argv", ["main.py", "--lr", "1"])
-    arguments = {"env_type": "pytorchDDP", "num_gpus": 2, "training_script": script, "dry_run": True}
+    arguments = {
+        "env_type": "pytorchDDP",
+        "num_gpus": 2,
+        "training_script": script,
+        "dry_run": True,
+    }
     with pytest.raises(SystemExit):
         ensure_processes_of(TrainingArguments(**arguments))
     lines = capsys.readouterr().out.splitlines()
@@ -184,7 +213,8 @@ def test_another_script_is_run_with_the_same_arguments(hosts, tmp_path, monkeypa
     assert start_processes(1, Nodes(str(hosts), 2, 1), script=str(script), dry_run=True) == 0
     assert f"{script} --lr 1" in capsys.readouterr().out
     with pytest.raises(
-        ValueError, match=r"training_script nowhere.py is not a file; leave it out to run the current command"
+        ValueError,
+        match=r"training_script nowhere.py is not a file; leave it out to run the current command",
     ):
         start_processes(2, script="nowhere.py", dry_run=True)
 
@@ -204,7 +234,9 @@ def cluster(hosts, tmp_path):
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = user_environment(programs, SEEN=str(tmp_path / "seen"))
         command = [sys.executable, "train.py", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+        )
 
     return run
 
@@ -216,16 +248,26 @@ def test_a_job_on_two_machines(cluster, tmp_path):
     assert not (tmp_path / "seen.ssh").exists()
 
     done = cluster("two words", "fail")
-    places = sorted(line.removeprefix("place ") for line in done.stdout.splitlines() if line.startswith("place "))
+    places = sorted(
+        line.removeprefix("place ")
+        for line in done.stdout.splitlines()
+        if line.startswith("place ")
+    )
     arguments = "['two words', 'fail']"
-    assert places == [f"0 3 0 2 {arguments}", f"1 3 1 2 {arguments}", f"2 3 0 1 {arguments}"], done.stderr
+    assert places == [f"0 3 0 2 {arguments}", f"1 3 1 2 {arguments}", f"2 3 0 1 {arguments}"], (
+        done.stderr
+    )
     assert done.returncode == 5
-    assert "worker-a hostname -I" in (tmp_path / "seen.ssh").read_text()  # an alias is no address: DeepSpeed asks
+    assert (
+        "worker-a hostname -I" in (tmp_path / "seen.ssh").read_text()
+    )  # an alias is no address: DeepSpeed asks
 
     # What the dry run printed is what pdsh then got, word for word, but for the interpreter's own name.
     announced = next(line for line in dry.stdout.splitlines() if line.startswith("pdsh "))
     announced = announced.replace("$(ssh worker-a hostname -I | cut -d' ' -f1)", "127.0.0.1")
-    given = re.sub(rf"{BIN}/python[\d.]* ", f"{sys.executable} ", (tmp_path / "seen").read_text()).strip()
+    given = re.sub(
+        rf"{BIN}/python[\d.]* ", f"{sys.executable} ", (tmp_path / "seen").read_text()
+    ).strip()
     assert announced.replace("--dry-run", "fail") == f"pdsh {given}"
 
 
@@ -249,12 +291,19 @@ def test_a_host_holds_whole_tensor_parallel_groups(cluster, hosts, tmp_path):
     done = cluster()
     assert done.returncode == 0, done.stderr
     places = sorted(line for line in done.stdout.splitlines() if line.startswith("host"))
-    assert places == [f"host {stage}: stage {stage}, rank {rank}" for stage in (0, 1) for rank in (0, 1)]
+    assert places == [
+        f"host {stage}: stage {stage}, rank {rank}" for stage in (0, 1) for rank in (0, 1)
+    ]
 
 
 def test_other_launchers_are_described(hosts, monkeypatch, capsys):
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    assert start_processes(1, Nodes(str(hosts), launcher="openmpi", master_addr="10.0.0.1"), dry_run=True) == 0
+    assert (
+        start_processes(
+            1, Nodes(str(hosts), launcher="openmpi", master_addr="10.0.0.1"), dry_run=True
+        )
+        == 0
+    )
     assert "\nmpirun -n 3 " in capsys.readouterr().out

@@ -75,7 +75,10 @@ def losses_of_training(mesh, folder: Path, config: dict | None = None, **changes
     )
     parallel_config = ParallelConfig(arguments.sequence_parallel, arguments.recompute)
     model = from_config(
-        config or TWELVE_HEADS, mesh, dtype=DTYPES[arguments.precision], parallel_config=parallel_config
+        config or TWELVE_HEADS,
+        mesh,
+        dtype=DTYPES[arguments.precision],
+        parallel_config=parallel_config,
     )
     reporter = Losses()
     Trainer(arguments, mesh=mesh).train(model, train_dataset=Samples(), reporter=reporter)
@@ -87,10 +90,18 @@ def train(run_mesh, tmp_path):
     """`train(tp, data=1, folder="run", **arguments)`: the losses, the same on every rank."""
 
     def run(
-        tp: int, *, data: int = 1, folder: str = "run", start: str = "run", first_step: int = 0, **changes
+        tp: int,
+        *,
+        data: int = 1,
+        folder: str = "run",
+        start: str = "run",
+        first_step: int = 0,
+        **changes,
     ) -> list[float]:
         if first_step:
-            changes |= {"load_dir": str(tmp_path / start / "checkpoints" / f"step-{first_step:06d}")}
+            changes |= {
+                "load_dir": str(tmp_path / start / "checkpoints" / f"step-{first_step:06d}")
+            }
             folder = "resumed" if folder == "run" else folder
         training = partial(losses_of_training, folder=tmp_path / folder, **changes)
         by_rank = run_mesh(tp, training, data=data)
@@ -115,11 +126,17 @@ def test_two_data_parallel_ranks_change_nothing(train, unsplit_losses):
 
 
 def test_sequence_parallelism_and_recomputation_change_nothing(train, unsplit_losses):
-    assert train(2, sequence_parallel=True, recompute="full") == pytest.approx(unsplit_losses, **SAME_LOSS)
+    assert train(2, sequence_parallel=True, recompute="full") == pytest.approx(
+        unsplit_losses, **SAME_LOSS
+    )
 
 
-@pytest.mark.parametrize(("tp", "data", "zero_stage"), every_day([(2, 1, 0), (2, 2, 2)], more=[(2, 1, 1), (2, 1, 2)]))
-def test_splitting_changes_nothing_and_resuming_is_bit_for_bit(train, unsplit_losses, tp, data, zero_stage):
+@pytest.mark.parametrize(
+    ("tp", "data", "zero_stage"), every_day([(2, 1, 0), (2, 2, 2)], more=[(2, 1, 1), (2, 1, 2)])
+)
+def test_splitting_changes_nothing_and_resuming_is_bit_for_bit(
+    train, unsplit_losses, tp, data, zero_stage
+):
     whole = train(tp, data=data, zero_stage=zero_stage, save_interval=SAVED)
     assert whole == pytest.approx(unsplit_losses, **SAME_LOSS)
     assert train(tp, data=data, zero_stage=zero_stage, first_step=SAVED) == whole[SAVED:]
@@ -141,7 +158,8 @@ def checkpointed(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     shards = {
-        name: record["shard"] for name, record in json.loads((folder / "manifest.json").read_text())["tensors"].items()
+        name: record["shard"]
+        for name, record in json.loads((folder / "manifest.json").read_text())["tensors"].items()
     }
     tensors = {}
     for stem in ("rank", "optimizer"):
@@ -164,12 +182,16 @@ def test_heads_that_do_not_divide_change_nothing(name, train, run_mesh, tmp_path
     for tp, zero_stage in ((2, 2), (3, 1), (4, 0)):
         whole = train(tp, folder=f"tp{tp}", zero_stage=zero_stage, **settings)
         assert whole == pytest.approx(unsplit, **SAME_LOSS)
-    assert train(4, folder="same", start="tp4", first_step=SAVED, zero_stage=0, **settings) == whole[SAVED:]
+    assert (
+        train(4, folder="same", start="tp4", first_step=SAVED, zero_stage=0, **settings)
+        == whole[SAVED:]
+    )
     assert train(2, folder="other", start="tp4", first_step=SAVED, **settings) == pytest.approx(
         unsplit[SAVED:], **SAME_LOSS
     )
     final, reference = (
-        checkpointed(tmp_path / run / "checkpoints" / f"step-{STEPS:06d}") for run in ("tp4", "unsplit")
+        checkpointed(tmp_path / run / "checkpoints" / f"step-{STEPS:06d}")
+        for run in ("tp4", "unsplit")
     )
     assert all(value.shape == final[tensor].shape for tensor, value in reference.items())
 
@@ -184,11 +206,16 @@ def test_resharding_keeps_every_bit(name, train, tmp_path):
     expected, model = checkpointed(saved), build_on_meta(as_config(CONFIGS[name]), None)
     for size in (1, 2, 3):
         ranks = [
-            read_optimizer(saved, model, SimpleNamespace(tp_rank=rank, tp_size=size, pp_size=1)) for rank in range(size)
+            read_optimizer(saved, model, SimpleNamespace(tp_rank=rank, tp_size=size, pp_size=1))
+            for rank in range(size)
         ]
         for tensor, value in ranks[0].items():
             shard = getattr(model.get_parameter(tensor.partition("/")[2]), "shard", None)
-            merged = value if shard is None or not value.dim() else shard.merge([rank[tensor] for rank in ranks])
+            merged = (
+                value
+                if shard is None or not value.dim()
+                else shard.merge([rank[tensor] for rank in ranks])
+            )
             assert torch.equal(merged, expected[tensor]), tensor
     split(saved, tmp_path / "one", 1)
     split(tmp_path / "one", tmp_path / "two", 2)

@@ -20,7 +20,14 @@ from shardzoo.models.lora import load_adapter, merge_lora, save_adapter
 # Losses in fp32 differ by the order of sums alone.
 SAME_LOSS = {"rel": 1e-5, "abs": 0}
 STEPS = 20 if EVERY_CASE else 8
-RUN = {"train_steps": STEPS, "lr": 5e-3, "clip_grad": 0.5, "micro_batch_size": 4, "weight_decay": 0.1, "vocab_size": 60}
+RUN = {
+    "train_steps": STEPS,
+    "lr": 5e-3,
+    "clip_grad": 0.5,
+    "micro_batch_size": 4,
+    "weight_decay": 0.1,
+    "vocab_size": 60,
+}
 SETTINGS = {
     "t5": ("T5ForConditionalGeneration", {"num_layers": 2, "num_decoder_layers": 2}, ["q", "v", "wi"], None),
     "llama": (
@@ -63,10 +70,14 @@ def bases(tmp_path_factory):
             folder = tmp_path_factory.mktemp(kind)
             model = hf_model(architecture, 0.0, vocab_size=64, **changes)
             model.save_pretrained(folder / "base")
-            config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, modules_to_save=saved)
+            config = peft.LoraConfig(
+                r=4, lora_alpha=8, target_modules=targets, modules_to_save=saved
+            )
             wrapped = peft.get_peft_model(model, config)
             wrapped.save_pretrained(folder / "adapter")
-            steps, _ = run_training(None, folder / "peft", model=wrapped, data=Even(96), **arguments({}))
+            steps, _ = run_training(
+                None, folder / "peft", model=wrapped, data=Even(96), **arguments({})
+            )
             made[kind] = folder, losses(steps), peft.get_peft_model_state_dict(wrapped)
         return made[kind]
 
@@ -80,19 +91,25 @@ def arguments(changes: dict[str, Any]) -> dict[str, Any]:
 def adapted(mesh: Any, folder: Path, parallel: bool = False) -> Any:
     from shardzoo.models import ParallelConfig
 
-    model = from_pretrained(folder / "base", mesh, parallel_config=ParallelConfig(sequence_parallel=parallel))
+    model = from_pretrained(
+        folder / "base", mesh, parallel_config=ParallelConfig(sequence_parallel=parallel)
+    )
     load_adapter(model, folder / "adapter")
     return model
 
 
 def train_on_rank(mesh: Any, folder: Path, run: str, changes: dict[str, Any]) -> Any:
     model = adapted(mesh, folder, changes.get("sequence_parallel", False))
-    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    frozen = {
+        name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad
+    }
     given = {
         "env_type": "deepspeed+mpu", "model_parallel_size": mesh.tp_size, "pipeline_parallel_size": mesh.pp_size,
         "micro_batch_size": 4 // mesh.dp_size,
     }  # fmt: skip
-    steps, after = run_training(mesh, folder / run, model=model, data=Even(96), **{**arguments({}), **given, **changes})
+    steps, after = run_training(
+        mesh, folder / run, model=model, data=Even(96), **{**arguments({}), **given, **changes}
+    )
     assert all(torch.equal(after[name], value) for name, value in frozen.items())
     save_adapter(model, folder / f"{run}-adapter")
     return steps
@@ -102,7 +119,10 @@ EVERY_DAY = [("t5", 3), ("t5", 6), ("llama", 2), ("gpt2", 5)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), every_day(EVERY_DAY, more=[("t5", 0), ("t5", 1), ("t5", 2), ("t5", 4), ("t5", 5), ("llama", 4)])
+    ("kind", "layout"),
+    every_day(
+        EVERY_DAY, more=[("t5", 0), ("t5", 1), ("t5", 2), ("t5", 4), ("t5", 5), ("llama", 4)]
+    ),
 )
 def test_every_layout_takes_the_steps_of_peft(bases, run_mesh, kind, layout):
     tp, data, stages, changes = LAYOUTS[layout]
@@ -125,7 +145,9 @@ def with_dropout(mesh: Any, folder: Path, run: str, steps: int, **changes: Any) 
         "recompute": "full", "train_steps": 6, "save_interval": 3,
     }  # fmt: skip
     model = from_pretrained(folder / "base", mesh).train()
-    found, _ = run_training(mesh, folder / run, model=model, data=Even(96), **{**arguments({}), **given, **changes})
+    found, _ = run_training(
+        mesh, folder / run, model=model, data=Even(96), **{**arguments({}), **given, **changes}
+    )
     return losses(found)[-steps:]
 
 
@@ -140,13 +162,21 @@ def test_dropout_initial_values_and_resumed_runs_do_not_depend_on_the_layout(bas
     for tp, stages in ((3, 1), (2, 2)):
         for found in run_mesh(tp, with_dropout, folder, f"split-{tp}", 6, pipeline=stages):
             assert found == pytest.approx(whole, **SAME_LOSS)
-        for found in run_mesh(tp, with_dropout, folder, f"resumed-{tp}", 3, load_dir=str(checkpoint), pipeline=stages):
+        for found in run_mesh(
+            tp, with_dropout, folder, f"resumed-{tp}", 3, load_dir=str(checkpoint), pipeline=stages
+        ):
             assert found == pytest.approx(whole[3:], **SAME_LOSS)
     [again] = run_mesh(1, with_dropout, folder, "again", 3, load_dir=str(checkpoint))
     assert again == whole[3:]
-    base = hf_model("T5ForConditionalGeneration", 0.0, vocab_size=64, num_layers=2, num_decoder_layers=2)
-    peft.PeftModel.from_pretrained(base, checkpoint)  # a checkpoint of any layout is a folder of peft
-    assert (folder / "split-3" / "checkpoints" / "step-000003" / "adapter_model.safetensors").exists()
+    base = hf_model(
+        "T5ForConditionalGeneration", 0.0, vocab_size=64, num_layers=2, num_decoder_layers=2
+    )
+    peft.PeftModel.from_pretrained(
+        base, checkpoint
+    )  # a checkpoint of any layout is a folder of peft
+    assert (
+        folder / "split-3" / "checkpoints" / "step-000003" / "adapter_model.safetensors"
+    ).exists()
 
 
 def test_a_run_goes_on_only_with_its_base_and_its_settings(bases, run_mesh, tmp_path):
@@ -154,39 +184,59 @@ def test_a_run_goes_on_only_with_its_base_and_its_settings(bases, run_mesh, tmp_
     run_mesh(1, with_dropout, folder, "first", 6, train_steps=3)
     last = str(folder / "first")
     hf_model(
-        "T5ForConditionalGeneration", 0.1, vocab_size=64, num_layers=2, num_decoder_layers=2, d_ff=40
+        "T5ForConditionalGeneration",
+        0.1,
+        vocab_size=64,
+        num_layers=2,
+        num_decoder_layers=2,
+        d_ff=40,
     ).save_pretrained(tmp_path / "base")
     with pytest.raises(Exception, match="was trained with r=3, and cannot go on with 4"):
         run_mesh(1, with_dropout, folder, "other", 3, load_dir=last, lora_rank=4)
     with pytest.raises(
-        Exception, match=r"belongs to another base model than .*base, whose weights have another digest"
+        Exception,
+        match=r"belongs to another base model than .*base, whose weights have another digest",
     ):
         run_mesh(1, with_dropout, tmp_path, "other", 3, load_dir=last)
-    with pytest.raises(Exception, match="lora_rank makes new LoRA weights and adapter names a folder"):
+    with pytest.raises(
+        Exception, match="lora_rank makes new LoRA weights and adapter names a folder"
+    ):
         run_mesh(1, with_dropout, folder, "other", 3, adapter="somewhere")
 
 
-def in_bf16(mesh: Any, folder: Path, run: str, **changes: Any) -> tuple[list[float], set[torch.dtype]]:
+def in_bf16(
+    mesh: Any, folder: Path, run: str, **changes: Any
+) -> tuple[list[float], set[torch.dtype]]:
     """Trains from peft's initial weights in bf16; returns losses and the types of the frozen parameters."""
     model = adapted(mesh, folder)
-    frozen = {name: p.detach().bfloat16() for name, p in model.named_parameters() if not p.requires_grad}
+    frozen = {
+        name: p.detach().bfloat16() for name, p in model.named_parameters() if not p.requires_grad
+    }
     given = {"env_type": "deepspeed+mpu", "model_parallel_size": mesh.tp_size, "precision": "bf16"}
     steps, after = run_training(
-        mesh, folder / run, model=model, data=Even(96), **{**arguments({}), **given, "save_interval": 20, **changes}
+        mesh,
+        folder / run,
+        model=model,
+        data=Even(96),
+        **{**arguments({}), **given, "save_interval": 20, **changes},
     )
     assert all(torch.equal(after[name], value) for name, value in frozen.items())
     return losses(steps), {after[name].dtype for name in frozen}
 
 
 @pytest.mark.parametrize(("tp", "data", "stage"), [(2, 1, 1), (1, 2, 2)])
-def test_a_base_in_bf16_stays_as_it_is_and_the_optimizer_keeps_its_weights_in_fp32(bases, run_mesh, tp, data, stage):
+def test_a_base_in_bf16_stays_as_it_is_and_the_optimizer_keeps_its_weights_in_fp32(
+    bases, run_mesh, tp, data, stage
+):
     folder, expected, _ = bases("t5")
     run = f"bf16-{tp}-{data}"
     changes = {"zero_stage": stage, "micro_batch_size": 4 // data}
     for found, types in run_mesh(tp, in_bf16, folder, run, data=data, **changes):
         assert types == {torch.bfloat16}
         assert found == pytest.approx(expected, rel=0.02)  # bf16 has 8 bits
-    states = load_file(folder / run / "checkpoints" / f"step-{STEPS:06d}" / "optimizer_00.safetensors")
+    states = load_file(
+        folder / run / "checkpoints" / f"step-{STEPS:06d}" / "optimizer_00.safetensors"
+    )
     assert {value.dtype for name, value in states.items() if "lora_A" in name} == {torch.float32}
 
 
@@ -200,9 +250,16 @@ class Blanks:
         return {"input_ids": tokens, "labels": labels}
 
 
-def adapt_glm(mesh: Any, folder: Path, run: str, **changes: Any) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+def adapt_glm(
+    mesh: Any, folder: Path, run: str, **changes: Any
+) -> tuple[list[float], torch.Tensor, torch.Tensor]:
     """Losses of LoRA weights in all layers, and logits of the trained model: of its files, and merged."""
-    given = {"env_type": "deepspeed+mpu", "model_parallel_size": mesh.tp_size, "train_steps": 6, "lora_rank": 3}
+    given = {
+        "env_type": "deepspeed+mpu",
+        "model_parallel_size": mesh.tp_size,
+        "train_steps": 6,
+        "lora_rank": 3,
+    }
     model = from_pretrained(folder, mesh).train()
     steps, _ = run_training(
         mesh, folder.parent / run, model=model, data=Blanks(),
@@ -229,5 +286,7 @@ def test_a_glm_takes_the_same_steps_in_every_layout(run_mesh, tmp_path):
             tp, adapt_glm, folder, f"split-{tp}", data=data, micro_batch_size=4 // data
         ):
             assert found == pytest.approx(whole, **SAME_LOSS)
-            torch.testing.assert_close(read, logits, rtol=1e-3, atol=1e-3)  # AdamW enlarges rounding
+            torch.testing.assert_close(
+                read, logits, rtol=1e-3, atol=1e-3
+            )  # AdamW enlarges rounding
             torch.testing.assert_close(merged, read, rtol=1e-5, atol=1e-5)

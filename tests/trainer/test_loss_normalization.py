@@ -18,7 +18,10 @@ IGNORED, LR = -100, 0.5
 Row = tuple[int, tuple[int, ...]]
 STEPS: list[list[list[list[Row]]]] = [
     [
-        [[(7, (0,)), (3, ())], [(1, ()), (1, ())]],  # a micro-batch without a target, but with first labels
+        [
+            [(7, (0,)), (3, ())],
+            [(1, ()), (1, ())],
+        ],  # a micro-batch without a target, but with first labels
         [[(1, (0,)), (5, (2,))], [(9, (0, 1, 8)), (2, ())]],
     ],
     [[[(4, ()), (4, ())], [(8, (0, 3, 4)), (1, ())]], [[(2, (1,)), (1, ())], [(6, ()), (6, (0,))]]],
@@ -37,7 +40,12 @@ def row_of(step: int, rank: int, k: int, place: int) -> dict[str, Tensor]:
 
 
 def rows_of(step: int) -> list[dict[str, Tensor]]:
-    places = ((rank, k, place) for rank in range(RANKS) for k in range(ACCUMULATED) for place in range(SIZE))
+    places = (
+        (rank, k, place)
+        for rank in range(RANKS)
+        for k in range(ACCUMULATED)
+        for place in range(SIZE)
+    )
     return [row_of(step, *at) for at in places]
 
 
@@ -121,12 +129,18 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), LR)
     data = MicroBatches(trainer.share.rank, accumulated, size)
     trainer.train(model, optimizer, train_dataset=data, reporter=reporter)
-    return reporter.losses, {name: value.detach().clone() for name, value in model.named_parameters()}
+    return reporter.losses, {
+        name: value.detach().clone() for name, value in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["transformers' model", "ours"])
-@pytest.mark.parametrize(("ranks", "accumulated"), [(RANKS, ACCUMULATED), (1, RANKS * ACCUMULATED), (RANKS, 1)])
-def test_ragged_global_batches_are_the_mean_over_all_targets(run_mesh, tmp_path, reference, native, ranks, accumulated):
+@pytest.mark.parametrize(
+    ("ranks", "accumulated"), [(RANKS, ACCUMULATED), (1, RANKS * ACCUMULATED), (RANKS, 1)]
+)
+def test_ragged_global_batches_are_the_mean_over_all_targets(
+    run_mesh, tmp_path, reference, native, ranks, accumulated
+):
     """The same global batches by accumulation on two ranks, by accumulation alone, and by two ranks alone."""
     import shardzoo
 
@@ -143,12 +157,24 @@ def test_ragged_global_batches_are_the_mean_over_all_targets(run_mesh, tmp_path,
 
 
 TINY = {"vocab_size": 40, "max_position_embeddings": 16}
-BLOCKS = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+BLOCKS = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+}
 BART = {
     "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "decoder_start_token_id": 0,
 }  # fmt: skip
-T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+T5 = {
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -180,16 +206,27 @@ def test_the_first_label_is_counted_where_the_model_counts_it(kind, sizes):
         inputs["decoder_input_ids"] = ids
     with torch.no_grad():
         counted = bool(model(**inputs, labels=ids).loss != model(**inputs, labels=others).loss)
-    assert LossNormalizer(model, mean_losses=True).count({**inputs, "labels": ids}) == [12.0 if counted else 10.0]
+    assert LossNormalizer(model, mean_losses=True).count({**inputs, "labels": ids}) == [
+        12.0 if counted else 10.0
+    ]
 
 
 @pytest.mark.parametrize(
     ("head", "labels"),
     [
-        ("ForSequenceClassification", {"labels": torch.tensor([[1.0, 0, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1]])}),
+        (
+            "ForSequenceClassification",
+            {"labels": torch.tensor([[1.0, 0, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1]])},
+        ),
         ("ForSequenceClassification", {"labels": torch.tensor([0, 2, -100, 1])}),
-        ("ForTokenClassification", {"labels": torch.tensor([[0, 2, -100], [1, -100, -100], [2, 2, 1], [0, 0, 1]])}),
-        ("ForQuestionAnswering", {"start_positions": torch.arange(4) % 3, "end_positions": torch.ones(4).long()}),
+        (
+            "ForTokenClassification",
+            {"labels": torch.tensor([[0, 2, -100], [1, -100, -100], [2, 2, 1], [0, 0, 1]])},
+        ),
+        (
+            "ForQuestionAnswering",
+            {"start_positions": torch.arange(4) % 3, "end_positions": torch.ones(4).long()},
+        ),
     ],
 )
 def test_the_losses_of_micro_batches_add_up_for_every_head(head, labels):
@@ -197,10 +234,16 @@ def test_the_losses_of_micro_batches_add_up_for_every_head(head, labels):
     from shardzoo.models import family, from_config
     from shardzoo.trainer.batches.loss_normalization import LossNormalizer
 
-    config = family("bert").presets["bert-quickstart"].with_changes(architecture=f"Bert{head}", num_labels=3)
+    config = (
+        family("bert")
+        .presets["bert-quickstart"]
+        .with_changes(architecture=f"Bert{head}", num_labels=3)
+    )
     model: Any = from_config(config).eval()
     batch = {"input_ids": torch.arange(10, 22).view(4, 3), **labels}
-    parts = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 3), slice(3, 4))]
+    parts = [
+        {name: value[rows] for name, value in batch.items()} for rows in (slice(0, 3), slice(3, 4))
+    ]
     normalizer = LossNormalizer(model, mean_losses=False)
     counts = [normalizer.count(part) for part in parts]
     totals = [sum(numbers) for numbers in zip(*counts, strict=True)]

@@ -46,7 +46,10 @@ OPTIMIZERS = {
     "numbers as state": (Plain, "fp32"),
     "a subclass of torch's": (Renamed, "fp32"),
     "SGD": (lambda parameters: torch.optim.SGD(parameters, lr=0.1), "fp32"),
-    "SGD with momentum": (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), "fp32"),
+    "SGD with momentum": (
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "fp32",
+    ),
     "Adagrad, whose state is there before the first step": (torch.optim.Adagrad, "bf16"),
     "NAdam": (torch.optim.NAdam, "bf16"),
     "Prodigy, which adapts its rate in its groups": (pytorch_optimizer.Prodigy, "fp32"),
@@ -60,12 +63,19 @@ def test_a_run_goes_on_byte_for_byte(tmp_path, name):
     def train(folder: str, **arguments) -> list[float]:
         model = tiny_t5(0.1)
         updates = (make(model.parameters()), None)
-        settings = {"precision": precision, "lr_schedule": "constant", "train_steps": 6, **arguments}
+        settings = {
+            "precision": precision,
+            "lr_schedule": "constant",
+            "train_steps": 6,
+            **arguments,
+        }
         steps, _ = run_training(None, tmp_path / folder, model=model, updates=updates, **settings)
         return losses(steps)
 
     whole = train("whole", save_interval=3)
-    assert train("rest", load_dir=str(tmp_path / "whole" / "checkpoints" / "step-000003")) == whole[3:]
+    assert (
+        train("rest", load_dir=str(tmp_path / "whole" / "checkpoints" / "step-000003")) == whole[3:]
+    )
     saved = [tmp_path / folder / "checkpoints" / "step-000006" for folder in ("whole", "rest")]
     for file in sorted(path.name for path in saved[0].iterdir()):
         assert Path(saved[0], file).read_bytes() == Path(saved[1], file).read_bytes(), file
@@ -94,7 +104,9 @@ def test_groups_keep_what_an_optimizer_writes_and_not_what_the_user_chose(tmp_pa
 
 
 SCHEDULERS = {
-    "warm-up, then steps": lambda o: SequentialLR(o, [LinearLR(o, 0.1, total_iters=2), MultiStepLR(o, [2, 4])], [2]),
+    "warm-up, then steps": lambda o: SequentialLR(
+        o, [LinearLR(o, 0.1, total_iters=2), MultiStepLR(o, [2, 4])], [2]
+    ),
     "chained": lambda o: ChainedScheduler([ConstantLR(o, 0.5, 3), MultiStepLR(o, [2, 5], 0.5)]),
     "one cycle": lambda o: OneCycleLR(o, max_lr=1e-2, total_steps=8),
 }
@@ -105,14 +117,20 @@ SCHEDULERS = {
 def test_schedulers_of_torch_go_on(tmp_path, name, rate):
     def train(folder: str, **arguments) -> list[float]:
         model = tiny_t5()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate.clone() if isinstance(rate, torch.Tensor) else rate)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=rate.clone() if isinstance(rate, torch.Tensor) else rate
+        )
         updates = (optimizer, SCHEDULERS[name](optimizer))
-        steps, _ = run_training(None, tmp_path / folder, model=model, updates=updates, train_steps=8, **arguments)
+        steps, _ = run_training(
+            None, tmp_path / folder, model=model, updates=updates, train_steps=8, **arguments
+        )
         return [(step["loss"], step["lr"]) for step in steps]
 
     whole = train("whole", save_interval=3)
     assert len({lr for _, lr in whole}) > 1
-    assert train("rest", load_dir=str(tmp_path / "whole" / "checkpoints" / "step-000003")) == whole[3:]
+    assert (
+        train("rest", load_dir=str(tmp_path / "whole" / "checkpoints" / "step-000003")) == whole[3:]
+    )
 
 
 def test_a_scheduler_takes_what_the_user_chooses_anew(tmp_path):
@@ -122,7 +140,9 @@ def test_a_scheduler_takes_what_the_user_chooses_anew(tmp_path):
         model = tiny_t5()
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         updates = (optimizer, LambdaLR(optimizer, lambda step: 1 - step / total))
-        found, _ = run_training(None, tmp_path, model=model, updates=updates, train_steps=steps, resume=True)
+        found, _ = run_training(
+            None, tmp_path, model=model, updates=updates, train_steps=steps, resume=True
+        )
         return [step["lr"] for step in found]
 
     assert train(1.0, 4, 4) == pytest.approx([1.0, 0.75, 0.5, 0.25])
@@ -132,7 +152,8 @@ def test_a_scheduler_takes_what_the_user_chooses_anew(tmp_path):
 def test_a_run_does_not_go_on_with_another_optimizer_or_a_new_scheduler(tmp_path):
     run_training(None, tmp_path, train_steps=1)
     with pytest.raises(
-        ValueError, match="the run was trained with AdamW and cannot resume with Lion; to start another run"
+        ValueError,
+        match="the run was trained with AdamW and cannot resume with Lion; to start another run",
     ):
         run_training(None, tmp_path, train_steps=2, resume=True, optimizer="lion")
     model = tiny_t5()
@@ -185,20 +206,40 @@ def whole_parameters(model):
 
 def train_with(mesh, folder, make, **arguments):
     model = native_t5(mesh) if mesh.tp_size > 1 else tiny_t5()
-    return run_training(mesh, folder, model=model, updates=(make(model), None), train_steps=2, **arguments)
+    return run_training(
+        mesh, folder, model=model, updates=(make(model), None), train_steps=2, **arguments
+    )
 
 
 UNSPLITTABLE = [
-    (1, 1, partial(all_of, torch.optim.AdamW, amsgrad=True), "amsgrad keeps a state that ZeRO stage 1 does not split"),
-    (1, 1, frozen_group, "a parameter group of the optimizer has no trained parameter, but ZeRO stage 1 needs"),
+    (
+        1,
+        1,
+        partial(all_of, torch.optim.AdamW, amsgrad=True),
+        "amsgrad keeps a state that ZeRO stage 1 does not split",
+    ),
+    (
+        1,
+        1,
+        frozen_group,
+        "a parameter group of the optimizer has no trained parameter, but ZeRO stage 1 needs",
+    ),
     (1, 3, first_half, "ZeRO stage 3 updates all parameters that require gradients"),
-    (2, 0, whole_parameters, "Adafactor may need whole parameters, which model_parallel_size=2 splits"),
+    (
+        2,
+        0,
+        whole_parameters,
+        "Adafactor may need whole parameters, which model_parallel_size=2 splits",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("tp", "stage", "make", "message"), UNSPLITTABLE)
 def test_optimizers_that_cannot_be_split_are_refused(run_mesh, tmp_path, tp, stage, make, message):
-    environment = {"env_type": "deepspeed+mpu" if tp > 1 else "deepspeed", "model_parallel_size": tp}
+    environment = {
+        "env_type": "deepspeed+mpu" if tp > 1 else "deepspeed",
+        "model_parallel_size": tp,
+    }
     work = partial(train_with, folder=tmp_path, make=make, zero_stage=stage, **environment)
     with pytest.raises(AssertionError, match=message):
         run_mesh(tp, work)
@@ -206,35 +247,55 @@ def test_optimizers_that_cannot_be_split_are_refused(run_mesh, tmp_path, tp, sta
 
 def test_scalars_of_a_split_model_go_on_unsplit(run_mesh, tmp_path):
     """NAdam keeps a product beside its moments, a scalar for each parameter."""
-    make, environment = partial(all_of, torch.optim.NAdam), {"env_type": "deepspeed+mpu", "zero_stage": 0}
-    split = partial(train_with, folder=tmp_path / "split", make=make, model_parallel_size=2, **environment)
+    make, environment = (
+        partial(all_of, torch.optim.NAdam),
+        {"env_type": "deepspeed+mpu", "zero_stage": 0},
+    )
+    split = partial(
+        train_with, folder=tmp_path / "split", make=make, model_parallel_size=2, **environment
+    )
     [(steps, _), _] = run_mesh(2, split)
-    one = partial(native_alone, folder=tmp_path / "one", make=make, load_dir=str(tmp_path / "split"), **environment)
+    one = partial(
+        native_alone,
+        folder=tmp_path / "one",
+        make=make,
+        load_dir=str(tmp_path / "split"),
+        **environment,
+    )
     [(later, _)] = run_mesh(1, one)
     assert [step["step"] for step in later] == [3, 4]
-    [(whole, _)] = run_mesh(1, partial(native_alone, folder=tmp_path / "whole", make=make, **environment))
+    [(whole, _)] = run_mesh(
+        1, partial(native_alone, folder=tmp_path / "whole", make=make, **environment)
+    )
     assert losses(steps) + losses(later) == pytest.approx(losses(whole), rel=1e-5)
 
 
 def native_alone(mesh, folder, make, **arguments):
     model = native_t5(mesh)
-    return run_training(mesh, folder, model=model, updates=(make(model), None), train_steps=4, **arguments)
+    return run_training(
+        mesh, folder, model=model, updates=(make(model), None), train_steps=4, **arguments
+    )
 
 
 def test_another_number_of_groups_is_refused(tmp_path):
     model = tiny_t5()
     groups = [{"params": [parameter]} for parameter in model.parameters()]
-    run_training(None, tmp_path, model=model, updates=(torch.optim.SGD(groups, lr=0.1), None), train_steps=1)
+    run_training(
+        None, tmp_path, model=model, updates=(torch.optim.SGD(groups, lr=0.1), None), train_steps=1
+    )
     updates = (torch.optim.SGD(groups[:2], lr=0.1), None)
     with pytest.raises(
-        ValueError, match="optimizer had 47 parameter groups, and this one has 2; create it with the same"
+        ValueError,
+        match="optimizer had 47 parameter groups, and this one has 2; create it with the same",
     ):
         run_training(None, tmp_path, model=model, updates=updates, resume=True, train_steps=2)
 
 
 def test_a_run_without_its_optimizer_cannot_go_on(tmp_path):
     run_training(None, tmp_path / "run", save_optim=False, train_steps=1)
-    with pytest.raises(ValueError, match=r"without the optimizer's state .* load_dir, load_optim=False and another"):
+    with pytest.raises(
+        ValueError, match=r"without the optimizer's state .* load_dir, load_optim=False and another"
+    ):
         run_training(None, tmp_path / "run", resume=True, train_steps=2)
     weights = {"load_dir": str(tmp_path / "run"), "load_optim": False}
     steps, _ = run_training(None, tmp_path / "other", train_steps=2, **weights)

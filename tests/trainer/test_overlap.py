@@ -57,7 +57,9 @@ def exchanges(mesh, how, precision, micro_batches):
 
     smallest, buckets.SMALLEST = buckets.SMALLEST, BUCKET
     try:
-        arguments = TrainingArguments(**how, precision=precision, gradient_accumulation_steps=micro_batches)
+        arguments = TrainingArguments(
+            **how, precision=precision, gradient_accumulation_steps=micro_batches
+        )
         model = native_t5(None).to(torch.bfloat16 if precision == "bf16" else torch.float32)
         watch = Exchanges(model)
         engine = make_engine(model, make_optimizer(model, arguments), arguments, Ranks(mesh))
@@ -85,7 +87,9 @@ def exchanges(mesh, how, precision, micro_batches):
 def test_gradients_are_exchanged_while_others_are_computed(how, precision, run_mesh):
     for passes, elements, dtypes, trained in run_mesh(1, exchanges, how, precision, 3, data=2):
         *earlier, last = passes
-        if how.get("zero_stage") != 2:  # which keeps only a part of the sums, so all passes exchange
+        if (
+            how.get("zero_stage") != 2
+        ):  # which keeps only a part of the sums, so all passes exchange
             assert all(set(events) == {"gradient"} for events in earlier)
             assert trained <= elements < 1.01 * trained  # once a step
         else:
@@ -109,16 +113,22 @@ def first_norm(mesh, folder, arguments):
 
     smallest, buckets.SMALLEST = buckets.SMALLEST, BUCKET
     try:
-        [step], _ = run_training(mesh, folder, model=native_t5, global_batch_size=8, train_steps=1, **arguments)
+        [step], _ = run_training(
+            mesh, folder, model=native_t5, global_batch_size=8, train_steps=1, **arguments
+        )
     finally:
         buckets.SMALLEST = smallest
     return step["loss"], step["grad_norm"]
 
 
-@pytest.mark.parametrize(("how", "precision"), every_day(ENGINES[1:4:2], more=[ENGINES[2], ENGINES[4]]), ids=names)
+@pytest.mark.parametrize(
+    ("how", "precision"), every_day(ENGINES[1:4:2], more=[ENGINES[2], ENGINES[4]]), ids=names
+)
 def test_the_gradients_are_those_of_one_process(how, precision, run_mesh, tmp_path):
     """In bf16 too: they are rounded when they are computed, and added up in fp32."""
-    [one] = run_mesh(1, first_norm, tmp_path / "one", {"env_type": "pytorch", "precision": precision})
+    [one] = run_mesh(
+        1, first_norm, tmp_path / "one", {"env_type": "pytorch", "precision": precision}
+    )
     for ranks in run_mesh(1, first_norm, tmp_path / "two", {**how, "precision": precision}, data=2):
         assert ranks == pytest.approx(one, rel=1e-6)  # the order of sums
 
@@ -155,7 +165,12 @@ class Numbers:
 def test_ranks_may_compute_gradients_in_other_orders_or_none(stage, precision, run_mesh, tmp_path):
     """Against one rank, which accumulates the same samples one after the other."""
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": 17}}))
-    how = {"env_type": "deepspeed", "zero_stage": stage, "precision": precision, "micro_batch_size": 1}
+    how = {
+        "env_type": "deepspeed",
+        "zero_stage": stage,
+        "precision": precision,
+        "micro_batch_size": 1,
+    }
     run = partial(on_ranks, run_mesh, data=Numbers(), global_batch_size=4, train_steps=3, **how)
     [(one, weights)] = run(tmp_path / "one", model=Experts())
     for steps, others in run(
@@ -164,7 +179,9 @@ def test_ranks_may_compute_gradients_in_other_orders_or_none(stage, precision, r
         # bf16: under ZeRO 2 DeepSpeed rounds the sum over the ranks.
         close = {"rel": 1e-6} if precision == "fp32" else {"rel": 1e-2}
         assert losses(steps) == pytest.approx(losses(one), **close)
-        assert [s["grad_norm"] for s in steps] == pytest.approx([s["grad_norm"] for s in one], **close)
+        assert [s["grad_norm"] for s in steps] == pytest.approx(
+            [s["grad_norm"] for s in one], **close
+        )
         if precision == "fp32":
             for name, weight in others.items():
                 torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-6)
@@ -181,7 +198,9 @@ def test_a_second_gradient_in_one_pass_is_refused():
     zero.bit16_groups = [list(model.parameters())]
     OrderedGradients(zero, model)
     zero.process_gradients(model.bias, 0)
-    with pytest.raises(RuntimeError, match="recompute activations with use_reentrant=False, or set overlap_comm"):
+    with pytest.raises(
+        RuntimeError, match="recompute activations with use_reentrant=False, or set overlap_comm"
+    ):
         zero.process_gradients(model.bias, 0)
 
 

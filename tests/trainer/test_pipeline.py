@@ -67,7 +67,10 @@ class Samples:
         sample = {"input_ids": tokens, "labels": labels}
         if self.blanks:
             text = torch.arange(len(tokens))
-            sample |= {"attention_mask": torch.tensor(2), "position_ids": torch.stack([text, torch.zeros_like(text)])}
+            sample |= {
+                "attention_mask": torch.tensor(2),
+                "position_ids": torch.stack([text, torch.zeros_like(text)]),
+            }
         return sample
 
 
@@ -121,7 +124,9 @@ def whole(run_mesh, tmp_path_factory):
         key = family, *sorted(changes.items(), key=str)
         if key not in runs:
             folder = tmp_path_factory.mktemp("whole")
-            [(steps, weights)] = on_ranks(run_mesh, folder, save_interval=SAVED, **settings(family, **changes))
+            [(steps, weights)] = on_ranks(
+                run_mesh, folder, save_interval=SAVED, **settings(family, **changes)
+            )
             runs[key] = folder, losses(steps), [step["grad_norm"] for step in steps], weights
         return runs[key]
 
@@ -166,7 +171,11 @@ def test_rounding_errors_stay_small(run_mesh, tmp_path, whole, family):
     arguments = settings(family) | {"model": partial(perturbed, family=family, seed=1)}
     [(_, weights)] = on_ranks(run_mesh, tmp_path, **arguments)
     same = whole(family)[3]
-    assert 1e-7 < max(float((same[name] - value).abs().max()) for name, value in weights.items()) < 1e-5
+    assert (
+        1e-7
+        < max(float((same[name] - value).abs().max()) for name, value in weights.items())
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,7 +198,9 @@ def test_options_change_nothing(run_mesh, tmp_path, whole, layout, changes):
 @pytest.mark.parametrize("blocks", every_day([(3, 1, 4)], more=[(2, 3, 3), (5, 3)]))
 def test_encoder_and_decoder_may_be_cut_anywhere(run_mesh, tmp_path, whole, blocks):
     """Four blocks each: a stage with blocks of both, a boundary in the decoder, and one between them."""
-    for steps, _ in on_ranks(run_mesh, tmp_path, **settings("t5", 1, 1, len(blocks), pipeline_blocks=blocks)):
+    for steps, _ in on_ranks(
+        run_mesh, tmp_path, **settings("t5", 1, 1, len(blocks), pipeline_blocks=blocks)
+    ):
         assert losses(steps) == pytest.approx(whole("t5")[1], **SAME_LOSS)
 
 
@@ -209,7 +220,9 @@ def test_bf16(run_mesh, tmp_path, whole, family, layout):
     _, expected, norms, _ = whole(family, precision="bf16")
     for steps, _ in on_ranks(run_mesh, tmp_path, **settings(family, *layout, precision="bf16")):
         assert losses(steps) == pytest.approx(expected, rel=1e-2)
-        deviations = [abs(step["grad_norm"] / norm - 1) for step, norm in zip(steps, norms, strict=True)]
+        deviations = [
+            abs(step["grad_norm"] / norm - 1) for step, norm in zip(steps, norms, strict=True)
+        ]
         assert deviations[0] < 2**-7
         count, most = (None, 2e-2) if family == "gpt2" else (8, 0.1)
         assert max(deviations[:count]) < most
@@ -231,7 +244,8 @@ RESUMED = [(1, 1, 1), (2, 2, 1), (1, 1, 4)]
 
 
 @pytest.mark.parametrize(
-    ("family", "layouts"), [("gpt2", RESUMED), ("t5", RESUMED)] if EVERY_CASE else [("t5", RESUMED[2:])]
+    ("family", "layouts"),
+    [("gpt2", RESUMED), ("t5", RESUMED)] if EVERY_CASE else [("t5", RESUMED[2:])],
 )
 def test_any_layout_goes_on_from_any_other(run_mesh, tmp_path, whole, family, layouts):
     """2 stages x 2 tensor-parallel ranks are saved, and go on in others, and from those back."""
@@ -274,7 +288,9 @@ def with_nan(mesh, block: int):
 
 def test_a_nan_is_found_in_its_stage(run_mesh, tmp_path):
     arguments = settings("bert", 1, 1, 2) | {"model": partial(with_nan, block=1)}
-    with pytest.raises(AssertionError, match=r"rank 0: encoder\.blocks\.1\.mlp \(MLP\) is the first module"):
+    with pytest.raises(
+        AssertionError, match=r"rank 0: encoder\.blocks\.1\.mlp \(MLP\) is the first module"
+    ):
         on_ranks(run_mesh, tmp_path, isolated=True, **arguments)
 
 
@@ -289,18 +305,26 @@ def test_a_stage_without_anything_to_train_is_refused_on_every_rank(run_mesh, tm
     arguments = settings("t5", 1, 1, 2) | {"model": with_frozen_encoder}
     with pytest.raises(AssertionError) as raised:
         on_ranks(run_mesh, tmp_path, isolated=True, **arguments)
-    assert str(raised.value).count("ValueError: all parameters of pipeline stage 0 are frozen; freeze fewer") == 2
+    assert (
+        str(raised.value).count(
+            "ValueError: all parameters of pipeline stage 0 are frozen; freeze fewer"
+        )
+        == 2
+    )
 
 
 def with_vectors_in_the_last_stage(mesh, precision: str):
     model = build(mesh, "gpt2", dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.dim() > 1 or name.startswith(("blocks.2.", "blocks.3.", "final_norm.")))
+        parameter.requires_grad_(
+            parameter.dim() > 1 or name.startswith(("blocks.2.", "blocks.3.", "final_norm."))
+        )
     return model
 
 
 @pytest.mark.parametrize(
-    ("precision", "layout"), every_day([("fp32", (1, 2, 2))], more=[("bf16", (1, 1, 2)), ("fp32", (1, 1, 2))])
+    ("precision", "layout"),
+    every_day([("fp32", (1, 2, 2))], more=[("bf16", (1, 1, 2)), ("fp32", (1, 1, 2))]),
 )
 def test_stages_may_have_different_parameter_groups(run_mesh, tmp_path, precision, layout):
     """ZeRO adds up the gradient norm of each group over the stages; the first stage has no group without decay."""
@@ -308,9 +332,13 @@ def test_stages_may_have_different_parameter_groups(run_mesh, tmp_path, precisio
     changes = {"precision": precision, "train_steps": 4, "weight_decay": 0.1}
     [(expected, _)] = on_ranks(run_mesh, tmp_path / "whole", **settings(**changes) | model)
     tolerance = {"rel": 1e-5 if precision == "fp32" else 2e-2}
-    for steps, _ in on_ranks(run_mesh, tmp_path / "cut", **settings("gpt2", *layout, **changes) | model):
+    for steps, _ in on_ranks(
+        run_mesh, tmp_path / "cut", **settings("gpt2", *layout, **changes) | model
+    ):
         for name in ("loss", "grad_norm"):
-            assert [step[name] for step in steps] == pytest.approx([step[name] for step in expected], **tolerance)
+            assert [step[name] for step in steps] == pytest.approx(
+                [step[name] for step in expected], **tolerance
+            )
 
 
 def with_hidden_states(mesh, family: str):
@@ -320,7 +348,10 @@ def with_hidden_states(mesh, family: str):
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_hidden_states_of_one_stage_are_refused(run_mesh, family):
-    with pytest.raises(AssertionError, match=r"output_hidden_states needs all blocks .* use pipeline_parallel_size=1"):
+    with pytest.raises(
+        AssertionError,
+        match=r"output_hidden_states needs all blocks .* use pipeline_parallel_size=1",
+    ):
         run_mesh(1, with_hidden_states, family, pipeline=2)
 
 
@@ -338,7 +369,9 @@ def test_stages_generate_what_transformers_does(run_mesh, tmp_path, architecture
     model = hf_model(architecture, 0.0, layers=2).eval()
     model.save_pretrained(tmp_path)
     ids = torch.randint(3, 97, (2, 5), generator=torch.Generator().manual_seed(0))
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, num_beams=2).tolist()
+    expected = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, num_beams=2
+    ).tolist()
     assert run_mesh(1, generated, tmp_path, ids, pipeline=2) == [expected] * 2
     assert run_mesh(2, generated, tmp_path, ids, pipeline=2) == [expected] * 4
 
@@ -374,7 +407,9 @@ def test_a_stage_holds_and_reads_its_share(run_mesh, tmp_path):
         assert all(whole[name] == size for name, size in parameters.items())
         assert read <= sum(parameters.values())
     names = [name for parameters, _ in stages for name in parameters]
-    assert sorted(names) == sorted([*whole, "word_embeddings.weight"])  # the embedding is also the head
+    assert sorted(names) == sorted(
+        [*whole, "word_embeddings.weight"]
+    )  # the embedding is also the head
 
 
 @pytest.mark.parametrize(
@@ -401,25 +436,46 @@ def test_blocks_that_do_not_divide_are_refused_before_any_process_starts():
 
     config, launch = find_config("gpt2"), RankInfo.from_environment()
     with pytest.raises(
-        ValueError, match=r"12 blocks cannot be dealt evenly to 5 pipeline stages; .* 1, 2, 3, 4, 6 or 12"
+        ValueError,
+        match=r"12 blocks cannot be dealt evenly to 5 pipeline stages; .* 1, 2, 3, 4, 6 or 12",
     ):
         check_layout(PretrainingArguments(pipeline_parallel_size=5), config, launch)
     with pytest.raises(ValueError, match="12 blocks are too few for 13 pipeline stages"):
-        check_layout(PretrainingArguments(pipeline_parallel_size=13, pipeline_partition="time"), config, launch)
-    check_layout(PretrainingArguments(pipeline_parallel_size=5, pipeline_partition="parameters"), config, launch)
+        check_layout(
+            PretrainingArguments(pipeline_parallel_size=13, pipeline_partition="time"),
+            config,
+            launch,
+        )
+    check_layout(
+        PretrainingArguments(pipeline_parallel_size=5, pipeline_partition="parameters"),
+        config,
+        launch,
+    )
     with pytest.raises(ValueError, match="cannot form 4 pipeline stages"):
         check_layout(PretrainingArguments(pipeline_parallel_size=4, num_gpus=6), config, launch)
-    check_layout(PretrainingArguments(pipeline_parallel_size=4, num_gpus=2, num_nodes=2), config, launch)
-    check_layout(PretrainingArguments(pipeline_parallel_size=2, num_gpus=1, num_nodes=2), config, launch)
+    check_layout(
+        PretrainingArguments(pipeline_parallel_size=4, num_gpus=2, num_nodes=2), config, launch
+    )
+    check_layout(
+        PretrainingArguments(pipeline_parallel_size=2, num_gpus=1, num_nodes=2), config, launch
+    )
 
 
 HEADS = {
-    "bert": ("Model", "ForPreTraining", "ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice"),
+    "bert": (
+        "Model",
+        "ForPreTraining",
+        "ForSequenceClassification",
+        "ForQuestionAnswering",
+        "ForMultipleChoice",
+    ),
     "t5": ("EncoderModel", "ForSequenceClassification", "ForConditionalGeneration"),
 }
 
 
-@pytest.mark.parametrize(("family", "head"), [(family, head) for family, heads in HEADS.items() for head in heads])
+@pytest.mark.parametrize(
+    ("family", "head"), [(family, head) for family, heads in HEADS.items() for head in heads]
+)
 def test_stages_by_time(family, head):
     """Every head can be timed."""
     from shardzoo.models import config_from_dict
@@ -431,7 +487,9 @@ def test_stages_by_time(family, head):
     assert sum(counts) == (4 if head == "EncoderModel" or family == "bert" else 8)
     assert min(counts) >= 1
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match=r"measures blocks on a GPU, .* use parameters or uniform"):
+        with pytest.raises(
+            ValueError, match=r"measures blocks on a GPU, .* use parameters or uniform"
+        ):
             choose_blocks(config, 2, "time", Job())
 
 
@@ -477,14 +535,20 @@ def traced_steps(mesh, folder: Path, micro_batches: int) -> list[list[tuple[floa
         return run
 
     model = build(mesh, "gpt2")
-    model.blocks[mesh.pp_rank].register_forward_hook(lambda module, inputs, output: _Sleep.apply(output))
-    arguments = settings("gpt2", 1, 1, mesh.pp_size, train_steps=2, micro_batch_size=1, save_optim=False)
+    model.blocks[mesh.pp_rank].register_forward_hook(
+        lambda module, inputs, output: _Sleep.apply(output)
+    )
+    arguments = settings(
+        "gpt2", 1, 1, mesh.pp_size, train_steps=2, micro_batch_size=1, save_optim=False
+    )
     arguments |= {"model": model, "global_batch_size": micro_batches}
     for name in ("tp", "data_ranks", "stages"):
         del arguments[name]
     plain = PipelineEngine._INSTRUCTION_MAP
     kinds = {schedule.ForwardPass: 1, schedule.BackwardPass: -1}
-    PipelineEngine._INSTRUCTION_MAP = plain | {kind: traced(plain[kind], sign) for kind, sign in kinds.items()}
+    PipelineEngine._INSTRUCTION_MAP = plain | {
+        kind: traced(plain[kind], sign) for kind, sign in kinds.items()
+    }
     try:
         run_training(mesh, folder, **arguments)
     finally:
@@ -501,7 +565,11 @@ def test_idle_time_and_micro_batches_in_flight_are_those_of_the_schedule(run_mes
     by_stage = run_mesh(1, traced_steps, tmp_path, micro_batches, pipeline=stages)
     passes = [steps[1] for steps in by_stage]  # the first step also loads code
     flying = [max(accumulate(direction for _, _, direction in times)) for times in passes]
-    assert flying == [in_flight(stage, stages, micro_batches) for stage in range(stages)] == [4, 3, 2, 1]
+    assert (
+        flying
+        == [in_flight(stage, stages, micro_batches) for stage in range(stages)]
+        == [4, 3, 2, 1]
+    )
     seconds = max(last[1] for *_, last in passes) - min(first[0] for first, *_ in passes)
     busy = sum(ended - began for times in passes for began, ended, _ in times)
     idle = 1 - busy / (stages * seconds)
@@ -517,7 +585,9 @@ def counted(mesh, folder: Path, precision: str) -> tuple[int, int, int]:
     class Counting(pipeline_engine.PipelineEngine):
         def step(self, hold=None):
             tensors = self.optimizer_tensors()
-            states = sum(getattr(value, "values", value).nbytes for value in tensors.values() if value.shape)
+            states = sum(
+                getattr(value, "values", value).nbytes for value in tensors.values() if value.shape
+            )
             parameters = sum(value.nbytes for value in self.module.parameters())
             seen.update(parameters=parameters, states=states, buffers=self._engine.num_pipe_buffers)
             return super().step(hold)
@@ -525,7 +595,11 @@ def counted(mesh, folder: Path, precision: str) -> tuple[int, int, int]:
     original, pipeline_engine.PipelineEngine = pipeline_engine.PipelineEngine, Counting
     arguments = settings("gpt2", 1, 1, mesh.pp_size, train_steps=1, precision=precision)
     try:
-        run_training(mesh, folder, **{k: v for k, v in arguments.items() if k not in ("tp", "data_ranks", "stages")})
+        run_training(
+            mesh,
+            folder,
+            **{k: v for k, v in arguments.items() if k not in ("tp", "data_ranks", "stages")},
+        )
     finally:
         pipeline_engine.PipelineEngine = original
     return seen["parameters"], seen["states"], seen["buffers"]
@@ -536,12 +610,18 @@ def test_a_stage_holds_what_the_estimate_says(run_mesh, tmp_path, precision):
     from shardzoo.models.auto import as_config
     from shardzoo.trainer.estimate import Job, estimate_stages, in_flight
 
-    job = Job(length=16, accumulation_steps=4, pipeline_parallel_size=4, precision=precision, device="cpu")
+    job = Job(
+        length=16, accumulation_steps=4, pipeline_parallel_size=4, precision=precision, device="cpu"
+    )
     estimates = estimate_stages(as_config(tiny("gpt2", layers=4)), job)
     stages = run_mesh(1, counted, tmp_path, precision, pipeline=4)
-    for stage, ((parameters, states, buffers), found) in enumerate(zip(stages, estimates, strict=True)):
+    for stage, ((parameters, states, buffers), found) in enumerate(
+        zip(stages, estimates, strict=True)
+    ):
         lines = found.moments[-1].lines
         assert parameters == pytest.approx(lines["parameters"], rel=0.02)
-        masters = lines["fp32 master weights"] if precision == "bf16" else 0  # in fp32 a copy that is not saved
+        masters = (
+            lines["fp32 master weights"] if precision == "bf16" else 0
+        )  # in fp32 a copy that is not saved
         assert states == pytest.approx(lines["optimizer state"] + masters, rel=0.02)
         assert buffers == max(2, in_flight(stage, 4, 4))

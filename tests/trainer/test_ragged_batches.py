@@ -30,9 +30,16 @@ class Ragged:
         tokens = random.integers(3, 97, random.integers(4, 100 if self.family == "t5" else 16))
         labels = np.where(random.random(len(tokens)) < 0.3, -100, tokens)
         labels[-1] = tokens[-1]
-        sample = {"input_ids": tokens, "labels": labels if "t5" not in self.family else labels[: 1 + index % 7]}
+        sample = {
+            "input_ids": tokens,
+            "labels": labels if "t5" not in self.family else labels[: 1 + index % 7],
+        }
         if self.family == "glm":  # its mask is a number, the length of part A
-            sample |= {"position_ids": np.stack([np.arange(len(tokens)), np.zeros(len(tokens), dtype=np.int64)])}
+            sample |= {
+                "position_ids": np.stack(
+                    [np.arange(len(tokens)), np.zeros(len(tokens), dtype=np.int64)]
+                )
+            }
             sample |= {"attention_mask": np.asarray(2)}
         return sample
 

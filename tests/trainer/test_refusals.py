@@ -14,7 +14,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from training import Pairs, Stream, on_ranks, run_training, tiny_t5
 
 REFUSED = [
-    ({"torch_compile": True, "recompute": "selective"}, "torch_compile works with recompute='none' or 'full'"),
+    (
+        {"torch_compile": True, "recompute": "selective"},
+        "torch_compile works with recompute='none' or 'full'",
+    ),
     (
         {"torch_compile": True, "env_type": "deepspeed+mpu", "pipeline_parallel_size": 2},
         "torch_compile does not work with pipeline stages; use pipeline_parallel_size=1",
@@ -33,15 +36,33 @@ REFUSED = [
         },
         "torch_compile cannot compile products in symmetric memory; use one of the two",
     ),
-    ({"torch_compile_backend": "zzz"}, "torch_compile_backend must be one of .*inductor.*, not 'zzz'"),
-    ({"model_paralle_size": 2}, "no argument 'model_paralle_size'; did you mean model_parallel_size"),
-    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 does not work with env_type='pytorch'; use env_type="),
+    (
+        {"torch_compile_backend": "zzz"},
+        "torch_compile_backend must be one of .*inductor.*, not 'zzz'",
+    ),
+    (
+        {"model_paralle_size": 2},
+        "no argument 'model_paralle_size'; did you mean model_parallel_size",
+    ),
+    (
+        {"pipeline_parallel_size": 2},
+        "pipeline_parallel_size=2 does not work with env_type='pytorch'; use env_type=",
+    ),
     ({"data_parallel_size": 2}, "it follows from the number of processes"),
     ({"batchsize": 2}, "did you mean batch_size"),
-    ({"batch_size": 2, "micro_batch_size": 2}, "batch_size and micro_batch_size both set micro_batch_size"),
-    ({"env_type": "deepspeed+mpu", "zero_stage": 3}, "use zero_stage 0, 1 or 2, or env_type='deepspeed'"),
+    (
+        {"batch_size": 2, "micro_batch_size": 2},
+        "batch_size and micro_batch_size both set micro_batch_size",
+    ),
+    (
+        {"env_type": "deepspeed+mpu", "zero_stage": 3},
+        "use zero_stage 0, 1 or 2, or env_type='deepspeed'",
+    ),
     ({"env_type": "pytorchDDP", "model_parallel_size": 2}, "use env_type='deepspeed[+]mpu'"),
-    ({"env_type": "ddp"}, "env_type must be one of pytorch, pytorchDDP, deepspeed, deepspeed[+]mpu, not 'ddp'"),
+    (
+        {"env_type": "ddp"},
+        "env_type must be one of pytorch, pytorchDDP, deepspeed, deepspeed[+]mpu, not 'ddp'",
+    ),
     ({"zero_stage": 1}, "zero_stage needs env_type 'deepspeed'"),
     ({"scale_parameter": True}, "scale_parameter needs optimizer='adafactor', not 'adamw'"),
     ({"lr": 0.0}, "lr must be above 0"),
@@ -55,7 +76,10 @@ REFUSED = [
     ({"lr": float("inf")}, "lr must be a finite number, not inf"),
     ({"clip_grad": float("nan")}, "clip_grad must be a finite number, not nan"),
     ({"epochs": "3"}, "epochs must be an integer, not '3'"),
-    ({"env_type": "pytorch", "num_gpus": 4}, "env_type='pytorch' runs in one process, but num_gpus=4"),
+    (
+        {"env_type": "pytorch", "num_gpus": 4},
+        "env_type='pytorch' runs in one process, but num_gpus=4",
+    ),
     ({"report_to": "wandb"}, "report_to=wandb needs the package wandb: pip install wandb"),
     ({"master_port": 99999}, "master_port must be from 1 to 65535, not 99999"),
     ({"epochs": 0.5}, "epochs must be an integer, not 0.5"),
@@ -63,7 +87,10 @@ REFUSED = [
     ({"batch_size": True}, "micro_batch_size must be an integer, not True"),
     ({"resume": "no"}, "resume must be True or False, not 'no'"),
     ({"save_dir": 3}, "save_dir must be a string, not 3"),
-    ({"zero_stage": True, "env_type": "deepspeed"}, "zero_stage must be one of 0, 1, 2, 3, not True"),
+    (
+        {"zero_stage": True, "env_type": "deepspeed"},
+        "zero_stage must be one of 0, 1, 2, 3, not True",
+    ),
     ({"seed": -1}, "seed must be from 0 to 4294967295, not -1"),
     ({"beta2": 1.0}, "beta2 must be at least 0 and below 1, not 1.0"),
     ({"warm_up": 0.2, "warmup_steps": 3}, "warmup_steps=3 and warm_up=0.2 .* are alternatives"),
@@ -82,7 +109,9 @@ def test_arguments_that_do_not_work_are_refused(keywords, message):
 
 def test_symmetric_memory_needs_gpus(run_mesh, tmp_path):
     arguments = {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "sequence_parallel": True}
-    with pytest.raises(Exception, match=r"needs the GPUs of one host.*but the ranks compute on CPUs; use"):
+    with pytest.raises(
+        Exception, match=r"needs the GPUs of one host.*but the ranks compute on CPUs; use"
+    ):
         on_ranks(run_mesh, tmp_path, tp=2, symmetric_memory=True, **arguments)
 
 
@@ -109,27 +138,54 @@ def test_arguments_become_what_they_are_declared_to_be(tmp_path):
         env_type="deepspeed",
         pytorch_device=torch.device("cpu"),
     )
-    made = (mine.train_steps, mine.lr, mine.weight_decay, mine.micro_batch_size, mine.save_dir, mine.lr_schedule)
+    made = (
+        mine.train_steps,
+        mine.lr,
+        mine.weight_decay,
+        mine.micro_batch_size,
+        mine.save_dir,
+        mine.lr_schedule,
+    )
     assert made == (3, 0.5, 0.0, 2, str(tmp_path), "cosine")
     assert [type(value) for value in made] == [int, float, float, int, str, str]
     assert (type(mine.zero_stage), mine.pytorch_device) == (int, "cpu")
 
 
 def test_numbers_of_numpy_train_and_are_saved(tmp_path):
-    steps, _ = run_training(None, tmp_path, micro_batch_size=np.int64(2), seed=np.int64(3), beta1=np.float32(0.5))
+    steps, _ = run_training(
+        None, tmp_path, micro_batch_size=np.int64(2), seed=np.int64(3), beta1=np.float32(0.5)
+    )
     assert len(steps) == 4
 
 
 CONFIGURATIONS = [
-    ('{"zero_optimization": {"stage": 3}}', r"asks for ZeRO stage 3, .* use stage 0, 1 or 2, or env_type='deepspeed'"),
-    ('{"zero_optimization": 2}', r'zero_optimization must be an object such as {"stage": 2}, not 2'),
-    ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}}', "enables both fp16 and bf16; enable one of them"),
+    (
+        '{"zero_optimization": {"stage": 3}}',
+        r"asks for ZeRO stage 3, .* use stage 0, 1 or 2, or env_type='deepspeed'",
+    ),
+    (
+        '{"zero_optimization": 2}',
+        r'zero_optimization must be an object such as {"stage": 2}, not 2',
+    ),
+    (
+        '{"bf16": {"enabled": true}, "fp16": {"enabled": true}}',
+        "enables both fp16 and bf16; enable one of them",
+    ),
     ('{"fp16": true}', r'fp16 must be an object such as {"enabled": true}, not True'),
     ('{"optimizer": {"params": [1]}}', r"optimizer.params must be an object, not \[1\]"),
     ('{"gradient_clipping": "much"}', "clip_grad must be a finite number, not 'much'"),
-    ('{"optimizer": {"type": "OneBitAdam"}}', "there is no optimizer 'OneBitAdam' here; use one of adam, adamw"),
-    ('{"optimizer": {"type": "Adam", "params": {"freeze_step": 9}}}', "the optimizer's freeze_step, for which the"),
-    ('{"scheduler": {"type": "OneCycle"}}', "there is no scheduler 'OneCycle' here; use one of warmuplr, "),
+    (
+        '{"optimizer": {"type": "OneBitAdam"}}',
+        "there is no optimizer 'OneBitAdam' here; use one of adam, adamw",
+    ),
+    (
+        '{"optimizer": {"type": "Adam", "params": {"freeze_step": 9}}}',
+        "the optimizer's freeze_step, for which the",
+    ),
+    (
+        '{"scheduler": {"type": "OneCycle"}}',
+        "there is no scheduler 'OneCycle' here; use one of warmuplr, ",
+    ),
     (
         '{"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}',
         "optimizer.params.betas must be two numbers, not 0.9",
@@ -152,7 +208,9 @@ def test_configuration_files_that_do_not_work_are_refused(tmp_path, text, messag
     path = tmp_path / "ds.json"
     path.write_text(text) if text else path.mkdir()
     with pytest.raises(ValueError, match=message):
-        deepspeed_config(TrainingArguments(env_type="deepspeed+mpu", epochs=1, deepspeed_config=str(path)), 1, 9)
+        deepspeed_config(
+            TrainingArguments(env_type="deepspeed+mpu", epochs=1, deepspeed_config=str(path)), 1, 9
+        )
 
 
 def test_a_usual_configuration_file_is_taken(tmp_path):
@@ -168,7 +226,9 @@ def test_a_usual_configuration_file_is_taken(tmp_path):
         "zero_optimization": {"stage": "auto", "overlap_comm": False},
     }
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    made = deepspeed_config(TrainingArguments(env_type="deepspeed", deepspeed_config=tmp_path / "ds.json"), 1, 9)
+    made = deepspeed_config(
+        TrainingArguments(env_type="deepspeed", deepspeed_config=tmp_path / "ds.json"), 1, 9
+    )
     assert made["steps_per_print"] == 100
     assert made["zero_optimization"] == {
         "stage": 1, "offload_optimizer": {"device": "none"}, "overlap_comm": False, "reduce_bucket_size": 6_553_600
@@ -228,7 +288,9 @@ def test_the_settings_of_a_whole_deepspeed_file_become_arguments(tmp_path, capsy
 def test_devices_that_are_not_here_are_refused(device):
     from shardzoo.trainer import Trainer
 
-    with pytest.raises(ValueError, match=f"pytorch_device '{device}' does not exist on this machine; use 'cpu'"):
+    with pytest.raises(
+        ValueError, match=f"pytorch_device '{device}' does not exist on this machine; use 'cpu'"
+    ):
         Trainer(pytorch_device=device)
 
 
@@ -236,7 +298,8 @@ def test_a_dict_is_no_arguments():
     from shardzoo.trainer import Trainer
 
     with pytest.raises(
-        ValueError, match=r"pass TrainingArguments or FinetuningArguments, or keywords as in .*, not a dict"
+        ValueError,
+        match=r"pass TrainingArguments or FinetuningArguments, or keywords as in .*, not a dict",
     ):
         Trainer({"lr": 1e-3})
 
@@ -284,35 +347,71 @@ def loader():
 
 UNFIT = [
     ({"data": Pairs(0)}, "train_dataset is empty"),
-    ({"data": Pairs(7), "global_batch_size": 8}, "has 7 samples, fewer than the 8 of one optimizer step"),
+    (
+        {"data": Pairs(7), "global_batch_size": 8},
+        "has 7 samples, fewer than the 8 of one optimizer step",
+    ),
     ({"data": Stream(Pairs(0))}, "the stream holds no records"),
     (
-        {"data": Stream(Pairs(7)), "global_batch_size": 8, "train_steps": None, "epochs": 1, "lr_schedule": "constant"},
+        {
+            "data": Stream(Pairs(7)),
+            "global_batch_size": 8,
+            "train_steps": None,
+            "epochs": 1,
+            "lr_schedule": "constant",
+        },
         "has fewer samples than the 8 of one optimizer step",
     ),
     ({"data": NoTargets(8)}, "has no target: all its labels are -100"),
-    ({"data": Texts(8)}, "the samples' 'text' must hold numbers, not 'as it was'; remove it, or pass a collate_fn"),
-    ({"data": SomeText(4), "micro_batch_size": 4}, "the samples' 'text' must hold numbers, not None; remove it"),
+    (
+        {"data": Texts(8)},
+        "the samples' 'text' must hold numbers, not 'as it was'; remove it, or pass a collate_fn",
+    ),
+    (
+        {"data": SomeText(4), "micro_batch_size": 4},
+        "the samples' 'text' must hold numbers, not None; remove it",
+    ),
     (
         {"data": SomeKey(4), "micro_batch_size": 4},
         r"sample \d of a batch \(from 0\) has no 'text', which sample \d has",
     ),
-    ({"data": [{"input_ids": [[1, 2], [3]]}] * 8}, "'input_ids' holds lists of unequal lengths: .* pad them"),
+    (
+        {"data": [{"input_ids": [[1, 2], [3]]}] * 8},
+        "'input_ids' holds lists of unequal lengths: .* pad them",
+    ),
     ({"train_steps": None}, "set epochs or train_steps"),
-    ({"train_steps": None, "epochs": 2, "data": Endless()}, "without a length, so the end of epochs=2 is unknown; set"),
-    ({"train_steps": None, "epochs": 2, "data": passes()}, "defines its own number of epochs, which epochs=2"),
+    (
+        {"train_steps": None, "epochs": 2, "data": Endless()},
+        "without a length, so the end of epochs=2 is unknown; set",
+    ),
+    (
+        {"train_steps": None, "epochs": 2, "data": passes()},
+        "defines its own number of epochs, which epochs=2",
+    ),
     ({"data": Sized(Pairs(0))}, "train_dataset is empty"),
     ({"data": pd.DataFrame({"input_ids": [1] * 8})}, "is a DataFrame; use a dataset"),
-    ({"train_steps": None, "epochs": 1, "data": Stream(Pairs(8))}, "the length of the data is unknown"),
+    (
+        {"train_steps": None, "epochs": 1, "data": Stream(Pairs(8))},
+        "the length of the data is unknown",
+    ),
     ({"data": 3}, "is a int; use a dataset"),
     ({"data": {"train": Pairs(8)}}, "is a dict; use a dataset"),
     ({"data": Pairs}, "is the class Pairs; use a dataset"),
     ({"data": "corpus.txt"}, "is a str; use a dataset"),
-    ({"data": iter(Stream(Pairs(8)))}, "is a generator, which can be read only once; pass an object whose __iter__"),
-    ({"data": loader()}, "is a DataLoader, which cannot resume .*; pass its dataset as train_dataset, and"),
+    (
+        {"data": iter(Stream(Pairs(8)))},
+        "is a generator, which can be read only once; pass an object whose __iter__",
+    ),
+    (
+        {"data": loader()},
+        "is a DataLoader, which cannot resume .*; pass its dataset as train_dataset, and",
+    ),
     ({"load_dir": "nowhere"}, "load_dir nowhere holds no checkpoint"),
     ({"valid": Pairs(0)}, "validation data is empty"),
-    ({"valid": Stream(Pairs(8))}, "must be a dataset with __len__ and __getitem__, .* not a Stream"),
+    (
+        {"valid": Stream(Pairs(8))},
+        "must be a dataset with __len__ and __getitem__, .* not a Stream",
+    ),
     ({"valid": {"test": Pairs(8)}}, "must be a dataset .* not a dict"),
     ({"valid": "valid.txt"}, "must be a dataset .* not a str"),
     ({"valid": Pairs}, "must be a dataset .* not the class Pairs"),
@@ -325,8 +424,14 @@ UNFIT = [
     ({"metrics": {"step": len}}, "a value of every evaluation already has the name 'step'"),
     ({"metrics": [["a", len], ["a", min]]}, "two metrics have the name 'a'"),
     ({"model": lambda mesh: None}, "model must be a torch.nn.Module, .* not None"),
-    ({"model": lambda mesh: torch.compile(tiny_t5())}, "wrapped in a OptimizedModule, .* by model.compile"),
-    ({"model": lambda mesh: torch.nn.DataParallel(tiny_t5())}, "wrapped in a DataParallel, .* pass the model itself"),
+    (
+        {"model": lambda mesh: torch.compile(tiny_t5())},
+        "wrapped in a OptimizedModule, .* by model.compile",
+    ),
+    (
+        {"model": lambda mesh: torch.nn.DataParallel(tiny_t5())},
+        "wrapped in a DataParallel, .* pass the model itself",
+    ),
     ({"model": lambda mesh: "t5-small"}, "model must be a torch.nn.Module, .* not 't5-small'"),
     ({"model": lambda mesh: torch.nn.Linear}, "model must be a torch.nn.Module, .* not <class"),
 ]
@@ -356,14 +461,35 @@ def lookahead(model):
 
 
 UPDATES = [
-    (lambda model: (torch.optim.SGD, None), "optimizer must be a torch.optim.Optimizer over the model's parameters"),
-    (lambda model: (sgd(tiny_t5()), None), "47 parameters of the optimizer do not belong to the model"),
-    (lambda model: (torch.optim.LBFGS(model.parameters()), None), "LBFGS recomputes the loss within a step"),
-    (lambda model: (schedule_free(model), None), "ScheduleFreeAdamW keeps separate weights for training and"),
+    (
+        lambda model: (torch.optim.SGD, None),
+        "optimizer must be a torch.optim.Optimizer over the model's parameters",
+    ),
+    (
+        lambda model: (sgd(tiny_t5()), None),
+        "47 parameters of the optimizer do not belong to the model",
+    ),
+    (
+        lambda model: (torch.optim.LBFGS(model.parameters()), None),
+        "LBFGS recomputes the loss within a step",
+    ),
+    (
+        lambda model: (schedule_free(model), None),
+        "ScheduleFreeAdamW keeps separate weights for training and",
+    ),
     (lambda model: (lookahead(model), None), "Lookahead keeps state that belongs to no parameter"),
-    (lambda model: (None, StepLR(sgd(model), 2)), "lr_scheduler belongs to another optimizer than the one in use"),
-    (lambda model: (o := sgd(model), ReduceLROnPlateau(o)), "whose rate depends on the step alone, not <torch"),
-    (lambda model: (sgd(model), StepLR), "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler"),
+    (
+        lambda model: (None, StepLR(sgd(model), 2)),
+        "lr_scheduler belongs to another optimizer than the one in use",
+    ),
+    (
+        lambda model: (o := sgd(model), ReduceLROnPlateau(o)),
+        "whose rate depends on the step alone, not <torch",
+    ),
+    (
+        lambda model: (sgd(model), StepLR),
+        "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler",
+    ),
 ]
 
 
@@ -378,8 +504,12 @@ def test_optimizers_and_schedulers_that_do_not_fit_are_refused(tmp_path, make, m
 def test_a_file_in_the_folder_s_place_is_named(tmp_path):
     (tmp_path / "run").write_text("here")
     for folder in (tmp_path / "run", tmp_path / "run" / "below"):
-        with pytest.raises(ValueError, match="cannot be the run's folder, because a file is in its place"):
+        with pytest.raises(
+            ValueError, match="cannot be the run's folder, because a file is in its place"
+        ):
             run_training(None, folder)
-    with pytest.raises(ValueError, match="run cannot be tensorboard_dir, because a file is in its place"):
+    with pytest.raises(
+        ValueError, match="run cannot be tensorboard_dir, because a file is in its place"
+    ):
         run_training(None, tmp_path / "other", tensorboard_dir=tmp_path / "run")
     assert (tmp_path / "run").read_text() == "here"

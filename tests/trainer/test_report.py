@@ -17,10 +17,21 @@ from shardzoo.trainer.logging.report import plot_loss, write_report
 from shardzoo.trainer.logging.trackers import TensorBoard, TrackedRun
 from shardzoo.trainer.run_folder import RunFolder
 
-SPEED = {"train/seconds": 0.5, "train/tokens_per_second": 100.0, "train/mfu": 0.25, "train/memory_gb": 1.5}
+SPEED = {
+    "train/seconds": 0.5,
+    "train/tokens_per_second": 100.0,
+    "train/mfu": 0.25,
+    "train/memory_gb": 1.5,
+}
 RECORDS = [
-    *({"step": step, "train/loss": 9.0 - step / 400, "train/lr": 1e-3, **SPEED} for step in range(100, 1601, 100)),
-    *({"step": step, "valid/loss": loss} for step, loss in ((500, 7.5), (1000, 6.125), (1500, 6.25))),
+    *(
+        {"step": step, "train/loss": 9.0 - step / 400, "train/lr": 1e-3, **SPEED}
+        for step in range(100, 1601, 100)
+    ),
+    *(
+        {"step": step, "valid/loss": loss}
+        for step, loss in ((500, 7.5), (1000, 6.125), (1500, 6.25))
+    ),
     {"step": 1600, "final/loss": 6.3125, "final/accuracy": 0.5},
 ]
 
@@ -58,10 +69,15 @@ def lines_of(monkeypatch, draw) -> dict[str, list[tuple[float, float]]]:
     from matplotlib.figure import Figure
 
     saved, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (saved.append(self), save(self, *a, **k))[1])
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: (saved.append(self), save(self, *a, **k))[1]
+    )
     draw()
     axes = saved[0].axes[0]
-    lines = {str(line.get_label()): list(zip(*map(list, line.get_data()), strict=True)) for line in axes.lines}
+    lines = {
+        str(line.get_label()): list(zip(*map(list, line.get_data()), strict=True))
+        for line in axes.lines
+    }
     return {**lines, "texts": [text.get_text() for text in axes.texts]}
 
 
@@ -104,7 +120,10 @@ def test_a_run_without_a_final_evaluation_shows_the_last_interval(tmp_path, monk
 
 def test_sections_are_escaped_and_nothing_is_loaded_from_elsewhere(tmp_path):
     hostile = "</pre></td><script src=http://x.invalid/a.js></script>\udcff&amp;"
-    sections = {f"Sample {hostile}": f"a\n{hostile}", "Export": {f"difference {hostile}": hostile, "loss": 1.5}}
+    sections = {
+        f"Sample {hostile}": f"a\n{hostile}",
+        "Export": {f"difference {hostile}": hostile, "loss": 1.5},
+    }
     path = tmp_path / "report.html"
     write_report(path, RECORDS, {"data": hostile}, title=hostile, sections=sections)
     shown = hostile.replace("\udcff", "\\udcff")
@@ -148,7 +167,9 @@ def git(folder: Path, *words: str) -> str:
     ).stdout.strip()
 
 
-def test_the_commit_is_of_the_script_s_repository_then_of_the_working_directory(tmp_path, monkeypatch):
+def test_the_commit_is_of_the_script_s_repository_then_of_the_working_directory(
+    tmp_path, monkeypatch
+):
     for name in ("script", "working"):
         (tmp_path / name).mkdir()
         git(tmp_path / name, "init", "-q")
@@ -159,7 +180,9 @@ def test_the_commit_is_of_the_script_s_repository_then_of_the_working_directory(
     (tmp_path / "neither").mkdir()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     monkeypatch.chdir(tmp_path / "working")
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "script" / "train.py"), "--local_rank=1", "--lr", "a b"])
+    monkeypatch.setattr(
+        sys, "argv", [str(tmp_path / "script" / "train.py"), "--local_rank=1", "--lr", "a b"]
+    )
     assert git_commit() == git(tmp_path / "script", "rev-parse", "HEAD")
     assert command_line() == f"{tmp_path}/script/train.py --lr 'a b'"
     (tmp_path / "script" / "train.py").write_text("changed")
@@ -176,10 +199,20 @@ def test_every_run_s_report_names_versions_hardware_and_command(tmp_path, monkey
 
     trainer = Trainer(env_type="pytorch", train_steps=1, save_dir=str(tmp_path / "run"))
     (tmp_path / "run").mkdir()
-    trainer.run_folder.metrics_file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    trainer.run_folder.metrics_file.write_text(
+        "".join(json.dumps(record) + "\n" for record in RECORDS)
+    )
     trainer.write_report(given)
     page = Page(trainer.run_folder.report.read_text())
-    assert page.headings == ["run", "Results", *given, "Versions", "Hardware", "Command", "Arguments"]
+    assert page.headings == [
+        "run",
+        "Results",
+        *given,
+        "Versions",
+        "Hardware",
+        "Command",
+        "Arguments",
+    ]
     assert page.rows["processes"] == "1: 1 tensor-parallel x 1 data-parallel"
     assert page.texts == [command_line()]
 

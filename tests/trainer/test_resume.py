@@ -18,7 +18,10 @@ RUNS = {
     "pytorch bf16": ({"env_type": "pytorch", "precision": "bf16"}, 1),
     "pytorch fp16": ({"env_type": "pytorch", "precision": "fp16"}, 1),
     "DDP": ({"env_type": "pytorchDDP"}, 2),
-    "DDP of three": ({"env_type": "pytorchDDP", "global_batch_size": 12}, 3),  # sums of three have an order
+    "DDP of three": (
+        {"env_type": "pytorchDDP", "global_batch_size": 12},
+        3,
+    ),  # sums of three have an order
     "DDP bf16": ({"env_type": "pytorchDDP", "precision": "bf16"}, 2),
     "ZeRO-0": ({"env_type": "deepspeed", "zero_stage": 0}, 2),
     "ZeRO-2": ({"env_type": "deepspeed", "zero_stage": 2}, 2),
@@ -33,7 +36,9 @@ RUNS = {
     "lamb": ({"optimizer": "lamb"}, 1),
     "linear": ({"lr_schedule": "linear"}, 1),
 }
-OF_THE_ZOO = {"ZeRO-3 of the zoo": ({"env_type": "deepspeed", "zero_stage": 3, "model": native_t5}, 2)}
+OF_THE_ZOO = {
+    "ZeRO-3 of the zoo": ({"env_type": "deepspeed", "zero_stage": 3, "model": native_t5}, 2)
+}
 STREAMED = ("pytorch", "DDP", "ZeRO-2")
 
 
@@ -51,7 +56,10 @@ STEPS, SAVED, SAMPLES = (8, 6, 40) if EVERY_CASE else (5, 4, 28)
 @pytest.mark.parametrize(
     ("name", "data"),
     every_day(
-        [*((n, "indexed") for n in RUNS | OF_THE_ZOO if n not in CONTAINED), *((n, "streamed") for n in STREAMED)],
+        [
+            *((n, "indexed") for n in RUNS | OF_THE_ZOO if n not in CONTAINED),
+            *((n, "streamed") for n in STREAMED),
+        ],
         more=[(n, "indexed") for n in CONTAINED],
     ),
 )
@@ -59,8 +67,16 @@ def test_going_on_is_bit_for_bit(run_mesh, tmp_path, name, data):
     arguments, ranks = (RUNS | OF_THE_ZOO)[name]
     # More than an epoch, with dropout from torch's generator.
     samples = Pairs(SAMPLES) if data == "indexed" else Stream(Pairs(SAMPLES))
-    settings = {"train_steps": STEPS, "global_batch_size": 8, "dropout": 0.1, "data": samples, **arguments}
-    whole = on_ranks(run_mesh, tmp_path / "whole", data_ranks=ranks, save_interval=SAVED, **settings)
+    settings = {
+        "train_steps": STEPS,
+        "global_batch_size": 8,
+        "dropout": 0.1,
+        "data": samples,
+        **arguments,
+    }
+    whole = on_ranks(
+        run_mesh, tmp_path / "whole", data_ranks=ranks, save_interval=SAVED, **settings
+    )
     load = {"load_dir": checkpoint(tmp_path / "whole", SAVED)}
     rest = on_ranks(run_mesh, tmp_path / "rest", data_ranks=ranks, **load, **settings)
     assert len(whole[0][0]) == STEPS
@@ -85,7 +101,12 @@ def test_a_run_does_not_go_on_with_data_of_another_kind(tmp_path):
 
 def test_a_longer_run_takes_the_samples_that_were_left_over(tmp_path):
     """Ten samples are two steps of four; the two that are left belong to the third step, if there is one."""
-    settings = {"train_steps": None, "lr_schedule": "constant", "micro_batch_size": 1, "global_batch_size": 4}
+    settings = {
+        "train_steps": None,
+        "lr_schedule": "constant",
+        "micro_batch_size": 1,
+        "global_batch_size": 4,
+    }
     settings["data"] = Stream(Pairs(10))
     whole, _ = run_training(None, tmp_path / "whole", epochs=2, **settings)
     first, _ = run_training(None, tmp_path / "longer", epochs=1, **settings)
@@ -100,12 +121,18 @@ def test_libraries_streams_go_on(tmp_path, kind, workers):
     """They have a `__getitem__` that only raises."""
     samples = [{name: value.tolist() for name, value in Pairs(20)[i].items()} for i in range(20)]
     if kind is datasets.IterableDataset:
-        data = datasets.Dataset.from_list(samples).to_iterable_dataset(num_shards=2).shuffle(seed=1, buffer_size=8)
+        data = (
+            datasets.Dataset.from_list(samples)
+            .to_iterable_dataset(num_shards=2)
+            .shuffle(seed=1, buffer_size=8)
+        )
     else:
         data = type("Lines", (kind,), {"__iter__": lambda self: iter(samples)})()
     settings = {"data": data, "dropout": 0.1, "num_workers": workers, "train_steps": 14}
     steps, _ = run_training(None, tmp_path / "whole", save_interval=12, **settings)
-    later, _ = run_training(None, tmp_path / "rest", load_dir=checkpoint(tmp_path / "whole", 12), **settings)
+    later, _ = run_training(
+        None, tmp_path / "rest", load_dir=checkpoint(tmp_path / "whole", 12), **settings
+    )
     assert losses(later) == losses(steps)[12:]
     assert len(set(losses(steps))) == 14
 
@@ -113,7 +140,12 @@ def test_libraries_streams_go_on(tmp_path, kind, workers):
 def test_one_command_begins_elsewhere_and_goes_on_after_each_kill(tmp_path):
     """With `load_dir` and `resume`, what is to be left out of the one is not left out of the other."""
     run_training(None, tmp_path / "first", train_steps=3)
-    command = {"load_dir": str(tmp_path / "first"), "load_optim": False, "resume": True, "dropout": 0.1}
+    command = {
+        "load_dir": str(tmp_path / "first"),
+        "load_optim": False,
+        "resume": True,
+        "dropout": 0.1,
+    }
     whole, weights = run_training(None, tmp_path / "whole", train_steps=6, **command)
     assert [step["step"] for step in whole] == [1, 2, 3, 4, 5, 6]
     # The same schedule, but saved at its second step.
@@ -139,7 +171,9 @@ def test_every_course_that_is_left_is_kept(tmp_path):
         run_training(None, tmp_path, train_steps=4, load_dir=checkpoint(tmp_path, 2))
         names = ["step-000002", "step-000004", "step-000004.abandoned", "step-000004.abandoned1"]
         assert sorted(os.listdir(tmp_path / "checkpoints")) == names[: 2 + again]
-    with pytest.raises(ValueError, match=r"and load_dir=.* belongs to the same run; leave one of them out"):
+    with pytest.raises(
+        ValueError, match=r"and load_dir=.* belongs to the same run; leave one of them out"
+    ):
         run_training(None, tmp_path, train_steps=4, load_dir=checkpoint(tmp_path, 2), resume=True)
     left = {"load_dir": str(tmp_path / "checkpoints" / "step-000004.abandoned"), "train_steps": 5}
     with pytest.raises(ValueError, match="holds a run that is saved at step 4"):
@@ -161,12 +195,16 @@ def train_one_cycle(mesh, folder, **settings):
     model = tiny_t5(0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=8)
-    return run_training(mesh, folder, model=model, updates=(optimizer, schedule), train_steps=8, **settings)
+    return run_training(
+        mesh, folder, model=model, updates=(optimizer, schedule), train_steps=8, **settings
+    )
 
 
 def test_a_scheduler_that_changes_betas_goes_on(tmp_path):
     steps, weights = train_one_cycle(None, tmp_path / "whole", save_interval=5)
-    later, same = train_one_cycle(None, tmp_path / "rest", load_dir=checkpoint(tmp_path / "whole", 5))
+    later, same = train_one_cycle(
+        None, tmp_path / "rest", load_dir=checkpoint(tmp_path / "whole", 5)
+    )
     assert losses(later) == losses(steps)[5:]
     assert all(torch.equal(value, same[key]) for key, value in weights.items())
 
@@ -186,7 +224,9 @@ def test_each_step_is_logged_once_after_kills(tmp_path):
 
     def train(**more):
         arguments = {"train_steps": 6, "save_interval": 4, "log_interval": 1, "lr": 1e-2, **more}
-        Killed(save_dir=str(tmp_path), resume=True, **arguments).train(tiny_t5(), train_dataset=Pairs(40))
+        Killed(save_dir=str(tmp_path), resume=True, **arguments).train(
+            tiny_t5(), train_dataset=Pairs(40)
+        )
 
     for last in (2, 5):  # noqa: B007 - read by `Killed`
         with pytest.raises(KeyboardInterrupt):
@@ -195,7 +235,9 @@ def test_each_step_is_logged_once_after_kills(tmp_path):
             log.write('{"step": 9, "train/lo')
     last = 9
     train()
-    logged = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert logged == [1, 2, 3, 4, 5, 6]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == logged
@@ -203,12 +245,20 @@ def test_each_step_is_logged_once_after_kills(tmp_path):
 
 def test_a_folder_does_not_begin_anew_by_dropping_the_optimizer(tmp_path):
     run_training(None, tmp_path, train_steps=2)
-    with pytest.raises(ValueError, match=r"load_optim=False starts at step 0, but .* saved at step 2; choose"):
+    with pytest.raises(
+        ValueError, match=r"load_optim=False starts at step 0, but .* saved at step 2; choose"
+    ):
         run_training(None, tmp_path, train_steps=2, resume=True, load_optim=False)
 
 
 def test_the_best_is_named_again_after_a_kill_just_before(tmp_path):
-    settings = {"save_interval": 1, "save_total_limit": 1, "save_best": "loss", "eval_interval": 2, "valid": Pairs(8)}
+    settings = {
+        "save_interval": 1,
+        "save_total_limit": 1,
+        "save_best": "loss",
+        "eval_interval": 2,
+        "valid": Pairs(8),
+    }
     run_training(None, tmp_path, train_steps=3, **settings)
     named = tmp_path / "checkpoints" / "best"
     assert named.read_text() == "step-000002\n"
@@ -232,7 +282,9 @@ def test_large_products_go_on_bit_for_bit(run_mesh, tmp_path):
     model = partial(native_t5, vocab_size=4096, d_model=512, d_kv=64, d_ff=2048, num_heads=8)
     settings = {"model": model, "data": LongPairs(), "train_steps": 2, "lr": 1e-4, "isolated": True}
     [(steps, weights)] = on_ranks(run_mesh, tmp_path / "whole", save_interval=1, **settings)
-    [(later, same)] = on_ranks(run_mesh, tmp_path / "rest", load_dir=checkpoint(tmp_path / "whole", 1), **settings)
+    [(later, same)] = on_ranks(
+        run_mesh, tmp_path / "rest", load_dir=checkpoint(tmp_path / "whole", 1), **settings
+    )
     assert losses(later) == losses(steps)[1:]
     assert [s["grad_norm"] for s in later] == [s["grad_norm"] for s in steps][1:]
     assert all(torch.equal(value, same[key]) for key, value in weights.items())
@@ -243,7 +295,9 @@ def test_any_engine_and_size_goes_on_from_any_other(run_mesh, tmp_path):
     [(whole, _)] = on_ranks(run_mesh, tmp_path / "whole", save_interval=4, **settings)
     for name, ranks in every_day([("ZeRO-3", 4)], more=[("DDP", 2), ("ZeRO-2", 2), ("ZeRO-0", 2)]):
         load = {"load_dir": checkpoint(tmp_path / "whole", 4), **RUNS[name][0]}
-        [(rest, _), *_] = on_ranks(run_mesh, tmp_path / name, data_ranks=ranks, save_interval=6, **load, **settings)
+        [(rest, _), *_] = on_ranks(
+            run_mesh, tmp_path / name, data_ranks=ranks, save_interval=6, **load, **settings
+        )
         assert losses(rest) == pytest.approx(losses(whole)[4:], rel=1e-5)
         back = {"load_dir": checkpoint(tmp_path / name, 6)}
         [(last, _)] = on_ranks(run_mesh, tmp_path / f"{name} back", **back, **settings)
@@ -264,12 +318,20 @@ def test_checkpoints_hold_tensors_and_text_alone(run_mesh, tmp_path):
     }
     from transformers import T5ForConditionalGeneration
 
-    _, report = T5ForConditionalGeneration.from_pretrained(checkpoint(tmp_path, 2), output_loading_info=True)
+    _, report = T5ForConditionalGeneration.from_pretrained(
+        checkpoint(tmp_path, 2), output_loading_info=True
+    )
     assert not any(report.values())
 
 
 def test_limit_best_and_latest(run_mesh, tmp_path):
-    settings = {"train_steps": 12, "save_interval": 2, "save_total_limit": 2, "save_best": "loss", "eval_interval": 3}
+    settings = {
+        "train_steps": 12,
+        "save_interval": 2,
+        "save_total_limit": 2,
+        "save_best": "loss",
+        "eval_interval": 3,
+    }
     # A rate that makes the validation loss worse after the first evaluation.
     on_ranks(run_mesh, tmp_path, valid=Pairs(8), lr=0.5, warmup_steps=4, **settings)
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -277,7 +339,9 @@ def test_limit_best_and_latest(run_mesh, tmp_path):
     assert kept == sorted({"best", best, "step-000010", "step-000012"})
     state = json.loads((tmp_path / "checkpoints" / best / "trainer_state.json").read_text())
     assert state["best"]["step"] == state["step"]
-    [(steps, _)] = on_ranks(run_mesh, tmp_path / "on", load_dir=str(tmp_path), load_type="best", train_steps=12)
+    [(steps, _)] = on_ranks(
+        run_mesh, tmp_path / "on", load_dir=str(tmp_path), load_type="best", train_steps=12
+    )
     assert steps[0]["step"] == state["step"] + 1
 
 
@@ -306,5 +370,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(run_mesh, tmp_path):
     os.unlink(Path(checkpoint(tmp_path / "run", 2), "model.safetensors"))
     for step in (4, 6):
         os.unlink(Path(checkpoint(tmp_path / "run", step), "trainer_state.json"))
-    with pytest.raises(AssertionError, match=r"no undamaged checkpoint to resume from: .*model.safetensors is missing"):
+    with pytest.raises(
+        AssertionError,
+        match=r"no undamaged checkpoint to resume from: .*model.safetensors is missing",
+    ):
         on_ranks(run_mesh, tmp_path / "run", resume=True, **settings)

@@ -45,7 +45,9 @@ def other_process():
     started = []
 
     def start(folder: Path, *host: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder), *host], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(folder), *host], stdout=subprocess.PIPE, text=True
+        )
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "taken\n"
@@ -66,7 +68,9 @@ def test_a_folder_in_use_is_refused_also_while_its_process_stands_still(tmp_path
         if stop:
             process.send_signal(stop)
         for path in (folder, link):
-            with pytest.raises(ValueError, match=f"in use by process {process.pid} on {socket.gethostname()}; wait"):
+            with pytest.raises(
+                ValueError, match=f"in use by process {process.pid} on {socket.gethostname()}; wait"
+            ):
                 take_folder(path)
 
 
@@ -94,7 +98,9 @@ def test_the_folder_of_a_process_that_nobody_reaps_gets_free(tmp_path, other_pro
     return_folder(tmp_path / "run")
 
 
-def test_a_process_may_take_a_folder_again_and_others_once_it_has_returned_it(tmp_path, other_process):
+def test_a_process_may_take_a_folder_again_and_others_once_it_has_returned_it(
+    tmp_path, other_process
+):
     folder = tmp_path / "run"
     take_folder(folder)
     take_folder(folder)
@@ -112,16 +118,22 @@ def test_an_unused_folder_is_removed_again(tmp_path):
     assert not (tmp_path / "a" / "b").exists()
 
 
-def test_a_process_of_another_host_counts_as_dead_after_a_while_without_a_sign(tmp_path, other_process, monkeypatch):
+def test_a_process_of_another_host_counts_as_dead_after_a_while_without_a_sign(
+    tmp_path, other_process, monkeypatch
+):
     monkeypatch.setattr(run_lock, "SECONDS_WITHOUT_REFRESH", 1.5)
     folder, said = tmp_path / "run", []
     process = other_process(folder, "elsewhere", "1.5")
-    os.utime(folder / LOCK, (0, 0))  # as of a clock that is years behind; only changes of the time count
+    os.utime(
+        folder / LOCK, (0, 0)
+    )  # as of a clock that is years behind; only changes of the time count
     threading.Timer(3.0, process.kill).start()
     before = time.monotonic()
     take_folder(folder, said.append)
     assert time.monotonic() - before > 4  # three seconds with signs of life, and then 1.5 without
-    assert said == [f"{folder}: waiting to see whether process {process.pid} on elsewhere still runs …"]
+    assert said == [
+        f"{folder}: waiting to see whether process {process.pid} on elsewhere still runs …"
+    ]
     return_folder(folder)
 
 
@@ -139,7 +151,9 @@ def test_a_disk_that_cannot_exchange_files(tmp_path, other_process, monkeypatch,
     process.kill()
     process.wait()
     take_folder(folder, said.append)
-    assert said == [f"{folder}: waiting to see whether {owner} still runs …"] * (1 + (host == "elsewhere"))
+    assert said == [f"{folder}: waiting to see whether {owner} still runs …"] * (
+        1 + (host == "elsewhere")
+    )
     check_taken(folder)
     return_folder(folder)
     assert not folder.exists()
@@ -310,7 +324,12 @@ def test_links_in_a_run_are_removed_and_not_followed(tmp_path):
 
 def test_a_link_to_nothing_is_removed_before_a_run_writes_through_it(tmp_path):
     run = run_of(tmp_path / "run")
-    for name in ("metrics.jsonl", "report.html", "checkpoints/.step-000003.partial", "checkpoints/.best.partial"):
+    for name in (
+        "metrics.jsonl",
+        "report.html",
+        "checkpoints/.step-000003.partial",
+        "checkpoints/.best.partial",
+    ):
         (run.path / name).unlink(missing_ok=True)
         (run.path / name).symlink_to(tmp_path / "outside")
     run.name_best(run.checkpoint(10))
@@ -378,7 +397,10 @@ def test_damaged_lines_of_metrics_are_skipped(tmp_path):
     run = run_of(tmp_path / "run")
     good = '{"step": 1, "train/loss": 2.5}\n'
     run.metrics_file.write_bytes(
-        good.encode() + b'{"stfp": 2}\n[3]\n7\n\xff{"step": 4}\n{"step": "5"}\n' + b"[" * 100_000 + b"\n{"
+        good.encode()
+        + b'{"stfp": 2}\n[3]\n7\n\xff{"step": 4}\n{"step": "5"}\n'
+        + b"[" * 100_000
+        + b"\n{"
     )
     run.drop_metrics_after(9)
     assert run.metrics_file.read_text() == good

@@ -29,7 +29,10 @@ class Normed(torch.nn.Module):
     def forward(self, input_ids, labels, **_):
         hidden = self.norm(self.embedding(input_ids).transpose(1, 2))
         logits = self.head(hidden.transpose(1, 2))
-        return {"loss": torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels), "logits": logits}
+        return {
+            "loss": torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels),
+            "logits": logits,
+        }
 
 
 def slowly(work):
@@ -64,7 +67,9 @@ def test_checkpoints_are_of_their_steps_while_training_goes_on(tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         save = BackgroundSaver.save
-        patch.setattr(BackgroundSaver, "save", lambda self, taken: (save(self, taken), self.wait())[0])
+        patch.setattr(
+            BackgroundSaver, "save", lambda self, taken: (save(self, taken), self.wait())[0]
+        )
         train(tmp_path / "in turn")
     owner, name = (StagingBuffers, "copy") if late == "copying" else (snapshot, "write_share")
     monkeypatch.setattr(owner, name, slowly(getattr(owner, name)))
@@ -100,7 +105,9 @@ def test_replicas_keep_the_same_statistics(run_mesh, tmp_path):
     for name, more in arguments.items():
         work = partial(statistics, folder=tmp_path / name, env_type=name, **more)
         first, second = run_mesh(1, work, data=2)
-        saved = load_file(tmp_path / name / f"checkpoints/step-{STEPS:06d}/model.safetensors")["norm.running_mean"]
+        saved = load_file(tmp_path / name / f"checkpoints/step-{STEPS:06d}/model.safetensors")[
+            "norm.running_mean"
+        ]
         assert torch.equal(first, saved)
         found[name] = (first, second)
     assert torch.equal(*found["deepspeed"])

@@ -59,7 +59,9 @@ def real_services():
 
 
 def train(folder: Path, report_to="wandb", **arguments) -> None:
-    made = Trainer(save_dir=str(folder), report_to=report_to, log_interval=1, save_interval=2, **arguments)
+    made = Trainer(
+        save_dir=str(folder), report_to=report_to, log_interval=1, save_interval=2, **arguments
+    )
     made.train(tiny_t5(), train_dataset=Pairs(40), valid_dataset=Pairs(4))
 
 
@@ -115,10 +117,16 @@ def test_a_failing_tracker_is_told_once_and_the_run_goes_on(tmp_path, capsys, me
     kind = recorder(method)
     train(tmp_path / "run", ("tensorboard", "wandb"), train_steps=3)
     said = "".join(capsys.readouterr().out.split())
-    message = f"wandb gets no more values, and the run goes on: RuntimeError: [/no] service at {method}"
+    message = (
+        f"wandb gets no more values, and the run goes on: RuntimeError: [/no] service at {method}"
+    )
     assert said.count("".join(message.split())) == 1
     assert len(kind.opened) == 1
-    assert [entry["step"] for entry in metrics(tmp_path / "run") if "train/loss" in entry] == [1, 2, 3]
+    assert [entry["step"] for entry in metrics(tmp_path / "run") if "train/loss" in entry] == [
+        1,
+        2,
+        3,
+    ]
     assert list((tmp_path / "run" / "tensorboard").iterdir())
 
 
@@ -158,7 +166,10 @@ def test_the_command_line_names_several():
     ("given", "message"),
     [
         ("wandb", "report_to=wandb needs the package no_such_package: pip install no_such_package"),
-        (["tensorbord"], r"must name trackers of tensorboard, wandb, mlflow, comet, or be none; it names 'tensorbord'"),
+        (
+            ["tensorbord"],
+            r"must name trackers of tensorboard, wandb, mlflow, comet, or be none; it names 'tensorbord'",
+        ),
         (["none", "tensorboard"], "it names 'none'"),
         (3, "report_to must be a list of strings, not 3"),
     ],
@@ -185,13 +196,24 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     wanted = train_and_resume(tmp_path, "wandb")
     [run_id] = json.loads((tmp_path / "trackers.json").read_text()).values()
     kind = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
-    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    files = sorted(
+        tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime
+    )
     assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
     rows, configs = [], {}
-    for record in (kind.FromString(data) for file in files for data in log_records(file.read_bytes()[7:])):
+    for record in (
+        kind.FromString(data) for file in files for data in log_records(file.read_bytes()[7:])
+    ):
         configs |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
-        row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        rows += [{name: value for name, value in row.items() if not name.startswith("_")}] if row else []
+        row = {
+            item.key or ".".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
+        rows += (
+            [{name: value for name, value in row.items() if not name.startswith("_")}]
+            if row
+            else []
+        )
     assert configs["lr"] == 0.25
     assert rows == [{"train/global_step": row.pop("step"), **row} for row in wanted]
 
@@ -245,9 +267,16 @@ def test_comet_offline(tmp_path, monkeypatch):
             for line in files.read("messages.json").splitlines():
                 message = json.loads(line)
                 payload = message["payload"]
-                if message["type"] == "metric_msg" and payload["metric"]["metricName"] == "train/loss":
-                    points.append((payload["metric"]["step"], float(payload["metric"]["metricValue"])))
+                if (
+                    message["type"] == "metric_msg"
+                    and payload["metric"]["metricName"] == "train/loss"
+                ):
+                    points.append(
+                        (payload["metric"]["step"], float(payload["metric"]["metricValue"]))
+                    )
                 if message["type"] == "parameter_msg" and payload["param"]["paramName"] == "lr":
                     parameters["lr"] = payload["param"]["paramValue"]
     assert parameters == {"lr": "0.25"}
-    assert points == [(row["step"], pytest.approx(row["train/loss"])) for row in wanted if "train/loss" in row]
+    assert points == [
+        (row["step"], pytest.approx(row["train/loss"])) for row in wanted if "train/loss" in row
+    ]

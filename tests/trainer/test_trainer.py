@@ -32,8 +32,17 @@ def test_flagai_keywords_and_arguments_are_one():
     assert (defaults.env_type, defaults.pytorch_device, defaults.seed, defaults.micro_batch_size) == (
         "pytorch", "cpu", 1234, 1,
     )  # fmt: skip
-    assert (defaults.weight_decay, defaults.lr, defaults.warmup_ratio, defaults.clip_grad) == (0.1, 1e-3, 0.1, 1.0)
-    assert (defaults.log_interval, defaults.eval_interval, defaults.save_interval) == (100, 100, 1000)
+    assert (defaults.weight_decay, defaults.lr, defaults.warmup_ratio, defaults.clip_grad) == (
+        0.1,
+        1e-3,
+        0.1,
+        1.0,
+    )
+    assert (defaults.log_interval, defaults.eval_interval, defaults.save_interval) == (
+        100,
+        100,
+        1000,
+    )
 
 
 class OutOfRange(Pairs):
@@ -46,7 +55,14 @@ class OutOfRange(Pairs):
 
 def test_labels_out_of_range_end_every_rank(run_mesh, tmp_path):
     with pytest.raises(AssertionError) as failure:
-        on_ranks(run_mesh, tmp_path, data_ranks=2, env_type="pytorchDDP", data=OutOfRange(16), train_steps=8)
+        on_ranks(
+            run_mesh,
+            tmp_path,
+            data_ranks=2,
+            env_type="pytorchDDP",
+            data=OutOfRange(16),
+            train_steps=8,
+        )
     text = str(failure.value)
     assert "labels of training sample" in text
     assert "at position 1 is 64; it must be from 0 to 63, or -100 to be ignored" in text
@@ -88,7 +104,9 @@ def broken_always(mesh, folder, **settings):
     calls = []
     model.encoder.register_forward_pre_hook(lambda *_: calls.append(1))
     module = model.encoder.block[1].layer[1].DenseReluDense
-    module.register_forward_hook(lambda m, i, output: output * float("nan") if len(calls) > 2 else output)
+    module.register_forward_hook(
+        lambda m, i, output: output * float("nan") if len(calls) > 2 else output
+    )
     return run_training(mesh, folder, model=model, save_interval=1, **settings)
 
 
@@ -111,12 +129,22 @@ def test_a_full_disk_stops_training_and_leaves_the_last_checkpoint(run_mesh, tmp
 
     settings = {"env_type": "pytorchDDP", "save_interval": 2}
     on_ranks(run_mesh, tmp_path, data_ranks=2, train_steps=2, **settings)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints" / "step-000002").iterdir()}
+    before = {
+        path.name: path.read_bytes()
+        for path in (tmp_path / "checkpoints" / "step-000002").iterdir()
+    }
     messages = run_mesh(1, partial(full_disk, folder=tmp_path, train_steps=6, **settings), data=2)
-    assert all("could not write a checkpoint: File too large" in message for message in messages), messages
+    assert all("could not write a checkpoint: File too large" in message for message in messages), (
+        messages
+    )
     assert os.listdir(tmp_path / "checkpoints") == ["step-000002"]
-    assert {path.name: path.read_bytes() for path in (tmp_path / "checkpoints" / "step-000002").iterdir()} == before
-    [(steps, _), _] = on_ranks(run_mesh, tmp_path, data_ranks=2, train_steps=4, resume=True, **settings)
+    assert {
+        path.name: path.read_bytes()
+        for path in (tmp_path / "checkpoints" / "step-000002").iterdir()
+    } == before
+    [(steps, _), _] = on_ranks(
+        run_mesh, tmp_path, data_ranks=2, train_steps=4, resume=True, **settings
+    )
     assert [step["step"] for step in steps] == [3, 4]
 
 
@@ -152,10 +180,15 @@ def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):
         kept = labels != -100
         return float((logits.argmax(-1)[kept] == labels[kept]).sum()), float(kept.sum())
 
-    trainer = Mine(epochs=2, batch_size=4, lr=1e-2, save_dir=str(tmp_path), eval_interval=10, log_interval=5)
+    trainer = Mine(
+        epochs=2, batch_size=4, lr=1e-2, save_dir=str(tmp_path), eval_interval=10, log_interval=5
+    )
     model = tiny_t5()
     values = trainer.train(
-        model, train_dataset=Pairs(40), valid_dataset=Pairs(10), metric_methods=[["accuracy", accuracy]]
+        model,
+        train_dataset=Pairs(40),
+        valid_dataset=Pairs(10),
+        metric_methods=[["accuracy", accuracy]],
     )
     assert values["step"] == 20
     assert all(names == {"input_ids", "attention_mask", "labels"} for names in calls)
@@ -174,11 +207,16 @@ def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):
     assert [record["step"] for record in logged] == [5, 10, 15, 20]
     wanted = {"loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_gb", "seconds", "samples",
               "samples_per_second"}  # fmt: skip
-    assert all({name.removeprefix("train/") for name in record if "/" in name} == wanted for record in logged)
+    assert all(
+        {name.removeprefix("train/") for name in record if "/" in name} == wanted
+        for record in logged
+    )
     assert logged[-1]["train/loss"] < logged[0]["train/loss"]
     assert all(0 < record["train/mfu"] < 1 for record in logged)
     assert [record["train/samples"] for record in logged] == [20, 40, 60, 80]
-    assert all(record["train/samples_per_second"] == 4 / record["train/seconds"] for record in logged)
+    assert all(
+        record["train/samples_per_second"] == 4 / record["train/seconds"] for record in logged
+    )
     page = (tmp_path / "report.html").read_text()
     assert "<svg" in page
     assert f"{values['loss']:.4f}" in page
@@ -187,7 +225,9 @@ def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):
 
 
 def test_every_ranks_memory_is_logged(run_mesh, tmp_path):
-    results = on_ranks(run_mesh, tmp_path, tp=2, model=native_t5, env_type="deepspeed+mpu", model_parallel_size=2)
+    results = on_ranks(
+        run_mesh, tmp_path, tp=2, model=native_t5, env_type="deepspeed+mpu", model_parallel_size=2
+    )
     for steps, _ in results:
         for values in steps:
             ranks = [values[f"memory_gb_rank_{rank}"] for rank in range(2)]
@@ -230,7 +270,10 @@ def test_the_profiler_records_the_steps_asked_for(tmp_path):
     run_training(None, tmp_path, profile_steps=2, train_steps=6)
     trace = json.loads((tmp_path / "trace.json").read_text())
     names = [event.get("name", "") for event in trace["traceEvents"]]
-    assert {name for name in names if name.startswith("ProfilerStep#")} == {"ProfilerStep#2", "ProfilerStep#3"}
+    assert {name for name in names if name.startswith("ProfilerStep#")} == {
+        "ProfilerStep#2",
+        "ProfilerStep#3",
+    }
 
 
 def test_torch_schedulers_and_optimizers_are_taken(tmp_path):
@@ -241,8 +284,18 @@ def test_torch_schedulers_and_optimizers_are_taken(tmp_path):
         model = tiny_t5()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        arguments = {"load_dir": str(tmp_path / "whole" / "checkpoints" / "step-000003")} if run == "half" else {}
-        trainer = Trainer(train_steps=6, save_interval=3, log_interval=1, save_dir=str(tmp_path / run), **arguments)
+        arguments = (
+            {"load_dir": str(tmp_path / "whole" / "checkpoints" / "step-000003")}
+            if run == "half"
+            else {}
+        )
+        trainer = Trainer(
+            train_steps=6,
+            save_interval=3,
+            log_interval=1,
+            save_dir=str(tmp_path / run),
+            **arguments,
+        )
         trainer.train(model, optimizer, scheduler, Pairs())
         lines = Path(tmp_path / run / "metrics.jsonl").read_text().splitlines()
         rates.append([json.loads(line) for line in lines])

@@ -34,7 +34,9 @@ def training_data(dataset, batch: int = 10, **arguments):
     from shardzoo.trainer.batches.training_data import make_training_data
     from shardzoo.trainer.launch.ranks import Ranks
 
-    return make_training_data(dataset, TrainingArguments(micro_batch_size=batch, **arguments), Ranks(None), None)
+    return make_training_data(
+        dataset, TrainingArguments(micro_batch_size=batch, **arguments), Ranks(None), None
+    )
 
 
 def ids(batches) -> list[list[int]]:
@@ -51,7 +53,9 @@ def test_workers_without_shared_memory(tmp_path, monkeypatch, problem):
         monkeypatch.setattr(training_data, "SHARED", str(tmp_path / "shm"))
     else:
         monkeypatch.setattr(training_data, "LEAST_SHARED", 1 << 62)
-    with pytest.raises(ValueError, match=r"num_workers=1 needs shared memory, but .* set num_workers=0"):
+    with pytest.raises(
+        ValueError, match=r"num_workers=1 needs shared memory, but .* set num_workers=0"
+    ):
         run_training(None, tmp_path / "run", train_steps=1, num_workers=1)
     run_training(None, tmp_path / "run", train_steps=1)
 
@@ -66,7 +70,10 @@ def test_workers_change_nothing_of_streams_that_split_themselves(make):
 @pytest.mark.parametrize("at", [40, 70, 95, 110])
 def test_shuffled_streams_go_on_in_any_epoch(at):
     whole = ids(training_data(shuffled(), epochs=2).batches)
-    first, after = training_data(shuffled(), epochs=2).batches, training_data(shuffled(), epochs=2).batches
+    first, after = (
+        training_data(shuffled(), epochs=2).batches,
+        training_data(shuffled(), epochs=2).batches,
+    )
     for _ in zip(range(at), first, strict=False):
         pass
     after.load_state_dict(first.state_dict())
@@ -115,7 +122,12 @@ def test_samples_may_hold_any_numbers():
     batch = DefaultCollate(0)([UserDict(sample)] * 2)
     assert batch["input_ids"].tolist() == [[1, 65535]] * 2
     assert batch["half"].tolist() == [[0.5, 0.5]] * 2
-    kinds = {"input_ids": torch.int64, "bytes": torch.int64, "double": torch.float64, "flag": torch.bool}
+    kinds = {
+        "input_ids": torch.int64,
+        "bytes": torch.int64,
+        "double": torch.float64,
+        "flag": torch.bool,
+    }
     for name, value in batch.items():
         assert value.dtype == kinds.get(name, torch.float32), name
 
@@ -137,19 +149,29 @@ def test_lengths_are_a_multiple_of_what_sequence_parallelism_needs():
         return {name: tuple(value.shape) for name, value in batch.items()}
 
     one, mask = {"input_ids": [5] * 9, "labels": [1.0] * 5}, {"attention_mask": (2, 12)}
-    assert shapes(one, one) == {"input_ids": (2, 12), "labels": (2, 5), **mask}  # five labels of a sequence
+    assert shapes(one, one) == {
+        "input_ids": (2, 12),
+        "labels": (2, 5),
+        **mask,
+    }  # five labels of a sequence
     assert shapes(one, one, multiple_of=3) == {"input_ids": (2, 9), "labels": (2, 5)}
     two = {"input_ids": [5] * 8, "labels": [5] * 7}
     assert shapes(two, two) == {"input_ids": (2, 8), "labels": (2, 8), "attention_mask": (2, 8)}
     classes = {"input_ids": [5] * 9, "labels": 1}
-    assert shapes(classes, {**classes, "input_ids": [5]}) == {"input_ids": (2, 12), "labels": (2,), **mask}
+    assert shapes(classes, {**classes, "input_ids": [5]}) == {
+        "input_ids": (2, 12),
+        "labels": (2,),
+        **mask,
+    }
 
 
 def bert(kind: str, **config):
     import transformers
 
     sizes = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    return getattr(transformers, kind)(transformers.BertConfig(**sizes, intermediate_size=8, **config))
+    return getattr(transformers, kind)(
+        transformers.BertConfig(**sizes, intermediate_size=8, **config)
+    )
 
 
 class FiveClasses(nn.Module):
@@ -166,7 +188,12 @@ LABELS = [
     ("BertForMultipleChoice", {}, [3, 0], ""),
     ("BertForSequenceClassification", {}, [1, 2], "sample 1 is 2; it must be from 0 to 1"),
     ("BertForSequenceClassification", {"num_labels": 1}, [7, 0], ""),
-    ("BertForTokenClassification", {"num_labels": 3}, [[2, -100], [2, 3]], "is 3; it must be from 0 to 2"),
+    (
+        "BertForTokenClassification",
+        {"num_labels": 3},
+        [[2, -100], [2, 3]],
+        "is 3; it must be from 0 to 2",
+    ),
     ("BertForMaskedLM", {}, [[39, -100], [39, 40]], "is 40; it must be from 0 to 39"),
 ]
 
@@ -206,20 +233,40 @@ def test_batches_that_are_no_dicts_are_refused():
 
 @pytest.mark.parametrize(
     ("loss", "message"),
-    [(0.5, "not a float"), (torch.ones(2), r"not one of shape \(2,\)"), (torch.ones(()), "not one without a gradient")],
+    [
+        (0.5, "not a float"),
+        (torch.ones(2), r"not one of shape \(2,\)"),
+        (torch.ones(()), "not one without a gradient"),
+    ],
 )
 def test_losses_that_cannot_be_trained_on_are_refused(loss, message):
     from shardzoo.trainer.batches.loss_normalization import LossNormalizer, loss_of
 
-    with pytest.raises(ValueError, match=f"forward_step must return a scalar tensor as loss, {message}"):
-        LossNormalizer(FiveClasses(), mean_losses=True).normalize(loss_of({"loss": loss}), [1.0], [1.0])
+    with pytest.raises(
+        ValueError, match=f"forward_step must return a scalar tensor as loss, {message}"
+    ):
+        LossNormalizer(FiveClasses(), mean_losses=True).normalize(
+            loss_of({"loss": loss}), [1.0], [1.0]
+        )
 
 
 def test_metrics_may_give_a_list_and_must_give_a_number(tmp_path):
-    steps, _ = run_training(None, tmp_path / "list", eval_interval=1, valid=Pairs(8), metrics={"a": lambda *_: [1, 2]})
+    steps, _ = run_training(
+        None, tmp_path / "list", eval_interval=1, valid=Pairs(8), metrics={"a": lambda *_: [1, 2]}
+    )
     assert steps[0]["valid_a"] == 0.5
-    for value, found in ((torch.ones(3), r"a tensor of shape \(3,\)"), (None, "None"), ((1, 2, 3), r"\(1, 2, 3\)")):
-        with pytest.raises(ValueError, match=rf"the metric a must return a number or \[sum, count\], not {found}"):
+    for value, found in (
+        (torch.ones(3), r"a tensor of shape \(3,\)"),
+        (None, "None"),
+        ((1, 2, 3), r"\(1, 2, 3\)"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"the metric a must return a number or \[sum, count\], not {found}"
+        ):
             run_training(
-                None, tmp_path / "other", eval_interval=1, valid=Pairs(8), metrics={"a": lambda *_, value=value: value}
+                None,
+                tmp_path / "other",
+                eval_interval=1,
+                valid=Pairs(8),
+                metrics={"a": lambda *_, value=value: value},
             )

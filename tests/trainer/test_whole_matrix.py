@@ -63,16 +63,23 @@ class Linear(nn.Module):
         self.mesh = mesh
         for name in SHAPES:
             shard = SHARDS.get(name)
-            parameter = split_parameter(shard, mesh) if shard else nn.Parameter(torch.empty(SHAPES[name]))
+            parameter = (
+                split_parameter(shard, mesh) if shard else nn.Parameter(torch.empty(SHAPES[name]))
+            )
             parameter.data.copy_(self.own(name, values(0, name)))
             self.register_parameter(name, parameter)
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        return SHARDS[name].slice(whole, self.mesh.tp_rank, self.mesh.tp_size) if name in SHARDS else whole
+        return (
+            SHARDS[name].slice(whole, self.mesh.tp_rank, self.mesh.tp_size)
+            if name in SHARDS
+            else whole
+        )
 
     def forward(self, step: int) -> torch.Tensor:
         return sum(
-            (parameter * self.own(name, values(step, name))).sum() for name, parameter in self.named_parameters()
+            (parameter * self.own(name, values(step, name))).sum()
+            for name, parameter in self.named_parameters()
         )
 
 
@@ -82,8 +89,15 @@ def engine_of(mesh: Any, zero: int, **settings: Any) -> Any:
     from shardzoo.trainer.launch.ranks import Ranks
     from shardzoo.trainer.trainer import make_engine
 
-    shared = {"env_type": "deepspeed+mpu", "clip_grad": 0.0, "train_steps": STEPS, "weight_decay": 0.1}
-    arguments = TrainingArguments(**shared, zero_stage=zero, model_parallel_size=mesh.tp_size, **settings)
+    shared = {
+        "env_type": "deepspeed+mpu",
+        "clip_grad": 0.0,
+        "train_steps": STEPS,
+        "weight_decay": 0.1,
+    }
+    arguments = TrainingArguments(
+        **shared, zero_stage=zero, model_parallel_size=mesh.tp_size, **settings
+    )
     model = Linear(mesh)
     return make_engine(model, make_optimizer(model, arguments), arguments, Ranks(mesh))
 
@@ -116,7 +130,10 @@ def updates(mesh: Any, zero: int, settings: dict[str, Any]) -> dict[str, Any]:
         state = later_state()
         engine.load_counters({"applied_steps": 20000})
         engine.load_optimizer_tensors(
-            {key: engine.module.own(key[11:], value) if key in vectors else value for key, value in state.items()}
+            {
+                key: engine.module.own(key[11:], value) if key in vectors else value
+                for key, value in state.items()
+            }
         )
     take(engine, mesh, range(1, STEPS + 1))
     weights = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
@@ -163,7 +180,10 @@ def oracles() -> dict[str, dict[str, torch.Tensor]]:
 # tensor-parallel, data-parallel, ZeRO. `make test-all` runs all that eight processes can.
 LAYOUTS = [(1, 3, 2), (2, 2, 1), (3, 1, 0)]
 if EVERY_CASE:
-    LAYOUTS = [(1, 3, 2), *((tp, data, zero) for tp in (1, 2, 3, 4) for data in (1, 2) for zero in (0, 1, 2))]
+    LAYOUTS = [
+        (1, 3, 2),
+        *((tp, data, zero) for tp in (1, 2, 3, 4) for data in (1, 2) for zero in (0, 1, 2)),
+    ]
 
 
 @pytest.mark.parametrize(("tp", "data", "zero"), LAYOUTS)
@@ -176,7 +196,10 @@ def test_ten_steps_are_those_of_whole_parameters(run_mesh, oracles, tp, data, ze
                 mine = parts[replica * tp : (replica + 1) * tp]
                 found = SHARDS[name].merge(mine) if name in SHARDS else mine[0]
                 first = values(0, name)
-                difference, update = found.double() - expected.double(), expected.double() - first.double()
+                difference, update = (
+                    found.double() - expected.double(),
+                    expected.double() - first.double(),
+                )
                 error = difference[first != LARGE].norm() / update[first != LARGE].norm()
                 assert (difference.abs() < 1e-6 * expected.abs() + 1e-6).all()
                 assert error < 1e-6, (kind, name, float(error))
@@ -204,14 +227,23 @@ def gpt2(mesh: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Five heads and an inner width of 51, which ranks share unequally, and a padded vocabulary."""
     from shardzoo.models import from_config
 
-    return from_config(tiny("gpt2", 0.1, vocab_size=97, n_embd=30, n_head=5, n_inner=51), mesh, dtype=dtype).train()
+    return from_config(
+        tiny("gpt2", 0.1, vocab_size=97, n_embd=30, n_head=5, n_inner=51), mesh, dtype=dtype
+    ).train()
 
 
 @pytest.fixture
 def train(run_mesh, tmp_path):
     """Returns the losses of eight steps, with clipping and accumulation; or those after the fourth of a saved run."""
 
-    def run(folder: str, tp: int = 1, data: int = 1, stages: int = 1, start: str | None = None, **settings) -> list:
+    def run(
+        folder: str,
+        tp: int = 1,
+        data: int = 1,
+        stages: int = 1,
+        start: str | None = None,
+        **settings,
+    ) -> list:
         if start:
             settings["load_dir"] = str(Path(tmp_path, start, "checkpoints", "step-000004"))
         shared = {
@@ -221,11 +253,23 @@ def train(run_mesh, tmp_path):
             "clip_grad": 0.5,
             "warmup_steps": 2,
         }
-        sizes = {"model_parallel_size": tp, "pipeline_parallel_size": stages, "tp": tp, "stages": stages}
-        batches = {"micro_batch_size": 4 // data, "global_batch_size": 8, "data_ranks": data, "data": Tokens()}
+        sizes = {
+            "model_parallel_size": tp,
+            "pipeline_parallel_size": stages,
+            "tp": tp,
+            "stages": stages,
+        }
+        batches = {
+            "micro_batch_size": 4 // data,
+            "global_batch_size": 8,
+            "data_ranks": data,
+            "data": Tokens(),
+        }
         dtype = torch.bfloat16 if settings.get("precision") == "bf16" else torch.float32
         model = partial(gpt2, dtype=dtype)
-        ranks = on_ranks(run_mesh, tmp_path / folder, model=model, **shared, **sizes, **batches, **settings)
+        ranks = on_ranks(
+            run_mesh, tmp_path / folder, model=model, **shared, **sizes, **batches, **settings
+        )
         return losses(ranks[0][0])
 
     return run
@@ -240,10 +284,14 @@ def test_a_run_goes_on_in_every_layout(train, kind):
     assert split == pytest.approx(whole, rel=1e-5)
     assert train("same", 2, 2, start="split", zero_stage=2, **RUNS[kind]) == split[4:]
     for folder, layout, start in (("stages", (1, 2, 2), "split"), ("three", (3, 1, 1), "whole")):
-        assert train(folder, *layout, start=start, zero_stage=1, **RUNS[kind]) == pytest.approx(whole[4:], rel=1e-5)
+        assert train(folder, *layout, start=start, zero_stage=1, **RUNS[kind]) == pytest.approx(
+            whole[4:], rel=1e-5
+        )
 
 
-@pytest.mark.parametrize(("kind", "stages", "zero"), every_day([("adafactor", 2, 1)], more=[("lamb", 1, 2)]))
+@pytest.mark.parametrize(
+    ("kind", "stages", "zero"), every_day([("adafactor", 2, 1)], more=[("lamb", 1, 2)])
+)
 def test_master_weights_resume_bit_for_bit(train, kind, stages, zero):
     settings = {**RUNS[kind], "precision": "bf16", "zero_stage": zero}
     whole = train("whole", 2, 3 - stages, stages, **settings)
@@ -254,26 +302,52 @@ def test_master_weights_resume_bit_for_bit(train, kind, stages, zero):
 def test_zero_splits_models_of_transformers(run_mesh, tmp_path):
     """A run of the library's optimizer goes on under ZeRO, on the CPU, and then in one process again."""
     settings = {"global_batch_size": 9, "lr_schedule": "constant", **RUNS["adafactor"]}
-    start = {"load_dir": str(tmp_path / "whole" / "checkpoints" / "step-000002"), "save_interval": 2}
-    zero = {"env_type": "deepspeed", "zero_stage": 2, "offload_optimizer": True, "data_ranks": 3, "micro_batch_size": 1}
-    whole, _ = run_training(None, tmp_path / "whole", train_steps=6, save_interval=2, micro_batch_size=3, **settings)
-    [(split, _), *_] = on_ranks(run_mesh, tmp_path / "split", train_steps=4, **start, **settings, **zero)
+    start = {
+        "load_dir": str(tmp_path / "whole" / "checkpoints" / "step-000002"),
+        "save_interval": 2,
+    }
+    zero = {
+        "env_type": "deepspeed",
+        "zero_stage": 2,
+        "offload_optimizer": True,
+        "data_ranks": 3,
+        "micro_batch_size": 1,
+    }
+    whole, _ = run_training(
+        None, tmp_path / "whole", train_steps=6, save_interval=2, micro_batch_size=3, **settings
+    )
+    [(split, _), *_] = on_ranks(
+        run_mesh, tmp_path / "split", train_steps=4, **start, **settings, **zero
+    )
     assert losses(split) == pytest.approx(losses(whole)[2:4], rel=1e-5)
     start["load_dir"] = str(tmp_path / "split")
-    last, _ = run_training(None, tmp_path / "last", train_steps=6, micro_batch_size=3, **start, **settings)
+    last, _ = run_training(
+        None, tmp_path / "last", train_steps=6, micro_batch_size=3, **start, **settings
+    )
     assert losses(last) == pytest.approx(losses(whole)[4:], rel=1e-5)
 
 
 def spoiled(mesh: Any) -> Any:
     """The gradients of the position embeddings are NaN from the second step."""
     model, calls = gpt2(mesh), iter(range(100))
-    positions = next(parameter for name, parameter in model.named_parameters() if "wpe" in name or "position" in name)
+    positions = next(
+        parameter
+        for name, parameter in model.named_parameters()
+        if "wpe" in name or "position" in name
+    )
     positions.register_hook(lambda grad: grad * (float("nan") if next(calls) else 1.0))
     return model
 
 
 @pytest.mark.parametrize(("optimizer", "zero"), [("adamw", 1), ("adafactor", 2)])
 def test_gradients_that_are_not_finite_end_a_run(run_mesh, tmp_path, optimizer, zero):
-    how = {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "zero_stage": zero, "optimizer": optimizer}
-    with pytest.raises(AssertionError, match=r"the gradient norm is (nan|inf) at step 2, where the loss is"):
+    how = {
+        "env_type": "deepspeed+mpu",
+        "model_parallel_size": 2,
+        "zero_stage": zero,
+        "optimizer": optimizer,
+    }
+    with pytest.raises(
+        AssertionError, match=r"the gradient norm is (nan|inf) at step 2, where the loss is"
+    ):
         on_ranks(run_mesh, tmp_path, tp=2, data_ranks=2, model=spoiled, data=Tokens(), **how)

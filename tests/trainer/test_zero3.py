@@ -10,7 +10,12 @@ from every_case import every_day
 from tiny_models import tiny
 from training import losses, on_ranks
 
-CONFIGS = {"tied": tiny("t5"), "untied": tiny("mt5"), "causal": tiny("gpt2"), "masked": tiny("bert")}
+CONFIGS = {
+    "tied": tiny("t5"),
+    "untied": tiny("mt5"),
+    "causal": tiny("gpt2"),
+    "masked": tiny("bert"),
+}
 
 
 class Sequences:
@@ -35,7 +40,9 @@ class Model:
         from shardzoo.models import from_config
         from shardzoo.models.common.parallel_config import ParallelConfig
 
-        self.built = from_config(self.config, parallel_config=ParallelConfig(recompute=self.recompute))
+        self.built = from_config(
+            self.config, parallel_config=ParallelConfig(recompute=self.recompute)
+        )
         return self.built
 
     def is_released(self, step: int, loss: float) -> None:
@@ -49,13 +56,20 @@ def accuracy(logits, labels):
 @pytest.mark.parametrize(
     ("config", "recompute"),
     every_day(
-        [("tied", "none"), ("causal", "full"), ("masked", "selective")], more=[("untied", "none"), ("causal", "none")]
+        [("tied", "none"), ("causal", "full"), ("masked", "selective")],
+        more=[("untied", "none"), ("causal", "none")],
     ),
 )
 def test_steps_equal_those_of_one_process(run_mesh, tmp_path, config, recompute):
     """With evaluation between them, whose metric reads the logits, also where a rank has no samples left."""
     model = Model(CONFIGS[config], recompute)
-    settings = {"model": model, "data": Sequences(), "train_steps": 3, "global_batch_size": 8, "lr": 1e-3}
+    settings = {
+        "model": model,
+        "data": Sequences(),
+        "train_steps": 3,
+        "global_batch_size": 8,
+        "lr": 1e-3,
+    }
     settings |= {
         "valid": Sequences(33),
         "metrics": {"accuracy": accuracy},
@@ -65,7 +79,9 @@ def test_steps_equal_those_of_one_process(run_mesh, tmp_path, config, recompute)
     }
     [(steps, reference)] = on_ranks(run_mesh, tmp_path / "one", micro_batch_size=8, **settings)
     nothing_stays = tmp_path / "deepspeed.json"  # small parameters would not be split
-    nothing_stays.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
+    nothing_stays.write_text(
+        json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}})
+    )
     split = {"env_type": "deepspeed", "zero_stage": 3, "deepspeed_config": str(nothing_stays)}
     for own, weights in on_ranks(
         run_mesh, tmp_path / "split", data_ranks=2, on_step=model.is_released, **split, **settings

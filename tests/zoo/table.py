@@ -41,7 +41,11 @@ def line(name: str, family_name: str, case: Case, figures: Figures) -> str:
     """One row of the table. A cell is "no" if something is wrong with what it stands for."""
 
     def works(*words: str) -> str:
-        return "no" if any(word in problem for problem in figures.problems for word in words) else "yes"
+        return (
+            "no"
+            if any(word in problem for problem in figures.problems for word in words)
+            else "yes"
+        )
 
     cells = [
         *title(name, family_name),
@@ -60,7 +64,10 @@ def line(name: str, family_name: str, case: Case, figures: Figures) -> str:
 
 def title(name: str, family_name: str) -> tuple[str, str]:
     """The first two cells of a row."""
-    return f"`{family_name}`", f"`{architecture_of(name)}`{name.removeprefix(architecture_of(name))}"
+    return (
+        f"`{family_name}`",
+        f"`{architecture_of(name)}`{name.removeprefix(architecture_of(name))}",
+    )
 
 
 @functools.cache
@@ -78,7 +85,9 @@ def compare(name: str) -> tuple[str, list[str]]:
         try:
             figures = check_case(name, (family_name, case), Path(folder), pools().run_mesh)
         except Exception as error:  # the other cases are still of interest
-            figures = Figures(problems=[f"TP, plain, sequence parallel, recompute, split and merge: {error}"])
+            figures = Figures(
+                problems=[f"TP, plain, sequence parallel, recompute, split and merge: {error}"]
+            )
     return line(name, family_name, case, figures), figures.problems
 
 
@@ -105,9 +114,13 @@ def written() -> tuple[int, int, list[list[str]]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="of the name of a case or its family")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help="of the name of a case or its family"
+    )
     parser.add_argument("--write", action="store_true", help="replace the table of docs/models.md")
-    parser.add_argument("--jobs", type=int, default=1, help="cases at a time; each takes up to four processes")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="cases at a time; each takes up to four processes"
+    )
     options = parser.parse_args()
     if options.write and options.parts:
         parser.error("--write takes all cases; leave out the parts of names")
@@ -122,8 +135,17 @@ def main() -> int:
             rows.append(row)
             failures += bool(problems)
             print(row, flush=True)
-            print(*(f"{name}: {problem}\n" for problem in problems), sep="", end="", file=sys.stderr, flush=True)
-    print(f"\n{len(rows)} cases, {failures} failures, {time.monotonic() - start:.0f} s", file=sys.stderr)
+            print(
+                *(f"{name}: {problem}\n" for problem in problems),
+                sep="",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+    print(
+        f"\n{len(rows)} cases, {failures} failures, {time.monotonic() - start:.0f} s",
+        file=sys.stderr,
+    )
     if options.write and not failures:
         write(names, rows)
     return 1 if failures or not rows else 0

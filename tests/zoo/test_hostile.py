@@ -19,8 +19,12 @@ from shardzoo.models import config_from_dict, family
 from shardzoo.models.mapping import native_model
 
 ROWS = load_rows()
-FIRST = {family_name: name for name, (family_name, _) in reversed(ROWS.items())}  # a row of each family
-CLASSIFIERS = [name for name in ROWS if "Sequence" in (head := architecture_of(name)) or "Token" in head]
+FIRST = {
+    family_name: name for name, (family_name, _) in reversed(ROWS.items())
+}  # a row of each family
+CLASSIFIERS = [
+    name for name in ROWS if "Sequence" in (head := architecture_of(name)) or "Token" in head
+]
 NUMBERS: list[Any] = [-1, 0, 1, 7, 2.5, math.nan, math.inf, 10**9, "12", None, True, [], {}]
 LISTS: list[Any] = [[], ["unknown"], [3], "full_attention", {}, None, math.nan]
 OBJECTS: list[Any] = [
@@ -41,7 +45,11 @@ def hostile_values(value: Any) -> list[Any]:
         return [*LISTS, value[:-1], value * 2]
     if isinstance(value, dict):
         missing = [{k: v for k, v in value.items() if k != key} for key in value]
-        return [*OBJECTS, *missing, *({**value, key: bad} for key in value for bad in (None, -1, math.nan, "x", []))]
+        return [
+            *OBJECTS,
+            *missing,
+            *({**value, key: bad} for key in value for bad in (None, -1, math.nan, "x", [])),
+        ]
     return TEXTS if isinstance(value, str) else [*NUMBERS, *TEXTS, *OBJECTS]
 
 
@@ -82,7 +90,10 @@ def attempt(values: dict[str, Any]) -> str:
 @pytest.mark.parametrize("family_name", FIRST)
 def test_every_value_of_a_configuration_makes_a_model_or_one_message(family_name, folders):
     values = json.loads((folders(FIRST[family_name]) / "config.json").read_text())
-    known = {field.name for field in fields(family(family_name).config)} | {"layer_types", "rope_parameters"}
+    known = {field.name for field in fields(family(family_name).config)} | {
+        "layer_types",
+        "rope_parameters",
+    }
     wrong, refused = [], 0
     for key in [key for key in values if key in known or key.startswith(("rope", "num_", "max_"))]:
         for bad in hostile_values(values[key]):
@@ -110,7 +121,9 @@ def test_a_damaged_folder_names_what_is_wrong(family_name, folders, tmp_path):
     for length in (0, 1, len(config) // 2, len(config) - 3):
         assert "config.json" in message(config[:length])
     assert "config.json" in message("[]")
-    assert "no model family 'unknown'" in message(json.dumps({**json.loads(config), "model_type": "unknown"}))
+    assert "no model family 'unknown'" in message(
+        json.dumps({**json.loads(config), "model_type": "unknown"})
+    )
     named = [name for name in sorted(tensors) if not family(family_name).name_map.is_ignored(name)]
     for name in named[:: max(1, len(named) // 6)]:
         assert name in message(**{name: tensors[name].flatten()[:-1].clone()})
@@ -124,7 +137,11 @@ def test_another_number_of_labels_than_the_files_have_is_refused(name, folders, 
     source = folders(name)
     values = json.loads((source / "config.json").read_text())
     labels = {str(i): f"LABEL_{i}" for i in range(13)}
-    changed = {**values, "id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}}
+    changed = {
+        **values,
+        "id2label": labels,
+        "label2id": {label: int(i) for i, label in labels.items()},
+    }
     (tmp_path / "config.json").write_text(json.dumps(changed))
     shutil.copy(source / "model.safetensors", tmp_path)
     found = message_of(lambda: shardzoo.from_pretrained(tmp_path))

@@ -48,8 +48,12 @@ WANTED = {
     "Bert": (*ENCODER_HEADS, "ForPreTraining", "ForNextSentencePrediction"),
     "ModernBert": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
     "GPT2": (*DECODER_HEADS, "LMHeadModel"),
-    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Glm4"), (*DECODER_HEADS, "ForCausalLM")),
-    **dict.fromkeys(("Bart", "MBart"), ("Model", "ForConditionalGeneration", "ForSequenceClassification")),
+    **dict.fromkeys(
+        ("Llama", "Mistral", "Qwen2", "Qwen3", "Glm4"), (*DECODER_HEADS, "ForCausalLM")
+    ),
+    **dict.fromkeys(
+        ("Bart", "MBart"), ("Model", "ForConditionalGeneration", "ForSequenceClassification")
+    ),
     "M2M100": ("Model", "ForConditionalGeneration"),
 }
 
@@ -75,7 +79,8 @@ def test_the_table_of_the_docs_has_the_rows_of_the_matrix():
     table = load_table()
     cases, architectures, rows = table.written()
     assert [tuple(row[:3]) for row in rows] == [
-        (*table.title(name, family_name), " ".join(map(str, case.sizes))) for name, (family_name, case) in ROWS.items()
+        (*table.title(name, family_name), " ".join(map(str, case.sizes)))
+        for name, (family_name, case) in ROWS.items()
     ]
     assert (cases, architectures) == (len(ROWS), len({architecture_of(name) for name in ROWS}))
     assert not [row for row in rows if "no" in row]
@@ -86,7 +91,9 @@ def test_the_table_is_written_between_its_marks(tmp_path):
     original, table.PAGE = table.PAGE.read_text(), tmp_path / "models.md"
     table.PAGE.write_text(original)
     names = list(ROWS)[:2]
-    table.write(names, [table.line(name, *ROWS[name], table.Figures(outputs=2e-7)) for name in names])
+    table.write(
+        names, [table.line(name, *ROWS[name], table.Figures(outputs=2e-7)) for name in names]
+    )
     cases, _, rows = table.written()
     assert cases == 2
     assert [row[1] for row in rows] == [table.title(name, ROWS[name][0])[1] for name in names]
@@ -98,7 +105,9 @@ def test_the_table_is_written_between_its_marks(tmp_path):
 
 def load_table():
     """The script as a module of its own."""
-    spec = importlib.util.spec_from_file_location("parity_table", Path(__file__).parent / "table.py")
+    spec = importlib.util.spec_from_file_location(
+        "parity_table", Path(__file__).parent / "table.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -14,7 +14,10 @@ Arguments = TypeVar("Arguments")
 
 # Another tool's name -> our name, where only the name differs. Those with a dot are paths in LiBai's configuration.
 ALIASES = {
-    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"), "model_parallel_size"),
+    **dict.fromkeys(
+        ("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size"),
+        "model_parallel_size",
+    ),
     "model_parallel_gpus": "model_parallel_size",
     "train.dist.tensor_parallel_size": "model_parallel_size",
     "train.dist.pipeline_parallel_size": "pipeline_parallel_size",
@@ -97,7 +100,9 @@ EXPLAINED = {
     "mode": "set task to text2text-generation for pairs, or to text-generation for plain text",
     "do_train": "name a train_file to train, or call train with a data set",
     "do_eval": "name a validation_file to evaluate, or call train with a valid_dataset",
-    **dict.fromkeys(("dp", "dp_size", "data_parallel_size", "train.dist.data_parallel_size"), _DATA),
+    **dict.fromkeys(
+        ("dp", "dp_size", "data_parallel_size", "train.dist.data_parallel_size"), _DATA
+    ),
     **dict.fromkeys(("cp", "context_parallel_size", "sequence_parallel_size"), _CONTEXT),
     **dict.fromkeys(("ep", "expert_parallel_size", "expert_model_parallel_size"), _EXPERT),
 }
@@ -124,7 +129,11 @@ def with_argument_aliases(kind: type[Arguments]) -> type[Arguments]:
 
 def argument_aliases(known: Collection[str]) -> list[str]:
     """Returns the aliases of the `known` arguments, without those that are arguments themselves."""
-    targets = {**ALIASES, SAVE_EPOCH: "save_strategy", **{name: target for name, (target, _) in SWITCHES.items()}}
+    targets = {
+        **ALIASES,
+        SAVE_EPOCH: "save_strategy",
+        **{name: target for name, (target, _) in SWITCHES.items()},
+    }
     return [name for name, target in targets.items() if target in known and name not in known]
 
 
@@ -176,7 +185,11 @@ def hint(name: str, taken: Collection[str], prefix: str = "") -> str:
         return f": {EXPLAINED[name]}"
     words = set(name.split("_"))
     # A name with a whole word more or less is another argument, and no misspelling: train_samples, max_train_samples.
-    alike = [other for other in taken if not (words < set(other.split("_")) or words > set(other.split("_")))]
+    alike = [
+        other
+        for other in taken
+        if not (words < set(other.split("_")) or words > set(other.split("_")))
+    ]
     close = difflib.get_close_matches(_letters(name), map(_letters, alike), n=1, cutoff=0.87)
     meant = next((other for other in alike if close and _letters(other) == close[0]), None)
     same_digits = meant is not None and re.findall(r"\d", meant) == re.findall(r"\d", name)

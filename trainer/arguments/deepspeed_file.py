@@ -17,7 +17,11 @@ OPTIMIZERS = {
     "fusedlion": "lion",
 }
 # DeepSpeed's type of a scheduler, in lower case -> our schedule.
-SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+SCHEDULES = {
+    "warmuplr": "constant_with_warmup",
+    "warmupdecaylr": "linear",
+    "warmupcosinelr": "cosine",
+}
 # The path of a key -> our argument, where the value is the same.
 RENAMED = {
     "train_micro_batch_size_per_gpu": "micro_batch_size",
@@ -31,7 +35,13 @@ RENAMED = {
     "scheduler.params.total_num_steps": "train_steps",
 }
 # Values of further settings of both sections that say what the trainer does anyway.
-UNUSED = {"torch_adam": True, "bias_correction": True, "amsgrad": False, "warmup_min_lr": 0, "warmup_type": "linear"}
+UNUSED = {
+    "torch_adam": True,
+    "bias_correction": True,
+    "amsgrad": False,
+    "warmup_min_lr": 0,
+    "warmup_type": "linear",
+}
 SECTIONS = {
     "zero_optimization": '{"stage": 2}', "fp16": '{"enabled": true}', "bf16": '{"enabled": true}',
     "optimizer": '{"type": "AdamW"}', "scheduler": '{"type": "WarmupLR"}',
@@ -62,18 +72,24 @@ def read_deepspeed_file(path: str | None) -> dict[str, Any]:
     except ValueError as error:  # not JSON, or not even text
         raise ValueError(f"deepspeed_config: {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"deepspeed_config: {path} must hold a JSON object, not a {type(config).__name__}")
+        raise ValueError(
+            f"deepspeed_config: {path} must hold a JSON object, not a {type(config).__name__}"
+        )
     for name in SECTIONS:
         if not isinstance(config.get(name, {}), dict):
             raise ValueError(
                 f"deepspeed_config: {name} must be an object such as {SECTIONS[name]}, not {config[name]!r}"
             )
         if not isinstance(config.get(name, {}).get("params", {}), dict):
-            raise ValueError(f"deepspeed_config: {name}.params must be an object, not {config[name]['params']!r}")
+            raise ValueError(
+                f"deepspeed_config: {name}.params must be an object, not {config[name]['params']!r}"
+            )
     return config
 
 
-def arguments_of_file(path: str | None, given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def arguments_of_file(
+    path: str | None, given: dict[str, Any], defaults: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the arguments that a run takes from a DeepSpeed file: those that are not `given` another value.
 
     Args:
@@ -94,10 +110,14 @@ def deepspeed_notice(path: str | None, given: dict[str, Any]) -> str | None:
     """Returns what a run takes from a DeepSpeed file, and what the arguments replace; None if neither."""
     taken = translated(read_deepspeed_file(path)).arguments
     used = [f"{name}={value}" for name, value in taken.items() if given[name] == value]
-    replaced = [f"{name}={given[name]} (not {value})" for name, value in taken.items() if given[name] != value]
-    parts = [f"{path} sets {', '.join(used)}"] * bool(used) + [f"the arguments set {', '.join(replaced)}"] * bool(
-        replaced
-    )
+    replaced = [
+        f"{name}={given[name]} (not {value})"
+        for name, value in taken.items()
+        if given[name] != value
+    ]
+    parts = [f"{path} sets {', '.join(used)}"] * bool(used) + [
+        f"the arguments set {', '.join(replaced)}"
+    ] * bool(replaced)
     return "; ".join(parts) or None
 
 
@@ -109,7 +129,10 @@ def translated(config: dict[str, Any]) -> Translated:
         if (value := _take(others, path)) not in AUTO:
             taken[name] = value
     whole = _take(others, "train_batch_size")
-    if whole not in AUTO and not {"micro_batch_size", "gradient_accumulation_steps"} <= taken.keys():
+    if (
+        whole not in AUTO
+        and not {"micro_batch_size", "gradient_accumulation_steps"} <= taken.keys()
+    ):
         taken["global_batch_size"] = whole
     for precision in ("fp16", "bf16"):
         if _take(others, f"{precision}.enabled") is True:
@@ -127,17 +150,28 @@ def translated(config: dict[str, Any]) -> Translated:
 def _updates(others: dict[str, Any]) -> dict[str, Any]:
     """Takes the optimizer and the scheduler, which the trainer creates itself, out of a file; returns their kinds."""
     taken: dict[str, Any] = {}
-    for part, name, known in (("optimizer", "optimizer", OPTIMIZERS), ("scheduler", "lr_schedule", SCHEDULES)):
-        left = {key: value for key, value in _take(others, f"{part}.params", {}).items() if value not in AUTO}
+    for part, name, known in (
+        ("optimizer", "optimizer", OPTIMIZERS),
+        ("scheduler", "lr_schedule", SCHEDULES),
+    ):
+        left = {
+            key: value
+            for key, value in _take(others, f"{part}.params", {}).items()
+            if value not in AUTO
+        }
         betas = left.pop("betas", None)
         if betas is not None:
             if not isinstance(betas, list) or len(betas) != 2:
-                raise ValueError(f"deepspeed_config: {part}.params.betas must be two numbers, not {betas!r}")
+                raise ValueError(
+                    f"deepspeed_config: {part}.params.betas must be two numbers, not {betas!r}"
+                )
             taken["beta1"], taken["beta2"] = betas
         kind = others.pop(part, {}).get("type")
         if kind not in AUTO:
             if str(kind).lower() not in known:
-                raise ValueError(f"deepspeed_config: there is no {part} {kind!r} here; use one of {', '.join(known)}")
+                raise ValueError(
+                    f"deepspeed_config: there is no {part} {kind!r} here; use one of {', '.join(known)}"
+                )
             taken[name] = known[str(kind).lower()]
         if left.pop("adam_w_mode", True) is False and taken.get("optimizer") == "adamw":
             taken["optimizer"] = "adam"

@@ -195,13 +195,17 @@ class TrainingArguments:
     folder."""
 
     def __post_init__(self) -> None:
-        if type(self.pytorch_device).__name__ == "device":  # torch.device; importing torch here would take seconds
+        if (
+            type(self.pytorch_device).__name__ == "device"
+        ):  # torch.device; importing torch here would take seconds
             object.__setattr__(self, "pytorch_device", str(self.pytorch_device))
         check_types(self)
         self._take_deepspeed_file()
         self._check_ranges()
         if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
-            raise ValueError("global_batch_size and gradient_accumulation_steps are alternatives; set one of them")
+            raise ValueError(
+                "global_batch_size and gradient_accumulation_steps are alternatives; set one of them"
+            )
         if self.warmup_steps is not None and self.warmup_ratio != type(self).warmup_ratio:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} and warm_up={self.warmup_ratio} (warmup_ratio) are alternatives; "
@@ -209,9 +213,13 @@ class TrainingArguments:
             )
         name = PurePath(self.experiment_name or "")
         if name.is_absolute() or ".." in name.parts:
-            raise ValueError(f"experiment_name must be a folder within save_dir, not {self.experiment_name!r}")
+            raise ValueError(
+                f"experiment_name must be a folder within save_dir, not {self.experiment_name!r}"
+            )
         if self.early_stopping_patience is not None and self.save_best is None:
-            raise ValueError("early_stopping_patience needs save_best, the value that must improve, such as 'loss'")
+            raise ValueError(
+                "early_stopping_patience needs save_best, the value that must improve, such as 'loss'"
+            )
         object.__setattr__(self, "report_to", checked_trackers(texts("report_to", self.report_to)))
         self._check_lora()
         self._check_compiler()
@@ -241,17 +249,27 @@ class TrainingArguments:
         if not self.collective_timeout > 0:
             raise ValueError(f"collective_timeout must be above 0, not {self.collective_timeout}")
         if self.max_restarts and (self.num_nodes > 1 or getattr(self, "output_dir", "") is None):
-            need = "one machine; on several use torchrun's" if self.num_nodes > 1 else "output_dir, to resume from"
+            need = (
+                "one machine; on several use torchrun's"
+                if self.num_nodes > 1
+                else "output_dir, to resume from"
+            )
             raise ValueError(f"max_restarts={self.max_restarts} needs {need}")
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, not {self.lr}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must be at least 0 and below 1, not {getattr(self, name)}"
+                )
         if not 0 <= self.warmup_ratio <= 1:
-            raise ValueError(f"warm_up is a share of the steps and must be from 0 to 1, not {self.warmup_ratio}")
+            raise ValueError(
+                f"warm_up is a share of the steps and must be from 0 to 1, not {self.warmup_ratio}"
+            )
         if not 0 < self.master_port < 1 << 16:
-            raise ValueError(f"master_port must be from 1 to {(1 << 16) - 1}, not {self.master_port}")
+            raise ValueError(
+                f"master_port must be from 1 to {(1 << 16) - 1}, not {self.master_port}"
+            )
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed must be from 0 to {(1 << 32) - 1}, not {self.seed}")
 
@@ -261,17 +279,25 @@ class TrainingArguments:
         if self.lora_rank < 0:
             raise ValueError(f"lora_rank must not be negative, but is {self.lora_rank}")
         if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora_dropout must be at least 0 and below 1, not {self.lora_dropout}")
+            raise ValueError(
+                f"lora_dropout must be at least 0 and below 1, not {self.lora_dropout}"
+            )
         if self.lora_rank and self.adapter is not None:
-            raise ValueError("lora_rank makes new LoRA weights and adapter names a folder of them: use one of them")
+            raise ValueError(
+                "lora_rank makes new LoRA weights and adapter names a folder of them: use one of them"
+            )
 
     def _check_compiler(self) -> None:
         if self.torch_compile and self.recompute == "selective":
             raise ValueError("torch_compile works with recompute='none' or 'full', not 'selective'")
         if self.torch_compile and self.symmetric_memory:
-            raise ValueError("torch_compile cannot compile products in symmetric memory; use one of the two")
+            raise ValueError(
+                "torch_compile cannot compile products in symmetric memory; use one of the two"
+            )
         if self.torch_compile and self.pipeline_parallel_size > 1:
-            raise ValueError("torch_compile does not work with pipeline stages; use pipeline_parallel_size=1")
+            raise ValueError(
+                "torch_compile does not work with pipeline stages; use pipeline_parallel_size=1"
+            )
         if self.torch_compile_backend == type(self).torch_compile_backend:
             return
         from torch._dynamo import list_backends  # takes seconds to import
@@ -308,7 +334,9 @@ class TrainingArguments:
         if not self.env_type.startswith("deepspeed"):
             for name in ("zero_stage", "offload_optimizer", "deepspeed_config"):
                 if getattr(self, name):
-                    raise ValueError(f"{name} needs env_type 'deepspeed' or 'deepspeed+mpu', not {self.env_type!r}")
+                    raise ValueError(
+                        f"{name} needs env_type 'deepspeed' or 'deepspeed+mpu', not {self.env_type!r}"
+                    )
         if self.relative_step and self.optimizer != "adafactor":
             raise ValueError(f"relative_step needs optimizer='adafactor', not {self.optimizer!r}")
         if self.scale_parameter is not None and self.optimizer != "adafactor":
@@ -347,7 +375,9 @@ class TrainingArguments:
 
     def global_batch(self, data_parallel_size: int) -> int:
         """Returns the number of samples in one optimizer step over all ranks."""
-        return self.micro_batch_size * self.accumulation_steps(data_parallel_size) * data_parallel_size
+        return (
+            self.micro_batch_size * self.accumulation_steps(data_parallel_size) * data_parallel_size
+        )
 
     @property
     def length_multiple(self) -> int:
@@ -375,7 +405,9 @@ def check_types(arguments: Any) -> None:
     not checked.
     """
     package = __name__.partition(".")[0]
-    declared = next(kind for kind in type(arguments).__mro__ if kind.__module__.partition(".")[0] == package)
+    declared = next(
+        kind for kind in type(arguments).__mro__ if kind.__module__.partition(".")[0] == package
+    )
     for name, hint in get_type_hints(declared).items():
         if get_origin(hint) is ClassVar:
             continue
@@ -415,5 +447,7 @@ def _problem(name: str, value: Any, kinds: tuple[Any, ...]) -> str:
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if choices:
         return f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}"
-    wanted = " or ".join([NAMES[kind] for kind in kinds if kind in NAMES] + ["None"] * (NoneType in kinds))
+    wanted = " or ".join(
+        [NAMES[kind] for kind in kinds if kind in NAMES] + ["None"] * (NoneType in kinds)
+    )
     return f"{name} must be {wanted}, not {value!r}"

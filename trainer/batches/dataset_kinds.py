@@ -38,9 +38,15 @@ def check_kind(dataset: Any) -> None:
             "train_dataset is a DataLoader, which cannot resume where a run was stopped; pass its dataset as "
             "train_dataset, and its collate_fn as collate_fn"
         )
-    readable = (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")) and not is_table(dataset)
+    readable = (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")) and not is_table(
+        dataset
+    )
     if not readable or isinstance(dataset, (type, str, bytes, Mapping)):
-        kind = f"the class {dataset.__name__}" if isinstance(dataset, type) else f"a {type(dataset).__name__}"
+        kind = (
+            f"the class {dataset.__name__}"
+            if isinstance(dataset, type)
+            else f"a {type(dataset).__name__}"
+        )
         raise ValueError(
             f"train_dataset is {kind}; use a dataset with __getitem__, an iterable of samples, or a resumable loader "
             "or stream of batches"
@@ -67,7 +73,9 @@ def length_of(dataset: Any) -> int | None:
         return None
 
 
-def check_agreement(dataset: Any, ranks: Ranks, *, name: str = "train_dataset", workers: int = 0) -> None:
+def check_agreement(
+    dataset: Any, ranks: Ranks, *, name: str = "train_dataset", workers: int = 0
+) -> None:
     """Raises ValueError on every process if their data differs, or a stream that several read is not repeatable.
 
     Every process reads a whole stream and keeps its part, so the first records must be equal. Of a map-style dataset
@@ -76,10 +84,16 @@ def check_agreement(dataset: Any, ranks: Ranks, *, name: str = "train_dataset", 
     Args:
         workers: processes that read the data for each rank.
     """
-    opaque = makes_batches(dataset) and not hasattr(dataset, "peek") and not isinstance(dataset, ResumableLoader)
+    opaque = (
+        makes_batches(dataset)
+        and not hasattr(dataset, "peek")
+        and not isinstance(dataset, ResumableLoader)
+    )
     if opaque or max(1, workers) * ranks.world_size == 1:
         return
-    streams = hasattr(dataset, "peek") or (is_stream(dataset) and not isinstance(dataset, ResumableLoader))
+    streams = hasattr(dataset, "peek") or (
+        is_stream(dataset) and not isinstance(dataset, ResumableLoader)
+    )
     # Randomness from the global generators must not change the order of a stream. Samples of a map-style dataset may
     # depend on it, so that they are compared under the same seed.
     state = random_state_tensors()
@@ -92,8 +106,12 @@ def check_agreement(dataset: Any, ranks: Ranks, *, name: str = "train_dataset", 
         own = error
     finally:
         restore_random_state(state)
-    parts = getattr(getattr(dataset, "_distributed", None), "world_size", 1)  # of split_dataset_by_node
-    found = ranks.gather((f"{type(own).__name__}: {own}" if isinstance(own, Exception) else own, parts))
+    parts = getattr(
+        getattr(dataset, "_distributed", None), "world_size", 1
+    )  # of split_dataset_by_node
+    found = ranks.gather(
+        (f"{type(own).__name__}: {own}" if isinstance(own, Exception) else own, parts)
+    )
     if isinstance(own, Exception):
         raise own
     problem = _disagreement(found, streams, one_model=ranks.dp_size < ranks.world_size)
@@ -116,7 +134,9 @@ def _disagreement(found: list[tuple[Any, int]], streams: bool, *, one_model: boo
             "samples belong into collate_fn"
         )
     first = found[0][0][0]
-    other = next((process for process, (readings, _) in enumerate(found) if readings[0] != first), None)
+    other = next(
+        (process for process, (readings, _) in enumerate(found) if readings[0] != first), None
+    )
     if other is None:
         return None
     lengths = first[0], found[other][0][0][0]
@@ -130,7 +150,9 @@ def _disagreement(found: list[tuple[Any, int]], streams: bool, *, one_model: boo
 def _first_of_stream(dataset: Any) -> tuple[None, str]:
     if hasattr(dataset, "peek"):
         return None, _digest(dataset.peek(COMPARED))
-    return None, _digest([record for record, _ in islice(IterableRecords.of(dataset).read(0, None), COMPARED)])
+    return None, _digest(
+        [record for record, _ in islice(IterableRecords.of(dataset).read(0, None), COMPARED)]
+    )
 
 
 def _some_samples(dataset: Any) -> tuple[int | None, str]:

@@ -36,7 +36,9 @@ class LossNormalizer:
     def __init__(self, model: nn.Module, *, mean_losses: bool) -> None:
         self._model: Any = model
         parameters = inspect.signature(model.forward).parameters
-        self.arguments = () if mean_losses else tuple(name for name in COUNTED_LABELS if name in parameters)
+        self.arguments = (
+            () if mean_losses else tuple(name for name in COUNTED_LABELS if name in parameters)
+        )
         self._shifts_labels = shifts_labels(model)
 
     def count(self, batch: Mapping[str, Any]) -> list[float]:
@@ -85,9 +87,15 @@ def shifts_labels(model: nn.Module) -> bool:
     `ForCausalLMLoss` shifts them, unless a model passes `shift_labels` to it. Older models have a variable of that
     name.
     """
-    unwrap: Any = getattr(model, "get_base_model", lambda: model)  # PEFT's wrappers have this method
+    unwrap: Any = getattr(
+        model, "get_base_model", lambda: model
+    )  # PEFT's wrappers have this method
     inner = unwrap()
-    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(inner).__mro__ if "forward" in vars(kind)]
+    forwards = [
+        inspect.unwrap(vars(kind)["forward"])
+        for kind in type(inner).__mro__
+        if "forward" in vars(kind)
+    ]
     codes = [forward.__code__ for forward in forwards if inspect.isfunction(forward)]
     if not any("loss_function" in code.co_names for code in codes):
         return any("shift_labels" in code.co_varnames for code in codes)
@@ -105,7 +113,11 @@ def loss_of(output: Any) -> Tensor:
             "forward_step returned no loss: return a dict or ModelOutput with one, and put labels in the data"
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        found = (
+            f"one of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"a {type(loss).__name__}"
+        )
         raise ValueError(f"forward_step must return a scalar tensor as loss, not {found}")
     return loss
 
@@ -156,16 +168,22 @@ def _label_limit(labels: Tensor, model: nn.Module) -> int | None:
     of_sequences = of_tokens = False
     for kind in type(model).__mro__:
         if kind.__module__.split(".")[0] in ("transformers", "peft"):
-            of_sequences |= kind.__name__.endswith(("ForSequenceClassification", "ForImageClassification"))
+            of_sequences |= kind.__name__.endswith(
+                ("ForSequenceClassification", "ForImageClassification")
+            )
             of_tokens |= kind.__name__.endswith("ForTokenClassification")
     if (labels.dim() == 1) if of_sequences else of_tokens:
         classes = getattr(config, "num_labels", None)
-        return None if classes == 1 else classes  # one class is a regression, whose labels may be any number
+        return (
+            None if classes == 1 else classes
+        )  # one class is a regression, whose labels may be any number
     return None if labels.dim() == 1 else getattr(config, "vocab_size", None)
 
 
 def _rows(batch: Mapping[str, Any]) -> int:
-    return next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1)
+    return next(
+        (len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1
+    )
 
 
 class HostCopy:
@@ -196,7 +214,9 @@ class Uploads:
     A GPU copies a micro-batch on a stream of its own while it computes the one before it.
     """
 
-    def __init__(self, micro_batches: Sequence[Any], device: torch.device, stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, micro_batches: Sequence[Any], device: torch.device, stream: torch.cuda.Stream | None
+    ) -> None:
         self._micro_batches, self._device, self._stream = micro_batches, device, stream
         self._ahead: dict[int, tuple[dict[str, Any], Any]] = {}
         self._start(0)
@@ -211,7 +231,9 @@ class Uploads:
         computing.wait_event(copied)
         for value in batch.values():
             if isinstance(value, Tensor):
-                value.record_stream(computing)  # its memory is not used again before this stream has read it
+                value.record_stream(
+                    computing
+                )  # its memory is not used again before this stream has read it
         self._start(k + 1)
         return batch
 
@@ -219,7 +241,10 @@ class Uploads:
         if self._stream is None or k in self._ahead or k >= len(self._micro_batches):
             return
         with torch.cuda.stream(self._stream):
-            self._ahead[k] = to_device(self._micro_batches[k], self._device), self._stream.record_event()
+            self._ahead[k] = (
+                to_device(self._micro_batches[k], self._device),
+                self._stream.record_event(),
+            )
 
 
 def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -231,7 +256,9 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     pins = device.type == "cuda"
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     pinned = {name: value.pin_memory() for name, value in tensors.items() if pins and value.is_cpu}
-    moved = {name: value.to(device, non_blocking=pins) for name, value in {**tensors, **pinned}.items()}
+    moved = {
+        name: value.to(device, non_blocking=pins) for name, value in {**tensors, **pinned}.items()
+    }
     if "labels" in moved and moved["labels"] is not batch["labels"] and tensors["labels"].is_cpu:
         note_target_count(moved["labels"], int((tensors["labels"] != IGNORED).sum()))
     return {**batch, **moved}

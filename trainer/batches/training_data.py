@@ -37,7 +37,11 @@ class TrainingData:
 
 
 def make_training_data(
-    dataset: Any, arguments: TrainingArguments, ranks: Ranks, collate: Collate | None, pad_token_id: int = 0
+    dataset: Any,
+    arguments: TrainingArguments,
+    ranks: Ranks,
+    collate: Collate | None,
+    pad_token_id: int = 0,
 ) -> TrainingData:
     """Returns the batches of a map-style dataset, an iterable of samples, or a resumable loader or stream of batches.
 
@@ -67,16 +71,22 @@ def make_training_data(
     steps = None if total is None else total // global_batch
     if is_stream(dataset):
         records, unchanged = IterableRecords.of(dataset), lambda record, generator: record
-        stream = ResumableStream(records, unchanged, share, epochs=epochs, num_workers=workers, collate=collate)
+        stream = ResumableStream(
+            records, unchanged, share, epochs=epochs, num_workers=workers, collate=collate
+        )
         return TrainingData(stream, steps)
     if size is None and epochs is not None:
         raise ValueError(
             f"train_dataset is a {type(dataset).__name__} without a length, so the end of epochs={epochs} is unknown; "
             "set train_steps, or give it a __len__"
         )
-    make_order = getattr(dataset, "make_order", lambda seed, global_batch: EpochShuffle(size or 0, seed))
+    make_order = getattr(
+        dataset, "make_order", lambda seed, global_batch: EpochShuffle(size or 0, seed)
+    )
     order = None if size is None else make_order(seed, global_batch)
-    loader = ResumableLoader(dataset, share, total=total, order=order, collate=collate, num_workers=workers, seed=seed)
+    loader = ResumableLoader(
+        dataset, share, total=total, order=order, collate=collate, num_workers=workers, seed=seed
+    )
     return TrainingData(loader, steps)
 
 
@@ -102,12 +112,18 @@ def check_size(size: int, global_batch: int) -> None:
         )
 
 
-def _check_batches(batches: Any, share: Share, collate: Collate | None, arguments: TrainingArguments) -> None:
+def _check_batches(
+    batches: Any, share: Share, collate: Collate | None, arguments: TrainingArguments
+) -> None:
     if collate is not None:
-        raise ValueError("train_dataset already yields batches; pass collate_fn to the loader or stream instead")
+        raise ValueError(
+            "train_dataset already yields batches; pass collate_fn to the loader or stream instead"
+        )
     other = getattr(batches, "share", share)
     if other != share:
-        raise ValueError(f"train_dataset was made for {other}, but this rank needs {share}: make it with trainer.share")
+        raise ValueError(
+            f"train_dataset was made for {other}, but this rank needs {share}: make it with trainer.share"
+        )
     epochs = arguments.epochs
     if not arguments.train_steps and epochs > 1 and getattr(batches, "epochs", 1) != epochs:
         raise ValueError(

@@ -17,7 +17,9 @@ from ...data.tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokeniz
 from ...data.tokenizers.vocabulary import Vocabulary
 from ..launch.ranks import on_first_rank
 
-LARGEST_TOTAL = 256 << 20  # bytes; they are in memory while training runs, and are written into each checkpoint
+LARGEST_TOTAL = (
+    256 << 20
+)  # bytes; they are in memory while training runs, and are written into each checkpoint
 TOKENIZER_FILES = tuple(name for name in (*JSON_FILES, *OTHER_FILES) if name != CONFIG)
 GENERATION_CONFIG = "generation_config.json"
 
@@ -33,11 +35,15 @@ class ExtraFiles:
     vocabulary: Vocabulary | None = None
 
 
-def read_extra_files(given: str | Path | None, model: Any, notify: Callable[[str], None]) -> ExtraFiles:
+def read_extra_files(
+    given: str | Path | None, model: Any, notify: Callable[[str], None]
+) -> ExtraFiles:
     """Returns the files of the folder `given`. Raises ValueError on every rank if it is unusable. Collective."""
 
     def read(folder: str | Path) -> ExtraFiles:
-        contents = read_folder(folder, {GENERATION_CONFIG} if hasattr(model, "generation_config") else set[str]())
+        contents = read_folder(
+            folder, {GENERATION_CONFIG} if hasattr(model, "generation_config") else set[str]()
+        )
         has_tokenizer = not contents.keys().isdisjoint(TOKENIZER_FILES)
         return ExtraFiles(contents, _vocabulary(Path(folder), notify) if has_tokenizer else None)
 
@@ -45,7 +51,11 @@ def read_extra_files(given: str | Path | None, model: Any, notify: Callable[[str
 
 
 def with_tokenizer(
-    files: ExtraFiles, model: Any, loaded_from: Path | None, dataset: Any, notify: Callable[[str], None]
+    files: ExtraFiles,
+    model: Any,
+    loaded_from: Path | None,
+    dataset: Any,
+    notify: Callable[[str], None],
 ) -> ExtraFiles:
     """Returns the files, and those of a tokenizer unless they have one. Collective.
 
@@ -58,7 +68,9 @@ def with_tokenizer(
         if not files.contents.keys().isdisjoint(TOKENIZER_FILES):
             return files
         named = getattr(model, "name_or_path", None)
-        folders = [folder for folder in (loaded_from, Path(named) if named else None) if folder is not None]
+        folders = [
+            folder for folder in (loaded_from, Path(named) if named else None) if folder is not None
+        ]
         tokenizer = _tokenizer(getattr(dataset, "tokenizer", None), folders, notify)
         return ExtraFiles({**tokenizer.contents, **files.contents}, tokenizer.vocabulary)
 
@@ -91,8 +103,12 @@ def read_folder(folder: str | Path, own: set[str]) -> dict[str, bytes]:
     try:
         if not path.is_dir():
             problem = "is not a folder" if path.exists() else "does not exist"
-            raise ValueError(f"extra_files: {path} {problem}; name a folder of small files, such as a tokenizer's")
-        files = [checked_file(path, entry.name) for entry in sorted(path.iterdir()) if not entry.is_dir()]
+            raise ValueError(
+                f"extra_files: {path} {problem}; name a folder of small files, such as a tokenizer's"
+            )
+        files = [
+            checked_file(path, entry.name) for entry in sorted(path.iterdir()) if not entry.is_dir()
+        ]
         for file in files:
             if holds_weights(file.name) or file.name in {CONFIG, *own}:
                 raise ValueError(
@@ -107,7 +123,9 @@ def read_folder(folder: str | Path, own: set[str]) -> dict[str, bytes]:
             )
         return {file.name: file.read_bytes() for file in files}
     except OSError as error:
-        raise ValueError(f"extra_files: cannot read {error.filename or path}: {error.strerror}") from None
+        raise ValueError(
+            f"extra_files: cannot read {error.filename or path}: {error.strerror}"
+        ) from None
 
 
 def _tokenizer(carried: Any, folders: Sequence[Path], notify: Callable[[str], None]) -> ExtraFiles:
@@ -125,13 +143,17 @@ def _tokenizer(carried: Any, folders: Sequence[Path], notify: Callable[[str], No
         if vocabulary == stored.vocabulary:
             return stored  # the same tokenizer with its original files
         if stored.vocabulary is not None and not stored.vocabulary.begins(carried):
-            notify("the data has another tokenizer than the folder of the model; the checkpoints will hold the data's")
+            notify(
+                "the data has another tokenizer than the folder of the model; the checkpoints will hold the data's"
+            )
         with TemporaryDirectory() as folder:
             save_tokenizer(carried, folder)
             return _read_tokenizer(Path(folder))
     if not stored.contents:
         reason = "; ".join(reasons)
-        notify(f"the checkpoints will hold no tokenizer ({reason}); pass its folder as extra_files to train()")
+        notify(
+            f"the checkpoints will hold no tokenizer ({reason}); pass its folder as extra_files to train()"
+        )
     return stored
 
 
@@ -139,7 +161,9 @@ def _read_tokenizer(folder: Path) -> ExtraFiles:
     """Returns a folder's tokenizer files alone. ValueError if there is no readable one of a recorded vocabulary."""
     vocabulary = Vocabulary.of(checked_tokenizer(folder, folder))
     present = [name for name in TOKENIZER_FILES if (folder / name).exists()]
-    return ExtraFiles({name: checked_file(folder, name).read_bytes() for name in present}, vocabulary)
+    return ExtraFiles(
+        {name: checked_file(folder, name).read_bytes() for name in present}, vocabulary
+    )
 
 
 def _vocabulary(folder: Path, notify: Callable[[str], None]) -> Vocabulary | None:

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from ...checkpoint.checkpoint import open_checkpoint
 from ...checkpoint.manifest import Manifest, TensorRecord
-from ...checkpoint.rank_files import OPTIMIZER, ShardedReader, TensorPart, open_rank_files, rank_file
+from ...checkpoint.rank_files import (
+    OPTIMIZER,
+    ShardedReader,
+    TensorPart,
+    open_rank_files,
+    rank_file,
+)
 from ...checkpoint.safetensors_header import read_header
 from ...checkpoint.stored_tensor import index_by_name
 from ...checkpoint.tensor_reader import TensorReader
@@ -36,7 +42,9 @@ from ..launch.ranks import Ranks, on_first_rank
 
 WEIGHTS = "rank"
 MODEL_FILE = "model.safetensors"
-BASE_FILE = "adapter_base.json"  # the digest of the model that the LoRA weights in a checkpoint belong to
+BASE_FILE = (
+    "adapter_base.json"  # the digest of the model that the LoRA weights in a checkpoint belong to
+)
 
 Hashes = Mapping[str, str]
 Tensors = Mapping[str, Tensor | TensorPart]
@@ -53,7 +61,9 @@ class ModelFiles(Protocol):
         """Returns the contents of this rank's file, from all tensors of the model on this rank. Collective."""
         ...
 
-    def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
+    def describe(
+        self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None
+    ) -> Callable[[Path], None]:
         """Returns a function that writes the other files of the model, such as its configuration, into a folder.
 
         `hashes` are the sha256 of each tensor by name, for each tensor-parallel rank. `vocabulary` is the tokenizer's.
@@ -84,7 +94,9 @@ class ShardedFiles:
     def stored(self, tensors: Tensors) -> Tensors:
         return tensors
 
-    def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
+    def describe(
+        self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None
+    ) -> Callable[[Path], None]:
         config = self.model.config
         manifest = replace(make_manifest(self.model, config, hashes), vocabulary=vocabulary)
 
@@ -105,11 +117,15 @@ class ShardedFiles:
         for name, parameter in parameters.items():
             shard = shards[name]
             full = shard.shape if shard else tuple(parameter.shape)
-            if stored.manifest.tensors[name].shape != full:  # e.g. vocabularies that are padded to the same size
+            if (
+                stored.manifest.tensors[name].shape != full
+            ):  # e.g. vocabularies that are padded to the same size
                 raise _another_shape(folder, name, stored.manifest.tensors[name].shape, full)
         with ShardedReader(stored.ranks, shards) as reader:
             for name, parameter in parameters.items():
-                copy_checked(folder, name, reader.local(name, ranks.tp_rank, ranks.tp_size), parameter)
+                copy_checked(
+                    folder, name, reader.local(name, ranks.tp_rank, ranks.tp_size), parameter
+                )
 
 
 class AdapterFiles:
@@ -121,7 +137,9 @@ class AdapterFiles:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
-        others = {name for name, p in model.named_parameters() if p.requires_grad} - peft_names(model).keys()
+        others = {name for name, p in model.named_parameters() if p.requires_grad} - peft_names(
+            model
+        ).keys()
         if others:
             raise ValueError(
                 f"{sorted(others)[0]} is trained besides the LoRA weights, whose files cannot hold it; name its module "
@@ -134,9 +152,13 @@ class AdapterFiles:
     def stored(self, tensors: Tensors) -> Tensors:
         return whole_weights(self.model)
 
-    def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
+    def describe(
+        self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None
+    ) -> Callable[[Path], None]:
         def write(folder: Path) -> None:
-            write_adapter_config(folder, self.model.lora.config, str(self._base.resolve()) if self._base else "")
+            write_adapter_config(
+                folder, self.model.lora.config, str(self._base.resolve()) if self._base else ""
+            )
             (folder / BASE_FILE).write_text(json.dumps({"sha256": self._base_digest}) + "\n")
 
         return write
@@ -174,7 +196,9 @@ class WholeFiles:
     def stored(self, tensors: Tensors) -> Tensors:
         return tensors
 
-    def describe(self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None) -> Callable[[Path], None]:
+    def describe(
+        self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None
+    ) -> Callable[[Path], None]:
         config: Any = getattr(self.model, "config", None)
         generation: Any = getattr(self.model, "generation_config", None)
         texts = {}
@@ -203,7 +227,9 @@ class WholeFiles:
                 copy_checked(folder, name, reader.whole(stored[name]), value)
 
 
-def make_manifest(model: nn.Module, config: ModelConfig, hashes_by_rank: Sequence[Hashes]) -> Manifest:
+def make_manifest(
+    model: nn.Module, config: ModelConfig, hashes_by_rank: Sequence[Hashes]
+) -> Manifest:
     """Returns the manifest of this run's shards."""
     records = {}
     padded_vocab_size = config.vocab_size
@@ -211,9 +237,13 @@ def make_manifest(model: nn.Module, config: ModelConfig, hashes_by_rank: Sequenc
     for name, parameter in whole_parameters(model).items():
         shard = getattr(parameter, "shard", None)
         if shard is not None and shard.pad_multiple and shard.shape[shard.dim] == config.vocab_size:
-            padded_vocab_size = len(hashes_by_rank) * shard.local_shape(0, len(hashes_by_rank))[shard.dim]
+            padded_vocab_size = (
+                len(hashes_by_rank) * shard.local_shape(0, len(hashes_by_rank))[shard.dim]
+            )
         records[name] = TensorRecord(
-            shape=tuple(shard.shape if shard else getattr(parameter, "ds_shape", parameter.shape)),  # ZeRO 3 empties it
+            shape=tuple(
+                shard.shape if shard else getattr(parameter, "ds_shape", parameter.shape)
+            ),  # ZeRO 3 empties it
             dtype=dtype if parameter.is_meta else str(parameter.dtype).removeprefix("torch."),
             shard=asdict(shard) if shard else None,
             sha256=tuple(hashes[name] for hashes in hashes_by_rank),
@@ -229,13 +259,20 @@ def make_manifest(model: nn.Module, config: ModelConfig, hashes_by_rank: Sequenc
 
 def check_names(folder: Path, stored: set[str], wanted: set[str]) -> None:
     """Raises ValueError unless a checkpoint has exactly the tensors that the model wants."""
-    for kind, names in (("lacks tensors", wanted - stored), ("has unexpected tensors", stored - wanted)):
+    for kind, names in (
+        ("lacks tensors", wanted - stored),
+        ("has unexpected tensors", stored - wanted),
+    ):
         if names:
-            few = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            few = ", ".join(sorted(names)[:3]) + (
+                f" and {len(names) - 3} more" if len(names) > 3 else ""
+            )
             raise ValueError(f"{folder} {kind}: {few}; it holds another model")
 
 
-def _another_shape(folder: Path, name: str, found: Sequence[int], wanted: Sequence[int]) -> ValueError:
+def _another_shape(
+    folder: Path, name: str, found: Sequence[int], wanted: Sequence[int]
+) -> ValueError:
     return ValueError(
         f"{folder}: {name} has shape {list(found)}, but the model wants {list(wanted)}; it holds another model"
     )
@@ -260,7 +297,11 @@ def read_optimizer(folder: Path, model: nn.Module, ranks: Ranks) -> dict[str, Te
     for name, tensor in stored[0].items():
         parameter = parameters.get(name.split("/", 1)[1])
         if parameter is not None and len(tensor.shape) == parameter.dim() > 0:
-            shards[name] = getattr(parameter, "shard", None)  # others, such as step counts, are the same on all ranks
+            shards[name] = getattr(
+                parameter, "shard", None
+            )  # others, such as step counts, are the same on all ranks
     with ShardedReader(stored, shards) as reader:
-        wanted = [name for name in stored[0] if ranks.pp_size == 1 or name.split("/", 1)[1] in parameters]
+        wanted = [
+            name for name in stored[0] if ranks.pp_size == 1 or name.split("/", 1)[1] in parameters
+        ]
         return {name: reader.local(name, ranks.tp_rank, ranks.tp_size) for name in wanted}

@@ -50,7 +50,9 @@ def open_run(
 
     Raises ValueError if a required checkpoint does not exist, or the folder holds another run.
     """
-    on_first_rank(lambda: take_folder(run_folder.path, notify))  # first: another run may still save there
+    on_first_rank(
+        lambda: take_folder(run_folder.path, notify)
+    )  # first: another run may still save there
     try:
         point = _find(run_folder, arguments, ranks, notify)
         on_first_rank(lambda: _prepare_folder(run_folder, point, arguments))
@@ -76,7 +78,10 @@ def _find(
         if found:
             # With `load_dir`, load_optim and load_rng apply to the run's start. Its own checkpoint is loaded whole.
             return ResumePoint(
-                *found, arguments.load_optim or bool(load_dir), arguments.load_rng or bool(load_dir), own=True
+                *found,
+                arguments.load_optim or bool(load_dir),
+                arguments.load_rng or bool(load_dir),
+                own=True,
             )
     if load_dir is None:
         return None
@@ -86,7 +91,9 @@ def _find(
     return ResumePoint(*found, arguments.load_optim, arguments.load_rng, own=loads_own)
 
 
-def _prepare_folder(folder: RunFolder, point: ResumePoint | None, arguments: TrainingArguments) -> None:
+def _prepare_folder(
+    folder: RunFolder, point: ResumePoint | None, arguments: TrainingArguments
+) -> None:
     step = folder.latest_step()
     own = point if point and point.own else None
     if own and not own.optimizer:
@@ -103,7 +110,9 @@ def _prepare_folder(folder: RunFolder, point: ResumePoint | None, arguments: Tra
         _make_folder(Path(arguments.tensorboard_dir), "tensorboard_dir")
     folder.delete_unfinished()
     if own:
-        folder.drop_after(own.state.step, evaluated=own.state.validation.get("step") == own.state.step)
+        folder.drop_after(
+            own.state.step, evaluated=own.state.validation.get("step") == own.state.step
+        )
         if own.state.best.get("name") == arguments.save_best:
             folder.restore_best(own.state.best)
     else:
@@ -115,7 +124,9 @@ def _make_folder(path: Path, meaning: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"{path} cannot be {meaning}, because a file is in its place; name another folder") from None
+        raise ValueError(
+            f"{path} cannot be {meaning}, because a file is in its place; name another folder"
+        ) from None
 
 
 def find_checkpoint(
@@ -135,14 +146,18 @@ def find_checkpoint(
     elif load_type == "best":
         best = RunFolder(path).best_checkpoint()
         if best is None:
-            raise ValueError(f"{path} names no best checkpoint; use load_type='latest', or train with save_best")
+            raise ValueError(
+                f"{path} names no best checkpoint; use load_type='latest', or train with save_best"
+            )
         candidates = [best]
     else:
         run = RunFolder(path)
         candidates = [run.checkpoint(step) for step in reversed(run.steps())]
     problems = []
     for folder in candidates:
-        problem = next(filter(None, ranks.gather(verify_checkpoint(folder, ranks.rank, ranks.world_size))), "")
+        problem = next(
+            filter(None, ranks.gather(verify_checkpoint(folder, ranks.rank, ranks.world_size))), ""
+        )
         if not problem:
             for earlier in problems:
                 notify(f"{earlier}; resuming from {folder.name} instead")
@@ -167,10 +182,14 @@ def verify_checkpoint(folder: Path, share: int = 0, shares: int = 1) -> str:
 def read_state(folder: Path) -> TrainerState:
     """Returns the state of the run in a checkpoint. Raises ValueError if it is damaged."""
     content = read_state_file(folder)
-    known = {field.name: field.type for field in fields(TrainerState) if field.name in content}  # older ones have fewer
+    known = {
+        field.name: field.type for field in fields(TrainerState) if field.name in content
+    }  # older ones have fewer
     for name, kind in known.items():
         if type(content[name]).__name__ != str(kind).partition("[")[0]:
-            raise ValueError(f"the checkpoint {folder} is damaged: {STATE} has {name}={content[name]!r:.50}")
+            raise ValueError(
+                f"the checkpoint {folder} is damaged: {STATE} has {name}={content[name]!r:.50}"
+            )
     return TrainerState(**{name: content[name] for name in known})
 
 

@@ -29,13 +29,19 @@ class BackgroundSaver:
     whose disks may be much slower.
     """
 
-    def __init__(self, run_folder: RunFolder, ranks: Ranks, keep: int | None, seconds: float = 3600.0) -> None:
+    def __init__(
+        self, run_folder: RunFolder, ranks: Ranks, keep: int | None, seconds: float = 3600.0
+    ) -> None:
         self.run_folder, self._ranks, self._keep = run_folder, ranks, keep
         self._group: Any = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)) if ranks.world_size > 1 else None
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+            if ranks.world_size > 1
+            else None
         )
         if self._group is not None:
-            dist.barrier(self._group)  # a rank with nothing to do would close it while others still connect to it
+            dist.barrier(
+                self._group
+            )  # a rank with nothing to do would close it while others still connect to it
         # A thread that starts takes the interpreter's lock and blocks training for milliseconds, so they start now.
         self._copier = ThreadPoolExecutor(1, "copy")
         self._writer = ThreadPoolExecutor(1, "write", initializer=_yield_the_processor)

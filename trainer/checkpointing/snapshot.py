@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from ...checkpoint.folder_files import EVERY_FILE, STATE, file_digest, read_state_file
 from ...checkpoint.json_digest import add_digest, sync, write_durably
-from ...checkpoint.rank_files import OPTIMIZER, FileShare, TensorPart, rank_file, share_of_file, write_share
+from ...checkpoint.rank_files import (
+    OPTIMIZER,
+    FileShare,
+    TensorPart,
+    rank_file,
+    share_of_file,
+    write_share,
+)
 from ...checkpoint.tensor_reader import tensor_bytes
 from ..engines.engine import Engine
 from ..engines.state import model_tensors, persistent_buffers
@@ -85,7 +92,10 @@ class Snapshot:
         The previous snapshot must have been written, because it used the same buffers.
         """
         self.divide()
-        self.files = {name: replace(own, pieces=buffers.copy(name, own.pieces)) for name, own in self.files.items()}
+        self.files = {
+            name: replace(own, pieces=buffers.copy(name, own.pieces))
+            for name, own in self.files.items()
+        }
 
 
 def take_snapshot(
@@ -124,11 +134,15 @@ def weights_of(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors:
     parts = dict(tensors)
     for name in persistent_buffers(module).keys() & others:
         if isinstance(value := tensors[name], Tensor):
-            parts[name] = TensorPart(tuple(value.shape), 0, value if ranks.dp_rank == 0 else value.new_empty(0))
+            parts[name] = TensorPart(
+                tuple(value.shape), 0, value if ranks.dp_rank == 0 else value.new_empty(0)
+            )
     return parts
 
 
-def write_snapshot(snapshot: Snapshot, folder: Path, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
+def write_snapshot(
+    snapshot: Snapshot, folder: Path, ranks: Ranks, group: dist.ProcessGroup | None
+) -> None:
     """Writes to a folder next to `folder`, and renames it when everything is on disk. Collective over `group`.
 
     Raises OSError on every rank if one could not write. The partial folder is then deleted, and `folder` is unchanged.
@@ -182,7 +196,9 @@ def _write_files(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
         ranges, digest = write_share(folder / name, share)
         files[name] = {"ranges": ranges, "sha256": digest}
     own = snapshot.files[snapshot.weights] if snapshot.weights else share_of_file({})
-    tensors = {name: hashlib.sha256(tensor_bytes(own.pieces[name])).hexdigest() for name in own.whole}
+    tensors = {
+        name: hashlib.sha256(tensor_bytes(own.pieces[name])).hexdigest() for name in own.whole
+    }
     return {"files": files, "tensors": tensors}
 
 
@@ -190,7 +206,9 @@ def _hash_cut_tensors(snapshot: Snapshot, folder: Path, ranks: Ranks) -> dict[st
     if snapshot.weights is None:
         return {}
     cut = sorted(snapshot.files[snapshot.weights].cut.items())[ranks.dp_rank :: ranks.dp_size]
-    return {name: file_digest(folder / snapshot.weights, [(at, at + size)]) for name, (at, size) in cut}
+    return {
+        name: file_digest(folder / snapshot.weights, [(at, at + size)]) for name, (at, size) in cut
+    }
 
 
 def _digests(written: list[dict[str, Any]]) -> dict[str, Any]:
@@ -204,7 +222,11 @@ def _digests(written: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _complete(
-    snapshot: Snapshot, partial: Path, folder: Path, digests: dict[str, Any], hashes: list[dict[str, str]]
+    snapshot: Snapshot,
+    partial: Path,
+    folder: Path,
+    digests: dict[str, Any],
+    hashes: list[dict[str, str]],
 ) -> None:
     snapshot.model_files.describe(hashes, snapshot.extra_files.vocabulary)(partial)
     for name, content in snapshot.extra_files.contents.items():
@@ -224,7 +246,11 @@ def write_model(model: nn.Module, folder: Path, ranks: Ranks, extra_files: Extra
     """Writes a folder with a model's weights and the extra files, as in a checkpoint. Collective."""
     files, tensors = model_files(model), model_tensors(model)
     name = files.weights_file(ranks)
-    mine = {} if name is None else {name: (weights_of(model, tensors, ranks), ranks.dp_rank, ranks.dp_size)}
+    mine = (
+        {}
+        if name is None
+        else {name: (weights_of(model, tensors, ranks), ranks.dp_rank, ranks.dp_size)}
+    )
     snapshot = Snapshot(TrainerState(step=0, consumed_samples=0), mine, name, files, extra_files)
     snapshot.divide()
     write_snapshot(snapshot, folder, ranks, None)

@@ -34,13 +34,23 @@ class OrderedGradients:
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
-        groups = {parameter: i for i, group in enumerate(optimizer.bit16_groups) for parameter in group}
-        self._order = [parameter for parameter in reversed(list(model.parameters())) if parameter in groups]
+        groups = {
+            parameter: i for i, group in enumerate(optimizer.bit16_groups) for parameter in group
+        }
+        self._order = [
+            parameter for parameter in reversed(list(model.parameters())) if parameter in groups
+        ]
         self._groups, self._optimizer = groups, optimizer
         self._arrived: set[nn.Parameter] = set()
         self._next = 0
-        self._process, self._finish = optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue
-        optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue = self._take, self._end
+        self._process, self._finish = (
+            optimizer.process_gradients,
+            optimizer.independent_gradient_partition_epilogue,
+        )
+        optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue = (
+            self._take,
+            self._end,
+        )
 
     def _take(self, parameter: nn.Parameter, group: int) -> None:
         """Takes a gradient that has just been computed."""
@@ -64,7 +74,10 @@ class OrderedGradients:
     def _end(self) -> None:
         """Ends a backward pass whose gradients are exchanged."""
         for parameter in self._order[self._next :]:
-            if parameter not in self._arrived and self._optimizer.get_gradient_for_reduction(parameter) is None:
+            if (
+                parameter not in self._arrived
+                and self._optimizer.get_gradient_for_reduction(parameter) is None
+            ):
                 parameter.grad = torch.zeros_like(parameter)
             self._pass_on(parameter)
         self._arrived.clear()

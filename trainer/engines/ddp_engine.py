@@ -19,7 +19,11 @@ class DDPEngine(TorchEngine):
     """An `Engine` that exchanges gradients during the backward pass of a step's last micro-batch."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments, ranks: Ranks
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        arguments: TrainingArguments,
+        ranks: Ranks,
     ) -> None:
         super().__init__(model, optimizer, arguments)
         # DDP averages fp32 gradients over the ranks, but the ranks' losses already add up to the mean.
@@ -27,9 +31,13 @@ class DDPEngine(TorchEngine):
         self.model = _FixedBuckets(model, ranks.dp_size)
         if arguments.precision != "fp32":
             # torch reads the annotations of a hook, and knows them only as types: a lambda has none.
-            self.model.register_comm_hook(self._masters, lambda masters, bucket: _sum_in_fp32(masters, bucket))
+            self.model.register_comm_hook(
+                self._masters, lambda masters, bucket: _sum_in_fp32(masters, bucket)
+            )
         self._trained: dict[Tensor, str] = {
-            parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
+            parameter: name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
         }
         self._without_gradient: set[Tensor] = set()
         for parameter in self._trained:

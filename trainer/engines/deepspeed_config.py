@@ -9,7 +9,9 @@ from ..arguments.training_arguments import ELEMENTWISE, TrainingArguments
 from .buckets import bucket_elements
 
 
-def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int, trained: int) -> dict[str, Any]:
+def deepspeed_config(
+    arguments: TrainingArguments, data_parallel_size: int, trained: int
+) -> dict[str, Any]:
     """Returns the DeepSpeed configuration of a run: the keys that the arguments decide, and the user's file's.
 
     Args:
@@ -27,7 +29,10 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int, trai
     stage = zero_stage(arguments)
     zero: dict[str, Any] = {"stage": stage}
     if stage:
-        decided |= {"zero_optimization": zero, "zero_allow_untested_optimizer": True}  # all of them can be split
+        decided |= {
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+        }  # all of them can be split
     if arguments.offload_optimizer:
         # Any torch optimizer can update on the CPU; DeepSpeed's own CPU optimizer would be compiled at run time.
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -38,7 +43,9 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int, trai
         decided["data_types"] = {"grad_accum_dtype": "fp32"}
     config = _merge(decided, translated(read_deepspeed_file(arguments.deepspeed_config)).others)
     config.setdefault("steps_per_print", 2**31)  # the trainer shows its own progress
-    if not stage and not config.get("torch_autocast", {}).get("enabled"):  # with which DeepSpeed may scale gradients
+    if not stage and not config.get("torch_autocast", {}).get(
+        "enabled"
+    ):  # with which DeepSpeed may scale gradients
         # The engine clips: DeepSpeed returns no norm, and counts what several pipeline stages hold several times.
         config["gradient_clipping"] = 0.0
     if stage:
@@ -46,7 +53,9 @@ def deepspeed_config(arguments: TrainingArguments, data_parallel_size: int, trai
     return config
 
 
-def _set_buckets(config: dict[str, Any], arguments: TrainingArguments, replicas: int, trained: int) -> None:
+def _set_buckets(
+    config: dict[str, Any], arguments: TrainingArguments, replicas: int, trained: int
+) -> None:
     """Lets ZeRO add up gradients in buckets during the backward pass, unless the user's file says otherwise."""
     zero = config["zero_optimization"]
     if zero.get("reduce_bucket_size", "auto") == "auto":
@@ -55,12 +64,18 @@ def _set_buckets(config: dict[str, Any], arguments: TrainingArguments, replicas:
         # DeepSpeed's pipelines reduce after the last micro-batch.
         zero["overlap_comm"] = replicas > 1 and arguments.pipeline_parallel_size == 1
     if zero["stage"] == 1 and zero["overlap_comm"] and arguments.precision == "bf16":
-        config.setdefault("communication_data_type", "fp32")  # in which the micro-batches are added up
+        config.setdefault(
+            "communication_data_type", "fp32"
+        )  # in which the micro-batches are added up
 
 
 def zero_stage(arguments: TrainingArguments) -> int:
     """Returns the ZeRO stage of a run. Raises ValueError if the arguments or the user's file do not allow it."""
-    of_file = read_deepspeed_file(arguments.deepspeed_config).get("zero_optimization", {}).get("stage", "auto")
+    of_file = (
+        read_deepspeed_file(arguments.deepspeed_config)
+        .get("zero_optimization", {})
+        .get("stage", "auto")
+    )
     elementwise = arguments.optimizer in ELEMENTWISE
     stage = arguments.zero_stage
     if stage is None:
@@ -89,7 +104,9 @@ def zero_stage(arguments: TrainingArguments) -> int:
             "has none; use 1 or 2"
         )
     if not stage and arguments.offload_optimizer:
-        raise ValueError("offload_optimizer needs ZeRO, which zero_stage=0 switches off; use 1, 2 or 3")
+        raise ValueError(
+            "offload_optimizer needs ZeRO, which zero_stage=0 switches off; use 1, 2 or 3"
+        )
     return stage
 
 

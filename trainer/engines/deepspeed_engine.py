@@ -48,7 +48,11 @@ class DeepSpeedEngine:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments, ranks: Ranks
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        arguments: TrainingArguments,
+        ranks: Ranks,
     ) -> None:
         self.module = model
         self.optimizer = optimizer
@@ -70,7 +74,9 @@ class DeepSpeedEngine:
             )
         self.can_hold = False  # DeepSpeed's optimizers read on the host what they decide by
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._owners = {parameter: name for parameter, name in self._names.items() if parameter.requires_grad}
+        self._owners = {
+            parameter: name for parameter, name in self._names.items() if parameter.requires_grad
+        }
         if self._zero:
             _check_groups(optimizer, self._zero, set(self._owners))
         self._linear = functional.linear  # DeepSpeed replaces it under stage 3
@@ -78,7 +84,9 @@ class DeepSpeedEngine:
         # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _import_muon()
-        config = deepspeed_config(arguments, ranks.dp_size, sum(parameter.numel() for parameter in self._owners))
+        config = deepspeed_config(
+            arguments, ranks.dp_size, sum(parameter.numel() for parameter in self._owners)
+        )
         self._clip_grad = 0.0 if config["gradient_clipping"] else arguments.clip_grad
         self._engine: Any = self._initialize(model, arguments, ranks, config)
         # A forward pass updates buffers from its own samples. As in DDP, those of the first replica are broadcast.
@@ -88,19 +96,26 @@ class DeepSpeedEngine:
             self._create_element_states()
         if self._zero and isinstance(optimizer, WholeMatrixOptimizer):
             partitions = {
-                own: [(parameter, parameter.storage_offset() - group.rank() * own.numel()) for parameter in parameters]
+                own: [
+                    (parameter, parameter.storage_offset() - group.rank() * own.numel())
+                    for parameter in parameters
+                ]
                 for own, parameters, group in self._partitions()
             }
             optimizer.set_partitions(partitions, ranks.mesh)
         if self._zero == 3:
             self._hooks.append(model.register_forward_hook(_as_output))
 
-    def _initialize(self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks, config: dict[str, Any]) -> Any:
+    def _initialize(
+        self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks, config: dict[str, Any]
+    ) -> Any:
         """Returns DeepSpeed's engine, and sets `model`, which runs the forward passes."""
         mpu = ranks.mesh if arguments.env_type == "deepspeed+mpu" else None
         overlaps = self._zero in (1, 2) and config["zero_optimization"].get("overlap_comm", False)
         with _bucketing_optimizer() if overlaps else nullcontext():
-            self.model = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config, mpu=mpu)[0]
+            self.model = deepspeed.initialize(
+                model=model, optimizer=self.optimizer, config=config, mpu=mpu
+            )[0]
         if overlaps:
             OrderedGradients(self.model.optimizer, model)
         return self.model
@@ -108,7 +123,9 @@ class DeepSpeedEngine:
     @property
     def loss_scale(self) -> float | None:
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
-        return float(scaler.cur_scale) if scaler is not None and self._engine.fp16_enabled() else None
+        return (
+            float(scaler.cur_scale) if scaler is not None and self._engine.fp16_enabled() else None
+        )
 
     def forward_backward(self, forward: Forward, micro_batches: int) -> Tensor:
         losses: list[Tensor] = []
@@ -117,7 +134,9 @@ class DeepSpeedEngine:
             # `ModelOutput`; the optimizer would then reduce the gradients of the wrong micro-batch.
             self._engine.set_gradient_accumulation_boundary(k == micro_batches - 1)
             loss = forward(k)
-            if hasattr(self._engine.optimizer, "clear_lp_grads"):  # bf16, ZeRO 1: each pass is added to fp32 sums
+            if hasattr(
+                self._engine.optimizer, "clear_lp_grads"
+            ):  # bf16, ZeRO 1: each pass is added to fp32 sums
                 # DeepSpeed does so in a hook on the model's output, which it does not find in a `ModelOutput`.
                 self._engine.optimizer.clear_lp_grads()
             # DeepSpeed averages over the data-parallel ranks, but the ranks' losses already add up to the mean.
@@ -129,7 +148,11 @@ class DeepSpeedEngine:
 
     def step(self, hold: Tensor | None = None) -> StepOutcome:
         skipped = self._engine.skipped_steps
-        norm = clip(list(self._owners), self._clip_grad, self.optimizer, self._mesh) if not self._zero else None
+        norm = (
+            clip(list(self._owners), self._clip_grad, self.optimizer, self._mesh)
+            if not self._zero
+            else None
+        )
         self._engine.step()
         for buffer in self._buffers:
             dist.broadcast(buffer, group=self._replica_group, group_src=0)
@@ -145,7 +168,10 @@ class DeepSpeedEngine:
         tensors: dict[str, Tensor | TensorPart] = dict(model_tensors(self.module))
         if self._zero == 3:
             parameters: Any = dict(self.module.named_parameters())
-            tensors |= {name: self._part(whole, whole.ds_tensor.detach()) for name, whole in parameters.items()}
+            tensors |= {
+                name: self._part(whole, whole.ds_tensor.detach())
+                for name, whole in parameters.items()
+            }
         return tensors
 
     def optimizer_tensors(self) -> dict[str, Tensor | TensorPart]:
@@ -168,15 +194,24 @@ class DeepSpeedEngine:
                 count = max(0, min(parameter.numel() - start, own.numel() - place))
                 for state, part in parts.items():
                     values = part.narrow(0, min(place, own.numel()), count)
-                    tensors[f"{state}/{self._owners[parameter]}"] = TensorPart(tuple(parameter.shape), start, values)
+                    tensors[f"{state}/{self._owners[parameter]}"] = TensorPart(
+                        tuple(parameter.shape), start, values
+                    )
         return tensors
 
     def _partitions(self) -> Iterator[tuple[Any, list[Any], dist.ProcessGroup]]:
         """Yields of each parameter group, under ZeRO 1 and 2: this rank's share of the parameters, concatenated; the
         parameters; the ranks that share them."""
         zero = self._engine.optimizer
-        groups_of_parameters = zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups
-        zipped = zip(self.optimizer.param_groups, groups_of_parameters, zero.real_dp_process_group, strict=True)
+        groups_of_parameters = (
+            zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups
+        )
+        zipped = zip(
+            self.optimizer.param_groups,
+            groups_of_parameters,
+            zero.real_dp_process_group,
+            strict=True,
+        )
         for group, parameters, ranks in zipped:
             [own] = group["params"]
             yield own, parameters, ranks
@@ -230,7 +265,9 @@ class DeepSpeedEngine:
         parameters: dict[str, Tensor] = {}
         if whole and self._zero == 3:
             with deepspeed.zero.GatheredParameters(list(self.module.parameters())):
-                parameters = {name: value.detach().clone() for name, value in self.module.named_parameters()}
+                parameters = {
+                    name: value.detach().clone() for name, value in self.module.named_parameters()
+                }
         self._engine.destroy()
         for hook in self._hooks:
             hook.remove()
@@ -267,14 +304,18 @@ class DeepSpeedEngine:
         # An optimizer would create its state in the first step. DeepSpeed 0.19 then links only the states of the first
         # parameter group to the parameters. At this point ZeRO has put its flat partitions into the parameter groups.
         groups = self.optimizer.param_groups
-        counts_by_group = self._needs_whole or type(self.optimizer).__module__.startswith("pytorch_optimizer")
+        counts_by_group = self._needs_whole or type(self.optimizer).__module__.startswith(
+            "pytorch_optimizer"
+        )
         if self._zero == 3:
             partitions = self._engine.optimizer.fp32_partitioned_groups_flat
         else:
             partitions = [partition for group in groups for partition in group["params"]]
         for partition in partitions:
             state: dict[str, Any] = {name: torch.zeros_like(partition) for name in self._states}
-            self.optimizer.state[partition] = state if counts_by_group else {**state, "step": torch.tensor(0.0)}
+            self.optimizer.state[partition] = (
+                state if counts_by_group else {**state, "step": torch.tensor(0.0)}
+            )
         for group in groups if counts_by_group else []:
             group["step"] = 0
         if self._zero < 3:
@@ -289,7 +330,10 @@ def _as_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
     """
     if not isinstance(output, ModelOutput):
         return None
-    return {"output": output, **{name: value for name, value in vars(output).items() if isinstance(value, Tensor)}}
+    return {
+        "output": output,
+        **{name: value for name, value in vars(output).items() if isinstance(value, Tensor)},
+    }
 
 
 def _as_output(module: nn.Module, inputs: Any, results: Any) -> Any:
@@ -319,7 +363,9 @@ def _check_groups(optimizer: torch.optim.Optimizer, stage: int, trained: set[nn.
     """Raises ValueError for parameter groups that DeepSpeed 0.19 cannot split."""
     groups = [set(group["params"]) for group in optimizer.param_groups]
     if any(group.get("amsgrad") for group in optimizer.param_groups):
-        raise ValueError(f"amsgrad keeps a state that ZeRO stage {stage} does not split; use zero_stage=0")
+        raise ValueError(
+            f"amsgrad keeps a state that ZeRO stage {stage} does not split; use zero_stage=0"
+        )
     if any(not group & trained for group in groups):
         raise ValueError(
             f"a parameter group of the optimizer has no trained parameter, but ZeRO stage {stage} needs one in each; "

@@ -22,14 +22,24 @@ ELEMENTWISE_OPTIMIZERS = (
     optim.RAdam, optim.Rprop, optim.ASGD,
 )  # fmt: skip
 # The states that ZeRO splits like the parameter, by the name of the optimizer.
-ELEMENT_STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"), "Lion": ("exp_avg",)}
+ELEMENT_STATES = {
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "Lion": ("exp_avg",),
+}
 
 
 def check_stages(model: nn.Module, ranks: Ranks) -> None:
     """Raises ValueError on every rank if a pipeline stage has nothing to train, which DeepSpeed's engine needs."""
     copies = copied_parameters(model)
-    trains = any(parameter.requires_grad for name, parameter in model.named_parameters() if name not in copies)
-    idle = sorted({stage for stage, trained in ranks.gather((ranks.pp_rank, trains)) if not trained})
+    trains = any(
+        parameter.requires_grad
+        for name, parameter in model.named_parameters()
+        if name not in copies
+    )
+    idle = sorted(
+        {stage for stage, trained in ranks.gather((ranks.pp_rank, trains)) if not trained}
+    )
     if ranks.pp_size > 1 and 0 < len(idle) < ranks.pp_size:
         raise ValueError(
             f"all parameters of pipeline stage {', '.join(map(str, idle))} are frozen; freeze fewer, or use "
@@ -58,15 +68,25 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opti
     return kind(groups, lr=arguments.lr, betas=betas)
 
 
-def _adafactor(groups: Any, model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
+def _adafactor(
+    groups: Any, model: nn.Module, arguments: TrainingArguments
+) -> torch.optim.Optimizer:
     relative, scale = arguments.relative_step, arguments.scale_parameter
     scale = relative if scale is None else scale
     lr = None if relative else arguments.lr
     if _is_split(model, arguments) or _is_padded(model):
-        return Adafactor(groups, lr, relative_step=relative, scale_parameter=scale, mesh=getattr(model, "mesh", None))
+        return Adafactor(
+            groups,
+            lr,
+            relative_step=relative,
+            scale_parameter=scale,
+            mesh=getattr(model, "mesh", None),
+        )
     from transformers.optimization import Adafactor as Unsplit
 
-    return Unsplit(groups, lr=lr, relative_step=relative, scale_parameter=scale, warmup_init=relative)
+    return Unsplit(
+        groups, lr=lr, relative_step=relative, scale_parameter=scale, warmup_init=relative
+    )
 
 
 def _is_split(model: nn.Module, arguments: TrainingArguments) -> bool:
@@ -77,14 +97,18 @@ def _is_split(model: nn.Module, arguments: TrainingArguments) -> bool:
 
 
 def _is_padded(model: nn.Module) -> bool:
-    shards = [(getattr(parameter, "shard", None), parameter.shape) for parameter in model.parameters()]
+    shards = [
+        (getattr(parameter, "shard", None), parameter.shape) for parameter in model.parameters()
+    ]
     return any(shard is not None and tuple(shape) != shard.shape for shard, shape in shards)
 
 
 def check_optimizer(optimizer: Any, model: nn.Module, tensor_parallel_size: int = 1) -> None:
     """Raises ValueError for an optimizer that the loop cannot step or save, or that does not train `model`."""
     if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer over the model's parameters, not {optimizer!r}")
+        raise ValueError(
+            f"optimizer must be a torch.optim.Optimizer over the model's parameters, not {optimizer!r}"
+        )
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
@@ -101,7 +125,10 @@ def check_optimizer(optimizer: Any, model: nn.Module, tensor_parallel_size: int 
         raise ValueError(
             f"{kind} keeps state that belongs to no parameter, which the trainer does not save; use another optimizer"
         )
-    splittable = isinstance(optimizer, (*ELEMENTWISE_OPTIMIZERS, WholeMatrixOptimizer)) or kind in ELEMENT_STATES
+    splittable = (
+        isinstance(optimizer, (*ELEMENTWISE_OPTIMIZERS, WholeMatrixOptimizer))
+        or kind in ELEMENT_STATES
+    )
     if tensor_parallel_size > 1 and not splittable:
         raise ValueError(
             f"{kind} may need whole parameters, which model_parallel_size={tensor_parallel_size} splits; use "
@@ -123,8 +150,13 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
     """
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     if not groups:
-        raise ValueError("no parameter of the model requires gradients, so there is nothing to train")
+        raise ValueError(
+            "no parameter of the model requires gradients, so there is nothing to train"
+        )
     return groups

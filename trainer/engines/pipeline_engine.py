@@ -37,7 +37,11 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments, ranks: Ranks
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        arguments: TrainingArguments,
+        ranks: Ranks,
     ) -> None:
         whole: Any = model
         self._pipeline: Stage = whole.stage
@@ -49,24 +53,35 @@ class PipelineEngine(DeepSpeedEngine):
             self._names.pop(parameter, None)
         _even_out_norms(self._engine.optimizer, ranks)
 
-    def _initialize(self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks, config: dict[str, Any]) -> Any:
+    def _initialize(
+        self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks, config: dict[str, Any]
+    ) -> Any:
         assert ranks.mesh is not None
         mesh, self.model = ranks.mesh, model
         # Tensor-parallel ranks would split hidden states between them, as whole tensors of one shape.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
-        self._layer = _StageLayer(self._pipeline, ranks.dp_size * config["gradient_accumulation_steps"])
+        self._layer = _StageLayer(
+            self._pipeline, ranks.dp_size * config["gradient_accumulation_steps"]
+        )
         self._layer.add_module("model", model)
         topology = PipeModelDataParallelTopology(mesh.pp_size, mesh.tp_size, mesh.dp_size)
         deepspeed.init_distributed(dist_init_required=False)
         with _quiet(), _local_rank():
             stages = deepspeed.PipelineModule(
-                [self._layer] * mesh.pp_size, topology=topology, partition_method="uniform", dynamic_shape=True
+                [self._layer] * mesh.pp_size,
+                topology=topology,
+                partition_method="uniform",
+                dynamic_shape=True,
             )
             self._shared.mark_copies()
-            engine: Any = deepspeed.initialize(model=stages, optimizer=self.optimizer, config=config)[0]
+            engine: Any = deepspeed.initialize(
+                model=stages, optimizer=self.optimizer, config=config
+            )[0]
         self._groups = _groups_of(stages)
         nothing = torch.zeros(1, device=engine.device)
-        engine.set_dataiterator(itertools.repeat((nothing, nothing)))  # a stage reads its own micro-batches
+        engine.set_dataiterator(
+            itertools.repeat((nothing, nothing))
+        )  # a stage reads its own micro-batches
         engine._INSTRUCTION_MAP = {
             **engine._INSTRUCTION_MAP,
             schedule.ReduceTiedGrads: lambda _: self._shared.sum_gradients(self._gradient),
@@ -95,7 +110,11 @@ class PipelineEngine(DeepSpeedEngine):
         return torch.stack(self._layer.losses)
 
     def step(self, hold: Tensor | None = None) -> StepOutcome:
-        norm = clip(list(self._owners), self._clip_grad, self.optimizer, self._mesh) if not self._zero else None
+        norm = (
+            clip(list(self._owners), self._clip_grad, self.optimizer, self._mesh)
+            if not self._zero
+            else None
+        )
         self._engine._exec_optimizer_step()
         self._shared.send_values()
         self.applied_steps += 1
@@ -161,7 +180,9 @@ class SharedParameters:
     def _accumulate(self, parameter: Any) -> None:
         """Adds a copy's gradient to its sum over the micro-batches, in fp32."""
         grad, parameter.grad = parameter.grad.float(), None
-        self._sums[parameter] = self._sums[parameter].add_(grad) if parameter in self._sums else grad
+        self._sums[parameter] = (
+            self._sums[parameter].add_(grad) if parameter in self._sums else grad
+        )
 
     @torch.no_grad()
     def sum_gradients(self, gradient: Any) -> None:
@@ -195,7 +216,9 @@ class SharedParameters:
 def _leave_out(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter]) -> None:
     """Removes parameters from an optimizer's groups."""
     for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter not in parameters]
+        group["params"] = [
+            parameter for parameter in group["params"] if parameter not in parameters
+        ]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
@@ -210,7 +233,10 @@ def _even_out_norms(optimizer: Any, ranks: Ranks) -> None:
         return
 
     def scaled_global_norm() -> Tensor:
-        own = [(optimizer.averaged_gradients[i], optimizer.params_in_partition[i]) for i in range(groups)]
+        own = [
+            (optimizer.averaged_gradients[i], optimizer.params_in_partition[i])
+            for i in range(groups)
+        ]
         return combine_grad_norm_groups(
             [optimizer.get_grad_norm_direct(*group) for group in [*own, *[([], [])] * missing]]
         )
@@ -221,7 +247,9 @@ def _even_out_norms(optimizer: Any, ranks: Ranks) -> None:
 def _groups_of(stages: Any) -> list[Any]:
     """Returns the process groups that DeepSpeed has made for a pipeline, to be destroyed with it."""
     found = [value for holder in (stages, stages.mpu()) for value in vars(holder).values()]
-    return list({id(group): group for group in found if isinstance(group, dist.ProcessGroup)}.values())
+    return list(
+        {id(group): group for group in found if isinstance(group, dist.ProcessGroup)}.values()
+    )
 
 
 @contextlib.contextmanager

@@ -15,13 +15,17 @@ from ..launch.ranks import Ranks
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def prepare_model(model: nn.Module, device: torch.device, arguments: TrainingArguments, ranks: Ranks) -> None:
+def prepare_model(
+    model: nn.Module, device: torch.device, arguments: TrainingArguments, ranks: Ranks
+) -> None:
     """Moves and casts the model in place, switches recomputation on, and compiles it.
 
     Raises ValueError if `model` is no module, has another tensor-parallel size than `arguments`, or cannot be split.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, such as shardzoo.from_pretrained(path), not {model!r}")
+        raise ValueError(
+            f"model must be a torch.nn.Module, such as shardzoo.from_pretrained(path), not {model!r}"
+        )
     wrapper = type(model).__name__
     if wrapper in ("OptimizedModule", "DataParallel", "DistributedDataParallel"):
         raise ValueError(

@@ -31,7 +31,9 @@ class NamedSchedule:
 
     def __init__(self, optimizer: torch.optim.Optimizer, multiplier: Multiplier) -> None:
         self._multiplier = multiplier
-        self._groups = [(group, group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None]
+        self._groups = [
+            (group, group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None
+        ]
 
     def before_step(self, step: int) -> None:
         multiple = self._multiplier(step)
@@ -88,7 +90,11 @@ def make_schedule(
         check_scheduler(scheduler, optimizer)
         return TorchSchedule(scheduler)
     if total_steps is None:
-        warms_up = arguments.lr_schedule != "constant" and arguments.warmup_steps is None and arguments.warmup_ratio
+        warms_up = (
+            arguments.lr_schedule != "constant"
+            and arguments.warmup_steps is None
+            and arguments.warmup_ratio
+        )
         if arguments.lr_schedule not in OPEN_ENDED or warms_up:
             raise ValueError(
                 f"lr_schedule={arguments.lr_schedule!r} needs to know the last step, and the length of the data is "
@@ -98,7 +104,9 @@ def make_schedule(
     warmup_steps = arguments.warmup_steps
     if warmup_steps is None:
         warmup_steps = math.ceil(arguments.warmup_ratio * total_steps)
-    return NamedSchedule(optimizer, find_multiplier(arguments.lr_schedule, warmup_steps, total_steps))
+    return NamedSchedule(
+        optimizer, find_multiplier(arguments.lr_schedule, warmup_steps, total_steps)
+    )
 
 
 def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -109,13 +117,17 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
             f"{scheduler!r}"
         )
     if scheduler.optimizer is not optimizer:
-        raise ValueError("lr_scheduler belongs to another optimizer than the one in use: pass its optimizer too")
+        raise ValueError(
+            "lr_scheduler belongs to another optimizer than the one in use: pass its optimizer too"
+        )
 
 
 def find_multiplier(name: str, warmup_steps: int, total_steps: int) -> Multiplier:
     """Returns a schedule by name, as a function of the step: our own, or one of transformers."""
     if name == "warmup_cosine":
-        return lambda step: warmup_cosine(step, peak=1.0, warmup_steps=warmup_steps, total_steps=total_steps)
+        return lambda step: warmup_cosine(
+            step, peak=1.0, warmup_steps=warmup_steps, total_steps=total_steps
+        )
     from transformers.optimization import get_scheduler
 
     shape: Any = get_scheduler(
@@ -127,7 +139,9 @@ def find_multiplier(name: str, warmup_steps: int, total_steps: int) -> Multiplie
     return shape.lr_lambdas[0]
 
 
-def warmup_cosine(step: int, *, peak: float, warmup_steps: int, total_steps: int, final_ratio: float = 0.1) -> float:
+def warmup_cosine(
+    step: int, *, peak: float, warmup_steps: int, total_steps: int, final_ratio: float = 0.1
+) -> float:
     """Returns the learning rate: a linear warm-up to `peak`, then a cosine down to `final_ratio * peak`.
 
     Steps count from 0. Step 0 already has a rate above zero, and step `total_steps - 1` has the lowest one.

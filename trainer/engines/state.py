@@ -24,15 +24,25 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     Of a pipeline, the first of the stages that share a parameter returns it.
     """
     copies = copied_parameters(module)
-    tensors = {name: parameter.detach() for name, parameter in module.named_parameters() if name not in copies}
-    return tensors | {name: value.detach().clone() for name, value in persistent_buffers(module).items()}
+    tensors = {
+        name: parameter.detach()
+        for name, parameter in module.named_parameters()
+        if name not in copies
+    }
+    return tensors | {
+        name: value.detach().clone() for name, value in persistent_buffers(module).items()
+    }
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors of a module's state that are not parameters."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     state = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if name not in parameters and isinstance(value, Tensor)}
+    return {
+        name: value
+        for name, value in state.items()
+        if name not in parameters and isinstance(value, Tensor)
+    }
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, owners: Mapping[Any, str]) -> dict[str, Tensor]:
@@ -49,7 +59,9 @@ def state_tensors(optimizer: torch.optim.Optimizer, owners: Mapping[Any, str]) -
                 "optimizer"
             )
         for key, value in state.items():
-            tensors[f"{key}/{owners[parameter]}"] = _as_tensor(f"{type(optimizer).__name__}'s {key}", value)
+            tensors[f"{key}/{owners[parameter]}"] = _as_tensor(
+                f"{type(optimizer).__name__}'s {key}", value
+            )
     return tensors
 
 
@@ -59,19 +71,26 @@ def _as_tensor(described: str, value: Any) -> Tensor:
     if value is None:
         return torch.empty(0, dtype=torch.bool)
     if type(value) not in NUMBERS:
-        raise ValueError(f"{described} is a {type(value).__name__}, which cannot be saved; use another optimizer")
+        raise ValueError(
+            f"{described} is a {type(value).__name__}, which cannot be saved; use another optimizer"
+        )
     return torch.tensor(value, dtype=NUMBERS[type(value)])
 
 
 def load_state_tensors(
-    optimizer: torch.optim.Optimizer, owners: Mapping[Any, str], tensors: Mapping[str, Tensor], step: int
+    optimizer: torch.optim.Optimizer,
+    owners: Mapping[Any, str],
+    tensors: Mapping[str, Tensor],
+    step: int,
 ) -> None:
     """Loads the tensors that `state_tensors` returned after `step` steps.
 
     Another engine may keep a single step count for all parameters; Adam's counts are then set to `step`.
     """
     by_name = {name: parameter for parameter, name in owners.items()}
-    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    on_device = any(
+        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
+    )
     optimizer.state.clear()
     for key, value in tensors.items():
         state, name = key.split("/", 1)
@@ -96,7 +115,10 @@ def _from_tensor(value: Tensor, device: torch.device, on_device: bool) -> Any:
 
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Returns the values of each parameter group, for JSON."""
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
     return to_json(groups)
 
 
@@ -119,7 +141,9 @@ def load_group_changes(optimizer: torch.optim.Optimizer, changes: list[dict[str,
     for group, change in zip(groups, changes, strict=False):
         for name, value in change.items():
             new = apply_changes(group.get(name), value)
-            on_device = isinstance(new, Tensor) and group["params"]  # ZeRO 3 leaves no parameters in the group
+            on_device = (
+                isinstance(new, Tensor) and group["params"]
+            )  # ZeRO 3 leaves no parameters in the group
             group[name] = new.to(group["params"][0].device) if on_device else new
 
 
@@ -141,7 +165,9 @@ def to_json(value: Any) -> Any:
             return UNSUPPORTED
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, dict):
-        entries = {key: item for key, entry in value.items() if (item := to_json(entry)) is not UNSUPPORTED}
+        entries = {
+            key: item for key, entry in value.items() if (item := to_json(entry)) is not UNSUPPORTED
+        }
         if isinstance(value, Counter):
             return {"counter": [list(entry) for entry in entries.items()]}
         if all(isinstance(key, str) for key in entries):
@@ -165,7 +191,11 @@ def from_json(value: Any) -> Any:
     if _is_encoded(value):
         [(kind, content)] = value.items()
         return DECODERS[kind](content)
-    return {name: from_json(item) for name, item in value.items()} if isinstance(value, dict) else value
+    return (
+        {name: from_json(item) for name, item in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def json_changes(first: Any, now: Any) -> Any:
@@ -184,7 +214,10 @@ def json_changes(first: Any, now: Any) -> Any:
 def apply_changes(current: Any, change: Any) -> Any:
     """Returns `current`, which is not in JSON form, with the changes from `json_changes` applied."""
     if _are_dicts(current, change):
-        return {**current, **{name: apply_changes(current.get(name), value) for name, value in change.items()}}
+        return {
+            **current,
+            **{name: apply_changes(current.get(name), value) for name, value in change.items()},
+        }
     if _are_lists(current, change):
         return [apply_changes(a, b) for a, b in zip(current, change, strict=True)]
     return from_json(change)

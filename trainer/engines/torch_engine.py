@@ -19,14 +19,18 @@ from .state import load_state_tensors, model_tensors, state_tensors
 class TorchEngine:
     """An `Engine` for one process, and the base class of `DDPEngine`."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments
+    ) -> None:
         self.module = model
         self.model: Any = model
         self.optimizer = optimizer
         self.applied_steps = 0
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._masters = MasterWeights(optimizer)
-        if isinstance(optimizer, AdamW) and all(parameter.is_contiguous() for parameter, _ in self._masters.pairs):
+        if isinstance(optimizer, AdamW) and all(
+            parameter.is_contiguous() for parameter, _ in self._masters.pairs
+        ):
             optimizer.rounded = {master: parameter for parameter, master in self._masters.pairs}
         self._master_names = {master: names[parameter] for parameter, master in self._masters.pairs}
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -35,7 +39,9 @@ class TorchEngine:
         device = next(model.parameters()).device.type
         self._scaler = torch.amp.GradScaler(device) if arguments.precision == "fp16" else None
         # Fused optimizers leave everything as it is where their `found_inf` is 1, as GradScaler asks them to.
-        self.can_hold = self._scaler is None and getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.can_hold = self._scaler is None and getattr(
+            optimizer, "_step_supports_amp_scaling", False
+        )
         self._saves = arguments.save_optim
 
     @property
@@ -70,7 +76,9 @@ class TorchEngine:
             scale = self._scaler.get_scale()
             self._scaler.step(self.optimizer)
             self._scaler.update()
-            applied = self._scaler.get_scale() >= scale  # a lower scale means that the gradients overflowed
+            applied = (
+                self._scaler.get_scale() >= scale
+            )  # a lower scale means that the gradients overflowed
         else:
             self.optimizer.step()
         self.applied_steps += applied
@@ -85,7 +93,10 @@ class TorchEngine:
         return model_tensors(self.module)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        masters = {f"{MASTER_WEIGHT}/{name}": master.detach() for master, name in self._master_names.items()}
+        masters = {
+            f"{MASTER_WEIGHT}/{name}": master.detach()
+            for master, name in self._master_names.items()
+        }
         return {**state_tensors(self.optimizer, self._owners), **masters}
 
     @torch.no_grad()
@@ -102,7 +113,9 @@ class TorchEngine:
     def load_counters(self, counters: dict[str, float]) -> None:
         self.applied_steps = int(counters["applied_steps"])
         if self._scaler and "scale" in counters:
-            self._scaler.load_state_dict({name: value for name, value in counters.items() if name != "applied_steps"})
+            self._scaler.load_state_dict(
+                {name: value for name, value in counters.items() if name != "applied_steps"}
+            )
 
     def close(self, *, whole: bool) -> None:
         pass
@@ -124,9 +137,13 @@ class MasterWeights:
                     master = nn.Parameter(parameter.detach().float())
                     vars(master).update(vars(parameter))  # such as its shard
                     group["params"][place] = master
-                    if parameter in optimizer.state:  # some optimizers create their state before the first step
+                    if (
+                        parameter in optimizer.state
+                    ):  # some optimizers create their state before the first step
                         state = optimizer.state.pop(parameter)
-                        optimizer.state[master] = {name: _widened(value) for name, value in state.items()}
+                        optimizer.state[master] = {
+                            name: _widened(value) for name, value in state.items()
+                        }
                     self.pairs.append((parameter, master))
         self._of: dict[Tensor, nn.Parameter] = dict(self.pairs)
 
@@ -159,7 +176,9 @@ class MasterWeights:
         `take_gradients` then adds nothing.
         """
         sums = torch.cat([gradient.flatten().float() for gradient in gradients])
-        for parameter, own in zip(parameters, sums.split([one.numel() for one in parameters]), strict=True):
+        for parameter, own in zip(
+            parameters, sums.split([one.numel() for one in parameters]), strict=True
+        ):
             if (master := self._of.get(parameter)) is not None:  # the optimizer updates it
                 own = own.view_as(master)
                 master.grad = own if master.grad is None else own.add_(master.grad)
@@ -196,42 +215,71 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         factor, self.grad_factor = self.grad_factor, None
-        plain = closure is None and getattr(self, "grad_scale", None) is None  # GradScaler's, of scaled gradients
+        plain = (
+            closure is None and getattr(self, "grad_scale", None) is None
+        )  # GradScaler's, of scaled gradients
         updates = self._updates() if plain else None
         self.has_rounded = updates is not None and bool(self.rounded)
         if updates is None:
             if factor is not None:
-                grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+                grads = [
+                    p.grad
+                    for group in self.param_groups
+                    for p in group["params"]
+                    if p.grad is not None
+                ]
                 torch.ops.aten._foreach_mul_(grads, factor)
-            step: Any = torch.optim.AdamW.step  # without the user's hooks, which are called around this method
+            step: Any = (
+                torch.optim.AdamW.step
+            )  # without the user's hooks, which are called around this method
             return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self, closure)
-        found_inf = getattr(self, "found_inf", None)  # of GradScaler, or of an engine that holds a step
+        found_inf = getattr(
+            self, "found_inf", None
+        )  # of GradScaler, or of an engine that holds a step
         if found_inf is not None and found_inf.item():
             return None
         scale = 1.0 if factor is None else factor.item()
         if updates:
             torch.ops.aten._foreach_add_([step for *_, step in updates], 1)
         for group, tensors, step in updates:
-            numbers = (scale, group["lr"], *group["betas"], group["eps"], group["weight_decay"], step)
+            numbers = (
+                scale,
+                group["lr"],
+                *group["betas"],
+                group["eps"],
+                group["weight_decay"],
+                step,
+            )
             call_compiled("adamw", *tensors, self.rounded.get(tensors[0]), *map(float, numbers))
-        torch.autograd.graph.increment_version(list(self.rounded.values()))  # for those who saved them for a gradient
+        torch.autograd.graph.increment_version(
+            list(self.rounded.values())
+        )  # for those who saved them for a gradient
         return None
 
     def _updates(self) -> list[tuple[dict[str, Any], tuple[Tensor, ...], Tensor]] | None:
         """Returns each parameter's group, (itself, gradient, states), steps; None if the kernel does not take one."""
         updates, groups = [], self.param_groups
-        if any(g["amsgrad"] or g["maximize"] or not all(p.is_cpu for p in g["params"]) for g in groups):
+        if any(
+            g["amsgrad"] or g["maximize"] or not all(p.is_cpu for p in g["params"]) for g in groups
+        ):
             return None
         for group in groups:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *lists)  # pyright: ignore[reportCallIssue]
             *tensors, _, steps = lists
-            updates += [(group, *update) for update in zip(zip(*tensors, strict=True), steps, strict=True)]
-        return updates if all(suits_optimizer_kernels(*tensors) for _, tensors, _ in updates) else None
+            updates += [
+                (group, *update) for update in zip(zip(*tensors, strict=True), steps, strict=True)
+            ]
+        return (
+            updates if all(suits_optimizer_kernels(*tensors) for _, tensors, _ in updates) else None
+        )
 
 
 def clip(
-    parameters: list[Tensor], max_norm: float, optimizer: torch.optim.Optimizer, mesh: ParallelMesh | None = None
+    parameters: list[Tensor],
+    max_norm: float,
+    optimizer: torch.optim.Optimizer,
+    mesh: ParallelMesh | None = None,
 ) -> Tensor:
     """Clips the gradients before a step, or lets `AdamW` do so; 0 clips nothing. Returns the norm before."""
     if max_norm and not isinstance(optimizer, AdamW):

@@ -39,7 +39,9 @@ class Tile:
 
     def of(self, tensor: Tensor, shift: int = 0) -> Tensor:
         """Returns the tile of a contiguous tensor, or of one that begins `shift` elements later, as a view."""
-        return tensor.as_strided(self.size, self.strides, tensor.storage_offset() + self.offset + shift)
+        return tensor.as_strided(
+            self.size, self.strides, tensor.storage_offset() + self.offset + shift
+        )
 
 
 @dataclass(frozen=True)
@@ -152,9 +154,17 @@ class Adafactor(WholeMatrixOptimizer):
         clip_threshold: float = 1.0,
         decay_rate: float = -0.8,
     ) -> None:
-        defaults = {"lr": lr, "eps": eps, "clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": None}
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "beta1": None,
+        }
         defaults |= {"weight_decay": 0.0, "scale_parameter": scale_parameter}
-        super().__init__(groups, {**defaults, "relative_step": relative_step, "warmup_init": relative_step}, mesh)
+        super().__init__(
+            groups, {**defaults, "relative_step": relative_step, "warmup_init": relative_step}, mesh
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -176,11 +186,15 @@ class Adafactor(WholeMatrixOptimizer):
 
     def _statistics(self, work: Sequence[Work]) -> list[tuple[Tensor, ...]]:
         """Returns sums of each parameter: of squared gradients by row [B, R] and column [B, C], and of squares []."""
-        shapes = [shape for _, part in work for b, r, c in [part.shape] for shape in ((b, r), (b, c), ())]
+        shapes = [
+            shape for _, part in work for b, r, c in [part.shape] for shape in ((b, r), (b, c), ())
+        ]
         sizes = [prod(shape) for shape in shapes]
 
         def views(buffer: Tensor) -> list[tuple[Tensor, ...]]:
-            tensors = [piece.view(shape) for piece, shape in zip(buffer.split(sizes), shapes, strict=True)]
+            tensors = [
+                piece.view(shape) for piece, shape in zip(buffer.split(sizes), shapes, strict=True)
+            ]
             return list(zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True))
 
         buffer = work[0][1].tensor.new_zeros(sum(sizes))
@@ -192,7 +206,9 @@ class Adafactor(WholeMatrixOptimizer):
             weights += part.squared_norm(part.tensor)
         return views(self._sum(buffer))
 
-    def _precondition(self, group: Group, part: Part, rows: Tensor, columns: Tensor, weights: Tensor) -> None:
+    def _precondition(
+        self, group: Group, part: Part, rows: Tensor, columns: Tensor, weights: Tensor
+    ) -> None:
         """Updates the statistics of a parameter, and divides its gradient by their root."""
         state, owner = self.state[part.owner], part.owner
         state["step"] = state.get("step", 0) + 1
@@ -202,17 +218,25 @@ class Adafactor(WholeMatrixOptimizer):
         whole = shard.shape if shard else owner.shape
         if len(whole) < 2:
             squares = rows.view(whole)
-            squares = shard.slice(squares, tp_rank(self._mesh), tp_size(self._mesh)) if shard else squares
+            squares = (
+                shard.slice(squares, tp_rank(self._mesh), tp_size(self._mesh)) if shard else squares
+            )
             factors = _average(state, "exp_avg_sq", squares, decay).rsqrt()
             for tile in part.tiles:
                 tile.of(part.tensor.grad).mul_(tile.of(factors, -part.start))
             return
-        row = _average(state, "exp_avg_sq_row", (rows / part.shape[2]).view(whole[:-1]), decay).view_as(rows)
-        column = _average(state, "exp_avg_sq_col", (columns / part.shape[1]).view(*whole[:-2], whole[-1]), decay)
+        row = _average(
+            state, "exp_avg_sq_row", (rows / part.shape[2]).view(whole[:-1]), decay
+        ).view_as(rows)
+        column = _average(
+            state, "exp_avg_sq_col", (columns / part.shape[1]).view(*whole[:-2], whole[-1]), decay
+        )
         row, column = (row / row.mean(-1, keepdim=True)).rsqrt_(), column.view_as(columns).rsqrt()
         for tile in part.tiles:
             update = tile.of(part.tensor.grad)
-            update.mul_(row[tile.where[:2]].unsqueeze(-1)).mul_(column[tile.where[::2]].unsqueeze(-2))
+            update.mul_(row[tile.where[:2]].unsqueeze(-1)).mul_(
+                column[tile.where[::2]].unsqueeze(-2)
+            )
 
 
 def _average(state: dict[str, Any], name: str, value: Tensor, decay: float) -> Tensor:
@@ -241,9 +265,17 @@ class Lamb(WholeMatrixOptimizer):
     LARGEST_WEIGHT_NORM = 10.0
 
     def __init__(
-        self, groups: Any, lr: float, betas: tuple[float, float], *, mesh: ParallelMesh | None, eps: float = 1e-6
+        self,
+        groups: Any,
+        lr: float,
+        betas: tuple[float, float],
+        *,
+        mesh: ParallelMesh | None,
+        eps: float = 1e-6,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0, "eps": eps, "step": 0}, mesh)
+        super().__init__(
+            groups, {"lr": lr, "betas": betas, "weight_decay": 0.0, "eps": eps, "step": 0}, mesh
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -269,7 +301,9 @@ class Lamb(WholeMatrixOptimizer):
         for name in self.element_states:
             state.setdefault(name, torch.zeros_like(part.tensor))
         for tile in part.tiles:
-            grad, mean, square = (tile.of(t) for t in (part.tensor.grad, state["exp_avg"], state["exp_avg_sq"]))
+            grad, mean, square = (
+                tile.of(t) for t in (part.tensor.grad, state["exp_avg"], state["exp_avg_sq"])
+            )
             mean.mul_(beta1).add_(grad, alpha=1.0 - beta1)
             square.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
             torch.div(mean, square.sqrt().add_(group["eps"]), out=grad)
@@ -293,7 +327,10 @@ def _tiles(
     """
     lattice = _matrices(shape)
     strides = (lattice[1] * lattice[2], lattice[2], 1)
-    axis, pieces = 0, [((0, lattice[0]), 0)]  # (the range along an axis of this rank's parameter, that of the whole)
+    axis, pieces = (
+        0,
+        [((0, lattice[0]), 0)],
+    )  # (the range along an axis of this rank's parameter, that of the whole)
     if shard is not None:
         behind = len(shape) - 1 - shard.dim  # dimensions after the one that is split
         axis = max(2 - behind, 0) if len(shape) > 1 else 1
@@ -309,7 +346,9 @@ def _tiles(
                 continue
             inside = [*box]
             inside[axis] = (low, high)
-            offset = start + sum(bounds[0] * stride for bounds, stride in zip(inside, strides, strict=True))
+            offset = start + sum(
+                bounds[0] * stride for bounds, stride in zip(inside, strides, strict=True)
+            )
             where = [slice(*bounds) for bounds in inside]
             where[axis] = slice(low - first + place, high - first + place)
             yield Tile(offset, tuple(b - a for a, b in inside), strides, tuple(where))

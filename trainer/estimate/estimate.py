@@ -104,7 +104,12 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
     }
 
     def at(
-        name: str, gradients: int, activations: int = 0, logits: int = 0, working: int = 0, bucket: int = engine.bucket
+        name: str,
+        gradients: int,
+        activations: int = 0,
+        logits: int = 0,
+        working: int = 0,
+        bucket: int = engine.bucket,
     ) -> None:
         lines = {
             "gradients": gradients,
@@ -124,8 +129,20 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
     moments: list[Moment] = []
     kept = [part.layers * part.block.kept for part in model.parts]
     head = (model.head,) if model.head else ()
-    at("the loss's backward", engine.held, sum(kept) + model.ends, model.logits + model.loss, bucket=0)
-    at("the head's backward", engine.held + grown(head), sum(kept) + model.ends, model.logits, model.stream + from_head)
+    at(
+        "the loss's backward",
+        engine.held,
+        sum(kept) + model.ends,
+        model.logits + model.loss,
+        bucket=0,
+    )
+    at(
+        "the head's backward",
+        engine.held + grown(head),
+        sum(kept) + model.ends,
+        model.logits,
+        model.stream + from_head,
+    )
     gradients = engine.held + grown(head)
     for number in reversed(range(len(model.parts))):
         part, before = model.parts[number], sum(kept[:number])
@@ -133,9 +150,21 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
         working = part.block.working + from_head + (from_decoder if used_again else 0)
         at("the last block's backward", gradients, before + kept[number] + model.ends, 0, working)
         gradients += grown(part.parameters)
-        at("the first block's backward", gradients, before + part.block.kept + model.ends, 0, working)
+        at(
+            "the first block's backward",
+            gradients,
+            before + part.block.kept + model.ends,
+            0,
+            working,
+        )
     everything = engine.held + grown(model.trained)
-    at("the embedding's backward", everything, 0, 0, (0 if engine.grown else table) + model.pieces * table)
+    at(
+        "the embedding's backward",
+        everything,
+        0,
+        0,
+        (0 if engine.grown else table) + model.pieces * table,
+    )
     at("the optimizer's step", engine.stepped, 0, 0, engine.temporaries, bucket=0)
     return moments
 
@@ -224,11 +253,17 @@ def _zero(model: ModelMemory, job: Job) -> EngineMemory:
         grown = 0.0 if accumulates else gradients / (trained * e)
         stepped = gradients + FP32 * max(flat)
         # Gradients are copied into a bucket, or into two in turn. A CPU allocates only the pages that are written to.
-        bucket = bucket_elements(trained, ranks) * (wide if stage == 1 else e) * (1 + (exchanges_early and stage < 3))
+        bucket = (
+            bucket_elements(trained, ranks)
+            * (wide if stage == 1 else e)
+            * (1 + (exchanges_early and stage < 3))
+        )
         if job.device == "cpu":
             bucket = min(bucket, wide * trained)
     return EngineMemory(
-        parameters=every * e if stage < 3 else -(-every // ranks) * e + min(every, ZERO_3_GATHERED) * e,
+        parameters=every * e
+        if stage < 3
+        else -(-every // ranks) * e + min(every, ZERO_3_GATHERED) * e,
         masters=FP32 * own,
         states=state_bytes(job.optimizer, model.trained, own),
         held=held,
@@ -236,7 +271,9 @@ def _zero(model: ModelMemory, job: Job) -> EngineMemory:
         stepped=stepped,
         buffers=0,
         bucket=bucket,
-        temporaries=step_bytes(job.optimizer, [[size] for size in flat], in_parts=True, largest=largest),
+        temporaries=step_bytes(
+            job.optimizer, [[size] for size in flat], in_parts=True, largest=largest
+        ),
     )
 
 
@@ -260,12 +297,18 @@ def state_bytes(optimizer: str, trained: Sequence[ParameterSize], own: int | Non
     rank updates under ZeRO.
     """
     if optimizer == "adafactor":
-        return FP32 * sum(_factored(size.shape) if len(size.shape) > 1 else size.local for size in trained)
+        return FP32 * sum(
+            _factored(size.shape) if len(size.shape) > 1 else size.local for size in trained
+        )
     return STATE_BYTES[optimizer] * (sum(size.local for size in trained) if own is None else own)
 
 
 def step_bytes(
-    optimizer: str, groups: Sequence[Sequence[int]], *, in_parts: bool = False, largest: int | None = None
+    optimizer: str,
+    groups: Sequence[Sequence[int]],
+    *,
+    in_parts: bool = False,
+    largest: int | None = None,
 ) -> int:
     """Returns the bytes of temporary fp32 tensors during an update.
 

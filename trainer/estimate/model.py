@@ -15,7 +15,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...models.activations import FP32, Batch, BlockBytes, Layout, block_bytes, end_bytes, head_sum_bytes, logit_bytes
+from ...models.activations import (
+    FP32,
+    Batch,
+    BlockBytes,
+    Layout,
+    block_bytes,
+    end_bytes,
+    head_sum_bytes,
+    logit_bytes,
+)
 from ...models.auto import build_on_meta, model_class, unsplit_on_meta
 from ...models.common.config import ModelConfig
 from ...models.common.language_model import LanguageModel
@@ -73,21 +82,34 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
     """
     sizes, trained = _sizes_and_trained(config, job)
     activations = family(config.model_type).activations(config)
-    owned = (stack for stack in activations.stacks if any(size.name.startswith(stack.path) for size in sizes))
+    owned = (
+        stack
+        for stack in activations.stacks
+        if any(size.name.startswith(stack.path) for size in sizes)
+    )
     activations = replace(activations, stacks=tuple(owned))  # an encoder alone has no decoder
     has_target = any(stack.is_decoder for stack in activations.stacks)
     batch, layout = job.batch(has_target=has_target), job.layout
     if not has_target and job.length > config.max_sequence_length:
-        raise ValueError(f"length {job.length} is more than the model's {config.max_sequence_length} positions")
+        raise ValueError(
+            f"length {job.length} is more than the model's {config.max_sequence_length} positions"
+        )
     parts = []
     for stack in activations.stacks:
         own = tuple(size for size in trained if size.name.startswith(stack.path))
         parts.append(BlockStack(stack.layers, block_bytes(stack, batch, layout), own))
     table = next(size for size in sizes if size.name.endswith("word_embeddings.weight"))
     head = next((size for size in sizes if size.name.endswith("head.weight")), table)
-    predicts_words = issubclass(model_class(config), LanguageModel)  # the logits of other heads are small
+    predicts_words = issubclass(
+        model_class(config), LanguageModel
+    )  # the logits of other heads are small
     logits = logit_bytes(head.local_shape[0], batch, layout) if predicts_words else 0
-    stream = batch.size * max(batch.length, batch.target_length) * activations.stacks[0].block.hidden * job.itemsize
+    stream = (
+        batch.size
+        * max(batch.length, batch.target_length)
+        * activations.stacks[0].block.hidden
+        * job.itemsize
+    )
     return ModelMemory(
         parameters=tuple(sizes),
         trained=tuple(trained),
@@ -103,7 +125,9 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
     )
 
 
-def _sizes_and_trained(config: ModelConfig, job: Job) -> tuple[list[ParameterSize], list[ParameterSize]]:
+def _sizes_and_trained(
+    config: ModelConfig, job: Job
+) -> tuple[list[ParameterSize], list[ParameterSize]]:
     """Returns the sizes of all parameters, with those of LoRA weights, and of the trained ones."""
     model = build_on_meta(config, None) if job.lora_rank else unsplit_on_meta(config)
     if job.lora_rank:
@@ -177,9 +201,13 @@ def _check(config: Any, job: Job) -> None:
             "sequence parallelism"
         )
     if job.recompute == "selective":
-        raise ValueError(f"{kind} is not a family of the zoo; use recompute 'none' or 'full', not 'selective'")
+        raise ValueError(
+            f"{kind} is not a family of the zoo; use recompute 'none' or 'full', not 'selective'"
+        )
     if config.is_encoder_decoder:
-        raise ValueError(f"{kind} is not a family of the zoo; of other models only decoders can be estimated")
+        raise ValueError(
+            f"{kind} is not a family of the zoo; of other models only decoders can be estimated"
+        )
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and job.length > longest:
         raise ValueError(f"length {job.length} is more than the model's {longest} positions")
@@ -192,7 +220,9 @@ def _build(config: Any, job: Job) -> Any:
         try:
             return AutoModelForCausalLM.from_config(config).to(DTYPES[job.precision]).train()
         except ValueError:
-            raise ValueError(f"transformers has no causal language model of type {config.model_type!r}") from None
+            raise ValueError(
+                f"transformers has no causal language model of type {config.model_type!r}"
+            ) from None
 
 
 def _blocks(model: nn.Module, layers: int) -> tuple[str, nn.ModuleList]:
@@ -200,11 +230,18 @@ def _blocks(model: nn.Module, layers: int) -> tuple[str, nn.ModuleList]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
             return name, module
-    raise ValueError(f"{type(model).__name__} has no ModuleList of {layers} blocks, so it cannot be estimated")
+    raise ValueError(
+        f"{type(model).__name__} has no ModuleList of {layers} blocks, so it cannot be estimated"
+    )
 
 
 def _sizes(model: nn.Module) -> list[ParameterSize]:
-    tables = {parameter for module in model.modules() if is_embedding(module) for parameter in module.parameters()}
+    tables = {
+        parameter
+        for module in model.modules()
+        if is_embedding(module)
+        for parameter in module.parameters()
+    }
     return [
         ParameterSize(name, tuple(parameter.shape), tuple(parameter.shape), parameter in tables)
         for name, parameter in model.named_parameters()
@@ -227,7 +264,9 @@ def _kept(model: Any, job: Job) -> tuple[int, int]:
 
     ids = torch.zeros(job.micro_batch_size, job.length, dtype=torch.long, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
+        loss = model(
+            input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False
+        ).loss
     del loss
     sizes = [storage.nbytes() for storage in storages.values()]
     return sum(sizes), max(sizes)
@@ -284,9 +323,13 @@ class Job:
                 f"lora_rank={self.lora_rank} must be 0 or more, and is estimated for one pipeline stage only"
             )
         if self.pipeline_parallel_size > 1 and (self.stage or 0) > 1:
-            raise ValueError(f"ZeRO stage {self.stage} does not work with pipeline parallelism; use 0 or 1")
+            raise ValueError(
+                f"ZeRO stage {self.stage} does not work with pipeline parallelism; use 0 or 1"
+            )
         if self.stage == 3 and self.tensor_parallel_size > 1:
-            raise ValueError("ZeRO stage 3 splits parameters that tensor parallelism has already split; use 0, 1 or 2")
+            raise ValueError(
+                "ZeRO stage 3 splits parameters that tensor parallelism has already split; use 0, 1 or 2"
+            )
         if self.optimizer not in ELEMENTWISE and self.stage == 3:
             raise ValueError(
                 f"{self.optimizer} needs statistics of whole parameters, which ZeRO stage 3 splits; use 0, 1 or 2, or "

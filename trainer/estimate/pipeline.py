@@ -14,7 +14,13 @@ from torch import Tensor
 
 from ...models.auto import from_config, unsplit_on_meta
 from ...models.common.config import ModelConfig
-from ...models.common.pipeline import balanced_counts, check_counts, equal_counts, stacks_of, stages_of_parameters
+from ...models.common.pipeline import (
+    balanced_counts,
+    check_counts,
+    equal_counts,
+    stacks_of,
+    stages_of_parameters,
+)
 from ...models.common.transformer import check_heads
 from ...models.sizes import parameter_sizes, sizes_of
 from ...mpu import dropout_state, validate_layout
@@ -25,7 +31,10 @@ from ..launch.rank_info import RankInfo
 from .model import BlockStack, Job, ModelMemory
 
 Partition = Literal["uniform", "parameters", "time"]
-DEPTHS = (("num_layers", "encoder_layers"), ("num_decoder_layers", "decoder_layers"))  # keys for encoder and decoder
+DEPTHS = (
+    ("num_layers", "encoder_layers"),
+    ("num_decoder_layers", "decoder_layers"),
+)  # keys for encoder and decoder
 REPEATS = 3  # of a timed step, after one that is not timed
 
 
@@ -39,7 +48,9 @@ def in_flight(stage: int, stages: int, micro_batches: int) -> int:
     return min(stages - stage, micro_batches)
 
 
-def choose_blocks(config: ModelConfig, stages: int, partition: Partition, job: Job) -> tuple[int, ...]:
+def choose_blocks(
+    config: ModelConfig, stages: int, partition: Partition, job: Job
+) -> tuple[int, ...]:
     """Returns the number of blocks of each pipeline stage.
 
     Args:
@@ -54,7 +65,9 @@ def choose_blocks(config: ModelConfig, stages: int, partition: Partition, job: J
         return equal_counts(model, stages)
     blocks = [len(stack) for _, stack in stacks_of(model)]
     if sum(blocks) < stages:
-        raise ValueError(f"{sum(blocks)} blocks are too few for {stages} pipeline stages; use at most {sum(blocks)}")
+        raise ValueError(
+            f"{sum(blocks)} blocks are too few for {stages} pipeline stages; use at most {sum(blocks)}"
+        )
     if partition == "time":
         return balanced_counts(measured_costs(config, blocks, job), stages)
     costs = [0] * sum(blocks)
@@ -76,7 +89,10 @@ def check_layout(arguments: TrainingArguments, config: ModelConfig, launch: Rank
     data_parallel_size = validate_layout(processes, size, stages)
     if stages > 1:
         choose_blocks(
-            config, stages, "parameters" if partition == "time" else partition, Job(tensor_parallel_size=size)
+            config,
+            stages,
+            "parameters" if partition == "time" else partition,
+            Job(tensor_parallel_size=size),
         )
     arguments.accumulation_steps(data_parallel_size)
     zero_stage(arguments)
@@ -94,7 +110,10 @@ def measured_costs(config: ModelConfig, blocks: Sequence[int], job: Job) -> list
         names = [next(name for name in depths if name in own) for depths in DEPTHS]
     single = dict.fromkeys(names, 1)
     whole = _seconds(config.with_changes(**single), job)
-    each = [max(_seconds(config.with_changes(**{**single, name: 2}), job) - whole, 1e-9) for name in names]
+    each = [
+        max(_seconds(config.with_changes(**{**single, name: 2}), job) - whole, 1e-9)
+        for name in names
+    ]
     costs = [cost for cost, count in zip(each, blocks, strict=True) for _ in range(count)]
     costs[-1] += max(whole - sum(each), 0.0)
     return costs
@@ -107,7 +126,10 @@ def _seconds(config: ModelConfig, job: Job) -> float:
             "pipeline_partition=time measures blocks on a GPU, and this machine has none; use parameters or "
             "uniform, or a machine with one"
         )
-    device, dtype = torch.device(job.device), torch.bfloat16 if job.precision == "bf16" else torch.float32
+    device, dtype = (
+        torch.device(job.device),
+        torch.bfloat16 if job.precision == "bf16" else torch.float32,
+    )
     model: Any = from_config(config, device=device, dtype=dtype).train()
     batch = _batch(config, job, device, encoder_decoder=len(stacks_of(model)) == 2)
     times: list[float] = []
@@ -115,7 +137,9 @@ def _seconds(config: ModelConfig, job: Job) -> float:
         dropout_state.set(0, sample)
         started = time.perf_counter()
         output = model(**batch)
-        loss: Any = output.loss if "labels" in batch else sum(value.float().sum() for value in output)
+        loss: Any = (
+            output.loss if "labels" in batch else sum(value.float().sum() for value in output)
+        )
         loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -123,12 +147,19 @@ def _seconds(config: ModelConfig, job: Job) -> float:
     return median(times[1:])
 
 
-def _batch(config: ModelConfig, job: Job, device: torch.device, *, encoder_decoder: bool) -> dict[str, Tensor]:
+def _batch(
+    config: ModelConfig, job: Job, device: torch.device, *, encoder_decoder: bool
+) -> dict[str, Tensor]:
     """Returns a micro-batch; without labels if the head predicts no tokens, because what it predicts costs nothing."""
     full = partial(torch.full, fill_value=3, dtype=torch.long, device=device)
-    sizes, of_target = (job.micro_batch_size, job.length), (job.micro_batch_size, job.target_length or job.length)
+    sizes, of_target = (
+        (job.micro_batch_size, job.length),
+        (job.micro_batch_size, job.target_length or job.length),
+    )
     ids, targets = full(sizes), full(of_target if encoder_decoder else sizes)
-    if config.architecture.endswith(("LMHeadModel", "CausalLM", "MaskedLM", "ConditionalGeneration")):
+    if config.architecture.endswith(
+        ("LMHeadModel", "CausalLM", "MaskedLM", "ConditionalGeneration")
+    ):
         return {"input_ids": ids, "labels": targets}
     ids[:, -1] = getattr(config, "eos_token_id", None) or 3  # some heads classify its state
     if config.architecture.endswith("MultipleChoice"):
@@ -165,7 +196,8 @@ def stage_memory(whole: ModelMemory, config: ModelConfig, job: Job, stage: int) 
         parts=tuple(parts),
         logits=whole.logits if stage == last else 0,
         loss=whole.loss if stage == last else 0,
-        ends=(whole.ends if stage == last else 0) + whole.stream * flying * (2 * (stage > 0) + (stage < last)),
+        ends=(whole.ends if stage == last else 0)
+        + whole.stream * flying * (2 * (stage > 0) + (stage < last)),
         head=whole.head if stage == last else None,
         table=whole.table if whole.table is not None and whole.table.name in held else None,
     )

@@ -26,7 +26,13 @@ def stage_table(stages: Sequence[Estimate], job: Job) -> Table:
     idle = bubble(len(stages), job.accumulation_steps)
     title = f"Pipeline: {len(stages)} stages x {job.accumulation_steps} micro-batches, idle {idle:.0%} of the time"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for name in ("stage", "blocks", "parameters on a rank", "micro-batches in flight", "GiB at the peak"):
+    for name in (
+        "stage",
+        "blocks",
+        "parameters on a rank",
+        "micro-batches in flight",
+        "GiB at the peak",
+    ):
         table.add_column(name, justify="right")
     for stage, (count, found, flying) in enumerate(stage_rows(stages, job)):
         peak = f"{found.peak.total / GIB:.2f}"

@@ -24,7 +24,11 @@ if not torch.accelerator.is_available():
 
 
 def initialize_distributed(
-    launch: RankInfo, *, backend: Backend = "auto", collective_timeout: float = 1800.0, stall_timeout: float = 300.0
+    launch: RankInfo,
+    *,
+    backend: Backend = "auto",
+    collective_timeout: float = 1800.0,
+    stall_timeout: float = 300.0,
 ) -> torch.device:
     """Joins the process group and returns this process's device.
 
@@ -50,7 +54,9 @@ def initialize_distributed(
         if launch.world_size > 1 and stall_timeout and LAUNCHER_PID not in os.environ:
             watch_peers(launch.rank, launch.world_size, launch.local_rank, stall_timeout, _connect)
     if torch.cuda.is_available():
-        index = launch.local_rank % torch.cuda.device_count()  # under srun a task may see only its own GPU
+        index = (
+            launch.local_rank % torch.cuda.device_count()
+        )  # under srun a task may see only its own GPU
         torch.cuda.set_device(index)
         os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed uses the GPU of this number
         return torch.device("cuda", index)
@@ -78,11 +84,16 @@ def single_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         usable = device.type != "meta" and torch.empty(1, device=device) is not None
-    except (RuntimeError, AssertionError):  # an unknown name, or a device that torch was not built for
+    except (
+        RuntimeError,
+        AssertionError,
+    ):  # an unknown name, or a device that torch was not built for
         usable = False
     if not usable:
         found = torch.accelerator.current_accelerator()
-        known = f"'cpu' or '{found.type}:0'" if found and torch.accelerator.is_available() else "'cpu'"
+        known = (
+            f"'cpu' or '{found.type}:0'" if found and torch.accelerator.is_available() else "'cpu'"
+        )
         raise ValueError(f"pytorch_device {name!r} does not exist on this machine; use {known}")
     return device
 

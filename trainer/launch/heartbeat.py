@@ -23,9 +23,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-STALLED = 75  # the exit code of a job that stood still: EX_TEMPFAIL of sysexits.h, "try again later"
+STALLED = (
+    75  # the exit code of a job that stood still: EX_TEMPFAIL of sysexits.h, "try again later"
+)
 PULSE = "SHARDZOO_PULSE"  # the file that a rank of our launcher writes its samples to, and the seconds between them
-STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGTERM)  # makes a rank print its stack, without Python's help
+STACK_SIGNAL = getattr(
+    signal, "SIGRTMAX", signal.SIGTERM
+)  # makes a rank print its stack, without Python's help
 SUSPENDED = 5.0  # seconds without a look after which the watchdog itself has stood still, with the whole job
 TRAINING = "trainer/loop.py"
 
@@ -34,9 +38,17 @@ PHASES = [
     (re.compile(file), re.compile(function), phase)
     for file, function, phase in (
         (r"/(pdb|bdb)\.py", r".*", "debugger"),
-        (r"/(cpp_extension|triton/compiler/.*|_inductor/.*|_dynamo/.*)\.py", r".*", "building kernels"),
+        (
+            r"/(cpp_extension|triton/compiler/.*|_inductor/.*|_dynamo/.*)\.py",
+            r".*",
+            "building kernels",
+        ),
         (r"/trainer/launch/ranks\.py", r"on_first_rank", "work of rank 0"),
-        (r"/trainer/(loop|checkpointing/saver|checkpointing/snapshot)\.py", r"save|wait|amend|write_snapshot", "save"),
+        (
+            r"/trainer/(loop|checkpointing/saver|checkpointing/snapshot)\.py",
+            r"save|wait|amend|write_snapshot",
+            "save",
+        ),
         (r"/trainer/(loop|evaluation)\.py", r"_?evaluate", "evaluation"),
         (r"/torch/utils/data/.*|/shardzoo/data/.*", r".*", "data"),
         (r"/(torch/_tensor|torch/autograd/.*)\.py", r"backward", "backward"),
@@ -45,7 +57,12 @@ PHASES = [
     )
 ]
 COMPUTES = 0.1  # of the time, on a processor: a call that waits takes none, and a busy machine leaves a rank little
-LONG = ("debugger", "building kernels", "work of rank 0", "save")  # phases whose length says nothing
+LONG = (
+    "debugger",
+    "building kernels",
+    "work of rank 0",
+    "save",
+)  # phases whose length says nothing
 OUTSIDE = "before or after training"
 COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 
@@ -151,7 +168,9 @@ def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
 
 def _place(frames: list[tuple[str, int, str]]) -> tuple[str, str, str]:
     """Returns the phase, the innermost call outside torch, and the collective or "" of a stack."""
-    innermost = frames[0] if frames else ("an unknown file", 0, "an unknown call")  # the stack was cut off
+    innermost = (
+        frames[0] if frames else ("an unknown file", 0, "an unknown call")
+    )  # the stack was cut off
     name, line, called = next((frame for frame in frames if "/torch/" not in frame[0]), innermost)
     collective = next((inner[2] for inner in reversed(frames) if COLLECTIVES in inner[0]), "")
     return _phase(frames), f"{called} ({name}:{line})", collective
@@ -185,7 +204,10 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 def sample_of_stack(sample: Sample, stack: str) -> Sample:
     """Returns the sample with what faulthandler's stack says, which is newer. The main thread comes last in it."""
-    threads = [[(name, int(line), called) for name, line, called in FRAME.findall(t)] for t in stack.split("\n\n")]
+    threads = [
+        [(name, int(line), called) for name, line, called in FRAME.findall(t)]
+        for t in stack.split("\n\n")
+    ]
     if not threads or not threads[-1]:
         return sample
     phase, call, collective = _place(threads[-1])
@@ -205,7 +227,11 @@ class Stall:
 
     def describe(self) -> str:
         sample = self.sample
-        where = "before it reported anything" if sample is None else f"in phase {sample.phase!r}, at {sample.call}"
+        where = (
+            "before it reported anything"
+            if sample is None
+            else f"in phase {sample.phase!r}, at {sample.call}"
+        )
         where += f", in the collective {sample.collective}" if sample and sample.collective else ""
         what = "is stopped by a signal (SIGSTOP)" if self.is_stopped else "stands still"
         if sample and sample.stopped and not self.is_stopped:
@@ -229,7 +255,9 @@ class Watchdog:
         self._since: dict[int, float] = {}
         self._last: dict[int, Sample | None] = {}
 
-    def look(self, samples: Mapping[int, Sample | None], stopped: Callable[[int], bool]) -> list[Stall]:
+    def look(
+        self, samples: Mapping[int, Sample | None], stopped: Callable[[int], bool]
+    ) -> list[Stall]:
         """Returns the ranks that make the job stand still.
 
         Args:
@@ -248,7 +276,10 @@ class Watchdog:
         return self._stalls({rank: now - self._since[rank] for rank in samples}, samples, stopped)
 
     def _stalls(
-        self, ages: Mapping[int, float], samples: Mapping[int, Sample | None], stopped: Callable[[int], bool]
+        self,
+        ages: Mapping[int, float],
+        samples: Mapping[int, Sample | None],
+        stopped: Callable[[int], bool],
     ) -> list[Stall]:
         """Returns the stalls, from the seconds since the last new sample of each rank."""
         silent, idle = [], []
@@ -269,7 +300,9 @@ class Watchdog:
 
 def start_sampling(write: Callable[[Sample], None], seconds: float, stack_file: Any) -> None:
     """Starts the thread that samples this process, and lets `STACK_SIGNAL` write the stack of all threads to a file."""
-    with suppress(ValueError, RuntimeError, OSError):  # not a main thread; a system without such a signal
+    with suppress(
+        ValueError, RuntimeError, OSError
+    ):  # not a main thread; a system without such a signal
         faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
 
     def run() -> None:
@@ -290,7 +323,9 @@ def sample_for_launcher() -> None:
     path = Path(name)
 
     def write(sample: Sample) -> None:
-        unfinished = path.with_name(f"{path.name}.part")  # not the name that the rank's error has while it is written
+        unfinished = path.with_name(
+            f"{path.name}.part"
+        )  # not the name that the rank's error has while it is written
         unfinished.write_text(json.dumps(asdict(sample)))
         unfinished.replace(path)
 
@@ -314,7 +349,9 @@ def stack_of(pid: int, path: Path, seconds: float = 3.0) -> str:
             size = path.stat().st_size
             time.sleep(0.2)
         threads = path.read_text().split("\n\n")
-        return "\n\n".join(thread.strip() for thread in threads if "launch/heartbeat.py" not in thread)
+        return "\n\n".join(
+            thread.strip() for thread in threads if "launch/heartbeat.py" not in thread
+        )
     return ""
 
 
@@ -324,7 +361,9 @@ def _ask_for_stack(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def watch_peers(rank: int, world_size: int, local_rank: int, timeout: float, connect: Callable[[], Any]) -> None:
+def watch_peers(
+    rank: int, world_size: int, local_rank: int, timeout: float, connect: Callable[[], Any]
+) -> None:
     """Watches the ranks of a job from within, because its launcher does not. Ends this process if the job stands still.
 
     Args:
@@ -340,20 +379,32 @@ def watch_peers(rank: int, world_size: int, local_rank: int, timeout: float, con
         try:
             stores[:] = stores or [connect()]
             stores[0].set(keys[rank], json.dumps(asdict(sample)))
-            known = [number for number in range(world_size) if watches and stores[0].check([keys[number]])]
+            known = [
+                number
+                for number in range(world_size)
+                if watches and stores[0].check([keys[number]])
+            ]
             texts = stores[0].multi_get([keys[number] for number in known]) if known else []
         except RuntimeError:  # torch's DistError: it does not answer
             stores.clear()
             if time.monotonic() - answered[0] > timeout and not sample.is_long:
-                _end([f"the rendezvous, held by rank 0 or its launcher, has not answered for {timeout:.0f} s"])
+                _end(
+                    [
+                        f"the rendezvous, held by rank 0 or its launcher, has not answered for {timeout:.0f} s"
+                    ]
+                )
             return
         answered[0] = time.monotonic()
-        samples = {number: Sample(**json.loads(text)) for number, text in zip(known, texts, strict=True)}
+        samples = {
+            number: Sample(**json.loads(text)) for number, text in zip(known, texts, strict=True)
+        }
         here = socket.gethostname()
         pids = {number: found.pid for number, found in samples.items() if found.host == here}
         stalls = watchdog.look(samples, lambda number: process_state(pids.get(number, 0)) == "T")
         if stalls:
-            others = [pids[stall.rank] for stall in stalls if stall.rank in pids and stall.rank != rank]
+            others = [
+                pids[stall.rank] for stall in stalls if stall.rank in pids and stall.rank != rank
+            ]
             _end([stall.describe() for stall in stalls], others)
 
     start_sampling(write, seconds, sys.__stderr__)
@@ -366,5 +417,7 @@ def _end(lines: list[str], others: Sequence[int] = ()) -> NoReturn:
     for pid in others:
         with suppress(OSError):
             _ask_for_stack(pid)
-    time.sleep(0.05)  # for their stacks; a stopped rank runs on, and the job must end before it trains to its end
+    time.sleep(
+        0.05
+    )  # for their stacks; a stopped rank runs on, and the job must end before it trains to its end
     os._exit(STALLED)

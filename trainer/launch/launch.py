@@ -13,7 +13,15 @@ from pathlib import Path
 
 from ..arguments.training_arguments import TrainingArguments
 from .local import POLL_SECONDS, Faults, run_ranks
-from .nodes import LOCAL_NAMES, Nodes, check_launcher, deepspeed_command, launcher_command, rank_commands, read_hostfile
+from .nodes import (
+    LOCAL_NAMES,
+    Nodes,
+    check_launcher,
+    deepspeed_command,
+    launcher_command,
+    rank_commands,
+    read_hostfile,
+)
 from .rank_info import RankInfo
 from .rank_process import LAUNCHER_PID, join_job
 
@@ -60,7 +68,14 @@ def ensure_processes(
             raise SystemExit(0)
         return launch
     raise SystemExit(
-        start_processes(world_size, nodes, script=script, dry_run=dry_run, faults=faults, shares_gpus=shares_gpus)
+        start_processes(
+            world_size,
+            nodes,
+            script=script,
+            dry_run=dry_run,
+            faults=faults,
+            shares_gpus=shares_gpus,
+        )
     )
 
 
@@ -80,10 +95,17 @@ def ensure_processes_of(arguments: TrainingArguments) -> RankInfo:
         nodes = THIS_MACHINE
     script, dry_run = arguments.training_script, arguments.dry_run
     smaller = smaller_jobs(arguments)
-    faults = Faults(arguments.stall_timeout, arguments.grace_period, arguments.max_restarts, smaller)
+    faults = Faults(
+        arguments.stall_timeout, arguments.grace_period, arguments.max_restarts, smaller
+    )
     shares = arguments.distributed_backend == "gloo"
     return ensure_processes(
-        processes_of(arguments), nodes, script=script, dry_run=dry_run, faults=faults, shares_gpus=shares
+        processes_of(arguments),
+        nodes,
+        script=script,
+        dry_run=dry_run,
+        faults=faults,
+        shares_gpus=shares,
     )
 
 
@@ -139,10 +161,17 @@ def own_command(script: str | None = None) -> list[str]:
     """
     if script is not None:
         if not Path(script).is_file():
-            raise ValueError(f"training_script {script} is not a file; leave it out to run the current command")
+            raise ValueError(
+                f"training_script {script} is not a file; leave it out to run the current command"
+            )
         return [script, *sys.argv[1:]]
     arguments = sys.orig_argv[1:]
-    if hasattr(sys, "ps1") or "ipykernel_launcher" in arguments or not arguments or arguments[-1] == "-":
+    if (
+        hasattr(sys, "ps1")
+        or "ipykernel_launcher" in arguments
+        or not arguments
+        or arguments[-1] == "-"
+    ):
         raise ValueError(
             "several processes can only run a script that is a file: save this code to a file, or use one process here"
         )
@@ -174,7 +203,12 @@ def check_gpus(world_size: int) -> None:
 
 
 def _describe(nodes: Nodes, command: Sequence[str], script: Sequence[str]) -> list[str]:
-    lines = ["# on this machine", shlex.join(command), "", f"# DeepSpeed then reaches the machines by {nodes.launcher}"]
+    lines = [
+        "# on this machine",
+        shlex.join(command),
+        "",
+        f"# DeepSpeed then reaches the machines by {nodes.launcher}",
+    ]
     lines.append(" ".join(launcher_command(nodes, script)))
     for name, commands in rank_commands(nodes, script).items():
         lines += ["", f"# on {name}", *commands]

@@ -15,16 +15,36 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .heartbeat import PULSE, STALLED, Watchdog, process_state, read_sample, sample_of_stack, stack_of
+from .heartbeat import (
+    PULSE,
+    STALLED,
+    Watchdog,
+    process_state,
+    read_sample,
+    sample_of_stack,
+    stack_of,
+)
 from .rank_info import cpu_environment, free_port
-from .rank_process import BEGUN, ERROR_FILE, LAUNCHER_PID, LAUNCHER_SHOWS_ERRORS, RESTARTED, RankError, read
+from .rank_process import (
+    BEGUN,
+    ERROR_FILE,
+    LAUNCHER_PID,
+    LAUNCHER_SHOWS_ERRORS,
+    RESTARTED,
+    RankError,
+    read,
+)
 
 SCRATCH, LOCK = "shardzoo-ranks-", "launcher.lock"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 USAGE_ERROR = 2  # the exit code of a rank that has printed a message about the user's error itself
 POLL_SECONDS = 0.05
-SETTLE_SECONDS = 1.0  # time for other ranks to fail from the same cause, so that the first failure can be found
-SOON = 600.0  # seconds: a rank that fails again sooner after a restart would probably fail each time
+SETTLE_SECONDS = (
+    1.0  # time for other ranks to fail from the same cause, so that the first failure can be found
+)
+SOON = (
+    600.0  # seconds: a rank that fails again sooner after a restart would probably fail each time
+)
 TERMINATE_SECONDS = 3.0  # time for the ranks to end after a signal, before they are killed
 
 
@@ -46,7 +66,12 @@ class Failure:
     @property
     def killed(self) -> bool:
         """Whether an external signal ended it. Unlike an abort, this is never the consequence of another failure."""
-        return self.error is None and self.code is not None and self.code < 0 and self.code != -signal.SIGABRT
+        return (
+            self.error is None
+            and self.code is not None
+            and self.code < 0
+            and self.code != -signal.SIGABRT
+        )
 
     @property
     def exit_code(self) -> int:
@@ -68,17 +93,29 @@ class Failure:
             return f"rank {self.rank} was killed by {name}" + (
                 "; the machine may have run out of memory\n" if name == "SIGKILL" else "\n"
             )
-        return "" if self.code == USAGE_ERROR else f"rank {self.rank} failed first, with exit code {self.exit_code}\n"
+        return (
+            ""
+            if self.code == USAGE_ERROR
+            else f"rank {self.rank} failed first, with exit code {self.exit_code}\n"
+        )
 
 
 class RankProcess:
     """One process of the job, in a new session."""
 
     def __init__(
-        self, number: int, command: Sequence[str], environment: dict[str, str], folder: Path, interval: float
+        self,
+        number: int,
+        command: Sequence[str],
+        environment: dict[str, str],
+        folder: Path,
+        interval: float,
     ) -> None:
         self.number = number
-        self.error_file, self.pulse_file = folder / f"rank_{number}.json", folder / f"rank_{number}.pulse"
+        self.error_file, self.pulse_file = (
+            folder / f"rank_{number}.json",
+            folder / f"rank_{number}.pulse",
+        )
         for file in (self.error_file, self.pulse_file):  # of the job's start before
             file.unlink(missing_ok=True)
         own = {"RANK": str(number), "LOCAL_RANK": str(number), ERROR_FILE: str(self.error_file)}
@@ -136,8 +173,15 @@ class Faults:
 class Job:
     """A job of several ranks on this machine, which may be started again."""
 
-    def __init__(self, command: Sequence[str], world_size: int, faults: Faults, folder: Path) -> None:
-        self.command, self.world_size, self.faults, self.folder = command, world_size, faults, folder
+    def __init__(
+        self, command: Sequence[str], world_size: int, faults: Faults, folder: Path
+    ) -> None:
+        self.command, self.world_size, self.faults, self.folder = (
+            command,
+            world_size,
+            faults,
+            folder,
+        )
         self._most = world_size
         self.ranks: list[RankProcess] = []
         self.stops: list[int] = []
@@ -147,7 +191,9 @@ class Job:
         self._causes: list[int] = []  # the ranks that ended the runs with this number of ranks
         self._started = 0.0
         visible = os.environ.get(DEVICES)
-        self._devices = visible.split(",") if visible else [str(number) for number in range(world_size)]
+        self._devices = (
+            visible.split(",") if visible else [str(number) for number in range(world_size)]
+        )
 
     def stop(self, number: int, frame: object) -> None:
         """Passes a signal on to the ranks. A second SIGINT kills them; launchers repeat signals while the ranks end."""
@@ -168,7 +214,9 @@ class Job:
         failures: list[Failure] = []
         try:
             for number in range(self.world_size):
-                self.ranks.append(RankProcess(number, self.command, environment, self.folder, self._interval))
+                self.ranks.append(
+                    RankProcess(number, self.command, environment, self.folder, self._interval)
+                )
             stalled, failures = self._watch()
         finally:
             for rank in self.ranks:
@@ -184,8 +232,15 @@ class Job:
 
     def shrink(self) -> str:
         """Goes on with fewer ranks, without the device of one that has failed again soon; returns words that say so."""
-        rank, smaller = self._causes[-1], [size for size in self.faults.smaller if size < self.world_size]
-        if self._causes[-2:] != [rank, rank] or not smaller or time.monotonic() - self._started > SOON:
+        rank, smaller = (
+            self._causes[-1],
+            [size for size in self.faults.smaller if size < self.world_size],
+        )
+        if (
+            self._causes[-2:] != [rank, rank]
+            or not smaller
+            or time.monotonic() - self._started > SOON
+        ):
             return ""
         words = f" with {smaller[0]} instead of {self.world_size} processes, because rank {rank} has failed twice"
         self.world_size, self._causes = smaller[0], []
@@ -204,7 +259,9 @@ class Job:
         """
         ranks = self.ranks
         while any(rank.is_running for rank in ranks):
-            if [rank for rank in ranks if rank.find_failure()] and not self.stops:  # a list: `any` would skip ranks
+            if [
+                rank for rank in ranks if rank.find_failure()
+            ] and not self.stops:  # a list: `any` would skip ranks
                 _wait(ranks, SETTLE_SECONDS)
                 break
             if self._stands_still():
@@ -229,24 +286,45 @@ class Job:
         stalls = self._watchdog.look(samples, lambda number: running[number].is_stopped)
         for stall in stalls:
             pulse = running[stall.rank].pulse_file
-            stack = stack_of(running[stall.rank].process.pid, pulse.with_suffix(".stack")) if stall.sample else ""
-            found = replace(stall, sample=sample_of_stack(stall.sample, stack)) if stall.sample else stall
+            stack = (
+                stack_of(running[stall.rank].process.pid, pulse.with_suffix(".stack"))
+                if stall.sample
+                else ""
+            )
+            found = (
+                replace(stall, sample=sample_of_stack(stall.sample, stack))
+                if stall.sample
+                else stall
+            )
             print(f"{found.describe()}\n{stack}", file=sys.stderr, flush=True)
         if stalls:
             self._causes.append(stalls[0].rank)
             limit = f"--stall-timeout {self.faults.stall_timeout:g} s"
-            print(f"the job is ended with exit code {STALLED}, because of {limit}", file=sys.stderr, flush=True)
+            print(
+                f"the job is ended with exit code {STALLED}, because of {limit}",
+                file=sys.stderr,
+                flush=True,
+            )
         return bool(stalls)
 
     def _cannot_stop(self) -> bool:
         """Returns whether the ranks will not end by themselves after a signal, after printing why."""
         name, waited = signal.Signals(self.stops[0]).name, time.monotonic() - self._stopped_at
-        frozen = [rank.number for rank in self.ranks if rank.is_stopped] if waited > TERMINATE_SECONDS else []
+        frozen = (
+            [rank.number for rank in self.ranks if rank.is_stopped]
+            if waited > TERMINATE_SECONDS
+            else []
+        )
         if frozen:
-            print(f"rank {frozen[0]} is stopped by a signal, so the job cannot save: it is ended", file=sys.stderr)
+            print(
+                f"rank {frozen[0]} is stopped by a signal, so the job cannot save: it is ended",
+                file=sys.stderr,
+            )
         elif waited > self.faults.grace_period:
             limit = f"--grace-period {self.faults.grace_period:g} s"
-            print(f"the ranks did not end within {limit} of {name}: they are killed", file=sys.stderr)
+            print(
+                f"the ranks did not end within {limit} of {name}: they are killed", file=sys.stderr
+            )
         return bool(frozen) or waited > self.faults.grace_period
 
 
@@ -261,7 +339,9 @@ def run_ranks(command: Sequence[str], world_size: int, faults: Faults) -> int:
     """
     with _scratch_folder() as folder:
         job, code = Job(command, world_size, faults, folder), 0
-        before = {number: signal.signal(number, job.stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {
+            number: signal.signal(number, job.stop) for number in (signal.SIGTERM, signal.SIGINT)
+        }
         try:
             for attempt in range(faults.max_restarts + 1):
                 code = job.run()
@@ -296,7 +376,9 @@ def _scratch_folder() -> Generator[Path]:
 def _environment(world_size: int) -> dict[str, str]:
     """Returns the environment variables that all ranks share."""
     # Variables that another launcher has set for this process would mislead the ranks of this job.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")
+    }
     return {
         **inherited,
         **cpu_environment(world_size),

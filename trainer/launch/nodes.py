@@ -55,12 +55,20 @@ class Nodes:
                 )
             return {}
         if self.num_nodes > len(hosts):
-            raise ValueError(f"num_nodes={self.num_nodes}, but {self.hostfile} names {len(hosts)}: {', '.join(hosts)}")
+            raise ValueError(
+                f"num_nodes={self.num_nodes}, but {self.hostfile} names {len(hosts)}: {', '.join(hosts)}"
+            )
         chosen = dict(list(hosts.items())[: self.num_nodes or len(hosts)])
         for name, slots in chosen.items():
             if self.num_gpus > slots:
-                raise ValueError(f"num_gpus={self.num_gpus}, but in {self.hostfile} {name} has {slots} slots")
-        if len(chosen) == 1 and (name := next(iter(chosen))) in (*LOCAL_NAMES, socket.gethostname(), socket.getfqdn()):
+                raise ValueError(
+                    f"num_gpus={self.num_gpus}, but in {self.hostfile} {name} has {slots} slots"
+                )
+        if len(chosen) == 1 and (name := next(iter(chosen))) in (
+            *LOCAL_NAMES,
+            socket.gethostname(),
+            socket.getfqdn(),
+        ):
             del chosen[name]
         return {name: self.num_gpus or slots for name, slots in chosen.items()}
 
@@ -69,7 +77,9 @@ def is_host(name: str) -> bool:
     """Returns whether `name` can be given to ssh or pdsh as a host."""
     try:
         zone = name.partition("%")[2]  # of IPv6, such as eth0; Python takes any text as one
-        return bool(HOST.fullmatch(name) or (re.fullmatch("[A-Za-z0-9_.-]*", zone) and ip_address(name)))
+        return bool(
+            HOST.fullmatch(name) or (re.fullmatch("[A-Za-z0-9_.-]*", zone) and ip_address(name))
+        )
     except ValueError:
         return False
 
@@ -77,7 +87,9 @@ def is_host(name: str) -> bool:
 def read_hostfile(path: Path) -> dict[str, int]:
     """Returns name -> slots in the file's order. Raises ValueError that names a missing file or a wrong line."""
     if not path.is_file():
-        raise ValueError(f"there is no hostfile {path}; write one with a line `name slots=N` for each node")
+        raise ValueError(
+            f"there is no hostfile {path}; write one with a line `name slots=N` for each node"
+        )
     try:
         text = path.read_text(errors="replace")
     except OSError as error:
@@ -89,13 +101,17 @@ def read_hostfile(path: Path) -> dict[str, int]:
             continue
         found = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,4})", line)
         if not found or not int(found[2]):
-            raise ValueError(f"{path}, line {number}: {line[:200]!r} is not `name slots=N` with N from 1 to 9999")
+            raise ValueError(
+                f"{path}, line {number}: {line[:200]!r} is not `name slots=N` with N from 1 to 9999"
+            )
         if not is_host(found[1]):
             raise ValueError(
                 f"{path}, line {number}: {found[1][:200]!r} is not a host name, an ssh alias or an address"
             )
         if found[1] in hosts:
-            raise ValueError(f"{path}, line {number}: {found[1]} occurs twice; give all its slots in one line")
+            raise ValueError(
+                f"{path}, line {number}: {found[1]} occurs twice; give all its slots in one line"
+            )
         hosts[found[1]] = int(found[2])
     if not hosts:
         raise ValueError(f"{path} names no machine; write a line `name slots=N` for each")
@@ -115,7 +131,9 @@ def deepspeed_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
         command += ["--master_addr", nodes.master_addr]
     command += ["--master_port", str(nodes.master_port), "--launcher", nodes.launcher]
     if len(slots) == 1:
-        command.append("--force_multi")  # else DeepSpeed would run a one-machine job here, whatever the machine's name
+        command.append(
+            "--force_multi"
+        )  # else DeepSpeed would run a one-machine job here, whatever the machine's name
     return [*command, "--no_local_rank", *_module_flag(script)]
 
 
@@ -124,7 +142,9 @@ def check_launcher(launcher: str) -> None:
     programs = {"pdsh": "pdsh", "slurm": "sinfo", "openmpi": "ompi_info", "mpich": "mpirun", "impi": "mpirun",
                 "mvapich": "mpiname"}  # fmt: skip
     if launcher not in programs:
-        raise ValueError(f"DeepSpeed has no launcher {launcher!r}; use one of {', '.join(programs)}")
+        raise ValueError(
+            f"DeepSpeed has no launcher {launcher!r}; use one of {', '.join(programs)}"
+        )
     if shutil.which(programs[launcher]) is None:
         raise ValueError(
             f"launcher {launcher!r} needs the program {programs[launcher]}, which is not installed here; install it, "
@@ -163,7 +183,11 @@ def launcher_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
 def rank_commands(nodes: Nodes, script: Sequence[str]) -> dict[str, list[str]]:
     """Returns the commands of the ranks of each machine, with their variables, for `--dry-run`."""
     slots = nodes.slots()
-    shared = {"WORLD_SIZE": sum(slots.values()), "MASTER_ADDR": _address(nodes), "MASTER_PORT": nodes.master_port}
+    shared = {
+        "WORLD_SIZE": sum(slots.values()),
+        "MASTER_ADDR": _address(nodes),
+        "MASTER_PORT": nodes.master_port,
+    }
     commands, rank = {}, 0
     for name, count in slots.items():
         commands[name] = []
@@ -177,7 +201,10 @@ def rank_commands(nodes: Nodes, script: Sequence[str]) -> dict[str, list[str]]:
 
 def _address(nodes: Nodes) -> str:
     """Returns the address at which the ranks connect, or the command with which DeepSpeed would ask for it."""
-    return nodes.master_addr or f"$(ssh {shlex.quote(next(iter(nodes.slots())))} hostname -I | cut -d' ' -f1)"
+    return (
+        nodes.master_addr
+        or f"$(ssh {shlex.quote(next(iter(nodes.slots())))} hostname -I | cut -d' ' -f1)"
+    )
 
 
 def _module_flag(script: Sequence[str]) -> list[str]:

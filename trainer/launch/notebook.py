@@ -52,14 +52,21 @@ def notebook_launcher(
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         if code or not all(result.exists() for result in results):
-            how = "stood still" if code == STALLED else f"ended with exit code {code} and without a result"
+            how = (
+                "stood still"
+                if code == STALLED
+                else f"ended with exit code {code} and without a result"
+            )
             raise RuntimeError(f"a rank {how}; what it has printed is above")
         return [cloudpickle.loads(result.read_bytes()) for result in results]
 
 
 def main(folder: Path) -> None:
     """Calls the function on one rank."""
-    for name in ("FORCE_COLOR", "CLICOLOR_FORCE"):  # kernels set them, but a cell shows no moving progress bars
+    for name in (
+        "FORCE_COLOR",
+        "CLICOLOR_FORCE",
+    ):  # kernels set them, but a cell shows no moving progress bars
         os.environ.pop(name, None)
     join_job()
     function, args = cloudpickle.loads((folder / CALL).read_bytes())

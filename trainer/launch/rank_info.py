@@ -32,7 +32,9 @@ class RankInfo:
             rank=int(found.get("RANK", 0)),
             world_size=world_size,
             local_rank=int(found.get("LOCAL_RANK", 0)),
-            local_world_size=int(found.get("LOCAL_WORLD_SIZE", found.get("LOCAL_SIZE", world_size))),
+            local_world_size=int(
+                found.get("LOCAL_WORLD_SIZE", found.get("LOCAL_SIZE", world_size))
+            ),
             variables=own,
         )
 
@@ -60,7 +62,11 @@ def cpu_environment(local_world_size: int) -> dict[str, str]:
     - LOCAL_SIZE is the number of devices for DeepSpeed's CPU accelerator, one for each process.
     """
     threads = max(1, (os.cpu_count() or 1) // local_world_size)
-    wanted = {"OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1", "LOCAL_SIZE": str(local_world_size)}
+    wanted = {
+        "OMP_NUM_THREADS": str(threads),
+        "THP_MEM_ALLOC_ENABLE": "1",
+        "LOCAL_SIZE": str(local_world_size),
+    }
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
@@ -91,8 +97,14 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that torchrun would set for this task. An existing MASTER_ADDR or MASTER_PORT is kept."""
     world_size = tasks(environ)
     assert world_size is not None
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    port = FIRST_PORT + int(environ.get("SLURM_JOB_ID", 0)) % PORTS  # jobs that share a node need different ports
+    nodes = (
+        environ.get("SLURM_STEP_NODELIST")
+        or environ.get("SLURM_NODELIST")
+        or environ.get("SLURM_JOB_NODELIST")
+    )
+    port = (
+        FIRST_PORT + int(environ.get("SLURM_JOB_ID", 0)) % PORTS
+    )  # jobs that share a node need different ports
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(world_size),

@@ -28,7 +28,13 @@ BEGUN = "SHARDZOO_BEGUN"  # a file that exists once the job has begun a run, whi
 RESTARTED = "SHARDZOO_RESTARTED"  # set if the job has begun a run and was then started again
 LAUNCHER_SHOWS_ERRORS = "SHARDZOO_LAUNCHER_SHOWS_ERRORS"
 # Parts of gloo's and NCCL's messages about a lost peer, which is the consequence of another rank's failure.
-LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL", "recvValue failed")
+LOST_PEER = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "NCCL",
+    "recvValue failed",
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,10 @@ def record_uncaught_exceptions() -> None:
 
     Under torchrun the rank also prints its traceback; our launcher prints the first one itself.
     """
-    if ERROR_FILE not in os.environ or getattr(sys.excepthook, "records_to", None) == os.environ[ERROR_FILE]:
+    if (
+        ERROR_FILE not in os.environ
+        or getattr(sys.excepthook, "records_to", None) == os.environ[ERROR_FILE]
+    ):
         return
     path, before = Path(os.environ[ERROR_FILE]), sys.excepthook
 
@@ -127,7 +136,9 @@ def read(path: Path) -> RankError | None:
     """Returns the error that a rank has written, or None."""
     try:
         message = json.loads(path.read_text())["message"]
-        return RankError(message["message"], message["extraInfo"]["py_callstack"], path.stat().st_mtime)
+        return RankError(
+            message["message"], message["extraInfo"]["py_callstack"], path.stat().st_mtime
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -145,7 +156,9 @@ class StopSignal:
         self._deadline: threading.Timer | None = None
 
     def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # Python allows signal handlers only there
             self._previous = signal.signal(signal.SIGTERM, self._set)
         return self
 
@@ -163,6 +176,9 @@ class StopSignal:
         self.is_set = True
 
     def _end(self) -> None:
-        print(f"the step was not saved within --grace-period {self._grace_period:g} s of SIGTERM", file=sys.stderr)
+        print(
+            f"the step was not saved within --grace-period {self._grace_period:g} s of SIGTERM",
+            file=sys.stderr,
+        )
         sys.stderr.flush()
         os._exit(128 + signal.SIGTERM)

@@ -15,7 +15,9 @@ from torch import Tensor
 from ...mpu import ParallelMesh
 from ...mpu.collectives import gather_bytes
 
-PATIENCE = timedelta(days=365)  # rank 0 may prepare a corpus or build kernels for as long as it takes
+PATIENCE = timedelta(
+    days=365
+)  # rank 0 may prepare a corpus or build kernels for as long as it takes
 
 
 class Ranks:
@@ -79,7 +81,9 @@ def on_first_rank(work: Callable[[], Result]) -> Result:
     return value
 
 
-_patient: list[tuple[Any, Any]] = []  # the default process group, and a group of the same ranks that waits for long
+_patient: list[
+    tuple[Any, Any]
+] = []  # the default process group, and a group of the same ranks that waits for long
 
 
 def _patient_group() -> Any:
@@ -95,7 +99,11 @@ def _broadcast(value: Any, group: Any) -> Any:
     text = to_json(value) if dist.get_rank() == 0 else b""
     size = torch.tensor([len(text)])
     dist.broadcast(size, src=0, group=group)
-    content = torch.tensor(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(size), dtype=torch.uint8)
+    content = (
+        torch.tensor(bytearray(text), dtype=torch.uint8)
+        if text
+        else torch.empty(int(size), dtype=torch.uint8)
+    )
     dist.broadcast(content, src=0, group=group)
     return value if text else from_json(bytes(content.tolist()))
 

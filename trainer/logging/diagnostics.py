@@ -20,7 +20,15 @@ from ..launch.ranks import Ranks
 
 LOGGED_RANKS = 16  # whose memory is logged one by one
 # Dense 16-bit matmul, FLOP/s, from the data sheets.
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "V100": 125e12}
+PEAKS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "V100": 125e12,
+}
 
 
 class Throughput:
@@ -55,7 +63,10 @@ def memory_by_rank(device: torch.device, ranks: Ranks) -> dict[str, float]:
     """Returns peak memory in GB: the most of any rank, and where there are several ranks that of each of the first."""
     peaks = [peak / 1e9 for peak in ranks.gather(peak_memory(device))]
     shown = peaks[:LOGGED_RANKS] if len(peaks) > 1 else []
-    return {"memory_gb": max(peaks), **{f"memory_gb_rank_{rank}": peak for rank, peak in enumerate(shown)}}
+    return {
+        "memory_gb": max(peaks),
+        **{f"memory_gb_rank_{rank}": peak for rank, peak in enumerate(shown)},
+    }
 
 
 def peak_memory(device: torch.device) -> int:
@@ -120,15 +131,21 @@ class StepProfiler:
 
 
 @torch.no_grad()
-def diagnose_non_finite(engine: Engine, forward_step: ForwardStep, batch: dict[str, Any], ranks: Ranks) -> str:
+def diagnose_non_finite(
+    engine: Engine, forward_step: ForwardStep, batch: dict[str, Any], ranks: Ranks
+) -> str:
     """Repeats a forward pass. Returns a message that names the parameter or module output that is not finite, or ""."""
     parameters = engine.module.named_parameters()
-    wrong = next((name for name, parameter in parameters if not torch.isfinite(parameter).all()), None)
+    wrong = next(
+        (name for name, parameter in parameters if not torch.isfinite(parameter).all()), None
+    )
     if any(ranks.gather(wrong)):
         return "" if wrong is None else f"the parameter {wrong} is not finite"
     found: list[str] = []
     hooks = [
-        module.register_forward_hook(_look_at(name, found)) for name, module in engine.module.named_modules() if name
+        module.register_forward_hook(_look_at(name, found))
+        for name, module in engine.module.named_modules()
+        if name
     ]
     try:
         forward_step(batch, engine.model, None)
@@ -141,7 +158,13 @@ def diagnose_non_finite(engine: Engine, forward_step: ForwardStep, batch: dict[s
 def _look_at(name: str, found: list[str]) -> Any:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         for value in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(value, Tensor) and value.is_floating_point() and not torch.isfinite(value).all():
-                found.append(f"{name} ({type(module).__name__}) is the first module whose output is not finite")
+            if (
+                isinstance(value, Tensor)
+                and value.is_floating_point()
+                and not torch.isfinite(value).all()
+            ):
+                found.append(
+                    f"{name} ({type(module).__name__}) is the first module whose output is not finite"
+                )
 
     return hook

@@ -36,7 +36,16 @@ def git_commit() -> str | None:
     The suffix "-dirty" says that tracked files differ from the commit.
     """
     for folder in (Path(sys.argv[0]).absolute().parent, Path.cwd()):
-        describe = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        describe = [
+            "git",
+            "-C",
+            str(folder),
+            "describe",
+            "--always",
+            "--dirty",
+            "--abbrev=40",
+            "--exclude=*",
+        ]
         try:
             found = subprocess.run(describe, capture_output=True, text=True, timeout=GIT_TIMEOUT)
         except (OSError, subprocess.TimeoutExpired):
@@ -50,10 +59,16 @@ def hardware() -> dict[str, str]:
     """Returns the operating system, the CPU and its cores, the memory, and the GPUs of this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpus = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    facts = {"system": platform.platform(), "CPU": f"{_cpu_name()}, {cores} cores, {torch.get_num_threads()} threads"}
+    facts = {
+        "system": platform.platform(),
+        "CPU": f"{_cpu_name()}, {cores} cores, {torch.get_num_threads()} threads",
+    }
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         facts["memory"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.1f} GB"
-    return {**facts, "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "none"}
+    return {
+        **facts,
+        "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "none",
+    }
 
 
 def _cpu_name() -> str:

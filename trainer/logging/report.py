@@ -37,9 +37,15 @@ def write_report(
     shown = {name: value for name, value in arguments.items() if value is not None}
     parts = {"Results": _results(records), **(sections or {}), "Arguments": shown}
     plots = _plots(*(_series(records, kind) for kind in KINDS))
-    page = PAGE.format(title=html.escape(title), plots=plots, sections="".join(map(_section, parts, parts.values())))
+    page = PAGE.format(
+        title=html.escape(title),
+        plots=plots,
+        sections="".join(map(_section, parts, parts.values())),
+    )
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(page, encoding="utf-8", errors="backslashreplace")  # an argument may have a lone surrogate
+    partial.write_text(
+        page, encoding="utf-8", errors="backslashreplace"
+    )  # an argument may have a lone surrogate
     partial.rename(path)
 
 
@@ -74,16 +80,31 @@ def _results(records: list[dict[str, float]]) -> dict[str, str]:
 
 
 def _values(record: dict[str, float], prefix: str) -> str:
-    values = {name.removeprefix(prefix): value for name, value in record.items() if name.startswith(prefix)}
-    return ", ".join(f"{name} {value:.4f}" for name, value in values.items()) + f" at step {record['step']:,.0f}"
+    values = {
+        name.removeprefix(prefix): value
+        for name, value in record.items()
+        if name.startswith(prefix)
+    }
+    return (
+        ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+        + f" at step {record['step']:,.0f}"
+    )
 
 
-def _plots(train: list[dict[str, float]], valid: list[dict[str, float]], final: list[dict[str, float]]) -> str:
+def _plots(
+    train: list[dict[str, float]], valid: list[dict[str, float]], final: list[dict[str, float]]
+) -> str:
     """Returns plots of loss, learning rate and gradient norm over the steps, as inline SVG."""
     from matplotlib.figure import Figure  # imported here because only one rank plots
 
     figure = Figure(figsize=(8, 5.5))
-    margins = {"left": 0.11, "right": 0.98, "bottom": 0.09, "top": 0.98, "hspace": 0.2}  # measuring texts takes longer
+    margins = {
+        "left": 0.11,
+        "right": 0.98,
+        "bottom": 0.09,
+        "top": 0.98,
+        "hspace": 0.2,
+    }  # measuring texts takes longer
     loss, *others = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1), gridspec_kw=margins)
     steps = np.array([record["step"] for record in train])
     values = np.array([record["train/loss"] for record in train])
@@ -94,8 +115,13 @@ def _plots(train: list[dict[str, float]], valid: list[dict[str, float]], final: 
     if train or valid or final:
         loss.legend()
     loss.set_ylabel("loss")
-    for axes, name, label in zip(others, ("train/lr", "train/grad_norm"), ("learning rate", "grad norm"), strict=True):
-        axes.plot(*zip(*[(r["step"], r[name]) for r in train if name in r] or [(0, 0)], strict=True), color="#b5532a")
+    for axes, name, label in zip(
+        others, ("train/lr", "train/grad_norm"), ("learning rate", "grad norm"), strict=True
+    ):
+        axes.plot(
+            *zip(*[(r["step"], r[name]) for r in train if name in r] or [(0, 0)], strict=True),
+            color="#b5532a",
+        )
         axes.set_ylabel(label)
     others[-1].set_xlabel("step")
     for axes in (loss, *others):
@@ -105,11 +131,19 @@ def _plots(train: list[dict[str, float]], valid: list[dict[str, float]], final: 
     return buffer.getvalue()[buffer.getvalue().index("<svg") :]
 
 
-def _plot_evaluations(axes: Any, valid: list[dict[str, float]], final: list[dict[str, float]], per_step: float) -> None:
+def _plot_evaluations(
+    axes: Any, valid: list[dict[str, float]], final: list[dict[str, float]], per_step: float
+) -> None:
     """Draws the evaluations at intervals as a line and the final one as a point, and writes its value."""
     if valid:
         at = [record["step"] * per_step for record in valid]
-        axes.plot(at, [record["valid/loss"] for record in valid], "o-", color="#14365f", label="held-out, at intervals")
+        axes.plot(
+            at,
+            [record["valid/loss"] for record in valid],
+            "o-",
+            color="#14365f",
+            label="held-out, at intervals",
+        )
     if final:
         point = (final[-1]["step"] * per_step, final[-1]["final/loss"])
         axes.plot(*point, "D", color="#b5532a", label="held-out, final evaluation")
@@ -124,13 +158,25 @@ def _section(heading: str, content: Section) -> str:
     if isinstance(content, str):
         body = f"<pre>{html.escape(content)}</pre>"
     else:
-        rows = ((html.escape(str(name)), html.escape(str(value))) for name, value in content.items())
-        body = "<table>" + "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows) + "</table>"
+        rows = (
+            (html.escape(str(name)), html.escape(str(value))) for name, value in content.items()
+        )
+        body = (
+            "<table>"
+            + "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows)
+            + "</table>"
+        )
     return f"<h2>{html.escape(heading)}</h2>{body}"
 
 
 def plot_loss(
-    records: list[dict[str, float]], path: Path, *, tokens_per_step: int, entropy: float, entropy_label: str, title: str
+    records: list[dict[str, float]],
+    path: Path,
+    *,
+    tokens_per_step: int,
+    entropy: float,
+    entropy_label: str,
+    title: str,
 ) -> None:
     """Plots the records of `metrics.jsonl` to a PNG. Losses and `entropy` are in nats per target token."""
     from matplotlib.figure import Figure  # imported here because only one rank plots

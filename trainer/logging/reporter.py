@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from .trackers import Tracker
 
@@ -24,7 +31,9 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO | None = None  # opened at the first line, because resuming replaces the file before
+        self._file: TextIO | None = (
+            None  # opened at the first line, because resuming replaces the file before
+        )
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._file = self._file or self._path.open("a", buffering=1)
@@ -41,7 +50,9 @@ class Reporter(Protocol):
     def __enter__(self) -> Any: ...
     def __exit__(self, *exception: object) -> None: ...
     def training(self, step: int, values: dict[str, float]) -> None: ...
-    def evaluation(self, step: int, values: dict[str, float], kind: Evaluation = "valid") -> None: ...
+    def evaluation(
+        self, step: int, values: dict[str, float], kind: Evaluation = "valid"
+    ) -> None: ...
     def saved(self, step: int, folder: Path) -> None: ...
     def notice(self, text: str) -> None: ...
 
@@ -50,7 +61,12 @@ class RunReporter:
     """Shows progress on the console, and passes every logged value to `MetricsFile` and the trackers."""
 
     def __init__(
-        self, console: Console, trackers: Sequence[Tracker], *, first_step: int, total_steps: int | None
+        self,
+        console: Console,
+        trackers: Sequence[Tracker],
+        *,
+        first_step: int,
+        total_steps: int | None,
     ) -> None:
         self._console = console
         self._total = total_steps
@@ -66,7 +82,9 @@ class RunReporter:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task("train", total=total_steps, completed=first_step, loss=0.0, speed=0.0)
+        self._task = self._progress.add_task(
+            "train", total=total_steps, completed=first_step, loss=0.0, speed=0.0
+        )
 
     def __enter__(self) -> RunReporter:
         self._progress.start()
@@ -83,7 +101,9 @@ class RunReporter:
         self._progress.update(self._task, completed=step, loss=loss, speed=speed, refresh=True)
         every = max(1, (self._total or 0) // LINES_WITHOUT_TERMINAL)
         if not self._console.is_terminal and (step % every == 0 or step == self._total):
-            self._console.print(f"step {step}/{self._total or '?'}  loss {loss:.3f}  {speed:,.0f} tokens/s")
+            self._console.print(
+                f"step {step}/{self._total or '?'}  loss {loss:.3f}  {speed:,.0f} tokens/s"
+            )
 
     def evaluation(self, step: int, values: dict[str, float], kind: Evaluation = "valid") -> None:
         self._log(step, kind, values)

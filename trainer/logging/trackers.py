@@ -18,9 +18,8 @@ from typing import Any, Protocol
 
 from ...checkpoint.json_digest import write_durably
 
-RUN_IDS = (
-    "trackers.json"  # in the run's folder: the id that each tracker gave the run, with which a resumed one goes on
-)
+# A file in the run's folder with the id that each tracker gave the run; a resumed run continues under it.
+RUN_IDS = "trackers.json"
 STEP = "train/global_step"  # the step of a value at Weights & Biases, as in transformers
 LONGEST_PARAMETER = 6000  # characters of a value at MLflow
 
@@ -41,7 +40,9 @@ class TrackedRun:
     def id_of(self, tracker: str) -> str | None:
         """Returns the id that a tracker gave this run, if the run goes on."""
         file = self.folder / RUN_IDS
-        return json.loads(file.read_text()).get(tracker) if self.first_step and file.exists() else None
+        return (
+            json.loads(file.read_text()).get(tracker) if self.first_step and file.exists() else None
+        )
 
     def keep_id(self, tracker: str, given: str) -> None:
         """Stores the id that a tracker gave this run."""
@@ -77,7 +78,9 @@ class TensorBoard:
         if self._writer is None:
             self._writer = self._open()
             if not self._run.first_step:
-                rows = "\n".join(f"| {name} | {value} |" for name, value in self._run.arguments.items())
+                rows = "\n".join(
+                    f"| {name} | {value} |" for name, value in self._run.arguments.items()
+                )
                 self._writer.add_text("arguments", f"| argument | value |\n|---|---|\n{rows}", step)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
@@ -88,7 +91,9 @@ class TensorBoard:
                 self._writer.close()
         finally:
             for thread in threading.enumerate():
-                if _is_writer(thread) and getattr(thread, "exception", None):  # it has told, and is about to report
+                if _is_writer(thread) and getattr(
+                    thread, "exception", None
+                ):  # it has told, and is about to report
                     thread.join()
             threading.excepthook = self._hook
 
@@ -110,7 +115,11 @@ class WeightsAndBiases:
         goes_on = {} if (known := run.id_of("wandb")) is None else {"id": known, "resume": "allow"}
         config = {name: _plain(value) for name, value in run.arguments.items()}
         self._run = wandb.init(
-            name=run.name, config=config, dir=str(run.folder), allow_val_change=bool(goes_on), **goes_on
+            name=run.name,
+            config=config,
+            dir=str(run.folder),
+            allow_val_change=bool(goes_on),
+            **goes_on,
         )
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
@@ -129,10 +138,15 @@ class MLflow:
     def __init__(self, run: TrackedRun) -> None:
         self._mlflow: Any = import_module("mlflow")
         known, nested = run.id_of("mlflow"), self._mlflow.active_run() is not None
-        opened = self._mlflow.start_run(run_id=known, run_name=None if known else run.name, nested=nested)
+        opened = self._mlflow.start_run(
+            run_id=known, run_name=None if known else run.name, nested=nested
+        )
         self._id = opened.info.run_id
         if known is None:  # parameters of a run cannot change
-            texts = {name: str(_plain(value))[:LONGEST_PARAMETER] for name, value in run.arguments.items()}
+            texts = {
+                name: str(_plain(value))[:LONGEST_PARAMETER]
+                for name, value in run.arguments.items()
+            }
             self._mlflow.log_params(texts)
         run.keep_id("mlflow", self._id)
 
@@ -149,13 +163,17 @@ class Comet:
     def __init__(self, run: TrackedRun) -> None:
         comet: Any = import_module("comet_ml")
         offline = os.environ.get("COMET_OFFLINE_DIRECTORY", str(run.folder / "comet"))
-        quiet = dict.fromkeys(("log_code", "log_git_patch", "parse_args", "auto_metric_logging"), False)
+        quiet = dict.fromkeys(
+            ("log_code", "log_git_patch", "parse_args", "auto_metric_logging"), False
+        )
         settings = comet.ExperimentConfig(name=run.name, offline_directory=offline, **quiet)
         known = run.id_of("comet")
         self._experiment = comet.start(
             experiment_key=known, mode="get" if known else "create", experiment_config=settings
         )
-        self._experiment.log_parameters({name: str(_plain(value)) for name, value in run.arguments.items()})
+        self._experiment.log_parameters(
+            {name: str(_plain(value)) for name, value in run.arguments.items()}
+        )
         run.keep_id("comet", self._experiment.get_key())
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -173,7 +191,9 @@ def _plain(value: Any) -> Any:
 class NeverFailing:
     """A tracker whose failures do not end the run: the first one is told by `notify`, and ends the tracker."""
 
-    def __init__(self, name: str, opened: Callable[[], Tracker], notify: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, opened: Callable[[], Tracker], notify: Callable[[str], None]
+    ) -> None:
         self._name, self._notify = name, notify
         self._tracker: Tracker | None = None
         self._try(lambda: setattr(self, "_tracker", opened()))
@@ -191,7 +211,9 @@ class NeverFailing:
             work()
         except Exception as error:
             self._tracker = None
-            self._notify(f"{self._name} gets no more values, and the run goes on: {type(error).__name__}: {error}")
+            self._notify(
+                f"{self._name} gets no more values, and the run goes on: {type(error).__name__}: {error}"
+            )
 
 
 # The trackers that may fail without ending a run, and the packages that they need. TensorBoard's events are files of
@@ -211,12 +233,16 @@ def checked_trackers(names: Sequence[str]) -> tuple[str, ...]:
         return ()
     for name in found:
         if name not in TRACKERS:
-            raise ValueError(f"report_to must name trackers of {', '.join(TRACKERS)}, or be none; it names {name!r}")
+            raise ValueError(
+                f"report_to must name trackers of {', '.join(TRACKERS)}, or be none; it names {name!r}"
+            )
         if name in SERVICES:
             package = SERVICES[name][0]
             spec = find_spec(package)
             if spec is None or spec.origin is None:  # find_spec also finds a folder of that name
-                raise ValueError(f"report_to={name} needs the package {package}: pip install {package}")
+                raise ValueError(
+                    f"report_to={name} needs the package {package}: pip install {package}"
+                )
     return found
 
 
@@ -230,4 +256,8 @@ def open_trackers(
         notify: Called with a message when a service fails.
     """
     own: list[Tracker] = [TensorBoard(run, tensorboard)] if "tensorboard" in names else []
-    return own + [NeverFailing(name, partial(SERVICES[name][1], run), notify) for name in names if name in SERVICES]
+    return own + [
+        NeverFailing(name, partial(SERVICES[name][1], run), notify)
+        for name in names
+        if name in SERVICES
+    ]

@@ -84,7 +84,9 @@ def set_type(dtype):
 
 
 def forget(found):
-    found.storage_data = {index: at for index, at in found.storage_data.items() if index.fqn != NAME}
+    found.storage_data = {
+        index: at for index, at in found.storage_data.items() if index.fqn != NAME
+    }
 
 
 def swap(found):

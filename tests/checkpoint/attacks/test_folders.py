@@ -41,7 +41,9 @@ def unlist(index):
 
 
 def invent(index):
-    index["weight_map"]["transformer.h.7.ln_1.weight"] = index["weight_map"]["transformer.ln_f.weight"]
+    index["weight_map"]["transformer.h.7.ln_1.weight"] = index["weight_map"][
+        "transformer.ln_f.weight"
+    ]
 
 
 INDICES = {
@@ -146,7 +148,9 @@ def test_formats_of_equal_parts_refuse_unequal_ones(style, arena, gpt2_folder):
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_size_that_is_none(size, arena, gpt2_folder):
-    assert "must be at least 1" in arena.refused("split", gpt2_folder, arena.destination, f"--tp={size}")
+    assert "must be at least 1" in arena.refused(
+        "split", gpt2_folder, arena.destination, f"--tp={size}"
+    )
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "transposed"])
@@ -161,7 +165,9 @@ def test_tensors_that_do_not_fit(change, arena, gpt2_folder):
     else:
         tensors[name] = tensors[name].t().contiguous()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    assert (name.replace("c_attn", "c_else") if change == "unknown" else name) in arena.refused_split(source)
+    assert (
+        name.replace("c_attn", "c_else") if change == "unknown" else name
+    ) in arena.refused_split(source)
 
 
 def test_a_tied_copy_that_differs(arena, zoo):

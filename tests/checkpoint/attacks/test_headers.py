@@ -46,12 +46,24 @@ LIES = {
     "no object": (lambda header: b"[1, 2, 3]", "does not start with"),
     "empty header": (lambda header: b"", "does not start with"),
     "not UTF-8": (lambda header: b'{"\xff\xfe": 1}', "not valid JSON"),
-    "nested without end": (lambda header: b'{"a":' + b"[" * 100_000, "nested too deeply|not valid JSON"),
+    "nested without end": (
+        lambda header: b'{"a":' + b"[" * 100_000,
+        "nested too deeply|not valid JSON",
+    ),
     "duplicate tensor": (duplicate_key, "appears twice"),
-    "NaN in the metadata": (lambda header: b'{"__metadata__": {"a": NaN}}', "NaN is not a JSON number"),
+    "NaN in the metadata": (
+        lambda header: b'{"__metadata__": {"a": NaN}}',
+        "NaN is not a JSON number",
+    ),
     "Infinity as an offset": (lambda header: b'{"a": Infinity}', "Infinity is not a JSON number"),
-    "metadata of numbers": (lambda header: header | {"__metadata__": {"format": 1}}, "must map names to text"),
-    "metadata as a list": (lambda header: header | {"__metadata__": ["pt"]}, "must map names to text"),
+    "metadata of numbers": (
+        lambda header: header | {"__metadata__": {"format": 1}},
+        "must map names to text",
+    ),
+    "metadata as a list": (
+        lambda header: header | {"__metadata__": ["pt"]},
+        "must map names to text",
+    ),
     "unknown type": (set_entry(dtype="F33"), r"ln_f\.weight.*F33"),
     "type of another size": (set_entry(dtype="F64"), r"ln_f\.weight.* needs 128"),
     "type as a number": (set_entry(dtype=4), r"ln_f\.weight.*has type 4"),

@@ -87,7 +87,10 @@ def deep(state):
 
 def renumber(old, new):
     def change(state):
-        state["model"] = {name.replace(f".layers.{old}.", f".layers.{new}."): t for name, t in state["model"].items()}
+        state["model"] = {
+            name.replace(f".layers.{old}.", f".layers.{new}."): t
+            for name, t in state["model"].items()
+        }
 
     return change
 
@@ -139,7 +142,12 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_rank_that_lies(lie, arena, gpt):
     change, message = LIES[lie]
-    source = write(arena.folder / "source", gpt, Layout(2, 2), lambda name, state: name == RANK and change(state))
+    source = write(
+        arena.folder / "source",
+        gpt,
+        Layout(2, 2),
+        lambda name, state: name == RANK and change(state),
+    )
     assert re.search(message, arena.refused_merge(source))
 
 
@@ -194,8 +202,13 @@ def test_a_bert_of_another_architecture(arena, bert):
     assert "apply_residual_connection_post_layernorm=False" in arena.refused_merge(source)
     for style in ("local", "te"):
         source = write(arena.folder / style, bert, Layout(style=style))
-        assert "a BERT of megatron-core, with the norms of transformers' megatron-bert" in arena.refused_merge(source)
-    source = write(arena.folder / "mixed", bert, Layout(style="legacy", arguments={"bias_gelu_fusion": True}))
+        assert (
+            "a BERT of megatron-core, with the norms of transformers' megatron-bert"
+            in arena.refused_merge(source)
+        )
+    source = write(
+        arena.folder / "mixed", bert, Layout(style="legacy", arguments={"bias_gelu_fusion": True})
+    )
     assert "has one activation" in arena.refused_merge(source)
 
 
@@ -205,11 +218,15 @@ def bomb(marker):
         "eval": Calls(eval, f"open({str(marker)!r}, 'w')"),
         "getattr": Calls(getattr, "text", "upper"),
         "Namespace of a call": Namespace(a=Calls(os.system, f"touch {marker}")),
-        "Namespace with a method": Sets({"__setstate__": Calls(exec, f"open({str(marker)!r}, 'w')")}),
+        "Namespace with a method": Sets(
+            {"__setstate__": Calls(exec, f"open({str(marker)!r}, 'w')")}
+        ),
     }
 
 
-@pytest.mark.parametrize("name", ["os.system", "eval", "getattr", "Namespace of a call", "Namespace with a method"])
+@pytest.mark.parametrize(
+    "name", ["os.system", "eval", "getattr", "Namespace of a call", "Namespace with a method"]
+)
 @pytest.mark.parametrize("place", ["args", "optimizer", "model"])
 def test_code_is_refused_and_not_run(name, place, arena, gpt):
     marker = arena.folder / "executed"
@@ -226,14 +243,23 @@ def test_code_is_refused_and_not_run(name, place, arena, gpt):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("state", [3, [("a", 1)], ({"a": 1}, {"values": {"num_attention_heads": 4}}), {1: 2}])
+@pytest.mark.parametrize(
+    "state", [3, [("a", 1)], ({"a": 1}, {"values": {"num_attention_heads": 4}}), {1: 2}]
+)
 def test_a_namespace_with_another_state_has_no_arguments(state, arena, gpt):
-    source = write(arena.folder / "source", gpt, Layout(), lambda _, whole: whole.update(args=Sets(state)))
+    source = write(
+        arena.folder / "source", gpt, Layout(), lambda _, whole: whole.update(args=Sets(state))
+    )
     assert "number of heads, are not stored" in arena.refused_merge(source)
 
 
 def test_other_classes_are_refused(arena, gpt):
-    source = write(arena.folder / "source", gpt, Layout(), lambda _, state: state.update(p=Path("a"), d=Calls(dict)))
+    source = write(
+        arena.folder / "source",
+        gpt,
+        Layout(),
+        lambda _, state: state.update(p=Path("a"), d=Calls(dict)),
+    )
     assert "it holds a" in arena.refused_merge(source)
 
 
@@ -266,12 +292,20 @@ def truncate(source):
 
 
 FOLDERS = {
-    "a rank is missing": (lambda s: shutil.rmtree(run_folder(s) / RANK), "no file of tensor-parallel rank 1, pipeline"),
-    "a rank too many": (rename(RANK, "mp_rank_07_001"), "no file of tensor-parallel rank 1, pipeline stage 1"),
+    "a rank is missing": (
+        lambda s: shutil.rmtree(run_folder(s) / RANK),
+        "no file of tensor-parallel rank 1, pipeline",
+    ),
+    "a rank too many": (
+        rename(RANK, "mp_rank_07_001"),
+        "no file of tensor-parallel rank 1, pipeline stage 1",
+    ),
     "a stage too many": (rename(RANK, "mp_rank_01_007"), "no file of tensor-parallel rank"),
     "experts": (rename(RANK, f"{RANK}_003"), "expert-parallel rank"),
     "a copy of another rank": (
-        lambda s: shutil.copytree(run_folder(s) / "mp_rank_00_000", run_folder(s) / RANK, dirs_exist_ok=True),
+        lambda s: shutil.copytree(
+            run_folder(s) / "mp_rank_00_000", run_folder(s) / RANK, dirs_exist_ok=True
+        ),
         "pipeline stage|in the files of all",
     ),
     "a link to a folder": (link_out, "is a link out of its folder"),
@@ -298,7 +332,9 @@ def test_a_wrong_folder(wrong, arena, gpt):
 
 def test_equal_rank_files(arena, gpt):
     source = write(arena.folder / "source", gpt, Layout(2))
-    shutil.copytree(run_folder(source) / "mp_rank_00", run_folder(source) / "mp_rank_01", dirs_exist_ok=True)
+    shutil.copytree(
+        run_folder(source) / "mp_rank_00", run_folder(source) / "mp_rank_01", dirs_exist_ok=True
+    )
     assert "repeats rank 0" in arena.refused_merge(source)
 
 
@@ -355,11 +391,19 @@ def test_a_file_of_a_layer_is_missing(arena, gpt):
     (source / "global_step90" / "layer_04-model_01-model_states.pt").unlink()
     assert "no file of tensor-parallel rank 1, layer 4" in arena.refused_merge(source)
     (source / "global_step90" / "layer_04-model_00-model_states.pt").unlink()
-    assert "layers" in arena.refused("merge", source, arena.destination, "--config", config_of(arena, gpt))
+    assert "layers" in arena.refused(
+        "merge", source, arena.destination, "--config", config_of(arena, gpt)
+    )
 
 
 def config_of(arena, gpt) -> Path:
     path = arena.folder / "c.json"
-    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 64, "vocab_size": len(gpt["words"])}
+    sizes = {
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": 4,
+        "n_positions": 64,
+        "vocab_size": len(gpt["words"]),
+    }
     path.write_text(json.dumps({"model_type": "gpt2", **sizes}))
     return path

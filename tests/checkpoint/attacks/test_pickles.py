@@ -51,13 +51,17 @@ def bombs(marker):
         "eval": Calls(eval, f"open({str(marker)!r}, 'w')"),
         "exec": Calls(exec, f"open({str(marker)!r}, 'w')"),
         "open": Calls(builtins.open, str(marker), "w"),
-        "pickle in a pickle": Calls(pickle.loads, pickle.dumps(Calls(os.system, f"touch {marker}"))),
+        "pickle in a pickle": Calls(
+            pickle.loads, pickle.dumps(Calls(os.system, f"touch {marker}"))
+        ),
         "torch.load": Calls(torch.load, str(marker)),
         "getattr": Calls(getattr, "text", "upper"),
     }
 
 
-@pytest.mark.parametrize("name", ["os.system", "eval", "exec", "open", "pickle in a pickle", "torch.load", "getattr"])
+@pytest.mark.parametrize(
+    "name", ["os.system", "eval", "exec", "open", "pickle in a pickle", "torch.load", "getattr"]
+)
 @pytest.mark.parametrize("place", ["value", "beside", "metadata"])
 def test_code_is_refused_and_not_run(name, place, arena, folder, weights):
     marker = arena.folder / "executed"
@@ -101,7 +105,9 @@ def test_no_file_of_torch(content, arena, folder):
     assert "pytorch_model.bin" in arena.refused_split(folder)
 
 
-@pytest.mark.parametrize("value", [[1, 2], {"a": 1}, {"a": "text"}, {1: torch.zeros(2)}, torch.zeros(3)])
+@pytest.mark.parametrize(
+    "value", [[1, 2], {"a": 1}, {"a": "text"}, {1: torch.zeros(2)}, torch.zeros(3)]
+)
 def test_no_named_tensors(value, arena, folder):
     torch.save(value, folder / "pytorch_model.bin")
     assert "pytorch_model.bin" in arena.refused_split(folder)

@@ -28,7 +28,9 @@ def flip(path, position, bit=0) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("tensor", ["word_embeddings.weight", "blocks.1.mlp.down.weight", "final_norm.bias"])
+@pytest.mark.parametrize(
+    "tensor", ["word_embeddings.weight", "blocks.1.mlp.down.weight", "final_norm.bias"]
+)
 def test_a_flipped_bit_in_the_data(rank, tensor, arena, shards):
     path = shards / f"rank_{rank:02d}.safetensors"
     length = int.from_bytes(path.read_bytes()[:8], "little")
@@ -47,9 +49,15 @@ def test_any_flipped_bit_is_refused_or_harmless(arena, gpt2_shards, gpt2_folder,
     for attempt in range(150):
         source = arena.folder / f"source-{attempt}"
         shutil.copytree(gpt2_shards, source)
-        path = source / chosen.choice(["rank_00.safetensors", "rank_01.safetensors", "manifest.json"])
+        path = source / chosen.choice(
+            ["rank_00.safetensors", "rank_01.safetensors", "manifest.json"]
+        )
         size = path.stat().st_size
-        header = 8 + int.from_bytes(path.read_bytes()[:8], "little") if path.suffix == ".safetensors" else size
+        header = (
+            8 + int.from_bytes(path.read_bytes()[:8], "little")
+            if path.suffix == ".safetensors"
+            else size
+        )
         flip(path, chosen.randrange(header if attempt % 2 else size), chosen.randrange(8))
         code, _ = arena.convert("merge", source, arena.destination)
         if code == 0:
@@ -66,7 +74,9 @@ def test_any_flipped_bit_is_refused_or_harmless(arena, gpt2_shards, gpt2_folder,
 def test_a_flipped_bit_in_the_padding(arena, shards):
     path = shards / "rank_01.safetensors"
     length = int.from_bytes(path.read_bytes()[:8], "little")
-    _, last = json.loads(path.read_bytes()[8 : 8 + length])["word_embeddings.weight"]["data_offsets"]
+    _, last = json.loads(path.read_bytes()[8 : 8 + length])["word_embeddings.weight"][
+        "data_offsets"
+    ]
     flip(path, 8 + length + last - 1)
     assert "word_embeddings.weight" in arena.refused_merge(shards)
 
@@ -83,7 +93,9 @@ def test_ranks_duplicated(arena, shards):
     assert "rank_01.safetensors" in arena.refused_merge(shards)
 
 
-@pytest.mark.parametrize("name", ["rank_00.safetensors", "rank_01.safetensors", "manifest.json", "config.json"])
+@pytest.mark.parametrize(
+    "name", ["rank_00.safetensors", "rank_01.safetensors", "manifest.json", "config.json"]
+)
 def test_a_missing_file(name, arena, shards):
     (shards / name).unlink()
     assert re.search(f"{name}|no weights", arena.refused_merge(shards))
@@ -125,7 +137,10 @@ def test_tensors_of_one_rank(change, arena, shards):
 FORGERIES = {
     "another size": (lambda m: dataclasses.replace(m, tensor_parallel_size=3), "3|hashes"),
     "no size": (lambda m: dataclasses.replace(m, tensor_parallel_size=0), "tensor_parallel_size"),
-    "astronomic size": (lambda m: dataclasses.replace(m, tensor_parallel_size=10**12), "tensor_parallel_size"),
+    "astronomic size": (
+        lambda m: dataclasses.replace(m, tensor_parallel_size=10**12),
+        "tensor_parallel_size",
+    ),
     "another vocabulary": (lambda m: dataclasses.replace(m, vocab_size=100), "100 tokens"),
     "another family": (lambda m: dataclasses.replace(m, model_type="bert"), "bert"),
     "tie to nothing": (lambda m: dataclasses.replace(m, ties={"a": "b"}), "ties a tensor to b"),
@@ -134,7 +149,9 @@ FORGERIES = {
         "would have the name",
     ),
     "unknown extras": (
-        lambda m: dataclasses.replace(m, extras={"a": {"shape": (1,), "dtype": "float32", "sha256": "0"}}),
+        lambda m: dataclasses.replace(
+            m, extras={"a": {"shape": (1,), "dtype": "float32", "sha256": "0"}}
+        ),
         "extras.safetensors",
     ),
 }
@@ -143,7 +160,9 @@ FORGERIES = {
 def forged_tensor(**changes):
     def forge(manifest):
         record = dataclasses.replace(manifest.tensors["blocks.0.mlp.up.weight"], **changes)
-        return dataclasses.replace(manifest, tensors={**manifest.tensors, "blocks.0.mlp.up.weight": record})
+        return dataclasses.replace(
+            manifest, tensors={**manifest.tensors, "blocks.0.mlp.up.weight": record}
+        )
 
     return forge
 
@@ -151,7 +170,10 @@ def forged_tensor(**changes):
 FORGERIES |= {
     "another shape": (forged_tensor(shape=(24, 17)), "blocks.0.mlp.up.weight"),
     "another split": (forged_tensor(shard=None), "blocks.0.mlp.up.weight"),
-    "name of another": (forged_tensor(stored=("transformer.wte.weight",)), "have the name transformer.wte.weight"),
+    "name of another": (
+        forged_tensor(stored=("transformer.wte.weight",)),
+        "have the name transformer.wte.weight",
+    ),
     "two names for one": (forged_tensor(stored=("a", "b")), "blocks.0.mlp.up.weight"),
     "hashes exchanged": (lambda m: swap_hashes(m), "damaged"),
 }
@@ -171,7 +193,9 @@ def test_a_forged_manifest(forgery, arena, shards):
     assert re.search(message, arena.refused_merge(shards))
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"format_version": 99}', '{"format_version": NaN}', "{" * 5000])
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"format_version": 99}', '{"format_version": NaN}', "{" * 5000]
+)
 def test_a_wrong_manifest(content, arena, shards):
     (shards / "manifest.json").write_text(content)
     assert "manifest.json" in arena.refused_merge(shards)

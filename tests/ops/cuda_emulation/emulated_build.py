@@ -33,9 +33,9 @@ PTX = {
     re.compile(r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\);'): (
         r"\1 = emulation::flush(1.0f / \2);"
     ),
-    re.compile(r'asm volatile\("st\.global\.v4\.u32 [^;]*;" ::"l"\((\w+)\), "r"\((\w+)\.x\)[^;]*;'): (
-        r"*static_cast<uint4*>(\1) = \2;"
-    ),
+    re.compile(
+        r'asm volatile\("st\.global\.v4\.u32 [^;]*;" ::"l"\((\w+)\), "r"\((\w+)\.x\)[^;]*;'
+    ): (r"*static_cast<uint4*>(\1) = \2;"),
 }
 
 
@@ -51,7 +51,9 @@ def rewrite(text: str) -> str:
     for instruction, code in PTX.items():
         text = instruction.sub(code, text)
     if left := re.search(r"<<<|__shared__|__global__|__launch_bounds__|\basm\b", text):
-        raise ValueError(f"the emulation of CUDA does not know how to rewrite {text[left.start() :][:80]!r}")
+        raise ValueError(
+            f"the emulation of CUDA does not know how to rewrite {text[left.start() :][:80]!r}"
+        )
     return text.replace('#include "../', f'#include "{CSRC}/')
 
 
@@ -61,10 +63,15 @@ def sources(changed: dict[str, str]) -> dict[str, str]:
     return {name: rewrite(text) for name, text in {**found, **changed}.items()}
 
 
-def jobs(folder: Path, changed: dict[str, str], flags: tuple[str, ...]) -> list[tuple[Path, list[str]]]:
+def jobs(
+    folder: Path, changed: dict[str, str], flags: tuple[str, ...]
+) -> list[tuple[Path, list[str]]]:
     """Returns (object, its command) of every part. Sources lie in folders named by their hash, below `folder`."""
     cxx, texts = library.compiler(), sources(changed)
-    headers = "".join(path.read_text() for path in [*sorted(HERE.glob("*.h")), CSRC / "kernels.h", CSRC / "hash.h"])
+    headers = "".join(
+        path.read_text()
+        for path in [*sorted(HERE.glob("*.h")), CSRC / "kernels.h", CSRC / "hash.h"]
+    )
     headers += "".join(text for name, text in texts.items() if name.endswith(".cuh"))
     common = [*cxx, "-fPIC", "-std=c++17", "-O1", "-w", *UNDEFINED, *flags, "-I", str(HERE)]
     made = []
@@ -79,10 +86,15 @@ def jobs(folder: Path, changed: dict[str, str], flags: tuple[str, ...]) -> list[
         made.append((place / f"{name}.o", command))
     torch = library.torch_folder()
     for source, target, command in library.binding_jobs(cxx, folder, torch, False):
-        text = "".join(path.read_text() for path in [source, *(CSRC / "binding").glob("*.h"), CSRC / "kernels.h"])
+        text = "".join(
+            path.read_text()
+            for path in [source, *(CSRC / "binding").glob("*.h"), CSRC / "kernels.h"]
+        )
         version = (torch / "version.py").read_text()
         digest = hashlib.sha256(repr((text, version, command)).encode()).hexdigest()[:16]
-        command = [part.replace("-O2", "-O0") for part in command if part not in ("-o", str(target))]
+        command = [
+            part.replace("-O2", "-O0") for part in command if part not in ("-o", str(target))
+        ]
         made.append((folder / f"{digest}.o", [*command, "-o"]))
     return made
 
@@ -97,7 +109,11 @@ def make(job: tuple[Path, list[str]]) -> None:
 
 
 def build(
-    folder: Path, *, sanitize: bool = False, changed: dict[str, str] | None = None, only: str | None = None
+    folder: Path,
+    *,
+    sanitize: bool = False,
+    changed: dict[str, str] | None = None,
+    only: str | None = None,
 ) -> Path:
     """Returns the library below `folder`, built if what it is made of has changed.
 
@@ -114,12 +130,23 @@ def build(
     parts = jobs(folder.resolve(), changed or {}, flags)
     if only is not None:
         seen = [job for job in parts if job[0].name == f"{only}.o"]
-        parts = seen + [job for job in jobs(folder.resolve(), {}, flags) if job[0].name != f"{only}.o"]
+        parts = seen + [
+            job for job in jobs(folder.resolve(), {}, flags) if job[0].name != f"{only}.o"
+        ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(make, parts))
     objects = [str(target) for target, _ in parts]
-    link = [*UNDEFINED, "-L" + str(library.torch_folder() / "lib"), "-ltorch_cpu", "-ldl", "-shared", "-o"]
-    target = folder.resolve() / f"{hashlib.sha256(repr((objects, flags)).encode()).hexdigest()[:16]}.so"
+    link = [
+        *UNDEFINED,
+        "-L" + str(library.torch_folder() / "lib"),
+        "-ltorch_cpu",
+        "-ldl",
+        "-shared",
+        "-o",
+    ]
+    target = (
+        folder.resolve() / f"{hashlib.sha256(repr((objects, flags)).encode()).hexdigest()[:16]}.so"
+    )
     make((target, [*library.compiler(), *flags, *objects, *link]))
     return target
 
@@ -133,7 +160,11 @@ def environment(built: Path, order: str = "forward", *, sanitize: bool = False) 
         # Python and torch free nothing at their end; fibers have stacks that ASan does not know
         changes["LD_PRELOAD"] = " ".join(named)
         changes["ASAN_OPTIONS"] = "detect_leaks=0:detect_stack_use_after_return=0:abort_on_error=1"
-    return {**os.environ, **changes, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    return {
+        **os.environ,
+        **changes,
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+    }
 
 
 if __name__ == "__main__":

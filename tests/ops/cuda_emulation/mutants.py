@@ -42,8 +42,18 @@ MUTANTS = {
         "= sum;\n  if (warp != 0 || column >= a.columns) return;\n  __syncthreads();",
         "layer_norm",
     ),
-    "one warp left out of a reduction": ("common.cuh", "if (lane < warps) value", "if (lane < warps - 1) value", "rms"),
-    "half of the lanes left out": ("common.cuh", "int offset = 16; offset", "int offset = 8; offset", "rms_norm"),
+    "one warp left out of a reduction": (
+        "common.cuh",
+        "if (lane < warps) value",
+        "if (lane < warps - 1) value",
+        "rms",
+    ),
+    "half of the lanes left out": (
+        "common.cuh",
+        "int offset = 16; offset",
+        "int offset = 8; offset",
+        "rms_norm",
+    ),
     "blocks of broken warps": ("common.cuh", "(threads + 31) / 32 * 32", "threads", "softmax"),
     "barrier before the teams' sums": (
         "common.cuh",
@@ -51,12 +61,22 @@ MUTANTS = {
         "",
         "layer_norm",
     ),
-    "barrier of the teams' sums": ("common.cuh", "= sums[j];\n  __syncthreads();", "= sums[j];", "layer_norm"),
+    "barrier of the teams' sums": (
+        "common.cuh",
+        "= sums[j];\n  __syncthreads();",
+        "= sums[j];",
+        "layer_norm",
+    ),
     "one team left out": ("common.cuh", "for (int team = 1;", "for (int team = 2;", "layer_norm"),
     "too many teams": ("common.cuh", "kTeamThreads / threads", "1024 / threads", "tall_layer_norm"),
     "divisibility of columns": ("common.cuh", "columns % kVector<T> == 0 && ", "", "gelu"),
     "alignment of pointers": ("common.cuh", " && (aligned(pointers, 16) && ...)", "", "rms_norm"),
-    "alignment of one pointer": ("norm.cu", "(a.columns, a.x, a.residual,", "(a.columns, a.x,", "add_rms_norm"),
+    "alignment of one pointer": (
+        "norm.cu",
+        "(a.columns, a.x, a.residual,",
+        "(a.columns, a.x,",
+        "add_rms_norm",
+    ),
     "divisibility of a mask's rows": (
         "softmax.cu",
         "tensor == nullptr || (aligned",
@@ -87,7 +107,12 @@ MUTANTS = {
         "blockIdx.y) * blockDim.y, step",
         "gelu",
     ),
-    "second of two rows": ("elementwise.cuh", "two = begin(r + step)", "two = begin(r)", "tall_gelu"),
+    "second of two rows": (
+        "elementwise.cuh",
+        "two = begin(r + step)",
+        "two = begin(r)",
+        "tall_gelu",
+    ),
     "rows between a block's": ("elementwise.cuh", "r += 2 * step", "r += step", "tall_bias_gelu"),
     "rows of the last chunk": (
         "elementwise.cuh",
@@ -101,7 +126,12 @@ MUTANTS = {
         "first + a.chunk_rows",
         "layer_norm",
     ),
-    "row that is fetched ahead": ("norm.cu", "(a, r + blockDim.y, stop)", "(a, r, stop)", "tall_layer_norm"),
+    "row that is fetched ahead": (
+        "norm.cu",
+        "(a, r + blockDim.y, stop)",
+        "(a, r, stop)",
+        "tall_layer_norm",
+    ),
     "row after the last": ("norm.cu", "if (r >= stop) return row;", "", "many_rows"),
     "rows that a team skips": (
         "norm.cu",
@@ -109,10 +139,30 @@ MUTANTS = {
         "base < stop; base += 99",
         "tall_layer_norm",
     ),
-    "divisor of the mean": ("norm.cu", "/ count;  // the mean", "/ (count + 1);  // the mean", "layer_norm"),
-    "last partial sum": ("norm.cu", "for (int w = 1; w < 32; ++w)", "for (int w = 1; w < 2; ++w)", "many_rows"),
-    "sums of long rows": ("norm.cu", "(r > first ? to_weight", "(r > first + 1 ? to_weight", "layer_norm"),
-    "causal limit": ("softmax.cu", "q + a.columns - a.queries + 1", "q + a.columns - a.queries", "softmax_causal"),
+    "divisor of the mean": (
+        "norm.cu",
+        "/ count;  // the mean",
+        "/ (count + 1);  // the mean",
+        "layer_norm",
+    ),
+    "last partial sum": (
+        "norm.cu",
+        "for (int w = 1; w < 32; ++w)",
+        "for (int w = 1; w < 2; ++w)",
+        "many_rows",
+    ),
+    "sums of long rows": (
+        "norm.cu",
+        "(r > first ? to_weight",
+        "(r > first + 1 ? to_weight",
+        "layer_norm",
+    ),
+    "causal limit": (
+        "softmax.cu",
+        "q + a.columns - a.queries + 1",
+        "q + a.columns - a.queries",
+        "softmax_causal",
+    ),
     "last visible column": ("softmax.cu", "j < left ? z[j]", "j <= left ? z[j]", "softmax_causal"),
     "gradient of a shared bias": (
         "softmax.cu",
@@ -122,7 +172,12 @@ MUTANTS = {
     ),
     "samples of a team": ("softmax.cu", "base += blockDim.y", "base += 1", "softmax_bias"),
     "sample after the last": ("softmax.cu", "if (!is_row) continue;", "", "many_samples"),
-    "gradient of a long bias": ("softmax.cu", "first += blockDim.x)", "first += 2 * blockDim.x)", "softmax_bias"),
+    "gradient of a long bias": (
+        "softmax.cu",
+        "first += blockDim.x)",
+        "first += 2 * blockDim.x)",
+        "softmax_bias",
+    ),
     "launch bounds": (
         "softmax.cu",
         "kEach<T, 1>, threads = threads_for(a.columns, each, kTeamThreads)",
@@ -143,18 +198,48 @@ MUTANTS = {
         "row -= rows_per_sample",
         "tall_dropout",
     ),
-    "step of dropout": ("dropout.cu", "rows_each = step % rows_per_sample", "rows_each = step", "tall_short"),
-    "padding of the vocabulary": ("cross_entropy.cu", "last < a.columns)", "last <= a.columns)", "padded_vocabulary"),
-    "gradient of the padding": ("cross_entropy.cu", "last < a.columns ?", "last <= a.columns ?", "padded_vocab"),
+    "step of dropout": (
+        "dropout.cu",
+        "rows_each = step % rows_per_sample",
+        "rows_each = step",
+        "tall_short",
+    ),
+    "padding of the vocabulary": (
+        "cross_entropy.cu",
+        "last < a.columns)",
+        "last <= a.columns)",
+        "padded_vocabulary",
+    ),
+    "gradient of the padding": (
+        "cross_entropy.cu",
+        "last < a.columns ?",
+        "last <= a.columns ?",
+        "padded_vocab",
+    ),
     "stride of a row": (
         "cross_entropy.cu",
         "column + kThreads * N < whole; column += 2 * kThreads * N",
         "column + kThreads * N < whole; column += kThreads * N",
         "cross_entropy",
     ),
-    "a larger maximum": ("cross_entropy.cu", "seen.sum_exp *= exponential(seen.largest - shift);", "", "cross_entropy"),
-    "writer of the target": ("cross_entropy.cu", "target / N % kThreads", "target % kThreads", "cross_entropy"),
-    "share of the target": ("cross_entropy.cu", "is_mine ? widen(x[target])", "is_mine ? C(0)", "cross_entropy"),
+    "a larger maximum": (
+        "cross_entropy.cu",
+        "seen.sum_exp *= exponential(seen.largest - shift);",
+        "",
+        "cross_entropy",
+    ),
+    "writer of the target": (
+        "cross_entropy.cu",
+        "target / N % kThreads",
+        "target % kThreads",
+        "cross_entropy",
+    ),
+    "share of the target": (
+        "cross_entropy.cu",
+        "is_mine ? widen(x[target])",
+        "is_mine ? C(0)",
+        "cross_entropy",
+    ),
 }
 # What a mutant of a header is compiled into: the source of the cases that reach it, by how their names end.
 SOURCES = {"norm": "norm.cu", "rms": "norm.cu", "softmax": "softmax.cu"}
@@ -180,19 +265,29 @@ def odd_cases(rows: int, columns: int) -> dict[str, conftest.Case]:
     def loss(logits, target):
         maximum, total, picked, _ = ops.cross_entropy_stats(logits, target, 0, columns - 3)
         log_z = maximum + total.log()
-        grad = ops.cross_entropy_grad(logits, target, torch.ones_like(log_z), log_z, num_classes=columns, **settings)
+        grad = ops.cross_entropy_grad(
+            logits, target, torch.ones_like(log_z), log_z, num_classes=columns, **settings
+        )
         return log_z - picked, grad
 
     def summed(x, weight):
         return ops.rms_norm(x, weight, 1e-6)
 
     tall = torch.randn(32 * 3 + 5, 7, generator=g, dtype=torch.float64)
-    scores = torch.randn(17, 1, rows, columns, generator=g, dtype=torch.float64)  # one sample more than teams fit
+    scores = torch.randn(
+        17, 1, rows, columns, generator=g, dtype=torch.float64
+    )  # one sample more than teams fit
     return {
-        "many_samples": conftest.Case(ops.masked_softmax, {"scores": scores, "bias": scores[:1]}, ("scores", "bias")),
-        "mask_of_odd_rows": conftest.Case(masked, {"scores": wide[..., 1:], "mask": wide}, ("scores",)),
+        "many_samples": conftest.Case(
+            ops.masked_softmax, {"scores": scores, "bias": scores[:1]}, ("scores", "bias")
+        ),
+        "mask_of_odd_rows": conftest.Case(
+            masked, {"scores": wide[..., 1:], "mask": wide}, ("scores",)
+        ),
         "gate_of_odd_rows": conftest.Case(gated, {"both": wide}, ("both",)),
-        "padded_vocabulary": conftest.Case(loss, {"logits": wide[0, ..., 1:].flatten(0, 1), "target": target}, ()),
+        "padded_vocabulary": conftest.Case(
+            loss, {"logits": wide[0, ..., 1:].flatten(0, 1), "target": target}, ()
+        ),
         "many_rows": conftest.Case(summed, {"x": tall, "weight": tall[0]}, ("x", "weight")),
     }
 
@@ -200,10 +295,20 @@ def odd_cases(rows: int, columns: int) -> dict[str, conftest.Case]:
 def tall_cases() -> dict[str, conftest.Case]:
     """Returns cases of whole vectors and of so many rows that threads and teams have several."""
     cases = conftest.build_cases(rows=70, columns=136)
-    cases["layer_norm"] = conftest.build_cases(rows=27, columns=576)["layer_norm"]  # teams of several warps
-    tall = {f"tall_{name}": cases[name] for name in ("bias_gelu", "gelu", "layer_norm", "dropout", "swiglu")}
-    samples = torch.randn(40, 3, 136, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    tensors = {"x": samples, "keys": ops.dropout_keys(7, 5, 40)}  # a thread's next row is ten samples on
+    cases["layer_norm"] = conftest.build_cases(rows=27, columns=576)[
+        "layer_norm"
+    ]  # teams of several warps
+    tall = {
+        f"tall_{name}": cases[name]
+        for name in ("bias_gelu", "gelu", "layer_norm", "dropout", "swiglu")
+    }
+    samples = torch.randn(
+        40, 3, 136, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    tensors = {
+        "x": samples,
+        "keys": ops.dropout_keys(7, 5, 40),
+    }  # a thread's next row is ten samples on
     return {**tall, "tall_short_samples": conftest.Case(ops.dropout, tensors, ("x",), {"p": 0.4})}
 
 
@@ -226,7 +331,10 @@ def check_case(case: conftest.Case, dtype: torch.dtype, *, shift: bool) -> None:
     """Compares a case with the reference; with `shift` again, with each of its tensors misaligned."""
     gradient = bool(case.differentiable)
     expected = case.run("reference", torch.float64, with_grad=gradient)
-    kept = {name: t.to(dtype) if t is not None and t.is_floating_point() else t for name, t in case.tensors.items()}
+    kept = {
+        name: t.to(dtype) if t is not None and t.is_floating_point() else t
+        for name, t in case.tensors.items()
+    }
     shifted = [{**kept, name: misaligned(t)} for name, t in kept.items() if shift and t is not None]
     for tensors in [kept, *shifted]:
         moved = conftest.Case(case.function, tensors, case.differentiable, case.constants)
@@ -289,10 +397,16 @@ def main(folder: Path, names: list[str]) -> int:
             raise ValueError(f"{file} has no {old!r} any more; change the mutant {name!r}")
         only = source_of(prefix) if name and file.endswith(".cuh") else None
         built = emulated_build.build(folder, changed={file: text.replace(old, new)}, only=only)
-        found = next(((order, line) for order in ORDERS if (line := fails(built, prefix, order))), None)
+        found = next(
+            ((order, line) for order in ORDERS if (line := fails(built, prefix, order))), None
+        )
         bad += (found is not None) != bool(name)
         told = (
-            f"{'caught' if name else 'FAILED'} ({found[0]}): {found[1]}" if found else "SURVIVED" if name else "passes"
+            f"{'caught' if name else 'FAILED'} ({found[0]}): {found[1]}"
+            if found
+            else "SURVIVED"
+            if name
+            else "passes"
         )
         print(f"{name or 'unchanged'}: {told}"[:160], flush=True)
     return int(bad > 0)

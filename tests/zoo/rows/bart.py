@@ -8,7 +8,9 @@ SIZES = {
 }  # fmt: skip
 CASES = {
     "BartForConditionalGeneration": Case({**SIZES, "forced_bos_token_id": 0}),
-    "BartForConditionalGeneration, scaled": Case({**SIZES, "scale_embedding": True, "activation_function": "gelu_new"}),
+    "BartForConditionalGeneration, scaled": Case(
+        {**SIZES, "scale_embedding": True, "activation_function": "gelu_new"}
+    ),
     "BartModel": Case(SIZES),
     "BartForSequenceClassification": Case(SIZES),
     "BartForQuestionAnswering": Case(SIZES),

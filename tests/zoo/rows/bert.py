@@ -20,6 +20,10 @@ CASES = {
     "BertForMultipleChoice": Case(SIZES),
     "BertForNextSentencePrediction": Case(SIZES),
     "BertForQuestionAnswering": Case(SIZES),
-    "BertForSequenceClassification, one number": Case({**SIZES, "num_labels": 1, "hidden_act": "relu"}),
-    "BertForSequenceClassification, three numbers": Case({**SIZES, "num_labels": 3, "problem_type": "regression"}),
+    "BertForSequenceClassification, one number": Case(
+        {**SIZES, "num_labels": 1, "hidden_act": "relu"}
+    ),
+    "BertForSequenceClassification, three numbers": Case(
+        {**SIZES, "num_labels": 3, "problem_type": "regression"}
+    ),
 }

@@ -12,7 +12,9 @@ CASES = {
     "Glm4ForCausalLM, no biases, three quarters rotate": Case(
         {**SIZES, "num_key_value_heads": 6, "attention_bias": False, "partial_rotary_factor": 0.75}
     ),
-    "Glm4ForCausalLM, an odd half of each head": Case({**SIZES, "head_dim": 6, "tie_word_embeddings": True}),
+    "Glm4ForCausalLM, an odd half of each head": Case(
+        {**SIZES, "head_dim": 6, "tie_word_embeddings": True}
+    ),
     "Glm4Model": Case(SIZES),
     "Glm4ForSequenceClassification": Case({**SIZES, "num_labels": 11}),
     "Glm4ForTokenClassification": Case({**SIZES, "num_labels": 5}),

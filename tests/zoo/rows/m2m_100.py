@@ -7,4 +7,7 @@ SIZES = {
     "decoder_attention_heads": 6, "decoder_ffn_dim": 36, "vocab_size": 97, "encoder_layerdrop": 0.0,
     "decoder_layerdrop": 0.0,
 }  # fmt: skip
-CASES = {"M2M100ForConditionalGeneration": Case(SIZES, sizes=(1, 2, 3, 6)), "M2M100Model": Case(SIZES)}
+CASES = {
+    "M2M100ForConditionalGeneration": Case(SIZES, sizes=(1, 2, 3, 6)),
+    "M2M100Model": Case(SIZES),
+}

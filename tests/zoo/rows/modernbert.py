@@ -15,7 +15,9 @@ MEAN = {"classifier_pooling": "mean", "norm_bias": True, "attention_bias": True,
 CASES = {
     "ModernBertModel": Case(SIZES),
     "ModernBertForMaskedLM": Case(SIZES),
-    "ModernBertForMaskedLM, biases": Case({**SIZES, **MEAN, "classifier_bias": True, "decoder_bias": False}),
+    "ModernBertForMaskedLM, biases": Case(
+        {**SIZES, **MEAN, "classifier_bias": True, "decoder_bias": False}
+    ),
     "ModernBertForSequenceClassification": Case({**NEAR, "num_labels": 3}),
     "ModernBertForSequenceClassification, mean": Case({**SIZES, **MEAN}),
     "ModernBertForTokenClassification": Case({**SIZES, "num_labels": 5}),

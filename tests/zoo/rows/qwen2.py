@@ -11,10 +11,17 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 4}
 CASES = {
     "Qwen2ForCausalLM": Case(SIZES),
     "Qwen2ForCausalLM, eight query and two key-value heads": Case(
-        {**SIZES, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2}, sizes=(1, 3, 4, 6)
+        {**SIZES, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2},
+        sizes=(1, 3, 4, 6),
     ),
     "Qwen2ForCausalLM, windows in the upper layers, tied": Case(
-        {**SIZES, **WINDOWS, "num_key_value_heads": 6, "max_window_layers": 1, "tie_word_embeddings": True}
+        {
+            **SIZES,
+            **WINDOWS,
+            "num_key_value_heads": 6,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        }
     ),
     "Qwen2ForCausalLM, windows where the file says": Case(
         {**SIZES, **WINDOWS, "layer_types": ["sliding_attention", "full_attention"]}

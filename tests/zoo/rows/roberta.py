@@ -8,7 +8,9 @@ SIZES = {
 }  # fmt: skip
 CASES = {
     "RobertaForMaskedLM": Case(SIZES),
-    "RobertaForSequenceClassification": Case({**SIZES, "num_labels": 5, "problem_type": "multi_label_classification"}),
+    "RobertaForSequenceClassification": Case(
+        {**SIZES, "num_labels": 5, "problem_type": "multi_label_classification"}
+    ),
     "RobertaModel": Case(SIZES),
     "RobertaForTokenClassification": Case({**SIZES, "num_labels": 3}),
     "RobertaForMultipleChoice": Case(SIZES),
