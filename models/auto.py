@@ -15,7 +15,7 @@ from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.formats.megatron import SavedRun
 from ..checkpoint.hub import find_config_folder
 from ..checkpoint.stored_tensor import StoredTensor
-from ..data.files import read_folder_json
+from ..files.strict_json import read_folder_json
 from ..mpu import ParallelMesh, initialize, materialize
 from .common.config import ModelConfig
 from .common.megatron import MegatronMap

@@ -30,7 +30,8 @@ from ..checkpoint.rank_files import write_tensors
 from ..checkpoint.safetensors_header import read_header
 from ..checkpoint.stored_tensor import StoredTensor, index_by_name
 from ..checkpoint.tensor_reader import TensorReader
-from ..data.files import checked_file, read_json_object
+from ..files.safe_paths import checked_file
+from ..files.strict_json import read_json_object
 from ..mpu import ParallelMesh, gather_from_tp, initialize, tp_rank, tp_size
 from .auto import build_on_meta
 from .common.lora import LINEARS, AdaptedRows, Adapter, LoraFactors, attach, detach

@@ -23,11 +23,11 @@ from ..checkpoint.dtypes import from_torch_name
 from ..checkpoint.file_io import OpenFiles
 from ..checkpoint.folder_files import CONFIG, OWN_FILES, STATE, holds_training_state
 from ..checkpoint.hub import upload_folder
-from ..checkpoint.json_digest import sync
 from ..checkpoint.layout import ParameterSpec
 from ..checkpoint.new_file import NewFile
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import tensor_bytes
+from ..files.durable import sync
 from ..mpu import ParallelMesh, tp_rank, tp_size
 from ..mpu.collectives import gather_bytes
 from .common.config import ModelConfig
