@@ -16,7 +16,7 @@ from ..checkpoint.manifest import MANIFEST
 from ..files.strict_json import read_folder_json
 from ..models import FAMILIES, ParallelConfig, config_from_dict, family, from_pretrained
 from ..models.auto import build_on_meta
-from ..models.common.config import ModelConfig
+from ..models.config import ModelConfig
 from ..models.loading import missing_modules
 from ..mpu import ParallelMesh
 from ..trainer.engines.precision import DTYPES

@@ -465,7 +465,7 @@ def test_a_torch_file_tells_where_its_tensors_lie(tmp_path):
 
 def test_tensors_count_their_changes():
     with needed_by(
-        "models/common/language_model.py (lazy logits)",
+        "models/language_model.py (lazy logits)",
         breaks="Logits that are calculated late may be those of changed weights, without an error.",
         remedy="Find another counter of in-place changes, or calculate the logits at once.",
     ):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import native_t5, run_training
 
 from shardzoo.models import config_from_dict, from_config
-from shardzoo.models.common.language_model import note_target_count
+from shardzoo.models.language_model import note_target_count
 from shardzoo.mpu import dropout_state
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.batches.loss_normalization import to_device

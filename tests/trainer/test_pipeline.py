@@ -494,7 +494,7 @@ def test_stages_by_time(family, head):
 
 
 def test_balanced_stages():
-    from shardzoo.models.common.pipeline import balanced_counts
+    from shardzoo.models.pipeline import balanced_counts
 
     assert balanced_counts([1, 1, 1, 1], 2) == (2, 2)
     assert balanced_counts([5, 1, 1, 1, 1, 1], 2) == (1, 5)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.common.config import ModelConfig
-from ...models.common.language_model import note_target_count
+from ...models.config import ModelConfig
+from ...models.language_model import note_target_count
 
 IGNORED = -100
 # An argument of a model's forward pass -> the labels that it counts.

@@ -28,7 +28,7 @@ from ...data.tokenizers.vocabulary import Vocabulary
 from ...files.safe_paths import checked_file
 from ...files.strict_json import read_folder_json
 from ...models.auto import whole_parameters
-from ...models.common.config import ModelConfig
+from ...models.config import ModelConfig
 from ...models.lora import (
     WEIGHTS_FILE,
     check_same_lora,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...checkpoint.rank_files import MASTER_WEIGHT, TensorPart
-from ...models.common.language_model import ModelOutput
+from ...models.outputs import ModelOutput
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from .buckets import OrderedGradients

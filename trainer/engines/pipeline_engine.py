@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
 
-from ...models.common.pipeline import Stage, copied_parameters
+from ...models.pipeline import Stage, copied_parameters
 from ...mpu import receive_from_stage, send_to_stage
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
