@@ -583,14 +583,14 @@ def counted(mesh, folder: Path, precision: str) -> tuple[int, int, int]:
     seen: dict[str, int] = {}
 
     class Counting(pipeline_engine.PipelineEngine):
-        def step(self, hold=None):
+        def step(self, found_inf=None):
             tensors = self.optimizer_tensors()
             states = sum(
                 getattr(value, "values", value).nbytes for value in tensors.values() if value.shape
             )
             parameters = sum(value.nbytes for value in self.module.parameters())
             seen.update(parameters=parameters, states=states, buffers=self._engine.num_pipe_buffers)
-            return super().step(hold)
+            return super().step(found_inf)
 
     original, pipeline_engine.PipelineEngine = pipeline_engine.PipelineEngine, Counting
     arguments = settings("gpt2", 1, 1, mesh.pp_size, train_steps=1, precision=precision)

@@ -109,7 +109,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._pipeline.scheduled = False
         return torch.stack(self._layer.losses)
 
-    def step(self, hold: Tensor | None = None) -> StepOutcome:
+    def step(self, found_inf: Tensor | None = None) -> StepOutcome:
         norm = (
             clip(list(self._owners), self._clip_grad, self.optimizer, self._mesh)
             if not self._zero
