@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from ..files.printable import printable
+from ..data.files import printable
 
 USAGE_ERROR = 2
 

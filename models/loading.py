@@ -27,7 +27,10 @@ from ..mpu import (
     tp_size,
 )
 from .auto import as_config, build_on_meta
-from .config import ModelConfig
+from .common.config import ModelConfig
+from .common.name_map import NameMap
+from .common.parallel_config import ParallelConfig
+from .common.pipeline import take_stage
 from .lora import load_adapter
 from .mapping import (
     MappedCheckpoint,
@@ -37,9 +40,6 @@ from .mapping import (
     native_model,
     stored_config,
 )
-from .name_map import NameMap
-from .parallel_config import ParallelConfig
-from .pipeline import take_stage
 from .registry import family
 
 

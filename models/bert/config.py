@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from ..config import (
+from ..common.config import (
     Activation,
     ClassCount,
     HeadCount,

@@ -2,7 +2,7 @@
 
 from ..bert.memory import activations
 from ..bert.model import BertBody
-from ..heads import (
+from ..common.heads import (
     BareModel,
     MultipleChoice,
     QuestionAnswering,
@@ -11,7 +11,7 @@ from ..heads import (
     configured,
     with_heads,
 )
-from ..language_model import MaskedLM
+from ..common.language_model import MaskedLM
 from ..registry import Family
 from .config import DistilBertConfig
 from .hf import NAME_MAP

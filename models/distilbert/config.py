@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from typing_extensions import Self
 
 from ..bert.config import BertConfig
-from ..config import LayerCount, Probability
+from ..common.config import LayerCount, Probability
 
 KEYS = {
     "dim": "hidden_size",

@@ -13,8 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blocks.activation_functions import find_activation
-from ..heads import (
+from ..common.heads import (
     BareModel,
     Classifier,
     MultipleChoice,
@@ -24,8 +23,8 @@ from ..heads import (
     configured,
     widen,
 )
-from ..language_model import IGNORED, MaskedLM
-from ..outputs import ModelOutput
+from ..common.language_model import IGNORED, MaskedLM, ModelOutput
+from ..common.transformer import find_activation
 from .config import ElectraConfig
 
 

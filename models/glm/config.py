@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from typing_extensions import Self
 
-from ..config import (
+from ..common.config import (
     Activation,
     HeadCount,
     HiddenSize,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..config import (
+from ..common.config import (
     Activation,
     HeadCount,
     HeadsConfig,

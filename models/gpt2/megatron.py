@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..megatron import (
+from ..common.megatron import (
     EMBEDDING,
     TIED_HEAD,
     MegatronMap,
@@ -15,7 +15,7 @@ from ..megatron import (
     rates,
     weight_and_bias,
 )
-from ..name_map import Entry, NameMap
+from ..common.name_map import Entry, NameMap
 from .config import GPT2Config
 
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from ..blocks.rotary import RopeParameters, check_rope_parameters, read_rope_parameters
-from ..config import (
+from ..common.config import (
     Activation,
     HeadCount,
     HeadsConfig,
@@ -22,6 +21,7 @@ from ..config import (
     TokenId,
     VocabSize,
 )
+from ..common.rotary import RopeParameters, check_rope_parameters, read_rope_parameters
 
 
 @dataclass(frozen=True)

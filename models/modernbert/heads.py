@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import LayerNorm
-from ..blocks.activation_functions import find_activation
-from ..heads import (
+from ..common.heads import (
     BareModel,
     Classifier,
     MultipleChoice,
@@ -15,7 +14,8 @@ from ..heads import (
     SequenceClassification,
     TokenClassification,
 )
-from ..language_model import MaskedLM
+from ..common.language_model import MaskedLM
+from ..common.transformer import find_activation
 from .config import ModernBertConfig
 
 

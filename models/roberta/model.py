@@ -10,7 +10,7 @@ RoBERTa is BERT with these differences:
 
 from __future__ import annotations
 
-from ..heads import (
+from ..common.heads import (
     BareModel,
     MultipleChoice,
     QuestionAnswering,
@@ -18,7 +18,7 @@ from ..heads import (
     TokenClassification,
     configured,
 )
-from ..language_model import MaskedLM
+from ..common.language_model import MaskedLM
 
 HEADS = {
     "Model": configured(BareModel, pooler_name="encoder_pooler"),

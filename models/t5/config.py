@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from typing_extensions import Self
 
-from ..blocks.activation_functions import ACTIVATIONS
-from ..config import (
+from ..common.config import (
     HeadCount,
     HeadsConfig,
     HiddenSize,
@@ -22,6 +21,7 @@ from ..config import (
     VocabSize,
     shown,
 )
+from ..common.transformer import ACTIVATIONS
 
 PRETRAINED_LENGTH = 512  # positions are relative, so longer sequences also work
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import hf_model
 
 from shardzoo.convert.operations import merge, split
 
@@ -98,3 +99,21 @@ def test_a_head_of_its_own_beside_a_flag_that_says_tied(zoo, hashes, tmp_path):
     assert "head.weight" in load_file(tmp_path / "two" / "rank_00.safetensors")
     merge(tmp_path / "two", tmp_path / "merged")
     assert hashes(tmp_path / "merged") == hashes(source)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (-1, -1)], ids=["first", "last"])
+def test_a_head_that_differs_in_one_element_is_kept(place, hashes, tmp_path):
+    """The tensors have more than 1 MiB: the comparison with the embedding reads them in several blocks."""
+    model = hf_model("GPT2LMHeadModel", vocab_size=12_001)
+    model.save_pretrained(tmp_path / "hf")
+
+    def with_a_head_of_its_own(tensors):
+        head = tensors["transformer.wte.weight"].clone()
+        assert head.nbytes > 1 << 20
+        head[place] += 1
+        return {**tensors, "lm_head.weight": head}
+
+    rewrite(tmp_path / "hf", with_a_head_of_its_own)
+    split(tmp_path / "hf", tmp_path / "two", 2)
+    merge(tmp_path / "two", tmp_path / "merged")
+    assert hashes(tmp_path / "merged") == hashes(tmp_path / "hf")

@@ -200,6 +200,48 @@ def test_deepspeed_goes_on_where_the_run_was(
         torch.testing.assert_close(value, weights[name.partition("/")[2]], rtol=1e-5, atol=1e-6)
 
 
+def rates_of_warm_up(folder: Path) -> list[list[float]]:
+    """The rates of DeepSpeed's WarmupLR after each of five steps, and again after each that follows the folder."""
+    import deepspeed
+    from deepspeed.runtime.lr_schedules import WarmupLR
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    model = hf_model(ARCHITECTURES["gpt2"], 0.0, **WIDE)
+    optimizer = adamw(dict(model.named_parameters()), 1, 5e-3)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": True},
+    }
+    schedule: Any = WarmupLR(optimizer, warmup_num_steps=6, warmup_type="linear")
+    engine: Any = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
+    )[0]
+    ids = torch.arange(2, 22).view(2, 10)
+
+    def train(steps: int) -> list[float]:
+        rates = []
+        for _ in range(steps):
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+            rates.append(engine.get_lr()[0])
+        return rates
+
+    whole = train(5)
+    engine.load_checkpoint(str(folder))
+    return [whole, train(3)]
+
+
+def test_a_schedule_of_deepspeed_goes_on_at_the_runs_step(saved, run_ranks, tmp_path):
+    """The folder is of the second step, so the next rates are those that DeepSpeed has after steps three to five."""
+    command = ["merge", str(saved("gpt2", 3)), str(tmp_path / "universal"), "--to", "universal"]
+    assert main([*command, "--step", "tensor"]) == 0  # torch's AdamW counts in tensors
+    [[whole, rest]] = run_ranks(1, rates_of_warm_up, tmp_path / "universal")
+    assert len(set(whole)) == 5
+    assert rest == whole[2:]
+
+
 MISTAKES = {
     "no moments of a kind": (
         {"optimizer": "adafactor", "zero_stage": 0},

@@ -792,3 +792,44 @@ def test_a_task_reaches_what_transformers_trainer_does(
         assert ours[name] == pytest.approx(value, rel=0.05, abs=0.05 * unit), name
     name, bound = REACHED[kind]
     assert not SEEDS or (ours[name] < bound if name == "perplexity" else ours[name] > bound)
+
+
+def test_the_last_answer_of_a_chat_is_evaluated(tmp_path):
+    """The oracle is what transformers generates for all turns before the last answer.
+
+    The first answer is another text, and so is what the model would say at its place.
+    """
+    folder = save_model(tmp_path / "m", "GPT2LMHeadModel", "gpt2", seed=3, n_positions=256)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def answer(messages: list[dict]) -> str:
+        prompt = "".join(f"<{m['role']}>{m['content']}</>" for m in messages) + "<assistant>"
+        ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+        tokens = reference.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def say(role: str, content: str) -> dict[str, str]:
+        return {"role": role, "content": content}
+
+    records = []
+    for number in range(3):
+        before = [
+            say("user", text(number, 3)),
+            say("assistant", text(number + 10, 2)),
+            say("user", text(number + 20, 2)),
+        ]
+        last = answer(before)
+        assert last.strip()
+        assert last != answer(before[:1])
+        # A turn of the user after the last answer is no part of its prompt.
+        records.append(
+            {"messages": [*before, say("assistant", last), say("user", text(number, 1))]}
+        )
+    trainer = t2t.Trainer(
+        model_name_or_path=str(folder), validation_file=write(tmp_path / "x.json", records),
+        predict_with_generate=True, generation_num_beams=1, metric="exact_match", task="chat",
+        **{**SHORT, "max_source_length": 200},
+    )  # fmt: skip
+    assert trainer.evaluate()["exact_match"] == 1.0

@@ -29,6 +29,13 @@ WARPERS = [
     {"epsilon_cutoff": 0.003, "eta_cutoff": 0.002},
     {"temperature": 1.7, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "renormalize_logits": True},
     {"num_beams": 2, "top_k": 2, "top_p": 0.1},
+    # So that no beam is left without a token, beams keep one more token than there are end tokens.
+    {"num_beams": 3, "eos_token_id": [2, 7, 11], "top_k": 2},
+    {"num_beams": 3, "eos_token_id": [2, 7, 11], "top_k": 0, "top_p": 0.01},
+    {"num_beams": 3, "eos_token_id": [2, 7, 11], "top_k": 0, "min_p": 0.99},
+    {"num_beams": 3, "eos_token_id": [2, 7, 11], "top_k": 0, "typical_p": 0.01},
+    {"num_beams": 3, "eos_token_id": [2, 7, 11], "top_k": 0, "epsilon_cutoff": 0.9},
+    {"num_beams": 3, "eos_token_id": [2, 7, 11], "top_k": 0, "eta_cutoff": 0.9},
 ]
 
 
@@ -111,7 +118,7 @@ def test_what_is_drawn_from_is_what_transformers_draws_from(saved, prompts, run_
     logits = torch.randn(4, 261, generator=torch.Generator().manual_seed(2)) * 3
     expected = []
     for options in WARPERS:
-        config = transformers.GenerationConfig(do_sample=True, eos_token_id=2, **options)
+        config = transformers.GenerationConfig(**{"do_sample": True, "eos_token_id": 2, **options})
         config, _ = reference._prepare_generation_config(config)
         reference._prepare_special_tokens(config, device="cpu")
         processors = reference._get_logits_processor(

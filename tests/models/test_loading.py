@@ -241,6 +241,32 @@ def test_a_tied_gpt2_that_stores_its_head_stays_tied_and_an_untied_one_untied(gp
     assert (model.head.weight - model.word_embeddings.weight)[100, 23] == 1
 
 
+@pytest.mark.parametrize("place", [(0, 0), (-1, -1)], ids=["first", "last"])
+def test_a_head_is_compared_to_its_last_stored_byte(place, tmp_path):
+    """The tensors have more than 1 MiB: several blocks are read. One element differs, by less than bf16 shows."""
+    sizes = {**SIZES["gpt2"], "vocab_size": 12_001}
+    reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    embedding = reference.transformer.wte.weight.detach()
+    assert embedding.nbytes > 1 << 20
+    embedding[place] = 1.0
+    reference.save_pretrained(tmp_path)
+
+    def store_head(tensors):
+        tensors["lm_head.weight"] = embedding.clone()
+
+    rewrite(tmp_path, store_head)
+    assert shardzoo.from_pretrained(tmp_path, dtype=torch.bfloat16).config.tie_word_embeddings
+
+    def move_head(tensors):
+        tensors["lm_head.weight"][place] += 2.0**-20
+
+    rewrite(tmp_path, move_head)
+    model = shardzoo.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert torch.equal(model.head.weight, model.word_embeddings.weight)
+    assert not model.config.tie_word_embeddings
+    assert model.head.weight is not model.word_embeddings.weight
+
+
 def test_a_head_that_is_announced_and_missing_is_an_error(gpt2_folder):
     rewrite_config(gpt2_folder, tie_word_embeddings=False)
     with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):

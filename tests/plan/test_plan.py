@@ -81,6 +81,57 @@ def test_the_docs_show_the_measured_exponents():
     ]
 
 
+def count_ring_messages(ranks: int, *, reduces: bool) -> int:
+    """Passes parts around a ring until a reduce-scatter or an all-gather is done: the messages of each rank.
+
+    `parts[r][p]` are the ranks whose share of part p rank r has.
+    """
+    parts = [
+        [{rank} if reduces or part == rank else set() for part in range(ranks)]
+        for rank in range(ranks)
+    ]
+    everyone = set(range(ranks))
+    count = 0
+    while True:
+        if reduces:
+            done = all(any(held == everyone for held in row) for row in parts)
+        else:
+            done = all(all(held for held in row) for row in parts)
+        if done:
+            return count
+        # In round k, rank r sends on the part that it received in the round before; in the first, its own.
+        sent = [(rank - count) % ranks for rank in range(ranks)]
+        messages = [set(parts[rank][part]) for rank, part in enumerate(sent)]
+        for rank, part in enumerate(sent):
+            parts[(rank + 1) % ranks][part] |= messages[rank]
+        count += 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_the_rings_of_each_stage_are_counted(stage, ranks):
+    """The collectives of a step are those of ZeRO's paper (section 7), walked message by message."""
+    micro_batches = 3
+    reduce_scatter = count_ring_messages(ranks, reduces=True)
+    all_gather = count_ring_messages(ranks, reduces=False)
+    messages = 0
+    for micro_batch in range(micro_batches):
+        if stage == 3:
+            messages += all_gather  # the weights, for the forward pass
+            messages += all_gather  # and again for the backward pass
+        if stage >= 2 or micro_batch == micro_batches - 1:
+            messages += reduce_scatter  # the gradients
+    if stage < 3:
+        messages += all_gather  # the sums of the gradients, or from stage 1 on the new weights
+    network = network_of_config(tiny())
+    cluster = cluster_of("h100")
+    cluster = replace(cluster, node_size=8, rates=replace(Rates(), link=1.0, overlap=0.0))
+    run = Run(gpus=ranks, global_batch=ranks * micro_batches, length=64, zero_stage=stage)
+    part = network.parameters * 2 / ranks  # of bf16
+    seconds = messages * (part / cluster.inside.bandwidth + cluster.inside.latency)
+    assert step_time(network, run, cluster).gradients == pytest.approx(seconds, rel=1e-9)
+
+
 def test_flops_are_six_for_each_weight_and_token():
     config = tiny(n_embd=256, n_layer=8)
     run = Run(gpus=1, global_batch=16, length=64)

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import hf_model
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 IGNORED, LR = -100, 0.5
 # Steps of data-parallel ranks of micro-batches of rows: each a length, and the positions whose labels are ignored.
@@ -249,3 +251,51 @@ def test_the_losses_of_micro_batches_add_up_for_every_head(head, labels):
     totals = [sum(numbers) for numbers in zip(*counts, strict=True)]
     losses = [model(**part, **normalizer.model_arguments(totals)).loss for part in parts]
     torch.testing.assert_close(sum(losses), model(**batch).loss)
+
+
+@pytest.mark.parametrize("missing", ["labels", "next_sentence_label"])
+def test_pretraining_without_targets_of_one_kind_learns_the_other(missing, tmp_path):
+    """A global batch without a sentence label, or without a masked token, has the other loss alone.
+
+    The oracle is transformers' model with PyTorch's loss of the kind that has targets.
+    """
+    import shardzoo
+    from shardzoo.trainer.batches.loss_normalization import LossNormalizer
+
+    reference = hf_model("BertForPreTraining", 0.0, vocab_size=40)
+    reference.save_pretrained(tmp_path)
+    ids = torch.randint(3, 40, (4, 7), generator=torch.Generator().manual_seed(0))
+    labels = torch.where(ids % 3 == 0, ids, IGNORED)
+    assert (labels != IGNORED).any()
+    batch = {
+        "input_ids": ids,
+        "labels": labels,
+        "next_sentence_label": torch.tensor([0, 1, 1, IGNORED]),
+    }
+    batch[missing] = torch.full_like(batch[missing], IGNORED)
+
+    found = reference(ids)
+    if missing == "labels":
+        expected = cross_entropy(found.seq_relationship_logits, batch["next_sentence_label"])
+    else:
+        expected = cross_entropy(found.prediction_logits.flatten(0, 1), labels.flatten())
+    expected.backward()
+
+    model = shardzoo.from_pretrained(tmp_path)
+    normalizer = LossNormalizer(model, mean_losses=False)
+    parts = [
+        {name: value[rows] for name, value in batch.items()} for rows in (slice(0, 3), slice(3, 4))
+    ]
+    counts = [normalizer.count(part) for part in parts]
+    totals = [sum(numbers) for numbers in zip(*counts, strict=True)]
+    loss = torch.zeros(())
+    for part, count in zip(parts, counts, strict=True):
+        output = model(**part, **normalizer.model_arguments(totals))
+        share = normalizer.normalize(output.loss, count, totals)
+        share.backward()
+        loss = loss + share.detach()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
+    gradient = model.encoder.word_embeddings.weight.grad[:40]
+    wanted = reference.get_input_embeddings().weight.grad
+    # fp32: the sums over tokens differ in their order, relative to the largest of them.
+    torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))

@@ -300,3 +300,30 @@ def test_a_run_without_its_optimizer_cannot_go_on(tmp_path):
     weights = {"load_dir": str(tmp_path / "run"), "load_optim": False}
     steps, _ = run_training(None, tmp_path / "other", train_steps=2, **weights)
     assert [step["step"] for step in steps] == [1, 2]
+
+
+def test_state_that_an_optimizer_makes_of_a_16_bit_model_becomes_fp32():
+    """Adagrad has its sums of squares before the first step. In bf16 a sum of ones stalls at 256.
+
+    The oracle is PyTorch's Adagrad on an fp32 parameter. The gradients are bf16 numbers, so both see the same ones.
+    """
+    from shardzoo.trainer import TrainingArguments
+    from shardzoo.trainer.engines.torch_engine import TorchEngine
+
+    model = torch.nn.Linear(3, 2, bias=False).bfloat16()
+    plain = torch.nn.Parameter(model.weight.detach().float())
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    oracle = torch.optim.Adagrad([plain], lr=0.1)
+    arguments = TrainingArguments(env_type="pytorch", precision="bf16", clip_grad=0.0)
+    engine = TorchEngine(model, optimizer, arguments)
+    gradient = torch.tensor([[1.0, -1.0, 0.5], [3.0, 0.25, 1.0]], dtype=torch.bfloat16)
+    for _ in range(300):
+        engine.backward((model.weight * gradient).sum())
+        engine.step()
+        plain.grad = gradient.float()
+        oracle.step()
+    found = engine.optimizer_tensors()
+    assert found["sum/weight"].dtype == torch.float32
+    assert torch.equal(found["sum/weight"], oracle.state[plain]["sum"])
+    assert torch.equal(found["master_weight/weight"], plain)
+    assert torch.equal(model.weight, plain.bfloat16())

@@ -494,7 +494,7 @@ def test_stages_by_time(family, head):
 
 
 def test_balanced_stages():
-    from shardzoo.models.pipeline import balanced_counts
+    from shardzoo.models.common.pipeline import balanced_counts
 
     assert balanced_counts([1, 1, 1, 1], 2) == (2, 2)
     assert balanced_counts([5, 1, 1, 1, 1, 1], 2) == (1, 5)
@@ -583,14 +583,14 @@ def counted(mesh, folder: Path, precision: str) -> tuple[int, int, int]:
     seen: dict[str, int] = {}
 
     class Counting(pipeline_engine.PipelineEngine):
-        def step(self, found_inf=None):
+        def step(self, hold=None):
             tensors = self.optimizer_tensors()
             states = sum(
                 getattr(value, "values", value).nbytes for value in tensors.values() if value.shape
             )
             parameters = sum(value.nbytes for value in self.module.parameters())
             seen.update(parameters=parameters, states=states, buffers=self._engine.num_pipe_buffers)
-            return super().step(found_inf)
+            return super().step(hold)
 
     original, pipeline_engine.PipelineEngine = pipeline_engine.PipelineEngine, Counting
     arguments = settings("gpt2", 1, 1, mesh.pp_size, train_steps=1, precision=precision)
@@ -625,3 +625,33 @@ def test_a_stage_holds_what_the_estimate_says(run_mesh, tmp_path, precision):
         )  # in fp32 a copy that is not saved
         assert states == pytest.approx(lines["optimizer state"] + masters, rel=0.02)
         assert buffers == max(2, in_flight(stage, 4, 4))
+
+
+MANY = 512  # micro-batches: in bf16 a sum of gradients of one size stalls at 256 of them
+
+
+def sum_of_tied_gradients(mesh, gradients):
+    """The owner's gradient of a bf16 weight of both stages, after a backward pass of each gradient on the last."""
+    from shardzoo.models.common.pipeline import Stage
+    from shardzoo.trainer.engines.pipeline_engine import SharedParameters
+
+    model = torch.nn.Linear(3, 2, bias=False).bfloat16()
+    stage = Stage(mesh, (1, 1))
+    stage.holders["weight"] = (0, 1)
+    model.stage = stage
+    shared = SharedParameters(model, stage)
+    if mesh.pp_rank == 1:
+        for gradient in gradients:
+            (model.weight * gradient).sum().backward()
+    owned = torch.zeros(2, 3)
+    shared.sum_gradients(lambda _: owned)
+    return owned
+
+
+def test_gradients_of_copies_are_summed_in_fp32(run_mesh):
+    """The oracle is PyTorch's sum of the same gradients in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = (1 + torch.rand(MANY, 2, 3, generator=generator)).bfloat16()
+    owner, _ = run_mesh(1, sum_of_tied_gradients, gradients, pipeline=2)
+    # Of numbers with 8 significant bits below 2, fp32 sums 512 without any rounding.
+    assert torch.equal(owner.double(), gradients.double().sum(0))

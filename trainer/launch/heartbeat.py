@@ -52,7 +52,7 @@ PHASES = [
         (r"/trainer/(loop|evaluation)\.py", r"_?evaluate", "evaluation"),
         (r"/torch/utils/data/.*|/shardzoo/data/.*", r".*", "data"),
         (r"/(torch/_tensor|torch/autograd/.*)\.py", r"backward", "backward"),
-        (r"/trainer/step\.py", r"forward", "forward"),
+        (r"/trainer/loop\.py", r"_forward", "forward"),
         (r"/trainer/engines/.*", r"step", "optimizer step"),
     )
 ]

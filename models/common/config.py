@@ -26,7 +26,7 @@ from typing import (
 
 from typing_extensions import Self
 
-from .blocks.activation_functions import ACTIVATIONS
+from .transformer import ACTIVATIONS
 
 
 @dataclass(frozen=True)
