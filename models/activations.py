@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..mpu.shard import first_unit
+from ..mpu.division import first_unit
 from ..ops.attention import rows_at_once
 from ..ops.cross_entropy import AT_A_TIME, suits_chunks
 from .common.parallel_config import ParallelConfig

@@ -11,6 +11,7 @@ from .collectives import (
     set_reduction,
 )
 from .cross_entropy import head_losses, vocab_parallel_cross_entropy
+from .division import divide
 from .dropout import Dropout, assign_dropout_sites, checkpoint, dropout_state, scaled_masked_softmax
 from .fused_products import use_symmetric_memory
 from .layers import (
@@ -26,7 +27,7 @@ from .layers import (
 from .mesh import ParallelMesh, tp_rank, tp_size, validate_layout
 from .parameter import clip_factor, clip_grad_norm_, grad_norm, initialize, materialize
 from .pipeline import any_rank, broadcast_from_stage, receive_from_stage, send_to_stage
-from .shard import Shard, divide
+from .shard import Shard
 
 # fmt: off
 __all__ = [

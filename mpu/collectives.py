@@ -44,8 +44,8 @@ from torch import Tensor
 from ..ops.autograd import Function
 from ..ops.library import LIBRARY
 from . import shared_memory
+from .division import divide
 from .mesh import ParallelMesh, tp_size
-from .shard import divide
 
 SEQUENCE_DIM = 1
 Finish = Callable[[], Tensor]

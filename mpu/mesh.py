@@ -1,39 +1,69 @@
-"""Builds the pipeline × data × tensor process mesh, which is also the `mpu` object that DeepSpeed expects."""
+"""Builds the process mesh with five named axes, which is also the `mpu` that DeepSpeed expects.
+
+| axis       | the ranks along it                                                              |
+|------------|---------------------------------------------------------------------------------|
+| `pipeline` | hold consecutive stages of the model                                            |
+| `data`     | hold the same parameters, and read different samples                            |
+| `context`  | hold the same parameters, and read different positions of the same samples      |
+| `expert`   | hold different experts and the same other parameters, and read different samples |
+| `tensor`   | hold parts of every split parameter, and read the same tokens                   |
+
+So the expert axis is a part of data parallelism as far as everything but the experts is concerned,
+as in Megatron-core and DeepSpeed: tokens travel to their experts and back along it. What follows
+for gradients and samples is stated by the joined axes below, whose ranks `ParallelMesh.group`,
+`size` and `rank_in` answer for.
+"""
 
 from __future__ import annotations
 
-import atexit
-import os
-import socket
-from datetime import timedelta
-from typing import Any, Literal, cast
+from math import prod
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .shard import describe_sizes, divisors
+from .division import describe_sizes, divisors
+from .process_group import join_process_group
 
-AXES = ("pipeline", "data", "tensor")
+Axis = Literal["pipeline", "data", "context", "expert", "tensor"]
 
-Backend = Literal["auto", "nccl", "gloo"]
+# From the outermost to the innermost: consecutive ranks are neighbors along the tensor axis, because
+# that axis communicates most.
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+# The ranks that read different samples.
+SAMPLE_AXES: tuple[Axis, ...] = ("data", "expert")
+# The ranks that hold the same parameters, experts excepted: gradients are summed over them.
+REPLICA_AXES: tuple[Axis, ...] = ("data", "context", "expert")
+# The ranks that hold the same experts: the gradients of experts are summed over them.
+EXPERT_REPLICA_AXES: tuple[Axis, ...] = ("data", "context")
+# The ranks that together hold one replica of the model, experts excepted.
+MODEL_AXES: tuple[Axis, ...] = ("pipeline", "tensor")
 
 
 def validate_layout(
-    world_size: int, tensor_parallel_size: int, pipeline_parallel_size: int = 1
+    world_size: int,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
 ) -> int:
-    """Returns the data-parallel size that fills `world_size` processes.
+    """Returns the size of the data axis, which fills `world_size` processes.
 
     This is arithmetic only, so it can run before any process is started.
 
     Raises:
         ValueError: The sizes do not fit; the message names the sizes that work.
     """
-    for name, size in (
-        ("world_size", world_size),
-        ("tensor_parallel_size", tensor_parallel_size),
-        ("pipeline_parallel_size", pipeline_parallel_size),
-    ):
+    sizes = {
+        "world_size": world_size,
+        "tensor_parallel_size": tensor_parallel_size,
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "context_parallel_size": context_parallel_size,
+        "expert_parallel_size": expert_parallel_size,
+    }
+    for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
     if world_size % pipeline_parallel_size:
@@ -43,117 +73,222 @@ def validate_layout(
         )
     per_stage = world_size // pipeline_parallel_size
     if per_stage % tensor_parallel_size:
-        stages = (
-            f" in each of {pipeline_parallel_size} pipeline stages"
-            if pipeline_parallel_size > 1
-            else ""
-        )
+        stages = ""
+        if pipeline_parallel_size > 1:
+            stages = f" in each of {pipeline_parallel_size} pipeline stages"
         raise ValueError(
             f"{per_stage} processes{stages} cannot be split into tensor-parallel groups of "
-            f"{tensor_parallel_size}; use tensor_parallel_size {describe_sizes(divisors(per_stage))}"
+            f"{tensor_parallel_size}; "
+            f"use tensor_parallel_size {describe_sizes(divisors(per_stage))}"
         )
-    return per_stage // tensor_parallel_size
+    replicas = per_stage // tensor_parallel_size
+    for axis, size in (("context", context_parallel_size), ("expert", expert_parallel_size)):
+        if replicas % size:
+            raise ValueError(
+                f"{replicas} replicas of the model cannot be split into {axis}-parallel groups of "
+                f"{size}; use {axis}_parallel_size {describe_sizes(divisors(replicas))}"
+            )
+        replicas //= size
+    return replicas
 
 
 class ParallelMesh:
-    """The ranks, sizes and process groups of each axis of a pipeline × data × tensor mesh.
+    """The sizes, ranks and process groups of the mesh's axes (see the top of this file).
 
         mesh = ParallelMesh(tensor_parallel_size=2)  # under torchrun or deepspeed
 
-    Consecutive ranks are tensor-parallel neighbors, because that axis communicates most. The data-parallel size follows
-    from the number of processes. Every process must build the mesh with the same sizes.
+    The size of the data axis follows from the number of processes. Every process must build the
+    mesh with the same sizes. An axis of size 1 has no process group and costs nothing.
 
-    The mesh uses the existing process group of torch.distributed. If none exists and a launcher started the process,
-    the mesh creates one: NCCL if GPUs are available, with the GPU that LOCAL_RANK names for each process, else gloo.
-    A single process without a launcher needs no process group.
+    The mesh uses the existing process group of torch.distributed. If none exists and a launcher
+    started the process, the mesh creates one: NCCL if GPUs are available, with the GPU that
+    LOCAL_RANK names for each process, else gloo. A single process without a launcher needs no
+    process group.
 
-    The `get_*` methods are those that DeepSpeed 0.19 calls on an `mpu`. No method is named `*sequence_parallel*`,
-    because DeepSpeed would use it for its own Ulysses parallelism.
+    The `get_*` methods are those that DeepSpeed 0.19 calls on an `mpu`. No method is named
+    `*sequence_parallel*`, because DeepSpeed would use it for its own Ulysses parallelism.
+
+    Attributes:
+        world_size, rank: Of all processes.
+        sizes: The size of each axis.
+        ranks: This process's coordinate along each axis.
+        pp_size, pp_rank, dp_size, dp_rank, tp_size, tp_rank: Those of the pipeline, data and tensor
+            axes.
+        device_mesh: torch's mesh of the axes that are larger than 1; None if there are none.
+        device_type: "cuda" or "cpu", where the backend's tensors are.
 
     Raises:
-        ValueError: The sizes do not fit the number of processes, or the launcher's variables are incomplete.
+        ValueError: The sizes do not fit the number of processes, or the launcher's variables are
+            incomplete.
     """
 
-    def __init__(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1):
-        grouped = join_process_group()
-        self.world_size, self.rank = (dist.get_world_size(), dist.get_rank()) if grouped else (1, 0)
-        self.tp_size, self.pp_size = tensor_parallel_size, pipeline_parallel_size
-        needed = tensor_parallel_size * pipeline_parallel_size
-        if not grouped and needed > 1:
-            raise ValueError(
-                f"tensor_parallel_size {tensor_parallel_size} and pipeline_parallel_size {pipeline_parallel_size} need "
-                f"a multiple of {needed} processes, but this is one process without a launcher: start the script with "
-                f"`torchrun --nproc-per-node {needed}` or `deepspeed --num_gpus {needed}`, or use sizes of 1"
-            )
-        self.dp_size = validate_layout(
-            self.world_size, tensor_parallel_size, pipeline_parallel_size
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+    ):
+        self._has_process_group = join_process_group()
+        self.world_size = dist.get_world_size() if self._has_process_group else 1
+        self.rank = dist.get_rank() if self._has_process_group else 0
+        self.sizes: dict[Axis, int] = {
+            "pipeline": pipeline_parallel_size,
+            "data": 1,
+            "context": context_parallel_size,
+            "expert": expert_parallel_size,
+            "tensor": tensor_parallel_size,
+        }
+        if not self._has_process_group:
+            self._refuse_more_than_one_process()
+        self.sizes["data"] = validate_layout(
+            self.world_size,
+            tensor_parallel_size,
+            pipeline_parallel_size,
+            context_parallel_size,
+            expert_parallel_size,
         )
+        grid = torch.arange(self.world_size).view(*self.sizes.values())
+        coordinates = (grid == self.rank).nonzero()[0]
+        self.ranks: dict[Axis, int] = dict(zip(AXES, map(int, coordinates), strict=True))
+        self.pp_size = self.sizes["pipeline"]
+        self.pp_rank = self.ranks["pipeline"]
+        self.dp_size = self.sizes["data"]
+        self.dp_rank = self.ranks["data"]
+        self.tp_size = self.sizes["tensor"]
+        self.tp_rank = self.ranks["tensor"]
+
         self.device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device_mesh: DeviceMesh | None = None
-        self.pp_rank = self.dp_rank = self.tp_rank = 0
-        self._groups: dict[str, dist.ProcessGroup] = {}
-        if grouped:
+        if self._has_process_group:
             self.device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        self.device_mesh: DeviceMesh | None = None
+        self._groups: dict[tuple[Axis, ...], dist.ProcessGroup] = {}
+        parallel_axes = self._drop_axes_of_one(AXES)
+        if parallel_axes:
             self.device_mesh = init_device_mesh(
-                self.device_type, (self.pp_size, self.dp_size, self.tp_size), mesh_dim_names=AXES
+                self.device_type,
+                tuple(self.sizes[axis] for axis in parallel_axes),
+                mesh_dim_names=parallel_axes,
             )
-            self.pp_rank, self.dp_rank, self.tp_rank = (
-                self.device_mesh.get_local_rank(axis) for axis in AXES
+            for axis in parallel_axes:
+                self._groups[(axis,)] = self.device_mesh.get_group(axis)
+        # These are made now, because every process is here now.
+        for axes in (MODEL_AXES, REPLICA_AXES):
+            if self._drop_axes_of_one(axes):
+                self.group(*axes)
+
+    def size(self, *axes: Axis) -> int:
+        """Returns the number of ranks along an axis, or along several joined axes."""
+        return prod(self.sizes[axis] for axis in axes)
+
+    def rank_in(self, *axes: Axis) -> int:
+        """Returns this process's rank in `group(*axes)`, along which the last axis varies fastest."""
+        rank = 0
+        for axis in sorted(axes, key=AXES.index):
+            rank = rank * self.sizes[axis] + self.ranks[axis]
+        return rank
+
+    def group(self, *axes: Axis) -> dist.ProcessGroup:
+        """Returns the process group of the ranks that differ from this one along these axes only.
+
+            mesh.group("tensor")
+            mesh.group("data", "context")  # the ranks that sum the gradients of the same experts
+
+        Several axes that are larger than 1 share a group, which is kept. The first call with them
+        makes it, and every process must make this call; the mesh itself makes those of `MODEL_AXES`
+        and `REPLICA_AXES`. Axes of size 1 have a group of this process alone, which is made when it
+        is asked for, without the other processes.
+
+        Raises:
+            RuntimeError: The mesh is a single process without torch.distributed.
+        """
+        if axes in self._groups:
+            return self._groups[axes]
+        if not self._has_process_group:
+            raise RuntimeError(
+                "this mesh is a single process without torch.distributed, so it has no process "
+                "groups"
             )
-            self._groups = {axis: self.device_mesh.get_group(axis) for axis in AXES}
-            self._groups["model"] = self._build_model_group(self.device_mesh)
-
-    @property
-    def pp_group(self) -> dist.ProcessGroup:
-        return self._group("pipeline")
-
-    @property
-    def dp_group(self) -> dist.ProcessGroup:
-        return self._group("data")
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        return self._group("tensor")
-
-    @property
-    def model_group(self) -> dist.ProcessGroup:
-        """The ranks that together hold one replica of the model: tensor × pipeline, ordered by stage."""
-        return self._group("model")
+        key = self._drop_axes_of_one(axes)
+        if key not in self._groups:
+            self._groups[key] = self._make_group(key)
+        return self._groups[key]
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
+        """All process groups that the mesh has made so far."""
         return list(self._groups.values())
 
-    def _group(self, axis: str) -> dist.ProcessGroup:
-        if axis not in self._groups:
-            raise RuntimeError(
-                "this mesh is a single process without torch.distributed, so it has no process groups"
-            )
-        return self._groups[axis]
+    def _drop_axes_of_one(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """Returns those of the axes that are larger than 1, in the order of the mesh."""
+        return tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1)
 
-    def _build_model_group(self, device_mesh: DeviceMesh) -> dist.ProcessGroup:
-        if self.pp_size == 1:
-            return self._groups["tensor"]
-        ranks = device_mesh.mesh.movedim(1, 0).flatten(1)  # [dp, pp * tp]
+    def _make_group(self, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
+        """Makes the group of this process along several axes, which are all larger than 1."""
+        if not axes:
+            alone = cast(Any, dist).new_group([self.rank], use_local_synchronization=True)
+            assert isinstance(alone, dist.ProcessGroup)
+            return alone
+        grid = torch.arange(self.world_size).view(*self.sizes.values())
+        others = [number for number, axis in enumerate(AXES) if axis not in axes]
+        joined = [number for number, axis in enumerate(AXES) if axis in axes]
+        ranks = grid.permute(*others, *joined).reshape(-1, self.size(*axes))
         group, _ = cast(Any, dist).new_subgroups_by_enumeration(cast(Any, ranks).tolist())
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def __repr__(self) -> str:
-        return (
-            f"ParallelMesh(rank {self.rank} of {self.world_size}: pipeline {self.pp_rank}/{self.pp_size}, "
-            f"data {self.dp_rank}/{self.dp_size}, tensor {self.tp_rank}/{self.tp_size})"
+    def _refuse_more_than_one_process(self) -> None:
+        """Raises ValueError if this one process cannot be the whole mesh."""
+        needed = self.size(*AXES)
+        if needed == 1:
+            return
+        asked = [
+            f"{axis}_parallel_size {self.sizes[axis]}"
+            for axis in ("tensor", "pipeline", "context", "expert")
+            if self.sizes[axis] != 1
+        ]
+        raise ValueError(
+            f"{' and '.join(asked)} need a multiple of {needed} processes, but this is one process "
+            f"without a launcher: start the script with `torchrun --nproc-per-node {needed}` or "
+            f"`deepspeed --num_gpus {needed}`, or use sizes of 1"
         )
 
-    # The methods that DeepSpeed calls. "Model parallel" means tensor and pipeline parallelism together, as in
-    # DeepSpeed's own grid. DeepSpeed reduces norms and overflow flags over that group, and numbers checkpoint files
-    # by its ranks.
+    def __repr__(self) -> str:
+        shown = [
+            f"{axis} {self.ranks[axis]}/{self.sizes[axis]}"
+            for axis in AXES
+            if axis in ("pipeline", "data", "tensor") or self.sizes[axis] > 1
+        ]
+        return f"ParallelMesh(rank {self.rank} of {self.world_size}: {', '.join(shown)})"
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return self.group("pipeline")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        return self.group("data")
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        return self.group("tensor")
+
+    @property
+    def model_group(self) -> dist.ProcessGroup:
+        """The ranks that together hold one replica of the model, ordered by stage."""
+        return self.group(*MODEL_AXES)
+
+    # The methods that DeepSpeed calls. "Model parallel" means tensor and pipeline parallelism
+    # together, as in DeepSpeed's own grid: DeepSpeed reduces norms and overflow flags over that
+    # group, and numbers checkpoint files by its ranks. "Data parallel" means all ranks that hold the
+    # same parameters: DeepSpeed sums gradients over them, ZeRO divides the optimizer's state among
+    # them, and DeepSpeed finds the ranks of experts among them by itself.
 
     def get_model_parallel_rank(self) -> int:
-        return self.pp_rank * self.tp_size + self.tp_rank
+        return self.rank_in(*MODEL_AXES)
 
     def get_model_parallel_world_size(self) -> int:
-        return self.pp_size * self.tp_size
+        return self.size(*MODEL_AXES)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         return self.model_group
@@ -169,20 +304,20 @@ class ParallelMesh:
 
     def get_tensor_model_parallel_src_rank(self) -> int:
         """Returns the global rank of the first member of this process's tensor-parallel group."""
-        return dist.get_global_rank(self.tp_group, 0)
+        return self.rank - self.tp_rank
 
     def get_data_parallel_rank(self) -> int:
-        return self.dp_rank
+        return self.rank_in(*REPLICA_AXES)
 
     def get_data_parallel_world_size(self) -> int:
-        return self.dp_size
+        return self.size(*REPLICA_AXES)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.dp_group
+        return self.group(*REPLICA_AXES)
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Returns the global ranks of this process's data-parallel group."""
-        return dist.get_process_group_ranks(self.dp_group)
+        return dist.get_process_group_ranks(self.get_data_parallel_group())
 
     def get_pipe_parallel_rank(self) -> int:
         return self.pp_rank
@@ -193,87 +328,13 @@ class ParallelMesh:
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
         return self.pp_group
 
-    # Other names of the same methods, from older and newer versions.
+    # Other names of the same methods, from older and newer versions of DeepSpeed.
     get_slice_parallel_rank = get_tensor_model_parallel_rank
     get_slice_parallel_world_size = get_tensor_model_parallel_world_size
     get_slice_parallel_group = get_tensor_model_parallel_group
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
     get_pipeline_model_parallel_group = get_pipe_parallel_group
-
-
-def join_process_group() -> bool:
-    """Joins torch.distributed's process group if a launcher started this process.
-
-    Returns:
-        Whether this process now belongs to a process group.
-
-    Raises:
-        ValueError: RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is not, or a variable is not a number.
-    """
-    if not dist.is_available():
-        return False
-    if dist.is_initialized():
-        return True
-    if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
-        return False
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing:
-        raise ValueError(
-            f"RANK and WORLD_SIZE say that a launcher started this process, but {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set; use torchrun or deepspeed, or set both variables"
-        )
-    if torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        torch.cuda.set_device(
-            local_rank % torch.cuda.device_count()
-        )  # a launcher may show each process one GPU
-    init_process_group()
-    atexit.register(_leave_process_group)
-    return True
-
-
-def init_process_group(timeout: timedelta | None = None, backend: Backend = "auto") -> None:
-    """Creates the default process group from the launcher's variables.
-
-    "auto" is NCCL with GPUs, else gloo. gloo sends tensors of a GPU through the host's memory, but several ranks may
-    then share one GPU, which NCCL refuses.
-
-    If MASTER_ADDR is this machine's loopback address, the rendezvous is open to this machine alone; torch's own
-    listens on all addresses.
-
-    Raises ValueError for "nccl" without a GPU.
-    """
-    has_gpu = torch.cuda.is_available()
-    if backend == "nccl" and not has_gpu:
-        raise ValueError(
-            "distributed_backend='nccl' needs a GPU, and this process sees none; use 'gloo' or 'auto'"
-        )
-    chosen = ("nccl" if has_gpu else "gloo") if backend == "auto" else backend
-    has_agent = (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    )  # torchrun's agent has opened a rendezvous
-    if os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1") and not has_agent:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
-        descriptor = (
-            socket.create_server(address, backlog=world_size + 16).detach() if rank == 0 else None
-        )
-        wait = timeout or timedelta(minutes=30)  # torch's default
-        store = cast(Any, dist).TCPStore(
-            *address, world_size, rank == 0, wait, master_listen_fd=descriptor
-        )
-        dist.init_process_group(
-            chosen, store=store, rank=rank, world_size=world_size, timeout=timeout
-        )
-        return
-    dist.init_process_group(chosen, timeout=timeout)
-
-
-def _leave_process_group() -> None:
-    """Destroys the process group if it still exists, because its threads would abort the interpreter's shutdown."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def tp_rank(mesh: ParallelMesh | None) -> int:

@@ -13,6 +13,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from .division import describe_sizes, divisors, first_unit
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -227,32 +229,3 @@ class Shard:
         if self.tied_to:
             notes.append(f"tied to {self.tied_to}")
         return " ".join(notes)
-
-
-def first_unit(count: int, rank: int, size: int) -> int:
-    """Returns the first of `count` units that a rank holds. If `size` is a multiple of k, which divides `count`, the
-    units of a k-th are dealt to whole ranks; so query heads of one key-value head are together."""
-    return -(-rank * count // size)
-
-
-def divisors(count: int) -> list[int]:
-    """Returns all divisors of a positive count in ascending order."""
-    low = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
-    return sorted({*low, *(count // d for d in low)})
-
-
-def describe_sizes(sizes: Sequence[int]) -> str:
-    """Returns a list for a message, such as "1, 2, 3 or 6"."""
-    *head, last = (str(size) for size in sizes)
-    return f"{', '.join(head)} or {last}" if head else last
-
-
-def divide(count: int, size: int, what: str) -> int:
-    """Returns `count / size`, e.g. `divide(12, 4, "attention heads")`.
-
-    Raises ValueError such as "12 attention heads cannot be split 5 ways; use 1, 2, 3, 4, 6 or 12".
-    """
-    if size < 1 or count % size:
-        choices = f"; use {describe_sizes(divisors(count))}" if count > 0 else ""
-        raise ValueError(f"{count} {what} cannot be split {size} ways{choices}")
-    return count // size

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, broadcast_from_stage, receive_from_stage, send_to_stage
-from ...mpu.shard import describe_sizes, divisors
+from ...mpu.division import describe_sizes, divisors
 from .language_model import EncoderOutput, ModelOutput
 from .parallel_config import ParallelConfig
 from .transformer import StageEnd

@@ -32,8 +32,8 @@ from ...mpu import (
     tp_rank,
     tp_size,
 )
+from ...mpu.division import first_unit
 from ...mpu.parameter import split_parameter
-from ...mpu.shard import first_unit
 from ...ops import (
     attention,
     bias_gelu,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import subprocess
 import sys
@@ -33,7 +35,27 @@ def test_validate_layout(world_size, tensor, pipeline):
                 validate_layout(world_size, 1, size)
 
 
+@given(*[st.sampled_from([1, 2, 3, 4, 6])] * 4, st.integers(1, 60))
+def test_validate_layout_of_all_axes(tensor, pipeline, context, expert, world_size):
+    product = tensor * pipeline * context * expert
+    if world_size % product == 0:
+        assert (
+            validate_layout(world_size, tensor, pipeline, context, expert) == world_size // product
+        )
+    else:
+        with pytest.raises(ValueError, match="_parallel_size 1"):
+            validate_layout(world_size, tensor, pipeline, context, expert)
+
+
 def test_layout_errors_read_well():
+    with pytest.raises(ValueError, match="expert-parallel groups of 3") as e:
+        validate_layout(16, 2, 2, expert_parallel_size=3)
+    assert str(e.value) == (
+        "4 replicas of the model cannot be split into expert-parallel groups of 3; "
+        "use expert_parallel_size 1, 2 or 4"
+    )
+    with pytest.raises(ValueError, match="context_parallel_size must be at least 1, got -1"):
+        validate_layout(8, 1, 1, -1)
     with pytest.raises(
         ValueError, match="8 processes cannot be split into tensor-parallel groups of 3; use "
     ) as e:
@@ -78,6 +100,134 @@ def test_ranks_and_groups(tp, dp, pp, run_mesh):
         assert axes["pp"] == (p, pp, [(i * dp + d) * tp + t for i in range(pp)])
         assert model == [(i * dp + d) * tp + j for i in range(pp) for j in range(tp)]
         assert (model_rank, model_sum, source) == (p * tp + t, sum(model), (p * dp + d) * tp)
+
+
+AXES = ("pipeline", "data", "context", "expert", "tensor")
+JOINED = [axes for count in (2, 3, 4, 5) for axes in itertools.combinations(AXES, count)]
+FACTORIZATIONS = [
+    sizes for sizes in itertools.product([1, 2, 4, 8], repeat=5) if math.prod(sizes) == 8
+]
+
+
+def _probe_every_factorization(factorizations, joined):
+    """For each factorization of the world: what the mesh says on this rank, and its groups."""
+    results = []
+    for pipeline, _, context, expert, tensor in factorizations:
+        before = len(dist.distributed_c10d._world.pg_map)
+        mesh = ParallelMesh(tensor, pipeline, context, expert)
+        made = len(dist.distributed_c10d._world.pg_map) - before
+        asked = [*((axis,) for axis in AXES), *joined]
+        groups = {axes: mesh.group(*axes) for axes in asked}
+        sums = {}
+        for axes, group in groups.items():
+            value = torch.tensor([2.0**mesh.rank])
+            dist.all_reduce(value, group=group)
+            sums[axes] = value.item()
+        deepspeed = {
+            "model": (
+                mesh.get_model_parallel_rank(),
+                mesh.get_model_parallel_world_size(),
+                dist.get_process_group_ranks(mesh.get_model_parallel_group()),
+            ),
+            "data": (
+                mesh.get_data_parallel_rank(),
+                mesh.get_data_parallel_world_size(),
+                mesh.get_data_parallel_group_ranks(),
+            ),
+            "tensor": (
+                mesh.get_slice_parallel_rank(),
+                mesh.get_slice_parallel_world_size(),
+                dist.get_process_group_ranks(mesh.get_slice_parallel_group()),
+            ),
+            "pipeline": (
+                mesh.get_pipeline_model_parallel_rank(),
+                mesh.get_pipeline_model_parallel_world_size(),
+                dist.get_process_group_ranks(mesh.get_pipeline_model_parallel_group()),
+            ),
+            "source": mesh.get_tensor_model_parallel_src_rank(),
+        }
+        assert mesh.group("tensor") is mesh.tp_group
+        results.append(
+            {
+                "sizes": mesh.sizes,
+                "ranks": mesh.ranks,
+                "members": {a: dist.get_process_group_ranks(g) for a, g in groups.items()},
+                "rank_in": {a: (mesh.rank_in(*a), dist.get_rank(g)) for a, g in groups.items()},
+                "size": {a: (mesh.size(*a), dist.get_world_size(g)) for a, g in groups.items()},
+                "sums": sums,
+                "made": made,
+                "deepspeed": deepspeed,
+            }
+        )
+    return results
+
+
+def _find_members(axes, rank, coordinates):
+    """The ranks whose coordinates agree with those of `rank` on all other axes, by counting."""
+    fixed = [number for number, axis in enumerate(AXES) if axis not in axes]
+    return [
+        other
+        for other, place in enumerate(coordinates)
+        if all(place[number] == coordinates[rank][number] for number in fixed)
+    ]
+
+
+def test_every_factorization_of_eight_ranks(run_ranks):
+    """Each axis and each joint of axes has groups that partition the ranks, in the mesh's order."""
+    assert len(FACTORIZATIONS) == 35
+    by_rank = run_ranks(8, _probe_every_factorization, FACTORIZATIONS, JOINED, timeout=120)
+    for number, sizes in enumerate(FACTORIZATIONS):
+        coordinates = list(itertools.product(*map(range, sizes)))  # of rank 0, 1, …
+        results = [results[number] for results in by_rank]
+        for rank, result in enumerate(results):
+            assert list(result["sizes"].items()) == list(zip(AXES, sizes, strict=True))
+            assert tuple(result["ranks"].values()) == coordinates[rank]
+            for axes, members in result["members"].items():
+                assert members == _find_members(axes, rank, coordinates)
+                assert result["sums"][axes] == sum(2**member for member in members)
+                assert result["rank_in"][axes] == (members.index(rank), members.index(rank))
+                assert result["size"][axes] == (len(members), len(members))
+            # An axis of size 1 has made no group; one of size 8 takes that of all processes.
+            parallel = [size for size in sizes if size > 1]
+            replicas = [size for size in sizes[1:4] if size > 1]
+            model = [size for size in (sizes[0], sizes[4]) if size > 1]
+            axes_made = len(parallel) if len(parallel) > 1 else 0
+            assert result["made"] == axes_made + (len(replicas) > 1) + (len(model) > 1)
+            questions = result["deepspeed"]
+            for name, axes in (
+                ("model", ("pipeline", "tensor")),
+                ("data", ("data", "context", "expert")),
+                ("tensor", ("tensor",)),
+                ("pipeline", ("pipeline",)),
+            ):
+                members = _find_members(axes, rank, coordinates)
+                assert questions[name] == (members.index(rank), len(members), members)
+            assert questions["source"] == _find_members(("tensor",), rank, coordinates)[0]
+        for axes in results[0]["members"]:
+            parts = {tuple(result["members"][axes]) for result in results}
+            assert sorted(rank for part in parts for rank in part) == list(range(8))
+
+
+def test_deepspeed_finds_the_ranks_of_experts_that_the_mesh_has(run_ranks):
+    """DeepSpeed makes the groups of experts itself, from the mesh's data-parallel ranks."""
+
+    def compare():
+        import deepspeed
+        from deepspeed.utils import groups
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+        deepspeed.init_distributed("gloo")
+        mesh = ParallelMesh(expert_parallel_size=2)
+        groups._create_expert_and_data_parallel(2)
+        name = "ep_size_2"
+        return (
+            list(groups._EXPERT_PARALLEL_GROUP_RANKS[name])
+            == dist.get_process_group_ranks(mesh.group("expert")),
+            list(groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name])
+            == dist.get_process_group_ranks(mesh.group("data", "context")),
+        )
+
+    assert run_ranks(4, compare, isolated=True) == [(True, True)] * 4
 
 
 def test_every_method_that_deepspeed_calls_exists(run_ranks):
@@ -184,3 +334,9 @@ def test_no_mesh_is_one_process():
 
 def test_the_mesh_describes_itself(run_mesh):
     assert "rank 3 of 4: pipeline 0/1, data 1/2, tensor 1/2" in run_mesh(2, repr, data=2)[3]
+
+
+def test_an_axis_has_one_spelling():
+    mesh = ParallelMesh()
+    with pytest.raises(KeyError):
+        mesh.size("experts")

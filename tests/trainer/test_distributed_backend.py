@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardzoo.mpu.mesh import init_process_group
+from shardzoo.mpu.process_group import init_process_group
 from shardzoo.trainer import Trainer, TrainingArguments
 from shardzoo.trainer.launch import environment, launch
 from shardzoo.trainer.launch.rank_info import RankInfo

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ...mpu import shared_memory
-from ...mpu.mesh import Backend, ParallelMesh, init_process_group
+from ...mpu.mesh import ParallelMesh
+from ...mpu.process_group import Backend, init_process_group
 from .heartbeat import watch_peers
 from .rank_info import RankInfo, cpu_environment, free_port
 from .rank_process import LAUNCHER_PID, join_job
@@ -35,7 +36,7 @@ def initialize_distributed(
     With fewer GPUs than ranks on this machine, the ranks take turns: local rank r has GPU r modulo their number.
 
     Args:
-        backend: See `mpu.mesh.init_process_group`.
+        backend: See `mpu.process_group.init_process_group`.
         collective_timeout: Seconds that a collective waits for the other ranks.
         stall_timeout: Seconds after which a job that stands still is ended, if no launcher of ours watches it; 0 for
             never.
