@@ -13,6 +13,7 @@ from ..models.common.pipeline import is_last_stage
 from .batches.dataset_kinds import is_table
 from .batches.loss_normalization import LossNormalizer, loss_of, output_field, to_device
 from .engines.engine import ForwardStep
+from .launch.phase import phase
 from .launch.ranks import Ranks
 
 # (logits, labels) of a micro-batch -> the mean over its rows, or [sum, count]. The logits have the full vocabulary.
@@ -64,6 +65,7 @@ def check_samples(samples: Any) -> None:
         raise ValueError("the validation data is empty")
 
 
+@phase("evaluation")
 @torch.no_grad()
 def evaluate(
     forward_step: ForwardStep,

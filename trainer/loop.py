@@ -34,6 +34,7 @@ from .checkpointing.snapshot import TrainerState, take_snapshot
 from .engines.engine import Engine, ForwardStep, StepOutcome
 from .engines.schedule import LearningRate
 from .engines.state import group_changes, group_values, load_group_changes
+from .launch.phase import SAVE, phase
 from .launch.rank_process import StopSignal
 from .launch.ranks import Ranks
 from .logging.diagnostics import StepProfiler, Throughput, diagnose_non_finite, memory_by_rank
@@ -158,6 +159,7 @@ class TrainingLoop:
         load_group_changes(self.engine.optimizer, state.groups)
         self.batches.load_state_dict(state.data)
 
+    @phase("training step")
     def run(self) -> None:
         """Trains from the current step to the last. Evaluates and saves at intervals, and saves at the end.
 
@@ -204,7 +206,8 @@ class TrainingLoop:
         """
         started, engine = time.perf_counter(), self.engine
         engine.module.train()
-        micro_batches = list(islice(self._iterator, self.accumulation_steps))
+        with phase("data"):
+            micro_batches = list(islice(self._iterator, self.accumulation_steps))
         counts, totals = self._count_targets(micro_batches)
         if totals is None:
             return None
@@ -228,7 +231,8 @@ class TrainingLoop:
             )
         if not self.saver.copied.is_set():
             self.saver.wait_for_copy()
-        outcome = engine.step(hold)
+        with phase("optimizer step"):
+            outcome = engine.step(hold)
         self.schedule.after_step()
         if hold is not None:
             self._read()
@@ -280,6 +284,7 @@ class TrainingLoop:
             bad = next((k for k, share in enumerate(shares) if not math.isfinite(share)), None)
             self._raise_non_finite(step, bad, micro_batches, totals)
 
+    @phase("forward")
     def _forward(
         self, uploads: Uploads, counts: list[list[float]], totals: list[float], k: int
     ) -> Tensor:
@@ -406,6 +411,7 @@ class TrainingLoop:
             values["loss_scale"] = self.engine.loss_scale
         return {**values, "lr": float(result.lr)} if result.lr is not None else values
 
+    @phase(SAVE)
     def save(self) -> None:
         """Starts saving this step. The checkpoint is complete after the saver's `wait`."""
         arguments = self.arguments
@@ -444,6 +450,7 @@ class TrainingLoop:
         elif is_best:
             self.save()
 
+    @phase("evaluation")
     def _evaluate(self) -> bool:
         """Evaluates; returns whether this step is the best one so far."""
         assert self.evaluate is not None

@@ -13,25 +13,35 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from commands import user_environment, warm_environment
 from every_case import every_day
 
-from shardzoo.trainer import TrainingArguments
+from shardzoo.models import family, from_config
+from shardzoo.trainer import Trainer, TrainingArguments
 from shardzoo.trainer.launch import heartbeat
 from shardzoo.trainer.launch.heartbeat import (
-    OUTSIDE,
     STALLED,
     Sample,
     Sampler,
     Stall,
     Watchdog,
-    sample_of_stack,
+    refresh_sample,
 )
 from shardzoo.trainer.launch.launch import smaller_jobs
 from shardzoo.trainer.launch.local import Faults, run_ranks
+from shardzoo.trainer.launch.phase import (
+    OUTSIDE,
+    SAVE,
+    current_phase,
+    phase,
+    publish_phases,
+    read_phase,
+)
 from shardzoo.trainer.launch.ranks import Ranks, from_json, on_first_rank, to_json
 
 SCRIPT = Path(heartbeat.__file__).parents[2] / "benchmarks" / "hung_ranks.py"
@@ -181,7 +191,25 @@ def test_a_long_native_call_that_computes_is_no_stall():
         thread.join()
 
 
-def test_the_stack_of_a_stopped_rank_says_where_it_is():
+def test_phase_and_stack_of_a_stopped_rank_say_where_it_is(tmp_path):
+    """The phase is in a file, where it is read without the help of the process."""
+    publish_phases(tmp_path / "phase")
+    saves, ends = threading.Event(), threading.Event()
+
+    def save() -> None:
+        with phase(SAVE):
+            saves.set()
+            ends.wait()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    saves.wait()
+    with phase("training step"), phase("evaluation"):
+        published = read_phase(tmp_path / "phase")
+    ends.set()
+    thread.join()
+    assert read_phase(tmp_path / "phase") == OUTSIDE
+
     stack = """Thread 0x1 (most recent call first):
   File "/a/shardzoo/trainer/checkpointing/snapshot.py", line 3 in write_snapshot
 
@@ -192,10 +220,87 @@ Thread 0x2 (most recent call first):
   File "/a/shardzoo/trainer/evaluation.py", line 90 in evaluate
   File "/a/shardzoo/trainer/loop.py", line 9 in run
 """
-    found = sample_of_stack(Sample(phase="forward"), stack)
+    found = refresh_sample(Sample(phase="forward"), published, stack)
     assert found.phase == "evaluation, during a save"
     assert found.collective == "all_reduce"
     assert found.call == "sum (/a/shardzoo/trainer/launch/ranks.py:30)"
+
+
+def test_phases_nest_and_belong_to_their_thread():
+    @phase("evaluation")
+    def evaluate() -> str:
+        with phase("data"):
+            assert current_phase() == "data"
+        return current_phase()
+
+    assert [evaluate(), evaluate()] == ["evaluation"] * 2
+    with pytest.raises(KeyError), phase("forward"):
+        raise KeyError
+    seen: list[str] = []
+
+    def work_beside() -> None:
+        with phase("forward"):
+            seen.append(current_phase())
+
+    thread = threading.Thread(target=work_beside)
+    thread.start()
+    thread.join()
+    assert seen == [OUTSIDE]  # of the main thread
+    assert current_phase() == OUTSIDE
+
+
+def test_training_states_its_phases(tmp_path):
+    """Also that of reading data, in a checkout as in an installed package."""
+    seen: set[tuple[str, str]] = set()
+
+    class Samples(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            seen.add(("sample", current_phase()))
+            return {"input_ids": torch.arange(4) + index, "labels": torch.arange(4) + index}
+
+    class WatchedTrainer(Trainer):
+        def forward_step(self, data: dict[str, Any], model: Any, mems: Any) -> Any:
+            seen.add(("forward pass", current_phase()))
+            return super().forward_step(data, model, mems)
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.add(("update", current_phase()))
+            return super().step(closure)
+
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    model = from_config(family("gpt2").config(**sizes, bos_token_id=1, eos_token_id=2))
+    next(model.parameters()).register_hook(lambda gradient: seen.add(("gradient", current_phase())))
+    trainer = WatchedTrainer(env_type="pytorch", train_steps=2, save_dir=str(tmp_path))
+    optimizer = Optimizer(model.parameters(), 0.1)
+    trainer.train(model, optimizer, train_dataset=Samples(), valid_dataset=Samples())
+    assert {(event, name.removesuffix(", during a save")) for event, name in seen} == {
+        ("sample", "data"),
+        ("sample", "evaluation"),
+        ("forward pass", "forward"),
+        ("forward pass", "evaluation"),
+        ("gradient", "backward"),
+        ("update", "optimizer step"),
+    }
+
+
+def test_a_compiler_and_a_debugger_may_take_their_time():
+    """They are no code of ours, so their modules on the stack stand for a phase."""
+
+    def sample_in(module: str) -> Sample:
+        scope = {"__name__": module, "sampler": Sampler()}
+        with phase("forward"):
+            exec("def call():\n    return sampler.sample()\nfound = call()", scope)
+        return scope["found"]
+
+    assert sample_in("pdb").phase == "debugger"
+    assert sample_in("torch._inductor.compile_fx").phase == "building kernels"
+    assert sample_in("pdb").is_long
+    assert sample_in("torch._inductor.output_code").phase == "forward"  # it runs what was compiled
+    assert not sample_in("torch._inductor.output_code").is_long
 
 
 def run(stage: str, folder: Path, *launcher: str, **arguments) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..launch.phase import SAVE, phase
 from ..launch.ranks import Ranks, on_first_rank
 from ..run_folder import RunFolder
 from ..run_lock import check_taken
@@ -62,6 +63,7 @@ class BackgroundSaver:
         self._saving = self._writer.submit(self._write, snapshot, folder, copy)
         return folder
 
+    @phase(SAVE)
     def amend(self, step: int, *, validation: dict[str, float], best: dict[str, Any]) -> None:
         """Adds the results of an evaluation to the complete checkpoint of `step`. Collective."""
         self.wait()
@@ -72,16 +74,19 @@ class BackgroundSaver:
 
         on_first_rank(amend)
 
+    @phase(SAVE)
     def wait_for_copy(self) -> None:
         """Waits until `copied` is set; then the parameters and the optimizer's state may change."""
         self.copied.wait()
 
+    @phase(SAVE)
     def wait(self) -> None:
         """Waits until everything is on disk. Raises OSError if it could not be written."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
 
+    @phase(SAVE)
     def close(self) -> None:
         """Waits until everything is on disk, and destroys the process group."""
         try:

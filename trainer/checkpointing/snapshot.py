@@ -26,6 +26,7 @@ from ...checkpoint.rank_files import (
 from ...checkpoint.tensor_reader import tensor_bytes
 from ..engines.engine import Engine
 from ..engines.state import model_tensors, persistent_buffers
+from ..launch.phase import SAVE, phase
 from ..launch.ranks import Ranks
 from .extra_files import ExtraFiles
 from .model_files import ModelFiles, Tensors, model_files
@@ -140,6 +141,7 @@ def weights_of(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors:
     return parts
 
 
+@phase(SAVE)
 def write_snapshot(
     snapshot: Snapshot, folder: Path, ranks: Ranks, group: dist.ProcessGroup | None
 ) -> None:

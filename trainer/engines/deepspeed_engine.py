@@ -28,6 +28,7 @@ from torch.nn import functional
 from ...checkpoint.rank_files import MASTER_WEIGHT, TensorPart
 from ...models.common.language_model import ModelOutput
 from ..arguments.training_arguments import TrainingArguments
+from ..launch.phase import phase
 from ..launch.ranks import Ranks
 from .buckets import OrderedGradients
 from .deepspeed_config import deepspeed_config, zero_stage
@@ -140,7 +141,8 @@ class DeepSpeedEngine:
                 # DeepSpeed does so in a hook on the model's output, which it does not find in a `ModelOutput`.
                 self._engine.optimizer.clear_lp_grads()
             # DeepSpeed averages over the data-parallel ranks, but the ranks' losses already add up to the mean.
-            self._engine.backward(loss * self._replicas, scale_wrt_gas=False)
+            with phase("backward"):
+                self._engine.backward(loss * self._replicas, scale_wrt_gas=False)
             if not self._engine.is_gradient_accumulation_boundary():
                 self._engine.step()  # here it only counts the micro-batch
             losses.append(loss.detach().view(()))

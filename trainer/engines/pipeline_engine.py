@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...models.common.pipeline import Stage, copied_parameters
 from ...mpu import receive_from_stage, send_to_stage
 from ..arguments.training_arguments import TrainingArguments
+from ..launch.phase import phase
 from ..launch.ranks import Ranks
 from .deepspeed_engine import DeepSpeedEngine
 from .engine import Forward, StepOutcome
@@ -82,8 +83,10 @@ class PipelineEngine(DeepSpeedEngine):
         engine.set_dataiterator(
             itertools.repeat((nothing, nothing))
         )  # a stage reads its own micro-batches
+        backward = engine._INSTRUCTION_MAP[schedule.BackwardPass]
         engine._INSTRUCTION_MAP = {
             **engine._INSTRUCTION_MAP,
+            schedule.BackwardPass: phase("backward")(backward),
             schedule.ReduceTiedGrads: lambda _: self._shared.sum_gradients(self._gradient),
             schedule.OptimizerStep: lambda _: None,
         }

@@ -12,6 +12,7 @@ from ...checkpoint.rank_files import MASTER_WEIGHT
 from ...mpu import ParallelMesh, clip_factor, clip_grad_norm_, grad_norm
 from ...ops.library import call_compiled, suits_optimizer_kernels
 from ..arguments.training_arguments import TrainingArguments
+from ..launch.phase import phase
 from .engine import Forward, StepOutcome
 from .state import load_state_tensors, model_tensors, state_tensors
 
@@ -62,7 +63,8 @@ class TorchEngine:
 
     def backward(self, loss: Tensor) -> None:
         loss = self._scaler.scale(loss) if self._scaler else loss
-        loss.backward()
+        with phase("backward"):
+            loss.backward()
         self._masters.take_gradients()
 
     def step(self, hold: Tensor | None = None) -> StepOutcome:

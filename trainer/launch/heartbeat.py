@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from .phase import OUTSIDE, current_phase, is_long, publish_phases
+
 STALLED = (
     75  # the exit code of a job that stood still: EX_TEMPFAIL of sysexits.h, "try again later"
 )
@@ -31,39 +33,18 @@ STACK_SIGNAL = getattr(
     signal, "SIGRTMAX", signal.SIGTERM
 )  # makes a rank print its stack, without Python's help
 SUSPENDED = 5.0  # seconds without a look after which the watchdog itself has stood still, with the whole job
-TRAINING = "trainer/loop.py"
-
-# Of the frames of a stack, the first entry that matches any of them is the phase: (file, function, phase).
-PHASES = [
-    (re.compile(file), re.compile(function), phase)
-    for file, function, phase in (
-        (r"/(pdb|bdb)\.py", r".*", "debugger"),
-        (
-            r"/(cpp_extension|triton/compiler/.*|_inductor/.*|_dynamo/.*)\.py",
-            r".*",
-            "building kernels",
-        ),
-        (r"/trainer/launch/ranks\.py", r"on_first_rank", "work of rank 0"),
-        (
-            r"/trainer/(loop|checkpointing/saver|checkpointing/snapshot)\.py",
-            r"save|wait|amend|write_snapshot",
-            "save",
-        ),
-        (r"/trainer/(loop|evaluation)\.py", r"_?evaluate", "evaluation"),
-        (r"/torch/utils/data/.*|/shardzoo/data/.*", r".*", "data"),
-        (r"/(torch/_tensor|torch/autograd/.*)\.py", r"backward", "backward"),
-        (r"/trainer/loop\.py", r"_forward", "forward"),
-        (r"/trainer/engines/.*", r"step", "optimizer step"),
-    )
-]
 COMPUTES = 0.1  # of the time, on a processor: a call that waits takes none, and a busy machine leaves a rank little
-LONG = (
-    "debugger",
-    "building kernels",
-    "work of rank 0",
-    "save",
-)  # phases whose length says nothing
-OUTSIDE = "before or after training"
+# Of torch and Python: what the main thread does while a function of this module is on its stack. It takes as long as
+# the user or the compiler needs.
+LONG_MODULES = {
+    "bdb": "debugger",
+    "pdb": "debugger",
+    "torch._dynamo.convert_frame": "building kernels",
+    "torch._inductor.codecache": "building kernels",
+    "torch._inductor.compile_fx": "building kernels",
+    "torch.utils.cpp_extension": "building kernels",
+    "triton.compiler.compiler": "building kernels",
+}
 COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 
 
@@ -90,7 +71,8 @@ class Sample:
 
     @property
     def is_long(self) -> bool:
-        return self.phase in (*LONG, OUTSIDE)
+        """Whether the phase may take any time, so that its length says nothing."""
+        return is_long(self.phase) or self.phase in LONG_MODULES.values()
 
 
 class Sampler:
@@ -107,7 +89,7 @@ class Sampler:
         frame = sys._current_frames().get(self._main or 0)
         if frame is None:
             return Sample(number=self._number)
-        phase, call, collective = _place(_frames(frame))
+        call, collective = _place(_frames(frame))
         position, computes = (id(frame), frame.f_lasti), self._computes(now) and not collective
         if position != self._position or not self._was_seen(frame) or computes:
             self._since = now
@@ -116,7 +98,7 @@ class Sampler:
         return Sample(
             number=self._number,
             idle=idle,
-            phase=phase,
+            phase=_long_call(frame) or current_phase(),
             call=call,
             collective=collective,
             stopped=_stopped_children() if idle > 1 else [],
@@ -166,22 +148,24 @@ def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
     return found
 
 
-def _place(frames: list[tuple[str, int, str]]) -> tuple[str, str, str]:
-    """Returns the phase, the innermost call outside torch, and the collective or "" of a stack."""
+def _long_call(frame: FrameType | None) -> str:
+    """Returns what one of `LONG_MODULES` does on a stack, or "" if none is on it."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if name in LONG_MODULES:
+            return LONG_MODULES[name]
+        frame = frame.f_back
+    return ""
+
+
+def _place(frames: list[tuple[str, int, str]]) -> tuple[str, str]:
+    """Returns the innermost call outside torch, and the collective or "" of a stack."""
     innermost = (
         frames[0] if frames else ("an unknown file", 0, "an unknown call")
     )  # the stack was cut off
     name, line, called = next((frame for frame in frames if "/torch/" not in frame[0]), innermost)
     collective = next((inner[2] for inner in reversed(frames) if COLLECTIVES in inner[0]), "")
-    return _phase(frames), f"{called} ({name}:{line})", collective
-
-
-def _phase(frames: list[tuple[str, int, str]]) -> str:
-    for file, function, phase in PHASES:
-        if any(file.search(name) and function.fullmatch(called) for name, _, called in frames):
-            return phase
-    training = any(name.endswith(TRAINING) and called == "run" for name, _, called in frames)
-    return "training step" if training else OUTSIDE
+    return f"{called} ({name}:{line})", collective
 
 
 def process_state(pid: int) -> str:
@@ -202,18 +186,18 @@ def _stopped_children() -> list[int]:
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
-def sample_of_stack(sample: Sample, stack: str) -> Sample:
-    """Returns the sample with what faulthandler's stack says, which is newer. The main thread comes last in it."""
-    threads = [
-        [(name, int(line), called) for name, line, called in FRAME.findall(t)]
-        for t in stack.split("\n\n")
-    ]
-    if not threads or not threads[-1]:
+def refresh_sample(sample: Sample, phase: str, stack: str) -> Sample:
+    """Returns the sample of a rank with what is newer: its published phase, and faulthandler's stack of its threads.
+
+    The main thread comes last in the stack.
+    """
+    if phase and sample.phase not in LONG_MODULES.values():
+        sample = replace(sample, phase=phase)
+    frames = FRAME.findall(stack.split("\n\n")[-1])
+    if not frames:
         return sample
-    phase, call, collective = _place(threads[-1])
-    if phase != "save" and any(_place(thread)[0] == "save" for thread in threads):
-        phase = f"{phase}, during a save"
-    return replace(sample, phase=phase, call=call, collective=collective)
+    call, collective = _place([(name, int(line), called) for name, line, called in frames])
+    return replace(sample, call=call, collective=collective)
 
 
 @dataclass(frozen=True)
@@ -330,6 +314,7 @@ def sample_for_launcher() -> None:
         unfinished.replace(path)
 
     with suppress(OSError):
+        publish_phases(path.with_suffix(".phase"))
         start_sampling(write, float(seconds), path.with_suffix(".stack").open("w"))
 
 

@@ -21,9 +21,10 @@ from .heartbeat import (
     Watchdog,
     process_state,
     read_sample,
-    sample_of_stack,
+    refresh_sample,
     stack_of,
 )
+from .phase import read_phase
 from .rank_info import cpu_environment, free_port
 from .rank_process import (
     BEGUN,
@@ -286,13 +287,16 @@ class Job:
         stalls = self._watchdog.look(samples, lambda number: running[number].is_stopped)
         for stall in stalls:
             pulse = running[stall.rank].pulse_file
+            phase = read_phase(
+                pulse.with_suffix(".phase")
+            )  # before it may run on to print its stack
             stack = (
                 stack_of(running[stall.rank].process.pid, pulse.with_suffix(".stack"))
                 if stall.sample
                 else ""
             )
             found = (
-                replace(stall, sample=sample_of_stack(stall.sample, stack))
+                replace(stall, sample=refresh_sample(stall.sample, phase, stack))
                 if stall.sample
                 else stall
             )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...mpu import ParallelMesh
 from ...mpu.collectives import gather_bytes
+from .phase import RANK_0, phase
 
 PATIENCE = timedelta(
     days=365
@@ -61,6 +62,7 @@ class Ranks:
 Result = TypeVar("Result")
 
 
+@phase(RANK_0)
 def on_first_rank(work: Callable[[], Result]) -> Result:
     """Runs `work` on rank 0; returns its result, or raises its `ValueError` or `OSError`, on every rank.
 
