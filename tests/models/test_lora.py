@@ -13,9 +13,10 @@ import torch
 from every_case import by_turns
 from safetensors.torch import load_file
 from tiny_models import hf_model
+from transformers import AutoModelForCausalLM
 
 from shardzoo.models import ParallelConfig, from_pretrained
-from shardzoo.models.lora import load_adapter, merge_lora, whole_weights
+from shardzoo.models.lora import SUPPORTED, check_same_lora, load_adapter, merge_lora, whole_weights
 from shardzoo.mpu import grad_norm
 
 IDS = torch.randint(2, 90, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -228,3 +229,64 @@ def test_wrong_values_of_a_stored_configuration_are_named(adapted, tmp_path):
         with pytest.raises(ValueError, match=f"LoRA: {message}"):
             load_adapter(model, tmp_path)
         assert getattr(model, "lora", None) is None
+
+
+# These say which modules have weights, whose names are compared when they are read.
+CHOOSING = {
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "fan_in_fan_out",
+}  # fmt: skip
+# Another value of every other field. The adapter has r=3, lora_alpha=7, rank-stabilized scaling, and
+# alpha_pattern={"h.1.attn.c_attn": 9}.
+VARIED: dict[str, list[Any]] = {
+    "r": [2, 4],
+    "lora_alpha": [8, 7.5],
+    "use_rslora": [False],
+    "rank_pattern": [{"h.0.attn.c_attn": 4}],
+    "alpha_pattern": [{}, {"h.1.attn.c_attn": 8}, {"h.0.attn.c_attn": 9}],
+    "lora_dropout": [0.25],
+    "init_lora_weights": ["gaussian"],
+    "inference_mode": [False],
+    "base_model_name_or_path": ["elsewhere"],
+    "revision": ["main"],
+    "task_type": ["CAUSAL_LM"],
+    "peft_version": ["0.1"],
+}
+
+
+def peft_logits(folder: Path, adapter: Path) -> torch.Tensor | None:
+    """What peft computes with an adapter; None if its weights are not those of its configuration."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
+    with torch.no_grad():
+        try:
+            return peft.PeftModel.from_pretrained(base, adapter)(**inputs(base)).logits
+        except RuntimeError as error:
+            if "size mismatch" not in str(error):
+                raise
+            return None
+
+
+def test_every_field_of_the_configuration_is_varied():
+    settled = {"peft_type", "auto_mapping", "runtime_config", "megatron_core"}
+    assert VARIED.keys() == SUPPORTED - CHOOSING - settled
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_a_run_goes_on_with_the_same_products_only(name, adapted, tmp_path):
+    """A changed field of the configuration is refused exactly where peft computes something else with it."""
+    folder, expected = adapted("gpt2-attention")
+    stored = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter_model.safetensors").write_bytes(
+        (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+    )
+    model: Any = from_pretrained(folder / "base")
+    load_adapter(model, folder / "adapter")
+    check_same_lora(model, folder / "adapter")
+    for value in VARIED[name]:
+        assert stored[name] != value
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**stored, name: value}))
+        logits = peft_logits(folder, tmp_path)
+        if logits is not None and torch.allclose(logits, expected["logits"], rtol=0, atol=1e-6):
+            check_same_lora(model, tmp_path)
+            continue
+        with pytest.raises(ValueError, match=rf"was trained with {name}=.* cannot go on with"):
+            check_same_lora(model, tmp_path)

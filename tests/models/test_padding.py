@@ -77,6 +77,16 @@ def test_a_step_is_that_of_the_whole_batch(name, rate, recompute):
     assert_same(step(*arguments), step(*arguments, leave_out=False), ragged())
 
 
+@pytest.mark.parametrize("first", [1, 4], ids=["left", "everywhere"])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_the_first_position_of_a_batch_may_be_padding(name, first):
+    """It comes before the first token, so no row of the tokens stands before it."""
+    mask = ragged().roll(-first, 0)
+    assert not mask[0, 0]
+    arguments = (None, name, mask, 0.3, {})
+    assert_same(step(*arguments), step(*arguments, leave_out=False), mask)
+
+
 def both_steps(mesh, *arguments):
     return step(mesh, *arguments), step(mesh, *arguments, leave_out=False)
 
@@ -174,8 +184,9 @@ def test_sequence_parallelism_keeps_padding(run_mesh):
         assert loss.isfinite()
 
 
-def test_rows_are_moved_and_their_gradients_back():
-    mask = ragged().bool()[:, None, None]
+@pytest.mark.parametrize("first", [0, 1])
+def test_rows_are_moved_and_their_gradients_back(first):
+    mask = ragged().roll(-first, 0).bool()[:, None, None]
     tokens = find_tokens(mask, torch.empty(5, LENGTH), torch.nn.ModuleList())
     x = torch.randn(5, LENGTH, 3, dtype=torch.float64, requires_grad=True)
     rows = tokens.unpad(x)

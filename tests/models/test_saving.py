@@ -87,6 +87,23 @@ def test_every_layout_writes_the_same_folder(case, layout, run_mesh, folders, tm
     assert len(set(stored.values())) == 1
 
 
+def save_in_small_blocks(mesh: Any, source: Path, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "BLOCK", 400)  # bytes
+        save(mesh, source, folder)
+
+
+@pytest.mark.parametrize("layout", ["one", "three"])
+@pytest.mark.parametrize("case", ["gpt2", "llama"])
+def test_tensors_of_several_blocks(case, layout, run_mesh, folders, tmp_path):
+    """Parameters are copied from the device in blocks; three ranks split some by rows and others by columns."""
+    size, axes = LAYOUTS[layout]
+    run_mesh(size, save_in_small_blocks, folders(case), tmp_path / "saved", **axes)
+    assert_same_weights(tmp_path / "saved", folders(case))
+    stored = all_tensors(folders(case)).values()
+    assert sum(tensor.nbytes > 3 * size * 400 for tensor in stored) > 4
+
+
 def test_transformers_loads_it(folders, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -188,27 +188,34 @@ def test_no_fp32_copy_of_the_logits_and_no_gathered_logits():
     )
 
 
-def split_head_losses(mesh, hidden, weight, bias, labels, grad):
+def split_head_losses(mesh, hidden, weight, bias, labels, grad, chunked):
+    """Returns a rank's losses and gradients. The limits are set here, because a rank is a process of its own."""
     rows = slice(mesh.tp_rank * 4, mesh.tp_rank * 4 + 4)
     own = [
         hidden.clone().requires_grad_(),
         weight[rows].clone().requires_grad_(),
         bias[rows].clone().requires_grad_(),
     ]
-    losses = head_losses(*own, labels, num_classes=7, mesh=mesh)
-    once = torch.autograd.grad(losses, own, grad, retain_graph=True)
-    again = torch.autograd.grad(losses, own, grad)  # of logits that the first pass has written over
+    code = import_module("shardzoo.ops.cross_entropy")
+    with pytest.MonkeyPatch.context() as patch:
+        if chunked:  # of two rows
+            patch.setattr(code, "MOST_WHOLE", 1)
+            patch.setattr(code, "AT_A_TIME", 8)
+        with LargestWide() as wide:
+            losses = head_losses(*own, labels, num_classes=7, mesh=mesh)
+            once = torch.autograd.grad(losses, own, grad, retain_graph=True)
+            # Of logits that the first pass has written over.
+            again = torch.autograd.grad(losses, own, grad)
+    # The weight has 12 elements here, hidden 15, and all the logits of a rank 20.
+    assert (wide.largest < 20) == chunked
     for a, b in zip(once, again, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
     return losses.detach(), *once
 
 
 @pytest.mark.parametrize(("chunked", "equal"), [(False, False), (True, False), (True, True)])
-def test_losses_of_a_head(chunked, equal, run_mesh, monkeypatch):
+def test_losses_of_a_head(chunked, equal, run_mesh):
     """Chunks compute the gradients with the losses, and again if the gradients of the counted losses differ."""
-    if chunked:  # of two rows
-        monkeypatch.setattr(import_module("shardzoo.ops.cross_entropy"), "MOST_WHOLE", 1)
-        monkeypatch.setattr(import_module("shardzoo.ops.cross_entropy"), "AT_A_TIME", 8)
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias, grad = (
         torch.randn(s, generator=generator) for s in ((5, 3), (8, 3), (8,), (5,))
@@ -220,7 +227,7 @@ def test_losses_of_a_head(chunked, equal, run_mesh, monkeypatch):
     whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     expected = F.cross_entropy(F.linear(*whole)[:, :7], labels, reduction="none")
     grads = torch.autograd.grad(expected, whole, grad)
-    ranks = run_mesh(2, split_head_losses, hidden, weight, bias, labels, grad)
+    ranks = run_mesh(2, split_head_losses, hidden, weight, bias, labels, grad, chunked)
     for losses, hidden_grad, _, _ in ranks:
         torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(hidden_grad, grads[0], rtol=1e-5, atol=1e-5)

@@ -187,6 +187,58 @@ def test_ranks_may_compute_gradients_in_other_orders_or_none(stage, precision, r
                 torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-6)
 
 
+# By rank. Only of 3 and 7 the third layer is used: by one rank or both, never in the last micro-batch.
+NUMBERS = [[3, 0, 1], [2, 7, 4]]
+EVERY_NUMBER = [3, 0, 1, 2, 7, 4]
+
+
+def large_steps(model):
+    """With such an epsilon, the first step grows with the gradients instead of dividing them by their size."""
+    return torch.optim.AdamW(model.parameters(), lr=1.0, eps=1.0, weight_decay=0.0)
+
+
+def step_of_experts(mesh, stage):
+    """The weights after one step."""
+    from shardzoo.trainer import TrainingArguments
+    from shardzoo.trainer.launch.ranks import Ranks
+    from shardzoo.trainer.trainer import make_engine
+
+    numbers = NUMBERS[mesh.dp_rank] if mesh.dp_size > 1 else EVERY_NUMBER
+    arguments = TrainingArguments(
+        env_type="deepspeed",
+        zero_stage=stage,
+        gradient_accumulation_steps=len(numbers),
+        clip_grad=0.0,
+    )
+    model = Experts()
+    engine = make_engine(model, large_steps(model), arguments, Ranks(mesh))
+
+    def forward(index):
+        ids = torch.tensor([[numbers[index]]])
+        return engine.model(input_ids=ids, labels=None)["loss"] / (mesh.dp_size * len(numbers))
+
+    engine.forward_backward(forward, len(numbers))
+    engine.step()
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    engine.close(whole=False)
+    return weights
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_earlier_micro_batches_are_kept(stage, ranks, run_mesh):
+    """A parameter that the last micro-batch does not use keeps what earlier ones have accumulated."""
+    model = Experts()
+    third = model.third.weight.detach().clone()
+    losses = [model(torch.tensor([[n]]), None)["loss"] for n in EVERY_NUMBER]
+    torch.stack(losses).mean().backward()
+    large_steps(model).step()
+    expected = {name: value.detach() for name, value in model.named_parameters()}
+    assert float((expected["third.weight"] - third).norm()) > 1e-3
+    for weights in run_mesh(1, step_of_experts, stage, data=ranks):
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_second_gradient_in_one_pass_is_refused():
     from shardzoo.trainer.engines.buckets import OrderedGradients
 

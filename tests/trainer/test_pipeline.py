@@ -204,6 +204,14 @@ def test_encoder_and_decoder_may_be_cut_anywhere(run_mesh, tmp_path, whole, bloc
         assert losses(steps) == pytest.approx(whole("t5")[1], **SAME_LOSS)
 
 
+def test_an_encoder_decoder_may_be_cut_and_its_sequence_too(run_mesh, tmp_path, whole):
+    """The last of two stages has three blocks of the decoder: it is sent its part of the encoder's output as well."""
+    short = {"data": Samples(2), "train_steps": 2, "global_batch_size": 4}
+    how = {"sequence_parallel": True, "pipeline_blocks": (5, 3)}
+    for steps, _ in on_ranks(run_mesh, tmp_path, **settings("t5", 2, 1, 2, **short, **how)):
+        assert losses(steps) == pytest.approx(whole("t5", **short)[1], **SAME_LOSS)
+
+
 BF16 = [("gpt2", (2, 1, 2))]
 if EVERY_CASE:
     BF16 = [(family, layout) for family in FAMILIES for layout in LAYOUTS]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from functools import partial
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from every_case import EVERY_CASE, every_day
@@ -375,3 +377,96 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(run_mesh, tmp_path):
         match=r"no undamaged checkpoint to resume from: .*model.safetensors is missing",
     ):
         on_ranks(run_mesh, tmp_path / "run", resume=True, **settings)
+
+
+def find_after_damage(mesh, folder: Path) -> dict[str, str]:
+    """What each rank says of a checkpoint while one byte of it is another: position -> message, "" if it is taken."""
+    import torch.distributed as dist
+
+    from shardzoo.trainer.checkpointing.resume import find_checkpoint
+    from shardzoo.trainer.launch.ranks import Ranks
+
+    def find() -> str:
+        dist.barrier()
+        try:
+            find_checkpoint(folder, "latest", Ranks(mesh), print)
+        except ValueError as error:
+            return str(error)
+        finally:
+            dist.barrier()
+        return ""
+
+    contents = {path: path.read_bytes() for path in sorted(folder.iterdir())}
+    found = {"undamaged": find()}  # waits until all ranks have read, before rank 0 damages files
+    for path, content in contents.items():
+        for place in (0, len(content) - 1):  # which different ranks may have written
+            damaged = bytearray(content)
+            damaged[place] ^= 1
+            if mesh.rank == 0:
+                path.write_bytes(damaged)
+            found[f"{path.name} {place}"] = find()
+            if mesh.rank == 0:
+                path.write_bytes(content)
+    return found
+
+
+@pytest.mark.parametrize("data_ranks", [1, 2])
+def test_every_damaged_file_of_a_split_checkpoint_is_refused(run_mesh, tmp_path, data_ranks):
+    """The ranks divide the files among them, and each finds out what the others have found."""
+    how = {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "model": native_t5}
+    on_ranks(run_mesh, tmp_path, tp=2, data_ranks=data_ranks, train_steps=1, **how)
+    saved = Path(checkpoint(tmp_path, 1))
+    assert {"rank_00.safetensors", "rank_01.safetensors"} <= {path.name for path in saved.iterdir()}
+    for found in run_mesh(2, find_after_damage, saved, data=data_ranks):
+        assert found.pop("undamaged") == ""
+        assert len(found) == 2 * len(list(saved.iterdir()))
+        for place, message in found.items():
+            assert "there is no undamaged checkpoint to resume from" in message, place
+            assert place.split()[0] in message
+
+
+def draw_after_change_of_layout(mesh, folder: Path) -> tuple[int, list[float]]:
+    """The number of this rank's replica, and numbers of each generator."""
+    from shardzoo.trainer.checkpointing.random_state import (
+        random_state_tensors,
+        restore_random_state,
+    )
+    from shardzoo.trainer.checkpointing.resume import restore_random
+    from shardzoo.trainer.checkpointing.snapshot import TrainerState
+    from shardzoo.trainer.launch.ranks import Ranks
+
+    before = random_state_tensors()
+    try:
+        # Ranks that have drawn unequally often until now.
+        for _ in range(mesh.rank):
+            torch.rand(3)
+        state = TrainerState(step=5, consumed_samples=40, world_size=2)
+        assert not restore_random(folder, state, Ranks(mesh), 1234)
+        return mesh.dp_rank, [random.random(), np.random.rand(), float(torch.rand(()))]
+    finally:
+        restore_random_state(before)
+
+
+def test_ranks_of_a_replica_draw_the_same_after_a_change_of_layout(run_mesh, tmp_path):
+    """Layers outside the split ones may use torch's own dropout, and have to drop the same on each of them."""
+    drawn = run_mesh(2, draw_after_change_of_layout, tmp_path, data=2)
+    by_replica = {
+        replica: [numbers for at, numbers in drawn if at == replica] for replica in (0, 1)
+    }
+    for first, second in by_replica.values():
+        assert first == second
+    assert all(a != b for a, b in zip(by_replica[0][0], by_replica[1][0], strict=True))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_weights_of_another_vocabulary_are_refused(run_mesh, tmp_path, tp):
+    """Of 64 tokens for 63, which two ranks pad to the same width."""
+    how = {"env_type": "deepspeed+mpu", "model_parallel_size": tp, "train_steps": 1}
+    on_ranks(run_mesh, tmp_path / "first", tp=tp, model=native_t5, **how)
+    other = {"model": partial(native_t5, vocab_size=63), "load_optim": False}
+    with pytest.raises(
+        AssertionError, match=r"has shape \[64, 32\], but the model wants \[63, 32\]"
+    ):
+        on_ranks(
+            run_mesh, tmp_path / "other", tp=tp, load_dir=str(tmp_path / "first"), **other, **how
+        )
