@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardzoo.models import find_config, from_config
-from shardzoo.models.common.config import ModelConfig
+from shardzoo.models.config import ModelConfig
 from shardzoo.plan import Run, cluster_of, step_time
 from shardzoo.plan.layouts import network_of_config
 from shardzoo.trainer import Trainer

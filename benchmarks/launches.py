@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardzoo
 from shardzoo.models import find_config
-from shardzoo.models.common.language_model import note_target_count
+from shardzoo.models.language_model import note_target_count
 from shardzoo.mpu import assign_dropout_sites, dropout_state
 
 PRESETS = {

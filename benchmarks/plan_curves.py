@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from shardzoo.models import find_config
-from shardzoo.models.common.config import ModelConfig
+from shardzoo.models.config import ModelConfig
 from shardzoo.plan import Cluster, cluster_of
 from shardzoo.plan.layouts import Request, network_of_config, plans, save_seconds
 from shardzoo.plan.simulate import Failures, Stragglers, outlook, simulate_step

@@ -55,7 +55,7 @@ from shardzoo.data import (
     prepare_dataset,
 )
 from shardzoo.models import find_config, from_config, from_pretrained
-from shardzoo.models.common.config import ModelConfig
+from shardzoo.models.config import ModelConfig
 from shardzoo.models.sizes import parameter_sizes
 from shardzoo.mpu import ParallelMesh, collectives, dropout_state, shared_memory
 from shardzoo.plan import Run, cluster_of, step_time

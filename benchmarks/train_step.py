@@ -40,7 +40,7 @@ from torch import nn
 import shardzoo
 from shardzoo.cli.bench import environment
 from shardzoo.models import find_config
-from shardzoo.models.common.config import ModelConfig
+from shardzoo.models.config import ModelConfig
 from shardzoo.mpu import ParallelMesh, dropout_state
 from shardzoo.trainer.engines.torch_engine import AdamW, clip
 

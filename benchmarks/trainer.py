@@ -31,6 +31,7 @@ from shardzoo.trainer import Trainer, TrainingArguments
 from shardzoo.trainer.checkpointing.saver import BackgroundSaver
 from shardzoo.trainer.logging.reporter import SilentReporter
 from shardzoo.trainer.loop import TrainingLoop
+from shardzoo.trainer.step import TrainingStep
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ class TimedEngine:
     def backward(self, loss: Any) -> None:
         self._timed(self.engine.backward, loss)
 
-    def step(self, hold: Any = None) -> Any:
-        return self._timed(self.engine.step, hold)
+    def step(self, found_inf: Any = None) -> Any:
+        return self._timed(self.engine.step, found_inf)
 
 
 def overhead(arguments: Arguments) -> dict[str, Any]:
@@ -129,22 +130,23 @@ def overhead(arguments: Arguments) -> dict[str, Any]:
         engines.append(TimedEngine(make(*args)))
         return engines[-1]
 
-    step, shares = TrainingLoop._train_step, []
+    run_step = TrainingStep.run
+    shares = []
 
-    def measured(self: Any, signalled: Any) -> Any:
+    def measured(self: Any, *args: Any) -> Any:
         before, started = engines[-1].spent, time.perf_counter()
-        result = step(self, signalled)
+        result = run_step(self, *args)
         total = time.perf_counter() - started
         shares.append((total - (engines[-1].spent - before)) / total)
         return result
 
-    trainer_module.make_engine, TrainingLoop._train_step = timed, measured  # type: ignore[assignment]
+    trainer_module.make_engine, TrainingStep.run = timed, measured  # type: ignore[assignment]
     try:
         with tempfile.TemporaryDirectory() as folder:
             data = Samples(2048, config.max_sequence_length)
             clock = ours(from_config(config), data, folder, train_steps=30, micro_batch_size=4)
     finally:
-        trainer_module.make_engine, TrainingLoop._train_step = make, step  # type: ignore[assignment]
+        trainer_module.make_engine, TrainingStep.run = make, run_step  # type: ignore[assignment]
     return {
         "step seconds": statistics.median(clock.seconds),
         "overhead": statistics.median(shares[2:]),
@@ -272,7 +274,7 @@ def run_with_saves(arguments: Arguments, folder: str, every: int) -> Saves:
     if arguments.width:
         config = config.with_changes(n_embd=arguments.width, n_layer=arguments.layers)
     savers, busy, written = list[SaverClock](), list[bool](), dict[str, int]()
-    save, step, write = TrainingLoop.save, TrainingLoop._train_step, snapshot_module.write_share
+    save, run_step, write = TrainingLoop.save, TrainingStep.run, snapshot_module.write_share
 
     def made(*args: Any, **settings: Any) -> SaverClock:
         savers.append(SaverClock(*args, **settings))
@@ -285,9 +287,9 @@ def run_with_saves(arguments: Arguments, folder: str, every: int) -> Saves:
         savers[-1].note("collecting", started)
         savers[-1].blocked[-1]["collecting"] -= savers[-1].blocked[-1]["handing over"]
 
-    def watched(self: Any, signalled: Any) -> Any:
+    def watched(self: Any, *args: Any) -> Any:
         busy.append(savers[-1].is_busy)
-        return step(self, signalled)
+        return run_step(self, *args)
 
     def noted(path: Path, share: Any) -> Any:
         ranges, digest = write(path, share)
@@ -297,7 +299,7 @@ def run_with_saves(arguments: Arguments, folder: str, every: int) -> Saves:
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (TrainingLoop, "save", timed),
-            (TrainingLoop, "_train_step", watched),
+            (TrainingStep, "run", watched),
             (trainer_module, "BackgroundSaver", made),
             (snapshot_module, "write_share", noted),
         ):

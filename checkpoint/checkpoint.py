@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from ..data.files import checked_file, maps_to_text, read_folder_json, read_json_object
+from ..files.safe_paths import checked_file
+from ..files.strict_json import maps_to_text, read_folder_json, read_json_object
 from .folder_files import CONFIG, check_companions, stage_files
 from .formats.dcp import is_dcp, open_dcp
 from .formats.megatron import TRACKER, SavedRun, reader_of

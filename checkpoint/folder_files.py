@@ -9,9 +9,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..data.files import checked_file, is_object, read_folder_json
 from ..data.tokenizers.files import TOKENIZER_FILES
-from .json_digest import add_digest, remove_digest, write_durably
+from ..files.durable import write_durably
+from ..files.json_digest import add_digest, remove_digest
+from ..files.safe_paths import checked_file
+from ..files.strict_json import is_object, read_folder_json
 
 CONFIG = "config.json"
 STATE = "trainer_state.json"  # of a training checkpoint; it records the digests of all other files

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, cast
 
-from ..data.files import maps_to_text, read_folder_json
 from ..data.tokenizers.files import has_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.vocabulary import Vocabulary
+from ..files.durable import write_durably
+from ..files.json_digest import add_digest, remove_digest
+from ..files.strict_json import maps_to_text, read_folder_json
 from .folder_files import check_companions
-from .json_digest import add_digest, remove_digest, write_durably
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

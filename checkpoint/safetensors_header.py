@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
-from ..data.files import LARGEST_JSON, is_object, maps_to_text, parse_json
+from ..files.strict_json import LARGEST_JSON, is_object, maps_to_text, parse_json
 from .dtypes import DTYPES, item_size
 from .stored_tensor import StoredTensor
 

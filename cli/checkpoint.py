@@ -14,7 +14,7 @@ import tyro
 from tyro.conf import Positional
 
 from ..checkpoint.folder_files import STATE, changed_files, read_state_file
-from ..data.files import printable
+from ..files.printable import printable
 from ..trainer.run_folder import RunFolder
 from .console import USAGE_ERROR, columns, exit_code_of, gigabytes, message_of
 from .help import HelpPage, show_commands

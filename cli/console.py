@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from ..data.files import printable
+from ..files.printable import printable
 
 USAGE_ERROR = 2
 

@@ -14,7 +14,7 @@ import tyro
 from tyro.conf import Positional
 
 from ..checkpoint.hub import find_model
-from ..data.files import printable
+from ..files.printable import printable
 from .console import columns, exit_code_of, facts, gigabytes, message_of, transfer_progress
 from .help import HelpPage, show_commands
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..data.files import printable
 from ..data.indexed.dataset import IndexedDataset
 from ..data.indexed.merge import merge_datasets, split_dataset
 from ..data.text.corpus import check_vocabulary
@@ -24,6 +23,7 @@ from ..data.text.entropy import token_counts
 from ..data.text.prepare import PrepareOptions, PrepareProgress, PrepareReport, prepare_dataset
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.training import TokenizerKind, train_tokenizer
+from ..files.printable import printable
 from .console import message_of
 from .help import HelpPage, show_commands
 

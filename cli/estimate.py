@@ -17,9 +17,9 @@ from rich.text import Text
 
 from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.hub import find_config_folder
-from ..data.files import read_folder_json
+from ..files.strict_json import read_folder_json
 from ..models import FAMILIES, find_config
-from ..models.common.config import ModelConfig
+from ..models.config import ModelConfig
 from ..plan.layouts import Remedy, remedies
 from ..trainer.estimate import (
     Estimate,

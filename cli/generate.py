@@ -140,8 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     from ..models import find_config
     from ..models.auto import build_on_meta
-    from ..models.common.pipeline import equal_counts
-    from ..models.common.transformer import check_heads
+    from ..models.blocks.attention import check_heads
+    from ..models.pipeline import equal_counts
     from ..trainer.launch.launch import start_processes
 
     given = sys.argv[1:] if argv is None else list(argv)

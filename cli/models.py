@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..models import FAMILIES, family, find_config
 from ..models.auto import build_on_meta
-from ..models.common.config import ModelConfig
+from ..models.config import ModelConfig
 from ..models.sizes import largest_size, sizes_of, uneven_work
 from ..trainer.estimate.model import ITEMSIZE
 from .console import exit_code_of

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models import find_config
-from ..models.common.config import ModelConfig
+from ..models.config import ModelConfig
 from ..plan.calibration import calibrate
 from ..plan.hardware import FILES, Cluster, cluster_of
 from ..plan.layouts import Plan, Request, network_of_config, plans, save_seconds

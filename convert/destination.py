@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder_files import seal
-from ..checkpoint.json_digest import sync
 from ..checkpoint.manifest import MANIFEST, Manifest
 from ..checkpoint.new_file import NewFile
+from ..files.durable import sync
 from .journal import JOURNAL, PARTIAL, Journal, check_unused
 
 

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import start_processes
 from ..checkpoint.checkpoint import open_checkpoint
 from ..models import family, from_pretrained
 from ..models.auto import model_class
-from ..models.common.language_model import Body
+from ..models.language_model import Body
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from ..mpu import ParallelMesh
 from .operations import Options, merge, split

@@ -16,8 +16,8 @@ from ..checkpoint.file_io import OpenFiles, Writer, hash_stored, open_for_readin
 from ..checkpoint.folder_files import companion_files, read_state_file
 from ..checkpoint.manifest import ExtraRecord, Manifest, TensorRecord
 from ..checkpoint.stored_tensor import StoredTensor
-from ..models.common.megatron import Style
 from ..models.mapping import MappedCheckpoint
+from ..models.megatron import Style
 from .copying import Digests
 from .destination import Destination
 from .journal import Journal, open_partial

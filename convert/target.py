@@ -23,7 +23,6 @@ from ..checkpoint.new_file import (
     new_torch_file,
 )
 from ..checkpoint.stored_tensor import StoredTensor
-from ..models.common.megatron import Style
 from ..models.huggingface import (
     LARGEST_FILE,
     divide,
@@ -32,6 +31,7 @@ from ..models.huggingface import (
     weight_files,
 )
 from ..models.mapping import MappedCheckpoint, megatron_map
+from ..models.megatron import Style
 
 LEGACY_FOLDER = "release"  # the file `latest` names this folder
 

@@ -20,7 +20,7 @@ from lm_eval.utils import simple_parse_args_string
 from torch import Tensor, nn
 
 from ..checkpoint.manifest import checked_tokenizer
-from ..data.files import read_folder_json
+from ..files.strict_json import read_folder_json
 from ..generation import generate
 from ..models import from_pretrained
 from ..models.lora import merge_lora

@@ -12,7 +12,7 @@ import torch
 from ..data import BlankDataset, PadBatch
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..models import family
-from ..models.common.language_model import IGNORED
+from ..models.language_model import IGNORED
 from ..mpu import ParallelMesh
 from .arguments import FinetuningArguments
 from .data import TextTokenizer, prefix_mask

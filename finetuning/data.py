@@ -35,7 +35,7 @@ from ..data import (
 )
 from ..data.tokenizers.tokenizer import TransformersTokenizer
 from ..models import family
-from ..models.common.language_model import IGNORED
+from ..models.language_model import IGNORED
 from .arguments import WITH_LABELS, FinetuningArguments
 from .loading import ModelSource
 from .tasks import WITHOUT_TEXTS, Labels, find_labels

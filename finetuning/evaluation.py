@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from ..data import AnswerSpans
-from ..models.common.language_model import IGNORED
+from ..models.language_model import IGNORED
 from ..trainer.batches.loss_normalization import output_field
 from ..trainer.launch.ranks import Ranks
 from .arguments import METRICS

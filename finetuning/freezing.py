@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
-from ..models.common.pipeline import copied_parameters
+from ..models.pipeline import copied_parameters
 from ..models.sizes import full_size
 from ..mpu import VocabParallelEmbedding
 from .loading import ModelSource

@@ -13,10 +13,10 @@ from torch import nn
 from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.hub import find_folder
 from ..checkpoint.manifest import MANIFEST
-from ..data.files import read_folder_json
+from ..files.strict_json import read_folder_json
 from ..models import FAMILIES, ParallelConfig, config_from_dict, family, from_pretrained
 from ..models.auto import build_on_meta
-from ..models.common.config import ModelConfig
+from ..models.config import ModelConfig
 from ..models.loading import missing_modules
 from ..mpu import ParallelMesh
 from ..trainer.engines.precision import DTYPES

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.common.language_model import IGNORED
+from ..models.language_model import IGNORED
 from ..mpu import ParallelMesh, vocab_parallel_cross_entropy
 from ..trainer.batches.loss_normalization import shifts_labels
 

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..checkpoint.tensor_reader import read_tensors
-from ..data.files import checked_file, read_json_object
+from ..files.safe_paths import checked_file
+from ..files.strict_json import read_json_object
 from ..mpu import VocabParallelEmbedding
 
 PROMPT_FILE = "soft_prompt.safetensors"

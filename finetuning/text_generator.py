@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import generation  # noqa: F401 - attaches `generate` to the zoo's models
-from ..data.files import read_folder_json
 from ..data.pairs.datasets import closed, opened
+from ..files.strict_json import read_folder_json
 from ..generation.api import Extras, device_of, evaluating, search, sequences_per_prompt
 from ..generation.decoders import Decoder
 from ..generation.filling import fill_blanks

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from ..models.common.language_model import LanguageModel
+from ..models.language_model import LanguageModel
 
 if TYPE_CHECKING:
     from .api import GenerateOutput, generate

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.common.language_model import EncoderOutput, ModelOutput
+from ..models.outputs import EncoderOutput, ModelOutput
 from ..mpu import borrow_once
 from .decoders import BlankDecoder, CausalDecoder, Decoder, Seq2SeqDecoder
 from .logits_processors import LogitsProcessors

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.common.cache import Cache
-from ..models.common.language_model import CausalLM, EncoderOutput
-from ..models.common.seq2seq import Seq2SeqLM
-from ..models.common.transformer import lower_triangular_mask
+from ..models.blocks.cache import Cache
+from ..models.blocks.masks import lower_triangular_mask
+from ..models.language_model import CausalLM
+from ..models.outputs import EncoderOutput
+from ..models.seq2seq import Seq2SeqLM
 from ..mpu import broadcast_from_stage
 from .vocabulary import without_padding
 

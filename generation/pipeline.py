@@ -10,9 +10,9 @@ import torch
 
 from ..checkpoint.hub import find_model
 from ..checkpoint.manifest import checked_tokenizer
-from ..data.files import read_folder_json
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
+from ..files.strict_json import read_folder_json
 from ..models import from_pretrained
 from ..models.lora import merge_lora
 from ..models.registry import BlankText, family

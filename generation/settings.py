@@ -9,7 +9,7 @@ from functools import lru_cache
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ..models.common.config import ModelConfig, shown
+from ..models.config import ModelConfig, shown
 
 DEFAULT_NEW_TOKENS = 20
 # Entries of a generation_config.json that do not affect the tokens.

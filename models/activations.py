@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from ..mpu.division import first_unit
 from ..ops.attention import rows_at_once
 from ..ops.cross_entropy import AT_A_TIME, suits_chunks
-from .common.parallel_config import ParallelConfig
-from .common.transformer import MAX_EAGER_SCORES, has_attention_kernel, suits_blocks
+from .blocks.attention import MAX_EAGER_SCORES, has_attention_kernel, suits_blocks
+from .parallel_config import ParallelConfig
 
 FP32 = 4
 INT64 = 8

@@ -15,13 +15,13 @@ from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.formats.megatron import SavedRun
 from ..checkpoint.hub import find_config_folder
 from ..checkpoint.stored_tensor import StoredTensor
-from ..data.files import read_folder_json
+from ..files.strict_json import read_folder_json
 from ..mpu import ParallelMesh, initialize, materialize
-from .common.config import ModelConfig
-from .common.megatron import MegatronMap
-from .common.parallel_config import ParallelConfig
-from .common.pipeline import take_stage
+from .config import ModelConfig
+from .megatron import MegatronMap
 from .nearest import refuse_architecture
+from .parallel_config import ParallelConfig
+from .pipeline import take_stage
 from .registry import FAMILIES, architectures, family, family_of, presets
 
 

@@ -27,10 +27,7 @@ from ..mpu import (
     tp_size,
 )
 from .auto import as_config, build_on_meta
-from .common.config import ModelConfig
-from .common.name_map import NameMap
-from .common.parallel_config import ParallelConfig
-from .common.pipeline import take_stage
+from .config import ModelConfig
 from .lora import load_adapter
 from .mapping import (
     MappedCheckpoint,
@@ -40,6 +37,9 @@ from .mapping import (
     native_model,
     stored_config,
 )
+from .name_map import NameMap
+from .parallel_config import ParallelConfig
+from .pipeline import take_stage
 from .registry import family
 
 

@@ -30,13 +30,14 @@ from ..checkpoint.rank_files import write_tensors
 from ..checkpoint.safetensors_header import read_header
 from ..checkpoint.stored_tensor import StoredTensor, index_by_name
 from ..checkpoint.tensor_reader import TensorReader
-from ..data.files import checked_file, read_json_object
+from ..files.safe_paths import checked_file
+from ..files.strict_json import read_json_object
 from ..mpu import ParallelMesh, gather_from_tp, initialize, tp_rank, tp_size
 from .auto import build_on_meta
-from .common.lora import LINEARS, AdaptedRows, Adapter, LoraFactors, attach, detach
-from .common.name_map import Entry
-from .common.pipeline import copied_parameters
+from .blocks.lora import LINEARS, AdaptedRows, Adapter, LoraFactors, attach, detach
 from .mapping import NativeModel, config_errors, native_model, stacked_ranges, stored_shape
+from .name_map import Entry
+from .pipeline import copied_parameters
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of peft's names

@@ -35,9 +35,9 @@ from ..checkpoint.manifest import Manifest
 from ..checkpoint.stored_tensor import StoredTensor, pieces
 from ..checkpoint.tensor_reader import TensorReader
 from .auto import build_on_meta, config_from_dict, infer_config
-from .common.config import ModelConfig
-from .common.megatron import EMBEDDING, TIED_HEAD, MegatronMap
-from .common.name_map import Entry, NameMap, refuse_names
+from .config import ModelConfig
+from .megatron import EMBEDDING, TIED_HEAD, MegatronMap
+from .name_map import Entry, NameMap, refuse_names
 from .registry import FAMILIES, family
 
 CHUNK = 1 << 20

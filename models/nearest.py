@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 
-from .common.config import shown
+from .config import shown
 
 MOST_NAMES = 12  # of architectures that one message lists
 

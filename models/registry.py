@@ -14,9 +14,9 @@ from torch import nn
 from ..checkpoint.stored_tensor import StoredTensor
 from ..data.objectives.pretraining import Format
 from .activations import Activations
-from .common.config import ModelConfig
-from .common.megatron import MegatronMap
-from .common.name_map import NameMap
+from .config import ModelConfig
+from .megatron import MegatronMap
+from .name_map import NameMap
 from .nearest import refuse_family
 
 HYPHENATED = (
@@ -29,7 +29,7 @@ def _find_families() -> dict[str, str]:
     folders = [
         module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.ispkg
     ]
-    return {spelled.get(folder, folder): folder for folder in sorted(folders) if folder != "common"}
+    return {spelled.get(folder, folder): folder for folder in sorted(folders) if folder != "blocks"}
 
 
 # Each family is a folder beside this file with the name of its `model_type`.

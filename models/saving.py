@@ -23,19 +23,19 @@ from ..checkpoint.dtypes import from_torch_name
 from ..checkpoint.file_io import OpenFiles
 from ..checkpoint.folder_files import CONFIG, OWN_FILES, STATE, holds_training_state
 from ..checkpoint.hub import upload_folder
-from ..checkpoint.json_digest import sync
 from ..checkpoint.layout import ParameterSpec
 from ..checkpoint.new_file import NewFile
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import tensor_bytes
+from ..files.durable import sync
 from ..mpu import ParallelMesh, tp_rank, tp_size
 from ..mpu.collectives import gather_bytes
-from .common.config import ModelConfig
-from .common.language_model import Body
-from .common.pipeline import copied_parameters
+from .config import ModelConfig
 from .huggingface import INDEX, LARGEST_FILE, huggingface_layout, stored_shapes, weight_files
+from .language_model import Body
 from .lora import save_adapter
 from .mapping import NativeModel, StoredNames, native_model
+from .pipeline import copied_parameters
 from .registry import family
 
 BLOCK = 16 << 20  # bytes that are copied to the CPU at a time

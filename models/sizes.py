@@ -10,7 +10,7 @@ from torch import nn
 from ..mpu import Shard, VocabParallelEmbedding
 from ..mpu.parameter import SplitParameter
 from .auto import unsplit_on_meta
-from .common.config import ModelConfig
+from .config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from scipy.optimize import nnls
 from torch.multiprocessing.spawn import spawn
 
 from ..models import find_config, from_config
-from ..models.common.config import ModelConfig
+from ..models.config import ModelConfig
 from ..mpu import ParallelMesh, dropout_state, reduce_from_tp
 from ..trainer import TrainingArguments
 from ..trainer.engines.optimizers import make_optimizer

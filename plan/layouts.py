@@ -8,8 +8,8 @@ from itertools import combinations, product
 from typing import Any, Literal
 
 from ..models.auto import unsplit_on_meta
-from ..models.common.config import ModelConfig
-from ..models.common.pipeline import equal_counts
+from ..models.config import ModelConfig
+from ..models.pipeline import equal_counts
 from ..models.registry import family
 from ..models.sizes import largest_size, parameter_sizes
 from ..trainer.estimate import Job, estimate

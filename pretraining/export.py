@@ -16,7 +16,7 @@ from ..data.tokenizers.sentinels import sentinel_ids
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..generation import TextGenerationPipeline, fill_blanks, fill_mask, generate
 from ..models import family, find_config, from_pretrained
-from ..models.common.config import ModelConfig
+from ..models.config import ModelConfig
 from ..models.saving import model_card
 from ..trainer.evaluation import evaluate
 from ..trainer.launch.ranks import Ranks

@@ -19,7 +19,7 @@ from ..data.tokenizers.files import has_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.vocabulary import Vocabulary
 from ..models import family, find_config, presets
-from ..models.common.config import ModelConfig
+from ..models.config import ModelConfig
 from ..models.mapping import stored_config
 from ..trainer.estimate.pipeline import check_layout
 from ..trainer.launch.rank_info import RankInfo

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ..models import family
 from ..models.auto import build_on_meta
-from ..models.common.config import ModelConfig
+from ..models.config import ModelConfig
 from ..models.sizes import parameter_sizes, uneven_work
 from ..trainer.engines.deepspeed_config import zero_stage
 from ..trainer.estimate import Job, choose_blocks, estimate_stages

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.loading.loader import Batch
-from ..models.common.pipeline import is_last_stage
+from ..models.pipeline import is_last_stage
 from .batches.dataset_kinds import is_table
 from .batches.loss_normalization import LossNormalizer, loss_of, output_field, to_device
 from .engines.engine import ForwardStep

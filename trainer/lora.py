@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..models.common.config import ModelConfig
+from ..models.config import ModelConfig
 from ..models.lora import add_lora, import_peft, load_adapter, lora_config
 from .arguments.training_arguments import TrainingArguments
 

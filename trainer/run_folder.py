@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from ..checkpoint.json_digest import write_durably
+from ..files.durable import write_durably
 from .run_lock import LOCK
 
 BEST = "best"  # a file that names the best checkpoint

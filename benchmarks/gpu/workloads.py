@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from shardzoo.models import find_config
-from shardzoo.models.common.config import ModelConfig
+from shardzoo.models.config import ModelConfig
 
 
 @dataclass(frozen=True)

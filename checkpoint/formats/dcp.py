@@ -15,7 +15,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from ...data.files import checked_file, read_folder_json
+from ...files.safe_paths import checked_file
+from ...files.strict_json import read_folder_json
 from ..dtypes import from_torch_name, item_size
 from ..stored_tensor import ChunkedTensor, StoredTensor, pieces
 from .megatron import VERSION, SavedRun, arguments_of, checked_version, read_state

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ...data.files import checked_file
+from ...files.safe_paths import checked_file
 from ..stored_tensor import StoredTensor
 
 if TYPE_CHECKING:

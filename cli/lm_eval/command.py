@@ -100,7 +100,7 @@ def choose_model(parsed: Namespace) -> dict[str, Any] | None:
 def check(arguments: ModelArguments, parsed: Namespace) -> None:
     """Raises ValueError for what cannot work, before processes are started."""
     from ...models import find_config
-    from ...models.common.transformer import check_heads
+    from ...models.blocks.attention import check_heads
 
     folder, *_ = arguments.folders()
     if (folder / "config.json").exists():

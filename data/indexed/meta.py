@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..files import read_json_object
+from ...files.strict_json import read_json_object
 from ..tokenizers.vocabulary import Vocabulary
 
 

@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..files import checked_file, read_json_object
+from ...files.safe_paths import checked_file
+from ...files.strict_json import read_json_object
 
 LARGEST_FILE = 64 << 20  # bytes; twice the largest published tokenizer.json
 MOST_HOLES = 1 << 20  # ids without a token

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json_object
+from ...files.strict_json import read_json_object
 from .files import check_tokenizer_file, check_tokenizer_folder, library_errors, remove_tokenizer
 
 SPECIAL_NAMES = (

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..files import is_object
+from ...files.strict_json import is_object
 from .files import TOKENIZER_FILES
 from .tokenizer import Tokenizer
 

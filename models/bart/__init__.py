@@ -1,6 +1,6 @@
 """BART (Lewis et al., 2020)."""
 
-from ..common.heads import with_heads
+from ..heads import with_heads
 from ..registry import Family
 from . import decoder
 from .config import BartConfig

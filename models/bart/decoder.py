@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh
-from ..common.cache import Cache
-from ..common.language_model import CausalLM, Hidden
-from ..common.parallel_config import ParallelConfig
-from ..common.transformer import causal_mask
+from ..blocks.cache import Cache
+from ..blocks.masks import causal_mask
+from ..language_model import CausalLM, Hidden
+from ..parallel_config import ParallelConfig
 from .config import BartConfig
 from .model import BartBase, BartStack
 

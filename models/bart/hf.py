@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.name_map import Entry, NameMap
+from ..name_map import Entry, NameMap
 
 
 def both(native: str, stored: str) -> tuple[Entry, Entry]:

@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding
-from ..common.cache import LayerKVCache
-from ..common.heads import BareModel, QuestionAnswering, SequenceClassification, configured
-from ..common.language_model import VOCABULARY_MULTIPLE, Body
-from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.seq2seq import Seq2SeqBody, Seq2SeqLM, Stack
-from ..common.transformer import MLP, CrossAttention, SelfAttention, add_and_norm
+from ..blocks.attention import CrossAttention, SelfAttention
+from ..blocks.cache import LayerKVCache
+from ..blocks.mlp import MLP
+from ..blocks.residual import add_and_norm, residual_dropout
+from ..heads import BareModel, QuestionAnswering, SequenceClassification, configured
+from ..language_model import VOCABULARY_MULTIPLE, Body
+from ..parallel_config import ParallelConfig, layer_arguments
+from ..seq2seq import Seq2SeqBody, Seq2SeqLM, Stack
 from .config import BartConfig
 from .positions import LearnedPositions, SinusoidalPositions
 

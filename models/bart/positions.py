@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, scatter_sequence
-from ..common.language_model import PositionEmbedding
+from ..blocks.embeddings import PositionEmbedding
 
 OFFSET = 2  # the first rows of the learned table belong to no position, as in fairseq
 

@@ -1,6 +1,6 @@
 """BERT (Devlin et al., 2018)."""
 
-from ..common.heads import with_heads
+from ..heads import with_heads
 from ..registry import Family
 from .config import BertConfig
 from .hf import NAME_MAP

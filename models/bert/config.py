@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from ..common.config import (
+from ..config import (
     Activation,
     ClassCount,
     HeadCount,

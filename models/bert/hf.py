@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.name_map import Entry, NameMap
+from ..name_map import Entry, NameMap
 
 # Names in files that were converted from TensorFlow checkpoints.
 OLD_NORM_NAMES = ((r"(.*LayerNorm)\.gamma", r"\1.weight"), (r"(.*LayerNorm)\.beta", r"\1.bias"))

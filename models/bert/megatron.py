@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..common.megatron import (
+from ..megatron import (
     EMBEDDING,
     TIED_HEAD,
     MegatronMap,
@@ -19,7 +19,7 @@ from ..common.megatron import (
     rates,
     weight_and_bias,
 )
-from ..common.name_map import Entry, NameMap
+from ..name_map import Entry, NameMap
 from .config import BertConfig
 
 _TYPES = "embedding.tokentype_embeddings.weight"

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
-from ..common.heads import (
+from ..blocks.attention import SelfAttention
+from ..blocks.embeddings import PositionEmbedding
+from ..blocks.linear import ReplicatedLinear
+from ..blocks.masks import key_mask
+from ..blocks.mlp import MLP
+from ..blocks.residual import add_and_norm, residual_dropout
+from ..blocks.stack import run_blocks
+from ..heads import (
     BareModel,
     MultipleChoice,
     NextSentencePrediction,
@@ -25,17 +32,8 @@ from ..common.heads import (
     TokenClassification,
     configured,
 )
-from ..common.language_model import (
-    VOCABULARY_MULTIPLE,
-    Body,
-    Hidden,
-    MaskedLM,
-    MaskedLMHead,
-    PositionEmbedding,
-    ReplicatedLinear,
-)
-from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.transformer import MLP, SelfAttention, add_and_norm, key_mask, run_blocks
+from ..language_model import VOCABULARY_MULTIPLE, Body, Hidden, MaskedLM, MaskedLMHead
+from ..parallel_config import ParallelConfig, layer_arguments
 from .config import BertConfig
 
 

@@ -2,7 +2,7 @@
 
 from ..bert.memory import activations
 from ..bert.model import BertBody
-from ..common.heads import (
+from ..heads import (
     BareModel,
     MultipleChoice,
     QuestionAnswering,
@@ -11,7 +11,7 @@ from ..common.heads import (
     configured,
     with_heads,
 )
-from ..common.language_model import MaskedLM
+from ..language_model import MaskedLM
 from ..registry import Family
 from .config import DistilBertConfig
 from .hf import NAME_MAP

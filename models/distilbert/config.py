@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from typing_extensions import Self
 
 from ..bert.config import BertConfig
-from ..common.config import LayerCount, Probability
+from ..config import LayerCount, Probability
 
 KEYS = {
     "dim": "hidden_size",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..bert.hf import both
-from ..common.name_map import Entry, NameMap
+from ..name_map import Entry, NameMap
 
 LAYER = "distilbert.transformer.layer.{i}"
 BLOCK = "encoder.blocks.{i}"

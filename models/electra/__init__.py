@@ -2,7 +2,7 @@
 
 from ..bert.memory import activations
 from ..bert.model import BertBody
-from ..common.heads import with_heads
+from ..heads import with_heads
 from ..registry import Family
 from .config import ElectraConfig
 from .hf import NAME_MAP

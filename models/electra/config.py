@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..bert.config import BertConfig
-from ..common.config import HeadCount, HiddenSize, InnerSize, Probability
+from ..config import HeadCount, HiddenSize, InnerSize, Probability
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..bert.hf import OLD_NORM_NAMES, both, encoder_entries
-from ..common.name_map import Entry, NameMap
+from ..name_map import Entry, NameMap
 
 NAME_MAP = NameMap(
     prefix="electra.",

@@ -13,7 +13,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..common.heads import (
+from ..blocks.activation_functions import find_activation
+from ..heads import (
     BareModel,
     Classifier,
     MultipleChoice,
@@ -23,8 +24,8 @@ from ..common.heads import (
     configured,
     widen,
 )
-from ..common.language_model import IGNORED, MaskedLM, ModelOutput
-from ..common.transformer import find_activation
+from ..language_model import IGNORED, MaskedLM
+from ..outputs import ModelOutput
 from .config import ElectraConfig
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from typing_extensions import Self
 
-from ..common.config import (
+from ..config import (
     Activation,
     HeadCount,
     HiddenSize,

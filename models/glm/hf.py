@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...checkpoint.stored_tensor import StoredTensor
-from ..common.name_map import Entry, NameMap
+from ..name_map import Entry, NameMap
 from .config import GLMConfig
 
 _HEAD_SIZE = 64  # the same in every release; checkpoints do not store it

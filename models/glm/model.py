@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead
-from ..common.cache import Cache, LayerKVCache
-from ..common.language_model import (
-    VOCABULARY_MULTIPLE,
-    LanguageModel,
-    ModelOutput,
-    PositionEmbedding,
-)
-from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.transformer import MLP, SelfAttention, add_and_norm, run_blocks
+from ..blocks.attention import SelfAttention
+from ..blocks.cache import Cache, LayerKVCache
+from ..blocks.embeddings import PositionEmbedding
+from ..blocks.mlp import MLP
+from ..blocks.residual import add_and_norm, residual_dropout
+from ..blocks.stack import run_blocks
+from ..language_model import VOCABULARY_MULTIPLE, LanguageModel
+from ..outputs import ModelOutput
+from ..parallel_config import ParallelConfig, layer_arguments
 from .config import GLMConfig
 from .masks import visible_keys
 

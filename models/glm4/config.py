@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..common.config import (
+from ..config import (
     HeadCount,
     HiddenSize,
     InnerSize,

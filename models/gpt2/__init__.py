@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al., 2019)."""
 
-from ..common.heads import with_heads
+from ..heads import with_heads
 from ..registry import Family
 from .config import GPT2Config
 from .hf import NAME_MAP

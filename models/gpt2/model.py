@@ -15,17 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
-from ..common.cache import Cache, LayerKVCache
-from ..common.heads import (
+from ..blocks.attention import SelfAttention
+from ..blocks.cache import Cache, LayerKVCache
+from ..blocks.embeddings import PositionEmbedding
+from ..blocks.masks import causal_mask
+from ..blocks.mlp import MLP
+from ..blocks.residual import add_and_norm, residual_dropout
+from ..blocks.stack import run_blocks
+from ..heads import (
     BareModel,
     QuestionAnswering,
     SequenceClassification,
     TokenClassification,
     configured,
 )
-from ..common.language_model import VOCABULARY_MULTIPLE, Body, CausalLM, Hidden, PositionEmbedding
-from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.transformer import MLP, SelfAttention, add_and_norm, causal_mask, run_blocks
+from ..language_model import VOCABULARY_MULTIPLE, Body, CausalLM, Hidden
+from ..parallel_config import ParallelConfig, layer_arguments
 from .config import GPT2Config
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..common.heads import with_heads
-from ..common.language_model import Body
-from ..common.megatron import MegatronMap
-from ..common.name_map import NameMap
+from ..heads import with_heads
+from ..language_model import Body
+from ..megatron import MegatronMap
+from ..name_map import NameMap
 from ..registry import Family
 from .config import DecoderConfig, LlamaConfig
 from .hf import NAME_MAP

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from ..common.config import (
+from ..blocks.rotary import RopeParameters, check_rope_parameters, read_rope_parameters
+from ..config import (
     Activation,
     HeadCount,
     HeadsConfig,
@@ -21,7 +22,6 @@ from ..common.config import (
     TokenId,
     VocabSize,
 )
-from ..common.rotary import RopeParameters, check_rope_parameters, read_rope_parameters
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.name_map import Entry, NameMap
+from ..name_map import Entry, NameMap
 
 LAYER = "model.layers.{i}"
 ATTENTION, MLP = "blocks.{i}.attention", "blocks.{i}.mlp"

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from ..common.megatron import EMBEDDING, SUPPORTED, TIED_HEAD, MegatronMap, rates
-from ..common.name_map import Entry, NameMap
-from ..common.rotary import RopeParameters
+from ..blocks.rotary import RopeParameters
+from ..megatron import EMBEDDING, SUPPORTED, TIED_HEAD, MegatronMap, rates
+from ..name_map import Entry, NameMap
 from .config import DecoderConfig
 
 LAYER = "decoder.layers.{i}"

@@ -22,18 +22,21 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
-from ..common.cache import Cache, LayerKVCache
-from ..common.heads import (
+from ..blocks.attention import SelfAttention
+from ..blocks.cache import Cache, LayerKVCache
+from ..blocks.masks import causal_mask, window_mask
+from ..blocks.mlp import GatedMLP
+from ..blocks.rotary import Rotary, rotary_embedding
+from ..blocks.stack import run_blocks
+from ..heads import (
     BareModel,
     QuestionAnswering,
     SequenceClassification,
     TokenClassification,
     configured,
 )
-from ..common.language_model import VOCABULARY_MULTIPLE, Body, CausalLM, Hidden
-from ..common.parallel_config import ParallelConfig, layer_arguments
-from ..common.rotary import Rotary, rotary_embedding
-from ..common.transformer import GatedMLP, SelfAttention, causal_mask, run_blocks, window_mask
+from ..language_model import VOCABULARY_MULTIPLE, Body, CausalLM, Hidden
+from ..parallel_config import ParallelConfig, layer_arguments
 from .config import DecoderConfig
 
 Masks = Mapping[int | None, Tensor | None]  # window of a layer -> its mask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..common.rotary import RopeParameters
+from ..blocks.rotary import RopeParameters
 from .config import LlamaConfig
 
 _llama2 = partial(LlamaConfig, max_position_embeddings=4096, rms_norm_eps=1e-5)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..bart.config import BartConfig
-from ..common.config import Activation, ClassCount, Probability, TokenId, VocabSize
+from ..config import Activation, ClassCount, Probability, TokenId, VocabSize
 
 
 @dataclass(frozen=True)

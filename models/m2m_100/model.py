@@ -5,7 +5,7 @@ They are BARTs with pre-LayerNorm and sinusoidal positions; see `models/bart/mod
 
 from __future__ import annotations
 
-from ..common.heads import BareModel
-from ..common.seq2seq import Seq2SeqLM
+from ..heads import BareModel
+from ..seq2seq import Seq2SeqLM
 
 HEADS = {"ForConditionalGeneration": Seq2SeqLM, "Model": BareModel}

@@ -3,7 +3,7 @@
 from ..bart import decoder
 from ..bart.hf import NAME_MAP
 from ..bart.memory import activations
-from ..common.heads import with_heads
+from ..heads import with_heads
 from ..registry import Family
 from .config import MBartConfig
 from .model import HEADS, MBartBody

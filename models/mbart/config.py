@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..bart.config import BartConfig
-from ..common.config import ClassCount, TokenId
+from ..config import ClassCount, TokenId
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..bart.model import HEADS, BartBody
-from ..common.language_model import IGNORED
+from ..language_model import IGNORED
 
 
 class MBartBody(BartBody):

@@ -1,6 +1,6 @@
 """ModernBERT (Warner et al., 2024)."""
 
-from ..common.heads import with_heads
+from ..heads import with_heads
 from ..registry import Family
 from .config import ModernBertConfig
 from .heads import HEADS

@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from typing_extensions import Self
 
-from ..common.config import (
+from ..blocks.rotary import RopeParameters, check_rope_parameters, read_rope_parameters
+from ..config import (
     Activation,
     HeadCount,
     HeadsConfig,
@@ -24,7 +25,6 @@ from ..common.config import (
     VocabSize,
     shown,
 )
-from ..common.rotary import RopeParameters, check_rope_parameters, read_rope_parameters
 
 AttentionType = Literal["full_attention", "sliding_attention"]
 THETAS: dict[AttentionType, float] = {"full_attention": 160000.0, "sliding_attention": 10000.0}

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import LayerNorm
-from ..common.heads import (
+from ..blocks.activation_functions import find_activation
+from ..heads import (
     BareModel,
     Classifier,
     MultipleChoice,
@@ -14,8 +15,7 @@ from ..common.heads import (
     SequenceClassification,
     TokenClassification,
 )
-from ..common.language_model import MaskedLM
-from ..common.transformer import find_activation
+from ..language_model import MaskedLM
 from .config import ModernBertConfig
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..bert.hf import both
-from ..common.name_map import NameMap
+from ..name_map import NameMap
 
 LAYER = "model.layers.{i}"
 CLASSIFIERS = ("classifier", "token_classifier", "choice_classifier", "qa_outputs")

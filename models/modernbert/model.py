@@ -15,17 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
-from ..common.language_model import VOCABULARY_MULTIPLE, Body, Hidden, MaskedLMHead
-from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.rotary import Rotary, rotary_embedding
-from ..common.transformer import (
-    GatedMLP,
-    SelfAttention,
-    add_and_norm,
-    key_mask,
-    run_blocks,
-    window_mask,
-)
+from ..blocks.attention import SelfAttention
+from ..blocks.masks import key_mask, window_mask
+from ..blocks.mlp import GatedMLP
+from ..blocks.residual import add_and_norm, residual_dropout
+from ..blocks.rotary import Rotary, rotary_embedding
+from ..blocks.stack import run_blocks
+from ..language_model import VOCABULARY_MULTIPLE, Body, Hidden, MaskedLMHead
+from ..parallel_config import ParallelConfig, layer_arguments
 from .config import ModernBertConfig
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from ..common.config import HeadCount, InnerSize, LayerCount, VocabSize
+from ..config import HeadCount, InnerSize, LayerCount, VocabSize
 from ..t5.config import T5Config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from ..common.config import HeadCount, InnerSize, PositionCount, Range, VocabSize
+from ..config import HeadCount, InnerSize, PositionCount, Range, VocabSize
 from ..llama import DecoderConfig
 
 LayerType = Literal["full_attention", "sliding_attention"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..bert.config import BertConfig
-from ..common.config import TokenId, VocabSize
+from ..config import TokenId, VocabSize
 
 
 @dataclass(frozen=True)

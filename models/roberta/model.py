@@ -10,7 +10,7 @@ RoBERTa is BERT with these differences:
 
 from __future__ import annotations
 
-from ..common.heads import (
+from ..heads import (
     BareModel,
     MultipleChoice,
     QuestionAnswering,
@@ -18,7 +18,7 @@ from ..common.heads import (
     TokenClassification,
     configured,
 )
-from ..common.language_model import MaskedLM
+from ..language_model import MaskedLM
 
 HEADS = {
     "Model": configured(BareModel, pooler_name="encoder_pooler"),

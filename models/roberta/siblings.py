@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..bert.model import BertBody
-from ..common.heads import with_heads
+from ..heads import with_heads
 from ..registry import Family
 from . import FAMILY as ROBERTA
 from .config import RobertaConfig

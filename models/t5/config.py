@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from typing_extensions import Self
 
-from ..common.config import (
+from ..blocks.activation_functions import ACTIVATIONS
+from ..config import (
     HeadCount,
     HeadsConfig,
     HiddenSize,
@@ -21,7 +22,6 @@ from ..common.config import (
     VocabSize,
     shown,
 )
-from ..common.transformer import ACTIVATIONS
 
 PRETRAINED_LENGTH = 512  # positions are relative, so longer sequences also work
 

@@ -17,8 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
-from ..common.cache import LayerKVCache
-from ..common.heads import (
+from ..blocks.attention import CrossAttention, SelfAttention
+from ..blocks.cache import LayerKVCache
+from ..blocks.masks import key_mask
+from ..blocks.mlp import MLP, GatedMLP
+from ..blocks.relative_bias import RelativeBias, distance_buckets
+from ..blocks.residual import add_and_norm, clamp_fp16_overflow, residual_dropout
+from ..heads import (
     BareModel,
     QuestionAnswering,
     SequenceClassification,
@@ -26,20 +31,9 @@ from ..common.heads import (
     configured,
     with_heads,
 )
-from ..common.language_model import VOCABULARY_MULTIPLE, Body, Hidden
-from ..common.parallel_config import ParallelConfig, layer_arguments, residual_dropout
-from ..common.seq2seq import Seq2SeqBody, Seq2SeqLM, Stack
-from ..common.transformer import (
-    MLP,
-    CrossAttention,
-    GatedMLP,
-    RelativeBias,
-    SelfAttention,
-    add_and_norm,
-    clamp_fp16_overflow,
-    distance_buckets,
-    key_mask,
-)
+from ..language_model import VOCABULARY_MULTIPLE, Body, Hidden
+from ..parallel_config import ParallelConfig, layer_arguments
+from ..seq2seq import Seq2SeqBody, Seq2SeqLM, Stack
 from .config import T5Config
 
 

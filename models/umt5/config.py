@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..common.config import HeadCount, InnerSize, LayerCount, VocabSize
+from ..config import HeadCount, InnerSize, LayerCount, VocabSize
 from ..t5.config import T5Config
 
 

@@ -292,11 +292,11 @@ def test_levels_of_forward_derivatives_are_seen():
             assert forward_ad._current_level >= 0
 
 
-def test_a_fused_optimizer_can_be_held_back_and_lists_are_updated_like_their_tensors():
+def test_a_fused_optimizer_can_skip_an_update_and_lists_are_updated_like_their_tensors():
     with needed_by(
-        "trainer/engines/torch_engine.py (can_hold, step, MasterWeights), mpu/parameter.py (clip_grad_norm_)",
+        "trainer/engines/torch_engine.py (takes_found_inf, step, MasterWeights), mpu/parameter.py (clip_grad_norm_)",
         breaks="On a GPU, a step whose loss is NaN would change the weights before the host has read the loss.",
-        remedy="Find what GradScaler tells fused optimizers now, or set can_hold = False: the loop then reads the loss "
+        remedy="Find what GradScaler tells fused optimizers now, or set takes_found_inf = False: the loss is then read "
         "before each update.",
     ):
         for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
@@ -465,7 +465,7 @@ def test_a_torch_file_tells_where_its_tensors_lie(tmp_path):
 
 def test_tensors_count_their_changes():
     with needed_by(
-        "models/common/language_model.py (lazy logits)",
+        "models/language_model.py (lazy logits)",
         breaks="Logits that are calculated late may be those of changed weights, without an error.",
         remedy="Find another counter of in-place changes, or calculate the logits at once.",
     ):

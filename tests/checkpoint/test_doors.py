@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from stored_models import Zoo, header_of, rewrite_header
 
 from shardzoo import convert
-from shardzoo.checkpoint.json_digest import add_digest
 from shardzoo.checkpoint.manifest import Manifest
+from shardzoo.files.json_digest import add_digest
 from shardzoo.trainer.checkpointing.snapshot import STATE, TrainerState
 
 LOADING = ("from_pretrained", "merge", "split", "verify", "command")

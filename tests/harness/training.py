@@ -115,7 +115,7 @@ def run_training(
 def without_digests(checkpoint: Path) -> Path:
     """Makes a checkpoint one of an earlier version, whose state has no digests of the tokenizer's files."""
     from shardzoo.checkpoint.folder_files import STATE, holds_weights, read_state_file
-    from shardzoo.checkpoint.json_digest import add_digest
+    from shardzoo.files.json_digest import add_digest
 
     state = read_state_file(checkpoint)
     del state["version"]

@@ -8,7 +8,7 @@ from parity import randomize
 from tiny_models import tiny
 
 import shardzoo
-from shardzoo.models.common.cache import Cache, LayerKVCache
+from shardzoo.models.blocks.cache import Cache, LayerKVCache
 from shardzoo.mpu import tp_rank
 
 GPT2, T5, GLM = tiny("gpt2"), tiny("t5", layers=2, d_kv=6), tiny("glm")

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 import shardzoo
 from shardzoo.convert.operations import merge, split
 from shardzoo.models import family, from_config
-from shardzoo.models.common.heads import QuestionAnswering, configured
-from shardzoo.models.common.language_model import MaskedLM
+from shardzoo.models.heads import QuestionAnswering, configured
+from shardzoo.models.language_model import MaskedLM
 from shardzoo.models.loading import missing_modules
 from shardzoo.mpu import dropout_state
 from shardzoo.trainer.checkpointing.model_files import model_files

@@ -6,7 +6,7 @@ import pytest
 
 from shardzoo.models import FAMILIES, family, presets
 from shardzoo.models.auto import build_on_meta, model_class
-from shardzoo.models.common.name_map import Entry, NameMap
+from shardzoo.models.name_map import Entry, NameMap
 
 MAP = NameMap(
     prefix="body.",

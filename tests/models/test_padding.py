@@ -9,11 +9,12 @@ from tiny_models import TINY, hf_model, tiny
 
 import shardzoo
 from shardzoo import mpu
-from shardzoo.models import ParallelConfig, config_from_dict, family, from_config
-from shardzoo.models.common import seq2seq, transformer
-from shardzoo.models.common.cache import Cache
-from shardzoo.models.common.padding import Tokens
-from shardzoo.models.common.seq2seq import find_tokens
+from shardzoo.models import ParallelConfig, config_from_dict, family, from_config, seq2seq
+from shardzoo.models.blocks.attention import CrossAttention
+from shardzoo.models.blocks.cache import Cache
+from shardzoo.models.blocks.masks import key_mask
+from shardzoo.models.blocks.padding import Tokens
+from shardzoo.models.seq2seq import find_tokens
 
 FAMILIES = [name for name in TINY if family(name).kind == "encoder-decoder"]
 LENGTH = 18
@@ -109,14 +110,14 @@ def test_a_step_is_that_of_transformers(architecture, tmp_path):
     theirs.save_pretrained(tmp_path)
     ours = shardzoo.from_pretrained(tmp_path, dtype=torch.float64).train()
     batch = batch_of(ragged()[:4])
-    passes, forward = [], transformer.CrossAttention.forward
+    passes, forward = [], CrossAttention.forward
 
     def remember(self, x, source, *args, **kwargs):
         passes.append(source.shape[:2])
         return forward(self, x, source, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformer.CrossAttention, "forward", remember)
+        patch.setattr(CrossAttention, "forward", remember)
         loss = ours(**batch).loss
     expected = theirs(**batch).loss
     assert set(passes) == {(int(batch["attention_mask"].sum()), 1)}
@@ -139,7 +140,7 @@ def test_where_it_is_left_out():
         ids = torch.empty(
             rows or (1 if mask is None else len(mask)), LENGTH if mask is None else mask.shape[-1]
         )
-        return isinstance(find_tokens(transformer.key_mask(mask), ids, blocks), Tokens)
+        return isinstance(find_tokens(key_mask(mask), ids, blocks), Tokens)
 
     assert leaves_out(ragged())
     eighth = torch.ones(4, 16, dtype=torch.long)

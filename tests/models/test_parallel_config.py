@@ -14,8 +14,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import shardzoo
 from shardzoo.models import ParallelConfig
-from shardzoo.models.common.language_model import Seq2SeqLMOutput
-from shardzoo.models.common.transformer import CoreAttention, RelativeBias, eager_beats_sdpa
+from shardzoo.models.blocks.attention import CoreAttention, eager_beats_sdpa
+from shardzoo.models.blocks.relative_bias import RelativeBias
+from shardzoo.models.outputs import Seq2SeqLMOutput
 from shardzoo.mpu import dropout_state
 from shardzoo.ops import matmul
 from shardzoo.ops.softmax import lay_out_diagonals

@@ -9,13 +9,13 @@ from transformers import masking_utils
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 
-from shardzoo.models.common.rotary import (
+from shardzoo.models.blocks.masks import Visible, window_mask
+from shardzoo.models.blocks.rotary import (
     check_rope_parameters,
     read_rope_parameters,
     rotary_embedding,
     rotate,
 )
-from shardzoo.models.common.transformer import Visible, window_mask
 
 HEAD_SIZE, POSITIONS = 12, 20
 ORIGINAL = {"original_max_position_embeddings": 16}

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardzoo import mpu, ops
-from shardzoo.models.common.parallel_config import ParallelConfig
-from shardzoo.models.common.transformer import CoreAttention
+from shardzoo.models.blocks.attention import CoreAttention
+from shardzoo.models.parallel_config import ParallelConfig
 from shardzoo.ops import library
 
 pytestmark = pytest.mark.skipif(

@@ -16,9 +16,9 @@ from safetensors.torch import load, load_file
 from tiny_models import tokenizer_like
 from training import Pairs, native_t5, run_training
 
-from shardzoo.checkpoint.json_digest import add_digest
 from shardzoo.checkpoint.rank_files import TensorPart, share_of_file, write_share
 from shardzoo.cli.main import main
+from shardzoo.files.json_digest import add_digest
 from shardzoo.trainer.checkpointing.resume import verify_checkpoint
 
 STATE = "trainer_state.json"

@@ -339,8 +339,8 @@ def test_the_recorded_vocabulary_survives_resharding(tmp_path):
     "value", [{"size": -1, "sha256": "0" * 64}, {"size": 3, "sha256": "x"}, [], "a", {"size": 1}]
 )
 def test_a_manifest_with_a_damaged_vocabulary_is_refused(tmp_path, value):
-    from shardzoo.checkpoint.json_digest import add_digest
     from shardzoo.checkpoint.manifest import Manifest
+    from shardzoo.files.json_digest import add_digest
 
     content = {
         "format_version": 1, "model_type": "t5", "tensor_parallel_size": 1, "vocab_size": 3, "padded_vocab_size": 64,

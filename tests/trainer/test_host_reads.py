@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import native_t5, run_training
 
 from shardzoo.models import config_from_dict, from_config
-from shardzoo.models.common.language_model import note_target_count
+from shardzoo.models.language_model import note_target_count
 from shardzoo.mpu import dropout_state
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.batches.loss_normalization import to_device
 from shardzoo.trainer.engines.optimizers import make_optimizer
 from shardzoo.trainer.launch.ranks import Ranks
-from shardzoo.trainer.loop import TrainingLoop
+from shardzoo.trainer.step import TrainingStep
 from shardzoo.trainer.trainer import make_engine
 
 
@@ -85,53 +85,57 @@ def sum_of_ones(engine, dtype, factor, k):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_held_step_changes_neither_weights_nor_states(precision):
+def test_a_skipped_step_changes_neither_weights_nor_states(precision):
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     arguments = TrainingArguments(precision=precision)
     results = []
-    for holds in (
+    for spoils in (
         [0.0, 0.0],
         [0.0, 2.0, 0.0],
         [0.0, math.nan, 0.0],
-    ):  # NaN: in the gradients, and not in `hold`
+    ):  # NaN: in the gradients, and not in `found_inf`
         model = torch.nn.Linear(6, 5).to(dtype)
         torch.nn.init.constant_(model.weight, 0.3)
         torch.nn.init.constant_(model.bias, 0.3)
         engine = make_engine(model, make_optimizer(model, arguments), arguments, Ranks(None))
-        assert engine.can_hold
-        for hold in holds:
-            spoiled = math.isnan(hold)
-            loss = partial(sum_of_ones, engine, dtype, hold if spoiled else 1.0 + hold)
+        assert engine.takes_found_inf
+        for found_inf in spoils:
+            spoiled = math.isnan(found_inf)
+            loss = partial(sum_of_ones, engine, dtype, found_inf if spoiled else 1.0 + found_inf)
             engine.forward_backward(loss, 1)
-            engine.step(torch.tensor(0.0 if spoiled else hold))
+            engine.step(torch.tensor(0.0 if spoiled else found_inf))
         results.append({**engine.model_tensors(), **engine.optimizer_tensors()})
-    for held in results[1:]:
-        assert held.keys() == results[0].keys()
-        assert all(torch.equal(tensor, held[name]) for name, tensor in results[0].items())
+    for skipped in results[1:]:
+        assert skipped.keys() == results[0].keys()
+        assert all(torch.equal(tensor, skipped[name]) for name, tensor in results[0].items())
 
 
 @pytest.mark.parametrize("how", [{"precision": "fp16"}, {"optimizer": "lion"}])
-def test_what_cannot_hold_an_update_back_says_so(how):
+def test_what_cannot_skip_an_update_says_so(how):
     model, arguments = torch.nn.Linear(6, 5), TrainingArguments(**how)
-    assert not make_engine(model, make_optimizer(model, arguments), arguments, Ranks(None)).can_hold
+    assert not make_engine(
+        model, make_optimizer(model, arguments), arguments, Ranks(None)
+    ).takes_found_inf
 
 
 @pytest.fixture
 def late(monkeypatch):
     """Lets the loop read as from a GPU; lists the steps that it reads, each with the updates queued by then."""
-    reads, prepare, read = [], TrainingLoop.__post_init__, TrainingLoop._read
+    reads = []
+    prepare = TrainingStep.__init__
+    read = TrainingStep.read_pending
 
-    def counted_read(loop):
-        if loop._unread is not None:
-            reads.append((loop._unread.number, loop.engine.applied_steps))
-        read(loop)
+    def counted_read(step):
+        if step.pending is not None:
+            reads.append((step.pending.number, step.engine.applied_steps))
+        read(step)
 
-    def pretend(loop):
-        prepare(loop)
-        loop._reads_late = True
+    def pretend(step, *parts):
+        prepare(step, *parts)
+        step.reads_late = True
 
-    monkeypatch.setattr(TrainingLoop, "__post_init__", pretend)
-    monkeypatch.setattr(TrainingLoop, "_read", counted_read)
+    monkeypatch.setattr(TrainingStep, "__init__", pretend)
+    monkeypatch.setattr(TrainingStep, "read_pending", counted_read)
     return reads
 
 
@@ -145,7 +149,7 @@ def test_a_step_between_logs_is_read_once_after_the_next_was_queued(late, tmp_pa
     assert late == [(step, step if step in at_once else step + 1) for step in range(1, 13)]
 
 
-def test_a_loss_is_read_before_an_update_that_cannot_be_held_back(late, tmp_path):
+def test_a_loss_is_read_before_an_update_that_cannot_be_skipped(late, tmp_path):
     run_training(None, tmp_path, model=native_t5, train_steps=4, log_interval=4, optimizer="lion")
     assert late == [(1, 1), (2, 2), (3, 3), (4, 4)]  # their gradient norms, before the next update
 
@@ -164,14 +168,14 @@ def test_reading_late_changes_no_number(tmp_path, run_mesh, data):
 
 
 def late_and_at_once(mesh, folder, how):
-    prepare = TrainingLoop.__post_init__
+    prepare = TrainingStep.__init__
 
-    def pretend(loop):
-        prepare(loop)
-        loop._reads_late = True
+    def pretend(step, *parts):
+        prepare(step, *parts)
+        step.reads_late = True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingLoop, "__post_init__", pretend)
+        patch.setattr(TrainingStep, "__init__", pretend)
         late = run_training(mesh, folder / "late", log_interval=3, **how)
     return late, run_training(mesh, folder / "at once", log_interval=1, **how)
 

@@ -502,7 +502,7 @@ def test_stages_by_time(family, head):
 
 
 def test_balanced_stages():
-    from shardzoo.models.common.pipeline import balanced_counts
+    from shardzoo.models.pipeline import balanced_counts
 
     assert balanced_counts([1, 1, 1, 1], 2) == (2, 2)
     assert balanced_counts([5, 1, 1, 1, 1, 1], 2) == (1, 5)
@@ -591,14 +591,14 @@ def counted(mesh, folder: Path, precision: str) -> tuple[int, int, int]:
     seen: dict[str, int] = {}
 
     class Counting(pipeline_engine.PipelineEngine):
-        def step(self, hold=None):
+        def step(self, found_inf=None):
             tensors = self.optimizer_tensors()
             states = sum(
                 getattr(value, "values", value).nbytes for value in tensors.values() if value.shape
             )
             parameters = sum(value.nbytes for value in self.module.parameters())
             seen.update(parameters=parameters, states=states, buffers=self._engine.num_pipe_buffers)
-            return super().step(hold)
+            return super().step(found_inf)
 
     original, pipeline_engine.PipelineEngine = pipeline_engine.PipelineEngine, Counting
     arguments = settings("gpt2", 1, 1, mesh.pp_size, train_steps=1, precision=precision)
@@ -640,7 +640,7 @@ MANY = 512  # micro-batches: in bf16 a sum of gradients of one size stalls at 25
 
 def sum_of_tied_gradients(mesh, gradients):
     """The owner's gradient of a bf16 weight of both stages, after a backward pass of each gradient on the last."""
-    from shardzoo.models.common.pipeline import Stage
+    from shardzoo.models.pipeline import Stage
     from shardzoo.trainer.engines.pipeline_engine import SharedParameters
 
     model = torch.nn.Linear(3, 2, bias=False).bfloat16()

@@ -38,7 +38,7 @@ class Model:
 
     def __call__(self, mesh):
         from shardzoo.models import from_config
-        from shardzoo.models.common.parallel_config import ParallelConfig
+        from shardzoo.models.parallel_config import ParallelConfig
 
         self.built = from_config(
             self.config, parallel_config=ParallelConfig(recompute=self.recompute)

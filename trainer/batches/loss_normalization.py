@@ -1,20 +1,19 @@
 """Normalizes losses: the loss of a step is the mean over the target tokens of the global batch.
 
-Labels of -100 are ignored. Labels and token ids are checked before the first forward pass. Batches and losses travel
-between the host and the device without making either wait.
+Labels of -100 are ignored. Labels and token ids are checked before the first forward pass.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...models.common.config import ModelConfig
-from ...models.common.language_model import note_target_count
+from ...models.config import ModelConfig
+from ...models.language_model import note_target_count
 
 IGNORED = -100
 # An argument of a model's forward pass -> the labels that it counts.
@@ -184,67 +183,6 @@ def _rows(batch: Mapping[str, Any]) -> int:
     return next(
         (len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1
     )
-
-
-class HostCopy:
-    """The values of a tensor on their way to the host.
-
-    From a GPU the copy is queued behind the work that computes the values. Reading waits for that work alone, and not
-    for what is queued later.
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        self._values, self._arrived = values, None
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def read(self) -> list[float]:
-        """Returns the values. Waits until they have been computed and copied."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._values.tolist()
-
-
-class Uploads:
-    """The micro-batches of a step, as they are needed on the device.
-
-    A GPU copies a micro-batch on a stream of its own while it computes the one before it.
-    """
-
-    def __init__(
-        self, micro_batches: Sequence[Any], device: torch.device, stream: torch.cuda.Stream | None
-    ) -> None:
-        self._micro_batches, self._device, self._stream = micro_batches, device, stream
-        self._ahead: dict[int, tuple[dict[str, Any], Any]] = {}
-        self._start(0)
-
-    def take(self, k: int) -> dict[str, Any]:
-        """Returns micro-batch `k` on the device, and starts copying the next one."""
-        if self._stream is None:
-            return to_device(self._micro_batches[k], self._device)
-        self._start(k)
-        batch, copied = self._ahead.pop(k)
-        computing = torch.cuda.current_stream(self._device)
-        computing.wait_event(copied)
-        for value in batch.values():
-            if isinstance(value, Tensor):
-                value.record_stream(
-                    computing
-                )  # its memory is not used again before this stream has read it
-        self._start(k + 1)
-        return batch
-
-    def _start(self, k: int) -> None:
-        if self._stream is None or k in self._ahead or k >= len(self._micro_batches):
-            return
-        with torch.cuda.stream(self._stream):
-            self._ahead[k] = (
-                to_device(self._micro_batches[k], self._device),
-                self._stream.record_event(),
-            )
 
 
 def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from ...checkpoint.folder_files import CONFIG, holds_weights
 from ...checkpoint.manifest import checked_tokenizer
-from ...data.files import checked_file
 from ...data.tokenizers.files import JSON_FILES, OTHER_FILES, check_tokenizer_folder
 from ...data.tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from ...data.tokenizers.vocabulary import Vocabulary
+from ...files.safe_paths import checked_file
 from ..launch.ranks import on_first_rank
 
 LARGEST_TOTAL = (

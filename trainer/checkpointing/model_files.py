@@ -24,10 +24,11 @@ from ...checkpoint.rank_files import (
 from ...checkpoint.safetensors_header import read_header
 from ...checkpoint.stored_tensor import index_by_name
 from ...checkpoint.tensor_reader import TensorReader
-from ...data.files import checked_file, read_folder_json
 from ...data.tokenizers.vocabulary import Vocabulary
+from ...files.safe_paths import checked_file
+from ...files.strict_json import read_folder_json
 from ...models.auto import whole_parameters
-from ...models.common.config import ModelConfig
+from ...models.config import ModelConfig
 from ...models.lora import (
     WEIGHTS_FILE,
     check_same_lora,

@@ -9,7 +9,8 @@ from pathlib import Path
 from ...checkpoint.folder_files import STATE, changed_files, read_state_file
 from ...checkpoint.rank_files import rank_file
 from ...checkpoint.tensor_reader import read_tensors
-from ...data.files import checked_file, printable
+from ...files.printable import printable
+from ...files.safe_paths import checked_file
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.rank_process import mark_run_as_begun
 from ..launch.ranks import Ranks, on_first_rank

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...checkpoint.folder_files import EVERY_FILE, STATE, file_digest, read_state_file
-from ...checkpoint.json_digest import add_digest, sync, write_durably
 from ...checkpoint.rank_files import (
     OPTIMIZER,
     FileShare,
@@ -24,6 +23,8 @@ from ...checkpoint.rank_files import (
     write_share,
 )
 from ...checkpoint.tensor_reader import tensor_bytes
+from ...files.durable import sync, write_durably
+from ...files.json_digest import add_digest
 from ..engines.engine import Engine
 from ..engines.state import model_tensors, persistent_buffers
 from ..launch.phase import SAVE, phase

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...checkpoint.rank_files import MASTER_WEIGHT, TensorPart
-from ...models.common.language_model import ModelOutput
+from ...models.outputs import ModelOutput
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.phase import phase
 from ..launch.ranks import Ranks
@@ -73,7 +73,7 @@ class DeepSpeedEngine:
                 f"ZeRO stage {self._zero} splits single parameters, and {type(optimizer).__name__} may need whole "
                 f"ones; use zero_stage=0, {', '.join(ELEMENT_STATES)}, or the arguments optimizer='adafactor' or 'lamb'"
             )
-        self.can_hold = False  # DeepSpeed's optimizers read on the host what they decide by
+        self.takes_found_inf = False  # DeepSpeed's optimizers read on the host what they decide by
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._owners = {
             parameter: name for parameter, name in self._names.items() if parameter.requires_grad
@@ -148,7 +148,7 @@ class DeepSpeedEngine:
             losses.append(loss.detach().view(()))
         return torch.stack(losses)
 
-    def step(self, hold: Tensor | None = None) -> StepOutcome:
+    def step(self, found_inf: Tensor | None = None) -> StepOutcome:
         skipped = self._engine.skipped_steps
         norm = (
             clip(list(self._owners), self._clip_grad, self.optimizer, self._mesh)

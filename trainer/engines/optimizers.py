@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from ...models.common.pipeline import copied_parameters
+from ...models.pipeline import copied_parameters
 from ...mpu import tp_size
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks

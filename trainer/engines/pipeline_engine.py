@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
 
-from ...models.common.pipeline import Stage, copied_parameters
+from ...models.pipeline import Stage, copied_parameters
 from ...mpu import receive_from_stage, send_to_stage
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.phase import phase
@@ -112,7 +112,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._pipeline.scheduled = False
         return torch.stack(self._layer.losses)
 
-    def step(self, hold: Tensor | None = None) -> StepOutcome:
+    def step(self, found_inf: Tensor | None = None) -> StepOutcome:
         norm = (
             clip(list(self._owners), self._clip_grad, self.optimizer, self._mesh)
             if not self._zero

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.common.config import ModelConfig
+from ...models.config import ModelConfig
 from ...mpu import tp_size
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoint.rank_files import MASTER_WEIGHT
-from ...models.common.pipeline import copied_parameters
+from ...models.pipeline import copied_parameters
 
 # Python's own numbers. Their 64-bit types distinguish them from an optimizer's fp32 scalars.
 NUMBERS = {int: torch.int64, float: torch.float64}

@@ -40,7 +40,7 @@ class TorchEngine:
         device = next(model.parameters()).device.type
         self._scaler = torch.amp.GradScaler(device) if arguments.precision == "fp16" else None
         # Fused optimizers leave everything as it is where their `found_inf` is 1, as GradScaler asks them to.
-        self.can_hold = self._scaler is None and getattr(
+        self.takes_found_inf = self._scaler is None and getattr(
             optimizer, "_step_supports_amp_scaling", False
         )
         self._saves = arguments.save_optim
@@ -67,13 +67,13 @@ class TorchEngine:
             loss.backward()
         self._masters.take_gradients()
 
-    def step(self, hold: Tensor | None = None) -> StepOutcome:
+    def step(self, found_inf: Tensor | None = None) -> StepOutcome:
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
         norm = clip(list(self._owners), self._clip_grad, self.optimizer)
         applied = True
-        if hold is not None:
-            vars(self.optimizer)["found_inf"] = ((hold != 0) | ~norm.isfinite()).float()
+        if found_inf is not None:
+            vars(self.optimizer)["found_inf"] = ((found_inf != 0) | ~norm.isfinite()).float()
         if self._scaler:
             scale = self._scaler.get_scale()
             self._scaler.step(self.optimizer)
@@ -237,7 +237,7 @@ class AdamW(torch.optim.AdamW):
             return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self, closure)
         found_inf = getattr(
             self, "found_inf", None
-        )  # of GradScaler, or of an engine that holds a step
+        )  # of GradScaler, or of an engine that skips a step
         if found_inf is not None and found_inf.item():
             return None
         scale = 1.0 if factor is None else factor.item()

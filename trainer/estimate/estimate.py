@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ...models.common.config import ModelConfig
+from ...models.config import ModelConfig
 from ...models.sizes import ParameterSize
 from ..engines.buckets import bucket_elements
 from .model import Job, ModelMemory, hf_model_memory, model_memory

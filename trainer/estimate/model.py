@@ -26,10 +26,10 @@ from ...models.activations import (
     logit_bytes,
 )
 from ...models.auto import build_on_meta, model_class, unsplit_on_meta
-from ...models.common.config import ModelConfig
-from ...models.common.language_model import LanguageModel
-from ...models.common.parallel_config import ParallelConfig
+from ...models.config import ModelConfig
+from ...models.language_model import LanguageModel
 from ...models.lora import attach_factors, lora_config
+from ...models.parallel_config import ParallelConfig
 from ...models.registry import family
 from ...models.sizes import ParameterSize, is_embedding, sizes_of
 from ..engines.precision import DTYPES

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ...models.auto import from_config, unsplit_on_meta
-from ...models.common.config import ModelConfig
-from ...models.common.pipeline import (
+from ...models.blocks.attention import check_heads
+from ...models.config import ModelConfig
+from ...models.pipeline import (
     balanced_counts,
     check_counts,
     equal_counts,
     stacks_of,
     stages_of_parameters,
 )
-from ...models.common.transformer import check_heads
 from ...models.sizes import parameter_sizes, sizes_of
 from ...mpu import dropout_state, validate_layout
 from ..arguments.training_arguments import TrainingArguments

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...checkpoint.json_digest import write_durably
+from ...files.durable import write_durably
 
 # A file in the run's folder with the id that each tracker gave the run; a resumed run continues under it.
 RUN_IDS = "trackers.json"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from ...checkpoint.layout import ParameterSpec, RowOrder
-from ...checkpoint.stored_tensor import StoredTensor
+from ..checkpoint.layout import ParameterSpec, RowOrder
+from ..checkpoint.stored_tensor import StoredTensor
 from .config import ModelConfig
 from .name_map import Entry, Match, NameMap, refuse_names
 

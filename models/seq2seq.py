@@ -9,21 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...mpu import dropout_state
-from ...ops.library import is_watched
-from .cache import Cache
-from .language_model import (
-    IGNORED,
-    Body,
-    EncoderOutput,
-    Head,
-    Hidden,
-    LanguageModel,
-    Seq2SeqLMOutput,
-    vocabulary_head,
-)
-from .padding import Tokens
-from .transformer import causal_mask, key_mask, run_blocks
+from ..mpu import dropout_state
+from ..ops.library import is_watched
+from .blocks.cache import Cache
+from .blocks.masks import causal_mask, key_mask
+from .blocks.padding import Tokens
+from .blocks.stack import run_blocks
+from .language_model import IGNORED, Body, Head, Hidden, LanguageModel, vocabulary_head
+from .outputs import EncoderOutput, Seq2SeqLMOutput
 
 MIN_PADDING = (
     1 / 8

@@ -17,20 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...mpu import Dropout, ParallelMesh, dropout_state, gather_sequence
-from .language_model import (
-    IGNORED,
+from ..mpu import Dropout, ParallelMesh, dropout_state, gather_sequence
+from .blocks.activation_functions import find_activation
+from .language_model import IGNORED, Body, Head, MaskedLM
+from .outputs import (
     BaseModelOutput,
-    Body,
     ClassifierOutput,
-    Head,
-    MaskedLM,
     ModelOutput,
     PreTrainingOutput,
     QuestionAnsweringOutput,
 )
 from .parallel_config import layer_arguments
-from .transformer import find_activation
 
 
 def with_heads(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from ...mpu import Dropout, ParallelMesh
+from ..mpu import ParallelMesh
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,3 @@ class LayerArguments(TypedDict):
 def layer_arguments(mesh: ParallelMesh | None, parallel_config: ParallelConfig) -> LayerArguments:
     """Returns the shared arguments of the layers for a mesh and a `ParallelConfig`."""
     return {"mesh": mesh, "sequence_parallel": parallel_config.sequence_parallel}
-
-
-def residual_dropout(
-    p: float, mesh: ParallelMesh | None, parallel_config: ParallelConfig
-) -> Dropout:
-    """Returns the dropout of a tensor [B, S, H], whose sequence is split under sequence parallelism."""
-    return Dropout(p, split_dim=1 if parallel_config.sequence_parallel else None, mesh=mesh)

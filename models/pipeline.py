@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...mpu import ParallelMesh, broadcast_from_stage, receive_from_stage, send_to_stage
-from ...mpu.division import describe_sizes, divisors
-from .language_model import EncoderOutput, ModelOutput
+from ..mpu import ParallelMesh, broadcast_from_stage, receive_from_stage, send_to_stage
+from ..mpu.division import describe_sizes, divisors
+from .blocks.stack import StageEnd
+from .outputs import EncoderOutput, ModelOutput
 from .parallel_config import ParallelConfig
-from .transformer import StageEnd
 
 
 @dataclass

@@ -26,7 +26,7 @@ from typing import (
 
 from typing_extensions import Self
 
-from .transformer import ACTIVATIONS
+from .blocks.activation_functions import ACTIVATIONS
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from ...mpu import (
 )
 from ...mpu.parameter import split_parameter
 from ...ops import linear
-from .transformer import GateUpLinear
+from .mlp import GateUpLinear
 
 Split = Literal["column", "row", "none"]
 LINEARS = (ColumnParallelLinear, RowParallelLinear, GateUpLinear, nn.Linear)

@@ -1,0 +1,97 @@
+"""Reads strict JSON: of bounded size, from regular files, without repeated keys or NaN."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from .safe_paths import checked_file
+
+LARGEST_JSON = 16 << 20  # bytes; the parsed Python objects take up to 26 times as much memory
+
+
+def parse_json(text: bytes, what: str, *, finite: bool = True) -> Any:
+    """Parses one strict JSON value.
+
+    Args:
+        text: UTF-8.
+        what: What a message calls the text.
+        finite: Whether to refuse NaN and infinities, which are not JSON but which Python writes.
+
+    Raises:
+        ValueError: The text is no such value.
+    """
+    refuse_constants = _refuse_constant if finite else None
+    try:
+        return json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=_refuse_repeated_keys,
+            parse_constant=refuse_constants,
+        )
+    except RecursionError:
+        raise ValueError(f"{what} is not valid JSON: it is nested too deeply") from None
+    except ValueError as error:  # This includes JSONDecodeError and UnicodeDecodeError.
+        raise ValueError(f"{what} is not valid JSON: {error}") from None
+
+
+def read_json_object(
+    path: Path, *, finite: bool = True, largest: int = LARGEST_JSON
+) -> dict[str, Any]:
+    """Returns the JSON object in a file of at most `largest` bytes.
+
+    Raises:
+        ValueError: The file cannot be read, is too large or no regular file, or holds something
+            else; see `parse_json`.
+    """
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        if found.st_size > largest:
+            raise ValueError(
+                f"{path} has {found.st_size:,} bytes; such a file has at most {largest:,}"
+            )
+        text = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    value = parse_json(text, str(path), finite=finite)
+    if not is_object(value):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def read_folder_json(folder: Path, name: str, *, finite: bool = True) -> dict[str, Any] | None:
+    """Returns the JSON object of a folder's file, or None if the file does not exist.
+
+    Raises:
+        ValueError: The file is not one of the folder, or it is damaged.
+    """
+    path = folder / name
+    if not path.exists() and not path.is_symlink():
+        return None
+    return read_json_object(checked_file(folder, name), finite=finite)
+
+
+def is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    """Returns whether a parsed JSON value is an object."""
+    return isinstance(value, dict)
+
+
+def maps_to_text(value: object) -> TypeGuard[dict[str, str]]:
+    """Returns whether a parsed JSON value is an object whose values are all strings."""
+    return is_object(value) and all(isinstance(entry, str) for entry in value.values())
+
+
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"the key {name!r} appears twice")
+        values[name] = value
+    return values
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,436 @@
+"""Self- and cross-attention, whose heads are split over the tensor-parallel ranks. See masks.py for the masks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...mpu import (
+    ColumnParallelLinear,
+    Dropout,
+    ParallelMesh,
+    RMSNorm,
+    RowParallelLinear,
+    checkpoint,
+    divide,
+    scaled_masked_softmax,
+    tp_rank,
+    tp_size,
+)
+from ...mpu.division import first_unit
+from ...ops import attention, few_queries_attention, in_inference_mode, matmul
+from ...ops.autograd import Function, once_differentiable
+from ...ops.library import OPS, can_bypass_dispatcher, empty_pooled, needs_gradient
+from ..parallel_config import LayerArguments, ParallelConfig
+from .cache import LayerKVCache
+from .masks import Visible, split_mask
+from .padding import Tokens
+from .rotary import Rotary, rotate
+
+MAX_EAGER_SCORES = 512 * 512  # scores per head, for `eager_beats_sdpa`
+
+MIN_TILED_SCORES = 64 * 64  # scores per head, for `suits_blocks`
+
+MIN_BLOCKED_SCORES = 2048 * 2048  # the same without a kernel
+
+
+class Attention(nn.Module):
+    """Base of self- and cross-attention: input projections, attention core and output projection.
+
+    A subclass lists its input projections in `projections`: name -> the blocks "q", "k" and "v" stacked in the weight.
+
+    Args:
+        num_key_value_heads: For grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245); num_heads by default.
+        head_size: hidden_size / num_heads by default.
+        qkv_bias, output_bias: Whether the input projections, and the output projection, have biases.
+
+    Raises:
+        ValueError: The tensor-parallel size is larger than the number of heads; a head is never split.
+    """
+
+    projections: ClassVar[dict[str, str]]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_key_value_heads: int | None = None,
+        head_size: int | None = None,
+        qkv_bias: bool = True,
+        output_bias: bool = True,
+        scale: float,
+        dropout: float = 0.0,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig,
+    ) -> None:
+        super().__init__()
+        num_key_value_heads = num_key_value_heads or num_heads
+        check_heads(num_heads, tp_size(mesh))
+        if num_key_value_heads != num_heads and "qkv" not in self.projections:
+            divide(
+                num_key_value_heads, tp_size(mesh), "key-value heads of a projection of their own"
+            )
+        self.head_size = head_size or hidden_size // num_heads
+        shared: dict[str, Any] = {
+            "unit": self.head_size,
+            "sequence_parallel": parallel_config.sequence_parallel,
+            "mesh": mesh,
+        }
+        self.core = CoreAttention(
+            num_heads,
+            num_key_value_heads,
+            scale=scale,
+            dropout=dropout,
+            mesh=mesh,
+            parallel_config=parallel_config,
+        )
+        heads = {"q": num_heads, "k": num_key_value_heads, "v": num_key_value_heads}
+        self.heads: dict[str, tuple[int, ...]] = {}  # projection -> this rank's heads in each block
+        for name, blocks in self.projections.items():
+            widths = tuple(heads[block] * self.head_size for block in blocks)
+            groups = widths if len(widths) > 1 else None
+            projection = ColumnParallelLinear(
+                hidden_size, sum(widths), bias=qkv_bias, groups=groups, **shared
+            )
+            self.add_module(name, projection)
+            computed = projection.shard.needed_ranges(tp_rank(mesh), tp_size(mesh))
+            self.heads[name] = tuple((stop - start) // self.head_size for start, stop in computed)
+        self.output = RowParallelLinear(
+            num_heads * self.head_size, hidden_size, bias=output_bias, **shared
+        )
+
+
+class SelfAttention(Attention):
+    """Attention of a sequence to itself, with one fused projection [Q|K|V].
+
+    Args:
+        qk_norm_eps: The epsilon of an RMSNorm over the features of each query head, and of each key head, before they
+            are rotated; None for no such norms. The other arguments are those of `Attention`.
+    """
+
+    projections: ClassVar = {"qkv": "qkv"}
+    qkv: ColumnParallelLinear
+
+    def __init__(self, *args: Any, qk_norm_eps: float | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Each rank has other heads, so the ranks' gradients of a norm's weight are summed.
+        shared: LayerArguments = {"mesh": kwargs.get("mesh"), "sequence_parallel": True}
+        self.q_norm = (
+            None if qk_norm_eps is None else RMSNorm(self.head_size, qk_norm_eps, **shared)
+        )
+        self.k_norm = (
+            None if qk_norm_eps is None else RMSNorm(self.head_size, qk_norm_eps, **shared)
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | Tokens | None = None,
+        position_bias: Tensor | None = None,
+        *,
+        causal: bool = False,
+        memory: Tensor | None = None,
+        cache: LayerKVCache | None = None,
+        rotary: Rotary | None = None,
+    ) -> Tensor:
+        """Returns [B, S, H]. With memory or a cache of M earlier positions there are M + S keys, else S.
+
+        Args:
+            x: [B, S, H].
+            mask: bool, broadcastable to [B, Np, S, S], True where a query attends to a key; None for all; or prefixes;
+                or `Tokens`, whose rows [T, 1, H] x and the result then are.
+            position_bias: Added to the scaled scores, and perhaps trained: from `RelativeBias`, or [1 or B, Np, S, S].
+            causal: Each position attends to itself and to earlier positions only, unless the mask is complete.
+            memory: [B, M, H], the hidden states of the positions before x, which x attends to as well. Not supported
+                under sequence parallelism, where x is a part of the sequence.
+            cache: The keys and values of M earlier positions; those of x are appended to it.
+            rotary: The rotation to the positions of x, from `rotary_embedding`; not supported with memory.
+        """
+        tokens, mask = split_mask(mask)
+        qkv = self.qkv(x if memory is None else torch.cat([memory, x], dim=1))
+        qkv = qkv if tokens is None else tokens.pad(qkv)
+        q, k, v = split_fused_heads(qkv, self.heads["qkv"], self.head_size)  # [B, Np or Kp, S, D]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        if memory is not None:
+            q = q[:, :, memory.shape[1] :]
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        merged = merge_heads(self.core(q, k, v, mask, position_bias, causal))
+        return self.output(merged if tokens is None else tokens.unpad(merged))
+
+
+class CrossAttention(Attention):
+    """Attention of one sequence to another, with a query projection and a fused projection [K|V]."""
+
+    projections: ClassVar = {"query": "q", "key_value": "kv"}
+    query: ColumnParallelLinear
+    key_value: ColumnParallelLinear
+
+    def forward(
+        self,
+        x: Tensor,
+        source: Tensor,
+        mask: Tensor | Tokens | None = None,
+        cache: LayerKVCache | None = None,
+    ) -> Tensor:
+        """Returns [B, S, H].
+
+        Args:
+            x: [B, S, H].
+            source: [B, T, H], the sequence that x attends to.
+            mask: bool, broadcastable to [B, Np, S, T]; or `Tokens`, whose rows the source then is.
+            cache: The first call stores the source's keys and values in it, and later calls use them. With a cache, x
+                may have n consecutive rows for each row of the source, and mask must be the same for all queries.
+        """
+        tokens, mask = split_mask(mask)
+        q = torch.unflatten(self.query(x), -1, (-1, self.head_size)).transpose(
+            1, 2
+        )  # [B, Np, S, D]
+        if cache is not None and cache.length:
+            k, v = cache.filled()
+        else:
+            key_value = self.key_value(source)
+            key_value = key_value if tokens is None else tokens.pad(key_value)
+            k, v = split_fused_heads(key_value, self.heads["key_value"], self.head_size)
+            if cache is not None:
+                k, v = cache.extend(k, v)
+        q, copies = fold_beams(q, k.shape[0])
+        return self.output(merge_heads(unfold_beams(self.core(q, k, v, mask, None, False), copies)))
+
+
+class CoreAttention(nn.Module):
+    """Computes softmax(scale · q·kᵀ + position_bias)·v for this rank's heads, over the keys that the mask allows.
+
+    A query without any allowed key gets zeros, as in `scaled_dot_product_attention`. Selective recomputation keeps only
+    q, k and v for the backward pass, and so does attention in blocks.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_key_value_heads: int,
+        *,
+        scale: float,
+        dropout: float,
+        mesh: ParallelMesh | None,
+        parallel_config: ParallelConfig,
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self.dropout = Dropout(dropout, count=num_heads, mesh=mesh)
+        first, last = (first_unit(num_heads, tp_rank(mesh) + end, tp_size(mesh)) for end in (0, 1))
+        served = Counter(head * num_key_value_heads // num_heads for head in range(first, last))
+        # The query heads of each of this rank's key-value heads; empty if they are equally many.
+        self.served = tuple(served.values()) if len(set(served.values())) > 1 else ()
+        self.recompute = parallel_config.recompute == "selective"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        position_bias: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        """Returns [B, Np, Sq, D]. The other arguments are as in `SelfAttention`.
+
+        Args:
+            q: [B, Np, Sq, D].
+            k, v: [B, Kp, Sk, D]; each key-value head serves consecutive query heads.
+        """
+        if self.served:
+            k, v = repeat_unequally(k, self.served), repeat_unequally(v, self.served)
+        visible = Visible.of(mask, causal, q.shape[2])
+        if self.by_blocks(q, k, position_bias):
+            return self.attend_in_blocks(q, k, v, visible, position_bias)
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.attend, q, k, v, visible, position_bias)
+        return self.attend(q, k, v, visible, position_bias)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, position_bias: Tensor | None
+    ) -> Tensor:
+        if (
+            position_bias is not None
+            and visible.mask is None
+            and not visible.causal
+            and in_inference_mode()
+        ):
+            visible, position_bias = (
+                Visible(position_bias),
+                None,
+            )  # without gradients, it can be a mask to add
+        if position_bias is None and not self.dropout.drops and not eager_beats_sdpa(q, k):
+            few = in_inference_mode() and few_queries_attention(q, k, v, *visible, scale=self.scale)
+            if isinstance(few, Tensor):
+                return few
+            causal = (
+                visible.mask is None
+                and visible.prefix is None
+                and visible.causal
+                and q.shape[2] == k.shape[2]
+            )
+            grouped = q.shape[1] != k.shape[1]
+            mask = None if causal else visible.whole_mask(q.shape[2], k.shape[2], q.device)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=self.scale, is_causal=causal, enable_gqa=grouped
+            )
+        # Compute the probabilities explicitly, for one of three reasons: the gradient of a trained bias, a dropout mask
+        # that does not depend on the layout, or speed.
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        scores = matmul(q, k.mT)  # [B, Np, Sq, Sk]
+        rules: dict[str, Any] = {
+            "causal": visible.causal,
+            "prefix": visible.prefix,
+            "dropout": self.dropout,
+        }
+        return matmul(
+            scaled_masked_softmax(scores, visible.mask, position_bias, scale=self.scale, **rules), v
+        )
+
+    def by_blocks(self, q: Tensor, k: Tensor, position_bias: Tensor | None) -> bool:
+        """Whether attention is computed in tiles or blocks.
+
+        Without gradients too, so that a pass that is repeated with them rounds alike. On an accelerator PyTorch's own
+        fused attention serves where it can.
+        """
+        if position_bias is not None:
+            return position_bias.dim() == 2  # as `RelativeBias` decided
+        needed = self.dropout.drops or (q.is_cpu and not in_inference_mode())
+        return needed and suits_blocks(q.shape[2], k.shape[2], q.device.type, q.dtype.itemsize)
+
+    def attend_in_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, by_distance: Tensor | None
+    ) -> Tensor:
+        mask = visible.mask
+        mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
+        rules: dict[str, Any] = {
+            "causal": visible.causal,
+            "prefix": visible.prefix,
+            **self.dropout.of_heads(q),
+        }
+        return attention(q, k, v, scale=self.scale, mask=mask, relative_bias=by_distance, **rules)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeats each head consecutively: [B, Kp, S, D] -> [B, heads, S, D]."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def repeat_unequally(x: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Repeats the heads of [B, Kp, S, D] consecutively, each as often as `counts` says."""
+    return torch.cat(
+        [
+            head.expand(-1, count, -1, -1)
+            for head, count in zip(torch.split(x, 1, 1), counts, strict=True)
+        ],
+        1,
+    )
+
+
+def suits_blocks(queries: int, keys: int, device: str, itemsize: int) -> bool:
+    """Whether attention with dropout or a trained bias computes a tile or block of the scores at a time.
+
+    Kernels are faster than products and a softmax of whole scores, but for the shortest sequences on a CPU. Without
+    them, the scores of shorter sequences are written to memory: the backward pass need not compute them again.
+
+    Args:
+        device: PyTorch's type of device.
+        itemsize: Bytes of an element of q.
+    """
+    if queries == 1 or device != "cpu":
+        return queries > 1
+    return queries * keys >= (
+        MIN_TILED_SCORES if has_attention_kernel(device, itemsize) else MIN_BLOCKED_SCORES
+    )
+
+
+@cast(Any, torch.compiler).assume_constant_result
+def has_attention_kernel(device: str, itemsize: int) -> bool:
+    """Whether attention has a kernel: not in fp64, and otherwise always on an accelerator, which may be elsewhere."""
+    return itemsize < 8 and (
+        device != "cpu" or OPS["attention"].choose_variant(device) != "reference"
+    )
+
+
+def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
+    """Whether two matrix products and a softmax are faster than `scaled_dot_product_attention`, forward and backward.
+
+    They are for 16-bit types on a CPU: 12 ms against 26 for 4 × 12 heads of 64 at 256 positions, 53 against 87 at 512.
+    Longer sequences would need too much memory.
+    """
+    short = q.shape[2] * k.shape[2] <= MAX_EAGER_SCORES
+    return (
+        q.is_cpu and q.dtype.itemsize == 2 and short and torch.is_grad_enabled() and q.requires_grad
+    )
+
+
+def check_heads(num_heads: int, tensor_parallel_size: int) -> None:
+    """Raises ValueError if there are more ranks than attention heads."""
+    if tensor_parallel_size > num_heads:
+        raise ValueError(
+            f"{num_heads} attention heads cannot be split {tensor_parallel_size} ways; use a model-parallel size from "
+            f"1 to {num_heads}"
+        )
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, Np, S, D] -> [B, S, Hp]"""
+    return x.transpose(1, 2).flatten(2)
+
+
+def split_fused_heads(x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
+    """[B, S, sum(heads) * D] -> for each block of n heads [B, n, S, D]"""
+    if x.is_cpu and needs_gradient(x) and can_bypass_dispatcher(x):
+        return _SplitFusedHeads.apply(x, heads, head_size)
+    return _split_blocks(x, heads, head_size)
+
+
+def _split_blocks(x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
+    blocks = torch.unflatten(x, -1, (-1, head_size)).split_with_sizes(heads, dim=2)
+    return tuple(block.transpose(1, 2) for block in blocks)
+
+
+class _SplitFusedHeads(Function):
+    """Implements `split_fused_heads`.
+
+    The backward pass writes each block's gradient into its place. A concatenation, which is autograd's way and one
+    launch on an accelerator, would on a CPU first copy each gradient to merge its heads.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.heads, ctx.head_size = x.shape, heads, head_size
+        return _split_blocks(x, heads, head_size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        whole = empty_pooled(grads[0], *ctx.shape)
+        for block, grad in zip(_split_blocks(whole, ctx.heads, ctx.head_size), grads, strict=True):
+            block.copy_(grad)
+        return whole, None, None
+
+
+def fold_beams(queries: Tensor, rows: int) -> tuple[Tensor, int]:
+    """Folds n sequences for each of B = `rows` sources into one: [B·n, Np, S, D] -> ([B, Np, n·S, D], n)."""
+    copies = queries.shape[0] // rows
+    if copies == 1:
+        return queries, 1
+    return torch.unflatten(queries, 0, (rows, copies)).transpose(1, 2).flatten(2, 3), copies
+
+
+def unfold_beams(attended: Tensor, copies: int) -> Tensor:
+    """Reverses `fold_beams`: [B, Np, n·S, D] -> [B·n, Np, S, D]."""
+    if copies == 1:
+        return attended
+    return torch.unflatten(attended, 2, (copies, -1)).transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,43 @@
+"""Linear layers that every tensor-parallel rank holds whole."""
+
+# pyright: reportUnknownMemberType=false
+# (torch does not annotate many of its methods)
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...mpu import ParallelMesh, copy_to_tp
+
+
+class ReplicatedLinear(nn.Linear):
+    """y = x Wᵀ + b with the same weight on every rank. Input [..., in], output [..., out].
+
+    Args:
+        bias: Whether there is a b.
+        sequence_parallel: The input is this rank's part of the sequence, so the parameters' gradients are summed over
+            the tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.sequence_parallel, self.mesh = sequence_parallel, mesh
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return F.linear(input, self.weight, self.bias)
+        own = list(
+            self.parameters(recurse=False)
+        )  # the weight and perhaps a bias, whose gradients one all-reduce sums
+        joined = copy_to_tp(torch.cat([parameter.flatten() for parameter in own]), self.mesh)
+        weight, *bias = torch.split(joined, [parameter.numel() for parameter in own])
+        return F.linear(input, weight.view_as(self.weight), *bias)

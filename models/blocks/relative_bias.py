@@ -1,0 +1,107 @@
+"""Relative position biases on attention scores, whose heads are split over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...mpu import ParallelMesh, Shard, tp_size
+from ...mpu.parameter import split_parameter
+from ...ops.softmax import lay_out_diagonals
+from .attention import check_heads, suits_blocks
+
+
+class RelativeBias(nn.Module):
+    """A relative position bias on attention scores, of one layer or shared by a stack (Raffel et al., 2020,
+    arXiv:1910.10683). Weight [buckets, N], split by heads: a learned number for each head and bucket of distances.
+
+    Args:
+        bidirectional: Keys after the query have separate buckets (half of all buckets); otherwise they share bucket 0.
+    """
+
+    def __init__(
+        self,
+        buckets: int,
+        num_heads: int,
+        max_distance: int,
+        *,
+        bidirectional: bool,
+        mesh: ParallelMesh | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads(num_heads, tp_size(mesh))
+        self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
+        self.shard = Shard((buckets, num_heads), 1)
+        self.weight = split_parameter(self.shard, mesh)  # [buckets, Np]
+
+    def forward(self, queries: int, keys: int, buckets: Tensor | None = None) -> Tensor:
+        """Returns the bias [1, Np, Sq, Sk], or of each distance, [Np, Sq + Sk - 1], where attention takes it so (see
+        `suits_blocks`). The last query is at the last key's position.
+
+        `buckets` is the result of `distance_buckets`, which is the same for all layers of a stack.
+        """
+        if buckets is None:
+            buckets = distance_buckets(
+                queries,
+                keys,
+                self.weight.device,
+                self.buckets,
+                self.max_distance,
+                self.bidirectional,
+            )
+        # Many distances share a bucket, so their gradients are summed in fp32.
+        wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        by_distance = F.embedding(buckets, wide).to(self.weight.dtype).t()  # [Np, Sq + Sk - 1]
+        if suits_blocks(queries, keys, wide.device.type, self.weight.itemsize):
+            return by_distance
+        return lay_out_diagonals(by_distance, queries, keys)[None]
+
+    def extra_repr(self) -> str:
+        return f"{self.shard.describe()}, bidirectional={self.bidirectional}"
+
+
+def distance_buckets(
+    queries: int,
+    keys: int,
+    device: torch.device,
+    buckets: int,
+    max_distance: int,
+    bidirectional: bool,
+) -> Tensor:
+    """Returns the bucket of each distance key - query from 1 - Sk to Sq - 1, int64 [Sq + Sk - 1].
+
+    The bias depends only on the distance, so `RelativeBias` looks each up once and copies it along its diagonal.
+    """
+    return relative_buckets(
+        torch.arange(1 - keys, queries, device=device), buckets, max_distance, bidirectional
+    )
+
+
+def relative_buckets(
+    distances: Tensor, buckets: int, max_distance: int, bidirectional: bool
+) -> Tensor:
+    """Returns the bucket of each distance key - query.
+
+    Short distances have one bucket each, longer ones share buckets of logarithmic width, and all distances from
+    `max_distance` share the last bucket.
+    """
+    first = torch.zeros_like(distances)
+    if bidirectional:
+        buckets //= 2
+        first = (distances > 0).long() * buckets
+        distances = distances.abs()
+    else:
+        distances = (-distances).clamp(min=0)
+    exact = buckets // 2
+    # Distances below `exact` do not use this value; the clamp keeps their log finite. The order of operations is that
+    # of transformers, so that rounding gives the same bucket edges.
+    steps = (
+        torch.log(distances.clamp(min=1).float() / exact)
+        / math.log(max_distance / exact)
+        * (buckets - exact)
+    )
+    logarithmic = (exact + steps.long()).clamp(max=buckets - 1)
+    return first + torch.where(distances < exact, distances, logarithmic)
