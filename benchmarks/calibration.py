@@ -26,8 +26,8 @@ from rich.table import Table
 
 from shardzoo.models import find_config, from_config
 from shardzoo.models.config import ModelConfig
-from shardzoo.plan import Run, cluster_of, step_time
-from shardzoo.plan.layouts import network_of_config
+from shardzoo.plan import PlannedRun, find_cluster, step_time
+from shardzoo.plan.layouts import build_network
 from shardzoo.trainer import Trainer
 
 STEPS, WARM_UP, MOST = 9, 3, 0.15
@@ -59,7 +59,7 @@ class Row:
         shape = f"{self.batch} x {self.length}" + (
             f"/{self.target_length}" if self.target_length else ""
         )
-        width = network_of_config(self.config).hidden
+        width = build_network(self.config).hidden
         return f"{self.preset}, {layers} layers of {width}, {shape}, x {self.micro_batches}"
 
     @property
@@ -82,16 +82,16 @@ class Row:
         }  # fmt: skip
 
     @property
-    def run(self) -> Run:
+    def run(self) -> PlannedRun:
         settings = {name: value for name, value in self.extra.items() if name != "precision"}
         batch = self.batch * self.micro_batches * self.processes // (self.tensor * self.pipeline)
-        return Run(
+        return PlannedRun(
             self.processes, batch, self.batch, self.length, self.target_length, self.tensor, self.pipeline,
             zero_stage=0, itemsize=4, gradient_itemsize=4, **settings,
         )  # fmt: skip
 
     def predicted(self, device: str) -> float:
-        return step_time(network_of_config(self.config), self.run, cluster_of(device)).total
+        return step_time(build_network(self.config), self.run, find_cluster(device)).total
 
 
 def gpt2(width: int, layers: int, heads: int, vocabulary: int = 8192) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 
 from shardzoo.models import find_config
 from shardzoo.models.config import ModelConfig
-from shardzoo.plan import Cluster, cluster_of
-from shardzoo.plan.layouts import Request, network_of_config, plans, save_seconds
-from shardzoo.plan.simulate import Failures, Stragglers, outlook, simulate_step
+from shardzoo.plan import Cluster, find_cluster
+from shardzoo.plan.layouts import PlanRequest, build_network, find_plans, save_seconds
+from shardzoo.plan.simulate import Failures, Stragglers, forecast_run, simulate_step
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 5120, 10_240)
 DRAWS = 8
@@ -44,12 +44,12 @@ def planned(
     config: ModelConfig, length: int, devices: int, cluster: Cluster
 ) -> dict[str, Any] | None:
     """Returns the fastest layout with its simulation, or None if none fits."""
-    asked = Request(devices, BATCH, length, length)
-    found = plans(config, asked, cluster, best=1)
+    asked = PlanRequest(devices, BATCH, length, length)
+    found = find_plans(config, asked, cluster, best=1)
     if not found:
         return None
     (first,) = found
-    run, network = first.run, network_of_config(config)
+    run, network = first.run, build_network(config)
     steps = [
         simulate_step(network, run, cluster, stragglers=STRAGGLERS, seed=seed)
         for seed in range(DRAWS)
@@ -57,7 +57,7 @@ def planned(
     step = sum(steps) / DRAWS
     work = TOKENS / (BATCH * length) * step
     save = save_seconds(config, run, asked)
-    whole = outlook(Failures(MTBF, save, RESTART), devices, work)
+    whole = forecast_run(Failures(MTBF, save, RESTART), devices, work)
     return {
         "layout": f"{run.tensor} × {run.pipeline} × {run.data}",
         "MFU": first.mfu(cluster),
@@ -124,7 +124,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="also draw the curves into this file")
     arguments = parser.parse_args()
-    cluster = cluster_of(arguments.device)
+    cluster = find_cluster(arguments.device)
     curves = {
         name: {devices: planned(config, length, devices, cluster) for devices in DEVICES}
         for name, (config, length) in models().items()

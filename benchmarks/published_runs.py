@@ -41,7 +41,7 @@ from statistics import median
 import numpy as np
 
 from shardzoo.models.activations import Activations, Block, Stack
-from shardzoo.plan import CLUSTERS, Cluster, Network, Rates, Run, StepTime, network_of, step_time
+from shardzoo.plan import CLUSTERS, Cluster, Network, PlannedRun, Rates, StepTime, step_time
 from shardzoo.plan.hardware import DEVICES
 
 RUNS = Path(__file__).with_name("published_runs.csv")
@@ -58,19 +58,21 @@ H100 = "h100"
 Fit = tuple[Rates, float]
 
 
-def llama_3(gpus: int, seconds: float) -> tuple[Network, Run, Cluster, float]:
+def llama_3(gpus: int, seconds: float) -> tuple[Network, PlannedRun, Cluster, float]:
     block = Block(
         hidden=16_384, heads=128, head_size=128, feed_forward=53_248, mlp_kept=2, attention_dropout=False, dropouts=0,
         statistics=1, causal=True, gated=True, key_value_heads=8,
     )  # fmt: skip
-    model = network_of(Activations((Stack("", 126, block),)), 128_256, 405_853_388_800)
+    model = Network.from_activations(
+        Activations((Stack("", 126, block),)), 128_256, 405_853_388_800
+    )
     layout = {"tensor": 8, "pipeline": 16, "chunks": 8, "sequence_parallel": True}
-    return model, Run(gpus, 2048, 1, 8192, **layout), CLUSTERS[H100], seconds
+    return model, PlannedRun(gpus, 2048, 1, 8192, **layout), CLUSTERS[H100], seconds
 
 
 def mt5(
     gpus: int, batch: int, tensor: int, pipeline: int, seconds: float
-) -> tuple[Network, Run, Cluster, float]:
+) -> tuple[Network, PlannedRun, Cluster, float]:
     block = Block(
         hidden=768, heads=12, head_size=64, feed_forward=2048, mlp_kept=2, attention_dropout=False, dropouts=0,
         statistics=1, bias=True, gated=True,
@@ -82,8 +84,8 @@ def mt5(
     usual = CLUSTERS["a100"]
     layout = {"tensor": tensor, "pipeline": pipeline, "fused_attention": False, "zero_stage": 0}
     return (
-        network_of(Activations(stacks), 21_248, 230_817_792),
-        Run(gpus, batch, 16, 512, 128, itemsize=4, gradient_itemsize=4, **layout),
+        Network.from_activations(Activations(stacks), 21_248, 230_817_792),
+        PlannedRun(gpus, batch, 16, 512, 128, itemsize=4, gradient_itemsize=4, **layout),
         replace(usual, device=replace(usual.device, peak_fp32=usual.device.peak / 2)),  # TF32
         seconds,
     )
@@ -126,10 +128,12 @@ def network(row: dict[str, str]) -> Network:
     parameters = (
         layers * (4 * hidden**2 + (2 + gated) * hidden * inner) + int(row["vocabulary"]) * hidden
     )
-    return network_of(Activations((Stack("", layers, block),)), int(row["vocabulary"]), parameters)
+    return Network.from_activations(
+        Activations((Stack("", layers, block),)), int(row["vocabulary"]), parameters
+    )
 
 
-def run_of(row: dict[str, str]) -> Run:
+def run_of(row: dict[str, str]) -> PlannedRun:
     names = (
         "gpus",
         "global_batch",
@@ -140,7 +144,7 @@ def run_of(row: dict[str, str]) -> Run:
         "chunks",
         "gradient_itemsize",
     )
-    return Run(
+    return PlannedRun(
         **{name: int(row[name]) for name in names},
         recompute=row["recompute"],  # pyright: ignore[reportArgumentType]
         sequence_parallel=row["sequence_parallel"] == "1",

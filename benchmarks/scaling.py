@@ -58,8 +58,8 @@ from shardzoo.models import find_config, from_config, from_pretrained
 from shardzoo.models.config import ModelConfig
 from shardzoo.models.sizes import parameter_sizes
 from shardzoo.mpu import ParallelMesh, collectives, dropout_state, shared_memory
-from shardzoo.plan import Run, cluster_of, step_time
-from shardzoo.plan.layouts import network_of_config
+from shardzoo.plan import PlannedRun, find_cluster, step_time
+from shardzoo.plan.layouts import build_network
 from shardzoo.trainer.estimate import Job, estimate
 from shardzoo.trainer.estimate.estimate import FRAMEWORK
 
@@ -195,7 +195,7 @@ def measured_step(config: ModelConfig, shape: dict[str, int], repeats: int) -> V
 def expected_step(config: ModelConfig, shape: dict[str, int]) -> Values:
     count, batch = shape["accumulation"], shape["batch"]
     # Dropout in attention draws a mask for each score, which takes time like scores that are written to memory.
-    run = Run(
+    run = PlannedRun(
         1,
         batch * count,
         batch,
@@ -214,7 +214,7 @@ def expected_step(config: ModelConfig, shape: dict[str, int]) -> Values:
         device="cpu",
     )
     return {
-        "seconds": step_time(network_of_config(config), run, cluster_of("cpu")).total,
+        "seconds": step_time(build_network(config), run, find_cluster("cpu")).total,
         "peak bytes": estimate(config, job).peak.total - FRAMEWORK["cpu"],
     }
 
@@ -230,7 +230,7 @@ def over_ranks(arguments: Arguments) -> list[Sweep]:
 
     def expected(axis: str, ranks: int) -> Values:
         time = step_time(
-            network_of_config(row(axis, 1).config), row(axis, ranks).run, cluster_of("cpu")
+            build_network(row(axis, 1).config), row(axis, ranks).run, find_cluster("cpu")
         ).total
         return {"seconds": time * max(ranks / cores, 1.0)}
 

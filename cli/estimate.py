@@ -20,7 +20,7 @@ from ..checkpoint.hub import find_config_folder
 from ..files.strict_json import read_folder_json
 from ..models import FAMILIES, find_config
 from ..models.config import ModelConfig
-from ..plan.layouts import Remedy, remedies
+from ..plan.remedies import Remedy, find_remedies
 from ..trainer.estimate import (
     Estimate,
     Job,
@@ -270,7 +270,9 @@ def run(arguments: EstimateArguments) -> int:
             lambda size: estimate(config, replace(job, micro_batch_size=size)).peak.total <= memory
         )
         others = (
-            remedies(config, job, memory) if not fits and isinstance(config, ModelConfig) else None
+            find_remedies(config, job, memory)
+            if not fits and isinstance(config, ModelConfig)
+            else None
         )
     if arguments.json:
         result = result_of(found, arguments, largest) | stages_result(stages, job)

@@ -19,12 +19,12 @@ from rich.table import Table
 from ..models import find_config
 from ..models.config import ModelConfig
 from ..plan.calibration import calibrate
-from ..plan.hardware import FILES, Cluster, cluster_of
-from ..plan.layouts import Plan, Request, network_of_config, plans, save_seconds
+from ..plan.hardware import FILES, Cluster, find_cluster
+from ..plan.layouts import Plan, PlanRequest, build_network, find_plans, save_seconds
 from ..plan.simulate import (
     Failures,
     Stragglers,
-    outlook,
+    forecast_run,
     save_interval,
     simulate_step,
     young_interval,
@@ -119,11 +119,11 @@ class PlanArguments:
             "node_size",
             "adapters",
         )
-        return cluster_of(self.device, **{name: getattr(self, name) for name in names})
+        return find_cluster(self.device, **{name: getattr(self, name) for name in names})
 
-    def request(self, longest: int, cluster: Cluster) -> Request:
+    def request(self, longest: int, cluster: Cluster) -> PlanRequest:
         on_cpu = cluster.device.name == "cpu"
-        return Request(
+        return PlanRequest(
             self.gpus,
             self.global_batch_size,
             self.length or longest,
@@ -236,10 +236,10 @@ def reason(plans: Sequence[Plan]) -> str:
 
 
 def simulated(
-    plan: Plan, config: ModelConfig, request: Request, arguments: PlanArguments
+    plan: Plan, config: ModelConfig, request: PlanRequest, arguments: PlanArguments
 ) -> dict[str, Any]:
     """Returns what `--simulate` prints of a layout, in seconds: its step from events, and the run with failures."""
-    network, cluster = network_of_config(config), arguments.cluster()
+    network, cluster = build_network(config), arguments.cluster()
     stragglers = Stragglers(arguments.slow_share, arguments.slowdown, arguments.jitter)
     samples = STEPS if stragglers.jitter or stragglers.slow_share else 1
     seeds = range(arguments.seed, arguments.seed + samples)
@@ -258,7 +258,7 @@ def simulated(
         plan.run.gpus,
     )
     work = arguments.tokens / (plan.run.global_batch * plan.run.length) * step
-    found = outlook(failures, devices, work, seed=arguments.seed)
+    found = forecast_run(failures, devices, work, seed=arguments.seed)
     return {
         "step_alike": simulate_step(network, plan.run, cluster),
         "step": step,
@@ -289,7 +289,7 @@ def account(values: dict[str, Any], plan: Plan) -> str:
     )
 
 
-def recipe(plan: Plan, request: Request, arguments: PlanArguments) -> dict[str, Any]:
+def recipe(plan: Plan, request: PlanRequest, arguments: PlanArguments) -> dict[str, Any]:
     """Returns the arguments of `pretrain.py`: those of the model's own recipe, if it has one, with layout and nodes."""
     run, own = (
         plan.run,
@@ -362,7 +362,7 @@ def run(arguments: PlanArguments) -> int:
     cluster = arguments.cluster()
     config = find_config(arguments.model)
     request = arguments.request(config.max_sequence_length, cluster)
-    found = plans(config, request, cluster, best=arguments.best)
+    found = find_plans(config, request, cluster, best=arguments.best)
     rows = [result_of(plan, cluster, arguments.tokens) for plan in found]
     if found and arguments.simulate:
         rows[0]["simulated"] = simulated(found[0], config, request, arguments)

@@ -1,7 +1,7 @@
 """Predicts how long a training step takes on a cluster, and finds the fastest layout; see docs/scale.md."""
 
-from .cost import Network, Run, StepTime, network_of, step_time
-from .hardware import CLUSTERS, Cluster, Device, Link, Rates, cluster_of
+from .cost import Network, PlannedRun, StepTime, step_time
+from .hardware import CLUSTERS, Cluster, Device, Link, Rates, find_cluster
 
 __all__ = [
     "CLUSTERS",
@@ -9,10 +9,9 @@ __all__ = [
     "Device",
     "Link",
     "Network",
+    "PlannedRun",
     "Rates",
-    "Run",
     "StepTime",
-    "cluster_of",
-    "network_of",
+    "find_cluster",
     "step_time",
 ]

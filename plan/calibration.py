@@ -31,17 +31,22 @@ from ..trainer import TrainingArguments
 from ..trainer.engines.optimizers import make_optimizer
 from ..trainer.engines.torch_engine import TorchEngine
 from ..trainer.launch.rank_info import cpu_environment, free_port
-from .cost import Run, stage_work, update_bytes
+from .cost import PlannedRun, stage_work, update_bytes
 from .hardware import GB, GIB, TFLOPS
-from .layouts import network_of_config
+from .layouts import build_network
 
-ROUNDS, WARM_UP = 5, 2  # steps of each model; the fastest counts
-MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # of the host, in bytes
-MESSAGES = (1 << 16, 1 << 24)  # bytes of the collectives
+ROUNDS = 5
+"""Steps of each model that are measured; the fastest counts."""
+WARM_UP = 2
+"""Steps of each model before them."""
+HOST_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""Bytes."""
+MESSAGES = (1 << 16, 1 << 24)
+"""Bytes of the collectives."""
 
 
 @dataclass(frozen=True)
-class Case:
+class MeasuredModel:
     """A model and a batch whose step is measured."""
 
     preset: str
@@ -55,14 +60,14 @@ class Case:
     def config(self) -> ModelConfig:
         return find_config(self.preset).with_changes(**self.changes)
 
-    def run(self, itemsize: int) -> Run:
-        return Run(
+    def run(self, itemsize: int) -> PlannedRun:
+        return PlannedRun(
             1, self.batch * self.micro_batches, self.batch, self.length, self.target_length, zero_stage=0,
             itemsize=itemsize,
         )  # fmt: skip
 
 
-def decoder(width: int, layers: int, vocabulary: int, dropout: float, *shape: int) -> Case:
+def decoder(width: int, layers: int, vocabulary: int, dropout: float, *shape: int) -> MeasuredModel:
     drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
     sizes = {
         "n_embd": width,
@@ -71,10 +76,12 @@ def decoder(width: int, layers: int, vocabulary: int, dropout: float, *shape: in
         "vocab_size": vocabulary,
         "n_positions": 2048,
     }
-    return Case("gpt2-medium", sizes | drops, *shape)
+    return MeasuredModel("gpt2-medium", sizes | drops, *shape)
 
 
-def encoder_decoder(width: int, layers: int, vocabulary: int, dropout: float, *shape: int) -> Case:
+def encoder_decoder(
+    width: int, layers: int, vocabulary: int, dropout: float, *shape: int
+) -> MeasuredModel:
     sizes = {
         "d_model": width,
         "d_ff": 4 * width,
@@ -82,16 +89,16 @@ def encoder_decoder(width: int, layers: int, vocabulary: int, dropout: float, *s
         "d_kv": 64,
         "vocab_size": vocabulary,
     }
-    return Case(
+    return MeasuredModel(
         "t5-small",
         sizes | {"num_layers": layers, "num_decoder_layers": layers, "dropout_rate": dropout},
         *shape,
     )
 
 
-def cases() -> list[Case]:
+def cases() -> list[MeasuredModel]:
     """Returns models from so small that launches decide to so large that products do."""
-    s = 4 if torch.cuda.is_available() else 1
+    s = 4 if torch.cuda.is_available() else 1  # An accelerator needs wider models to be busy.
     return [
         decoder(128, 1, 512, 0.0, 1, 16),
         decoder(128, 4, 512, 0.0, 1, 16),
@@ -115,9 +122,9 @@ def cases() -> list[Case]:
 def calibrate(
     processes: int | None = None,
     precision: Literal["fp32", "bf16", "fp16"] | None = None,
-    measured: Sequence[Case] | None = None,
+    measured: Sequence[MeasuredModel] | None = None,
 ) -> dict[str, Any]:
-    """Returns what a file for `cluster_of` says of this machine, as a node.
+    """Returns what a file for `find_cluster` says of this machine, as a node.
 
     Args:
         processes: Processes of the node, each with its own GPU, or with an equal part of the cores where there is none.
@@ -129,12 +136,17 @@ def calibrate(
     Raises ValueError if there are fewer GPUs or cores than processes.
     """
     gpus = torch.cuda.device_count()
-    most, processes = gpus or os.cpu_count() or 1, (gpus or 1) if processes is None else processes
+    most = gpus or os.cpu_count() or 1
+    if processes is None:
+        processes = gpus or 1
     if not 0 < processes <= most:
+        shared = f"{most} {'GPUs' if gpus else 'cores'}"
         raise ValueError(
-            f"{processes} processes cannot share this machine's {most} {'GPUs' if gpus else 'cores'}; use 1 to {most}"
+            f"{processes} processes cannot share this machine's {shared}; use 1 to {most}"
         )
-    itemsize = 4 if (precision or ("bf16" if gpus else "fp32")) == "fp32" else 2
+    if precision is None:
+        precision = "bf16" if gpus else "fp32"
+    itemsize = 4 if precision == "fp32" else 2
     measured = measured or cases()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -151,7 +163,12 @@ def calibrate(
 
 
 def _measure(
-    rank: int, processes: int, port: int, itemsize: int, measured: Sequence[Case], folder: Path
+    rank: int,
+    processes: int,
+    port: int,
+    itemsize: int,
+    measured: Sequence[MeasuredModel],
+    folder: Path,
 ) -> None:
     """Writes the seconds of each case, [[passes, update], ...], and those of each collective."""
     if processes > 1:
@@ -188,16 +205,17 @@ def _measure(
 
 
 def _step_seconds(
-    case: Case,
+    case: MeasuredModel,
     itemsize: int,
     device: torch.device,
     together: Callable[[], float],
     now: Callable[[], float],
 ) -> tuple[float, float]:
     """Returns the seconds of the passes of a training step and of its update, by the trainer's own engine."""
-    precision, dtype = ("fp32", torch.float32) if itemsize == 4 else ("bf16", torch.bfloat16)
+    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
     arguments = TrainingArguments(
-        precision=precision, gradient_accumulation_steps=case.micro_batches
+        precision="fp32" if itemsize == 4 else "bf16",
+        gradient_accumulation_steps=case.micro_batches,
     )
     config = case.config
     model: Any = from_config(config).to(device, dtype).train()
@@ -227,7 +245,8 @@ def _message_seconds(
     together: Callable[[], float],
     now: Callable[[], float],
 ) -> float:
-    tensor, taken = torch.zeros(size // 4, device=device), list[float]()
+    tensor = torch.zeros(size // 4, device=device)
+    taken: list[float] = []
     for _ in range(WARM_UP + ROUNDS):
         start = together()
         for _ in range(10):
@@ -240,7 +259,7 @@ def figures(processes: int, itemsize: int, solution: np.ndarray) -> dict[str, An
     """Returns what a file says, in its units. The peak and the bandwidth are those that were reached, whole."""
     flop, fused, byte, kernel, masked, updated, step = solution.tolist()
     gpus = torch.cuda.is_available()
-    memory = torch.cuda.get_device_properties(0).total_memory if gpus else MEMORY / processes
+    memory = torch.cuda.get_device_properties(0).total_memory if gpus else HOST_MEMORY / processes
     return {
         "device": "h100" if gpus else "cpu",  # whose network it gets
         "peak": 1 / flop / TFLOPS,
@@ -272,19 +291,22 @@ def _link(processes: int, messages: Sequence[float]) -> dict[str, float]:
     return {"bandwidth": 1 / byte / GB, "latency": max(small - byte * MESSAGES[0] / processes, 0.0)}
 
 
-def solve(measured: Sequence[Case], steps: Sequence[Sequence[float]], itemsize: int) -> np.ndarray:
+def solve(
+    measured: Sequence[MeasuredModel], steps: Sequence[Sequence[float]], itemsize: int
+) -> np.ndarray:
     """Returns the seconds of a FLOP, a FLOP of attention, a byte, a kernel, a masked element, an updated byte, a step.
 
     Each measured step is two equations, one without its update and one of it, relative to its seconds. What is not
     seen in any gets a millionth of what it would need to be all of the largest step.
     """
-    rows, seconds = list[list[float]](), list[float]()
+    rows: list[list[float]] = []
+    seconds: list[float] = []
     for case, (passes, update) in zip(measured, steps, strict=True):
-        network, run = network_of_config(case.config), case.run(itemsize)
-        work = (
-            stage_work(network, run, tuple(stack.layers for stack in network.stacks), True)[1]
-            * case.micro_batches
-        )
+        network = build_network(case.config)
+        run = case.run(itemsize)
+        every_block = tuple(stack.layers for stack in network.stacks)
+        _, all_passes = stage_work(network, run, every_block, True)
+        work = all_passes * case.micro_batches
         rows.append(
             [
                 work.flops,
@@ -298,6 +320,7 @@ def solve(measured: Sequence[Case], steps: Sequence[Sequence[float]], itemsize: 
         )
         rows.append([0.0, 0.0, 0.0, 0.0, 0.0, update_bytes(network, run), 1.0])
         seconds += [passes, update]
-    counts, taken = np.array(rows), np.array(seconds)
+    counts = np.array(rows)
+    taken = np.array(seconds)
     found, _ = nnls(counts / taken[:, None], np.ones(len(taken)))
     return np.maximum(found, 1e-6 * taken.max() / counts.max(0))

@@ -20,7 +20,8 @@ class Device:
         memory: Bytes of device memory.
         bandwidth: Bytes per second from and to device memory.
         peak_fp32: Matrix products of fp32 (not TF32, which the trainer does not turn on), in FLOP/s.
-        sustained: Share of the peaks that long products keep up under the device's power limit, relative to an A100.
+        sustained: Share of the peaks that long products keep up under the device's power limit,
+            relative to an A100.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Device:
     peak_fp32: float
     sustained: float = 1.0
 
-    def peak_of(self, itemsize: int) -> float:
+    def peak_flops(self, itemsize: int) -> float:
         """Returns the FLOP/s of products of elements of 2 or 4 bytes."""
         return self.peak if itemsize == 2 else self.peak_fp32
 
@@ -42,7 +43,8 @@ class Link:
     Attributes:
         bandwidth: Bytes per second in one direction.
         latency: Seconds for a message without content.
-        groups: In a node without a switch, the share of the bandwidth that leads to the others of a group of so many.
+        groups: In a node without a switch, for some sizes of groups, the share of the bandwidth
+            that leads to the others of such a group.
     """
 
     name: str
@@ -55,28 +57,36 @@ class Link:
         return replace(self, bandwidth=self.bandwidth * dict(self.groups).get(ranks, 1.0))
 
 
-NVLINK_LATENCY, NETWORK_LATENCY = 3e-6, 8e-6
-GB, GIB, TFLOPS = 1e9, 2**30, 1e12
+NVLINK_LATENCY = 3e-6  # seconds
+NETWORK_LATENCY = 8e-6  # seconds
+GB = 1e9
+GIB = 2**30
+TFLOPS = 1e12
 
 LINKS = {
     link.name: link
     for link in (
-        Link(
-            "nvlink2", 150 * GB, NVLINK_LATENCY, ((2, 1 / 6), (4, 4 / 6))
-        ),  # V100: 6 x 25 GB/s, DGX-1's cube mesh
-        Link("nvlink3", 300 * GB, NVLINK_LATENCY),  # A100: 12 x 25 GB/s
-        Link("nvlink4", 450 * GB, NVLINK_LATENCY),  # H100, H200: 18 x 25 GB/s
-        Link("nvlink5", 900 * GB, NVLINK_LATENCY),  # B200: 18 x 50 GB/s
-        Link(
-            "infinity-fabric", 448 * GB, NVLINK_LATENCY, ((2, 1 / 7), (4, 3 / 7))
-        ),  # MI300X: 7 x 64 GB/s
-        Link("shared-memory", 4 * GB, 50e-6),  # between processes, by gloo
+        # V100: 6 x 25 GB/s in DGX-1's cube mesh.
+        Link("nvlink2", 150 * GB, NVLINK_LATENCY, ((2, 1 / 6), (4, 4 / 6))),
+        # A100: 12 x 25 GB/s.
+        Link("nvlink3", 300 * GB, NVLINK_LATENCY),
+        # H100 and H200: 18 x 25 GB/s.
+        Link("nvlink4", 450 * GB, NVLINK_LATENCY),
+        # B200: 18 x 50 GB/s.
+        Link("nvlink5", 900 * GB, NVLINK_LATENCY),
+        # MI300X: 7 x 64 GB/s.
+        Link("infinity-fabric", 448 * GB, NVLINK_LATENCY, ((2, 1 / 7), (4, 3 / 7))),
+        # Between processes of one machine, by gloo.
+        Link("shared-memory", 4 * GB, 50e-6),
         Link("pcie3", 16 * GB, NETWORK_LATENCY),
         Link("pcie4", 32 * GB, NETWORK_LATENCY),
         Link("pcie5", 64 * GB, NETWORK_LATENCY),
-        Link("infiniband-edr", 12.5 * GB, NETWORK_LATENCY),  # 100 Gb/s, as Omni-Path
-        Link("infiniband-hdr", 25 * GB, NETWORK_LATENCY),  # 200 Gb/s
-        Link("infiniband-ndr", 50 * GB, NETWORK_LATENCY),  # 400 Gb/s
+        # 100 Gb/s, as Omni-Path has.
+        Link("infiniband-edr", 12.5 * GB, NETWORK_LATENCY),
+        # 200 Gb/s.
+        Link("infiniband-hdr", 25 * GB, NETWORK_LATENCY),
+        # 400 Gb/s.
+        Link("infiniband-ndr", 50 * GB, NETWORK_LATENCY),
     )
 }
 
@@ -87,13 +97,11 @@ DEVICES = {
         Device("a100-40gb", 312 * TFLOPS, 40 * GIB, 1555 * GB, 19.5 * TFLOPS),
         Device("a100", 312 * TFLOPS, 80 * GIB, 2039 * GB, 19.5 * TFLOPS),
         Device("h100", 989 * TFLOPS, 80 * GIB, 3350 * GB, 67 * TFLOPS, sustained=0.71),
-        Device(
-            "h200", 989 * TFLOPS, 141 * GIB, 4800 * GB, 67 * TFLOPS, sustained=0.71
-        ),  # an H100 with other memory
+        # An H200 is an H100 with other memory.
+        Device("h200", 989 * TFLOPS, 141 * GIB, 4800 * GB, 67 * TFLOPS, sustained=0.71),
         Device("b200", 2250 * TFLOPS, 180 * GIB, 8000 * GB, 80 * TFLOPS),
-        Device(
-            "cpu", 0.1 * TFLOPS, 8 * GIB, 10 * GB, 0.1 * TFLOPS
-        ),  # a process with one or two cores
+        # A process with one or two cores.
+        Device("cpu", 0.1 * TFLOPS, 8 * GIB, 10 * GB, 0.1 * TFLOPS),
         Device("mi300x", 1307 * TFLOPS, 192 * GIB, 5300 * GB, 163.4 * TFLOPS),
     )
 }
@@ -103,8 +111,8 @@ DEVICES = {
 class Rates:
     """What a device and its links reach of their figures.
 
-    The defaults are fitted to published runs (benchmarks/published_runs.py) or, for `launch`, assumed;
-    `calibrate` measures all of them on a machine (calibration.py).
+    The defaults are fitted to published runs (benchmarks/published_runs.py) or, for `launch`,
+    assumed; `calibrate` measures all of them on a machine (calibration.py).
 
     Attributes:
         compute: Share of the peak that large products reach.
@@ -114,7 +122,8 @@ class Rates:
         link: Share of a link's bandwidth that collectives reach.
         overlap: Share of the last backward pass behind which gradients are reduced.
         launch: Seconds that the host needs to launch one kernel.
-        dropout: Seconds to draw one element of a dropout mask, if reading and writing the elements does not hide it.
+        dropout: Seconds to draw one element of a dropout mask, if reading and writing the elements
+            does not hide it.
         step: Seconds of an optimizer step that do not depend on the model.
         asynchronous: Whether the device computes while the host launches further kernels.
     """
@@ -156,8 +165,8 @@ class Cluster:
     def link(self, ranks: int, stride: int) -> Link:
         """Returns the link of each rank of a ring over `ranks` ranks that are `stride` apart.
 
-        A node of n devices holds k = n / stride ranks of the ring, and n / k rings cross its network at once. So each
-        ring has the k-th part of all adapters: k adapters of n.
+        A node of n devices holds k = n / stride ranks of the ring, and n / k rings cross its network
+        at once. So each ring has the k-th part of all adapters: k adapters of n.
         """
         if ranks * stride <= self.node_size:
             return self.inside.within(ranks) if stride == 1 else self.inside
@@ -167,14 +176,13 @@ class Cluster:
 
 
 CLUSTERS = {
-    "v100": Cluster(
-        DEVICES["v100"], LINKS["nvlink2"], LINKS["infiniband-edr"], adapters=4
-    ),  # DGX-1
-    "a100-40gb": Cluster(
-        DEVICES["a100-40gb"], LINKS["nvlink3"], LINKS["infiniband-hdr"]
-    ),  # DGX A100
+    # DGX-1.
+    "v100": Cluster(DEVICES["v100"], LINKS["nvlink2"], LINKS["infiniband-edr"], adapters=4),
+    # DGX A100.
+    "a100-40gb": Cluster(DEVICES["a100-40gb"], LINKS["nvlink3"], LINKS["infiniband-hdr"]),
     "a100": Cluster(DEVICES["a100"], LINKS["nvlink3"], LINKS["infiniband-hdr"]),
-    "h100": Cluster(DEVICES["h100"], LINKS["nvlink4"], LINKS["infiniband-ndr"]),  # DGX H100
+    # DGX H100.
+    "h100": Cluster(DEVICES["h100"], LINKS["nvlink4"], LINKS["infiniband-ndr"]),
     "h200": Cluster(DEVICES["h200"], LINKS["nvlink4"], LINKS["infiniband-ndr"]),
     "b200": Cluster(DEVICES["b200"], LINKS["nvlink5"], LINKS["infiniband-ndr"]),
     "cpu": Cluster(DEVICES["cpu"], LINKS["shared-memory"], LINKS["infiniband-edr"], adapters=1),
@@ -184,100 +192,119 @@ CLUSTERS = {
 
 UNITS = {"peak": TFLOPS, "peak_fp32": TFLOPS, "memory": GIB, "bandwidth": GB}
 """Units of a device's figures in flags and files: TFLOP/s, GiB and GB/s."""
-FILES, LINK_NAMES, MOST = (".yaml", ".yml"), ("inside", "network"), 1e9
-SHARES = ("compute", "attention", "memory", "update", "link")  # rates that something is divided by
+FILES = (".yaml", ".yml")
+LINK_NAMES = ("inside", "network")
+LARGEST_FIGURE = 1e9
+DIVISORS = ("compute", "attention", "memory", "update", "link")
+"""Rates by which something is divided, so that they cannot be 0."""
 
 
-def cluster_of(device: str, **changes: Any) -> Cluster:
+def find_cluster(device: str, **changes: Any) -> Cluster:
     """Returns nodes of a device, as its usual server has them or with changes.
 
     Args:
-        device: A name in `CLUSTERS`, or a YAML file with some of the keys of `changes`, and `device` if it starts from
-            a name.
-        changes: `peak` and `peak_fp32` in TFLOP/s, `sustained`, `memory` in GiB, `bandwidth` in GB/s, `inside` and
-            `network` as a name in `LINKS` or in GB/s, `node_size`, `adapters`; None leaves a value. A file may also
-            have `rates`, the fields of `Rates`, and a link as its `bandwidth` in GB/s and `latency` in seconds.
+        device: A name in `CLUSTERS`, or a YAML file with some of the keys of `changes`, and
+            `device` if it starts from a name.
+        changes: `peak` and `peak_fp32` in TFLOP/s, `sustained`, `memory` in GiB, `bandwidth` in
+            GB/s, `inside` and `network` as a name in `LINKS` or in GB/s, `node_size`, `adapters`;
+            None leaves a value. A file may also have `rates`, the fields of `Rates`, and a link as
+            its `bandwidth` in GB/s and `latency` in seconds.
 
-    Raises ValueError for a name that is not in a table or a value that is not above 0.
+    Raises:
+        ValueError: A name is not in its table, or a value is not above 0.
     """
-    if device.endswith(FILES):
-        device, found = _read(Path(device))
-        changes = found | {name: value for name, value in changes.items() if value is not None}
-    usual = CLUSTERS[_known(device, CLUSTERS)]
     changes = {name: value for name, value in changes.items() if value is not None}
-    rates = _rates(changes.pop("rates", {}))
+    if device.endswith(FILES):
+        device, from_file = _read_device_file(Path(device))
+        changes = from_file | changes
+    changes = {name: value for name, value in changes.items() if value is not None}
+    usual = CLUSTERS[_check_name(device, CLUSTERS)]
+    rates = _parse_rates(changes.pop("rates", {}))
     for name in changes.keys() - set(LINK_NAMES):
         _check_number(name, changes[name], whole=name in ("node_size", "adapters"))
     if changes.get("sustained", 1) > 1:
         raise ValueError(
             f"sustained is a share of the peak, at most 1, not {changes['sustained']!r}"
         )
-    units = UNITS | {"sustained": 1.0}
-    figures = {name: changes.pop(name) * unit for name, unit in units.items() if name in changes}
-    links = {
-        name: _link(name, changes.pop(name), getattr(usual, name))
-        for name in LINK_NAMES
-        if name in changes
-    }
+    figures: dict[str, float] = {}
+    for name, unit in (UNITS | {"sustained": 1.0}).items():
+        if name in changes:
+            figures[name] = changes.pop(name) * unit
+    links: dict[str, Link] = {}
+    for name in LINK_NAMES:
+        if name in changes:
+            links[name] = _parse_link(name, changes.pop(name), getattr(usual, name))
     return replace(usual, device=replace(usual.device, **figures), rates=rates, **links, **changes)
 
 
 def _check_number(name: str, value: Any, *, whole: bool = False, zero: bool = False) -> None:
-    """Raises ValueError if the value is not a number above 0, or 0 if `zero`, and below `MOST`."""
-    if (
-        type(value) not in ((int,) if whole else (int, float))
-        or not 0 <= value < MOST
-        or not (value or zero)
-    ):
-        kind = f"a {'whole ' if whole else ''}number {'from' if zero else 'above'} 0"
-        raise ValueError(f"{name} must be {kind} and below {MOST:g}, not {value!r}")
+    """Raises ValueError if a value is not a number above 0 (with `zero`: from 0) and not too large."""
+    types = (int,) if whole else (int, float)
+    lowest_is_met = type(value) in types and (value >= 0 if zero else value > 0)
+    if not lowest_is_met or not value < LARGEST_FIGURE:
+        kind = "whole number" if whole else "number"
+        start = "from" if zero else "above"
+        raise ValueError(
+            f"{name} must be a {kind} {start} 0 and below {LARGEST_FIGURE:g}, not {value!r}"
+        )
 
 
-def _rates(values: Any) -> Rates:
-    names = [field.name for field in fields(Rates)]
-    if not isinstance(values, dict) or not set(values) <= set(names):
-        raise ValueError(f"rates are some of {', '.join(names)}, not {values!r}")
-    for name, value in values.items():
-        if name != "asynchronous":
-            _check_number(name, value, zero=name not in SHARES)
-        elif not isinstance(value, bool):
-            raise ValueError(f"asynchronous must be true or false, not {value!r}")
-    return Rates(**values)
-
-
-def _known(name: str, table: Mapping[str, Any]) -> str:
+def _check_name(name: str, table: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or name not in table:
         raise ValueError(f"there is no {name!r}; use one of {', '.join(table)}")
     return name
 
 
-def _link(name: str, value: str | float | dict[str, Any], usual: Link) -> Link:
-    """Returns a link of the table, or one of so many GB/s with the usual latency, or with its own in a mapping."""
+def _parse_rates(values: Any) -> Rates:
+    names = [field.name for field in fields(Rates)]
+    if not isinstance(values, dict) or not set(values) <= set(names):
+        raise ValueError(f"rates are some of {', '.join(names)}, not {values!r}")
+    for name, value in values.items():
+        if name != "asynchronous":
+            _check_number(name, value, zero=name not in DIVISORS)
+        elif not isinstance(value, bool):
+            raise ValueError(f"asynchronous must be true or false, not {value!r}")
+    return Rates(**values)
+
+
+def _parse_link(name: str, value: str | float | dict[str, Any], usual: Link) -> Link:
+    """Returns a link of the table, or one of so many GB/s.
+
+    Its latency is the usual link's, or its own in a mapping of `bandwidth` and `latency`.
+    """
     if isinstance(value, dict) and set(value) == {"bandwidth", "latency"}:
         _check_number(f"{name}'s latency", value["latency"], zero=True)
-        return replace(_link(name, value["bandwidth"], usual), latency=float(value["latency"]))
+        link = _parse_link(name, value["bandwidth"], usual)
+        return replace(link, latency=float(value["latency"]))
     try:
         speed = float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
-        return LINKS[_known(str(value), LINKS)]
+        return LINKS[_check_name(str(value), LINKS)]
     if isinstance(value, bool) or not (speed > 0 and isfinite(speed)):
         raise ValueError(f"{name} must be a link's name or GB/s above 0, not {value!r}")
     return Link(f"{speed:g} GB/s", speed * GB, usual.latency)
 
 
-def _read(path: Path) -> tuple[str, dict[str, Any]]:
-    """Returns the device that a file starts from, and the changes. ValueError for a key that has no meaning."""
+def _read_device_file(path: Path) -> tuple[str, dict[str, Any]]:
+    """Returns the device that a file starts from, and the changes.
+
+    Raises:
+        ValueError: The file is no YAML, has an unknown key, or describes only a part of a device.
+    """
     try:
         values = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     known = ("device", *UNITS, "sustained", *LINK_NAMES, "node_size", "adapters", "rates")
-    if not isinstance(values, dict) or not set(values) <= set(known):
-        unknown = sorted(map(str, set(values) - set(known))) if isinstance(values, dict) else values
-        raise ValueError(f"{path} describes a device by {', '.join(known)}, not by {unknown}")
+    described = f"{path} describes a device by {', '.join(known)}"
+    if not isinstance(values, dict):
+        raise ValueError(f"{described}, not by {values}")
+    if not set(values) <= set(known):
+        unknown = sorted(map(str, set(values) - set(known)))
+        raise ValueError(f"{described}, not by {unknown}")
     needed = (*UNITS, *LINK_NAMES)
-    if "device" not in values and not set(needed) <= set(values):
-        raise ValueError(f"{path} needs a device to start from, or all of {', '.join(needed)}")
     if "device" not in values:
+        if not set(needed) <= set(values):
+            raise ValueError(f"{path} needs a device to start from, or all of {', '.join(needed)}")
         values.setdefault("sustained", 1.0)
     return values.pop("device", "h100"), values

@@ -1,8 +1,11 @@
-"""Runs a step as events over ranks and links, and a long run with failures, from the cost model's times.
+"""Runs a step as events over ranks and links, and a long run with failures, on the cost model's times.
 
-An event is a pass of one micro-batch through one stage of a replica, a message between stages, or one round of a ring.
-Ranks that wait for each other at every event are one row of an array: the tensor-parallel ranks of a stage leave each
-all-reduce together. So a step of 10,000 ranks is some thousand operations on arrays.
+An event is a pass of one micro-batch through one stage of a replica, a message between stages, or
+one round of a ring. Ranks that wait for each other at every event are one row of an array: the
+tensor-parallel ranks of a stage leave each all-reduce together. So a step of 10,000 ranks is some
+thousand operations on arrays.
+
+Arrays have the dimensions M micro-batches, P pipeline stages, D replicas, T tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -12,13 +15,13 @@ from math import inf, sqrt
 
 import numpy as np
 
-from .cost import Network, Run, gradient_ring, message_time, stage_times, update_time
+from .cost import Network, PlannedRun, gradient_ring, message_time, stage_times, update_time
 from .hardware import Cluster
 
 LONGEST_RESTART = 3.0
-"""Mean times between failures that a restart and a save may take together; above, hardly any of them succeeds."""
+"""Mean times between failures that a restart and a save may take; above, hardly any succeeds."""
 FAILURES = 1000
-"""Failures by which intervals are compared, and the most that are drawn of a run; a longer one is scaled up."""
+"""Failures by which intervals are compared, and the most that are drawn; longer runs are scaled up."""
 INTERVALS = np.geomspace(0.25, 2.5, 24)
 """Intervals between saves that are tried, as multiples of Daly's."""
 
@@ -30,7 +33,8 @@ class Stragglers:
     Attributes:
         slow_share: Probability that a device is slow during a step.
         slowdown: How many times as long a slow device needs.
-        jitter: Standard deviation of the logarithm of each pass's time on each device; the mean stays the same.
+        jitter: Standard deviation of the logarithm of each pass's time on each device; the mean
+            stays the same.
     """
 
     slow_share: float = 0.0
@@ -47,37 +51,48 @@ NO_STRAGGLERS = Stragglers()
 
 
 def simulate_step(
-    network: Network, run: Run, cluster: Cluster,
-    stragglers: Stragglers = NO_STRAGGLERS, seed: int = 0,
-) -> float:  # fmt: skip
-    """Returns the seconds of a step from its events. ValueError for an interleaved schedule, which is not simulated."""
+    network: Network,
+    run: PlannedRun,
+    cluster: Cluster,
+    stragglers: Stragglers = NO_STRAGGLERS,
+    seed: int = 0,
+) -> float:
+    """Returns the seconds of a step from its events.
+
+    Raises:
+        ValueError: The schedule is interleaved, which is not simulated.
+    """
     if run.chunks > 1:
         raise ValueError(
             f"the simulated schedule is 1F1B, with 1 group of layers on a rank, not {run.chunks}"
         )
-    draw, stages = np.random.default_rng(seed), stage_times(network, run, cluster)
-    slow = np.where(
-        draw.random((run.pipeline, run.data, run.tensor)) < stragglers.slow_share,
-        stragglers.slowdown,
-        1.0,
-    )
-    busy, tensor = (
-        np.array(values)
-        for values in zip(*((sum(s.busy), s.tensor_parallel) for s in stages), strict=True)
-    )
-    shares = np.array([stage.forward for stage in stages]).T  # [2, P]
-    passes = [
-        _varied(busy * share[0], slow, stragglers.jitter, run.micro_batches, draw)
-        + (tensor * share[1])[:, None]
-        for share in (shares, 1 - shares)
-    ]  # forward and backward, [M, P, D]
+    draw = np.random.default_rng(seed)
+    stages = stage_times(network, run, cluster)
+    is_slow = draw.random((run.pipeline, run.data, run.tensor)) < stragglers.slow_share
+    slowness = np.where(is_slow, stragglers.slowdown, 1.0)  # [P, D, T]
+    busy = np.array([sum(stage.busy) for stage in stages])  # [P]
+    tensor = np.array([stage.tensor_parallel for stage in stages])  # [P]
+    forward_shares = np.array([stage.forward for stage in stages]).T  # [2, P]
+
+    def draw_passes(shares: np.ndarray) -> np.ndarray:
+        """Returns the seconds of all passes in one direction, [M, P, D]."""
+        computing = _draw_times(
+            busy * shares[0], slowness, stragglers.jitter, run.micro_batches, draw
+        )
+        return computing + (tensor * shares[1])[:, None]
+
+    forward = draw_passes(forward_shares)
+    backward = draw_passes(1 - forward_shares)
+    if run.zero_stage > 1:
+        # Replicas exchange weights or gradients in each pass, so the slowest one decides.
+        forward = forward.max(-1, keepdims=True)
+        backward = backward.max(-1, keepdims=True)
+    message = message_time(network, run, cluster) / 2
+    ended = pipeline_ends(forward, backward, message)  # [P, D]
+
     ring, rounds = gradient_ring(network, run, cluster)
-    hidden = cluster.rates.overlap * 2 / 3 * busy[:, None] * slow.max(-1)  # [P, D]
-    if (
-        run.zero_stage > 1
-    ):  # replicas exchange weights or gradients in each pass, so the slowest decides
-        passes = [times.max(-1, keepdims=True) for times in passes]
-    ended = pipeline_ends(*passes, message_time(network, run, cluster) / 2)  # [P, D]
+    # What the last backward pass, two thirds of a micro-batch's time, hides of the reduction.
+    hidden = cluster.rates.overlap * 2 / 3 * busy[:, None] * slowness.max(-1)  # [P, D]
     if run.zero_stage > 1:
         ended = ended + max(ring * rounds - run.micro_batches * hidden.max(), 0.0)
     elif run.data > 1:
@@ -86,60 +101,80 @@ def simulate_step(
     return float(ended.max()) + update_time(network, run, cluster) + cluster.rates.step
 
 
-def _varied(
-    seconds: np.ndarray, slow: np.ndarray, jitter: float, count: int, draw: np.random.Generator
+def _draw_times(
+    seconds: np.ndarray, slowness: np.ndarray, jitter: float, count: int, draw: np.random.Generator
 ) -> np.ndarray:
-    """Returns the times of `count` passes through each stage, [M, P, D]: the slowest tensor-parallel rank decides."""
+    """Returns the times of `count` passes through each stage, [M, P, D].
+
+    The slowest tensor-parallel rank decides.
+
+    Args:
+        seconds: Of a pass through each stage, [P].
+        slowness: How many times as long each device takes, [P, D, T].
+    """
     if not jitter:
-        return np.broadcast_to(seconds[:, None] * slow.max(-1), (count, *slow.shape[:2]))
-    factors = (draw.lognormal(-(jitter**2) / 2, jitter, slow.shape) for _ in range(count))
-    return seconds[:, None] * np.stack([(slow * factor).max(-1) for factor in factors])
+        alike = seconds[:, None] * slowness.max(-1)
+        return np.broadcast_to(alike, (count, *slowness.shape[:2]))
+    mean_of_logarithm = -(jitter**2) / 2  # The mean of the factors themselves is 1.
+    slowest: list[np.ndarray] = []
+    for _ in range(count):
+        factors = draw.lognormal(mean_of_logarithm, jitter, slowness.shape)
+        slowest.append((slowness * factors).max(-1))
+    return seconds[:, None] * np.stack(slowest)
+
+
+FORWARD = 0
+BACKWARD = 1
 
 
 def pipeline_ends(forward: np.ndarray, backward: np.ndarray, message: float = 0.0) -> np.ndarray:
-    """Returns when each stage of each replica ends its last pass, [P, D], under 1F1B (Narayanan et al. 2019).
+    """Returns when each stage of each replica ends its last pass under 1F1B, [P, D].
 
-    A pass begins when the stage is free and the neighbor's message is there. A stage is not free while it sends.
+    A pass begins when the stage is free and the neighbor's message is there. A stage is not free
+    while it sends (Narayanan et al. 2019).
 
     Args:
         forward, backward: Seconds of each micro-batch's pass through each stage, [M, P, D].
         message: Seconds of a message between two stages.
     """
     micro_batches, stages, replicas = forward.shape
-    sent = np.zeros((2, stages, micro_batches, replicas))  # by kind: 0 forward, 1 backward
-    free = np.zeros((stages, replicas))
-    waiting = [_order(stage, stages, micro_batches) for stage in range(stages)]
-    done, place = [[0, 0] for _ in range(stages)], [0] * stages
+    durations = (forward, backward)
+    sent = np.zeros((2, stages, micro_batches, replicas))  # when a pass's result has been sent
+    free = np.zeros((stages, replicas))  # when a stage can begin its next pass
+    events = [_list_events(stage, stages, micro_batches) for stage in range(stages)]
+    passes_done = [[0, 0] for _ in range(stages)]
+    next_event = [0] * stages
     ready = list(range(stages))
     while ready:
         stage = ready.pop()
-        while place[stage] < len(waiting[stage]):
-            kind, batch = waiting[stage][place[stage]]
-            source, target = (stage - 1, stage + 1) if kind == 0 else (stage + 1, stage - 1)
-            if 0 <= source < stages and done[source][kind] <= batch:
-                break
-            begun = (
-                np.maximum(free[stage], sent[kind, source, batch])
-                if 0 <= source < stages
-                else free[stage]
-            )
-            own = (forward, backward)[kind][batch, stage]
-            free[stage] = sent[kind, stage, batch] = (
-                begun + own + (message if 0 <= target < stages else 0.0)
-            )
-            done[stage][kind] += 1
-            place[stage] += 1
+        while next_event[stage] < len(events[stage]):
+            kind, batch = events[stage][next_event[stage]]
+            source = stage - 1 if kind == FORWARD else stage + 1
+            target = stage + 1 if kind == FORWARD else stage - 1
+            begun = free[stage]
+            if 0 <= source < stages:
+                if passes_done[source][kind] <= batch:
+                    break  # The neighbor has not sent this micro-batch yet.
+                begun = np.maximum(begun, sent[kind, source, batch])
+            sending = message if 0 <= target < stages else 0.0
+            free[stage] = begun + durations[kind][batch, stage] + sending
+            sent[kind, stage, batch] = free[stage]
+            passes_done[stage][kind] += 1
+            next_event[stage] += 1
             ready.extend(other for other in (stage - 1, stage + 1) if 0 <= other < stages)
     return free
 
 
-def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[int, int]]:
-    """Returns a stage's events under 1F1B: some forward passes, then one of each in turn, then backward passes."""
+def _list_events(stage: int, stages: int, micro_batches: int) -> list[tuple[int, int]]:
+    """Returns a stage's passes under 1F1B, as pairs of direction and micro-batch.
+
+    Some forward passes come first, then one of each direction in turn, then backward passes.
+    """
     early = min(stages - stage - 1, micro_batches)
-    events = [(0, batch) for batch in range(early)]
+    events = [(FORWARD, batch) for batch in range(early)]
     for batch in range(early, micro_batches):
-        events += [(0, batch), (1, batch - early)]
-    return events + [(1, batch) for batch in range(micro_batches - early, micro_batches)]
+        events += [(FORWARD, batch), (BACKWARD, batch - early)]
+    return events + [(BACKWARD, batch) for batch in range(micro_batches - early, micro_batches)]
 
 
 def ring_ends(begun: np.ndarray, hops: np.ndarray) -> np.ndarray:
@@ -154,9 +189,8 @@ def ring_ends(begun: np.ndarray, hops: np.ndarray) -> np.ndarray:
     at = begun
     for _ in range(2 * (len(hops) - 1)):
         sent = at + hops
-        at = np.maximum(
-            sent, np.roll(sent, 1, -1)
-        )  # a rank has sent its part and received its neighbor's
+        # The round ends when a rank has sent its part and received its neighbor's.
+        at = np.maximum(sent, np.roll(sent, 1, -1))
     return at
 
 
@@ -192,14 +226,15 @@ def young_interval(failures: Failures, devices: int) -> float:
 
 def save_interval(failures: Failures, devices: int) -> float:
     """Returns the seconds of training between two saves that lose least: Daly (2006), equation 37, else the mean."""
-    mean, save = failures.device_mtbf / devices, failures.save
+    mean = failures.device_mtbf / devices
+    save = failures.save
     if save >= 2 * mean:
         return mean
     return sqrt(2 * save * mean) * (1 + sqrt(save / (2 * mean)) / 3 + save / (18 * mean)) - save
 
 
 @dataclass(frozen=True)
-class Outlook:
+class RunForecast:
     """What a run takes with failures, in seconds, if it saves at the best of `INTERVALS`.
 
     Attributes:
@@ -215,20 +250,24 @@ class Outlook:
     failures: float
 
 
-def outlook(
+def forecast_run(
     failures: Failures, devices: int, work: float, *, runs: int = 200, seed: int = 0
-) -> Outlook:
-    """Draws long runs with each interval between saves, and runs of `work` seconds of training with the best.
+) -> RunForecast:
+    """Forecasts a run of `work` seconds of training that is interrupted by failures.
 
-    ValueError if failures come too often for a run to end.
+    Long runs are drawn with each interval between saves, and then runs of `work` with the best one.
+
+    Raises:
+        ValueError: Failures come too often for a run to end.
     """
-    intervals, mean = save_interval(failures, devices) * INTERVALS, failures.device_mtbf / devices
+    mean = failures.device_mtbf / devices
+    intervals = save_interval(failures, devices) * INTERVALS
     long = run_seconds(failures, devices, intervals, FAILURES * mean, runs=20, seed=seed)
     interval = intervals[[long.mean(1).argmin()]]
     drawn = min(work, FAILURES * mean)
     ended = run_seconds(failures, devices, interval, drawn, runs=runs, seed=seed) * (work / drawn)
     seconds = float(ended.mean())
-    return Outlook(seconds, float(np.quantile(ended, 0.95)), float(interval[0]), seconds / mean)
+    return RunForecast(seconds, float(np.quantile(ended, 0.95)), float(interval[0]), seconds / mean)
 
 
 def run_seconds(
@@ -245,14 +284,17 @@ def run_seconds(
     A failure loses what was trained since the last save, and the restart; a failure within a restart begins it again.
     All intervals meet the same failures.
     """
-    mean, draw = failures.device_mtbf / devices, np.random.default_rng(seed)
+    mean = failures.device_mtbf / devices
+    draw = np.random.default_rng(seed)
     if failures.save + failures.restart > LONGEST_RESTART * mean:
         raise ValueError(
-            f"{devices} devices fail every {mean:.3g} s, so a run whose save and restart take {failures.save:.3g} s "
-            f"and {failures.restart:.3g} s makes no progress; use fewer devices, or ones that fail less often"
+            f"{devices} devices fail every {mean:.3g} s, so a run whose save and restart take "
+            f"{failures.save:.3g} s and {failures.restart:.3g} s makes no progress; use fewer "
+            "devices, or ones that fail less often"
         )
     left = np.full((len(intervals), runs), float(work))
-    clock, ended = np.zeros_like(left), np.full_like(left, inf)
+    clock = np.zeros_like(left)
+    ended = np.full_like(left, inf)
     every = intervals[:, None]
     while np.isinf(ended).any():
         lived = draw.exponential(mean, runs)
@@ -269,6 +311,7 @@ def _restart(restart: float, mean: float, runs: int, draw: np.random.Generator) 
     failed = np.arange(runs)
     while len(failed):
         again = draw.exponential(mean, len(failed))
-        failed, again = failed[again < restart], again[again < restart]
-        lost[failed] += again
+        fails_again = again < restart
+        failed = failed[fails_again]
+        lost[failed] += again[fails_again]
     return lost + restart

@@ -36,8 +36,8 @@ from workloads import WORKLOADS, Samples, Workload, batch_of, build
 
 import shardzoo
 from shardzoo.mpu import dropout_state
-from shardzoo.plan.cost import Run, model_flops
-from shardzoo.plan.layouts import network_of_config
+from shardzoo.plan.cost import PlannedRun, model_flops
+from shardzoo.plan.layouts import build_network
 from shardzoo.trainer import Trainer
 from shardzoo.trainer.engines.precision import compile_model
 from shardzoo.trainer.estimate import Job, estimate
@@ -71,8 +71,8 @@ class Bench:
         self.config = self.workload.config(tiny)
         self.batch = batch_of(self.workload, self.config.vocab_size, device)
         work = self.workload
-        run = Run(1, work.batch, work.batch, work.length, work.target)
-        self.flops = model_flops(network_of_config(self.config), run)
+        run = PlannedRun(1, work.batch, work.batch, work.length, work.target)
+        self.flops = model_flops(build_network(self.config), run)
         self.peak = device_peak(torch.device(device))
         self.expected: tuple[float, float] | None = None
         self.rows: list[list[str]] = []

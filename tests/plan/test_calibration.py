@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from shardzoo.cli.main import main
-from shardzoo.plan import Rates, cluster_of, step_time
+from shardzoo.plan import Rates, find_cluster, step_time
 from shardzoo.plan.calibration import calibrate, cases, decoder, encoder_decoder, figures, solve
 from shardzoo.plan.cost import update_time
-from shardzoo.plan.layouts import network_of_config
+from shardzoo.plan.layouts import build_network
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -36,14 +36,14 @@ def machine(**rates):
         "dropout": 2e-9,
     }
     usual = Rates(step=2e-3, overlap=0.0, link=1.0, asynchronous=False)
-    return replace(cluster_of("cpu"), rates=replace(usual, **given | rates))
+    return replace(find_cluster("cpu"), rates=replace(usual, **given | rates))
 
 
 def predicted_steps(cluster, itemsize):
     """Returns the seconds of the passes and of the update of each case, as `step_time` predicts them."""
     found = []
     for case in cases():
-        network, run = network_of_config(case.config), case.run(itemsize)
+        network, run = build_network(case.config), case.run(itemsize)
         update = update_time(network, run, cluster) + cluster.rates.step
         found.append((step_time(network, run, cluster).total - update + cluster.rates.step, update))
     return found
@@ -55,21 +55,21 @@ def test_the_rates_of_a_machine_come_back_from_the_steps_that_they_make(itemsize
     cluster, path = machine(), tmp_path / "machine.yaml"
     solution = solve(cases(), predicted_steps(cluster, itemsize), itemsize)
     path.write_text(yaml.safe_dump(figures(1, itemsize, solution)))
-    found = cluster_of(str(path))
-    device, rates, peak = cluster.device, cluster.rates, cluster.device.peak_of(itemsize)
+    found = find_cluster(str(path))
+    device, rates, peak = cluster.device, cluster.rates, cluster.device.peak_flops(itemsize)
     expected = {
         "peak": peak * rates.compute, "bandwidth": device.bandwidth * rates.memory,
         "attention": peak * rates.attention, "update": device.bandwidth * rates.update,
     }  # fmt: skip
     own = found.device
     assert {
-        "peak": own.peak_of(itemsize), "bandwidth": own.bandwidth,
-        "attention": own.peak_of(itemsize) * found.rates.attention, "update": own.bandwidth * found.rates.update,
+        "peak": own.peak_flops(itemsize), "bandwidth": own.bandwidth,
+        "attention": own.peak_flops(itemsize) * found.rates.attention, "update": own.bandwidth * found.rates.update,
     } == pytest.approx(expected, rel=1e-6)  # fmt: skip
     for name in ("launch", "dropout", "step"):
         assert getattr(found.rates, name) == pytest.approx(getattr(rates, name), rel=1e-6)
     assert not found.rates.asynchronous
-    network, run = network_of_config(SMALL[2].config), SMALL[2].run(itemsize)
+    network, run = build_network(SMALL[2].config), SMALL[2].run(itemsize)
     assert step_time(network, run, found).total == pytest.approx(
         step_time(network, run, cluster).total, rel=1e-6
     )
@@ -82,7 +82,7 @@ def test_what_no_step_shows_takes_almost_no_time_but_is_a_number():
 
 
 def test_launches_are_hidden_only_where_the_device_runs_behind_the_host():
-    network, run = network_of_config(SMALL[1].config), SMALL[1].run(4)
+    network, run = build_network(SMALL[1].config), SMALL[1].run(4)
     serial, behind = (
         step_time(network, run, machine(asynchronous=value, launch=1e-3)) for value in (False, True)
     )
@@ -98,12 +98,12 @@ def test_two_processes_measure_this_machine(tmp_path):
     path = tmp_path / "two.yaml"
     found = calibrate(2, "fp32", SMALL)
     path.write_text(yaml.safe_dump(found))
-    cluster = cluster_of(str(path))
+    cluster = find_cluster(str(path))
     assert (cluster.node_size, cluster.device.name, cluster.rates.link) == (2, "cpu", 1.0)
     assert cluster.device.bandwidth > 1e6  # so small models show products and bytes as one
     assert 1e6 < cluster.inside.bandwidth < 1e12
     assert cluster.inside.latency < 1.0
-    network, run = network_of_config(SMALL[1].config), SMALL[1].run(4)
+    network, run = build_network(SMALL[1].config), SMALL[1].run(4)
     assert 1e-4 < step_time(network, run, cluster).total < 100
 
 

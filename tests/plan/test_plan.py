@@ -20,9 +20,16 @@ from shardzoo.cli.plan import PlanArguments, recipe
 from shardzoo.cli.pretrain import PretrainCommand
 from shardzoo.models import find_config
 from shardzoo.models.sizes import parameter_sizes
-from shardzoo.plan import Rates, Run, cluster_of, step_time
+from shardzoo.plan import PlannedRun, Rates, find_cluster, step_time
 from shardzoo.plan.hardware import LINKS
-from shardzoo.plan.layouts import Plan, Request, job_of, layouts, network_of_config, plans
+from shardzoo.plan.layouts import (
+    Plan,
+    PlanRequest,
+    build_estimate_job,
+    build_network,
+    find_plans,
+    list_layouts,
+)
 from shardzoo.pretraining.arguments import PretrainingArguments
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.estimate import Job, estimate
@@ -123,10 +130,10 @@ def test_the_rings_of_each_stage_are_counted(stage, ranks):
             messages += reduce_scatter  # the gradients
     if stage < 3:
         messages += all_gather  # the sums of the gradients, or from stage 1 on the new weights
-    network = network_of_config(tiny())
-    cluster = cluster_of("h100")
+    network = build_network(tiny())
+    cluster = find_cluster("h100")
     cluster = replace(cluster, node_size=8, rates=replace(Rates(), link=1.0, overlap=0.0))
-    run = Run(gpus=ranks, global_batch=ranks * micro_batches, length=64, zero_stage=stage)
+    run = PlannedRun(gpus=ranks, global_batch=ranks * micro_batches, length=64, zero_stage=stage)
     part = network.parameters * 2 / ranks  # of bf16
     seconds = messages * (part / cluster.inside.bandwidth + cluster.inside.latency)
     assert step_time(network, run, cluster).gradients == pytest.approx(seconds, rel=1e-9)
@@ -134,8 +141,8 @@ def test_the_rings_of_each_stage_are_counted(stage, ranks):
 
 def test_flops_are_six_for_each_weight_and_token():
     config = tiny(n_embd=256, n_layer=8)
-    run = Run(gpus=1, global_batch=16, length=64)
-    time = step_time(network_of_config(config), run, cluster_of("h100"))
+    run = PlannedRun(gpus=1, global_batch=16, length=64)
+    time = step_time(build_network(config), run, find_cluster("h100"))
     sizes = parameter_sizes(config)
     multiplied = sum(
         size.full for size in sizes if len(size.shape) == 2 and "position" not in size.name
@@ -149,8 +156,8 @@ def test_flops_are_six_for_each_weight_and_token():
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_layouts_are_those_that_the_trainer_accepts(precision):
     """Every combination of sizes, tried on the trainer's own checks of its arguments."""
-    config, request_ = tiny(n_layer=6), Request(12, 24, 126, precision=precision)
-    found = set(layouts(config, request_, node_size=8))
+    config, request_ = tiny(n_layer=6), PlanRequest(12, 24, 126, precision=precision)
+    found = set(list_layouts(config, request_, node_size=8))
     accepted = set()
     for tensor, pipeline, stage, recompute, split, batch in product(
         (1, 2, 3, 4),
@@ -189,8 +196,8 @@ def test_the_layouts_are_those_that_the_trainer_accepts(precision):
 
 
 def test_the_memory_is_that_of_the_estimate():
-    config, request_ = tiny(), Request(4, 16, 128)
-    for plan in plans(config, request_, cluster_of("a100"), best=5):
+    config, request_ = tiny(), PlanRequest(4, 16, 128)
+    for plan in find_plans(config, request_, find_cluster("a100"), best=5):
         run = plan.run
         values: Any = {"zero_stage": run.zero_stage}
         job = Job(
@@ -200,17 +207,17 @@ def test_the_memory_is_that_of_the_estimate():
             sequence_parallel=run.sequence_parallel, recompute=run.recompute,
         )  # fmt: skip
         assert plan.memory == estimate(config, job).peak.total
-        assert job_of(run, request_) == job
+        assert build_estimate_job(run, request_) == job
 
 
 @pytest.mark.parametrize(("width", "share"), [(512, 0.3), (512, 0.5), (1024, 0.1)])
 def test_only_layouts_that_do_not_fit_are_left_out(width, share):
     """The plans are what remains of all layouts if each is estimated by itself; the widest has large updates."""
-    config, request_ = tiny(n_embd=width, n_layer=6, vocab_size=4096), Request(4, 16, 128)
-    cluster, network = cluster_of("h100"), network_of_config(config)
+    config, request_ = tiny(n_embd=width, n_layer=6, vocab_size=4096), PlanRequest(4, 16, 128)
+    cluster, network = find_cluster("h100"), build_network(config)
     peaks = {
-        run: estimate(config, job_of(run, request_)).peak.total
-        for run in layouts(config, request_, 8)
+        run: estimate(config, build_estimate_job(run, request_)).peak.total
+        for run in list_layouts(config, request_, 8)
     }
     least, most = min(peaks.values()), max(peaks.values())
     memory = least + share * (most - least)
@@ -221,18 +228,18 @@ def test_only_layouts_that_do_not_fit_are_left_out(width, share):
         if peak < memory
     )
     assert 0 < len(fitting) < 0.9 * len(peaks)
-    found = plans(config, request_, cluster, best=len(peaks))
+    found = find_plans(config, request_, cluster, best=len(peaks))
     assert sorted((plan.time.total, plan.memory) for plan in found) == fitting
 
 
 def test_a_device_with_little_memory_gets_other_layouts():
-    config, request_ = tiny(n_embd=1024, n_layer=12, n_head=16), Request(4, 16, 128)
-    cluster = cluster_of("h100")
-    fast = plans(config, request_, cluster)[0]
+    config, request_ = tiny(n_embd=1024, n_layer=12, n_head=16), PlanRequest(4, 16, 128)
+    cluster = find_cluster("h100")
+    fast = find_plans(config, request_, cluster)[0]
     small = replace(
         cluster, device=replace(cluster.device, memory=fast.memory)
     )  # 5 % are left free
-    tight = plans(config, request_, small)[0]
+    tight = find_plans(config, request_, small)[0]
     assert tight.memory <= 0.95 * fast.memory
     assert tight.time.total >= fast.time.total
 
@@ -240,10 +247,10 @@ def test_a_device_with_little_memory_gets_other_layouts():
 @pytest.mark.parametrize("name", ["inside", "network"])
 def test_slower_links_never_make_a_step_faster(name):
     config = find_config("gpt2-xl")
-    usual = cluster_of("h100")
+    usual = find_cluster("h100")
     slow = replace(usual, **{name: LINKS["pcie3"]})
-    network = network_of_config(config)
-    for run in list(layouts(config, Request(16, 64, 1024), 8))[::7]:
+    network = build_network(config)
+    for run in list(list_layouts(config, PlanRequest(16, 64, 1024), 8))[::7]:
         assert step_time(network, run, slow).total >= step_time(network, run, usual).total
 
 
@@ -297,16 +304,16 @@ def test_the_first_recipe_for_four_processes_runs(run_mesh, tmp_path):
 def test_the_recipe_names_its_processes(gpus, size, nodes):
     arguments = PlanArguments("gpt2", gpus=gpus, global_batch_size=2 * gpus, node_size=size)
     request_ = arguments.request(1024, arguments.cluster())
-    [plan] = plans(find_config("gpt2"), request_, arguments.cluster(), best=1)
+    [plan] = find_plans(find_config("gpt2"), request_, arguments.cluster(), best=1)
     values = recipe(plan, request_, arguments)
     assert (values["num_nodes"], values["num_gpus"]) == nodes
 
 
 def test_the_recipe_of_every_layout_is_accepted():
-    config, request_ = find_config("gpt2"), Request(8, 32, 1024)
+    config, request_ = find_config("gpt2"), PlanRequest(8, 32, 1024)
     arguments = PlanArguments("gpt2", gpus=8, tokens=1e9, global_batch_size=32)
-    time = step_time(network_of_config(config), Run(1, 1), cluster_of("h100"))
-    every = list(layouts(config, request_, 8))
+    time = step_time(build_network(config), PlannedRun(1, 1), find_cluster("h100"))
+    every = list(list_layouts(config, request_, 8))
     assert {run.zero_stage for run in every} == {1, 2, 3}
     for run in every:
         values = recipe(Plan(run, time, 0), request_, arguments)
@@ -355,13 +362,13 @@ def test_a_device_is_described_by_flags_or_a_file(tmp_path, capsys):
     by_file = json.loads(capsys.readouterr().out)
     assert main(["plan", "gpt2-xl", "--device", "a100", *flags, *shape]) == 0
     assert json.loads(capsys.readouterr().out) == by_file
-    cluster = cluster_of(str(path))
+    cluster = find_cluster(str(path))
     assert cluster.device.memory == 64 * 2**30 >= by_file[0]["memory"]
-    assert (cluster.device.peak_of(2), cluster.device.peak_of(4), cluster.device.bandwidth) == (
-        5e14,
-        4.05e13,
-        1.8e12,
-    )
+    assert (
+        cluster.device.peak_flops(2),
+        cluster.device.peak_flops(4),
+        cluster.device.bandwidth,
+    ) == (5e14, 4.05e13, 1.8e12)
     assert (cluster.inside.bandwidth, cluster.network, cluster.node_size) == (
         2e11,
         LINKS["infiniband-hdr"],
@@ -370,7 +377,7 @@ def test_a_device_is_described_by_flags_or_a_file(tmp_path, capsys):
     assert (
         cluster.link(8, 1).bandwidth == 2 * 25e9
     )  # two adapters for the one ring that crosses a node
-    assert cluster_of(str(path), memory=16.0).device.memory == 16 * 2**30  # a flag goes first
+    assert find_cluster(str(path), memory=16.0).device.memory == 16 * 2**30  # a flag goes first
 
 
 @pytest.mark.parametrize(
@@ -416,19 +423,20 @@ def test_a_file_that_describes_no_device_is_refused(text, message, tmp_path):
     path = tmp_path / "device.yaml"
     path.write_text(text)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        cluster_of(str(path))
+        find_cluster(str(path))
     assert message in str(caught.value)
 
 
 def test_fp32_products_take_the_devices_fp32_rate():
     """The products' share grows by the ratio of the peaks; an A100's is 16."""
-    config, request_ = tiny(n_embd=4096, n_head=32), Request(1, 8, 128)
-    cluster = cluster_of("a100", bandwidth=1e6)  # so much that operands take no time
-    half = step_time(network_of_config(config), Run(1, 8, 8, 128, itemsize=2), cluster)
-    full = step_time(network_of_config(config), Run(1, 8, 8, 128, itemsize=4), cluster)
+    config, request_ = tiny(n_embd=4096, n_head=32), PlanRequest(1, 8, 128)
+    cluster = find_cluster("a100", bandwidth=1e6)  # so much that operands take no time
+    half = step_time(build_network(config), PlannedRun(1, 8, 8, 128, itemsize=2), cluster)
+    full = step_time(build_network(config), PlannedRun(1, 8, 8, 128, itemsize=4), cluster)
     assert full.products / half.products == pytest.approx(312 / 19.5, rel=0.02)
     both = [
-        plans(config, replace(request_, precision=name), cluster)[0] for name in ("bf16", "fp32")
+        find_plans(config, replace(request_, precision=name), cluster)[0]
+        for name in ("bf16", "fp32")
     ]
     assert all(0.1 < plan.mfu(cluster) < 1 for plan in both)
 

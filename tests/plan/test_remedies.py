@@ -10,7 +10,7 @@ import pytest
 
 from shardzoo.cli.main import main
 from shardzoo.models import find_config
-from shardzoo.plan.layouts import remedies
+from shardzoo.plan.remedies import find_remedies
 from shardzoo.trainer.estimate import Job, estimate
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -69,7 +69,7 @@ def test_the_remedies_are_all_that_fit_and_none_does_more_than_another(length, s
     memory = framework + share * (peaks[(0,) * 6] - framework)
     fitting = {place for place, peak in peaks.items() if peak <= memory}
     least = {place for place in fitting if not any(does_less(other, place) for other in fitting)}
-    found = remedies(config, job, memory)
+    found = find_remedies(config, job, memory)
     assert {place_of(remedy.changes) for remedy in found} == least
     assert len(found) == len(least) > 1
     for remedy in found:
@@ -95,7 +95,7 @@ def test_recomputing_everything_costs_a_third_of_the_products():
     )
     assert slim < whole
     costs = [
-        one.cost for one in remedies(config, job, slim) if one.changes == {"recompute": "full"}
+        one.cost for one in find_remedies(config, job, slim) if one.changes == {"recompute": "full"}
     ]
     assert costs == [pytest.approx(4 / 3, rel=0.05)]
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from shardzoo.cli.main import main
 from shardzoo.models import find_config
-from shardzoo.plan import CLUSTERS, Rates, Run, step_time
+from shardzoo.plan import CLUSTERS, PlannedRun, Rates, step_time
 from shardzoo.plan.cost import message_time, ring_all_reduce, stage_times
-from shardzoo.plan.layouts import Request, layouts, network_of_config
+from shardzoo.plan.layouts import PlanRequest, build_network, list_layouts
 from shardzoo.plan.simulate import (
     Failures,
     Stragglers,
-    _order,
-    outlook,
+    _list_events,
+    forecast_run,
     pipeline_ends,
     ring_ends,
     run_seconds,
@@ -91,21 +91,21 @@ def test_one_slow_link_slows_the_ring():
 @pytest.mark.parametrize(
     ("name", "device", "asked", "within"),
     [
-        ("gpt2-xl", "a100", Request(64, 512, 1024), 0.01),
-        ("glm-10b", "v100", Request(128, 1024, 1024), 0.01),
-        ("bert-large-uncased", "mi300x", Request(24, 240, 510), 0.01),
+        ("gpt2-xl", "a100", PlanRequest(64, 512, 1024), 0.01),
+        ("glm-10b", "v100", PlanRequest(128, 1024, 1024), 0.01),
+        ("bert-large-uncased", "mi300x", PlanRequest(24, 240, 510), 0.01),
         (
             "mt5-xxl",
             "h100",
-            Request(24, 240, 512, 120),
+            PlanRequest(24, 240, 512, 120),
             0.15,
         ),  # unequal stages: the formula is an upper bound
     ],
 )
 def test_a_step_takes_as_long_as_the_formulas_say(name, device, asked, within):
     """Without stragglers; formulas count one message too many for the first and the last stage."""
-    network, cluster = network_of_config(find_config(name)), CLUSTERS[device]
-    runs = list(layouts(find_config(name), asked, 8))
+    network, cluster = build_network(find_config(name)), CLUSTERS[device]
+    runs = list(list_layouts(find_config(name), asked, 8))
     for run in random.Random(0).sample(runs, 60):
         simulated, formulas = simulate_step(network, run, cluster), step_time(network, run, cluster)
         allowed = 1e-9 if run.pipeline == 1 else within
@@ -119,8 +119,8 @@ def test_a_step_takes_as_long_as_the_formulas_say(name, device, asked, within):
 
 def test_stages_of_an_encoder_and_of_a_decoder_take_different_times():
     """Decoder blocks also attend to the source, so a pipeline of two waits for the second stage."""
-    network = network_of_config(find_config("t5-11b"))
-    run = Run(gpus=16, global_batch=64, length=512, pipeline=2, tensor=8)
+    network = build_network(find_config("t5-11b"))
+    run = PlannedRun(gpus=16, global_batch=64, length=512, pipeline=2, tensor=8)
     first, second = stage_times(network, run, CLUSTERS["a100"])
     assert second.total > 1.2 * first.total
     step = step_time(network, run, CLUSTERS["a100"])
@@ -133,8 +133,8 @@ def test_stages_of_an_encoder_and_of_a_decoder_take_different_times():
 
 
 def test_one_slow_device_delays_all():
-    network, cluster = network_of_config(find_config("gpt2-xl")), CLUSTERS["a100"]
-    run = Run(gpus=64, global_batch=256, micro_batch=2, tensor=2, pipeline=4)
+    network, cluster = build_network(find_config("gpt2-xl")), CLUSTERS["a100"]
+    run = PlannedRun(gpus=64, global_batch=256, micro_batch=2, tensor=2, pipeline=4)
     quick = simulate_step(network, run, cluster)
     every = simulate_step(
         network, run, cluster, stragglers=Stragglers(slow_share=1.0, slowdown=1.5)
@@ -150,10 +150,14 @@ def test_one_slow_device_delays_all():
 
 @pytest.mark.parametrize("jitter", [0.0, 1e-9])
 @pytest.mark.parametrize(
-    "run", [Run(gpus=8, global_batch=8, tensor=8), Run(gpus=8, global_batch=32, zero_stage=3)]
+    "run",
+    [
+        PlannedRun(gpus=8, global_batch=8, tensor=8),
+        PlannedRun(gpus=8, global_batch=32, zero_stage=3),
+    ],
 )
 def test_ranks_that_meet_in_each_pass_are_as_slow_as_the_slowest(run, jitter):
-    network, cluster = network_of_config(find_config("gpt2-xl")), CLUSTERS["a100"]
+    network, cluster = build_network(find_config("gpt2-xl")), CLUSTERS["a100"]
     every = simulate_step(network, run, cluster, stragglers=Stragglers(1.0, 2.0))
     for seed in range(3):
         assert 0 < (np.random.default_rng(seed).random(8) < 0.3).sum() < 8
@@ -165,7 +169,7 @@ def test_ranks_that_meet_in_each_pass_are_as_slow_as_the_slowest(run, jitter):
 
 def test_blocks_that_do_not_divide_are_dealt_as_evenly_as_possible():
     config = find_config("gpt2").with_changes(n_layer=70)
-    network, run = network_of_config(config), Run(gpus=12, global_batch=12, pipeline=12)
+    network, run = build_network(config), PlannedRun(gpus=12, global_batch=12, pipeline=12)
     stages = [stage.total for stage in stage_times(network, run, CLUSTERS["a100"])]
     block = stages[0] / 5
     assert sorted(round(seconds / block, 6) for seconds in stages[:-1]) == [5] * 2 + [6] * 9
@@ -176,15 +180,15 @@ def test_a_stage_holds_as_many_micro_batches_as_the_memory_estimate_says():
     for stages, micro_batches in ((1, 4), (4, 2), (5, 9)):
         for stage in range(stages):
             opened = np.cumsum(
-                [1 if kind == 0 else -1 for kind, _ in _order(stage, stages, micro_batches)]
+                [1 if kind == 0 else -1 for kind, _ in _list_events(stage, stages, micro_batches)]
             )
             assert opened.max() == in_flight(stage, stages, micro_batches)
 
 
 def test_jitter_costs_what_the_slowest_of_the_ranks_costs():
     """One micro-batch on D replicas that then reduce their gradients: the expected maximum of D normal values."""
-    network, cluster = network_of_config(find_config("gpt2")), CLUSTERS["a100"]
-    run, jitter = Run(gpus=4096, global_batch=4096), 0.02
+    network, cluster = build_network(find_config("gpt2")), CLUSTERS["a100"]
+    run, jitter = PlannedRun(gpus=4096, global_batch=4096), 0.02
     (stage,) = stage_times(network, run, cluster)
     alone = simulate_step(network, run, cluster)
     times = [
@@ -199,11 +203,11 @@ def test_jitter_costs_what_the_slowest_of_the_ranks_costs():
 
 
 def test_ten_thousand_ranks_take_seconds():
-    network, cluster = network_of_config(find_config("llama-2-70b")), CLUSTERS["h100"]
+    network, cluster = build_network(find_config("llama-2-70b")), CLUSTERS["h100"]
     started = time.perf_counter()
     for run in (
-        Run(gpus=10_240, global_batch=20_480, length=4096, tensor=8, pipeline=16),
-        Run(gpus=10_000, global_batch=10_000, length=4096),
+        PlannedRun(gpus=10_240, global_batch=20_480, length=4096, tensor=8, pipeline=16),
+        PlannedRun(gpus=10_000, global_batch=10_000, length=4096),
     ):
         simulate_step(network, run, cluster, stragglers=Stragglers(0.001, 1.2, 0.05))
     assert time.perf_counter() - started < 30
@@ -224,7 +228,7 @@ def test_the_save_interval_is_the_best_of_those_simulated(save, restart):
             work / interval * mean * exp(restart / mean) * (exp((interval + save) / mean) - 1)
         )
         assert seconds == pytest.approx(expected, rel=0.015)
-    found = outlook(failures, devices, work)
+    found = forecast_run(failures, devices, work)
     assert found.seconds == pytest.approx(taken[1], rel=0.01)
     assert 0.6 < found.interval / best < 1.7
     assert found.failures == pytest.approx(found.seconds / mean)
@@ -232,7 +236,7 @@ def test_the_save_interval_is_the_best_of_those_simulated(save, restart):
 
 
 def test_a_run_without_failures_takes_its_saves():
-    found = outlook(Failures(device_mtbf=10**12, save=10, restart=600), 8, 10**5)
+    found = forecast_run(Failures(device_mtbf=10**12, save=10, restart=600), 8, 10**5)
     assert found.seconds == pytest.approx(1e5 * (1 + 10 / found.interval), rel=1e-6)
 
 
@@ -242,10 +246,12 @@ def test_impossible_values_are_refused():
     with pytest.raises(ValueError, match="slowdown must be from 1 to 1000"):
         Stragglers(slowdown=0.5)
     with pytest.raises(ValueError, match="makes no progress"):
-        outlook(Failures(device_mtbf=3.6e5, save=1.0, restart=600.0), 10_000, 1e6)
-    network = network_of_config(find_config("gpt2"))
+        forecast_run(Failures(device_mtbf=3.6e5, save=1.0, restart=600.0), 10_000, 1e6)
+    network = build_network(find_config("gpt2"))
     with pytest.raises(ValueError, match="1F1B"):
-        simulate_step(network, Run(gpus=2, global_batch=2, pipeline=2, chunks=2), CLUSTERS["a100"])
+        simulate_step(
+            network, PlannedRun(gpus=2, global_batch=2, pipeline=2, chunks=2), CLUSTERS["a100"]
+        )
 
 
 def test_the_command_simulates_the_first_layout(capsys):
