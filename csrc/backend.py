@@ -25,7 +25,7 @@ def what_to_build_with() -> list[str]:
     if not build.extensions():
         return []
     try:
-        build.compiler()
+        build.find_compiler()
     except build.CannotBuild:
         return []
     return [TORCH]

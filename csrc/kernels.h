@@ -1,8 +1,10 @@
-// The arguments of every kernel: plain pointers and sizes. No torch header is needed to compile a kernel.
+// The kernels: the arguments of each one, and the list from which everything that knows all kernels is made.
 //
-// CPU and CUDA kernels take the same structs, so the binding fills one struct for either device.
-// Sizes and strides count elements. "wide" is the type of the computation: double for double, else float.
-// An absent tensor is a null pointer. A null `keys` means no dropout.
+// Arguments are plain pointers and sizes, so that no header of torch is needed to compile a kernel. The kernels of the CPU
+// and of CUDA take the same structs: the binding fills one struct for either device.
+//
+// Sizes and strides count elements. "Wide" is the type of the computation: double for double, else float. A tensor that is
+// absent is a null pointer. A null `keys` means that there is no dropout.
 #pragma once
 
 #include <cstdint>
@@ -10,29 +12,6 @@
 namespace shardzoo {
 
 enum DType : int { kFloat = 0, kBFloat16 = 1, kHalf = 2, kDouble = 3, kDTypes = 4 };
-
-enum Kernel : int {
-  kSoftmaxForward,
-  kSoftmaxBackward,
-  kNormForward,
-  kNormBackward,
-  kColumnSum,
-  kGeluForward,
-  kGeluBackward,
-  kGluForward,
-  kGluBackward,
-  kDropoutForward,
-  kDropoutBackward,
-  kCrossEntropyStats,
-  kCrossEntropyGrad,
-  kLinearForward,
-  kMatrixProduct,
-  kAttentionForward,
-  kAttentionBackward,
-  kSquareSums,
-  kAdamW,
-  kKernels,
-};
 
 enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2 };
 
@@ -153,7 +132,7 @@ struct CrossEntropyGrad {
 };
 
 // y = x Wᵀ + bias for a few rows. One unit of work is a block of `block` features. On the CPU only.
-struct LinearForward {
+struct LinearOfFewRows {
   const void *x, *weight, *bias;  // [rows, columns], [features, columns], [features]
   void* y;                        // [rows, features]
   int64_t rows, columns, features, block;
@@ -221,14 +200,59 @@ struct AdamW {
   double bias_correction1, bias_correction2;           // 1 - beta^step
 };
 
+// Every kernel, once: X(its name, the struct of its arguments). A kernel `name` is a function template of that name in
+// cpu/, and `launch_name` in cuda/. The numbers, the tables of the devices and the binding's checks follow from this list.
+#define SHARDZOO_KERNELS_OF_BOTH_DEVICES(X)  \
+  X(softmax_forward, SoftmaxForward)         \
+  X(softmax_backward, SoftmaxBackward)       \
+  X(norm_forward, NormForward)               \
+  X(norm_backward, NormBackward)             \
+  X(column_sum, ColumnSum)                   \
+  X(gelu_forward, GeluForward)               \
+  X(gelu_backward, GeluBackward)             \
+  X(glu_forward, GluForward)                 \
+  X(glu_backward, GluBackward)               \
+  X(dropout_forward, DropoutForward)         \
+  X(dropout_backward, DropoutBackward)       \
+  X(cross_entropy_stats, CrossEntropyStats)  \
+  X(cross_entropy_grad, CrossEntropyGrad)
+
+#define SHARDZOO_KERNELS_OF_THE_CPU(X)       \
+  X(linear_of_few_rows, LinearOfFewRows)     \
+  X(matrix_product, MatrixProduct)           \
+  X(attention_forward, AttentionForward)     \
+  X(attention_backward, AttentionBackward)   \
+  X(square_sums, SquareSums)                 \
+  X(adamw, AdamW)
+
+#define SHARDZOO_KERNELS(X) SHARDZOO_KERNELS_OF_BOTH_DEVICES(X) SHARDZOO_KERNELS_OF_THE_CPU(X)
+
+// The number of a kernel is `k` and the name of its struct: kSoftmaxForward, ...
+enum Kernel : int {
+#define SHARDZOO_NUMBER(name, Arguments) k##Arguments,
+  SHARDZOO_KERNELS(SHARDZOO_NUMBER)
+#undef SHARDZOO_NUMBER
+  kKernels,
+};
+
+#define SHARDZOO_TEXT(name, Arguments) #name,
+constexpr const char* kKernelNames[] = {SHARDZOO_KERNELS(SHARDZOO_TEXT)};
+#undef SHARDZOO_TEXT
+
+// The kernel that takes these arguments.
+#define SHARDZOO_FIND(name, Arguments) \
+  constexpr Kernel find_kernel(const Arguments&) { return k##Arguments; }
+SHARDZOO_KERNELS(SHARDZOO_FIND)
+#undef SHARDZOO_FIND
+
 }  // namespace shardzoo
 
 #define SHARDZOO_EXPORT __attribute__((visibility("default")))
 
 extern "C" {
-// Runs units [begin, end) of a kernel on the CPU. `parameters` points to the kernel's struct. Returns 0, or -1 if the
+// Runs units [begin, end) of a kernel on the CPU. `arguments` points to the kernel's struct. Returns 0, or -1 if the
 // kernel or dtype does not exist.
-int shardzoo_cpu_run(int kernel, int dtype, const void* parameters, int64_t begin, int64_t end);
+int shardzoo_cpu_run(int kernel, int dtype, const void* arguments, int64_t begin, int64_t end);
 
 // The instruction set chosen at load time: "x86-64-v4+amx", "x86-64-v4+bf16", "x86-64-v4", "x86-64-v3" or "baseline".
 SHARDZOO_EXPORT const char* shardzoo_cpu_isa();
@@ -240,7 +264,7 @@ SHARDZOO_EXPORT int shardzoo_cpu_is_amd();
 int shardzoo_cpu_has_amx();
 
 // Queues a whole kernel on a CUDA stream of the current device. Returns 0, a cudaError_t, or -1 as above.
-int shardzoo_cuda_run(int kernel, int dtype, const void* parameters, void* stream);
+int shardzoo_cuda_run(int kernel, int dtype, const void* arguments, void* stream);
 
 // The multiprocessors of the current device.
 int shardzoo_cuda_multiprocessors();
@@ -248,6 +272,6 @@ int shardzoo_cuda_multiprocessors();
 // Text of a cudaError_t.
 const char* shardzoo_cuda_error(int code);
 
-// Whether the library contains CUDA kernels. Python calls this function and the instruction set's by ctypes.
+// Whether the library contains CUDA kernels. Python calls this function and those of the instruction set by ctypes.
 SHARDZOO_EXPORT int shardzoo_has_cuda();
 }

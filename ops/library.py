@@ -47,7 +47,7 @@ CHOICES = ("auto", *VARIANTS)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 POOLED = (
     1 << 20
-)  # bytes; outputs of this size or more use memory of the pool (csrc/binding/pool.cpp)
+)  # bytes; outputs of this size or more use memory of the pool (csrc/matmul/pool.cpp)
 Outputs = tuple[torch.Tensor, ...]
 OPS: dict[str, Op] = {}  # by name
 torch_dispatch = attrgetter("__torch_dispatch__")
@@ -306,7 +306,7 @@ def in_inference_mode() -> bool:
 
 
 def may_decode(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Returns whether the operators of a decoding step (csrc/binding/decoding.h) may compute a call."""
+    """Returns whether the operators of a decoding step (csrc/matmul/few_rows.h) may compute a call."""
     eager = in_inference_mode() and first.is_cpu and not torch.is_autocast_enabled("cpu")
     return eager and can_bypass_dispatcher(first, *others) and choose_variant("cpu") == "cpp"
 
@@ -535,5 +535,5 @@ def call_compiled(name: str, *arguments: Any) -> Any:
 
 
 def recycled(like: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-    """Returns an uninitialized CPU tensor. A large one reuses the memory of a freed tensor (csrc/binding/pool.h)."""
+    """Returns an uninitialized CPU tensor. A large one reuses the memory of a freed tensor (csrc/matmul/pool.h)."""
     return _compiled_operator("recycled")(like, size)

@@ -1,10 +1,10 @@
 """Computes matrix products. An accelerator uses PyTorch's own products; three things make them faster on a CPU.
 
-1. Large results reuse the memory of freed results (csrc/binding/pool.h). New memory from the system causes page faults
+1. Large results reuse the memory of freed results (csrc/matmul/pool.h). New memory from the system causes page faults
    when it is first written, which can take longer than the product itself: attention scores are large compared with
    their arithmetic.
-2. Large products use our kernel (csrc/cpu/matrix_product.cpp) where PyTorch has no library for a 16-bit type, as on
-   processors without AVX-512, and on AMD processors with AVX512-BF16, where its libraries run AVX2 in fp32 and are
+2. Large products use our kernel (csrc/matmul/) where PyTorch has no library for a 16-bit type, as on processors without
+   AVX-512, and on AMD processors with AVX512-BF16, where its libraries run AVX2 in fp32 and are
    slower for many shapes in bf16. Each sum is computed in fp32 in an order that depends only on its length, and rounded
    once. Compiled code calls them as an operator.
 3. A linear layer of few rows, as in a decoding step, takes as long as reading the weight once. BLAS is tuned for many

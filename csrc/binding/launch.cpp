@@ -27,31 +27,33 @@ int64_t multiprocessors(const Tensor& like) {
   return shardzoo_cuda_multiprocessors();
 }
 
-void run_cuda(Kernel kernel, const Tensor& like, const void* parameters) {
+void run_on_cuda(Kernel kernel, const void* arguments, const Tensor& like) {
   const int32_t device = like.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const int error = shardzoo_cuda_run(kernel, dtype_of(like), parameters, current_cuda_stream(device));
-  STD_TORCH_CHECK(error == 0, "CUDA kernel ", static_cast<int>(kernel), ": ", shardzoo_cuda_error(error));
+  const int error = shardzoo_cuda_run(kernel, dtype_of(like), arguments, current_cuda_stream(device));
+  STD_TORCH_CHECK(error == 0, "CUDA kernel ", kKernelNames[kernel], ": ", shardzoo_cuda_error(error));
 }
 #else
 int64_t multiprocessors(const Tensor&) { return 1; }
-void run_cuda(Kernel, const Tensor&, const void*) { STD_TORCH_CHECK(false, "built without CUDA kernels"); }
+void run_on_cuda(Kernel, const void*, const Tensor&) { STD_TORCH_CHECK(false, "built without CUDA kernels"); }
 #endif
 
 }  // namespace
 
-void run(Kernel kernel, const Tensor& like, const void* parameters, int64_t units, int64_t unit_size) {
-  if (!like.is_cpu()) return run_cuda(kernel, like, parameters);
+void run_kernel(Kernel kernel, const void* arguments, const Tensor& like, int64_t units, int64_t unit_size) {
+  if (!like.is_cpu()) return run_on_cuda(kernel, arguments, like);
   const int dtype = dtype_of(like);
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(unit_size, 1));
   torch::stable::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
-    shardzoo_cpu_run(kernel, dtype, parameters, begin, end);  // cannot fail: `kernel` and `dtype` exist
+    shardzoo_cpu_run(kernel, dtype, arguments, begin, end);  // cannot fail: `kernel` and `dtype` exist
   });
 }
 
 Chunks::Chunks(const Tensor& x) {
-  const int64_t rows = rows_of(x), most = x.is_cpu() ? 256 : multiprocessors(x), least = x.is_cpu() ? 32 : 8;
-  rows_each = std::max(least, (rows + most - 1) / most);
+  const int64_t rows = rows_of(x);
+  const int64_t most_chunks = x.is_cpu() ? 256 : multiprocessors(x);
+  const int64_t least_rows = x.is_cpu() ? 32 : 8;
+  rows_each = std::max(least_rows, (rows + most_chunks - 1) / most_chunks);
   count = (rows + rows_each - 1) / rows_each;
 }
 
@@ -62,8 +64,9 @@ Tensor partial_sums(const Tensor& like, const Chunks& chunks, int64_t columns) {
 }
 
 void sum_columns(const Tensor& partial, const Tensor& out) {
-  const ColumnSum parameters = {input(partial), output(out), partial.size(0), partial.size(1)};
-  run(kColumnSum, out, &parameters, parameters.columns, parameters.chunks);
+  const ColumnSum a = {
+      .partial = input(partial), .out = output(out), .chunks = partial.size(0), .columns = partial.size(1)};
+  run(a, out, a.columns, a.chunks);
 }
 
 }  // namespace shardzoo

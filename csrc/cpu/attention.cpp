@@ -7,7 +7,7 @@
 #include "entry.h"
 #include "few_queries.h"
 #include "math.h"
-#include "product.h"
+#include "../matmul/kernels/product.h"
 
 namespace shardzoo {
 namespace {

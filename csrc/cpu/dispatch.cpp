@@ -1,4 +1,6 @@
-// Picks the instruction set once, when the library is loaded, and runs kernels by number.
+// Chooses an instruction set once, when a kernel first runs, and calls the kernels that were compiled for it.
+//
+// The kernels are compiled once for each instruction set (build.py), in a namespace of its name: `shardzoo::v4` and so on.
 #include <cstdlib>
 #include <cstring>
 
@@ -10,93 +12,111 @@
 #include <unistd.h>
 #endif
 
-using Entry = void (*)(int dtype, const void* parameters, int64_t begin, int64_t end);
-
-#define SHARDZOO_EACH_KERNEL(isa)                                                              \
-  X(softmax_forward, isa)                                                                      \
-  X(softmax_backward, isa)                                                                     \
-  X(norm_forward, isa) X(norm_backward, isa) X(column_sum, isa) X(gelu_forward, isa)           \
-  X(gelu_backward, isa) X(glu_forward, isa) X(glu_backward, isa) X(dropout_forward, isa)       \
-  X(dropout_backward, isa) X(cross_entropy_stats, isa) X(cross_entropy_grad, isa)              \
-  X(linear_forward, isa) X(matrix_product, isa)                                                \
-  X(attention_forward, isa) X(attention_backward, isa) X(square_sums, isa) X(adamw, isa)
-
-#define X(name, isa) extern "C" void shardzoo_##name##_##isa(int, const void*, int64_t, int64_t);
-SHARDZOO_EACH_KERNEL(baseline)
-#ifdef SHARDZOO_X86
-SHARDZOO_EACH_KERNEL(v3)
-SHARDZOO_EACH_KERNEL(v4)
-SHARDZOO_EACH_KERNEL(v4bf16)
-#endif
-#undef X
-
+namespace shardzoo {
 namespace {
 
-struct Isa {
+using Entry = void (*)(int dtype, const void* arguments, int64_t begin, int64_t end);
+
+// A kernel whose arguments have lost their type, as the table needs it.
+template <class Arguments, void (*kernel)(int, const Arguments&, int64_t, int64_t)>
+void call(int dtype, const void* arguments, int64_t begin, int64_t end) {
+  kernel(dtype, *static_cast<const Arguments*>(arguments), begin, end);
+}
+
+}  // namespace
+}  // namespace shardzoo
+
+// Declares the kernels of an instruction set, and lists them in the order of their numbers.
+#define SHARDZOO_DECLARE(name, Arguments) void name(int dtype, const Arguments&, int64_t begin, int64_t end);
+#define SHARDZOO_ENTRY(name, Arguments) call<Arguments, name>,
+#define SHARDZOO_INSTRUCTION_SET(isa)                              \
+  namespace shardzoo::isa {                                        \
+  SHARDZOO_KERNELS(SHARDZOO_DECLARE)                               \
+  constexpr Entry kEntries[] = {SHARDZOO_KERNELS(SHARDZOO_ENTRY)}; \
+  }
+
+SHARDZOO_INSTRUCTION_SET(baseline)
+#ifdef SHARDZOO_X86
+SHARDZOO_INSTRUCTION_SET(v3)
+SHARDZOO_INSTRUCTION_SET(v4)
+SHARDZOO_INSTRUCTION_SET(v4bf16)
+#endif
+
+namespace shardzoo {
+namespace {
+
+struct InstructionSet {
   const char* name;
-  Entry entries[shardzoo::kKernels];  // in the order of the enumeration Kernel
+  const Entry* entries;
 };
 
-#define X(name, isa) shardzoo_##name##_##isa,
-constexpr Isa kBaseline = {"baseline", {SHARDZOO_EACH_KERNEL(baseline)}};
+constexpr InstructionSet kBaseline = {"baseline", baseline::kEntries};
 #ifdef SHARDZOO_X86
-constexpr Isa kV3 = {"x86-64-v3", {SHARDZOO_EACH_KERNEL(v3)}};
-constexpr Isa kV4 = {"x86-64-v4", {SHARDZOO_EACH_KERNEL(v4)}};
-constexpr Isa kV4Bf16 = {"x86-64-v4+bf16", {SHARDZOO_EACH_KERNEL(v4bf16)}};
-constexpr Isa kV4Amx = {"x86-64-v4+amx", {SHARDZOO_EACH_KERNEL(v4bf16)}};  // asks shardzoo_cpu_has_amx where it differs
+constexpr InstructionSet kV3 = {"x86-64-v3", v3::kEntries};
+constexpr InstructionSet kV4 = {"x86-64-v4", v4::kEntries};
+constexpr InstructionSet kV4Bf16 = {"x86-64-v4+bf16", v4bf16::kEntries};
+// The same kernels: where AMX makes a difference, they ask shardzoo_cpu_has_amx.
+constexpr InstructionSet kV4Amx = {"x86-64-v4+amx", v4bf16::kEntries};
 #endif
-#undef X
 
-// Whether the processor multiplies tiles of bf16, and the system lets this process use their registers.
+#ifdef SHARDZOO_X86
+// Returns whether the processor multiplies tiles of bf16, and the system lets this process use their registers.
 bool may_use_amx() {
-#if defined(SHARDZOO_X86) && defined(__linux__)
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // of edx, leaf 7
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl's
+#ifdef __linux__
+  constexpr unsigned kAmxBf16 = 1u << 22;  // bits of edx in leaf 7
+  constexpr unsigned kAmxTile = 1u << 24;
+  constexpr long kRequestPermission = 0x1023;  // arguments of arch_prctl
+  constexpr long kTileData = 18;
   unsigned a = 0, b = 0, c = 0, d = 0;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if ((d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
 #endif
 }
+#endif
 
-const Isa& choose() {
+const InstructionSet& choose() {
 #ifdef SHARDZOO_X86
   __builtin_cpu_init();
-  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                  __builtin_cpu_supports("avx512cd");
-  // A lower instruction set can be requested, as tests do; one that the processor lacks is never used.
+  const bool has_v3 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  const bool has_v4 = has_v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512cd");
+  const bool has_bf16 = has_v4 && __builtin_cpu_supports("avx512bf16");
+  // SHARDZOO_CPU_ISA requests a lower instruction set, as tests do. One that the processor lacks is never used.
   const char* wanted = std::getenv("SHARDZOO_CPU_ISA");
   const bool any = wanted == nullptr || *wanted == '\0';
-  const bool bf16 = v4 && __builtin_cpu_supports("avx512bf16");
-  if (bf16 && (any || std::strcmp(wanted, kV4Amx.name) == 0) && may_use_amx()) return kV4Amx;
-  if (bf16 && (any || std::strcmp(wanted, kV4Bf16.name) == 0)) return kV4Bf16;
-  if (v4 && (any || std::strncmp(wanted, kV4.name, std::strlen(kV4.name)) == 0)) return kV4;
-  if (v3 && (any || std::strcmp(wanted, kBaseline.name) != 0)) return kV3;
+  if (has_bf16 && (any || std::strcmp(wanted, kV4Amx.name) == 0) && may_use_amx()) return kV4Amx;
+  if (has_bf16 && (any || std::strcmp(wanted, kV4Bf16.name) == 0)) return kV4Bf16;
+  if (has_v4 && (any || std::strncmp(wanted, kV4.name, std::strlen(kV4.name)) == 0)) return kV4;
+  if (has_v3 && (any || std::strcmp(wanted, kBaseline.name) != 0)) return kV3;
 #endif
   return kBaseline;
 }
 
-const Isa& chosen() {
-  static const Isa& isa = choose();
-  return isa;
+const InstructionSet& chosen() {
+  static const InstructionSet& set = choose();
+  return set;
 }
 
 }  // namespace
+}  // namespace shardzoo
 
-extern "C" int shardzoo_cpu_run(int kernel, int dtype, const void* parameters, int64_t begin, int64_t end) {
-  if (kernel < 0 || kernel >= shardzoo::kKernels || dtype < 0 || dtype >= shardzoo::kDTypes) return -1;
-  chosen().entries[kernel](dtype, parameters, begin, end);
+extern "C" int shardzoo_cpu_run(int kernel, int dtype, const void* arguments, int64_t begin, int64_t end) {
+  if (kernel < 0 || kernel >= shardzoo::kKernels) return -1;
+  if (dtype < 0 || dtype >= shardzoo::kDTypes) return -1;
+  shardzoo::chosen().entries[kernel](dtype, arguments, begin, end);
   return 0;
 }
 
-extern "C" const char* shardzoo_cpu_isa() { return chosen().name; }
+extern "C" const char* shardzoo_cpu_isa() { return shardzoo::chosen().name; }
 
 extern "C" int shardzoo_cpu_has_amx() {
 #ifdef SHARDZOO_X86
-  return &chosen() == &kV4Amx;
+  return &shardzoo::chosen() == &shardzoo::kV4Amx;
 #else
   return 0;
 #endif

@@ -1,7 +1,8 @@
-// Exports a kernel template from a file that is compiled once per instruction set (SHARDZOO_ISA: v4, v3, baseline).
+// What every file of kernels for the CPU needs. Such a file is compiled once for each instruction set, which the macro
+// SHARDZOO_ISA names: v4bf16, v4, v3 or baseline.
 //
-// Everything else in such a file has internal linkage, so that the linker cannot pick code made for one instruction
-// set to serve another; for the same reason these files use no containers of the standard library.
+// Everything in such a file but its kernels has internal linkage. Otherwise the linker could let code that was made for
+// one instruction set serve another. For the same reason these files use no containers of the standard library.
 #pragma once
 
 #include <cstdlib>
@@ -9,19 +10,18 @@
 #include "../kernels.h"
 #include "vector.h"
 
-#define SHARDZOO_JOIN_(name, isa) shardzoo_##name##_##isa
-#define SHARDZOO_JOIN(name, isa) SHARDZOO_JOIN_(name, isa)
-
-#define SHARDZOO_CPU_KERNEL(name, Parameters)                                                              \
-  extern "C" void SHARDZOO_JOIN(name, SHARDZOO_ISA)(int dtype, const void* p, int64_t begin, int64_t end); \
-  void SHARDZOO_JOIN(name, SHARDZOO_ISA)(int dtype, const void* p, int64_t begin, int64_t end) {           \
-    using namespace shardzoo;                                                                              \
-    const Parameters& a = *static_cast<const Parameters*>(p);                                              \
-    if (dtype == kFloat) name<float>(a, begin, end);                                                       \
-    if (dtype == kBFloat16) name<BFloat16>(a, begin, end);                                                 \
-    if (dtype == kHalf) name<Half>(a, begin, end);                                                         \
-    if (dtype == kDouble) name<double>(a, begin, end);                                                     \
-    fence();                                                                                               \
+// Defines the kernel `name` of this instruction set, for dispatch.cpp. It calls the template `name` above it in the type of
+// the tensors.
+#define SHARDZOO_CPU_KERNEL(name, Arguments)                                            \
+  namespace shardzoo::SHARDZOO_ISA {                                                    \
+  void name(int dtype, const Arguments& a, int64_t begin, int64_t end);                 \
+  void name(int dtype, const Arguments& a, int64_t begin, int64_t end) {                \
+    if (dtype == kFloat) shardzoo::name<float>(a, begin, end);                          \
+    if (dtype == kBFloat16) shardzoo::name<BFloat16>(a, begin, end);                    \
+    if (dtype == kHalf) shardzoo::name<Half>(a, begin, end);                            \
+    if (dtype == kDouble) shardzoo::name<double>(a, begin, end);                        \
+    fence();                                                                            \
+  }                                                                                     \
   }
 
 namespace shardzoo {

@@ -357,25 +357,16 @@ inline dim3 teams_of(int threads, int64_t rows) {
 
 }  // namespace
 
-int cuda_softmax_forward(int dtype, const SoftmaxForward& a, cudaStream_t stream);
-int cuda_softmax_backward(int dtype, const SoftmaxBackward& a, cudaStream_t stream);
-int cuda_norm_forward(int dtype, const NormForward& a, cudaStream_t stream);
-int cuda_norm_backward(int dtype, const NormBackward& a, cudaStream_t stream);
-int cuda_column_sum(int dtype, const ColumnSum& a, cudaStream_t stream);
-int cuda_gelu_forward(int dtype, const GeluForward& a, cudaStream_t stream);
-int cuda_gelu_backward(int dtype, const GeluBackward& a, cudaStream_t stream);
-int cuda_glu_forward(int dtype, const GluForward& a, cudaStream_t stream);
-int cuda_glu_backward(int dtype, const GluBackward& a, cudaStream_t stream);
-int cuda_dropout_forward(int dtype, const DropoutForward& a, cudaStream_t stream);
-int cuda_dropout_backward(int dtype, const DropoutBackward& a, cudaStream_t stream);
-int cuda_cross_entropy_stats(int dtype, const CrossEntropyStats& a, cudaStream_t stream);
-int cuda_cross_entropy_grad(int dtype, const CrossEntropyGrad& a, cudaStream_t stream);
+// Declares cuda_<name>, which queues a kernel and returns a cudaError_t.
+#define SHARDZOO_DECLARE(name, Arguments) int cuda_##name(int dtype, const Arguments& a, cudaStream_t stream);
+SHARDZOO_KERNELS_OF_BOTH_DEVICES(SHARDZOO_DECLARE)
+#undef SHARDZOO_DECLARE
 
 }  // namespace shardzoo
 
-// Defines shardzoo::cuda_<name>, which launches launch_<name><T> for a dtype.
-#define SHARDZOO_CUDA_KERNEL(name, Parameters)                                      \
-  int shardzoo::cuda_##name(int dtype, const Parameters& a, cudaStream_t stream) {  \
+// Defines shardzoo::cuda_<name>, which calls launch_<name><T> for the type T of the tensors.
+#define SHARDZOO_CUDA_KERNEL(name, Arguments)                                       \
+  int shardzoo::cuda_##name(int dtype, const Arguments& a, cudaStream_t stream) {   \
     if (dtype == kFloat) launch_##name<float>(a, stream);                           \
     if (dtype == kBFloat16) launch_##name<BFloat16>(a, stream);                     \
     if (dtype == kHalf) launch_##name<Half>(a, stream);                             \

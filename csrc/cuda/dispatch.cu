@@ -1,35 +1,24 @@
-// Runs CUDA kernels by number.
+// Launches a CUDA kernel by its number.
 #include "common.cuh"
 
-extern "C" int shardzoo_cuda_run(int kernel, int dtype, const void* p, void* stream_handle) {
+extern "C" int shardzoo_cuda_run(int kernel, int dtype, const void* arguments, void* stream_handle) {
   using namespace shardzoo;
   if (dtype < 0 || dtype >= kDTypes) return -1;
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
-#define SHARDZOO_CASE(number, name, Parameters) \
-  case number:                                  \
-    return cuda_##name(dtype, *static_cast<const Parameters*>(p), stream)
   switch (kernel) {
-    SHARDZOO_CASE(kSoftmaxForward, softmax_forward, SoftmaxForward);
-    SHARDZOO_CASE(kSoftmaxBackward, softmax_backward, SoftmaxBackward);
-    SHARDZOO_CASE(kNormForward, norm_forward, NormForward);
-    SHARDZOO_CASE(kNormBackward, norm_backward, NormBackward);
-    SHARDZOO_CASE(kColumnSum, column_sum, ColumnSum);
-    SHARDZOO_CASE(kGeluForward, gelu_forward, GeluForward);
-    SHARDZOO_CASE(kGeluBackward, gelu_backward, GeluBackward);
-    SHARDZOO_CASE(kGluForward, glu_forward, GluForward);
-    SHARDZOO_CASE(kGluBackward, glu_backward, GluBackward);
-    SHARDZOO_CASE(kDropoutForward, dropout_forward, DropoutForward);
-    SHARDZOO_CASE(kDropoutBackward, dropout_backward, DropoutBackward);
-    SHARDZOO_CASE(kCrossEntropyStats, cross_entropy_stats, CrossEntropyStats);
-    SHARDZOO_CASE(kCrossEntropyGrad, cross_entropy_grad, CrossEntropyGrad);
+#define SHARDZOO_CASE(name, Arguments) \
+  case k##Arguments:                   \
+    return cuda_##name(dtype, *static_cast<const Arguments*>(arguments), stream);
+    SHARDZOO_KERNELS_OF_BOTH_DEVICES(SHARDZOO_CASE)
+#undef SHARDZOO_CASE
     default:
       return -1;
   }
-#undef SHARDZOO_CASE
 }
 
 extern "C" int shardzoo_cuda_multiprocessors() { return shardzoo::multiprocessors(); }
 
 extern "C" const char* shardzoo_cuda_error(int code) {
-  return code < 0 ? "no such kernel" : cudaGetErrorString(static_cast<cudaError_t>(code));
+  if (code < 0) return "no such kernel";
+  return cudaGetErrorString(static_cast<cudaError_t>(code));
 }

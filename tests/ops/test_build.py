@@ -1,8 +1,9 @@
-"""The build without a compiler, and with one that fails: it succeeds and says so once, unless told not to."""
+"""The build compiles what has changed. Without a compiler, or with one that fails, it succeeds and says so once."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,52 @@ def test_a_failing_nvcc_costs_only_the_cuda_kernels(tmp_path):
     done = build(tmp_path, **environment, SHARDZOO_CUDA="1")
     assert "shardzoo.ops._kernels: nvcc failed: error: unsupported compiler" in done.stderr
     assert not library.exists()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder with the sources, and a compiler that only notes what it is asked to compile in `compiled`."""
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    for room in ("data", "mpu", "ops", "bin"):
+        (tmp_path / room).mkdir()
+    compiler = tmp_path / "bin" / "g++"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        f'echo "$@" >> "{tmp_path}/compiled"\n'
+        'while [ "$1" != -o ]; do shift; done; : > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    return tmp_path
+
+
+def compiled_sources(checkout):
+    """Builds in a checkout. Returns the names of the sources that were compiled."""
+    log = checkout / "compiled"
+    log.unlink(missing_ok=True)
+    environment = {
+        **os.environ,
+        "PATH": f"{checkout / 'bin'}:{os.environ['PATH']}",
+        "SHARDZOO_BUILD": "required",
+        "SHARDZOO_CUDA": "0",
+        "CXX": "g++",
+    }
+    command = [sys.executable, checkout / "csrc" / "build.py"]
+    subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    commands = [line.split() for line in log.read_text().splitlines()]
+    return sorted(
+        Path(words[words.index("-c") + 2]).name for words in commands if "-shared" not in words
+    )
+
+
+def test_only_what_has_changed_is_compiled_again(checkout):
+    everything = compiled_sources(checkout)
+    assert everything.count("norm.cpp") == everything.count("matrix_product.cpp") - 1
+    assert {"ops.cpp", "dispatch.cpp", "index.cpp", "shared_memory.cpp"} < set(everything)
+    assert compiled_sources(checkout) == []
+    (checkout / "csrc" / "cpu" / "norm.cpp").touch()
+    kernels_of_norm = compiled_sources(checkout)
+    assert set(kernels_of_norm) == {"norm.cpp"}
+    assert len(kernels_of_norm) == everything.count("norm.cpp")  # one for each instruction set
 
 
 def test_required_build_fails(no_compiler, tmp_path):

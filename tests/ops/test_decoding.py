@@ -1,4 +1,4 @@
-"""The operators of a decoding step (csrc/binding/decoding.h), which run only in inference mode.
+"""The operators of a decoding step (csrc/matmul/few_rows.h), which run only in inference mode.
 
 `tests/ops/test_matmul.py` has the linear layer's. The others run the kernels of `attention` and of the norms, which are
 held against fp64 elsewhere, so here they must give the same bits.

@@ -67,7 +67,8 @@ def jobs(
     folder: Path, changed: dict[str, str], flags: tuple[str, ...]
 ) -> list[tuple[Path, list[str]]]:
     """Returns (object, its command) of every part. Sources lie in folders named by their hash, below `folder`."""
-    cxx, texts = library.compiler(), sources(changed)
+    cxx = library.find_compiler()
+    texts = sources(changed)
     headers = "".join(
         path.read_text()
         for path in [*sorted(HERE.glob("*.h")), CSRC / "kernels.h", CSRC / "hash.h"]
@@ -84,18 +85,17 @@ def jobs(
             (place / other).write_text(text if other == name else texts[other])
         command = [*common, "-I", str(CSRC), "-x", "c++", "-c", str(place / name), "-o"]
         made.append((place / f"{name}.o", command))
-    torch = library.torch_folder()
-    for source, target, command in library.binding_jobs(cxx, folder, torch, False):
-        text = "".join(
-            path.read_text()
-            for path in [source, *(CSRC / "binding").glob("*.h"), CSRC / "kernels.h"]
-        )
-        version = (torch / "version.py").read_text()
+    torch = library.find_torch()
+    version = (torch / "version.py").read_text()
+    binding = library.group_binding(None)
+    folders = [CSRC / "binding", CSRC / "matmul"]
+    binding_headers = "".join(path.read_text() for place in folders for path in place.glob("*.h"))
+    flags_of_binding = ["-O0" if flag == "-O2" else flag for flag in binding.flags]
+    for source in (library.ROOT / name for name in binding.sources):
+        command = [*cxx, *flags_of_binding, "-c", str(source), "-o"]
+        text = source.read_text() + binding_headers + (CSRC / "kernels.h").read_text()
         digest = hashlib.sha256(repr((text, version, command)).encode()).hexdigest()[:16]
-        command = [
-            part.replace("-O2", "-O0") for part in command if part not in ("-o", str(target))
-        ]
-        made.append((folder / f"{digest}.o", [*command, "-o"]))
+        made.append((folder / f"{digest}.o", command))
     return made
 
 
@@ -138,7 +138,7 @@ def build(
     objects = [str(target) for target, _ in parts]
     link = [
         *UNDEFINED,
-        "-L" + str(library.torch_folder() / "lib"),
+        "-L" + str(library.find_torch() / "lib"),
         "-ltorch_cpu",
         "-ldl",
         "-shared",
@@ -147,7 +147,7 @@ def build(
     target = (
         folder.resolve() / f"{hashlib.sha256(repr((objects, flags)).encode()).hexdigest()[:16]}.so"
     )
-    make((target, [*library.compiler(), *flags, *objects, *link]))
+    make((target, [*library.find_compiler(), *flags, *objects, *link]))
     return target
 
 
@@ -155,8 +155,11 @@ def environment(built: Path, order: str = "forward", *, sanitize: bool = False) 
     """Returns the environment of a Python process that uses a library (see emulated.py) in a thread order."""
     changes = {"SHARDZOO_EMULATED": str(built), "SHARDZOO_EMULATION_ORDER": order}
     if sanitize:
-        named = [subprocess.check_output([*library.compiler(), f"-print-file-name=lib{name}.so"], text=True).strip()
-                 for name in ("asan", "ubsan")]  # fmt: skip
+        compiler = library.find_compiler()
+        options = [f"-print-file-name=lib{name}.so" for name in ("asan", "ubsan")]
+        named = [
+            subprocess.check_output([*compiler, option], text=True).strip() for option in options
+        ]
         # Python and torch free nothing at their end; fibers have stacks that ASan does not know
         changes["LD_PRELOAD"] = " ".join(named)
         changes["ASAN_OPTIONS"] = "detect_leaks=0:detect_stack_use_after_return=0:abort_on_error=1"

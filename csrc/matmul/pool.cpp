@@ -10,15 +10,16 @@
 namespace shardzoo {
 namespace {
 
-constexpr size_t kLeast = size_t{1} << 20;     // the C library returns larger blocks to the system
+constexpr size_t kLeast = size_t{1} << 20;  // bytes; the C library keeps smaller blocks itself
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kGranule = size_t{256} << 10;  // the unit of blocks smaller than two huge pages
 
-// The most bytes that the pool keeps unused: SHARDZOO_POOL_MIB, as set at the first large output, or 1 GiB.
+// Returns the most bytes that the pool keeps unused: SHARDZOO_POOL_MIB, as set at the first large output, or 1 GiB.
 size_t most_idle() {
   static const size_t bytes = [] {
-    const char* text = std::getenv("SHARDZOO_POOL_MIB");
-    return text == nullptr ? size_t{1} << 30 : static_cast<size_t>(std::strtoull(text, nullptr, 10)) << 20;
+    const char* mebibytes = std::getenv("SHARDZOO_POOL_MIB");
+    if (mebibytes == nullptr) return size_t{1} << 30;
+    return static_cast<size_t>(std::strtoull(mebibytes, nullptr, 10)) << 20;
   }();
   return bytes;
 }
@@ -30,7 +31,7 @@ class Pool {
     size_t bytes;
   };
 
-  // A block of at least `bytes`; {nullptr, 0} if there is no memory.
+  // Returns a block of at least `bytes`, or {nullptr, 0} if there is no memory.
   Block take(size_t bytes) {
     const size_t alignment = bytes < 2 * kHugePage ? kGranule : kHugePage;
     bytes = (bytes + alignment - 1) / alignment * alignment;
@@ -54,6 +55,7 @@ class Pool {
     return {data, bytes};
   }
 
+  // Takes back a block that no tensor uses any more.
   void give(Block block) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -68,7 +70,7 @@ class Pool {
     return idle_bytes_;
   }
 
-  // Locks the mutex around a fork, so that the child does not inherit a mutex that another thread holds.
+  // For a fork, around which the mutex is locked: the child must not inherit one that another thread holds.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
 
@@ -105,7 +107,8 @@ Pool& pool() {
 Tensor recycled(const Tensor& like, const std::vector<int64_t>& size) {
   size_t bytes = like.element_size();
   for (const int64_t length : size) bytes *= static_cast<size_t>(length);
-  const Pool::Block block = bytes < kLeast || most_idle() == 0 ? Pool::Block{nullptr, 0} : pool().take(bytes);
+  Pool::Block block = {nullptr, 0};
+  if (bytes >= kLeast && most_idle() != 0) block = pool().take(bytes);
   if (block.data == nullptr) return torch::stable::new_empty(like, {size.data(), size.size()});
   std::vector<int64_t> stride(size.size(), 1);
   for (size_t i = size.size() - 1; i > 0; --i) stride[i - 1] = stride[i] * size[i];

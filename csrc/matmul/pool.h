@@ -4,7 +4,9 @@
 // page faults, which take longer than most kernels here. A training step allocates the same sizes repeatedly.
 #pragma once
 
-#include "launch.h"
+#include <vector>
+
+#include "../binding/launch.h"
 
 namespace shardzoo {
 

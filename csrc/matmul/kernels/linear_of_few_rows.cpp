@@ -1,4 +1,4 @@
-#include "entry.h"
+#include "../../cpu/entry.h"
 
 namespace shardzoo {
 namespace {
@@ -49,7 +49,7 @@ constexpr bool kPairs = Factors<T>::kStep > kLanes<T>;
 // Products of `Rows` rows of x (padded to `width`) with `Features` rows of the weight. Every sum has a separate
 // register and adds the vectors in order, so that it is the same for any number of rows and in every tile.
 template <class T, int Rows, int Features>
-INLINE void linear_tile(const LinearForward& a, const X<T>* x, int64_t width, int64_t row, int64_t feature) {
+INLINE void linear_tile(const LinearOfFewRows& a, const X<T>* x, int64_t width, int64_t row, int64_t feature) {
   using C = Compute<T>;
   using V = typename Factors<T>::V;
   const T *weight = at<T>(a.weight, feature * a.columns), *bias = at<T>(a.bias, feature);
@@ -81,7 +81,7 @@ INLINE void linear_tile(const LinearForward& a, const X<T>* x, int64_t width, in
 }
 
 template <class T, int Rows>
-INLINE void linear_rows(const LinearForward& a, const X<T>* x, int64_t width, int64_t row, int64_t feature,
+INLINE void linear_rows(const LinearOfFewRows& a, const X<T>* x, int64_t width, int64_t row, int64_t feature,
                         int64_t end) {
   // One row, or products of pairs, need so little arithmetic that they wait for memory, which is fastest when it is read
   // in one piece.
@@ -93,14 +93,14 @@ INLINE void linear_rows(const LinearForward& a, const X<T>* x, int64_t width, in
 
 // Processes `Rows` rows of x at a time, while a block of the weight stays in the cache, and then the rest.
 template <class T, int Rows>
-INLINE void linear_block(const LinearForward& a, const X<T>* x, int64_t width, int64_t row, int64_t first,
+INLINE void linear_block(const LinearOfFewRows& a, const X<T>* x, int64_t width, int64_t row, int64_t first,
                          int64_t last) {
   for (; row + Rows <= a.rows; row += Rows) linear_rows<T, Rows>(a, x, width, row, first, last);
   if constexpr (Rows > 1) linear_block<T, Rows == 8 ? 4 : Rows - 1>(a, x, width, row, first, last);
 }
 
 template <class T>
-void linear_forward(const LinearForward& a, int64_t begin, int64_t end) {
+void linear_of_few_rows(const LinearOfFewRows& a, int64_t begin, int64_t end) {
   using F = Factors<T>;
   const int64_t width = (a.columns + F::kStep - 1) / F::kStep * F::kStep;
   const Scratch<X<T>> scratch(a.rows * width);
@@ -122,4 +122,4 @@ void linear_forward(const LinearForward& a, int64_t begin, int64_t end) {
 }  // namespace
 }  // namespace shardzoo
 
-SHARDZOO_CPU_KERNEL(linear_forward, LinearForward)
+SHARDZOO_CPU_KERNEL(linear_of_few_rows, LinearOfFewRows)

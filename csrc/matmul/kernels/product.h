@@ -4,9 +4,9 @@
 // along the dimension which is summed over; a pair takes the place of a float.
 #pragma once
 
-#include "entry.h"
-#include "math.h"
-#include "vector.h"
+#include "../../cpu/entry.h"
+#include "../../cpu/math.h"
+#include "../../cpu/vector.h"
 
 namespace shardzoo {
 namespace {

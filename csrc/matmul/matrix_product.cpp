@@ -18,12 +18,13 @@ class Workspace {
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
 
-  float* of(int64_t floats) {
-    constexpr size_t huge_page = size_t{2} << 20;
-    const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + huge_page - 1) / huge_page * huge_page;
+  // Returns memory for so many floats, whose contents are undefined.
+  float* reserve(int64_t floats) {
+    constexpr size_t kHugePage = size_t{2} << 20;
+    const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + kHugePage - 1) / kHugePage * kHugePage;
     if (bytes > bytes_) {
       std::free(data_);
-      data_ = std::aligned_alloc(huge_page, bytes);
+      data_ = std::aligned_alloc(kHugePage, bytes);
       bytes_ = data_ == nullptr ? 0 : bytes;
       STD_TORCH_CHECK(data_ != nullptr, "no memory for the workspace of a matrix product: ", bytes, " bytes");
       madvise(data_, bytes, MADV_HUGEPAGE);  // optional: if it fails, the pages are small
@@ -36,34 +37,41 @@ class Workspace {
   size_t bytes_ = 0;
 };
 
-int64_t whole(int64_t size, int64_t tile) { return (size + tile - 1) / tile * tile; }
+int64_t divide_up(int64_t size, int64_t parts) { return (size + parts - 1) / parts; }
+int64_t round_up(int64_t size, int64_t tile) { return divide_up(size, tile) * tile; }
 
 // Divides the result among the threads so that they pack little: each packs its rows of a and its columns of b.
-void divide(MatrixProduct& m, int64_t threads) {
-  constexpr int64_t rows_each = 32, columns_each = 16, packing = 16;  // multiplications in the time of packing a number
+void divide_among_threads(MatrixProduct& m, int64_t threads) {
+  constexpr int64_t kRowsEach = 32;
+  constexpr int64_t kColumnsEach = 16;
+  constexpr int64_t kPacking = 16;  // multiplications in the time that packing a number takes
   int64_t best = 0;
   for (int64_t row_parts = 1; row_parts <= threads; ++row_parts) {
     if (threads % row_parts != 0) continue;
-    const int64_t part_rows = whole((m.rows + row_parts - 1) / row_parts, rows_each);
     const int64_t column_parts = threads / row_parts;
-    const int64_t part_columns = whole((m.columns + column_parts - 1) / column_parts, columns_each);
-    const int64_t cost = part_rows * part_columns + packing * (part_rows + part_columns);
+    const int64_t part_rows = round_up(divide_up(m.rows, row_parts), kRowsEach);
+    const int64_t part_columns = round_up(divide_up(m.columns, column_parts), kColumnsEach);
+    const int64_t cost = part_rows * part_columns + kPacking * (part_rows + part_columns);
     if (best != 0 && cost >= best) continue;
     best = cost;
-    m.part_rows = part_rows, m.part_columns = part_columns;
+    m.part_rows = part_rows;
+    m.part_columns = part_columns;
   }
-  m.row_parts = (m.rows + m.part_rows - 1) / m.part_rows;
-  m.column_parts = (m.columns + m.part_columns - 1) / m.part_columns;
+  m.row_parts = divide_up(m.rows, m.part_rows);
+  m.column_parts = divide_up(m.columns, m.part_columns);
 }
 
-// The packed factors, the sums, and what whole tiles and vectors add.
-int64_t workspace_floats(const MatrixProduct& m) {
-  const int64_t rows = std::min(m.part_rows, kMostProductRows), columns = std::min(m.part_columns, kMostProductColumns);
+// Returns the floats that a part needs: the packed factors, the sums, and what whole tiles and vectors add.
+int64_t count_workspace_floats(const MatrixProduct& m) {
+  const int64_t rows = std::min(m.part_rows, kMostProductRows);
+  const int64_t columns = std::min(m.part_columns, kMostProductColumns);
   const int64_t lines = rows + std::min(columns, kProductColumns) + 2 * kProductTile;
   const int64_t packed = lines * std::min(m.depth, kProductDepth);
-  return whole(packed + whole(rows, kProductTile) * whole(columns, kProductTile), kProductTile) + kProductTile;
+  const int64_t sums = round_up(rows, kProductTile) * round_up(columns, kProductTile);
+  return round_up(packed + sums, kProductTile) + kProductTile;
 }
 
+// Copies a matrix's strides. Returns whether the numbers of its rows or of its columns are adjacent.
 bool copy_strides(const Tensor& matrix, int64_t* strides) {
   for (int i = 0; i < 2; ++i) strides[i] = matrix.stride(i);
   return strides[0] == 1 || strides[1] == 1;
@@ -76,20 +84,27 @@ bool is_like(const Tensor& tensor, const Tensor& first) {
 }  // namespace
 
 OptionalTensor matrix_product(const Tensor& a, const Tensor& b, const OptionalTensor& bias) {
-  if (a.dim() != 2 || b.dim() != 2 || a.size(1) != b.size(0) || a.numel() == 0 || b.numel() == 0) return {};
+  if (a.dim() != 2 || b.dim() != 2 || a.size(1) != b.size(0)) return {};
+  if (a.numel() == 0 || b.numel() == 0) return {};
   if (!a.is_cpu() || a.scalar_type() == ScalarType::Double || !is_like(b, a)) return {};
   MatrixProduct m = {};
-  m.a = input(a), m.b = input(b), m.bias = input(bias);
-  m.rows = a.size(0), m.depth = a.size(1), m.columns = b.size(1);
+  m.a = input(a);
+  m.b = input(b);
+  m.bias = input(bias);
+  m.rows = a.size(0);
+  m.depth = a.size(1);
+  m.columns = b.size(1);
   if (!copy_strides(a, m.a_stride) || !copy_strides(b, m.b_stride)) return {};
   if (bias && !(bias->dim() == 1 && bias->size(0) == m.columns && bias->is_contiguous() && is_like(*bias, a))) return {};
-  divide(m, torch::stable::get_num_threads());
-  m.workspace_floats = workspace_floats(m);
+
+  divide_among_threads(m, torch::stable::get_num_threads());
+  m.workspace_floats = count_workspace_floats(m);
   const int64_t units = m.row_parts * m.column_parts;
   const Tensor c = recycled(a, {m.rows, m.columns});
   thread_local Workspace workspace;
-  m.c = output(c), m.workspace = workspace.of(units * m.workspace_floats);
-  run(kMatrixProduct, a, &m, units, m.part_rows * m.part_columns * m.depth);
+  m.c = output(c);
+  m.workspace = workspace.reserve(units * m.workspace_floats);
+  run(m, a, units, m.part_rows * m.part_columns * m.depth);
   return c;
 }
 

@@ -1,7 +1,7 @@
-// Products of large matrices on a CPU.
+// The operator of products of large matrices on a CPU.
 #pragma once
 
-#include "launch.h"
+#include "../binding/launch.h"
 
 namespace shardzoo {
 
