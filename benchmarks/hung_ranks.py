@@ -15,16 +15,14 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from soak import PRELOADED, ForkedRank, quietly
+from soak import PRELOADED, quietly, start_ranks_by_fork
 
 STAGES = ("forward", "backward", "collective", "save", "evaluation", "worker")
 
@@ -104,7 +102,8 @@ def launch(
     stage: str, folder: Path, faults: dict[str, Any], ranks: int = 2, **arguments: Any
 ) -> None:
     """The life of the launcher's process. `faults` are the fields of `Faults`."""
-    from shardzoo.trainer.launch import local
+    from shardzoo.trainer.launch.agent import run_ranks
+    from shardzoo.trainer.launch.failure import Faults
 
     def work() -> int:
         train(stage, folder, arguments)
@@ -113,9 +112,8 @@ def launch(
     multiprocessing.set_start_method(
         "fork", force=True
     )  # of data workers: this process has a forkserver's
-    local.subprocess = SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=ForkedRank)  # pyright: ignore
-    command: Any = (folder, work, {})
-    quietly(folder / "log", lambda: local.run_ranks(command, ranks, local.Faults(**faults)), {})
+    start_ranks_by_fork(folder, work, {})
+    quietly(folder / "log", lambda: run_ranks(["rank"], ranks, Faults(**faults)), {})
 
 
 def run_stage(stage: str, stall_timeout: float) -> tuple[float | None, str]:

@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 PRELOADED = [
@@ -119,11 +118,16 @@ def note_pid(folder: Path, pid: int) -> None:
 class ForkedRank:
     """Stands in for `subprocess.Popen` in the launcher: the rank is forked instead of started.
 
-    `command` is a folder for its log, a function that returns an exit code, and the `spec` of its disk.
+    Args:
+        folder: Gets its log.
+        work: Runs in the rank, and returns its exit code.
+        spec: Describes its disk.
+        env: Its environment.
     """
 
-    def __init__(self, command: Any, env: dict[str, str], **_: Any) -> None:
-        folder, work, spec = command
+    def __init__(
+        self, folder: Path, work: Callable[[], int], spec: dict[str, Any], env: dict[str, str]
+    ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
@@ -154,18 +158,26 @@ class ForkedRank:
         return self.returncode or 0
 
 
+def start_ranks_by_fork(folder: Path, work: Callable[[], int], spec: dict[str, Any]) -> None:
+    """Lets the elastic agent of this process fork its ranks, which then do `work`, instead of starting a command."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    popen: Any = lambda *_, env, **__: ForkedRank(folder, work, spec, env)  # noqa: E731
+    subprocess_handler.Popen = popen
+
+
 def launch(job: Job, spec: dict[str, Any]) -> None:
     """The life of the launcher's process."""
-    from shardzoo.trainer.launch import local
+    from shardzoo.trainer.launch.agent import run_ranks
+    from shardzoo.trainer.launch.failure import Faults
 
     ranks, _ = TRAINING[job.name]
     if ranks == 1:
         os.environ.pop("RANK", None)
         quietly(job.folder / "log", lambda: train(job), spec)
-    local.subprocess = SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=ForkedRank)  # pyright: ignore
-    command: Any = (job.folder, lambda: train(job), spec)
-    faults = local.Faults(stall_timeout=spec.get("stall", 300.0))
-    quietly(job.folder / "log", lambda: local.run_ranks(command, ranks, faults), {})
+    start_ranks_by_fork(job.folder, lambda: train(job), spec)
+    faults = Faults(stall_timeout=spec.get("stall", 300.0))
+    quietly(job.folder / "log", lambda: run_ranks(["rank"], ranks, faults), {})
 
 
 class Samples:

@@ -216,6 +216,40 @@ def test_torchruns_error_file(tmp_path, monkeypatch):
         assert found.summary == "ValueError: a canary"
 
 
+def test_torchs_elastic_agent_has_the_methods_that_ours_extends(tmp_path):
+    with needed_by(
+        "trainer/launch/agent.py",
+        breaks="`python script.py` no longer starts ranks, or no longer ends and restarts them together.",
+        remedy="Compare RankAgent with torch/distributed/elastic/agent/server/local_elastic_agent.py and api.py.",
+    ):
+        from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+        from torch.distributed.elastic.multiprocessing import PContext, SubprocessContext
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+        from shardzoo.trainer.launch.agent import SIGNALS_OF_TORCH, RankAgent
+
+        replaced = {
+            name
+            for name, value in vars(RankAgent).items()
+            if inspect.isfunction(value)
+            and name.startswith("_")
+            and hasattr(LocalElasticAgent, name)
+        }
+        methods = ["start_workers", "monitor_workers", "restart_workers", "stop_workers"]
+        assert replaced == {"__init__", "_shutdown", *(f"_{name}" for name in methods)}
+        run = inspect.getsource(SimpleElasticAgent._invoke_run)
+        for name in ("_monitor_workers", "_restart_workers", "_stop_workers"):
+            assert f"self.{name}(self._worker_group)" in run
+        assert "self._remaining_restarts > 0" in run
+        assert "start_new_session" in inspect.getsource(SubprocessHandler)
+        assert "subprocess_handlers" in inspect.getsource(SubprocessContext)
+        assert "reify(envs)" in inspect.getsource(PContext)
+        assert SIGNALS_OF_TORCH in inspect.getsource(PContext.start)
+        shutdown = inspect.signature(LocalElasticAgent._shutdown).parameters
+        assert [*shutdown] == ["self", "death_sig", "timeout"]
+
+
 def _keys(value: Any) -> Any:
     return {key: _keys(entry) for key, entry in value.items()} if isinstance(value, dict) else None
 

@@ -24,6 +24,8 @@ from every_case import every_day
 from shardzoo.models import family, from_config
 from shardzoo.trainer import Trainer, TrainingArguments
 from shardzoo.trainer.launch import heartbeat
+from shardzoo.trainer.launch.agent import run_ranks
+from shardzoo.trainer.launch.failure import Faults
 from shardzoo.trainer.launch.heartbeat import (
     STALLED,
     Sample,
@@ -33,7 +35,6 @@ from shardzoo.trainer.launch.heartbeat import (
     refresh_sample,
 )
 from shardzoo.trainer.launch.launch import smaller_jobs
-from shardzoo.trainer.launch.local import Faults, run_ranks
 from shardzoo.trainer.launch.phase import (
     OUTSIDE,
     SAVE,
@@ -421,7 +422,7 @@ def test_a_signal_ends_a_job_that_cannot_save(tmp_path, number, cause):
     script.write_text(f"""
 import os, signal, time
 from shardzoo.trainer.launch.launch import ensure_processes
-from shardzoo.trainer.launch.local import Faults
+from shardzoo.trainer.launch.failure import Faults
 launch = ensure_processes(2, faults=Faults(grace_period={600 if cause == "stopped" else 1}))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)

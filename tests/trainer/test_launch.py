@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from commands import user_environment, warm_environment
 
+from shardzoo.trainer.launch.agent import run_ranks
+from shardzoo.trainer.launch.failure import Faults
+
 SCRIPT = """
 import os, signal, sys, threading, time
 from shardzoo.trainer.launch.launch import ensure_processes
@@ -169,6 +172,15 @@ def test_the_first_exit_code_comes_back(start):
     code, _, messages = finish(start("exit"))
     assert code == 7
     assert messages == "rank 1 failed first, with exit code 7\n"
+
+
+def test_a_rank_gets_its_arguments_as_they_are(tmp_path, capfd):
+    """torch's agent replaces ${local_rank} in a command line."""
+    given = ["${local_rank}", "$$", "$local_rank", "a b", "", "--name=$HOME"]
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; os.write(1, (repr(sys.argv[1:]) + '\\n').encode())")
+    assert run_ranks([sys.executable, str(script), *given], 2, Faults()) == 0
+    assert capfd.readouterr().out.splitlines() == [repr(given)] * 2
 
 
 def test_ranks_may_save_when_the_job_is_stopped(start):

@@ -325,7 +325,7 @@ def read_sample(path: Path) -> Sample | None:
         return None
 
 
-def stack_of(pid: int, path: Path, seconds: float = 3.0) -> str:
+def read_stack(pid: int, path: Path, seconds: float = 3.0) -> str:
     """Returns the Python stack of a rank that samples for our launcher; a stopped one runs on for it."""
     with suppress(OSError):
         _ask_for_stack(pid)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..arguments.training_arguments import TrainingArguments
-from .local import POLL_SECONDS, Faults, run_ranks
+from .failure import Faults, shell_code
 from .nodes import (
     LOCAL_NAMES,
     Nodes,
@@ -27,6 +27,7 @@ from .rank_process import LAUNCHER_PID, join_job
 
 THIS_MACHINE = Nodes()
 DEFAULT_FAULTS = Faults()
+POLL_SECONDS = 0.05
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 
 
@@ -141,6 +142,8 @@ def start_processes(
             check_gpus(world_size)
         command = [sys.executable, *own_command(script)]
         if not dry_run:
+            from .agent import run_ranks  # imports torch, which a started rank may not need yet
+
             return run_ranks(command, world_size, faults)
         for rank in range(world_size):
             print(f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={world_size} {shlex.join(command)}")
@@ -236,5 +239,4 @@ def _run(command: Sequence[str], grace_period: float) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    code = process.returncode
-    return code if code >= 0 else 128 - code
+    return shell_code(process.returncode)

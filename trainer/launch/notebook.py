@@ -12,8 +12,10 @@ from typing import Any
 
 import cloudpickle
 
+from .agent import run_ranks
+from .failure import Faults
+from .heartbeat import STALLED
 from .launch import check_gpus
-from .local import STALLED, Faults, run_ranks
 from .rank_process import join_job
 
 CALL, RESULT = "call", "result_{}"
