@@ -175,8 +175,9 @@ def checked_tokenizer(folder: Path, text_folder: Path) -> Tokenizer:
     tokenizer = load_tokenizer(text_folder)
     trained_with = Manifest.read(folder).vocabulary if (folder / MANIFEST).exists() else None
     if trained_with is not None and not trained_with.begins(tokenizer):
+        found = Vocabulary.from_tokenizer(tokenizer)
         raise ValueError(
-            f"the tokenizer in {text_folder} has another vocabulary ({Vocabulary.of(tokenizer)}) than the one that the "
+            f"the tokenizer in {text_folder} has another vocabulary ({found}) than the one that the "
             f"model in {folder} was trained with ({trained_with}); use that run's tokenizer"
         )
     return tokenizer

@@ -19,7 +19,8 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import tyro
 from rich.console import Console
 
-from ..data.objectives.pretraining import Objective, find_objective, objective_names
+from ..data.objectives.objective import Objective
+from ..data.objectives.registry import find_objective, objective_names
 from ..files.safe_paths import checked_file
 from ..pretraining.arguments import DEFAULT_MODEL, FIXED, PretrainingArguments
 from ..pretraining.inputs import choose_inputs, default_objective

@@ -14,16 +14,12 @@ if TYPE_CHECKING:
     from .indexed.merge import merge_datasets, split_dataset
     from .indexed.writer import IndexedDatasetWriter, WriterState
     from .loading.blocks import BlockStream, documents_in_memory
-    from .loading.loader import (
-        EpochShuffle,
-        LengthBuckets,
-        PackedDataset,
-        PadBatch,
-        ResumableLoader,
-        Share,
-        pack_lengths,
-    )
+    from .loading.collate import DataCollator, PadBatch
+    from .loading.loader import ResumableLoader, Share
     from .loading.mixture import MixedSamples, parse_mixture
+    from .loading.orders import EpochShuffle, LengthBuckets
+    from .loading.packing import PackedDataset, pack_lengths
+    from .loading.pretraining import build_loader
     from .loading.stream import DocumentRecords, IterableRecords, ResumableStream, TextStream
     from .objectives.bart import BartObjective, MBartObjective, TextInfilling
     from .objectives.bert import (
@@ -37,17 +33,10 @@ if TYPE_CHECKING:
     from .objectives.glm import GLMDataset, GLMMixture, GLMObjective
     from .objectives.gpt import GPTDataset, GPTObjective
     from .objectives.masking import Masking
+    from .objectives.objective import Objective, PretrainingData
     from .objectives.packed import ObjectiveDataset, PackedTokens
     from .objectives.prefix_lm import PrefixLMObjective
-    from .objectives.pretraining import (
-        Objective,
-        PretrainingData,
-        build_dataset,
-        build_loader,
-        find_objective,
-        objective,
-        objective_names,
-    )
+    from .objectives.registry import build_dataset, find_objective, objective_names
     from .objectives.roberta import RobertaObjective, masked_dataset
     from .objectives.t5 import T5Objective, span_corruption_dataset
     from .objectives.ul2 import MixtureOfDenoisers, UL2Objective
@@ -96,34 +85,36 @@ _NAMES = {
     "indexed.merge": ("merge_datasets", "split_dataset"),
     "indexed.writer": ("IndexedDatasetWriter", "WriterState"),
     "loading.blocks": ("BlockStream", "documents_in_memory"),
-    "loading.loader": (
-        "EpochShuffle", "LengthBuckets", "PackedDataset", "PadBatch", "ResumableLoader", "Share", "pack_lengths",
-    ),
+    "loading.collate": ("DataCollator", "PadBatch"),
+    "loading.loader": ("ResumableLoader", "Share"),
     "loading.mixture": ("MixedSamples", "parse_mixture"),
+    "loading.orders": ("EpochShuffle", "LengthBuckets"),
+    "loading.packing": ("PackedDataset", "pack_lengths"),
+    "loading.pretraining": ("build_loader",),
     "loading.stream": ("DocumentRecords", "IterableRecords", "ResumableStream", "TextStream"),
     "objectives.bart": ("BartObjective", "MBartObjective", "TextInfilling"),
-    "objectives.bert": ("NextSentenceObjective", "SentenceOrderObjective", "SentencePairDataset", "SentencePairs"),
+    "objectives.bert": (
+        "NextSentenceObjective", "SentenceOrderObjective", "SentencePairDataset", "SentencePairs",
+    ),
     "objectives.blank_infilling": ("BlankInfilling",),
     "objectives.denoising": ("PrefixLM", "SpanCorruption"),
     "objectives.glm": ("GLMDataset", "GLMMixture", "GLMObjective"),
     "objectives.gpt": ("GPTDataset", "GPTObjective"),
     "objectives.masking": ("Masking",),
+    "objectives.objective": ("Objective", "PretrainingData"),
     "objectives.packed": ("ObjectiveDataset", "PackedTokens"),
     "objectives.prefix_lm": ("PrefixLMObjective",),
-    "objectives.pretraining": (
-        "Objective", "PretrainingData", "build_dataset", "build_loader", "find_objective", "objective",
-        "objective_names",
-    ),
+    "objectives.registry": ("build_dataset", "find_objective", "objective_names"),
     "objectives.roberta": ("RobertaObjective", "masked_dataset"),
     "objectives.t5": ("T5Objective", "span_corruption_dataset"),
     "objectives.ul2": ("MixtureOfDenoisers", "UL2Objective"),
     "pairs.datasets": (
-        "BlankDataset", "BlockDataset", "ChatDataset", "PrefixMaskedDataset", "PromptDataset", "Seq2SeqDataset",
-        "load_chats",
+        "BlankDataset", "BlockDataset", "ChatDataset", "PrefixMaskedDataset", "PromptDataset",
+        "Seq2SeqDataset", "load_chats",
     ),
     "pairs.labeled": (
-        "AnswerSpans", "ChoiceSamples", "ClassifiedTexts", "ClassifiedWords", "Encoder", "load_choices",
-        "load_labeled", "load_labeled_words", "load_questions",
+        "AnswerSpans", "ChoiceSamples", "ClassifiedTexts", "ClassifiedWords", "Encoder",
+        "load_choices", "load_labeled", "load_labeled_words", "load_questions",
     ),
     "pairs.pairs": ("load_pairs",),
     "text.corpus": ("Corpus", "prepare_corpora", "prepare_corpus"),
@@ -135,26 +126,32 @@ _NAMES = {
     "tokenizers.glm_tokens": ("GLMTokens", "glm_token_ids", "glm_tokenizer"),
     "tokenizers.sentinels": ("add_sentinels", "sentinel_ids"),
     "tokenizers.tokenizer": ("Tokenizer", "load_tokenizer", "save_tokenizer"),
-    "tokenizers.training": ("train_byte_level_bpe", "train_sentencepiece", "train_tokenizer", "train_wordpiece"),
+    "tokenizers.training": (
+        "train_byte_level_bpe", "train_sentencepiece", "train_tokenizer", "train_wordpiece",
+    ),
     "tokenizers.vocabulary": ("Vocabulary",),
 }
 __all__ = [
-    "AnswerSpans", "BartObjective", "BlankDataset", "BlankInfilling", "BlockDataset", "BlockStream", "ChatDataset",
-    "ChoiceSamples", "ClassifiedTexts", "ClassifiedWords", "Corpus", "DocumentRecords", "Encoder", "EpochShuffle",
-    "GLMDataset", "GLMMixture", "GLMObjective", "GLMTokens", "GPTDataset", "GPTObjective", "IndexedDataset",
-    "IndexedDatasetWriter", "IterableRecords", "LengthBuckets", "MBartObjective", "Masking", "MixedSamples",
-    "MixtureOfDenoisers", "NextSentenceObjective", "Objective", "ObjectiveDataset", "PackedDataset", "PackedTokens",
-    "PadBatch", "PrefixLM", "PrefixLMObjective", "PrefixMaskedDataset", "PrepareOptions", "PrepareReport",
-    "PretrainingData", "PromptDataset", "ResumableLoader", "ResumableStream", "RobertaObjective",
-    "SentenceOrderObjective", "SentencePairDataset", "SentencePairs", "Seq2SeqDataset", "Share", "SourceReport",
-    "SpanCorruption", "T5Objective", "TextInfilling", "TextStream", "Tokenizer", "UL2Objective", "Vocabulary",
-    "WriterState", "add_sentinels", "build_dataset", "build_loader", "documents_in_memory", "dtype_for_vocabulary",
-    "fail_on_bad", "find_objective", "glm_token_ids", "glm_tokenizer", "iter_documents", "load_chats", "load_choices",
-    "load_labeled", "load_labeled_words", "load_pairs", "load_questions", "load_tokenizer", "masked_dataset",
-    "merge_datasets", "objective", "objective_names", "pack_lengths", "parse_mixture", "prepare_corpora",
-    "prepare_corpus", "prepare_dataset", "python_stdlib", "save_tokenizer", "sentence_end_ids", "sentinel_ids",
-    "skip_bad", "span_corruption_dataset", "split_dataset", "split_sentences", "target_entropy", "token_counts",
-    "train_byte_level_bpe", "train_sentencepiece", "train_tokenizer", "train_wordpiece", "unigram_entropy",
+    "AnswerSpans", "BartObjective", "BlankDataset", "BlankInfilling", "BlockDataset", "BlockStream",
+    "ChatDataset", "ChoiceSamples", "ClassifiedTexts", "ClassifiedWords", "Corpus", "DataCollator",
+    "DocumentRecords", "Encoder", "EpochShuffle", "GLMDataset", "GLMMixture", "GLMObjective",
+    "GLMTokens", "GPTDataset", "GPTObjective", "IndexedDataset", "IndexedDatasetWriter",
+    "IterableRecords", "LengthBuckets", "MBartObjective", "Masking", "MixedSamples",
+    "MixtureOfDenoisers", "NextSentenceObjective", "Objective", "ObjectiveDataset", "PackedDataset",
+    "PackedTokens", "PadBatch", "PrefixLM", "PrefixLMObjective", "PrefixMaskedDataset",
+    "PrepareOptions", "PrepareReport", "PretrainingData", "PromptDataset", "ResumableLoader",
+    "ResumableStream", "RobertaObjective", "SentenceOrderObjective", "SentencePairDataset",
+    "SentencePairs", "Seq2SeqDataset", "Share", "SourceReport", "SpanCorruption", "T5Objective",
+    "TextInfilling", "TextStream", "Tokenizer", "UL2Objective", "Vocabulary", "WriterState",
+    "add_sentinels", "build_dataset", "build_loader", "documents_in_memory", "dtype_for_vocabulary",
+    "fail_on_bad", "find_objective", "glm_token_ids", "glm_tokenizer", "iter_documents",
+    "load_chats", "load_choices", "load_labeled", "load_labeled_words", "load_pairs",
+    "load_questions", "load_tokenizer", "masked_dataset", "merge_datasets", "objective_names",
+    "pack_lengths", "parse_mixture", "prepare_corpora", "prepare_corpus", "prepare_dataset",
+    "python_stdlib", "save_tokenizer", "sentence_end_ids", "sentinel_ids", "skip_bad",
+    "span_corruption_dataset", "split_dataset", "split_sentences", "target_entropy", "token_counts",
+    "train_byte_level_bpe", "train_sentencepiece", "train_tokenizer", "train_wordpiece",
+    "unigram_entropy",
 ]
 # fmt: on
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

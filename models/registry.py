@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, cast
 from torch import nn
 
 from ..checkpoint.stored_tensor import StoredTensor
-from ..data.objectives.pretraining import Format
+from ..data.objectives.objective import Format
 from .activations import Activations
 from .config import ModelConfig
 from .megatron import MegatronMap

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..data.objectives.pretraining import Objective
+from ..data.objectives.objective import Objective
 from ..trainer.arguments.training_arguments import EnvType, TrainingArguments, check_types
 
 

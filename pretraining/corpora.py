@@ -31,7 +31,7 @@ from ..data import (
     train_tokenizer,
 )
 from ..data.indexed.meta import CorpusMeta
-from ..data.objectives.pretraining import PretrainingData, PretrainingSamples
+from ..data.objectives.objective import PretrainingData, PretrainingSamples
 from ..data.text.encoding import end_token
 from ..data.tokenizers.files import has_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer, save_tokenizer
@@ -165,7 +165,9 @@ def hold_out(arguments: PretrainingArguments, inputs: Inputs, folder: Path) -> N
         train_tokenizer(kind, texts, size, folder / TOKENIZER)
     tokenizer = place_tokenizer(inputs, folder / TOKENIZER, folder / TOKENIZER)
     split = inputs.objective.split_sentences
-    meta = CorpusMeta(Vocabulary.of(tokenizer), end_token(tokenizer, split_sentences=split), split)
+    meta = CorpusMeta(
+        Vocabulary.from_tokenizer(tokenizer), end_token(tokenizer, split_sentences=split), split
+    )
     pairs: list[Pair] = []
     for number, (stream, share) in enumerate(streams):
         texts = stream.beginning(HELD_OUT_CHARACTERS, held_out=True)
@@ -191,9 +193,9 @@ def place_tokenizer(inputs: Inputs, trained: Path, folder: Path) -> Tokenizer:
     if tokenizer is None:
         tokenizer = load_tokenizer(trained)
         prepare_tokenizer(tokenizer, str(trained), inputs.objective, None)
-    if not has_tokenizer(folder) or Vocabulary.of(load_tokenizer(folder)) != Vocabulary.of(
-        tokenizer
-    ):
+    if not has_tokenizer(folder) or Vocabulary.from_tokenizer(
+        load_tokenizer(folder)
+    ) != Vocabulary.from_tokenizer(tokenizer):
         save_tokenizer(tokenizer, folder)
     return tokenizer
 

@@ -12,7 +12,8 @@ from ..checkpoint.hub import TEXTS, find_folder
 from ..checkpoint.manifest import checked_tokenizer
 from ..data.indexed.meta import read_meta
 from ..data.loading.mixture import parse_mixture
-from ..data.objectives.pretraining import Objective, find_objective, objective_names
+from ..data.objectives.objective import Objective
+from ..data.objectives.registry import find_objective, objective_names
 from ..data.text.corpus import as_prefix, find_tokenizer
 from ..data.text.sources import Source
 from ..data.tokenizers.files import has_tokenizer
@@ -240,7 +241,9 @@ def find_weights(name: str) -> Weights:
     checkpoint, config = open_weights(name)
     folder, manifest = checkpoint.folder, checkpoint.manifest
     tokenizer = checked_tokenizer(folder, folder) if has_tokenizer(folder) else None
-    vocabulary = Vocabulary.of(tokenizer) if tokenizer else manifest and manifest.vocabulary
+    vocabulary = (
+        Vocabulary.from_tokenizer(tokenizer) if tokenizer else manifest and manifest.vocabulary
+    )
     return Weights(name, folder, config, tokenizer, vocabulary)
 
 
@@ -347,7 +350,7 @@ def check_pair(prefix: Path, tokenizer: Tokenizer, name: str, *, stated: bool) -
                 "that it was prepared with by --tokenizer"
             ) from None
         vocabulary, known = (
-            Vocabulary.of(load_tokenizer(folder)),
+            Vocabulary.from_tokenizer(load_tokenizer(folder)),
             f"{prefix}, whose tokenizer is {folder},",
         )
     if not vocabulary.begins(tokenizer):

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..convert import merge
 from ..data import target_entropy
-from ..data.objectives.pretraining import pad_batch
+from ..data.loading.pretraining import build_pad_batch
 from ..data.tokenizers.tokenizer import load_tokenizer
 from ..models import ParallelConfig, family, from_config, from_pretrained
 from ..models.loading import check_pretrained, missing_modules
@@ -88,7 +88,7 @@ class Pretraining:
         self.train, self.held_out = make_samples(
             arguments, inputs, self.run_folder.data, tokenizer, self.trainer.share
         )
-        self.collate = Collate(pad_batch(data_of(arguments, inputs), tokenizer))
+        self.collate = Collate(build_pad_batch(data_of(arguments, inputs), tokenizer))
         self.evaluated = held_out_samples(self.held_out, arguments.final_eval_sequences)
         self.entropy = on_first_rank(
             lambda: target_entropy(self.evaluated[i] for i in range(len(self.evaluated)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.loading.loader import Batch
+from ..data.loading.collate import Batch
 from ..models.pipeline import is_last_stage
 from .batches.dataset_kinds import is_table
 from .batches.loss_normalization import LossNormalizer, loss_of, output_field, to_device

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Share
-from ..data.loading.loader import DefaultCollate, with_loss_mask
+from ..data.loading.collate import DataCollator, with_loss_mask
 from ..mpu import ParallelMesh, set_reduction
 from ..mpu.fused_products import use_symmetric_memory
 from .arguments.deepspeed_file import deepspeed_notice
@@ -250,7 +250,7 @@ class Trainer:
         if point:
             files.load_weights(point.folder, ranks)
         engine = make_engine(model, optimizer, arguments, ranks)
-        collate = collate_fn or DefaultCollate(_pad_token_id(model), arguments.length_multiple)
+        collate = collate_fn or DataCollator(_pad_token_id(model), arguments.length_multiple)
         validate = partial(
             self.validate, engine.model, engine.module, valid_dataset, metrics, collate
         )
@@ -298,7 +298,7 @@ class Trainer:
                 raise ValueError(f"evaluate needs a model and a dataset, not {model!r}")
             return self.recipe.evaluate(model)
         pad, multiple = _pad_token_id(model), self.arguments.length_multiple
-        collate = with_loss_mask(collate_fn) if collate_fn else DefaultCollate(pad, multiple)
+        collate = with_loss_mask(collate_fn) if collate_fn else DataCollator(pad, multiple)
         return self.validate(model, model, dataset, metric_functions(metric_methods), collate)
 
     def validate(

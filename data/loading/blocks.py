@@ -19,17 +19,13 @@ import numpy as np
 
 from ..indexed.dataset import MemoryDataset
 from ..indexed.format import dtype_for_vocabulary
-from ..objectives.pretraining import (
-    PretrainingData,
-    PretrainingSamples,
-    as_objective,
-    build_dataset,
-    pad_batch,
-)
+from ..objectives.objective import PretrainingData, PretrainingSamples
+from ..objectives.registry import build_dataset, resolve_objective
 from ..text.encoding import BATCH_CHARACTERS, Encoded, encode_documents, end_token
 from ..tokenizers.tokenizer import Tokenizer
 from .loader import Share
 from .mixture import MixedSamples
+from .pretraining import build_pad_batch
 from .stream import Records, StreamLoader
 
 BLOCK_TOKENS = 1 << 22  # 8 to 16 MB in memory; tokenized in seconds, which is what resuming costs
@@ -145,7 +141,7 @@ class BlockMaker:
     def _parts(self, place: Place) -> Iterator[tuple[int, _Part | None]]:
         """Yields (epoch, some documents) from a place on, and (epoch, None) at the end of each epoch."""
         cursor, skip = place.cursor, place.skip
-        split = as_objective(self.config.objective).split_sentences
+        split = resolve_objective(self.config.objective).split_sentences
         for epoch in range(place.epoch, self.epochs) if self.epochs else count(place.epoch):
             is_empty, reader = cursor is None, self.records.read(epoch, cursor)
             while found := list(_some(reader)):
@@ -314,10 +310,10 @@ class BlockStream(StreamLoader):
             "blocks": [asdict(Place()) for _ in self.streams],
         }
         super().__init__(Share(config.micro_batch_size, rank, world_size), num_workers, bookmark)
-        as_objective(config.objective).add_special_tokens(tokenizer)
+        resolve_objective(config.objective).add_special_tokens(tokenizer)
         self.tokenizer, self.config = tokenizer, config
         self.block_tokens, self.epochs = block_tokens, epochs
-        self.collate = pad_batch(config, tokenizer)
+        self.collate = build_pad_batch(config, tokenizer)
 
     def peek(self, count: int) -> list[str]:
         return [text for stream in self.streams for text, _ in islice(stream.read(0, None), count)]

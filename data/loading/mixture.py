@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..indexed.format import idx_path
-from ..objectives.pretraining import PretrainingSamples
+from ..objectives.objective import PretrainingSamples
 from ..text.sources import Source
 
 Mixture = list[tuple[Source, Fraction]]

@@ -27,7 +27,8 @@ from ..text.corpus import as_prefix, document_key
 from ..text.documents import OnBad, describe, fail_on_bad, source_name
 from ..text.records import BadRecord, check_text, read_chunk
 from ..text.sources import Source, plan_chunks
-from .loader import Collate, PadBatch, Share, seed_generators
+from .collate import CollateFunction, PadBatch
+from .loader import Share, seed_generators
 
 UNSHUFFLED_WINDOW = 256
 
@@ -96,7 +97,7 @@ class IterableRecords:
         self.make = make
 
     @classmethod
-    def of(cls, dataset: Any) -> IterableRecords:
+    def from_iterable(cls, dataset: Any) -> IterableRecords:
         """Returns the records of an iterable that starts again, which is told the epoch if it has a `set_epoch`."""
         return cls(lambda epoch: _epoch_of(dataset, epoch))
 
@@ -202,7 +203,7 @@ class TextStream:
                     f"a stream cannot read the type {type(source).__name__}: give paths, a name on the Hugging Face "
                     "hub, or an iterable of texts or records that starts again; of several splits, give one"
                 )
-            return IterableRecords.of(source)
+            return IterableRecords.from_iterable(source)
         if as_prefix(source) is not None:
             raise ValueError(
                 f"{source} is a .bin/.idx pair, which is tokenized already; train on it without a stream"
@@ -211,7 +212,7 @@ class TextStream:
             return DocumentRecords(
                 source, seed=self.seed, text_key=self.text_key, on_bad=self._warn
             )
-        return IterableRecords.of(open_hub_dataset(source, self.seed))
+        return IterableRecords.from_iterable(open_hub_dataset(source, self.seed))
 
     def _text(self, record: Any, number: int) -> str | None:
         if isinstance(record, Mapping):
@@ -383,7 +384,7 @@ class ResumableStream(StreamLoader):
         epochs: int | None = 1,
         last: Literal["drop", "pad"] = "drop",
         num_workers: int = 0,
-        collate: Collate | None = None,
+        collate: CollateFunction | None = None,
     ) -> None:
         if shuffle_buffer < 0:
             raise ValueError(f"shuffle_buffer is {shuffle_buffer}; it cannot be negative")

@@ -14,8 +14,8 @@ import numpy as np
 from ..indexed.dataset import IndexedDataset
 from ..text.sentences import sentence_end_ids
 from ..tokenizers.tokenizer import Tokenizer
+from .objective import PretrainingData, Seq2SeqObjective
 from .packed import ObjectiveDataset
-from .pretraining import PretrainingData, Seq2SeqObjective, objective
 
 SENTENCE_MARKS = frozenset(".?!\n。？！…।؟")
 
@@ -96,7 +96,6 @@ class TextInfilling:
         return generator.permutation(np.append(spans, empty[: most - len(spans)]))
 
 
-@objective("bart")
 @dataclass(frozen=True)
 class BartObjective(Seq2SeqObjective):
     """Restores a text whose sentences are permuted and whose spans are masked. A sample is `<s> text </s>`.
@@ -107,6 +106,7 @@ class BartObjective(Seq2SeqObjective):
         permute_sentences: whether the sentences are in random order.
     """
 
+    name: ClassVar[str] = "bart"
     needs: ClassVar[tuple[str, ...]] = ("bos_token", "eos_token", "mask_token")
     tokenizers: ClassVar[str] = (
         "BART's or RoBERTa's, or train one: shardzoo data train-tokenizer --kind roberta-bpe"
@@ -143,7 +143,6 @@ class BartObjective(Seq2SeqObjective):
         return (tokenizer.special_id("bos_token"),), (tokenizer.eos_token_id,)
 
 
-@objective("mbart")
 @dataclass(frozen=True)
 class MBartObjective(BartObjective):
     """Restores a text like objective "bart", with mBART's constants. A sample is `text </s> language`.
@@ -151,6 +150,8 @@ class MBartObjective(BartObjective):
     Args:
         language: code of the text's language, which becomes a token.
     """
+
+    name: ClassVar[str] = "mbart"
 
     mask_probability: float = 0.35
     mean_span_length: float = 3.5

@@ -12,7 +12,7 @@ from ..indexed.dataset import IndexedDataset
 from ..indexed.index_building import sentence_index
 from ..tokenizers.tokenizer import Tokenizer
 from .masking import MaskedObjective, Masking
-from .pretraining import Format, PretrainingData, objective
+from .objective import Format, PretrainingData
 
 SHORTEST_PAIR = 5  # [CLS] A [SEP] B [SEP]
 
@@ -190,17 +190,17 @@ class SentencePairsObjective(MaskedObjective):
         )
 
 
-@objective("bert-nsp")
 @dataclass(frozen=True)
 class NextSentenceObjective(SentencePairsObjective):
     """Predicts masked tokens, and whether the second segment follows the first (Devlin et al., "BERT", 2019)."""
 
+    name: ClassVar[str] = "bert-nsp"
     kind: ClassVar[Literal["nsp", "sop"]] = "nsp"
 
 
-@objective("bert-sop")
 @dataclass(frozen=True)
 class SentenceOrderObjective(SentencePairsObjective):
     """Predicts masked tokens, and whether the segments are swapped (Lan et al., "ALBERT", 2020)."""
 
+    name: ClassVar[str] = "bert-sop"
     kind: ClassVar[Literal["nsp", "sop"]] = "sop"

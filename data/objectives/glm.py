@@ -12,7 +12,7 @@ from ..text.sentences import sentence_end_ids
 from ..tokenizers.glm_tokens import DEFAULT_VOCABULARY, GLMVocabulary, glm_tokenizer
 from ..tokenizers.tokenizer import Tokenizer
 from .blank_infilling import BlankInfilling, Mode
-from .pretraining import Format, Objective, PretrainingData, objective
+from .objective import Format, Objective, PretrainingData
 
 SHORTEST_PIECE = 32
 SHORTEST_TEXT = 2 * SHORTEST_PIECE
@@ -185,7 +185,6 @@ class GLMDataset:
         return piece
 
 
-@objective("glm")
 @dataclass(frozen=True)
 class GLMObjective(GLMMixture, Objective):
     """Predicts the contents of blanks, in a mixture of modes.
@@ -196,6 +195,7 @@ class GLMObjective(GLMMixture, Objective):
         block_mask_probability: share of the generated inputs that are hidden by [dBLOCK].
     """
 
+    name: ClassVar[str] = "glm"
     format: ClassVar[Format] = "blanks"
     shortest: ClassVar[int] = SHORTEST_TEXT
 

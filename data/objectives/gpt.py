@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..indexed.dataset import IndexedDataset
 from ..tokenizers.tokenizer import Tokenizer
+from .objective import Format, Objective, PretrainingData
 from .packed import PackedTokens
-from .pretraining import Format, Objective, PretrainingData, objective
 
 if TYPE_CHECKING:
     import torch
@@ -45,11 +45,11 @@ class GPTDataset(PackedTokens):
         return {"indexed": self.indexed, "sequence_length": self.length, "seed": self.seed}
 
 
-@objective("gpt")
 @dataclass(frozen=True)
 class GPTObjective(Objective):
     """Predicts each token from those before it. It has no settings."""
 
+    name: ClassVar[str] = "gpt"
     format: ClassVar[Format] = "causal"
 
     def build(

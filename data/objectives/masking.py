@@ -12,7 +12,7 @@ import numpy as np
 
 from ..tokenizers.tokenizer import Tokenizer
 from .labels import IGNORED
-from .pretraining import Objective
+from .objective import Objective
 
 
 @dataclass(frozen=True)

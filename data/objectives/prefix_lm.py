@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..indexed.dataset import IndexedDataset
 from ..tokenizers.tokenizer import Tokenizer
 from .denoising import PrefixLM
+from .objective import PretrainingData, Seq2SeqObjective
 from .packed import ObjectiveDataset
-from .pretraining import PretrainingData, Seq2SeqObjective, objective
 
 
-@objective("prefix-lm")
 @dataclass(frozen=True)
 class PrefixLMObjective(Seq2SeqObjective):
     """Predicts the end of a text from its beginning. It has no settings."""
+
+    name: ClassVar[str] = "prefix-lm"
 
     def build(
         self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData

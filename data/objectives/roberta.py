@@ -8,8 +8,8 @@ from typing import ClassVar
 from ..indexed.dataset import IndexedDataset
 from ..tokenizers.tokenizer import Tokenizer
 from .masking import MaskedObjective, Masking
+from .objective import Format, PretrainingData
 from .packed import ObjectiveDataset
-from .pretraining import Format, PretrainingData, objective
 
 
 def masked_dataset(
@@ -29,11 +29,11 @@ def masked_dataset(
     )
 
 
-@objective("roberta")
 @dataclass(frozen=True)
 class RobertaObjective(MaskedObjective):
     """Predicts masked tokens of packed text, whose masks differ in every epoch."""
 
+    name: ClassVar[str] = "roberta"
     format: ClassVar[Format] = "masked"
     shortest: ClassVar[int] = 4  # <s>, two tokens of text, </s>
 

@@ -9,8 +9,8 @@ from ..indexed.dataset import IndexedDataset
 from ..tokenizers.sentinels import add_sentinels, sentinel_ids
 from ..tokenizers.tokenizer import T5_SENTINELS, Tokenizer
 from .denoising import SpanCorruption
+from .objective import PretrainingData, Seq2SeqObjective
 from .packed import ObjectiveDataset
-from .pretraining import PretrainingData, Seq2SeqObjective, objective
 
 
 def span_corruption_dataset(
@@ -30,7 +30,6 @@ def span_corruption_dataset(
     return ObjectiveDataset(indexed, raw, corruption, seed=seed)
 
 
-@objective("t5")
 @dataclass(frozen=True)
 class T5Objective(Seq2SeqObjective):
     """Predicts the spans of a text that are replaced by sentinels.
@@ -40,6 +39,7 @@ class T5Objective(Seq2SeqObjective):
         mean_span_length: mean length of a span in tokens.
     """
 
+    name: ClassVar[str] = "t5"
     shortest: ClassVar[int] = 3  # a token, a sentinel, the end
 
     mask_probability: float = 0.15

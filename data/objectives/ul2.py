@@ -14,8 +14,8 @@ from ..indexed.dataset import IndexedDataset
 from ..tokenizers.sentinels import add_sentinels, sentinel_ids
 from ..tokenizers.tokenizer import Tokenizer
 from .denoising import PrefixLM, SpanCorruption
+from .objective import PretrainingData, Seq2SeqObjective
 from .packed import ObjectiveDataset, Transform
-from .pretraining import PretrainingData, Seq2SeqObjective, objective
 
 REGULAR, EXTREME, SEQUENTIAL = MODE_TOKENS = (
     "[NLU]",
@@ -48,7 +48,6 @@ class MixtureOfDenoisers:
         return {**sample, "input_ids": np.concatenate([[self.modes[chosen]], sample["input_ids"]])}
 
 
-@objective("ul2")
 @dataclass(frozen=True)
 class UL2Objective(Seq2SeqObjective):
     """Predicts corrupted spans or the end of a text, in a mixture of seven denoisers, by default with equal shares.
@@ -62,6 +61,7 @@ class UL2Objective(Seq2SeqObjective):
             sequential denoiser (S: prefix language modeling) has the rest.
     """
 
+    name: ClassVar[str] = "ul2"
     shortest: ClassVar[int] = 4  # a mode token before the shortest input of span corruption
 
     regular: float = 2 / 7

@@ -297,7 +297,7 @@ def _tokenize(split: _Split, tokenizer: Tokenizer, output: Path, settings: _Sett
     """Writes the training and the held-out pair, and returns the token that ends their documents."""
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     end = end_token(tokenizer, split_sentences=settings.split_sentences)
-    meta = CorpusMeta(Vocabulary.of(tokenizer), end, settings.split_sentences)
+    meta = CorpusMeta(Vocabulary.from_tokenizer(tokenizer), end, settings.split_sentences)
     with (
         IndexedDatasetWriter(output / "train", dtype, meta=meta) as train,
         IndexedDatasetWriter(output / "valid", dtype, meta=meta) as valid,

@@ -114,7 +114,7 @@ def prepare_dataset(
     chunks = plan_chunks(source)
     tokenizer = load_tokenizer(options.tokenizer)
     end = _end_of_text(tokenizer, options)  # raises a clear error here rather than in a worker
-    meta = CorpusMeta(Vocabulary.of(tokenizer), end, options.split_sentences)
+    meta = CorpusMeta(Vocabulary.from_tokenizer(tokenizer), end, options.split_sentences)
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     journal = _Journal(Path(f"{output}.progress.json"), _settings(source, options, tokenizer))
     state, report, numbers = journal.read() if resume else journal.fresh()

@@ -28,7 +28,7 @@ class Vocabulary:
         return f"{self.size:,} tokens, sha256 {self.sha256[:12]}…"
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, size: int | None = None) -> Vocabulary:
+    def from_tokenizer(cls, tokenizer: Tokenizer, size: int | None = None) -> Vocabulary:
         """Returns the vocabulary of a tokenizer, or of its first `size` ids; ids beyond its tokens count as holes."""
         size = tokenizer.vocab_size if size is None else size
         parts: list[bytes] = []
@@ -54,14 +54,17 @@ class Vocabulary:
 
     def begins(self, tokenizer: Tokenizer) -> bool:
         """Returns whether the tokenizer's first `size` ids have these tokens; tokens may have been added behind."""
-        return tokenizer.vocab_size >= self.size and Vocabulary.of(tokenizer, self.size) == self
+        return (
+            tokenizer.vocab_size >= self.size
+            and Vocabulary.from_tokenizer(tokenizer, self.size) == self
+        )
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """Returns a digest of all that decides how a tokenizer encodes: its files and the tokens added to them."""
     path = tokenizer.path
     files = [path] if path.is_file() else [path / name for name in TOKENIZER_FILES]
-    digest = hashlib.sha256(Vocabulary.of(tokenizer).sha256.encode())
+    digest = hashlib.sha256(Vocabulary.from_tokenizer(tokenizer).sha256.encode())
     for file in files:
         if file.is_file():
             digest.update(file.read_bytes())

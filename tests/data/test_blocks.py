@@ -54,7 +54,7 @@ def stream(
     texts=None, rank=0, world=1, batch=1, length=7, objective=None, **options
 ) -> BlockStream:
     config = PretrainingData(objective or Plain(), length, micro_batch_size=batch, padded=False)
-    records = IterableRecords.of(documents() if texts is None else texts)
+    records = IterableRecords.from_iterable(documents() if texts is None else texts)
     return BlockStream(
         records, Numbers(), config, rank=rank, world_size=world, **{"block_tokens": 90, **options}
     )
@@ -150,7 +150,7 @@ def mixture(rank=0, world=1, batch=1, shares=(0.7, 0.2, 0.1), **options) -> Bloc
             " ".join(str(1000 * number + int(word)) for word in text.split())
             for text in documents(size, number)
         ]
-        streams.append(IterableRecords.of(texts))
+        streams.append(IterableRecords.from_iterable(texts))
     options = {"block_tokens": 120, **options}
     return BlockStream(
         streams, Numbers(), config, shares=shares, rank=rank, world_size=world, **options
@@ -284,7 +284,7 @@ def test_every_objective_streams(objective, tokenizers, texts):
     def make(rank=0, world=1):
         own = replace(config, micro_batch_size=4 // world)
         return BlockStream(
-            IterableRecords.of(texts),
+            IterableRecords.from_iterable(texts),
             tokenizer,
             own,
             rank=rank,
@@ -311,7 +311,7 @@ def test_pairs_come_from_every_document(tokenizers, texts):
     config = PretrainingData(NextSentenceObjective(), 256, micro_batch_size=1)
     found = set()
     for batch in BlockStream(
-        IterableRecords.of(texts), tokenizer, config, block_tokens=3000, epochs=1
+        IterableRecords.from_iterable(texts), tokenizer, config, block_tokens=3000, epochs=1
     ):
         ids, labels = batch["input_ids"][0], batch["labels"][0]
         text = tokenizer.decode(
@@ -427,12 +427,14 @@ def test_documents_without_pairs_wait_for_the_next_epoch(tokenizers, texts):
     config = PretrainingData("bert-nsp", 64, micro_batch_size=1)
     long = " ".join(texts[:30])
     few = [*texts[30:33], long, texts[33]]
-    made = BlockStream(IterableRecords.of(few), tokenizer, config, block_tokens=1200, epochs=2)
+    made = BlockStream(
+        IterableRecords.from_iterable(few), tokenizer, config, block_tokens=1200, epochs=2
+    )
     assert len(list(made)) > 20
     with pytest.raises(ValueError, match="only one document of two or more sentences"):
-        next(iter(BlockStream(IterableRecords.of([long]), tokenizer, config)))
+        next(iter(BlockStream(IterableRecords.from_iterable([long]), tokenizer, config)))
     with pytest.raises(ValueError, match="no document of two sentences"):
-        next(iter(BlockStream(IterableRecords.of(["one", "two"]), tokenizer, config)))
+        next(iter(BlockStream(IterableRecords.from_iterable(["one", "two"]), tokenizer, config)))
 
 
 def test_bad_records_are_skipped_with_a_warning(tmp_path, texts):
@@ -530,7 +532,9 @@ def test_states_of_other_streams_are_refused():
         match=r"1 stream\(s\) in blocks of 90 tokens and cannot resume with 1 in blocks of 300",
     ):
         stream(block_tokens=300).load_state_dict(made.state_dict())
-    other = ResumableStream(IterableRecords.of([1]), lambda record, generator: record, Share(1))
+    other = ResumableStream(
+        IterableRecords.from_iterable([1]), lambda record, generator: record, Share(1)
+    )
     with pytest.raises(ValueError, match="another kind of stream than a BlockStream"):
         made.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match="another kind of stream than a ResumableStream"):

@@ -241,7 +241,7 @@ def test_documents_end_as_their_tokenizer_says_but_sentences_do_not(
     tokenizer = load_tokenizer(corpus.tokenizer_dir)
     end = None if split else tokenizer.token_to_id(END[kind])
     assert corpus.eos_token_id == end
-    meta = CorpusMeta(Vocabulary.of(tokenizer), end, split)
+    meta = CorpusMeta(Vocabulary.from_tokenizer(tokenizer), end, split)
     assert json.loads((tmp_path / "train.meta.json").read_text()) == {
         "vocabulary": {"size": tokenizer.vocab_size, "sha256": meta.vocabulary.sha256},
         "end_token": end,
@@ -378,7 +378,7 @@ def test_the_record_is_carried_and_an_old_one_is_removed(
 ):
     prepare_dataset(jsonl, tmp_path / "all", PrepareOptions(tokenizer_dir))
     meta = read_meta(tmp_path / "all")
-    assert meta == CorpusMeta(Vocabulary.of(load_tokenizer(tokenizer_dir)), 0, False)
+    assert meta == CorpusMeta(Vocabulary.from_tokenizer(load_tokenizer(tokenizer_dir)), 0, False)
     assert (
         main(
             [

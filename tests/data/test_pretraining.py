@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,7 +15,6 @@ from shardzoo.cli.pretrain import RECIPES, read_arguments
 from shardzoo.data import (
     GLMObjective,
     IndexedDataset,
-    Objective,
     ObjectiveDataset,
     PrepareOptions,
     PretrainingData,
@@ -23,7 +25,8 @@ from shardzoo.data import (
     sentinel_ids,
     train_sentencepiece,
 )
-from shardzoo.data.objectives import pretraining
+from shardzoo.data.objectives import registry
+from shardzoo.data.objectives.objective import Seq2SeqObjective
 
 
 @pytest.fixture(scope="module")
@@ -153,25 +156,29 @@ def test_configurations_that_cannot_work_are_named(jsonl, tokenizer_dir, tmp_pat
         build_loader(PretrainingData("bert-sop"), indexed, tokenizer)
 
 
-def test_an_objective_registers_itself(jsonl, tokenizer_dir, tmp_path, monkeypatch):
-    """As a new file of `objectives/` would."""
+@dataclass(frozen=True)
+class Reversed(Seq2SeqObjective):
+    """An objective that is not one of the registry's: the target is the input, backwards."""
+
+    name: ClassVar[str] = "reversed"
+
+    offset: int = 0
+
+    def build(self, indexed, tokenizer, data):
+        def reverse(tokens, generator):
+            return {"input_ids": tokens, "labels": tokens[::-1][: data.target_length] + self.offset}
+
+        return ObjectiveDataset(indexed, data.sequence_length, reverse, seed=data.seed)
+
+
+def test_an_objective_is_a_class_that_the_registry_lists(
+    jsonl, tokenizer_dir, tmp_path, monkeypatch
+):
     indexed, tokenizer = prepare(jsonl, tokenizer_dir, tmp_path)
-    monkeypatch.setattr(pretraining, "_OBJECTIVES", dict(pretraining._OBJECTIVES))
-
-    @pretraining.objective("reversed")
-    @dataclass(frozen=True)
-    class Reversed(pretraining.Seq2SeqObjective):
-        offset: int = 0
-
-        def build(self, indexed, tokenizer, data):
-            def reverse(tokens, generator):
-                return {
-                    "input_ids": tokens,
-                    "labels": tokens[::-1][: data.target_length] + self.offset,
-                }
-
-            return ObjectiveDataset(indexed, data.sequence_length, reverse, seed=data.seed)
-
+    listed = registry.index_by_name([*registry.OBJECTIVES.values(), Reversed])
+    with pytest.raises(ValueError, match="unknown objective 'reversed'; use one of bart, "):
+        build_loader(PretrainingData("reversed", 32, 8), indexed, tokenizer)
+    monkeypatch.setattr(registry, "OBJECTIVES", listed)
     for objective, offset in (("reversed", 0), (Reversed(offset=7), 7)):
         batch = next(
             iter(
@@ -182,5 +189,19 @@ def test_an_objective_registers_itself(jsonl, tokenizer_dir, tmp_path, monkeypat
         )
         assert batch["labels"].shape == (2, 8)
         assert torch.equal(batch["labels"], batch["input_ids"].flip(1)[:, :8] + offset)
-    with pytest.raises(ValueError, match="Reversed is already registered as objective 'reversed'"):
-        pretraining.objective("reversed")(Objective)
+    with pytest.raises(ValueError, match="Reversed and Reversed are both named 'reversed'"):
+        registry.index_by_name([*listed.values(), Reversed])
+
+
+def test_the_registry_lists_every_objective_of_the_folder():
+    """A class with a name that a file of `objectives/` declares can be selected by that name."""
+    named = {}
+    for path in Path(registry.__file__).parent.glob("*.py"):
+        for kind in ast.parse(path.read_text()).body:
+            for statement in kind.body if isinstance(kind, ast.ClassDef) else ():
+                is_assigned = isinstance(statement, ast.AnnAssign) and statement.value is not None
+                if is_assigned and ast.unparse(statement.target) == "name":
+                    named[ast.literal_eval(statement.value)] = kind.name
+    assert named == {name: kind.__name__ for name, kind in registry.OBJECTIVES.items()}
+    assert registry.objective_names() == sorted(named)
+    assert len(named) == 10

@@ -479,14 +479,15 @@ def test_the_digest_is_that_of_the_tokens_in_any_format(trained, tmp_path):
     pieces = load_tokenizer(trained / "sentencepiece")
     AutoTokenizer.from_pretrained(trained / "sentencepiece").save_pretrained(tmp_path)
     assert not (tmp_path / "spiece.model").exists()
-    vocabulary = Vocabulary.of(pieces)
-    assert Vocabulary.of(load_tokenizer(tmp_path)) == vocabulary
+    vocabulary = Vocabulary.from_tokenizer(pieces)
+    assert Vocabulary.from_tokenizer(load_tokenizer(tmp_path)) == vocabulary
     stored = b"".join(
         len(raw := token.encode()).to_bytes(4, "little") + raw for token in pieces.tokens(420)
     )
     assert vocabulary == Vocabulary(420, hashlib.sha256(stored).hexdigest())
     others = {
-        kind: Vocabulary.of(load_tokenizer(trained / kind)).sha256 for kind in TOKENIZER_KINDS
+        kind: Vocabulary.from_tokenizer(load_tokenizer(trained / kind)).sha256
+        for kind in TOKENIZER_KINDS
     }
     assert others["unigram"] == others["sentencepiece"]  # the same pieces in another format
     assert len(set(others.values())) == len(TOKENIZER_KINDS) - 1
@@ -494,23 +495,23 @@ def test_the_digest_is_that_of_the_tokens_in_any_format(trained, tmp_path):
 
 def test_a_vocabulary_begins_those_that_extend_it(tokenizer_dir):
     tokenizer = load_tokenizer(tokenizer_dir)
-    before = Vocabulary.of(tokenizer)
+    before = Vocabulary.from_tokenizer(tokenizer)
     assert before.begins(tokenizer)
     tokenizer.add_tokens(["<extra_id_0>"])
-    after = Vocabulary.of(tokenizer)
+    after = Vocabulary.from_tokenizer(tokenizer)
     assert before.begins(tokenizer)
     assert not after.begins(load_tokenizer(tokenizer_dir))
     other = load_tokenizer(tokenizer_dir)
     other.add_tokens(["<extra_id_1>"])
     assert not after.begins(other)
-    assert Vocabulary.of(tokenizer, before.size) == before
+    assert Vocabulary.from_tokenizer(tokenizer, before.size) == before
 
 
 def test_holes_and_token_borders_change_the_digest(tmp_path):
     def digest(ids: dict[str, int], size: int | None = None) -> str:
         rust = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="A"))
         rust.save(str(tmp_path / "tokenizer.json"))
-        return Vocabulary.of(load_tokenizer(tmp_path), size).sha256
+        return Vocabulary.from_tokenizer(load_tokenizer(tmp_path), size).sha256
 
     cases = [({"A": 0, "bc": 1}, None), ({"A": 0, "b": 1, "c": 2}, None), ({"Ab": 0, "A": 1}, None),
              ({"A": 0, "bc": 2}, None), ({"A": 0, "": 1, "bc": 2}, None), ({"A": 0, "bc": 1}, 3)]  # fmt: skip
@@ -524,7 +525,7 @@ def test_a_large_vocabulary_is_quick_to_identify(tmp_path):
     rust.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     start = time.process_time()
-    Vocabulary.of(tokenizer)
+    Vocabulary.from_tokenizer(tokenizer)
     assert time.process_time() - start < 1
 
 
@@ -577,7 +578,7 @@ def test_unigram_encodes_as_the_sentencepiece_it_comes_from(trained, tmp_path):
     unigram, sentencepiece = (
         load_tokenizer(trained / kind) for kind in ("unigram", "sentencepiece")
     )
-    assert Vocabulary.of(unigram) == Vocabulary.of(sentencepiece)
+    assert Vocabulary.from_tokenizer(unigram) == Vocabulary.from_tokenizer(sentencepiece)
     for text in ("the of", "Zürich 你好 🙂 of"):
         assert unigram.encode(text) == sentencepiece.encode(text)
         assert unigram.decode(unigram.encode(text)) == text

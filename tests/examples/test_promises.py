@@ -35,7 +35,7 @@ def test_adafactor_is_the_reference_update_with_the_given_parameters(tmp_path):
     """transformers' Adafactor, made as the diacritics script makes it, on the same batches."""
     from transformers.optimization import Adafactor
 
-    from shardzoo.data.loading.loader import DefaultCollate
+    from shardzoo.data.loading.collate import DataCollator
 
     steps, batch_size = 5, 4
     model = tiny_t5()
@@ -55,7 +55,7 @@ def test_adafactor_is_the_reference_update_with_the_given_parameters(tmp_path):
     )  # fmt: skip
     before = {name: value.clone() for name, value in reference.state_dict().items()}
     for step in range(steps):
-        batch = DefaultCollate(0)([InOrder()[step * batch_size + i] for i in range(batch_size)])
+        batch = DataCollator(0)([InOrder()[step * batch_size + i] for i in range(batch_size)])
         reference(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -139,9 +139,9 @@ def whole_logits(mesh, folder: Path) -> torch.Tensor:
 
 
 def batch() -> dict[str, torch.Tensor]:
-    from shardzoo.data.loading.loader import DefaultCollate
+    from shardzoo.data.loading.collate import DataCollator
 
-    return DefaultCollate(0)([Pairs(64)[i] for i in range(8)])
+    return DataCollator(0)([Pairs(64)[i] for i in range(8)])
 
 
 def test_an_mt5_of_transformers_goes_on_here_under_one_layout_then_another(run_mesh, tmp_path):

@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 from documents import ROOT
 
-from shardzoo.data.objectives.pretraining import Format, find_objective
+from shardzoo.data.objectives.objective import Format
+from shardzoo.data.objectives.registry import find_objective
 from shardzoo.data.tokenizers.training import TOKENIZER_KINDS
 from shardzoo.finetuning.arguments import Task
 from shardzoo.models import FAMILIES, family

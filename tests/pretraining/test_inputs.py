@@ -27,7 +27,8 @@ from shardzoo.data import (
     train_tokenizer,
 )
 from shardzoo.data.indexed.meta import meta_path
-from shardzoo.data.objectives.pretraining import PretrainingData, objective_names
+from shardzoo.data.objectives.objective import PretrainingData
+from shardzoo.data.objectives.registry import objective_names
 from shardzoo.data.tokenizers.tokenizer import save_tokenizer
 from shardzoo.models import FAMILIES, family
 from shardzoo.pretraining.inputs import choose_inputs

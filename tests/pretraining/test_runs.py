@@ -79,7 +79,9 @@ def test_a_run_starts_from_the_weights_of_transformers(
     (loss,) = train_losses(run_mesh(2, run)[0])
 
     tokenizer, corpus = load_tokenizer(weights), IndexedDataset(tmp_path / "run" / "data" / "train")
-    assert read_meta(corpus.prefix).vocabulary == Vocabulary.of(tokenizer)  # not a new one
+    assert read_meta(corpus.prefix).vocabulary == Vocabulary.from_tokenizer(
+        tokenizer
+    )  # not a new one
     batch = next(
         iter(build_loader(PretrainingData(objective, 64, micro_batch_size=4), corpus, tokenizer))
     )
@@ -93,7 +95,7 @@ def test_a_run_leaves_a_model_that_has_the_same_loss(run_mesh, tmp_path, texts, 
     It also generates the same tokens.
     """
     from shardzoo.data import build_dataset, target_entropy
-    from shardzoo.data.objectives.pretraining import pad_batch
+    from shardzoo.data.loading.pretraining import build_pad_batch
     from shardzoo.pretraining.corpora import held_out_samples
     from shardzoo.pretraining.export import write_sample
 
@@ -109,7 +111,7 @@ def test_a_run_leaves_a_model_that_has_the_same_loss(run_mesh, tmp_path, texts, 
     chunks = [
         [samples[i] for i in part] for part in (range(4), range(4, 5))
     ]  # as they were evaluated
-    batches = [pad_batch(data, tokenizer)(chunk) for chunk in chunks]
+    batches = [build_pad_batch(data, tokenizer)(chunk) for chunk in chunks]
     model = exported(folder / "hf")
     shifted = DEFAULTS[name] == "gpt"
     counts = [

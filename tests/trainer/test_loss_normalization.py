@@ -58,9 +58,9 @@ class MicroBatches:
         self.rank, self.accumulated, self.size = rank, accumulated, size
 
     def __iter__(self):
-        from shardzoo.data.loading.loader import DefaultCollate
+        from shardzoo.data.loading.collate import DataCollator
 
-        collate = DefaultCollate(0)
+        collate = DataCollator(0)
         for step in range(len(STEPS)):
             rows = rows_of(step)
             for k in range(self.accumulated):

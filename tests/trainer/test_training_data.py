@@ -108,7 +108,7 @@ def test_streams_that_know_their_length_know_the_steps():
 
 
 def test_samples_may_hold_any_numbers():
-    from shardzoo.data.loading.loader import DefaultCollate
+    from shardzoo.data.loading.collate import DataCollator
 
     sample = {
         "input_ids": np.array([1, 65535], np.uint16),
@@ -119,7 +119,7 @@ def test_samples_may_hold_any_numbers():
         "double": np.float64(0.5),
         "flag": True,
     }
-    batch = DefaultCollate(0)([UserDict(sample)] * 2)
+    batch = DataCollator(0)([UserDict(sample)] * 2)
     assert batch["input_ids"].tolist() == [[1, 65535]] * 2
     assert batch["half"].tolist() == [[0.5, 0.5]] * 2
     kinds = {
@@ -133,19 +133,19 @@ def test_samples_may_hold_any_numbers():
 
 
 def test_rows_of_different_types_keep_their_values():
-    from shardzoo.data.loading.loader import DefaultCollate
+    from shardzoo.data.loading.collate import DataCollator
 
-    batch = DefaultCollate(0)([{"x": [1, 2], "labels": []}, {"x": [0.5, 0.75, 1.5], "labels": [3]}])
+    batch = DataCollator(0)([{"x": [1, 2], "labels": []}, {"x": [0.5, 0.75, 1.5], "labels": [3]}])
     assert batch["x"].tolist() == [[1, 2, 0], [0.5, 0.75, 1.5]]
     assert batch["labels"].tolist() == [[-100], [3]]
     assert (batch["x"].dtype, batch["labels"].dtype) == (torch.float32, torch.int64)
 
 
 def test_lengths_are_a_multiple_of_what_sequence_parallelism_needs():
-    from shardzoo.data.loading.loader import DefaultCollate
+    from shardzoo.data.loading.collate import DataCollator
 
     def shapes(*samples, multiple_of=4):
-        batch = DefaultCollate(0, multiple_of)(samples)
+        batch = DataCollator(0, multiple_of)(samples)
         return {name: tuple(value.shape) for name, value in batch.items()}
 
     one, mask = {"input_ids": [5] * 9, "labels": [1.0] * 5}, {"attention_mask": (2, 12)}

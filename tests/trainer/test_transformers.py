@@ -17,9 +17,9 @@ class Endless:
 
 
 def collate(samples):
-    from shardzoo.data.loading.loader import DefaultCollate
+    from shardzoo.data.loading.collate import DataCollator
 
-    return DefaultCollate(0)(samples)
+    return DataCollator(0)(samples)
 
 
 @pytest.fixture(scope="module")

@@ -151,7 +151,10 @@ def _first_of_stream(dataset: Any) -> tuple[None, str]:
     if hasattr(dataset, "peek"):
         return None, _digest(dataset.peek(COMPARED))
     return None, _digest(
-        [record for record, _ in islice(IterableRecords.of(dataset).read(0, None), COMPARED)]
+        [
+            record
+            for record, _ in islice(IterableRecords.from_iterable(dataset).read(0, None), COMPARED)
+        ]
     )
 
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 from typing import Any, Protocol
 
 from ...data import EpochShuffle, IterableRecords, ResumableLoader, ResumableStream, Share
-from ...data.loading.loader import DefaultCollate
+from ...data.loading.collate import DataCollator
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from .dataset_kinds import check_agreement, check_kind, is_stream, length_of, makes_batches
@@ -61,7 +61,7 @@ def make_training_data(
         _check_shared_memory(workers)
     if makes_batches(dataset):
         return TrainingData(dataset, _steps_of_loader(dataset, arguments, ranks))
-    collate = collate or DefaultCollate(pad_token_id, arguments.length_multiple)
+    collate = collate or DataCollator(pad_token_id, arguments.length_multiple)
     workers, seed = arguments.num_workers, arguments.seed
     epochs = None if arguments.train_steps else arguments.epochs
     global_batch, size = arguments.global_batch(ranks.dp_size), length_of(dataset)
@@ -70,7 +70,10 @@ def make_training_data(
     total = None if size is None or epochs is None else size * epochs
     steps = None if total is None else total // global_batch
     if is_stream(dataset):
-        records, unchanged = IterableRecords.of(dataset), lambda record, generator: record
+        records, unchanged = (
+            IterableRecords.from_iterable(dataset),
+            lambda record, generator: record,
+        )
         stream = ResumableStream(
             records, unchanged, share, epochs=epochs, num_workers=workers, collate=collate
         )

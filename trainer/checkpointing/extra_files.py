@@ -139,7 +139,7 @@ def _tokenizer(carried: Any, folders: Sequence[Path], notify: Callable[[str], No
         except (ValueError, OSError) as error:
             reasons.append(str(error))
     if isinstance(carried, Tokenizer):
-        vocabulary = Vocabulary.of(carried)
+        vocabulary = Vocabulary.from_tokenizer(carried)
         if vocabulary == stored.vocabulary:
             return stored  # the same tokenizer with its original files
         if stored.vocabulary is not None and not stored.vocabulary.begins(carried):
@@ -159,7 +159,7 @@ def _tokenizer(carried: Any, folders: Sequence[Path], notify: Callable[[str], No
 
 def _read_tokenizer(folder: Path) -> ExtraFiles:
     """Returns a folder's tokenizer files alone. ValueError if there is no readable one of a recorded vocabulary."""
-    vocabulary = Vocabulary.of(checked_tokenizer(folder, folder))
+    vocabulary = Vocabulary.from_tokenizer(checked_tokenizer(folder, folder))
     present = [name for name in TOKENIZER_FILES if (folder / name).exists()]
     return ExtraFiles(
         {name: checked_file(folder, name).read_bytes() for name in present}, vocabulary
@@ -170,7 +170,7 @@ def _vocabulary(folder: Path, notify: Callable[[str], None]) -> Vocabulary | Non
     """Returns the vocabulary of a folder that was given; None for a tokenizer that only its own code reads."""
     check_tokenizer_folder(folder)
     try:
-        return Vocabulary.of(load_tokenizer(folder))
+        return Vocabulary.from_tokenizer(load_tokenizer(folder))
     except ValueError as error:
         notify(f"the checkpoints will not record the vocabulary of extra_files: {error}")
         return None
