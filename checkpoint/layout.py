@@ -36,6 +36,13 @@ class ParameterSpec:
     shard: Shard | None
     order: RowOrder = "blocks"
 
+    def __post_init__(self) -> None:
+        """Refuses a shard that the tensor axis does not split alone; files know no other axis."""
+        try:
+            _ = self.shard and self.shard.tensor_split
+        except ValueError as error:
+            raise ValueError(f"parameter {self.name}: {error}") from None
+
     @property
     def dim(self) -> int:
         return self.shard.dim if self.shard else 0
@@ -66,7 +73,7 @@ class ParameterSpec:
 
     def without_padding(self) -> ParameterSpec:
         """Returns the parameter without vocabulary padding, for formats that store none."""
-        return replace(self, shard=replace(self.shard, pad_multiple=0)) if self.shard else self
+        return replace(self, shard=self.shard.without_padding()) if self.shard else self
 
 
 @lru_cache(maxsize=4096)  # the layers of a model share their ranges

@@ -189,6 +189,8 @@ class ShardedReader:
         """Returns the part of a tensor that rank `rank` of `size` holds. ValueError if the files do not have it."""
         shard, written = self._shards.get(name), len(self._ranks)
         tensors = [self._tensor(name, number) for number in range(written)]
+        if shard is not None:
+            shard.check(size)  # which also refuses a shard that not the tensor axis alone splits
         if shard is None or size == written:
             return self._reader.whole(tensors[rank % written])
         spec = ParameterSpec(name, shard.shape, shard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -317,7 +317,7 @@ def _manifest(todo: ConversionPlan, digests: Digests) -> Manifest:
         records[name] = TensorRecord(
             shape=parameter.shape,
             dtype=torch_name(tensors[0].tensor.dtype),
-            shard=asdict(parameter.shard) if parameter.shard else None,
+            shard=parameter.shard.to_record() if parameter.shard else None,
             sha256=tuple(digests[part.tensor.file, part.tensor.name] for part in tensors),
             stored=names.by_parameter[name] if names.by_parameter[name] != canonical[name] else (),
         )

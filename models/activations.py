@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..mpu.division import first_unit
+from ..mpu.division import find_first_unit
 from ..ops.attention import rows_at_once
 from ..ops.cross_entropy import AT_A_TIME, suits_chunks
 from .blocks.attention import MAX_EAGER_SCORES, has_attention_kernel, suits_blocks
@@ -99,7 +99,7 @@ class Block:
         """Returns the part of the block that the busiest of `size` ranks computes."""
         kept = self.key_value_heads or self.heads
         parts = [
-            (first_unit(self.heads, rank, size), first_unit(self.heads, rank + 1, size))
+            (find_first_unit(self.heads, rank, size), find_first_unit(self.heads, rank + 1, size))
             for rank in range(size)
         ]
         served = self.heads // kept  # query heads of a key-value head

@@ -9,10 +9,10 @@ import os
 import re
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -548,14 +548,10 @@ def _check_manifest(manifest: Manifest, model: NativeModel, absent: Collection[s
             raise ValueError(
                 f"{name} has shape {found} in the manifest, but {needed} according to config.json"
             )
-        mine = asdict(parameter.shard) if parameter.shard else None
-        theirs = record.shard and {
-            key: tuple(cast(list[Any], value)) if isinstance(value, list) else value
-            for key, value in record.shard.items()
-        }
-        if mine != theirs:
+        mine = parameter.shard.to_record() if parameter.shard else None
+        if mine != record.shard:
             raise ValueError(
-                f"{name} is split as {theirs} in the manifest, but as {mine} in this model"
+                f"{name} is split as {record.shard} in the manifest, but as {mine} in this model"
             )
 
 

@@ -81,7 +81,7 @@ def uneven_work(model: nn.Module, tensor_parallel_size: int) -> float:
     It is the price of heads that do not divide, of key-value heads that several ranks compute, and of padding.
     """
     shards = _shards(model)
-    busiest = sum(prod(shard.needed_shape(0, tensor_parallel_size)) for shard in shards)
+    busiest = sum(prod(shard.compute_shape(0, tensor_parallel_size)) for shard in shards)
     return tensor_parallel_size * busiest / sum(prod(shard.shape) for shard in shards) - 1
 
 

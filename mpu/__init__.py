@@ -27,12 +27,12 @@ from .layers import (
 from .mesh import ParallelMesh, tp_rank, tp_size, validate_layout
 from .parameter import clip_factor, clip_grad_norm_, grad_norm, initialize, materialize
 from .pipeline import any_rank, broadcast_from_stage, receive_from_stage, send_to_stage
-from .shard import Shard
+from .shard import AxisSplit, Shard
 
 # fmt: off
 __all__ = [
-    "ColumnParallelLinear", "Dropout", "LayerNorm", "ParallelMesh", "RMSNorm", "RowParallelLinear", "Shard",
-    "VocabParallelEmbedding", "VocabParallelHead", "any_rank", "assign_dropout_sites", "borrow_once",
+    "AxisSplit", "ColumnParallelLinear", "Dropout", "LayerNorm", "ParallelMesh", "RMSNorm", "RowParallelLinear",
+    "Shard", "VocabParallelEmbedding", "VocabParallelHead", "any_rank", "assign_dropout_sites", "borrow_once",
     "broadcast_from_stage", "checkpoint", "clip_factor", "clip_grad_norm_", "column_parallel", "copy_to_tp", "divide",
     "dropout_state", "gather_from_tp", "gather_sequence", "grad_norm", "head_losses", "initialize", "materialize",
     "receive_from_stage", "reduce_from_tp", "reduce_scatter_sequence", "scaled_masked_softmax", "scatter_sequence",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def first_unit(count: int, rank: int, size: int) -> int:
+def find_first_unit(count: int, rank: int, size: int) -> int:
     """Returns the first of `count` units that a rank of `size` holds: ceil(rank * count / size).
 
     If k divides both `count` and `size`, each k-th of the units lands on whole ranks. This keeps

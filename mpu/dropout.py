@@ -20,7 +20,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from ..ops import bias_dropout_residual, dropout_keys, masked_softmax, use_key
 from ..ops.dropout import keys_from_row
 from ..ops.library import LIBRARY
-from .division import first_unit
+from .division import find_first_unit
 from .mesh import ParallelMesh, tp_rank, tp_size
 
 
@@ -228,7 +228,9 @@ class Dropout(nn.Module):
             return 0
         rank = tp_rank(self.mesh)
         return (
-            rank * local if self.count is None else first_unit(self.count, rank, tp_size(self.mesh))
+            rank * local
+            if self.count is None
+            else find_first_unit(self.count, rank, tp_size(self.mesh))
         )
 
     def keys(

@@ -52,8 +52,9 @@ class ColumnParallelLinear(SplitLayer):
     not divide the units, the ranks' parts differ by one.
 
     Args:
-        groups: Sizes of the blocks stacked along the output (fused Q, K, V; gate and up), each split separately. Of a
-            shared block (`Shard.is_shared`), a rank computes all features that it needs; others lend it the rows.
+        groups: Sizes of the groups stacked along the output (fused Q, K, V; gate and up), each split separately.
+        shared_kv_groups: Numbers of the groups, the last ones, that are key-value heads of grouped queries (see
+            `AxisSplit`). Where ranks share them, a rank computes all heads that it needs; others lend it the rows.
         unit: Each rank's part of a block is a whole number of units, e.g. of head sizes.
         gather_output: Return all output features, in the unsplit order, on every rank.
         sequence_parallel: The input is this rank's part [B, S/tp, in] of the sequence.
@@ -71,6 +72,7 @@ class ColumnParallelLinear(SplitLayer):
         gather_output: bool = False,
         groups: tuple[int, ...] | None = None,
         unit: int = 1,
+        shared_kv_groups: tuple[int, ...] = (),
         sequence_parallel: bool = False,
         mesh: ParallelMesh | None = None,
     ):
@@ -82,14 +84,17 @@ class ColumnParallelLinear(SplitLayer):
             mesh,
         )
         groups = tuple(groups or ())
-        self.shard = Shard((out_features, in_features), 0, groups, unit)
+        self.shard = Shard(
+            (out_features, in_features), 0, groups, unit, shared_kv_groups=shared_kv_groups
+        )
+        bias_shard = Shard((out_features,), 0, groups, unit, shared_kv_groups=shared_kv_groups)
         self.weight = split_parameter(self.shard, mesh)  # [out/tp, in]
-        self.bias = (
-            split_parameter(Shard((out_features,), 0, groups, unit), mesh) if bias else None
-        )  # [out/tp]
+        self.bias = split_parameter(bias_shard, mesh) if bias else None  # [out/tp]
 
         self._lends = (
-            mesh is not None and not gather_output and bool(self.shard.shared_blocks(mesh.tp_size))
+            mesh is not None
+            and not gather_output
+            and bool(self.shard.find_exchanged_groups(mesh.tp_size))
         )
         self._borrowed: list[tuple[Tensor, Tensor | None]] | None = None  # see `borrow_once`
 
@@ -102,7 +107,7 @@ class ColumnParallelLinear(SplitLayer):
         )
         if self.gather_output and self.mesh is not None and self.mesh.tp_size > 1:
             return torch.cat(
-                _whole_blocks(output, self.shard, range(self.shard.blocks), self.mesh, -1), -1
+                _whole_blocks(output, self.shard, range(len(self.shard.groups)), self.mesh, -1), -1
             )
         return output
 
@@ -128,7 +133,7 @@ def _borrow_rows(
     The gradients of borrowed rows are summed and return to the ranks that hold them.
     """
     rank, size = mesh.tp_rank, mesh.tp_size
-    shared, ranges = shard.shared_blocks(size), shard.ranges(rank, size)
+    shared, ranges = shard.find_exchanged_groups(size), shard.ranges(rank, size)
     first = sum(
         stop - start for start, stop in ranges[: shared[0]]
     )  # shared blocks are the last ones
@@ -141,7 +146,7 @@ def _borrow_rows(
         for number, block in zip(
             shared, _whole_blocks(own, shard, shared, mesh, 0, partial_grad=True), strict=True
         )
-        for start, stop in [shard.needed_ranges(rank, size)[number]]
+        for start, stop in [shard.compute_ranges(rank, size)[number]]
     ]
     if bias is None:
         return torch.cat([weight[:first], *rows]), None

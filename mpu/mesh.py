@@ -337,6 +337,16 @@ class ParallelMesh:
     get_pipeline_model_parallel_group = get_pipe_parallel_group
 
 
+def axis_ranks(mesh: ParallelMesh | None) -> dict[Axis, int]:
+    """Returns this process's coordinate along each axis; zeros without a mesh."""
+    return dict.fromkeys(AXES, 0) if mesh is None else mesh.ranks
+
+
+def axis_sizes(mesh: ParallelMesh | None) -> dict[Axis, int]:
+    """Returns the size of each axis; ones without a mesh."""
+    return dict.fromkeys(AXES, 1) if mesh is None else mesh.sizes
+
+
 def tp_rank(mesh: ParallelMesh | None) -> int:
     """Returns this process's tensor-parallel rank; 0 without a mesh."""
     return 0 if mesh is None else mesh.tp_rank

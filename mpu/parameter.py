@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..ops.library import call_compiled, suits_optimizer_kernels
 from .dropout import assign_dropout_sites
-from .mesh import ParallelMesh, tp_rank, tp_size
+from .mesh import ParallelMesh, axis_ranks, axis_sizes
 from .shard import Shard
 
 Fill = Callable[[str, Tensor, torch.Generator], None]
@@ -51,11 +51,12 @@ class SplitParameter(nn.Parameter):
 
 def split_parameter(shard: Shard, mesh: ParallelMesh | None) -> SplitParameter:
     """Returns a parameter for this rank's part of `shard`, filled with NaN until it is initialized or loaded."""
-    parameter = SplitParameter(
-        torch.full(shard.local_shape(tp_rank(mesh), tp_size(mesh)), float("nan"))
-    )
+    shape = shard.local_shape(axis_ranks(mesh), axis_sizes(mesh))
+    parameter = SplitParameter(torch.full(shape, float("nan")))
+    is_tensor_parallel = any(split.axis == "tensor" for split in shard.splits)
     parameter.shard = shard
-    parameter.model_parallel = parameter.tensor_model_parallel = True
+    parameter.model_parallel = is_tensor_parallel
+    parameter.tensor_model_parallel = is_tensor_parallel
     return parameter
 
 
@@ -129,7 +130,8 @@ def initialize(
     Raises:
         ValueError: `fill` leaves a value unset.
     """
-    rank, size = tp_rank(mesh), tp_size(mesh)
+    ranks = axis_ranks(mesh)
+    sizes = axis_sizes(mesh)
     for own_name, parameter in model.named_parameters(prefix=prefix):
         shard = getattr(parameter, "shard", None)
         name = own_name if shard is None or shard.tied_to is None else shard.tied_to
@@ -139,7 +141,7 @@ def initialize(
         fill(name, full, torch.Generator().manual_seed(parameter_seed(seed, name)))
         if full.isnan().any():
             raise ValueError(f"fill left values of {name!r} unset")
-        parameter.copy_(full if shard is None else shard.slice(full, rank, size))
+        parameter.copy_(full if shard is None else shard.slice(full, ranks, sizes))
     assign_dropout_sites(model, prefix)
 
 
@@ -151,6 +153,10 @@ def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) ->
     rank, a replicated one only on the first. All pipeline stages count, except for parameters that DeepSpeed marks
     `ds_pipe_replicated`. Every rank of a tensor × pipeline group must call this function.
     """
+    if mesh is not None and mesh.size("expert") > 1:
+        raise NotImplementedError(
+            "the norm of gradients is not defined yet for experts that are split over ranks"
+        )
     parameters = list(parameters)
     split: list[Tensor] = []
     replicated: list[Tensor] = []

@@ -1,231 +1,546 @@
-"""Declares how one parameter is split over tensor-parallel ranks (`Shard`), and divides counts among ranks.
+"""Declares how one parameter is split over the ranks of a mesh (`Shard`).
 
-Layers, initialization, checkpoints and the converter share the declaration. Errors name the numbers of ranks that work.
+Layers, initialization, checkpoints and the converter share the declaration. It does not depend on
+the number of ranks. Errors name the numbers of ranks that work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .division import describe_sizes, divisors, first_unit
+from .division import describe_sizes, divisors, find_first_unit
+from .mesh import AXES, Axis
+
+# The axes that split parameters: a pipeline stage owns whole parameters, and the other axes
+# replicate them.
+SHARD_AXES: tuple[Axis, ...] = ("expert", "tensor")
+
+# A rank, or a number of ranks: that of the tensor axis, or those of every axis by name.
+PerAxis = int | Mapping[Axis, int]
+
+Range = tuple[int, int]  # [start, stop)
 
 
 @dataclass(frozen=True)
-class Shard:
-    """The split of a full tensor along one dimension. It does not depend on the number of ranks.
+class AxisSplit:
+    """How one dimension of a tensor is split over the ranks of one mesh axis.
 
-    Of n units, rank r of t holds those from ceil(r n / t) to ceil((r + 1) n / t), so ranks differ by at most one unit
-    and the first rank holds the most. No row is on two ranks.
+    Of n units, rank r of t holds those from ceil(r n / t) to ceil((r + 1) n / t), so ranks differ by
+    at most one unit and the first rank holds the most. No row is on two ranks.
 
     Attributes:
-        shape: The full shape, without padding.
         dim: The dimension that is split (a negative number counts from the end).
-        groups: Sizes of the blocks stacked along `dim`, each of which is split separately, e.g. the three blocks of a
-            fused QKV weight. Empty means one block.
-        unit: Each rank's part of a block is a whole number of units, e.g. of head sizes. The exception is a shared
-            block (see `is_shared`), which is split by rows.
-        pad_multiple: 0 means no padding, and at most as many ranks as units. m > 0 is for vocabularies and gated MLPs:
-            every rank holds ceil(n / size) rows, rounded up to a multiple of m, and the rows after the last true row
-            are zeros.
-        tied_to: The name of the parameter that has the same values, or None.
+        axis: The mesh axis that splits it, one of `SHARD_AXES`.
+        groups: Sizes of the groups of rows that are stacked along `dim`, each of which is split
+            separately, e.g. the three groups of a fused QKV weight. `Shard` replaces an empty tuple
+            by one group of the whole length.
+        unit: Each rank's part of a group is a whole number of units, e.g. of head sizes. The
+            exception are shared key-value groups.
+        pad_multiple: 0 means no padding, and at most as many ranks as units. m > 0 is for
+            vocabularies and gated MLPs: every rank holds ceil(n / t) rows, rounded up to a multiple
+            of m, and the rows after the last true row are zeros.
+        shared_kv_groups: Numbers of the groups that are key or value heads of grouped queries. Each
+            of their heads (units) serves several query heads, which are the widest group. If the
+            number of ranks does not divide the key-value heads, ranks share them: each holds an
+            equal part of the group's rows, without regard to heads, and computes with the whole
+            heads of its query heads.
     """
 
-    shape: tuple[int, ...]
     dim: int
+    axis: Axis = "tensor"
     groups: tuple[int, ...] = ()
     unit: int = 1
     pad_multiple: int = 0
-    tied_to: str | None = None
+    shared_kv_groups: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        set_field = object.__setattr__  # a frozen dataclass sets its own fields this way
-        set_field(self, "shape", tuple(self.shape))
-        set_field(self, "groups", tuple(self.groups))
-        if not -len(self.shape) <= self.dim < len(self.shape):
-            raise ValueError(f"dim {self.dim} is outside a tensor of shape {self.shape}")
-        set_field(self, "dim", self.dim % len(self.shape))
-        length = self.shape[self.dim]
-        if self.groups and (sum(self.groups) != length or min(self.groups) < 1):
+    @property
+    def length(self) -> int:
+        """The full length of the dimension, without padding."""
+        return sum(self.groups)
+
+    @property
+    def largest_size(self) -> int | None:
+        """The largest number of ranks that can split the dimension; None if any number can."""
+        if self.pad_multiple or not self.length:
+            return None
+        return min(
+            width // self.unit
+            for number, width in enumerate(self.groups)
+            if number not in self.shared_kv_groups
+        )
+
+    def find_exchanged_groups(self, size: int) -> list[int]:
+        """Returns the numbers of the groups whose rows `size` ranks must lend one another.
+
+        They are the shared key-value groups whose heads the ranks cannot divide among themselves.
+        """
+        return [group for group in self.shared_kv_groups if self.groups[group] // self.unit % size]
+
+    def local_length(self, ranges: Sequence[Range], size: int) -> int:
+        """Returns the length of a rank's part that has these ranges, including padding."""
+        if self.pad_multiple:
+            return self._pad(size)
+        return sum(stop - start for start, stop in ranges)
+
+    def ranges(self, rank: int, size: int) -> list[Range]:
+        """Returns the ranges along `dim` that a rank holds: see `Shard.ranges`."""
+        if self.pad_multiple:
+            local = self._pad(size)
+            return [(min(rank * local, self.length), min((rank + 1) * local, self.length))]
+        exchanged = self.find_exchanged_groups(size)
+        held: list[Range] = []
+        for number, width in enumerate(self.groups):
+            unit = 1 if number in exchanged else self.unit
+            start = find_first_unit(width // unit, rank, size) * unit
+            stop = find_first_unit(width // unit, rank + 1, size) * unit
+            held.append((start, stop))
+        return self._offset(held)
+
+    def compute_ranges(self, rank: int, size: int) -> list[Range]:
+        """Returns the ranges along `dim` that a rank computes with: see `Shard.compute_ranges`."""
+        ranges = self.ranges(rank, size)
+        exchanged = self.find_exchanged_groups(size)
+        if not exchanged:
+            return ranges
+        offsets = list(accumulate(self.groups, initial=0))
+        query_heads = max(self.groups) // self.unit
+        first_query = find_first_unit(query_heads, rank, size)
+        last_query = find_first_unit(query_heads, rank + 1, size)
+        for number in exchanged:
+            queries_per_kv = max(self.groups) // self.groups[number]
+            start = first_query // queries_per_kv * self.unit
+            stop = -(-last_query // queries_per_kv) * self.unit
+            ranges[number] = (offsets[number] + start, offsets[number] + stop)
+        return ranges
+
+    def describe_rows(self) -> str:
+        """Returns what is split, for messages, such as "14 + 2 + 2 rows in units of 64"."""
+        counts = " + ".join(str(width // self.unit) for width in self.groups)
+        units = f" in units of {self.unit}" if self.unit > 1 else ""
+        return f"{counts} rows{units}"
+
+    def complete(self, shape: tuple[int, ...]) -> AxisSplit:
+        """Returns the same split with a dimension counted from the start, and all groups.
+
+        Raises:
+            ValueError: It cannot be a split of a tensor of this shape.
+        """
+        if self.axis not in SHARD_AXES:
             raise ValueError(
-                f"groups {self.groups} must be > 0 and add up to {length}, dim {self.dim} of {self.shape}"
+                f"parameters are split over {' or '.join(SHARD_AXES)}, not over {self.axis!r}"
+            )
+        if not -len(shape) <= self.dim < len(shape):
+            raise ValueError(f"dim {self.dim} is outside a tensor of shape {shape}")
+        dim = self.dim % len(shape)
+        groups = tuple(self.groups) or (shape[dim],)
+        if self.groups and (sum(groups) != shape[dim] or min(groups) < 1):
+            raise ValueError(
+                f"groups {groups} must be > 0 and add up to {shape[dim]}, dim {dim} of {shape}"
             )
         if self.pad_multiple < 0 or self.unit < 1:
             raise ValueError(
                 f"pad_multiple {self.pad_multiple} must be >= 0 and unit {self.unit} >= 1"
             )
-        if self.pad_multiple and (len(self.groups) > 1 or self.unit > 1):
+        if self.pad_multiple and (len(groups) > 1 or self.unit > 1):
             raise ValueError("pad_multiple needs a single block and unit 1; drop groups and unit")
-        for width in self._blocks:
+        for width in groups:
             if width % self.unit:
                 raise ValueError(
                     f"a block of {width} rows is not a whole number of units of {self.unit}"
                 )
+        shared = tuple(sorted(set(self.shared_kv_groups)))
+        for number in shared:
+            if not 0 <= number < len(groups):
+                raise ValueError(f"shared_kv_groups {shared} must be numbers of groups {groups}")
+            if groups[number] >= max(groups) or max(groups) % groups[number]:
+                raise ValueError(
+                    f"shared key-value group {number} of {groups[number]} rows must be narrower "
+                    f"than the {max(groups)} rows of the query heads, and divide them"
+                )
+        return replace(self, dim=dim, groups=groups, shared_kv_groups=shared)
 
-    @property
-    def _blocks(self) -> tuple[int, ...]:
-        return self.groups or (self.shape[self.dim],)
+    def to_record(self) -> dict[str, Any]:
+        """Returns the attributes in values of JSON."""
+        return {
+            "dim": self.dim,
+            "axis": self.axis,
+            "groups": list(self.groups),
+            "unit": self.unit,
+            "pad_multiple": self.pad_multiple,
+            "shared_kv_groups": list(self.shared_kv_groups),
+        }
 
-    @property
-    def largest_size(self) -> int | None:
-        """The largest number of ranks over which this tensor can be split; None if any number will do."""
-        if self.pad_multiple or not max(self._blocks):
-            return None
-        widest = max(self._blocks)
-        return (
-            min(width for width in self._blocks if width == widest or widest % width) // self.unit
-        )
+    def _pad(self, size: int) -> int:
+        """Returns the rows that each of `size` ranks holds of a padded dimension."""
+        return -(-self.length // size // self.pad_multiple) * self.pad_multiple
 
-    def check(self, size: int) -> None:
-        """Raises `ValueError`, naming the sizes that work, if this tensor cannot be split over `size` ranks."""
-        largest = self.largest_size
-        if size < 1 or (largest is not None and size > largest):
-            raise ValueError(
-                f"{self._rows()} cannot be split {size} ways; use 1 to {largest or 'any number of'} ranks"
-            )
-
-    def check_even(self, size: int) -> None:
-        """Raises `ValueError`, naming the sizes that work, unless all ranks hold equal parts without padding."""
-        counts = [width // self.unit for width in self._blocks]
-        if size < 1 or any(count % size for count in counts):
-            sizes = describe_sizes(divisors(gcd(*counts))) if any(counts) else "1"
-            raise ValueError(f"{self._rows()} cannot be split {size} ways evenly; use {sizes}")
-
-    def _rows(self) -> str:
-        units = f" in units of {self.unit}" if self.unit > 1 else ""
-        blocks = " + ".join(str(width // self.unit) for width in self._blocks)
-        return f"{blocks} rows{units} (dim {self.dim} of {self.shape})"
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks."""
-        return len(self._blocks)
-
-    def shared_blocks(self, size: int) -> list[int]:
-        """Returns the numbers of the blocks that `size` ranks share."""
-        return [block for block in range(self.blocks) if self.is_shared(block, size)]
-
-    def is_shared(self, block: int, size: int) -> bool:
-        """Returns whether some ranks compute with the same units of a block.
-
-        These are the key-value heads of grouped queries, if `size` does not divide them. Each rank holds an equal part
-        of the block's rows, and needs the units that belong to its part of the widest block.
-        """
-        width, widest = self._blocks[block], max(self._blocks)
-        return width < widest and widest % width == 0 and (width // self.unit) % size > 0
-
-    def _bounds(self, block: int, rank: int, size: int) -> tuple[int, int]:
-        """Returns the rows [start, stop) of a block that a rank holds, without padding."""
-        width = self._blocks[block]
-        if self.pad_multiple:
-            local = self._padded(width, size)
-            return min(rank * local, width), min((rank + 1) * local, width)
-        unit = 1 if self.is_shared(block, size) else self.unit
-        return first_unit(width // unit, rank, size) * unit, first_unit(
-            width // unit, rank + 1, size
-        ) * unit
-
-    def _padded(self, width: int, size: int) -> int:
-        return -(-width // size // self.pad_multiple) * self.pad_multiple
-
-    def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
-        """Returns the shape of what `rank` of `size` holds, including padding. Rank 0 holds the most."""
-        return self._with_rows(self.ranges(rank, size), size)
-
-    def needed_shape(self, rank: int, size: int) -> tuple[int, ...]:
-        """Returns the shape of what `rank` of `size` computes with, including padding and rows that others lend."""
-        return self._with_rows(self.needed_ranges(rank, size), size)
-
-    def _with_rows(self, ranges: Sequence[tuple[int, int]], size: int) -> tuple[int, ...]:
-        length = sum(stop - start for start, stop in ranges)
-        length = self._padded(self.shape[self.dim], size) if self.pad_multiple else length
-        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
-
-    def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """Returns the [start, stop) ranges along `dim` of the full tensor that `rank` holds: one per block, in order.
-
-        Ranges exclude padding, so the range of a rank that holds only padding is empty.
-        """
-        return self._in_tensor(
-            [self._bounds(block, rank, size) for block in self._checked(rank, size)]
-        )
-
-    def needed_ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """Returns the ranges along `dim` that `rank` computes with: `ranges`, except for shared blocks."""
-        needed: list[tuple[int, int]] = []
-        widest = max(self._blocks)
-        for block in self._checked(rank, size):
-            start, stop = self._bounds(block, rank, size)
-            if self.is_shared(block, size):
-                served = (
-                    widest // self._blocks[block]
-                )  # units of the widest block that share one unit of this one
-                start, stop = (first_unit(widest // self.unit, r, size) for r in (rank, rank + 1))
-                start, stop = start // served * self.unit, -(-stop // served) * self.unit
-            needed.append((start, stop))
-        return self._in_tensor(needed)
-
-    def _checked(self, rank: int, size: int) -> range:
-        self.check(size)
-        if not 0 <= rank < size:
-            raise ValueError(f"rank {rank} is outside 0..{size - 1}")
-        return range(len(self._blocks))
-
-    def _in_tensor(self, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        offsets = accumulate(self._blocks, initial=0)
+    def _offset(self, ranges: Sequence[Range]) -> list[Range]:
+        """Returns ranges along `dim`, from one range within each group."""
+        offsets = accumulate(self.groups, initial=0)
         return [
             (offset + start, offset + stop)
             for offset, (start, stop) in zip(offsets, ranges, strict=False)
         ]
 
-    def slice(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """Returns this rank's part of `full` as a new contiguous tensor; padding rows are zeros."""
+
+@dataclass(frozen=True, init=False)
+class Shard:
+    """The split of a full tensor: of one dimension over one mesh axis, or of two over two axes.
+
+        Shard((768, 768), 0, groups=(256, 256, 256), unit=64)  # fused QKV, over the tensor axis
+
+        Shard.from_splits(  # stacked experts [E, F, H]
+            (8, 512, 256), AxisSplit(0, axis="expert"), AxisSplit(1, axis="tensor")
+        )
+
+    Methods take `rank` and `size` along the tensor axis as numbers, or along all axes by name, such
+    as `ParallelMesh.ranks` and `ParallelMesh.sizes`. A shard that is not split over the tensor axis
+    alone needs the latter, and raises ValueError for numbers. So does everything that knows the
+    tensor axis only (`dim`, `groups`, …), which therefore refuses such a shard.
+
+    Attributes:
+        shape: The full shape, without padding.
+        splits: A split for each dimension that is split, in the order of `SHARD_AXES`.
+        tied_to: The name of the parameter that has the same values, or None.
+    """
+
+    shape: tuple[int, ...]
+    splits: tuple[AxisSplit, ...]
+    tied_to: str | None
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dim: int,
+        groups: Sequence[int] = (),
+        unit: int = 1,
+        pad_multiple: int = 0,
+        tied_to: str | None = None,
+        *,
+        axis: Axis = "tensor",
+        shared_kv_groups: Sequence[int] = (),
+    ) -> None:
+        """Declares a split of one dimension; the arguments are the attributes of `AxisSplit`."""
+        split = AxisSplit(dim, axis, tuple(groups), unit, pad_multiple, tuple(shared_kv_groups))
+        self._set(shape, (split,), tied_to)
+
+    @classmethod
+    def from_splits(
+        cls, shape: Sequence[int], *splits: AxisSplit, tied_to: str | None = None
+    ) -> Shard:
+        """Declares a split of one or two dimensions."""
+        shard = cls.__new__(cls)
+        shard._set(shape, splits, tied_to)
+        return shard
+
+    def _set(self, shape: Sequence[int], splits: Sequence[AxisSplit], tied_to: str | None) -> None:
+        shape = tuple(shape)
+        complete = [split.complete(shape) for split in splits]
+        complete.sort(key=lambda split: AXES.index(split.axis))
+        axes = {split.axis for split in complete}
+        dims = {split.dim for split in complete}
+        if not complete or len(axes) < len(complete) or len(dims) < len(complete):
+            found = [(split.dim, split.axis) for split in complete]
+            raise ValueError(
+                f"a tensor needs splits of different dimensions over different axes, not {found}"
+            )
+        set_field = object.__setattr__  # a frozen dataclass sets its own fields this way
+        set_field(self, "shape", shape)
+        set_field(self, "splits", tuple(complete))
+        set_field(self, "tied_to", tied_to)
+
+    # What follows is for shards that the tensor axis alone splits.
+
+    @property
+    def tensor_split(self) -> AxisSplit:
+        """The only split, which is over the tensor axis. Raises ValueError for other shards."""
+        if not self._is_split_over_tensor_alone:
+            axes = " and ".join(split.axis for split in self.splits)
+            raise ValueError(
+                f"a tensor of shape {self.shape} is split over {axes}, which cannot be answered "
+                "for the tensor axis alone; give ranks and sizes by axis, or do not split it so"
+            )
+        return self.splits[0]
+
+    @property
+    def dim(self) -> int:
+        return self.tensor_split.dim
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The sizes of the groups; one if the dimension is not a stack."""
+        return self.tensor_split.groups
+
+    @property
+    def unit(self) -> int:
+        return self.tensor_split.unit
+
+    @property
+    def pad_multiple(self) -> int:
+        return self.tensor_split.pad_multiple
+
+    @property
+    def shared_kv_groups(self) -> tuple[int, ...]:
+        return self.tensor_split.shared_kv_groups
+
+    @property
+    def largest_size(self) -> int | None:
+        """The largest number of ranks that can split this tensor; None if any number can."""
+        return self.tensor_split.largest_size
+
+    def find_exchanged_groups(self, size: int) -> list[int]:
+        """Returns the numbers of the groups whose rows `size` ranks must lend one another."""
+        return self.tensor_split.find_exchanged_groups(size)
+
+    def check_even(self, size: int) -> None:
+        """Checks that all ranks hold equal parts without padding.
+
+        Raises:
+            ValueError: They do not; the message names the sizes that work.
+        """
+        split = self.tensor_split
+        counts = [width // split.unit for width in split.groups]
+        if size < 1 or any(count % size for count in counts):
+            sizes = describe_sizes(divisors(gcd(*counts))) if any(counts) else "1"
+            raise ValueError(
+                f"{self._describe_rows(split)} cannot be split {size} ways evenly; use {sizes}"
+            )
+
+    def without_padding(self) -> Shard:
+        """Returns the same split without padding."""
+        split = replace(self.tensor_split, pad_multiple=0)
+        return Shard.from_splits(self.shape, split, tied_to=self.tied_to)
+
+    # What follows is for all shards.
+
+    def check(self, size: PerAxis) -> None:
+        """Checks that this tensor can be split over so many ranks.
+
+        Raises:
+            ValueError: It cannot; the message names the sizes that work.
+        """
+        for split in self.splits:
+            self._check_size(split, self._get(size, split))
+
+    def local_shape(self, rank: PerAxis, size: PerAxis) -> tuple[int, ...]:
+        """Returns the shape that a rank holds, including padding. Rank 0 holds the most."""
+        shape = [*self.shape]
+        for split in self.splits:
+            place = self._locate(split, rank, size)
+            shape[split.dim] = split.local_length(split.ranges(*place), place[1])
+        return tuple(shape)
+
+    def compute_shape(self, rank: PerAxis, size: PerAxis) -> tuple[int, ...]:
+        """Returns the shape that a rank computes with: padding and lent rows included."""
+        shape = [*self.shape]
+        for split in self.splits:
+            place = self._locate(split, rank, size)
+            shape[split.dim] = split.local_length(split.compute_ranges(*place), place[1])
+        return tuple(shape)
+
+    def ranges(self, rank: PerAxis, size: PerAxis, dim: int | None = None) -> list[Range]:
+        """Returns the [start, stop) ranges of the full tensor that a rank holds along a dimension.
+
+        There is one range for each group, in order. Ranges exclude padding, so the range of a rank
+        that holds only padding is empty.
+
+        Args:
+            dim: The dimension; it may be left out if only one is split.
+        """
+        split = self._find_split(dim)
+        return split.ranges(*self._locate(split, rank, size))
+
+    def compute_ranges(self, rank: PerAxis, size: PerAxis, dim: int | None = None) -> list[Range]:
+        """Returns the ranges that a rank computes with along a dimension.
+
+        They are those of `ranges`, except for key-value heads that the ranks share.
+        """
+        split = self._find_split(dim)
+        return split.compute_ranges(*self._locate(split, rank, size))
+
+    def slice(self, full: Tensor, rank: PerAxis, size: PerAxis) -> Tensor:
+        """Returns a rank's part of `full` as a new contiguous tensor; padding rows are zeros."""
         if tuple(full.shape) != self.shape:
             raise ValueError(
                 f"expected the full tensor of shape {self.shape}, got {tuple(full.shape)}"
             )
-        pieces = [
-            full.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank, size)
-        ]
-        local = torch.zeros(self.local_shape(rank, size), dtype=full.dtype, device=full.device)
-        offset = 0
-        for piece in pieces:
-            local.narrow(self.dim, offset, piece.shape[self.dim]).copy_(piece)
-            offset += piece.shape[self.dim]
-        return local
+        part = full
+        for split in self.splits:
+            part = self._slice_along(split, part, *self._locate(split, rank, size))
+        return part
 
-    def merge(self, parts: Sequence[Tensor]) -> Tensor:
-        """Returns the full tensor, without padding, from all ranks' parts in rank order. It inverts `slice` exactly."""
-        size = len(parts)
-        full = parts[0].new_empty(self.shape)
-        for rank, part in enumerate(parts):
-            expected = self.local_shape(rank, size)
-            if tuple(part.shape) != expected or part.dtype != full.dtype:
-                raise ValueError(
-                    f"part {rank} is {part.dtype} {tuple(part.shape)}; expected {full.dtype} {expected}"
-                )
-            offset = 0
-            for start, stop in self.ranges(rank, size):
-                full.narrow(self.dim, start, stop - start).copy_(
-                    part.narrow(self.dim, offset, stop - start)
-                )
-                offset += stop - start
-        return full
+    def merge(self, parts: Sequence[Tensor], size: PerAxis | None = None) -> Tensor:
+        """Returns the full tensor, without padding, from all ranks' parts. It inverts `slice` exactly.
+
+        Args:
+            parts: In rank order; the rank along the tensor axis varies fastest.
+            size: The sizes of the axes; it may be left out if the tensor axis alone splits.
+        """
+        sizes = len(parts) if size is None else size
+        for split in reversed(self.splits):
+            count = self._get(sizes, split)
+            parts = [
+                self._merge_along(split, parts[first : first + count])
+                for first in range(0, len(parts), count)
+            ]
+        if len(parts) != 1 or tuple(parts[0].shape) != self.shape:
+            raise ValueError(f"the parts are not those of one tensor of shape {self.shape}")
+        return parts[0]
 
     def describe(self) -> str:
         """Returns one line for a layer's `extra_repr`."""
-        notes = [f"{'x'.join(map(str, self.shape))} split along {self.dim}"]
-        if len(self.groups) > 1:
-            notes.append(f"in blocks {'+'.join(map(str, self.groups))}")
-        if self.unit > 1:
-            notes.append(f"in units of {self.unit}")
-        if self.pad_multiple:
-            notes.append(f"padded to multiples of {self.pad_multiple}")
+        notes = ["x".join(map(str, self.shape))]
+        for split in self.splits:
+            notes.append(f"split along {split.dim}")
+            if split.axis != "tensor":
+                notes.append(f"over {split.axis}")
+            if len(split.groups) > 1:
+                notes.append(f"in blocks {'+'.join(map(str, split.groups))}")
+            if split.shared_kv_groups:
+                numbers = ", ".join(map(str, split.shared_kv_groups))
+                notes.append(f"with shared key-value heads in blocks {numbers}")
+            if split.unit > 1:
+                notes.append(f"in units of {split.unit}")
+            if split.pad_multiple:
+                notes.append(f"padded to multiples of {split.pad_multiple}")
         if self.tied_to:
             notes.append(f"tied to {self.tied_to}")
         return " ".join(notes)
+
+    # Manifests record shards.
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the shard as a manifest records it, in values of JSON.
+
+        A split over the tensor axis alone is recorded as it always was. The shared key-value groups
+        are recorded only where `infer_shared_kv_groups` would find others.
+        """
+        if not self._is_split_over_tensor_alone:
+            return {
+                "shape": list(self.shape),
+                "splits": [split.to_record() for split in self.splits],
+                "tied_to": self.tied_to,
+            }
+        split = self.tensor_split
+        record: dict[str, Any] = {
+            "shape": list(self.shape),
+            "dim": split.dim,
+            "groups": list(split.groups) if len(split.groups) > 1 else [],
+            "unit": split.unit,
+            "pad_multiple": split.pad_multiple,
+            "tied_to": self.tied_to,
+        }
+        if split.shared_kv_groups != infer_shared_kv_groups(split.groups):
+            record["shared_kv_groups"] = list(split.shared_kv_groups)
+        return record
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Shard:
+        """Returns the shard that `to_record`, of this or an earlier release, recorded.
+
+        Raises:
+            ValueError, TypeError: The record is damaged.
+        """
+        fields = dict(record)
+        if "splits" in fields:
+            splits = [AxisSplit(**split) for split in fields.pop("splits")]
+            return cls.from_splits(fields.pop("shape"), *splits, **fields)
+        fields.setdefault("shared_kv_groups", infer_shared_kv_groups(fields.get("groups", ())))
+        return cls(**fields)
+
+    @property
+    def _is_split_over_tensor_alone(self) -> bool:
+        return [split.axis for split in self.splits] == ["tensor"]
+
+    def _get(self, values: PerAxis, split: AxisSplit) -> int:
+        """Returns the rank or the size along the axis of a split."""
+        if isinstance(values, int):
+            assert self.tensor_split is split  # which raises for other shards
+            return values
+        return values[split.axis]
+
+    def _locate(self, split: AxisSplit, rank: PerAxis, size: PerAxis) -> tuple[int, int]:
+        """Returns rank and size along the axis of a split, after checking them."""
+        count = self._get(size, split)
+        number = self._get(rank, split)
+        self._check_size(split, count)
+        if not 0 <= number < count:
+            raise ValueError(f"rank {number} is outside 0..{count - 1}")
+        return number, count
+
+    def _check_size(self, split: AxisSplit, size: int) -> None:
+        largest = split.largest_size
+        if size < 1 or (largest is not None and size > largest):
+            raise ValueError(
+                f"{self._describe_rows(split)} cannot be split {size} ways; "
+                f"use 1 to {largest or 'any number of'} ranks"
+            )
+
+    def _describe_rows(self, split: AxisSplit) -> str:
+        return f"{split.describe_rows()} (dim {split.dim} of {self.shape})"
+
+    def _find_split(self, dim: int | None) -> AxisSplit:
+        """Returns the split of a dimension, or the only one."""
+        found = [
+            split for split in self.splits if dim is None or split.dim == dim % len(self.shape)
+        ]
+        if len(found) == 1:
+            return found[0]
+        dims = describe_sizes([split.dim for split in self.splits])
+        raise ValueError(f"dim {dim} of a tensor of shape {self.shape} is not split; use {dims}")
+
+    @staticmethod
+    def _slice_along(split: AxisSplit, full: Tensor, rank: int, size: int) -> Tensor:
+        """Returns a rank's part along the dimension of one split."""
+        ranges = split.ranges(rank, size)
+        shape = [*full.shape]
+        shape[split.dim] = split.local_length(ranges, size)
+        part = torch.zeros(shape, dtype=full.dtype, device=full.device)
+        offset = 0
+        for start, stop in ranges:
+            rows = full.narrow(split.dim, start, stop - start)
+            part.narrow(split.dim, offset, stop - start).copy_(rows)
+            offset += stop - start
+        return part
+
+    @staticmethod
+    def _merge_along(split: AxisSplit, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the tensor that the parts along the dimension of one split form."""
+        size = len(parts)
+        shape = [*parts[0].shape]
+        shape[split.dim] = split.length
+        full = parts[0].new_empty(shape)
+        for rank, part in enumerate(parts):
+            ranges = split.ranges(rank, size)
+            expected = [*shape]
+            expected[split.dim] = split.local_length(ranges, size)
+            if [*part.shape] != expected or part.dtype != full.dtype:
+                raise ValueError(
+                    f"part {rank} is {part.dtype} {tuple(part.shape)}; "
+                    f"expected {full.dtype} {tuple(expected)}"
+                )
+            offset = 0
+            for start, stop in ranges:
+                rows = part.narrow(split.dim, offset, stop - start)
+                full.narrow(split.dim, start, stop - start).copy_(rows)
+                offset += stop - start
+        return full
+
+
+def infer_shared_kv_groups(groups: Sequence[int]) -> tuple[int, ...]:
+    """Returns the groups that ranks share according to manifests that do not say so.
+
+    Earlier releases took every group for shared key-value heads that is narrower than the widest
+    group and divides it.
+    """
+    widest = max(groups, default=0)
+    return tuple(
+        number for number, width in enumerate(groups) if width < widest and widest % width == 0
+    )

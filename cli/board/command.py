@@ -274,7 +274,7 @@ def _split(name: str, record: TensorRecord, size: int) -> dict[str, Any]:
     """Returns the row of a parameter: one shape for each of the first ranks, or none if all hold it whole."""
     parts = []
     if record.shard is not None:
-        shard = Shard(**record.shard)
+        shard = Shard.from_record(record.shard)
         parts = [shard.local_shape(rank, size) for rank in range(min(size, SHOWN_RANKS))]
     split = None if record.shard is None else record.shard["dim"]
     return {

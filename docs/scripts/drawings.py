@@ -299,9 +299,9 @@ def draw_checkpoint(path: Path) -> None:
 def draw_record(drawing: Drawing, x: float, y: float, name: str, manifest: Manifest) -> None:
     record = manifest.tensors[name]
     drawing.text(x, y, f"{name} [{', '.join(f'{size:,}' for size in record.shape)}] {record.dtype}")
-    shard = Shard(**record.shard) if record.shard else None
+    shard = Shard.from_record(record.shard) if record.shard else None
     how = "replicated: not split" if shard is None else f"split along dim {shard.dim}"
-    if shard is not None and shard.groups:
+    if shard is not None and len(shard.groups) > 1:
         how += f", in blocks of {', '.join(map(str, shard.groups))}"
     if shard is not None and shard.pad_multiple:
         how += f", padded to {manifest.padded_vocab_size} rows"

@@ -21,7 +21,7 @@ from ...mpu import (
     tp_rank,
     tp_size,
 )
-from ...mpu.division import first_unit
+from ...mpu.division import find_first_unit
 from ...ops import attention, few_queries_attention, in_inference_mode, matmul
 from ...ops.autograd import Function, once_differentiable
 from ...ops.library import OPS, can_bypass_dispatcher, empty_pooled, needs_gradient
@@ -94,11 +94,22 @@ class Attention(nn.Module):
         for name, blocks in self.projections.items():
             widths = tuple(heads[block] * self.head_size for block in blocks)
             groups = widths if len(widths) > 1 else None
+            # Where the ranks do not divide the key-value heads of grouped queries, they share them.
+            shared_kv_groups: tuple[int, ...] = ()
+            if "q" in blocks and num_key_value_heads < num_heads:
+                shared_kv_groups = tuple(
+                    number for number, block in enumerate(blocks) if block in "kv"
+                )
             projection = ColumnParallelLinear(
-                hidden_size, sum(widths), bias=qkv_bias, groups=groups, **shared
+                hidden_size,
+                sum(widths),
+                bias=qkv_bias,
+                groups=groups,
+                shared_kv_groups=shared_kv_groups,
+                **shared,
             )
             self.add_module(name, projection)
-            computed = projection.shard.needed_ranges(tp_rank(mesh), tp_size(mesh))
+            computed = projection.shard.compute_ranges(tp_rank(mesh), tp_size(mesh))
             self.heads[name] = tuple((stop - start) // self.head_size for start, stop in computed)
         self.output = RowParallelLinear(
             num_heads * self.head_size, hidden_size, bias=output_bias, **shared
@@ -226,7 +237,8 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.scale = scale
         self.dropout = Dropout(dropout, count=num_heads, mesh=mesh)
-        first, last = (first_unit(num_heads, tp_rank(mesh) + end, tp_size(mesh)) for end in (0, 1))
+        first = find_first_unit(num_heads, tp_rank(mesh), tp_size(mesh))
+        last = find_first_unit(num_heads, tp_rank(mesh) + 1, tp_size(mesh))
         served = Counter(head * num_key_value_heads // num_heads for head in range(first, last))
         # The query heads of each of this rank's key-value heads; empty if they are equally many.
         self.served = tuple(served.values()) if len(set(served.values())) > 1 else ()

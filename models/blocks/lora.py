@@ -71,19 +71,18 @@ class AdaptedRows:
     def second_factor(self, r: int) -> nn.Parameter | Shard:
         """Returns the split of B [stop - first, r], or its replicated parameter.
 
-        Of a block that ranks may lend one another (`Shard.is_shared`) B is replicated; it is small there.
+        Of key-value heads that ranks share (see `AxisSplit`) B is replicated; it is small there.
         """
         count = self.stop - self.first
-        if self.shard is None or self.shard.dim == 1 or self._may_be_lent:
+        if self.shard is None or self.shard.dim == 1 or self._has_shared_heads:
             return _replicated(count, r)
         groups = self.shard.groups if count == self.shape[0] else ()
         return Shard((count, r), 0, groups, self.shard.unit, self.shard.pad_multiple)
 
     @property
-    def _may_be_lent(self) -> bool:
+    def _has_shared_heads(self) -> bool:
         assert self.shard is not None
-        widest = max(self.shard.groups, default=0)
-        return any(width < widest and widest % width == 0 for _, width in self._blocks())
+        return any(number in self.shard.shared_kv_groups for number, _ in self._blocks())
 
     def _blocks(self) -> list[tuple[int, int]]:
         """Returns (number of a block of the weight, its width) for the blocks that are adapted."""
@@ -104,7 +103,7 @@ class AdaptedRows:
         """
         if self.shard is None or self.shard.dim == 1:
             return self.first, [(0, self.stop - self.first)]
-        ranges = (self.shard.needed_ranges if needed else self.shard.ranges)(rank, size)
+        ranges = (self.shard.compute_ranges if needed else self.shard.ranges)(rank, size)
         numbers = [number for number, _ in self._blocks()]
         own = [
             (ranges[number][0] - self.first, ranges[number][1] - self.first) for number in numbers

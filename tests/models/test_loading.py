@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -160,7 +159,7 @@ def write_manifest(folder, values):
     config, records = config_from_dict(values), {}
     for name, spec in parameter_specs(build_on_meta(config, None)).items():
         digests = [hashlib.sha256(rank[name].numpy().tobytes()).hexdigest() for rank in ranks]
-        shard = asdict(spec.shard) if spec.shard else None
+        shard = spec.shard.to_record() if spec.shard else None
         records[name] = TensorRecord(spec.shape, "float32", shard, tuple(digests))
     padded = sum(len(rank["word_embeddings.weight"]) for rank in ranks)
     Manifest(config.model_type, len(ranks), config.vocab_size, padded, records).write(folder)

@@ -181,6 +181,7 @@ def lent(mesh, x, weight, bias, grads, groups, unit):
         options = {
             "groups": groups,
             "unit": unit,
+            "shared_kv_groups": (1, 2),
             "sequence_parallel": sequence_parallel,
             "mesh": mesh,
         }
@@ -214,7 +215,8 @@ def test_rows_that_several_ranks_need_are_lent(tp, heads, key_values, run_mesh, 
     unit, served = 3, heads // key_values
     groups = tuple(unit * count for count in (heads, key_values, key_values))
     x, weight, bias = random(2, 12, 5), random(sum(groups), 5, seed=1), random(sum(groups), seed=2)
-    shard, features = Shard(tuple(weight.shape), 0, groups, unit), []
+    shared = {"shared_kv_groups": (1, 2)}
+    shard, features = Shard(tuple(weight.shape), 0, groups, unit, **shared), []
     for rank in range(tp):
         own = [head for head in range(heads) if head * tp // heads == rank]
         kept = sorted({head // served for head in own})
@@ -242,7 +244,7 @@ def test_rows_that_several_ranks_need_are_lent(tp, heads, key_values, run_mesh, 
                 )
             helpers.close(shard.merge([result[mode][2] for result in results]), expected[2])
             if b is not None:
-                bias_shard = Shard((sum(groups),), 0, groups, unit)
+                bias_shard = Shard((sum(groups),), 0, groups, unit, **shared)
                 helpers.close(
                     bias_shard.merge([result[mode][3] for result in results]), expected[3]
                 )

@@ -168,7 +168,7 @@ def checkpointed(folder: Path) -> dict[str, torch.Tensor]:
             shard = shards[name.rpartition("/")[2]]
             parts = [rank[name] for rank in ranks]
             is_split = shard is not None and parts[0].dim() > 0
-            tensors[name] = Shard(**shard).merge(parts) if is_split else parts[0]
+            tensors[name] = Shard.from_record(shard).merge(parts) if is_split else parts[0]
     return tensors
 
 

@@ -23,7 +23,7 @@ SHARDS = {
     "wide": Shard((5, 50), 1),
     "tall, in odd parts": Shard((53, 7), 0),
     "fused": Shard((32, 9), 0, (16, 8, 8), 2),
-    "fused, with one key-value head": Shard((20, 6), 0, (16, 2, 2), 2),
+    "fused, with one key-value head": Shard((20, 6), 0, (16, 2, 2), 2, shared_kv_groups=(1, 2)),
     "vocabulary": Shard((97, 12), 0, pad_multiple=8),
     "gate": Shard((17, 10), 0, pad_multiple=1),
     "down": Shard((10, 17), 1, pad_multiple=1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -246,7 +246,7 @@ def make_manifest(
                 shard.shape if shard else getattr(parameter, "ds_shape", parameter.shape)
             ),  # ZeRO 3 empties it
             dtype=dtype if parameter.is_meta else str(parameter.dtype).removeprefix("torch."),
-            shard=asdict(shard) if shard else None,
+            shard=shard.to_record() if shard else None,
             sha256=tuple(hashes[name] for hashes in hashes_by_rank),
         )
     return Manifest(
