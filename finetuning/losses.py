@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..models.language_model import IGNORED
 from ..mpu import ParallelMesh, vocab_parallel_cross_entropy
-from ..trainer.batches.loss_normalization import shifts_labels
+from ..trainer.batches.label_shift import shifts_labels
 
 SMOOTHED = ("texts", "tokens", "classes", "words")  # what has classes or tokens as labels
 WEIGHTED = ("classes", "words", "several classes")

@@ -249,6 +249,10 @@ class Trainer:
         files = model_files(model)
         if point:
             files.load_weights(point.folder, ranks)
+        # Before an engine shards the model: it may have to ask the model how it treats labels.
+        normalizer = LossNormalizer(
+            model, mean_losses=type(self).forward_step is not Trainer.forward_step
+        )
         engine = make_engine(model, optimizer, arguments, ranks)
         collate = collate_fn or DataCollator(_pad_token_id(model), arguments.length_multiple)
         validate = partial(
@@ -261,9 +265,7 @@ class Trainer:
             batches=data.batches,
             schedule=schedule,
             forward_step=self.forward_step,
-            normalizer=LossNormalizer(
-                model, mean_losses=type(self).forward_step is not Trainer.forward_step
-            ),
+            normalizer=normalizer,
             evaluate=validate if valid_dataset is not None else None,
             model_files=files,
             saver=BackgroundSaver(

@@ -179,38 +179,126 @@ T5 = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [
-        ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}),
-        ("OpenAIGPTLMHeadModel", {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}),
-        ("LlamaForCausalLM", {**TINY, **BLOCKS}),
-        ("BertLMHeadModel", {**TINY, **BLOCKS, "is_decoder": True}),
-        ("BertForMaskedLM", {**TINY, **BLOCKS}),
-        ("BartForCausalLM", {**TINY, **BART}),
-        ("BartForConditionalGeneration", {**TINY, **BART}),
-        ("T5ForConditionalGeneration", T5),
-        ("XLNetLMHeadModel", {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}),
-    ],
-)
-def test_the_first_label_is_counted_where_the_model_counts_it(kind, sizes):
+GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+CLASSES = {
+    "GPT2LMHeadModel": GPT2,
+    "OpenAIGPTLMHeadModel": GPT2,
+    "LlamaForCausalLM": {**TINY, **BLOCKS},
+    "BertLMHeadModel": {**TINY, **BLOCKS, "is_decoder": True},
+    "BertForMaskedLM": {**TINY, **BLOCKS},
+    "BartForCausalLM": {**TINY, **BART},
+    "BartForConditionalGeneration": {**TINY, **BART},
+    "T5ForConditionalGeneration": T5,
+    "XLNetLMHeadModel": {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16},
+    # not in the table, so the model is asked
+    "BloomForCausalLM": {"hidden_size": 16, "n_layer": 1, "n_head": 2},
+    "MBartForConditionalGeneration": {**TINY, **BART},
+    "MambaForCausalLM": {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
+    "PegasusForCausalLM": {**TINY, **BART},
+}
+
+
+def tiny_transformers_model(kind: str) -> Any:
     import transformers
 
+    model_class = getattr(transformers, kind)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return model_class(model_class.config_class(**{"vocab_size": 40, **CLASSES[kind]}))
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_first_label_is_counted_where_the_model_counts_it(kind):
+    """The model's loss is the mean over the counted targets alone, computed from its logits in fp64."""
     from shardzoo.trainer.batches.loss_normalization import LossNormalizer
 
-    model_class = getattr(transformers, kind)
-    model = model_class(model_class.config_class(**{"vocab_size": 40, **sizes})).eval()
+    model = tiny_transformers_model(kind).eval()
     ids = torch.randint(3, 40, (2, 6), generator=torch.Generator().manual_seed(0))
-    others = ids.clone()
-    others[:, 0] = IGNORED
     inputs = {"input_ids": ids}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
+    count = LossNormalizer(model, mean_losses=True).count({**inputs, "labels": ids})
+    others = ids.clone()
+    others[:, 0] = IGNORED
     with torch.no_grad():
         counted = bool(model(**inputs, labels=ids).loss != model(**inputs, labels=others).loss)
-    assert LossNormalizer(model, mean_losses=True).count({**inputs, "labels": ids}) == [
-        12.0 if counted else 10.0
+        output = model.double()(**inputs, labels=ids)
+    assert count == [12.0 if counted else 10.0]
+    log_probabilities = output.logits.double().log_softmax(-1)
+    if not counted:
+        log_probabilities = log_probabilities[:, :-1]
+    targets = ids if counted else ids[:, 1:]
+    own = log_probabilities.gather(-1, targets[..., None])
+    assert float(output.loss) == pytest.approx(-float(own.sum()) / count[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_table_agrees_with_the_models_answer(kind):
+    from shardzoo.trainer.batches import label_shift
+
+    model = tiny_transformers_model(kind)
+    known = label_shift._look_up(model)
+    in_table = kind in label_shift.SHIFTS_LABELS or kind.endswith(label_shift.ALIGNED_HEADS)
+    assert (known is not None) == in_table
+    assert known in (None, label_shift._ask(model))
+
+
+class UsersModel(torch.nn.Module):
+    """A language model of a user's own, whose logits are all equal before training."""
+
+    def __init__(self, *, shifts: bool) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(40, 8)
+        self.dropout = torch.nn.Dropout(0.5)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.head = torch.nn.Linear(8, 40)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        self.shifts = shifts
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.dropout(self.embedding(input_ids))
+        logits = self.head(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
+        if self.shifts:
+            logits = logits[:, :-1]
+            labels = labels[:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("shifts", [False, True])
+def test_a_users_model_is_asked_and_left_as_it_was(shifts):
+    from shardzoo.trainer.batches import label_shift
+
+    model = UsersModel(shifts=shifts).train()
+    model.norm.eval()  # as in fine-tuning
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    assert label_shift._ask(model) is shifts
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [model.training, model.dropout.training, model.norm.training] == [True, True, False]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_the_name_decides_where_a_model_refuses_the_question():
+    from shardzoo.trainer.batches import label_shift
+
+    class Refuses(torch.nn.Module):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            raise KeyError("a longer row")
+
+    class RefusesForCausalLM(Refuses):
+        pass
+
+    class TakesImages(torch.nn.Module):
+        def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            raise AssertionError("the labels are no tokens")
+
+    found = [
+        label_shift.shifts_labels(kind()) for kind in (Refuses, RefusesForCausalLM, TakesImages)
     ]
+    assert found == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...models.config import ModelConfig
 from ...models.language_model import note_target_count
+from .label_shift import IGNORED, shifts_labels
 
-IGNORED = -100
 # An argument of a model's forward pass -> the labels that it counts.
 COUNTED_LABELS = {"num_items_in_batch": "labels", "num_sequences_in_batch": "next_sentence_label"}
 
@@ -26,6 +26,9 @@ class LossNormalizer:
     A model of the zoo takes the counts of the global batch as arguments of its forward pass, and returns its share. Any
     other loss is a mean over the targets of the micro-batch, and is rescaled here. This includes transformers' models,
     which accept the same arguments but do not all use them.
+
+    To find out how a model of another library treats labels, the constructor may run it once, on two tokens; see
+    `label_shift`. All ranks create their normalizers together.
 
     Args:
         model: The model itself, without an engine's wrapper.
@@ -38,7 +41,8 @@ class LossNormalizer:
         self.arguments = (
             () if mean_losses else tuple(name for name in COUNTED_LABELS if name in parameters)
         )
-        self._shifts_labels = shifts_labels(model)
+        # The zoo's models count their targets themselves.
+        self._shifts_labels = not hasattr(model, "count_targets") and shifts_labels(model)
 
     def count(self, batch: Mapping[str, Any]) -> list[float]:
         """Returns the numbers of targets in a micro-batch: one for each of `arguments`, or only one without them."""
@@ -77,31 +81,6 @@ class LossNormalizer:
         if values.is_floating_point():
             return _rows(batch)
         return int(((values[:, 1:] if self._shifts_labels else values) != IGNORED).sum())
-
-
-def shifts_labels(model: nn.Module) -> bool:
-    """Returns whether a model of transformers predicts the next token; the first label of a row is then not a target.
-
-    The name of its class does not show it: GPT2LMHeadModel shifts labels and BartForCausalLM does not. transformers'
-    `ForCausalLMLoss` shifts them, unless a model passes `shift_labels` to it. Older models have a variable of that
-    name.
-    """
-    unwrap: Any = getattr(
-        model, "get_base_model", lambda: model
-    )  # PEFT's wrappers have this method
-    inner = unwrap()
-    forwards = [
-        inspect.unwrap(vars(kind)["forward"])
-        for kind in type(inner).__mro__
-        if "forward" in vars(kind)
-    ]
-    codes = [forward.__code__ for forward in forwards if inspect.isfunction(forward)]
-    if not any("loss_function" in code.co_names for code in codes):
-        return any("shift_labels" in code.co_varnames for code in codes)
-    keywords = [names for code in codes for names in code.co_consts if isinstance(names, tuple)]
-    passes_shifted = any("shift_labels" in names for names in keywords)
-    loss_function = getattr(inner, "loss_function", None)
-    return getattr(loss_function, "__name__", "") == "ForCausalLMLoss" and not passes_shifted
 
 
 def loss_of(output: Any) -> Tensor:
