@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from .generation import generate
     from .models import from_config, from_pretrained
 
+from .compat import spellings as _spellings  # noqa: F401  (makes arguments accept other systems' names)
+
 __version__ = "0.2.0"
 __all__ = ["__version__", "from_config", "from_pretrained", "generate"]
 

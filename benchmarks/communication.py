@@ -39,7 +39,7 @@ from rich.table import Table
 import shardzoo
 from shardzoo.models import find_config
 from shardzoo.mpu import ParallelMesh, collectives, dropout_state, shared_memory
-from shardzoo.trainer.engines.torch_engine import AdamW
+from shardzoo.trainer.optimizers.adamw import AdamW
 
 SIZES = [
     4,

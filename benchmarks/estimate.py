@@ -267,11 +267,11 @@ def measure(case: Case) -> None:
     from shardzoo.mpu import ParallelMesh
     from shardzoo.trainer.arguments.training_arguments import TrainingArguments
     from shardzoo.trainer.engines.optimizers import make_optimizer
+    from shardzoo.trainer.engines.registry import make_engine
     from shardzoo.trainer.launch.environment import initialize_distributed
     from shardzoo.trainer.launch.launch import ensure_processes
     from shardzoo.trainer.launch.ranks import Ranks
     from shardzoo.trainer.lora import apply_lora
-    from shardzoo.trainer.trainer import make_engine
 
     job = job_of(case)
     launch = ensure_processes(job.tensor_parallel_size * job.data_parallel_size)

@@ -42,7 +42,7 @@ from shardzoo.cli.bench import environment
 from shardzoo.models import find_config
 from shardzoo.models.config import ModelConfig
 from shardzoo.mpu import ParallelMesh, dropout_state
-from shardzoo.trainer.engines.torch_engine import AdamW, clip
+from shardzoo.trainer.optimizers.adamw import AdamW, clip_gradients
 
 SIZES = {
     "llama": {
@@ -304,7 +304,7 @@ def make_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], 
         loss = model(**batch).loss
         loss.backward()
         norm = (
-            clip(parameters, 1.0, optimizer)
+            clip_gradients(parameters, 1.0, optimizer)
             if native
             else nn.utils.clip_grad_norm_(parameters, 1.0)
         )

@@ -16,17 +16,8 @@ from typing import Any, TypeVar, get_type_hints
 import tyro
 import yaml
 
-from ..trainer.arguments.aliases import (
-    ALIASES,
-    AS_HERE,
-    EXPLAINED,
-    RESUME,
-    SAVE_EPOCH,
-    SWITCHES,
-    argument_aliases,
-    hint,
-    resolve_aliases,
-)
+from ..compat.spellings import RESUME, SAVE_EPOCH
+from ..trainer.arguments.aliases import SPELLINGS, argument_aliases, hint, resolve_aliases
 from .help import HelpPage, show_help
 
 Arguments = TypeVar("Arguments")
@@ -182,7 +173,7 @@ def overrides_as_options(argv: Sequence[str], kind: type) -> list[str]:
     A word after an option of `kind` that takes a value is that value.
     """
     switches = {
-        *SWITCHES,
+        *SPELLINGS.switches,
         *(name for name, annotation in get_type_hints(kind).items() if annotation is bool),
     }
     options: list[str] = []
@@ -222,7 +213,7 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
         word = words.popleft()
         option, equals, value = word.partition("=")
         name = option[2:].replace("-", "_") if option.startswith("--") else ""
-        if name in (*AS_HERE, RESUME) and name not in kinds:
+        if name in (*SPELLINGS.taken_as_is, RESUME) and name not in kinds:
             value = (
                 value
                 if equals
@@ -230,23 +221,23 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
                 if words and not words[0].startswith("--")
                 else "True"
             )
-            if str(AS_HERE.get(name)) == value:
+            if str(SPELLINGS.taken_as_is.get(name)) == value:
                 continue
             if name == RESUME and value not in VALUES:
                 options.append(f"--load_dir={value}")
                 continue
             equals = "="
-        if name in EXPLAINED and name not in kinds:
+        if name in SPELLINGS.explained and name not in kinds:
             raise ValueError(f"there is no option {option}{hint(name, kinds)}")
         optional = kinds.get(name.removeprefix("no_")) == bool | None
         name = "resume" if name == RESUME else name
-        switch = name in aliases and name in SWITCHES
+        switch = name in aliases and name in SPELLINGS.switches
         if switch or kinds.get(name) is bool or (optional and name in kinds):
             if not equals:
                 value = words.popleft() if words and words[0] in VALUES else "True"
             on = _truth(name, value, optional)
             if switch:
-                options = _switched(options, *SWITCHES[name], on, default)
+                options = _switched(options, *SPELLINGS.switches[name], on, default)
             else:
                 part, dot, leaf = name.rpartition(".")
                 options.append(
@@ -258,7 +249,7 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
             value = value if equals else words.popleft() if words else ""
             options.append(f"--save_strategy={'epoch' if value == '1' else value}")
         elif name in aliases:
-            options.append(f"--{ALIASES[name]}{equals}{value}")
+            options.append(f"--{SPELLINGS.renamed[name]}{equals}{value}")
         else:
             options.append(word)
     return options

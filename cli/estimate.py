@@ -31,6 +31,8 @@ from ..trainer.estimate import (
     largest_micro_batch,
 )
 from ..trainer.estimate.tables import stage_rows, stage_table
+from ..trainer.optimizers.registry import OptimizerName
+from ..trainer.precisions import PrecisionName
 from .console import exit_code_of
 from .help import HelpPage, show_help
 
@@ -75,9 +77,9 @@ class EstimateArguments:
     """Also split norms, dropouts and residuals along the sequence."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: those of attention (selective), or of whole blocks (full)."""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    precision: PrecisionName = "bf16"
     """Precision of parameters and activations; the optimizer keeps fp32 copies."""
-    optimizer: Literal["adamw", "adafactor", "lion", "lamb"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     freeze: tuple[Literal["embeddings", "encoder", "decoder"], ...] = ()
     """Parts that are not trained."""
     lora_rank: int = 0

@@ -19,7 +19,7 @@ import tyro
 from rich.text import Text
 
 from ..finetuning.arguments import FinetuningArguments
-from ..trainer.arguments.training_arguments import texts
+from ..trainer.arguments.value_types import texts
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.rank_info import RankInfo
 from .arguments import parse
@@ -28,7 +28,7 @@ from .help.training import COMMON_TRAINING, SHORT_NAMES, TRAINING_SECTIONS
 from .rank_errors import exit_code_of_rank
 
 if TYPE_CHECKING:
-    from ..trainer.trainer import Trainer
+    from ..finetuning.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def make_trainer(arguments: FinetuneCommand) -> Trainer:
         raise ValueError(
             "there is nothing to do: name a --train-file, --validation-file or --test-file"
         )
-    from ..trainer.trainer import Trainer  # torch and transformers take seconds to import
+    from ..finetuning.trainer import Trainer  # torch and transformers take seconds to import
 
     trainer = Trainer(arguments)
     parts = {
@@ -156,7 +156,9 @@ def has_validation_data(arguments: FinetuningArguments) -> bool:
 
 def run(trainer: Trainer) -> None:
     """Trains, saves, validates and tests, each if the arguments name a file for it."""
-    arguments, console = trainer.recipe.arguments, trainer.console
+    arguments = trainer.arguments
+    assert isinstance(arguments, FinetuneCommand)
+    console = trainer.console
     if arguments.train_file is not None:
         trainer.model_summary()
         trainer.train(valid=has_validation_data(arguments))

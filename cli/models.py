@@ -16,7 +16,7 @@ from ..models import FAMILIES, family, find_config
 from ..models.auto import build_on_meta
 from ..models.config import ModelConfig
 from ..models.sizes import largest_size, sizes_of, uneven_work
-from ..trainer.estimate.model import ITEMSIZE
+from ..trainer.precisions import PRECISIONS, PrecisionName
 from .console import exit_code_of
 from .help import HelpPage, show_help
 
@@ -34,7 +34,7 @@ class ModelsArguments:
     architectures."""
     tp: int = 1
     """Tensor-parallel size."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    dtype: PrecisionName = "bf16"
     """Data type of weights and gradients."""
     optimizer: Literal["none", "sgd", "momentum", "lion", "adam"] = "adam"
     """Optimizer; its state is in fp32, and it keeps an fp32 copy of 16-bit weights. "none" is inference."""
@@ -73,9 +73,11 @@ def measure(config: ModelConfig, tensor_parallel_size: int) -> Size:
 
 def bytes_on_rank(parameters: int, dtype: str, optimizer: str) -> int:
     """Returns the bytes of the weights; for training also of gradients, optimizer state and fp32 master weights."""
-    each = ITEMSIZE[dtype]
+    precision = PRECISIONS[dtype]
+    each = precision.itemsize
     if optimizer != "none":
-        each += ITEMSIZE[dtype] + OPTIMIZER_BYTES[optimizer] + (4 if dtype != "fp32" else 0)
+        each += precision.itemsize + OPTIMIZER_BYTES[optimizer]
+        each += 4 if precision.needs_master_weights else 0
     return parameters * each
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 import yaml
@@ -29,6 +29,8 @@ from ..plan.simulate import (
     simulate_step,
     young_interval,
 )
+from ..trainer.optimizers.registry import OptimizerName
+from ..trainer.precisions import PrecisionName
 from .arguments import read_yaml
 from .console import exit_code_of
 from .help import HelpPage, show_help
@@ -60,9 +62,9 @@ class PlanArguments:
     """Tokens in a sequence, or in an encoder-decoder's source; by default the model's maximum."""
     target_length: int | None = None
     """Tokens in an encoder-decoder's target; by default as many as in the source."""
-    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    precision: PrecisionName | None = None
     """By default bf16, or fp32 on a CPU."""
-    optimizer: Literal["adamw", "adafactor", "lion", "lamb"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     peak: float | None = None
     """The device's 16-bit products, in TFLOP/s."""
     peak_fp32: float | None = None

@@ -25,7 +25,7 @@ from ..files.safe_paths import checked_file
 from ..pretraining.arguments import DEFAULT_MODEL, FIXED, PretrainingArguments
 from ..pretraining.inputs import choose_inputs, default_objective
 from ..pretraining.tables import run_plan
-from ..trainer.arguments.training_arguments import checked_value
+from ..trainer.arguments.value_types import checked_value
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.launch import ensure_processes_of
 from ..trainer.launch.rank_info import RankInfo

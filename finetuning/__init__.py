@@ -15,30 +15,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..trainer.trainer import Trainer
+    from .arguments import FinetuningArguments
     from .arguments import FinetuningArguments as TrainerArguments
-    from .auto_loader import AutoLoader, bert_sequence_label_collate_fn, seq2seq_collate_fn
     from .freezing import ModelSummary
-    from .predictor import Predictor
+    from .trainer import Trainer
 
-# Name, of which those of t2t-tuner and FlagAI are theirs -> (module, name in it).
+# Name -> (module, name in it). TrainerArguments is t2t-tuner's name.
 _NAMES = {
-    "AutoLoader": (".auto_loader", "AutoLoader"),
-    "Predictor": (".predictor", "Predictor"),
-    "bert_sequence_label_collate_fn": (".auto_loader", "bert_sequence_label_collate_fn"),
-    "seq2seq_collate_fn": (".auto_loader", "seq2seq_collate_fn"),
-    "ModelSummary": (".freezing", "ModelSummary"),
-    "Trainer": ("..trainer.trainer", "Trainer"),
-    "TrainerArguments": (".arguments", "FinetuningArguments"),
+    "FinetuningArguments": ("arguments", "FinetuningArguments"),
+    "ModelSummary": ("freezing", "ModelSummary"),
+    "Trainer": ("trainer", "Trainer"),
+    "TrainerArguments": ("arguments", "FinetuningArguments"),
 }
-__all__ = [
-    "AutoLoader", "ModelSummary", "Predictor", "Trainer", "TrainerArguments", "bert_sequence_label_collate_fn",
-    "seq2seq_collate_fn",
-]  # fmt: skip
+__all__ = ["FinetuningArguments", "ModelSummary", "Trainer", "TrainerArguments"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _NAMES[name]
-    return getattr(import_module(module, __name__), attribute)
+    return getattr(import_module(f".{module}", __name__), attribute)

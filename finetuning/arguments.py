@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ..trainer.arguments.aliases import with_argument_aliases
-from ..trainer.arguments.training_arguments import EnvType, Schedule, TrainingArguments
+from ..trainer.arguments.training_arguments import TrainingArguments
+from ..trainer.environments import EnvType
 from ..trainer.launch.rank_info import RankInfo
+from ..trainer.schedules import ScheduleName
 
 Task = Literal[
     "text2text-generation", "text-generation", "chat", "text-classification", "token-classification",
@@ -36,8 +38,6 @@ class FinetuningArguments(TrainingArguments):
     All values are checked on construction; a `ValueError` names the values that would work.
     """
 
-    recipe: ClassVar[str | None] = "finetuning.recipe:Finetuning"
-
     env_type: EnvType | None = None  # type: ignore[assignment]
     """By default pytorch for one process and deepspeed+mpu for several."""
     pytorch_device: str = "auto"
@@ -45,7 +45,7 @@ class FinetuningArguments(TrainingArguments):
     epochs: int = 3
     micro_batch_size: int = 8
     lr: float = 5e-5
-    lr_schedule: Schedule = "linear"
+    lr_schedule: ScheduleName = "linear"
     warmup_ratio: float = 0.0
     weight_decay: float = 0.0
     log_interval: int = 10

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -31,6 +31,7 @@ from ..trainer import TrainingArguments
 from ..trainer.engines.optimizers import make_optimizer
 from ..trainer.engines.torch_engine import TorchEngine
 from ..trainer.launch.rank_info import cpu_environment, free_port
+from ..trainer.precisions import PrecisionName
 from .cost import PlannedRun, stage_work, update_bytes
 from .hardware import GB, GIB, TFLOPS
 from .layouts import build_network
@@ -121,7 +122,7 @@ def cases() -> list[MeasuredModel]:
 
 def calibrate(
     processes: int | None = None,
-    precision: Literal["fp32", "bf16", "fp16"] | None = None,
+    precision: PrecisionName | None = None,
     measured: Sequence[MeasuredModel] | None = None,
 ) -> dict[str, Any]:
     """Returns what a file for `find_cluster` says of this machine, as a node.

@@ -13,6 +13,8 @@ from ..models.pipeline import equal_counts
 from ..models.registry import family
 from ..models.sizes import largest_size, parameter_sizes
 from ..trainer.estimate import Job, estimate
+from ..trainer.optimizers.registry import OptimizerName
+from ..trainer.precisions import PrecisionName
 from .cost import Network, PlannedRun, Recompute, StepTime, step_time
 from .hardware import Cluster
 
@@ -37,8 +39,8 @@ class PlanRequest:
     global_batch: int
     length: int
     target_length: int | None = None
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    optimizer: str = "adamw"
+    precision: PrecisionName = "bf16"
+    optimizer: OptimizerName = "adamw"
     device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:

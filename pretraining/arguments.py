@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..data.objectives.objective import Objective
-from ..trainer.arguments.training_arguments import EnvType, TrainingArguments, check_types
+from ..trainer.arguments.training_arguments import TrainingArguments
+from ..trainer.arguments.value_types import check_types
+from ..trainer.environments import EnvType
 
 
 @dataclass(frozen=True)

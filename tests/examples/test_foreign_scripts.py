@@ -30,7 +30,7 @@ T5_TITLES = f"""
 import torch
 from torch.utils.data import Dataset
 from shardzoo.trainer import Trainer{CHANGED}
-from shardzoo.finetuning import AutoLoader{CHANGED}
+from shardzoo.compat import AutoLoader{CHANGED}
 
 trainer = Trainer(
     env_type="pytorch", experiment_name="t5_title_generation", batch_size=8, gradient_accumulation_steps=1, lr=2e-3,
@@ -61,7 +61,7 @@ trainer.train(model, train_dataset=Titles(), valid_dataset=Titles())
 GLM_TITLES = f"""
 import torch
 from torch.utils.data import Dataset
-from shardzoo.finetuning import AutoLoader{CHANGED}
+from shardzoo.compat import AutoLoader{CHANGED}
 from shardzoo.trainer import Trainer{CHANGED}
 
 trainer = Trainer(
@@ -108,9 +108,9 @@ trainer.train(
 BERT_TITLES = f"""
 import torch
 from torch.utils.data import Dataset
-from shardzoo.finetuning import AutoLoader{CHANGED}
+from shardzoo.compat import AutoLoader{CHANGED}
 from shardzoo.trainer import Trainer{CHANGED}
-from shardzoo.finetuning import seq2seq_collate_fn{CHANGED}
+from shardzoo.compat import seq2seq_collate_fn{CHANGED}
 
 trainer = Trainer(
     env_type="pytorch", experiment_name="roberta_seq2seq", batch_size=8, gradient_accumulation_steps=1, lr=2e-3,
@@ -133,9 +133,9 @@ trainer.train(model, train_dataset=Titles(), valid_dataset=Titles(), collate_fn=
 ROBERTA_NER = f"""
 import torch
 from torch.utils.data import Dataset
-from shardzoo.finetuning import AutoLoader{CHANGED}
+from shardzoo.compat import AutoLoader{CHANGED}
 from shardzoo.trainer import Trainer{CHANGED}
-from shardzoo.finetuning import bert_sequence_label_collate_fn{CHANGED}
+from shardzoo.compat import bert_sequence_label_collate_fn{CHANGED}
 
 target = ["O", "B-LOC", "I-LOC"]
 loader = AutoLoader("ner", model_name="RoBERTa-base-ch", model_dir="./state_dict/", class_num=len(target))
@@ -166,8 +166,8 @@ class Entities(Dataset):
 trainer.train(model, train_dataset=Entities(), valid_dataset=None, collate_fn=bert_sequence_label_collate_fn)
 """
 GPT2_WRITING = f"""
-from shardzoo.finetuning import AutoLoader{CHANGED}
-from shardzoo.finetuning import Predictor{CHANGED}
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.compat import Predictor{CHANGED}
 
 loader = AutoLoader("seq2seq", "gpt2-base-ch", model_dir="./state_dict/")
 model = loader.get_model()

@@ -11,7 +11,7 @@ import pytest
 from shardzoo import finetuning as t2t
 from shardzoo.finetuning.arguments import FinetuningArguments
 from shardzoo.finetuning.saving import open_run
-from shardzoo.trainer import Trainer
+from shardzoo.trainer import Trainer, TrainingArguments
 from shardzoo.trainer.run_folder import make_run_folder
 from shardzoo.trainer.run_lock import return_folder
 
@@ -194,11 +194,7 @@ def test_a_family_that_the_zoo_has_not(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "keywords", "message"),
     [
-        (
-            {"a": 1},
-            {},
-            "pass TrainingArguments or FinetuningArguments, or keywords as in .*, not a dict",
-        ),
+        ({"a": 1}, {}, "pass FinetuningArguments, or keywords as in .*, not a dict"),
         (t2t.TrainerArguments(), {"lr": 1.0}, r"or keywords \(lr\), not both"),
     ],
 )
@@ -207,18 +203,21 @@ def test_arguments_and_keywords(arguments, keywords, message):
         t2t.Trainer(arguments, **keywords)
 
 
-def test_a_trainer_without_a_recipe_has_no_model():
-    trainer = Trainer(epochs=1)
+def test_a_trainer_without_arguments_of_fine_tuning_has_no_model():
     with pytest.raises(
-        AttributeError,
-        match=r"has no attribute 'freeze'; it belongs to fine-tuning: Trainer\(model",
+        ValueError,
+        match=r"there is no argument 'model_name_or_path': it is an argument of fine-tuning: use "
+        r"Trainer of shardzoo\.finetuning",
     ):
+        Trainer(model_name_or_path="t5")
+    with pytest.raises(ValueError, match=r"pass FinetuningArguments, .*, not a TrainingArguments"):
+        t2t.Trainer(TrainingArguments(epochs=1))
+    trainer = Trainer(epochs=1)
+    with pytest.raises(AttributeError, match="has no attribute 'freeze'"):
         trainer.freeze(encoder=True)
     with pytest.raises(AttributeError, match=r"has no attribute 'forward'$"):
         trainer.forward()
-    with pytest.raises(
-        ValueError, match=r"model must be a torch.nn.Module, .* not False; .*train\(valid=False\)"
-    ):
+    with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, .* not False"):
         trainer.train(False)
     with pytest.raises(ValueError, match="evaluate needs a model and a dataset, not 'file'"):
         trainer.evaluate("file")

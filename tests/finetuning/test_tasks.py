@@ -472,10 +472,8 @@ def test_smoothed_and_weighted_losses(architecture, kind, arguments, tmp_path, r
 
     def tune(mesh, name, **others):
         trainer = t2t.Trainer(**settings, mesh=mesh, output_dir=str(tmp_path / name), **others)
-        before, data = trainer.evaluate()["loss"], trainer.recipe._data
-        samples = [
-            trainer.recipe._collate()([data.samples(data.train(False))[n]]) for n in range(12)
-        ]
+        before, data = trainer.evaluate()["loss"], trainer._data
+        samples = [trainer._collate()([data.samples(data.train(False))[n]]) for n in range(12)]
         trainer.train(valid=False)
         return before, samples
 
@@ -570,7 +568,7 @@ def test_intervals_of_epochs_and_a_stop_when_nothing_improves(tmp_path):
     ]
     for name in ("train/loss", "valid/loss"):
         assert [record["step"] for record in records if name in record] == [3, 6, 9]
-    assert trainer.recipe._run.steps() == [3, 6, 9]
+    assert trainer.run_folder.steps() == [3, 6, 9]
     # A learning rate of nearly 0 improves nothing that is measured: accuracy stays as it is.
     stop = {
         "save_best": "accuracy",
@@ -600,7 +598,7 @@ def test_packed_samples_do_not_see_one_another(kind, architecture, tmp_path):
         block_size=60,
         **{**SHORT, "max_target_length": 30},
     )
-    data, collate = trainer.recipe._data, trainer.recipe._collate()
+    data, collate = trainer._data, trainer._collate()
     plain, packed = data.samples(data.train(False)), data.training_samples(data.train(False))
     assert len(packed) < len(plain)
     found = []
@@ -625,7 +623,7 @@ def test_batches_of_similar_lengths(tmp_path):
     trainer = t2t.Trainer(
         model_name_or_path=str(folder), train_file=train, group_by_length=True, **SHORT
     )
-    data = trainer.recipe._data
+    data = trainer._data
     samples = data.training_samples(data.train(False))
     order = samples.make_order(1, 4)
     lengths = [len(samples[order(place)]["input_ids"]) for place in range(32)]
@@ -764,7 +762,7 @@ def test_a_task_reaches_what_transformers_trainer_does(
         ).train()
 
     ours = run_mesh(2, split)[0]
-    reference = t2t.Trainer(model_name_or_path=str(folder), native=False, **settings).recipe
+    reference = t2t.Trainer(model_name_or_path=str(folder), native=False, **settings)
     samples = reference._data.samples(reference._data.train(True))
     order = EpochShuffle(len(samples), seed)
     trainer = InOrder(

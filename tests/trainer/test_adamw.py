@@ -18,7 +18,7 @@ from shardzoo.ops import library
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.engines import torch_engine
 from shardzoo.trainer.engines.deepspeed_config import deepspeed_config
-from shardzoo.trainer.engines.torch_engine import AdamW, clip
+from shardzoo.trainer.optimizers.adamw import AdamW, clip_gradients
 
 has_kernels = library.unavailable("cpp", "cpu") is None
 needs_kernels = pytest.mark.skipif(not has_kernels, reason="no compiled kernels")
@@ -50,7 +50,7 @@ def test_steps_are_pytorchs(dtype):
         for params, one in ((mine, optimizer), (theirs, expected)):
             give_gradients(params, step)
             params[step].grad = None
-            clip(params, 3.0, one)
+            clip_gradients(params, 3.0, one)
             one.step()
     tolerance = dict.fromkeys(
         ("rtol", "atol"), 5 * torch.finfo(dtype).eps
@@ -82,7 +82,7 @@ def test_scattered_parameters_are_rounded():
     parameter = nn.Parameter(whole[:, :4])
     model = nn.Module()
     model.weight = parameter
-    optimizer = torch_engine.AdamW([parameter], lr=1.0, weight_decay=0.0, fused=True)
+    optimizer = AdamW([parameter], lr=1.0, weight_decay=0.0, fused=True)
     engine = torch_engine.TorchEngine(
         model, optimizer, TrainingArguments(precision="bf16", save_optim=False)
     )
@@ -110,7 +110,7 @@ def test_a_graph_of_the_old_weights_is_refused():
 @needs_kernels
 def test_the_kernel_is_used_once_for_a_parameter_and_leaves_gradients(monkeypatch):
     params, calls, call = parameters(torch.float32), [], library.call_compiled
-    for user in ("mpu.parameter", "trainer.engines.torch_engine"):
+    for user in ("mpu.parameter", "trainer.optimizers.adamw"):
         name = f"shardzoo.{user}.call_compiled"
         monkeypatch.setattr(
             name, lambda kernel, *arguments: (calls.append(kernel), call(kernel, *arguments))[1]
@@ -118,7 +118,7 @@ def test_the_kernel_is_used_once_for_a_parameter_and_leaves_gradients(monkeypatc
     give_gradients(params, 0)
     before = [p.grad.clone() for p in params]
     optimizer = ours(params)
-    norm = clip(params, 0.5, optimizer)
+    norm = clip_gradients(params, 0.5, optimizer)
     optimizer.step()
     assert calls == ["square_sum"] * len(params) + ["adamw"] * len(params)
     assert all(map(torch.equal, before, (p.grad for p in params)))
@@ -158,7 +158,7 @@ def test_other_layouts_and_options_take_pytorchs_step():
             p.grad = torch.ones_like(p)
         change(optimizer, params)
         optimizer.rounded = {params[1]: torch.zeros(5, dtype=torch.bfloat16)}
-        clip(params, 0.1, optimizer)
+        clip_gradients(params, 0.1, optimizer)
         optimizer.step()
         return optimizer.has_rounded, params
 

@@ -178,8 +178,8 @@ def states_under_deepspeed(mesh, config, job):
     from shardzoo.mpu import dropout_state
     from shardzoo.trainer import TrainingArguments
     from shardzoo.trainer.engines.optimizers import make_optimizer
+    from shardzoo.trainer.engines.registry import make_engine
     from shardzoo.trainer.launch.ranks import Ranks
-    from shardzoo.trainer.trainer import make_engine
 
     how = {
         "env_type": "deepspeed+mpu",

@@ -17,9 +17,9 @@ from shardzoo.mpu import dropout_state
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.batches.loss_normalization import to_device
 from shardzoo.trainer.engines.optimizers import make_optimizer
+from shardzoo.trainer.engines.registry import make_engine
 from shardzoo.trainer.launch.ranks import Ranks
 from shardzoo.trainer.step import TrainingStep
-from shardzoo.trainer.trainer import make_engine
 
 
 class Reads(TorchDispatchMode):

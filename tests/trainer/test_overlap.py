@@ -52,8 +52,8 @@ def exchanges(mesh, how, precision, micro_batches):
     from shardzoo.trainer import TrainingArguments
     from shardzoo.trainer.engines import buckets
     from shardzoo.trainer.engines.optimizers import make_optimizer
+    from shardzoo.trainer.engines.registry import make_engine
     from shardzoo.trainer.launch.ranks import Ranks
-    from shardzoo.trainer.trainer import make_engine
 
     smallest, buckets.SMALLEST = buckets.SMALLEST, BUCKET
     try:
@@ -200,8 +200,8 @@ def large_steps(model):
 def step_of_experts(mesh, stage):
     """The weights after one step."""
     from shardzoo.trainer import TrainingArguments
+    from shardzoo.trainer.engines.registry import make_engine
     from shardzoo.trainer.launch.ranks import Ranks
-    from shardzoo.trainer.trainer import make_engine
 
     numbers = NUMBERS[mesh.dp_rank] if mesh.dp_size > 1 else EVERY_NUMBER
     arguments = TrainingArguments(

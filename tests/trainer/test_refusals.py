@@ -184,7 +184,7 @@ CONFIGURATIONS = [
     ),
     (
         '{"scheduler": {"type": "OneCycle"}}',
-        "there is no scheduler 'OneCycle' here; use one of warmuplr, ",
+        "there is no scheduler 'OneCycle' here; use one of warmupcosinelr, warmupdecaylr, warmuplr",
     ),
     (
         '{"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}',

@@ -15,6 +15,7 @@ from training import Pairs, tiny_t5
 from shardzoo.cli.arguments import parse
 from shardzoo.cli.help import HelpPage
 from shardzoo.trainer import Trainer
+from shardzoo.trainer.arguments import trackers as tracker_names
 from shardzoo.trainer.arguments.training_arguments import TrainingArguments
 from shardzoo.trainer.logging import trackers
 
@@ -47,15 +48,22 @@ class Recorder:
 def recorder(*fails: str) -> type[Recorder]:
     """A `Recorder` in place of W&B's class, whose package is one that is installed."""
     made = type("Made", (Recorder,), {"opened": [], "fails": fails})
-    trackers.SERVICES["wandb"] = ("json", made)
+    trackers.SERVICES["wandb"] = made
+    tracker_names.TRACKER_PACKAGES["wandb"] = "json"
     return made
 
 
 @pytest.fixture(autouse=True)
 def real_services():
-    before = dict(trackers.SERVICES)
+    services = dict(trackers.SERVICES)
+    packages = dict(tracker_names.TRACKER_PACKAGES)
     yield
-    trackers.SERVICES.update(before)
+    trackers.SERVICES.update(services)
+    tracker_names.TRACKER_PACKAGES.update(packages)
+
+
+def test_every_tracker_has_a_class():
+    assert {"tensorboard", *trackers.SERVICES} == set(tracker_names.TRACKER_PACKAGES)
 
 
 def train(folder: Path, report_to="wandb", **arguments) -> None:
@@ -175,7 +183,7 @@ def test_the_command_line_names_several():
     ],
 )
 def test_what_cannot_be_reported_to_is_refused_before_training(given, message):
-    trackers.SERVICES["wandb"] = ("no_such_package", Recorder)
+    tracker_names.TRACKER_PACKAGES["wandb"] = "no_such_package"
     with pytest.raises(ValueError, match=message):
         TrainingArguments(report_to=given)
 

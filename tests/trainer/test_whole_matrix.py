@@ -86,8 +86,8 @@ class Linear(nn.Module):
 def engine_of(mesh: Any, zero: int, **settings: Any) -> Any:
     from shardzoo.trainer import TrainingArguments
     from shardzoo.trainer.engines.optimizers import make_optimizer
+    from shardzoo.trainer.engines.registry import make_engine
     from shardzoo.trainer.launch.ranks import Ranks
-    from shardzoo.trainer.trainer import make_engine
 
     shared = {
         "env_type": "deepspeed+mpu",

@@ -7,20 +7,17 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# DeepSpeed's type of an optimizer, in lower case -> ours. Its Adam decays weights like AdamW unless told otherwise.
-OPTIMIZERS = {
-    "adam": "adamw",
-    "adamw": "adamw",
-    "fusedadam": "adamw",
-    "lamb": "lamb",
-    "lion": "lion",
-    "fusedlion": "lion",
+from ..optimizers.registry import OPTIMIZERS
+from ..schedules import SCHEDULES
+
+# DeepSpeed's type of an optimizer, in lower case -> ours. Its Adam decays weights like AdamW unless
+# told otherwise.
+OPTIMIZER_TYPES = {
+    kind: entry.name for entry in OPTIMIZERS.values() for kind in entry.deepspeed_types
 }
 # DeepSpeed's type of a scheduler, in lower case -> our schedule.
-SCHEDULES = {
-    "warmuplr": "constant_with_warmup",
-    "warmupdecaylr": "linear",
-    "warmupcosinelr": "cosine",
+SCHEDULE_TYPES = {
+    kind: entry.name for entry in SCHEDULES.values() for kind in entry.deepspeed_types
 }
 # The path of a key -> our argument, where the value is the same.
 RENAMED = {
@@ -151,8 +148,8 @@ def _updates(others: dict[str, Any]) -> dict[str, Any]:
     """Takes the optimizer and the scheduler, which the trainer creates itself, out of a file; returns their kinds."""
     taken: dict[str, Any] = {}
     for part, name, known in (
-        ("optimizer", "optimizer", OPTIMIZERS),
-        ("scheduler", "lr_schedule", SCHEDULES),
+        ("optimizer", "optimizer", OPTIMIZER_TYPES),
+        ("scheduler", "lr_schedule", SCHEDULE_TYPES),
     ):
         left = {
             key: value

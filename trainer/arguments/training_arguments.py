@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
 from pathlib import PurePath
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Literal
 
-from ..logging.trackers import checked_trackers
+from ..environments import ENVIRONMENTS, EnvType
+from ..optimizers.registry import OPTIMIZERS, OptimizerName, find_optimizer
+from ..precisions import PRECISIONS, PrecisionName
+from ..schedules import ScheduleName
 from .aliases import with_argument_aliases
 from .deepspeed_file import arguments_of_file
+from .trackers import checked_trackers
+from .value_types import check_types, texts
 
-EnvType = Literal["pytorch", "pytorchDDP", "deepspeed", "deepspeed+mpu"]
-Optimizer = Literal["adamw", "adam", "adafactor", "lion", "lamb"]
 Strategy = Literal["steps", "epoch", "no"]
-Schedule = Literal[
-    "warmup_cosine", "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial",
-    "cosine_with_restarts",
-]  # fmt: skip
-
-# Their update of an element depends on that element alone, so they can update any part of a parameter.
-ELEMENTWISE = ("adamw", "adam", "lion")
 
 
 @with_argument_aliases
@@ -34,9 +25,6 @@ class TrainingArguments:
 
     FlagAI's names are accepted too: batch_size, warm_up, optimizer_type, fp16, bf16, checkpoint_activations.
     """
-
-    recipe: ClassVar[str | None] = None
-    """Module and class, as "finetuning.recipe:Finetuning", that make model and data from the arguments."""
 
     env_type: EnvType = "pytorch"
     """pytorch: one process. pytorchDDP: data-parallel replicas. deepspeed: data-parallel with ZeRO. deepspeed+mpu: also
@@ -94,10 +82,11 @@ class TrainingArguments:
     num_workers: int = 0
     """Processes of each rank that prepare batches; 0 prepares them between the steps."""
 
-    optimizer: Optimizer = "adamw"
+    optimizer: OptimizerName = "adamw"
+    """What updates the parameters; `adam` is another name of adamw."""
     lr: float = 1e-3
     """Peak learning rate."""
-    lr_schedule: Schedule = "warmup_cosine"
+    lr_schedule: ScheduleName = "warmup_cosine"
     """warmup_cosine: linear warm-up, then a cosine down to a tenth. The others are transformers' schedules of the same
     name."""
     warmup_ratio: float = 0.1
@@ -133,7 +122,7 @@ class TrainingArguments:
     adapter: str | None = None
     """A folder of peft whose LoRA weights are trained further; an alternative to `lora_rank`."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: PrecisionName = "fp32"
     """Precision of the parameters in the forward pass; the optimizer keeps fp32 copies. fp16 scales the loss."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: those of attention (selective), or of whole blocks (full)."""
@@ -308,8 +297,8 @@ class TrainingArguments:
             )
 
     def _check_environment(self) -> None:
-        split, stage = self.model_parallel_size > 1, self.zero_stage
-        if split and self.env_type != "deepspeed+mpu":
+        environment = ENVIRONMENTS[self.env_type]
+        if self.model_parallel_size > 1 and not environment.splits_layers:
             raise ValueError(
                 f"model_parallel_size={self.model_parallel_size} splits layers, which env_type={self.env_type!r} does "
                 "not; use env_type='deepspeed+mpu'"
@@ -321,32 +310,40 @@ class TrainingArguments:
             )
         if self.pipeline_parallel_size > 1:
             self._check_pipeline()
-        if self.env_type == "deepspeed+mpu" and stage == 3:
+        if environment.splits_layers and self.zero_stage == 3:
             raise ValueError(
                 "ZeRO stage 3 splits parameters that deepspeed+mpu has already split; use zero_stage 0, 1 or 2, or "
                 "env_type='deepspeed'"
             )
-        if self.env_type == "pytorch" and max(self.num_gpus, self.num_nodes) > 1:
+        if environment.is_one_process and max(self.num_gpus, self.num_nodes) > 1:
             raise ValueError(
-                f"env_type='pytorch' runs in one process, but num_gpus={self.num_gpus} and num_nodes={self.num_nodes} "
-                "ask for more; use 'pytorchDDP', 'deepspeed' or 'deepspeed+mpu'"
+                f"env_type={self.env_type!r} runs in one process, but num_gpus={self.num_gpus} and "
+                f"num_nodes={self.num_nodes} ask for more; use 'pytorchDDP', 'deepspeed' or 'deepspeed+mpu'"
             )
-        if not self.env_type.startswith("deepspeed"):
+        if not environment.uses_deepspeed:
             for name in ("zero_stage", "offload_optimizer", "deepspeed_config"):
                 if getattr(self, name):
                     raise ValueError(
                         f"{name} needs env_type 'deepspeed' or 'deepspeed+mpu', not {self.env_type!r}"
                     )
-        if self.relative_step and self.optimizer != "adafactor":
-            raise ValueError(f"relative_step needs optimizer='adafactor', not {self.optimizer!r}")
-        if self.scale_parameter is not None and self.optimizer != "adafactor":
-            raise ValueError(f"scale_parameter needs optimizer='adafactor', not {self.optimizer!r}")
+        self._check_optimizer()
+
+    def _check_optimizer(self) -> None:
+        """Raises ValueError for an argument that the chosen optimizer does not read."""
+        defaults = {field.name: field.default for field in fields(self)}
+        chosen = find_optimizer(self.optimizer)
+        for entry in OPTIMIZERS.values():
+            for name in entry.own_arguments:
+                if entry is not chosen and getattr(self, name) != defaults[name]:
+                    raise ValueError(
+                        f"{name} needs optimizer={entry.name!r}, not {self.optimizer!r}"
+                    )
 
     def _check_pipeline(self) -> None:
         size = self.pipeline_parallel_size
         wrong = {
-            f"env_type={self.env_type!r}": self.env_type != "deepspeed+mpu",
-            f"precision={self.precision!r}": self.precision == "fp16",
+            f"env_type={self.env_type!r}": not ENVIRONMENTS[self.env_type].splits_layers,
+            f"precision={self.precision!r}": PRECISIONS[self.precision].scales_loss,
             f"zero_stage={self.zero_stage}": (self.zero_stage or 0) > 1,
             "offload_optimizer": self.offload_optimizer,
         }
@@ -383,71 +380,3 @@ class TrainingArguments:
     def length_multiple(self) -> int:
         """What the length of sequences must be a multiple of: sequence parallelism splits them over the ranks."""
         return self.model_parallel_size if self.sequence_parallel else 1
-
-
-def texts(name: str, given: Any) -> tuple[str, ...]:
-    """Returns a tuple from the value of a YAML file or the command line, a string or a list of strings."""
-    found = (given,) if isinstance(given, str) else () if given is None else given
-    if not isinstance(found, Sequence) or not all(isinstance(text, str) for text in found):
-        raise ValueError(f"{name} must be a list of strings, not {given!r}")
-    return tuple(found)
-
-
-NAMES = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string"}
-NO_MATCH = object()
-
-
-def check_types(arguments: Any) -> None:
-    """Converts every value to the declared type of its field. Raises ValueError if a value has another type.
-
-    A float without a fraction is accepted as an integer, NumPy's numbers as numbers, and a path as a string. A boolean
-    is not a number, and a number must be finite. Fields of other types, and fields that a user's subclass adds, are
-    not checked.
-    """
-    package = __name__.partition(".")[0]
-    declared = next(
-        kind for kind in type(arguments).__mro__ if kind.__module__.partition(".")[0] == package
-    )
-    for name, hint in get_type_hints(declared).items():
-        if get_origin(hint) is ClassVar:
-            continue
-        object.__setattr__(arguments, name, checked_value(name, hint, getattr(arguments, name)))
-
-
-def checked_value(name: str, hint: Any, value: Any) -> Any:
-    """Returns a value as the declared type of its field, as `check_types` does."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    converted = next((c for kind in kinds if (c := _as(kind, value)) is not NO_MATCH), NO_MATCH)
-    if converted is NO_MATCH:
-        raise ValueError(_problem(name, value, kinds))
-    return converted
-
-
-def _as(kind: Any, value: Any) -> Any:
-    """Returns `value` as a `kind`, or NO_MATCH."""
-    if get_origin(kind) is Literal:
-        same = (c for c in get_args(kind) if value == c and not isinstance(value, bool))
-        return next(same, NO_MATCH)
-    if kind is NoneType or kind is bool:
-        return value if isinstance(value, kind) else NO_MATCH
-    if kind is int:
-        return int(value) if _is_number(value) and value == int(value) else NO_MATCH
-    if kind is float:
-        return float(value) if _is_number(value) else NO_MATCH
-    if kind is str:
-        return os.fspath(value) if isinstance(value, (str, os.PathLike)) else NO_MATCH
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _problem(name: str, value: Any, kinds: tuple[Any, ...]) -> str:
-    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    if choices:
-        return f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}"
-    wanted = " or ".join(
-        [NAMES[kind] for kind in kinds if kind in NAMES] + ["None"] * (NoneType in kinds)
-    )
-    return f"{name} must be {wanted}, not {value!r}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..arguments.deepspeed_file import read_deepspeed_file, translated
-from ..arguments.training_arguments import ELEMENTWISE, TrainingArguments
+from ..arguments.training_arguments import TrainingArguments
+from ..optimizers.registry import ELEMENTWISE_NAMES, find_optimizer
 from .buckets import bucket_elements
 
 
@@ -76,7 +77,7 @@ def zero_stage(arguments: TrainingArguments) -> int:
         .get("zero_optimization", {})
         .get("stage", "auto")
     )
-    elementwise = arguments.optimizer in ELEMENTWISE
+    elementwise = find_optimizer(arguments.optimizer).is_elementwise
     stage = arguments.zero_stage
     if stage is None:
         needed = elementwise or arguments.precision != "fp32" or arguments.offload_optimizer
@@ -96,7 +97,7 @@ def zero_stage(arguments: TrainingArguments) -> int:
     if stage == 3 and not elementwise:
         raise ValueError(
             f"{arguments.optimizer} needs statistics of whole parameters, which ZeRO stage 3 splits without saying "
-            f"where; use stage 0, 1 or 2, or {', '.join(ELEMENTWISE)}"
+            f"where; use stage 0, 1 or 2, or {', '.join(ELEMENTWISE_NAMES)}"
         )
     if not stage and arguments.precision != "fp32":
         raise ValueError(

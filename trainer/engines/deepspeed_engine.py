@@ -30,13 +30,14 @@ from ...models.outputs import ModelOutput
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.phase import phase
 from ..launch.ranks import Ranks
+from ..optimizers.adamw import AdamW, clip_gradients
+from ..optimizers.registry import ELEMENT_STATES
+from ..optimizers.whole_matrix import WholeMatrixOptimizer
 from .buckets import OrderedGradients
 from .deepspeed_config import deepspeed_config, zero_stage
 from .engine import Forward, StepOutcome
-from .optimizers import ELEMENT_STATES
+from .optimizers import show_whole_matrix_names
 from .state import load_state_tensors, model_tensors, persistent_buffers, state_tensors
-from .torch_engine import AdamW, clip
-from .whole_matrix import WholeMatrixOptimizer
 
 ZERO_SUPPORTED_OPTIMIZERS.append(AdamW)  # like the class that it extends; ZeRO warns of others
 
@@ -70,8 +71,9 @@ class DeepSpeedEngine:
         _check_device(arguments)
         if self._zero and not self._states and not self._needs_whole:
             raise ValueError(
-                f"ZeRO stage {self._zero} splits single parameters, and {type(optimizer).__name__} may need whole "
-                f"ones; use zero_stage=0, {', '.join(ELEMENT_STATES)}, or the arguments optimizer='adafactor' or 'lamb'"
+                f"ZeRO stage {self._zero} splits single parameters, and {type(optimizer).__name__} "
+                f"may need whole ones; use zero_stage=0, {', '.join(ELEMENT_STATES)}, or the "
+                f"arguments optimizer={show_whole_matrix_names()}"
             )
         self.takes_found_inf = False  # DeepSpeed's optimizers read on the host what they decide by
         self._names = {parameter: name for name, parameter in model.named_parameters()}
@@ -151,7 +153,7 @@ class DeepSpeedEngine:
     def step(self, found_inf: Tensor | None = None) -> StepOutcome:
         skipped = self._engine.skipped_steps
         norm = (
-            clip(list(self._owners), self._clip_grad, self.optimizer, self._mesh)
+            clip_gradients(list(self._owners), self._clip_grad, self.optimizer, self._mesh)
             if not self._zero
             else None
         )

@@ -22,9 +22,9 @@ from ...mpu import receive_from_stage, send_to_stage
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.phase import phase
 from ..launch.ranks import Ranks
+from ..optimizers.adamw import clip_gradients
 from .deepspeed_engine import DeepSpeedEngine
 from .engine import Forward, StepOutcome
-from .torch_engine import clip
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -114,7 +114,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def step(self, found_inf: Tensor | None = None) -> StepOutcome:
         norm = (
-            clip(list(self._owners), self._clip_grad, self.optimizer, self._mesh)
+            clip_gradients(list(self._owners), self._clip_grad, self.optimizer, self._mesh)
             if not self._zero
             else None
         )

@@ -11,8 +11,9 @@ from ...models.config import ModelConfig
 from ...mpu import tp_size
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
+from ..precisions import PRECISIONS
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {name: getattr(torch, precision.dtype) for name, precision in PRECISIONS.items()}
 
 
 def prepare_model(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...checkpoint.rank_files import MASTER_WEIGHT
-from ...mpu import ParallelMesh, clip_factor, clip_grad_norm_, grad_norm
-from ...ops.library import call_compiled, suits_optimizer_kernels
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.phase import phase
+from ..optimizers.adamw import AdamW, clip_gradients
+from ..precisions import PRECISIONS
 from .engine import Forward, StepOutcome
 from .state import load_state_tensors, model_tensors, state_tensors
 
@@ -38,7 +37,8 @@ class TorchEngine:
         self._owners = {p: self._master_names.get(p) or names[p] for p in updated}
         self._clip_grad = arguments.clip_grad
         device = next(model.parameters()).device.type
-        self._scaler = torch.amp.GradScaler(device) if arguments.precision == "fp16" else None
+        scales_loss = PRECISIONS[arguments.precision].scales_loss
+        self._scaler = torch.amp.GradScaler(device) if scales_loss else None
         # Fused optimizers leave everything as it is where their `found_inf` is 1, as GradScaler asks them to.
         self.takes_found_inf = self._scaler is None and getattr(
             optimizer, "_step_supports_amp_scaling", False
@@ -70,7 +70,7 @@ class TorchEngine:
     def step(self, found_inf: Tensor | None = None) -> StepOutcome:
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
-        norm = clip(list(self._owners), self._clip_grad, self.optimizer)
+        norm = clip_gradients(list(self._owners), self._clip_grad, self.optimizer)
         applied = True
         if found_inf is not None:
             vars(self.optimizer)["found_inf"] = ((found_inf != 0) | ~norm.isfinite()).float()
@@ -197,96 +197,3 @@ class MasterWeights:
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW(fused=True)`, with the same states, that can scale gradients and round parameters as it steps.
-
-    The gradients themselves stay as they are. Elsewhere than on a CPU with our kernels, PyTorch's own step runs.
-
-    Attributes:
-        grad_factor: fp32 [], multiplies the gradients of the next step, to clip them; None for 1.
-        rounded: Master weight -> the bf16 or fp16 parameter that gets its new value.
-        has_rounded: Whether the last step wrote them.
-    """
-
-    grad_factor: Tensor | None = None
-    rounded: Mapping[Tensor, Tensor] = {}
-    has_rounded = False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        factor, self.grad_factor = self.grad_factor, None
-        plain = (
-            closure is None and getattr(self, "grad_scale", None) is None
-        )  # GradScaler's, of scaled gradients
-        updates = self._updates() if plain else None
-        self.has_rounded = updates is not None and bool(self.rounded)
-        if updates is None:
-            if factor is not None:
-                grads = [
-                    p.grad
-                    for group in self.param_groups
-                    for p in group["params"]
-                    if p.grad is not None
-                ]
-                torch.ops.aten._foreach_mul_(grads, factor)
-            step: Any = (
-                torch.optim.AdamW.step
-            )  # without the user's hooks, which are called around this method
-            return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self, closure)
-        found_inf = getattr(
-            self, "found_inf", None
-        )  # of GradScaler, or of an engine that skips a step
-        if found_inf is not None and found_inf.item():
-            return None
-        scale = 1.0 if factor is None else factor.item()
-        if updates:
-            torch.ops.aten._foreach_add_([step for *_, step in updates], 1)
-        for group, tensors, step in updates:
-            numbers = (
-                scale,
-                group["lr"],
-                *group["betas"],
-                group["eps"],
-                group["weight_decay"],
-                step,
-            )
-            call_compiled("adamw", *tensors, self.rounded.get(tensors[0]), *map(float, numbers))
-        torch.autograd.graph.increment_version(
-            list(self.rounded.values())
-        )  # for those who saved them for a gradient
-        return None
-
-    def _updates(self) -> list[tuple[dict[str, Any], tuple[Tensor, ...], Tensor]] | None:
-        """Returns each parameter's group, (itself, gradient, states), steps; None if the kernel does not take one."""
-        updates, groups = [], self.param_groups
-        if any(
-            g["amsgrad"] or g["maximize"] or not all(p.is_cpu for p in g["params"]) for g in groups
-        ):
-            return None
-        for group in groups:
-            lists: list[list[Tensor]] = [[] for _ in range(6)]
-            self._init_group(group, *lists)  # pyright: ignore[reportCallIssue]
-            *tensors, _, steps = lists
-            updates += [
-                (group, *update) for update in zip(zip(*tensors, strict=True), steps, strict=True)
-            ]
-        return (
-            updates if all(suits_optimizer_kernels(*tensors) for _, tensors, _ in updates) else None
-        )
-
-
-def clip(
-    parameters: list[Tensor],
-    max_norm: float,
-    optimizer: torch.optim.Optimizer,
-    mesh: ParallelMesh | None = None,
-) -> Tensor:
-    """Clips the gradients before a step, or lets `AdamW` do so; 0 clips nothing. Returns the norm before."""
-    if max_norm and not isinstance(optimizer, AdamW):
-        return clip_grad_norm_(parameters, max_norm, mesh)
-    norm = grad_norm(parameters, mesh)
-    if max_norm:
-        vars(optimizer)["grad_factor"] = clip_factor(norm, max_norm)
-    return norm

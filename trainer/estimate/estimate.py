@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 from ...models.config import ModelConfig
 from ...models.sizes import ParameterSize
 from ..engines.buckets import bucket_elements
+from ..optimizers.registry import OptimizerEntry, UpdatedTensors, find_optimizer
 from .model import Job, ModelMemory, hf_model_memory, model_memory
 from .pipeline import stage_memory
 
@@ -212,17 +212,18 @@ def _torch(model: ModelMemory, job: Job) -> EngineMemory:
     accumulates = job.accumulation_steps > 1
     groups = [[size.local for size in group] for group in _groups(model)]
     padded = any(size.local_shape != size.shape for size in model.trained)
-    in_parts = job.tensor_parallel_size > 1 or (padded and job.optimizer == "adafactor")
+    optimizer = find_optimizer(job.optimizer)
+    in_parts = job.tensor_parallel_size > 1 or (padded and optimizer.padding_matters)
     return EngineMemory(
         parameters=sum(size.local for size in model.parameters) * job.itemsize,
         masters=0 if wide else FP32 * trained,
-        states=state_bytes(job.optimizer, model.trained),
+        states=state_bytes(optimizer, model.trained),
         held=FP32 * trained if accumulates else 0,
         grown=0.0 if accumulates and wide else 1.0,
         stepped=FP32 * trained,
         buffers=job.itemsize * trained if job.data_parallel_size > 1 else 0,  # DDP's buckets
         bucket=0,
-        temporaries=step_bytes(job.optimizer, groups, in_parts=in_parts),
+        temporaries=FP32 * optimizer.count_temporaries(UpdatedTensors(groups, in_parts)),
     )
 
 
@@ -241,6 +242,8 @@ def _zero(model: ModelMemory, job: Job) -> EngineMemory:
     own = -(-trained // ranks)
     largest = max((size.local for size in model.trained), default=0)
     flat = [-(-sum(size.local for size in group) // ranks) for group in _groups(model)]
+    optimizer = find_optimizer(job.optimizer)
+    updated = UpdatedTensors([[size] for size in flat], in_parts=True, largest_parameter=largest)
     exchanges_early = ranks > 1 and job.pipeline_parallel_size == 1
     if stage == 1 and job.precision == "bf16" and not exchanges_early:
         # DeepSpeed's BF16_Optimizer always keeps flat fp32 gradients of everything.
@@ -265,15 +268,13 @@ def _zero(model: ModelMemory, job: Job) -> EngineMemory:
         if stage < 3
         else -(-every // ranks) * e + min(every, ZERO_3_GATHERED) * e,
         masters=FP32 * own,
-        states=state_bytes(job.optimizer, model.trained, own),
+        states=state_bytes(optimizer, model.trained, own),
         held=held,
         grown=grown,
         stepped=stepped,
         buffers=0,
         bucket=bucket,
-        temporaries=step_bytes(
-            job.optimizer, [[size] for size in flat], in_parts=True, largest=largest
-        ),
+        temporaries=FP32 * optimizer.count_temporaries(updated),
     )
 
 
@@ -284,51 +285,23 @@ def _groups(model: ModelMemory) -> list[list[ParameterSize]]:
     return [group for group in (matrices, vectors) if group]
 
 
-STATE_BYTES = {"adamw": 8, "lamb": 8, "lion": 4}
-"""State per element, in fp32: two moments (Loshchilov & Hutter 2019; You et al. 2020), or one (Chen et al. 2023)."""
-FP32 = 4
+FP32 = 4  # bytes
 
 
-def state_bytes(optimizer: str, trained: Sequence[ParameterSize], own: int | None = None) -> int:
-    """Returns the bytes of optimizer state on a rank.
-
-    Adafactor (Shazeer & Stern 2018, section 3) keeps the row means and column means of each whole matrix's squared
-    gradients, the same on all ranks, and all squared gradients of a vector. `own` is the number of elements that the
-    rank updates under ZeRO.
-    """
-    if optimizer == "adafactor":
-        return FP32 * sum(
-            _factored(size.shape) if len(size.shape) > 1 else size.local for size in trained
-        )
-    return STATE_BYTES[optimizer] * (sum(size.local for size in trained) if own is None else own)
-
-
-def step_bytes(
-    optimizer: str,
-    groups: Sequence[Sequence[int]],
-    *,
-    in_parts: bool = False,
-    largest: int | None = None,
+def state_bytes(
+    optimizer: OptimizerEntry, trained: Sequence[ParameterSize], own: int | None = None
 ) -> int:
-    """Returns the bytes of temporary fp32 tensors during an update.
-
-    AdamW is fused and needs no temporary tensors. transformers' Adafactor needs two of a parameter's size at once.
-    pytorch_optimizer's Lion and LAMB need one for each parameter of a group, because they update a group at once.
+    """Returns the bytes of optimizer state on a rank, in fp32.
 
     Args:
-        groups: The numbers of elements of the tensors of each group.
-        in_parts: Tensor parallelism or ZeRO splits the parameters, or Adafactor's are padded; Adafactor and LAMB then
-            need one tensor of the size of a parameter's part.
-        largest: The number of elements of the largest parameter, if the tensors hold several.
+        own: The number of elements that the rank updates under ZeRO; by default all trained ones.
     """
-    each = max((size for group in groups for size in group), default=0)
-    if optimizer in ("adafactor", "lamb") and in_parts:
-        return FP32 * min(each, largest or each)
-    if optimizer == "adafactor":
-        return 2 * FP32 * each
-    return FP32 * max(map(sum, groups), default=0) if optimizer in ("lion", "lamb") else 0
-
-
-def _factored(shape: tuple[int, ...]) -> int:
-    """Returns the number of elements of Adafactor's state for a matrix."""
-    return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
+    if optimizer.count_matrix_state is not None:
+        elements = 0
+        for size in trained:
+            is_matrix = len(size.shape) > 1
+            elements += optimizer.count_matrix_state(size.shape) if is_matrix else size.local
+        return FP32 * elements
+    if own is None:
+        own = sum(size.local for size in trained)
+    return FP32 * len(optimizer.element_states) * own

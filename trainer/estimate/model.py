@@ -33,6 +33,8 @@ from ...models.parallel_config import ParallelConfig
 from ...models.registry import family
 from ...models.sizes import ParameterSize, is_embedding, sizes_of
 from ..engines.precision import DTYPES
+from ..optimizers.registry import ELEMENTWISE_NAMES, OptimizerName, find_optimizer
+from ..precisions import PRECISIONS, PrecisionName
 
 
 @dataclass(frozen=True)
@@ -272,10 +274,6 @@ def _kept(model: Any, job: Job) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-ELEMENTWISE = ("adamw", "lion")  # optimizers that can update any part of a parameter on its own
-
-
 @dataclass(frozen=True)
 class Job:
     """One process's share of a training run. Raises ValueError for a run that the trainer would refuse.
@@ -306,8 +304,8 @@ class Job:
     zero_stage: Literal[0, 1, 2, 3] | None = None
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    optimizer: Literal["adamw", "adafactor", "lion", "lamb"] = "adamw"
+    precision: PrecisionName = "bf16"
+    optimizer: OptimizerName = "adamw"
     frozen: tuple[Literal["embeddings", "encoder", "decoder"], ...] = ()
     lora_rank: int = 0
     lora_target_modules: str | tuple[str, ...] | None = None
@@ -330,10 +328,10 @@ class Job:
             raise ValueError(
                 "ZeRO stage 3 splits parameters that tensor parallelism has already split; use 0, 1 or 2"
             )
-        if self.optimizer not in ELEMENTWISE and self.stage == 3:
+        if not find_optimizer(self.optimizer).is_elementwise and self.stage == 3:
             raise ValueError(
                 f"{self.optimizer} needs statistics of whole parameters, which ZeRO stage 3 splits; use 0, 1 or 2, or "
-                f"{' or '.join(ELEMENTWISE)}"
+                f"{' or '.join(ELEMENTWISE_NAMES)}"
             )
         if self.stage == 0 and self.itemsize == 2:
             raise ValueError(
@@ -346,13 +344,14 @@ class Job:
         """The ZeRO stage, or None without DeepSpeed."""
         split = self.tensor_parallel_size * self.pipeline_parallel_size > 1
         if self.zero_stage is None and split:
-            return int(self.optimizer in ELEMENTWISE or self.precision != "fp32")
+            is_elementwise = find_optimizer(self.optimizer).is_elementwise
+            return int(is_elementwise or self.precision != "fp32")
         return self.zero_stage
 
     @property
     def itemsize(self) -> int:
         """Bytes of a parameter, an activation and a gradient."""
-        return ITEMSIZE[self.precision]
+        return PRECISIONS[self.precision].itemsize
 
     @property
     def layout(self) -> Layout:

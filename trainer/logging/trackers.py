@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -216,34 +215,13 @@ class NeverFailing:
             )
 
 
-# The trackers that may fail without ending a run, and the packages that they need. TensorBoard's events are files of
-# the run's folder, whose disk the run needs itself.
-SERVICES: dict[str, tuple[str, Callable[[TrackedRun], Tracker]]] = {
-    "wandb": ("wandb", WeightsAndBiases),
-    "mlflow": ("mlflow", MLflow),
-    "comet": ("comet_ml", Comet),
+# The trackers that may fail without ending a run. TensorBoard's events are files of the run's folder,
+# whose disk the run needs itself. `arguments/trackers.py` has their packages.
+SERVICES: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+    "comet": Comet,
 }
-TRACKERS = ("tensorboard", *SERVICES)
-
-
-def checked_trackers(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the trackers of `report_to`. ValueError for another name, or a tracker whose package is missing."""
-    found = tuple(dict.fromkeys("comet" if name == "comet_ml" else name for name in names))
-    if found == ("none",):
-        return ()
-    for name in found:
-        if name not in TRACKERS:
-            raise ValueError(
-                f"report_to must name trackers of {', '.join(TRACKERS)}, or be none; it names {name!r}"
-            )
-        if name in SERVICES:
-            package = SERVICES[name][0]
-            spec = find_spec(package)
-            if spec is None or spec.origin is None:  # find_spec also finds a folder of that name
-                raise ValueError(
-                    f"report_to={name} needs the package {package}: pip install {package}"
-                )
-    return found
 
 
 def open_trackers(
@@ -257,7 +235,7 @@ def open_trackers(
     """
     own: list[Tracker] = [TensorBoard(run, tensorboard)] if "tensorboard" in names else []
     return own + [
-        NeverFailing(name, partial(SERVICES[name][1], run), notify)
+        NeverFailing(name, partial(SERVICES[name], run), notify)
         for name in names
         if name in SERVICES
     ]

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ..finetuning.loading import ModelSource, positions_of
+from ..finetuning.text_generator import TextGenerator
 from ..models import family
 from .auto_loader import FlagAITokenizer
-from .loading import ModelSource, positions_of
-from .text_generator import TextGenerator
 
 
 class Predictor:

@@ -11,13 +11,13 @@ import torch
 
 from ..data import BlankDataset, PadBatch
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
+from ..finetuning.arguments import FinetuningArguments
+from ..finetuning.data import TextTokenizer, prefix_mask
+from ..finetuning.loading import find_source, load_model
+from ..finetuning.tasks import Labels
 from ..models import family
 from ..models.language_model import IGNORED
 from ..mpu import ParallelMesh
-from .arguments import FinetuningArguments
-from .data import TextTokenizer, prefix_mask
-from .loading import find_source, load_model
-from .tasks import Labels
 
 # FlagAI's task -> ours. Those that generate mean the architecture that the family has for them.
 TASKS = {

@@ -1,24 +1,29 @@
-"""Runs one fine-tuning: loads a model and its texts, trains, evaluates, generates and saves, with t2t-tuner's API."""
+"""Fine-tunes: loads a model and its texts, trains, evaluates, generates and saves, with t2t-tuner's API."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import nn
 
 from ..checkpoint.manifest import checked_tokenizer
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..models.loading import missing_modules
 from ..models.lora import merge_lora, stored_modules
+from ..mpu import ParallelMesh
+from ..trainer.arguments.training_arguments import TrainingArguments
 from ..trainer.batches.training_data import check_size
 from ..trainer.estimate.pipeline import check_layout
+from ..trainer.evaluation import Metric
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.ranks import on_first_rank
 from ..trainer.lora import convert_to_lora, has_lora, lora_settings, take_adapter
 from ..trainer.run_folder import RunFolder
 from ..trainer.run_lock import return_folder
-from ..trainer.trainer import Trainer
+from ..trainer.trainer import Trainer as BaseTrainer
 from .arguments import FinetuningArguments
 from .data import Collate, FinetuningData, TextTokenizer
 from .evaluation import (
@@ -49,36 +54,49 @@ from .tasks import choose_task
 from .text_generator import TextGenerator
 
 
-class Finetuning:
-    """The recipe of a `Trainer` whose arguments are `FinetuningArguments`; its public methods are the trainer's too.
+class Trainer(BaseTrainer):
+    """A trainer that gets model and data from its arguments.
 
         trainer = Trainer(model_name_or_path=folder, train_file="pairs.json")
         trainer.freeze(embeddings=True)
         trainer.train(valid=False)
 
-    Every rank must make the same calls. `ValueError` if the arguments, the model and the files do not fit together.
+    Every rank must make the same calls.
 
     Attributes:
-        model: this rank's part of the model.
+        model: This rank's part of the model.
         tokenizer: transformers' tokenizer.
+        task: What is learned.
         metrics: The names of the metrics of evaluations.
+
+    Raises:
+        ValueError: The arguments, the model and the files do not fit together.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.ranks, self.console = trainer, trainer.ranks, trainer.console
-        arguments = self.arguments
-        self.source = find_source(arguments)
-        self.task = choose_task(arguments, self.source)
+    arguments_class: ClassVar[type[TrainingArguments]] = FinetuningArguments
+    # `arguments_class` is what the constructor accepts and makes.
+    arguments: FinetuningArguments  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self,
+        arguments: FinetuningArguments | None = None,
+        *,
+        mesh: ParallelMesh | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(arguments, mesh=mesh, **keywords)
+        self.source = find_source(self.arguments)
+        self.task = choose_task(self.arguments, self.source)
         stored_with = self.source.adapter or self.source.folder
         self.tokenizer: Any = load_transformers_tokenizer(stored_with)
         checked_tokenizer(self.source.folder, stored_with)
         self._texts = TextTokenizer(self.tokenizer)
-        self._data = FinetuningData(arguments, self.task, self.source, self._texts)
-        self.metrics = metric_names(arguments.metric, self._data.kind)
+        self._data = FinetuningData(self.arguments, self.task, self.source, self._texts)
+        self.metrics = metric_names(self.arguments.metric, self._data.kind)
         self.model: Any = load_model(
-            self.source, self.task, arguments, trainer.mesh, trainer.device, self._head()
+            self.source, self.task, self.arguments, self.mesh, self.device, self._head()
         )
-        self.model.to(trainer.device)
+        self.model.to(self.device)
         self._complete_padding()
         self.weighted_loss = self._make_loss()
         self.positions = positions_of(self.model, self.source)
@@ -87,7 +105,7 @@ class Finetuning:
         if (prompt := load_prompt(self.source.folder)) is not None:
             self._add_prompt(*prompt)
         self._add_adapter()
-        self._run: RunFolder | None = None
+        self._has_run = False
         self._measured: Any = None  # the records of evaluations
         self._samples: Any = None  # and their samples
         self._predictions: dict[int, Any] = {}
@@ -95,26 +113,30 @@ class Finetuning:
             self.source,
             self._texts,
             positions=self.positions,
-            max_source_length=arguments.max_source_length,
-            max_new_tokens=arguments.generation_max_length or arguments.max_target_length,
-            num_beams=arguments.generation_num_beams,
-            batch_size=arguments.micro_batch_size,
+            max_source_length=self.arguments.max_source_length,
+            max_new_tokens=self.arguments.generation_max_length or self.arguments.max_target_length,
+            num_beams=self.arguments.generation_num_beams,
+            batch_size=self.arguments.micro_batch_size,
             blanks=self._data.blanks,
             segments=self._data.segments,
             is_chat=self.task == "chat",
         )
 
-    @staticmethod
-    def check_layout(arguments: FinetuningArguments) -> None:
+    def check_before_launch(self) -> None:
         """Raises ValueError, before any process is started, if the model or the batch cannot be split over them."""
         launch = RankInfo.from_environment()
-        if launch.world_size == 1 and (source := find_source(arguments)).native:
-            check_layout(arguments, task_config(source, choose_task(arguments, source)), launch)
+        if launch.world_size > 1:
+            return
+        source = find_source(self.arguments)
+        if source.native:
+            config = task_config(source, choose_task(self.arguments, source))
+            check_layout(self.arguments, config, launch)
 
-    @property
-    def arguments(self) -> FinetuningArguments:
-        assert isinstance(self.trainer.arguments, FinetuningArguments)
-        return self.trainer.arguments
+    def run_model(self, data: dict[str, Any], model: Any, mems: Any) -> Any:
+        """Runs one forward pass; its loss has the smoothing and weights of the arguments."""
+        if self.weighted_loss is not None:
+            return self.weighted_loss(data, model)
+        return super().run_model(data, model, mems)
 
     # What is trained
 
@@ -238,47 +260,74 @@ class Finetuning:
             if self._data.kind != "texts" or self._measures_texts()
             else []
         )
-        self.trainer.check_arguments(["loss", *self._perplexity({"loss": 0.0}), *names])
+        self.check_arguments(["loss", *self._perplexity({"loss": 0.0}), *names])
         on_first_rank(lambda: check_run(self.arguments))
 
-    def train(self, *, valid: bool = True) -> dict[str, float]:
+    def train(
+        self,
+        model: Any = None,
+        *data: Any,
+        valid: bool = True,
+        batch_size: int | None = None,
+        dev_mode: bool = False,
+        **options: Any,
+    ) -> dict[str, float]:
         """Trains the model in place and returns the last validation values, with `step`.
 
-        If `valid`, it evaluates every `eval_interval` steps and at the end, on validation_file or on validation_split
-        percent of the training file, which are then not used for training.
+        Args:
+            model: Another model, which is then trained on the data in `data` and `options`, as `trainer.Trainer` does.
+            valid: Whether to evaluate every `eval_interval` steps and at the end, on validation_file or on
+                validation_split percent of the training file, which are then not used for training.
+            batch_size: Replaces the micro_batch_size of the arguments.
+            dev_mode: Runs 10 steps only.
         """
+        if model is not None:
+            if isinstance(model, bool):
+                raise ValueError(
+                    f"model must be a torch.nn.Module, not {model!r}; options are keywords: "
+                    "train(valid=False)"
+                )
+            return super().train(model, *data, batch_size=batch_size, dev_mode=dev_mode, **options)
+        self._replace_arguments(batch_size, dev_mode)
         self.load_data(valid)
-        arguments, trainer, collate = self.arguments, self.trainer, self._collate()
-        folder = on_first_rank(lambda: open_run(arguments, self._write_companions).path)
-        self._run = trainer.run_folder = RunFolder(folder)
+        collate = self._collate()
+        folder = on_first_rank(lambda: open_run(self.arguments, self._write_companions).path)
+        self.run_folder = RunFolder(folder)
+        self._has_run = True
         records = self._data.validation() if valid else None
         self._measure(records)
         try:
-            return trainer.train(
+            return super().train(
                 self.model,
                 train_dataset=self._data.training_samples(self._data.train(valid)),
                 valid_dataset=self._samples,
                 metric_methods=self._metrics(),
                 collate_fn=collate,
-                extra_files=tokenizer_folder(self._run),
+                extra_files=tokenizer_folder(self.run_folder),
             )
         finally:
             if self.ranks.rank == 0:
-                return_folder(self._run.path)
+                return_folder(self.run_folder.path)
 
-    def evaluate(self, file: str | Path | None = None) -> dict[str, float]:
-        """Returns the validation values of a file, by default of the validation data."""
-        records = (
-            self._data.read(str(file), self.arguments.max_eval_samples)
-            if file
-            else self._data.validation()
-        )
+    def evaluate(self, model: Any = None, *data: Any, **options: Any) -> dict[str, float]:
+        """Returns the validation values of a file, by default of the validation data.
+
+        Args:
+            model: The file; or another model, which is then evaluated on the data in `data` and `options`, as
+                `trainer.Trainer` does.
+        """
+        if isinstance(model, nn.Module):
+            return super().evaluate(model, *data, **options)
+        if model:
+            records = self._data.read(str(model), self.arguments.max_eval_samples)
+        else:
+            records = self._data.validation()
         if records is None:
             raise ValueError(
                 "there is no validation data: set a validation_file, or a validation_split above 0"
             )
         self._measure(records)
-        return self.trainer.evaluate(self.model, self._samples, self._metrics(), self._collate())
+        return super().evaluate(self.model, self._samples, self._metrics(), self._collate())
 
     def test(self) -> dict[str, float]:
         """Evaluates on the test_file; see `evaluate`."""
@@ -326,8 +375,8 @@ class Finetuning:
             merge_lora(self.model)
         if folder is not None:
             path = Path(folder)
-        elif self._run is not None:
-            path = self._run.hf
+        elif self._has_run:
+            path = self.run_folder.hf
         else:
             raise ValueError("there is no run yet: name the folder to save the model in")
         scratch = path.with_name(f".{path.name}.tokenizer")
@@ -395,11 +444,15 @@ class Finetuning:
             if self._data.labels is None:
                 raise ValueError(f"class_weights needs labels, which {self.task} does not have")
             weights = tuple(parse_class_weights(arguments.class_weights, self._data.label_counts()))
-        mesh = self.trainer.mesh
         return WeightedLoss(
-            self.model, kind, self.source.native, self.source.shape == "encoder-decoder", mesh,
-            arguments.label_smoothing, weights,
-        )  # fmt: skip
+            self.model,
+            kind,
+            self.source.native,
+            self.source.shape == "encoder-decoder",
+            self.mesh,
+            arguments.label_smoothing,
+            weights,
+        )
 
     def _head(self) -> dict[str, Any] | None:
         return None if self._data.labels is None else self._data.labels.head(self.task)
@@ -437,7 +490,7 @@ class Finetuning:
         self._measured, self._predictions = records, {}
         self._samples = None if records is None else self._data.samples(records)
 
-    def collect(self, rows: range, batch: Mapping[str, Any], output: Any) -> None:
+    def collect_output(self, rows: range, batch: Mapping[str, Any], output: Any) -> None:
         """Keeps what the metrics need of the model's output for the samples `rows`."""
         if self._data.kind not in ("texts", "tokens") and self.ranks.reports:
             self._predictions |= zip(
@@ -447,8 +500,16 @@ class Finetuning:
     def _measures_texts(self) -> bool:
         return self.arguments.predict_with_generate and self._data.generates
 
-    def validation_values(self, values: dict[str, float], module: Any) -> dict[str, float]:
+    def validate(
+        self,
+        model: Any,
+        module: nn.Module,
+        dataset: Any,
+        metrics: Mapping[str, Metric],
+        collate: Callable[[Any], Any],
+    ) -> dict[str, float]:
         """Returns the values of an evaluation with the perplexity, and the metrics of predictions or texts."""
+        values = super().validate(model, module, dataset, metrics, collate)
         values = {"loss": values["loss"], **self._perplexity(values), **values}
         records, kind = self._measured, self._data.kind
         if records is None or kind == "tokens" or (kind == "texts" and not self._measures_texts()):

@@ -1,0 +1,140 @@
+"""Lists the names of arguments in FlagAI, t2t-tuner, LiBai and transformers, and hands them to the trainer's arguments.
+
+Importing this file makes all dataclasses of arguments, and the command line, accept them. The package's face does so.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Any
+
+from ..trainer.arguments.aliases import DATA_PARALLEL, Spellings, add_spellings
+
+SAVE_EPOCH = "save_epoch"
+"""FlagAI's number of epochs between checkpoints, of which 1 is our strategy."""
+RESUME = "resume_from_checkpoint"
+"""transformers' switch, which may also be a path; that is our load_dir."""
+
+
+def _translate_save_epoch(value: Any) -> tuple[str, Any]:
+    if value != 1:
+        raise ValueError(
+            f"{SAVE_EPOCH} must be 1, a checkpoint after each epoch, not {value!r}; use "
+            "save_interval in steps"
+        )
+    return "save_strategy", "epoch"
+
+
+def _translate_resume(value: Any) -> tuple[str, Any]:
+    is_path = isinstance(value, (str, PurePath))
+    return ("load_dir" if is_path else "resume"), value
+
+
+_BEST = "save_best names a validation value, and keeps the checkpoint where it was best"
+_OF_FINETUNING = "it is an argument of fine-tuning: use Trainer of shardzoo.finetuning"
+
+FLAGAI = Spellings(
+    renamed={
+        "batch_size": "micro_batch_size",
+        "warm_up": "warmup_ratio",
+        "optimizer_type": "optimizer",
+        SAVE_EPOCH: "save_strategy",
+    },
+    switches={
+        "fp16": ("precision", "fp16"),
+        "bf16": ("precision", "bf16"),
+        "checkpoint_activations": ("recompute", "full"),
+    },
+    translated={SAVE_EPOCH: _translate_save_epoch},
+    taken_as_is={
+        "num_checkpoints": 1,  # blocks between recomputed activations
+        "wandb": False,
+    },
+    explained={
+        "wandb": "report_to names the trackers; tensorboard wandb are TensorBoard and Weights & Biases"
+    },
+)
+T2T_TUNER = Spellings(
+    renamed={"model_parallel_gpus": "model_parallel_size"},
+    explained={
+        "torch_ort": "ONNX Runtime's training has ended; use torch_compile",
+        "mode": "set task to text2text-generation for pairs, or to text-generation for plain text",
+        "model_name_or_path": _OF_FINETUNING,
+        "train_file": _OF_FINETUNING,
+    },
+)
+# Those with a dot are paths in LiBai's configuration.
+LIBAI = Spellings(
+    renamed={
+        "train.dist.tensor_parallel_size": "model_parallel_size",
+        "train.dist.pipeline_parallel_size": "pipeline_parallel_size",
+        "train.dist.num_nodes": "num_nodes",
+        "train.train_iter": "train_steps",
+        "train.train_epoch": "epochs",
+        "train.train_micro_batch_size": "micro_batch_size",
+        "train.test_micro_batch_size": "eval_batch_size",
+        "train.global_batch_size": "global_batch_size",
+        "train.num_accumulation_steps": "gradient_accumulation_steps",
+        "train.warmup_ratio": "warmup_ratio",
+        "train.log_period": "log_interval",
+        "train.evaluation.eval_period": "eval_interval",
+        "train.checkpointer.period": "save_interval",
+        "train.checkpointer.max_to_keep": "save_total_limit",
+        "train.output_dir": "output_dir",
+        "train.seed": "seed",
+        "train.load_weight": "load_dir",
+        "train.resume": "resume",
+        "optim.lr": "lr",
+        "optim.weight_decay": "weight_decay",
+        "num_pipeline_stages": "pipeline_parallel_size",
+        "pipe_parallel_size": "pipeline_parallel_size",
+    },
+    switches={
+        "train.amp.enabled": ("precision", "fp16"),
+        "train.activation_checkpoint.enabled": ("recompute", "full"),
+    },
+    explained={"train.dist.data_parallel_size": DATA_PARALLEL},
+)
+# Of transformers' Trainer and of LLaMA-Factory.
+TRANSFORMERS = Spellings(
+    renamed={
+        "max_steps": "train_steps",
+        "num_train_epochs": "epochs",
+        "per_device_train_batch_size": "micro_batch_size",
+        "per_device_eval_batch_size": "eval_batch_size",
+        "learning_rate": "lr",
+        "lr_scheduler_type": "lr_schedule",
+        "adam_beta1": "beta1",
+        "adam_beta2": "beta2",
+        "adam_epsilon": "adam_eps",
+        "max_grad_norm": "clip_grad",
+        "label_smoothing_factor": "label_smoothing",
+        "dataloader_num_workers": "num_workers",
+        "deepspeed": "deepspeed_config",
+        "logging_steps": "log_interval",
+        "eval_steps": "eval_interval",
+        "evaluation_strategy": "eval_strategy",
+        "save_steps": "save_interval",
+        "metric_for_best_model": "save_best",
+        "output_dir": "save_dir",
+        "overwrite_output_dir": "overwrite",
+        RESUME: "resume",
+        "lora_r": "lora_rank",
+        "lora_target": "lora_target_modules",
+        "target_modules": "lora_target_modules",
+        "additional_target": "lora_modules_to_save",
+        "modules_to_save": "lora_modules_to_save",
+        "adapter_name_or_path": "adapter",
+    },
+    switches={"adafactor": ("optimizer", "adafactor")},
+    translated={RESUME: _translate_resume},
+    explained={
+        "load_best_model_at_end": _BEST,
+        "greater_is_better": _BEST,
+        "do_train": "name a train_file to train, or call train with a data set",
+        "do_eval": "name a validation_file to evaluate, or call train with a valid_dataset",
+    },
+)
+
+for _spellings in (FLAGAI, T2T_TUNER, LIBAI, TRANSFORMERS):
+    add_spellings(_spellings)

@@ -1,0 +1,145 @@
+"""The entries of optimizers, schedules, precisions and engines say what is true, and are all that is needed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shardzoo.models.sizes import ParameterSize
+from shardzoo.trainer import TrainingArguments
+from shardzoo.trainer.arguments.deepspeed_file import OPTIMIZER_TYPES, SCHEDULE_TYPES
+from shardzoo.trainer.engines.optimizers import make_optimizer
+from shardzoo.trainer.engines.registry import ENGINES, find_engine
+from shardzoo.trainer.engines.schedule import make_schedule
+from shardzoo.trainer.environments import ENVIRONMENTS
+from shardzoo.trainer.estimate import Job
+from shardzoo.trainer.estimate.estimate import state_bytes
+from shardzoo.trainer.optimizers import registry
+from shardzoo.trainer.optimizers.registry import OPTIMIZERS, OptimizerEntry
+from shardzoo.trainer.precisions import PRECISIONS
+from shardzoo.trainer.schedules import SCHEDULES
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def step_once(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    arguments = TrainingArguments()
+    object.__setattr__(arguments, "optimizer", name)  # also one that is added after the import
+    optimizer = make_optimizer(model, arguments)
+    model(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", registry.ENTRIES_BY_NAME)
+def test_an_optimizer_keeps_the_states_that_its_entry_says(name):
+    entry = registry.find_optimizer(name)
+    model, optimizer = step_once(name)
+    sizes = [ParameterSize("", tuple(p.shape), tuple(p.shape), False) for p in model.parameters()]
+    tensors = {}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                tensors.setdefault(key, []).append(value)
+    if entry.element_states:
+        assert set(tensors) == set(entry.element_states)
+    held = sum(value.nbytes for values in tensors.values() for value in values)
+    assert held == state_bytes(entry, sizes)
+    if entry.class_names:
+        assert type(optimizer).__name__ in entry.class_names
+
+
+def test_the_docs_name_every_optimizer():
+    trainer = (DOCS / "trainer.md").read_text()
+    estimate = (DOCS / "estimate.md").read_text()
+    for name in registry.ENTRIES_BY_NAME:
+        assert f"`{name}`" in trainer
+    for entry in OPTIMIZERS.values():
+        states = 4 * len(entry.element_states)
+        row = rf"\| {entry.title} \| {states} \|" if states else rf"\| {entry.title} \|"
+        assert re.search(row, estimate), entry.title
+
+
+def test_the_docs_optimizer_is_added_by_its_entry(monkeypatch):
+    """As docs/trainer.md shows it: arguments, engine and estimate know it then."""
+    [code] = [
+        block
+        for block in re.findall(
+            r"```python\n(.*?)```", (DOCS / "trainer.md").read_text(), re.DOTALL
+        )
+        if "OptimizerEntry(" in block
+    ]
+    names = {"OptimizerEntry": OptimizerEntry}
+    exec(code, names)
+    monkeypatch.setitem(registry.ENTRIES_BY_NAME, "sgd", names["entry"])
+    _, optimizer = step_once("sgd")
+    assert type(optimizer) is torch.optim.SGD
+    assert Job(optimizer="sgd", zero_stage=3).stage == 3
+
+
+@pytest.mark.parametrize("name", ["sgd", "Adam", ""])
+def test_an_unknown_name_is_refused_with_those_that_exist(name):
+    with pytest.raises(
+        ValueError, match="optimizer must be one of adamw, adam, adafactor, lion, lamb, not"
+    ):
+        TrainingArguments(optimizer=name)
+    with pytest.raises(
+        ValueError, match="lr_schedule must be one of warmup_cosine, cosine, linear"
+    ):
+        TrainingArguments(lr_schedule=name)
+    with pytest.raises(ValueError, match="precision must be one of fp32, bf16, fp16, not"):
+        TrainingArguments(precision=name)
+    with pytest.raises(
+        ValueError, match="env_type must be one of pytorch, pytorchDDP, deepspeed, deepspeed\\+mpu"
+    ):
+        TrainingArguments(env_type=name)
+    with pytest.raises(ValueError, match="use one of adamw, adam"):
+        registry.find_optimizer(name)
+
+
+def test_every_environment_has_an_engine():
+    assert {name for entry in ENGINES for name in entry.env_types} == set(ENVIRONMENTS)
+    for name, environment in ENVIRONMENTS.items():
+        assert find_engine(name, has_pipeline=False)
+        if environment.splits_layers:
+            assert find_engine(name, has_pipeline=True)
+        else:
+            with pytest.raises(ValueError, match="with pipeline stages"):
+                find_engine(name, has_pipeline=True)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_needs_the_last_step_if_its_entry_says_so(name):
+    entry = SCHEDULES[name]
+    first, second = (entry.multiplier(2, total) for total in (20, 40))
+    differ = any(first(step) != second(step) for step in range(2, 20))
+    assert differ == entry.needs_last_step
+    assert (first(0) < first(1)) == entry.warms_up
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    arguments = TrainingArguments(lr_schedule=name, warmup_steps=2)
+    if entry.needs_last_step:
+        with pytest.raises(ValueError, match="needs to know the last step"):
+            make_schedule(None, optimizer, arguments, None)
+    else:
+        make_schedule(None, optimizer, arguments, None).before_step(1)
+
+
+def test_precisions_are_those_of_torch():
+    for name, precision in PRECISIONS.items():
+        dtype = getattr(torch, precision.dtype)
+        assert precision.itemsize == dtype.itemsize
+        assert precision.needs_master_weights == (dtype != torch.float32)
+        assert precision.scales_loss == (name == "fp16")
+
+
+def test_deepspeeds_types_belong_to_one_entry_each():
+    optimizer_types = [kind for entry in OPTIMIZERS.values() for kind in entry.deepspeed_types]
+    assert len(optimizer_types) == len(OPTIMIZER_TYPES)
+    schedule_types = [kind for entry in SCHEDULES.values() for kind in entry.deepspeed_types]
+    assert len(schedule_types) == len(SCHEDULE_TYPES)

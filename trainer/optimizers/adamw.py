@@ -1,0 +1,118 @@
+"""AdamW that clips, updates and rounds in one pass over memory, where our kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...mpu import ParallelMesh, clip_factor, clip_grad_norm_, grad_norm
+from ...ops.library import call_compiled, suits_optimizer_kernels
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW(fused=True)` with the same states, which can scale gradients and round parameters.
+
+    The gradients themselves stay as they are. Where our kernel does not run, PyTorch's own step does.
+
+    Attributes:
+        grad_factor: fp32 [], multiplies the gradients of the next step, to clip them; None for 1.
+        rounded: Master weight -> the bf16 or fp16 parameter that gets its new value.
+        has_rounded: Whether the last step wrote them.
+    """
+
+    grad_factor: Tensor | None = None
+    rounded: Mapping[Tensor, Tensor] = {}
+    has_rounded = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        factor = self.grad_factor
+        self.grad_factor = None
+        # A GradScaler that has not unscaled the gradients leaves `grad_scale` to the optimizer.
+        gradients_are_unscaled = getattr(self, "grad_scale", None) is None
+        updates = None
+        if closure is None and gradients_are_unscaled:
+            updates = self._collect_updates()
+        self.has_rounded = updates is not None and bool(self.rounded)
+        if updates is None:
+            return self._step_of_torch(closure, factor)
+
+        # GradScaler, or an engine, asks to skip the update.
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            return None
+        scale = 1.0 if factor is None else factor.item()
+        if updates:
+            torch.ops.aten._foreach_add_([step for *_, step in updates], 1)
+        for group, tensors, step in updates:
+            beta1, beta2 = group["betas"]
+            numbers = (scale, group["lr"], beta1, beta2, group["eps"], group["weight_decay"], step)
+            rounded = self.rounded.get(tensors[0])
+            call_compiled("adamw", *tensors, rounded, *(float(number) for number in numbers))
+        # Autograd must notice that tensors which it may have saved for a gradient have changed.
+        torch.autograd.graph.increment_version(list(self.rounded.values()))
+        return None
+
+    def _step_of_torch(self, closure: Any, factor: Tensor | None) -> Any:
+        """Runs PyTorch's own step on clipped gradients."""
+        if factor is not None:
+            gradients = [
+                parameter.grad
+                for group in self.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None
+            ]
+            torch.ops.aten._foreach_mul_(gradients, factor)
+        # The user's hooks are called around `step` of this class already, so not around torch's.
+        step: Any = torch.optim.AdamW.step
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__
+        return step(self, closure)
+
+    def _collect_updates(self) -> list[tuple[dict[str, Any], tuple[Tensor, ...], Tensor]] | None:
+        """Returns of each parameter with a gradient: its group, tensors, and number of steps.
+
+        The tensors are the parameter, its gradient and its states. None if our kernel does not take
+        one of them.
+        """
+        for group in self.param_groups:
+            if group["amsgrad"] or group["maximize"]:
+                return None
+            if not all(parameter.is_cpu for parameter in group["params"]):
+                return None
+        updates = []
+        for group in self.param_groups:
+            lists: list[list[Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *lists)  # pyright: ignore[reportCallIssue]
+            *tensors, _, steps = lists
+            for own_tensors, step in zip(zip(*tensors, strict=True), steps, strict=True):
+                updates.append((group, own_tensors, step))
+        if not all(suits_optimizer_kernels(*tensors) for _, tensors, _ in updates):
+            return None
+        return updates
+
+
+def clip_gradients(
+    parameters: list[Tensor],
+    max_norm: float,
+    optimizer: torch.optim.Optimizer,
+    mesh: ParallelMesh | None = None,
+) -> Tensor:
+    """Clips the gradients before a step, or lets `AdamW` do so in its pass over memory.
+
+    Args:
+        max_norm: The largest norm; 0 clips nothing.
+        mesh: Of a model whose parameters are split.
+
+    Returns:
+        The norm before, [].
+    """
+    if max_norm and not isinstance(optimizer, AdamW):
+        return clip_grad_norm_(parameters, max_norm, mesh)
+    norm = grad_norm(parameters, mesh)
+    if max_norm:
+        vars(optimizer)["grad_factor"] = clip_factor(norm, max_norm)
+    return norm
