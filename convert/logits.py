@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import start_processes
 from ..checkpoint.checkpoint import open_checkpoint
 from ..models import family, from_pretrained
 from ..models.auto import model_class
-from ..models.language_model import Body
+from ..models.language_model import Backbone
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from ..mpu import ParallelMesh
 from .operations import Options, merge, split
@@ -91,7 +91,7 @@ def example_inputs(mapped: MappedCheckpoint) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(SEED)
     length = min(LENGTH, config.max_sequence_length)
     ids = torch.randint(mapped.model.vocab_size, (BATCH, length), generator=generator)
-    ids = cast(type[Body], model_class(config)).example_ids(config, ids)
+    ids = cast(type[Backbone], model_class(config)).example_ids(config, ids)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = torch.randint(

@@ -91,7 +91,7 @@ def fill_mask(
         raise ValueError(f"input_ids has no mask token ({mask_token_id}) to fill")
     with evaluating(model):
         segments = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-        hidden = model.body(ids, attention_mask, **segments).states[-1]  # [B, S, H]
+        hidden = model.run_backbone(ids, attention_mask, **segments).states[-1]  # [B, S, H]
         logits = model.head(hidden[places[:, 0], places[:, 1]])  # [M, Vp]
     scores = log_probabilities(without_padding(logits, vocab_size, model.mesh), model.mesh)
     values, tokens = best(scores, top_k, model.mesh)

@@ -14,8 +14,9 @@ from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..files.strict_json import read_folder_json
 from ..models import from_pretrained
+from ..models.family import BlankText
 from ..models.lora import merge_lora
-from ..models.registry import BlankText, family
+from ..models.registry import family
 from ..mpu import ParallelMesh
 from .api import generate
 from .filling import fill_blanks, fill_mask, fills_masks

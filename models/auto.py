@@ -22,7 +22,7 @@ from .megatron import MegatronMap
 from .nearest import refuse_architecture
 from .parallel_config import ParallelConfig
 from .pipeline import take_stage
-from .registry import FAMILIES, architectures, family, family_of, presets
+from .registry import FAMILIES, architectures, family, find_family, presets
 
 
 def find_config(name: str) -> ModelConfig:
@@ -46,7 +46,7 @@ def find_config(name: str) -> ModelConfig:
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     """Returns the configuration of a family from the contents of a `config.json`."""
-    config = family_of(values).config.from_dict(values)
+    config = find_family(values).config.from_dict(values)
     model_class(config)
     return config
 

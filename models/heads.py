@@ -1,16 +1,19 @@
-"""Adds heads to a family's bare model by a table: name of an architecture -> kind of head, here or in language_model.
+"""Provides the heads that a family puts on its backbone, besides those of language_model.py.
 
-A head is a class that a family does not write: `with_heads` combines its bare model with a kind below, whose class
-attributes are settings. All matrices of a head but the vocabulary's are replicated. Losses are transformers': the mean
-over the labels, or the sum divided by `num_items_in_batch`. The outputs have Hugging Face's field names; logits without
-a vocabulary are the same on every rank.
+An architecture is a class of its family that inherits from a head and from the family's backbone:
+
+    class BertForSequenceClassification(SequenceClassification, BertBackbone): ...
+
+The class attributes of a head are settings, which the architecture may change. All matrices of a head but the
+vocabulary's are replicated. Losses are transformers': the mean over the labels, or the sum divided by
+`num_items_in_batch`. The outputs have Hugging Face's field names; logits without a vocabulary are the same on every
+rank.
 """
 
 # pyright: reportUnknownMemberType=false
 # (torch does not annotate many of its methods)
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 
 from ..mpu import Dropout, ParallelMesh, dropout_state, gather_sequence
 from .blocks.activation_functions import find_activation
-from .language_model import IGNORED, Body, Head, MaskedLM
+from .language_model import IGNORED, Head, MaskedLM
 from .outputs import (
     BaseModelOutput,
     ClassifierOutput,
@@ -28,31 +31,6 @@ from .outputs import (
     QuestionAnsweringOutput,
 )
 from .parallel_config import layer_arguments
-
-
-def with_heads(
-    body: type[Body], stem: str, heads: Mapping[str, type[Body]]
-) -> dict[str, type[Body]]:
-    """Returns name of an architecture -> its class.
-
-    Args:
-        body: The family's bare model.
-        stem: What the names begin with, such as "Bert".
-        heads: The rest of the name, such as "ForMaskedLM" -> the kind of head, which may be `configured`.
-    """
-    made: dict[str, type[Body]] = {}
-    for rest, kind in heads.items():
-        made[stem + rest] = type(
-            stem + rest, (kind, body), {"__module__": body.__module__, "__doc__": kind.__doc__}
-        )
-    return made
-
-
-def configured(kind: type[Body], **settings: Any) -> type[Body]:
-    """Returns a kind of head with other settings. Raises ValueError for a setting that the kind does not have."""
-    if unknown := [name for name in settings if not hasattr(kind, name)]:
-        raise ValueError(f"{kind.__name__} has no setting {unknown[0]!r}")
-    return type(kind.__name__, (kind,), {**settings, "__doc__": kind.__doc__})
 
 
 def class_loss(
@@ -106,8 +84,8 @@ class BareModel(Head):
         output_hidden_states: bool = False,
         **options: Any,
     ) -> BaseModelOutput:
-        """Returns the last hidden states. For the inputs see the family's `body`."""
-        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        """Returns the last hidden states. For the inputs see the family's `run_backbone`."""
+        hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
         pooled = None
         if self.pooler_name is not None and self.config.add_pooling_layer:
             first = first_token(
@@ -151,7 +129,7 @@ class PreTraining(MaskedLM):
             labels = next_sentence_label = None
         elif (num_items_in_batch is None) != (num_sequences_in_batch is None):
             raise ValueError("give both num_items_in_batch and num_sequences_in_batch, or neither")
-        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
         x = self.head.transform(hidden.states[-1])
         first = first_token(hidden.states[-1], **layer_arguments(self.mesh, self.parallel_config))
         scores = self.next_sentence(self.pooler(first).tanh())  # [B, 2]
@@ -212,8 +190,8 @@ class Classifier(Head):
         output_hidden_states: bool = False,
         **options: Any,
     ) -> ModelOutput:
-        """Returns the logits and, with labels, the loss. See `loss` and the family's `body` for the inputs."""
-        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        """Returns the logits and, with labels, the loss. See `loss` and the family's `run_backbone` for the inputs."""
+        hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
         logits = self.make_logits(hidden.states[-1], input_ids, attention_mask)
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
         return ClassifierOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
@@ -403,10 +381,10 @@ class MultipleChoice(SequenceClassification):
         num_items_in_batch: Tensor | int | None = None,
         **options: Any,
     ) -> ModelOutput:
-        """Returns the logits [B, C] and, with labels, the loss. Hidden states are those of all B · C sequences.
+        """Returns the logits [B, C] and, with labels, the loss. BackboneOutput states are those of all B · C sequences.
 
         Args:
-            input_ids: int64 [B, C, S]; the other inputs of the family's `body` have the same shape.
+            input_ids: int64 [B, C, S]; the other inputs of the family's `run_backbone` have the same shape.
             labels: int64 [B], the number of the right choice; -100 is ignored.
         """
 
@@ -454,10 +432,10 @@ class QuestionAnswering(Classifier):
         """Returns both kinds of logits and, with both positions, the mean of their losses.
 
         Args:
-            input_ids, attention_mask, inputs, options: See the family's `body`.
+            input_ids, attention_mask, inputs, options: See the family's `run_backbone`.
             start_positions, end_positions: int64 [B]; as in transformers, positions after the sequence are ignored.
         """
-        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
         start, end = self.score(self.gather_hidden_states(hidden.states[-1])).unbind(
             -1
         )  # [B, S] each

@@ -43,7 +43,7 @@ VOCABULARY_MULTIPLE = (
 IGNORED = -100  # the label of positions without a prediction
 
 
-class Hidden(NamedTuple):
+class BackboneOutput(NamedTuple):
     """What the embeddings and blocks of a model compute for its head.
 
     Attributes:
@@ -60,7 +60,7 @@ class Hidden(NamedTuple):
     encoder_tokens: Tokens | None = None
 
 
-class Body(nn.Module):
+class Backbone(nn.Module):
     """Base of the models: embeddings and blocks, without a head.
 
     A subclass sets the attributes.
@@ -71,7 +71,7 @@ class Body(nn.Module):
     parallel_config: ParallelConfig
     word_embeddings: VocabParallelEmbedding
 
-    def body(self, *inputs: Any, **options: Any) -> Hidden:
+    def run_backbone(self, *inputs: Any, **options: Any) -> BackboneOutput:
         """Runs the embeddings and blocks. The first two arguments are `input_ids` and `attention_mask`."""
         raise NotImplementedError
 
@@ -114,7 +114,7 @@ class Body(nn.Module):
         """Returns this rank's part of whole hidden states [B, S, H]."""
         return scatter_sequence(x, self.mesh) if self.parallel_config.sequence_parallel else x
 
-    def shown_states(self, hidden: Hidden, output_hidden_states: bool) -> dict[str, Any]:
+    def shown_states(self, hidden: BackboneOutput, output_hidden_states: bool) -> dict[str, Any]:
         """Returns the fields of an output that hold hidden states."""
 
         def gathered(states: Iterable[Tensor]) -> tuple[Tensor, ...] | None:
@@ -135,7 +135,7 @@ class Body(nn.Module):
         }
 
 
-class LanguageModel(Body):
+class LanguageModel(Backbone):
     """Base of the models that predict the label at each position from the logits at the same position.
 
     These are masked language models, and decoders whose labels are already shifted. The logits are vocabulary-parallel.
@@ -260,8 +260,8 @@ def head_loss(
     return head.losses(rows, target, table, ignore_index=IGNORED).sum() / count
 
 
-class Head(Body):
-    """Base of the kinds of heads. Classes that `with_heads` makes inherit from a kind and from a bare model.
+class Head(Backbone):
+    """Base of the heads. An architecture inherits from a head and from its family's backbone.
 
     Attributes:
         head_modules: The names of the modules of the head that have parameters.
@@ -273,7 +273,7 @@ class Head(Body):
         mesh: ParallelMesh | None = None,
         parallel_config: ParallelConfig | None = None,
     ) -> None:
-        super().__init__(config, mesh, parallel_config)  # of the bare model
+        super().__init__(config, mesh, parallel_config)  # of the backbone
         of_body = {name for name, _ in self.named_children()}
         self.add_head()
         own = {name: module for name, module in self.named_children() if name not in of_body}
@@ -285,7 +285,7 @@ class Head(Body):
         """Adds the modules of the head."""
 
 
-def vocabulary_head(model: Body) -> VocabParallelHead:
+def vocabulary_head(model: Backbone) -> VocabParallelHead:
     """Returns a head without a bias, which is the word embedding if the configuration ties them."""
     return VocabParallelHead(
         model.hidden_size,
@@ -322,11 +322,11 @@ class CausalLM(Head, LanguageModel):
         """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
 
         Args:
-            input_ids, attention_mask, inputs, options: See the family's `body`.
+            input_ids, attention_mask, inputs, options: See the family's `run_backbone`.
             labels: int64 [B, S], which are shifted here, as in transformers; -100 is ignored.
             logits_to_keep: The number of last positions whose logits are returned; 0 means all.
         """
-        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
         x = hidden.states[-1][:, -logits_to_keep:]
         loss, logits = self.loss_and_logits(self.head, x, labels, num_items_in_batch, hidden.table)
         return CausalLMOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
@@ -391,10 +391,10 @@ class MaskedLM(Head, LanguageModel):
         """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
 
         Args:
-            input_ids, attention_mask, inputs, options: See the family's `body`.
+            input_ids, attention_mask, inputs, options: See the family's `run_backbone`.
             labels: int64 [B, S], the token at each position; -100 is ignored.
         """
-        hidden = self.body(input_ids, attention_mask, *inputs, **options)
+        hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
         x = self.head.transform(hidden.states[-1])
         loss, logits = self.loss_and_logits(
             self.head.decoder, x, labels, num_items_in_batch, hidden.table

@@ -1,160 +1,99 @@
-"""Finds model families by name, and declares what the rest of the library needs to know about each."""
+"""Lists the model families, and finds them by name. A new family is added to `_FAMILIES`."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
-from torch import nn
-
-from ..checkpoint.stored_tensor import StoredTensor
-from ..data.objectives.objective import Format
-from .activations import Activations
+from . import (
+    bart,
+    bert,
+    camembert,
+    distilbert,
+    electra,
+    glm,
+    glm4,
+    gpt2,
+    llama,
+    m2m_100,
+    mbart,
+    mistral,
+    modernbert,
+    mt5,
+    qwen2,
+    qwen3,
+    roberta,
+    t5,
+    umt5,
+    xlm_roberta,
+)
 from .config import ModelConfig
-from .megatron import MegatronMap
-from .name_map import NameMap
+from .family import Family
 from .nearest import refuse_family
 
-HYPHENATED = (
-    "xlm-roberta",
-)  # the names that a folder, which is a package, spells with an underscore
-
-
-def _find_families() -> dict[str, str]:
-    spelled = {name.replace("-", "_"): name for name in HYPHENATED}
-    folders = [
-        module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.ispkg
-    ]
-    return {spelled.get(folder, folder): folder for folder in sorted(folders) if folder != "blocks"}
-
-
-# Each family is a folder beside this file with the name of its `model_type`.
-_FOLDERS = _find_families()
-FAMILIES = tuple(_FOLDERS)
-
-Kind = Literal["decoder", "encoder", "encoder-decoder"]
-# A fine-tuning task -> the end of the name of the architecture that is trained for it.
-HEADS_OF_TASKS = {
-    "text-classification": "ForSequenceClassification",
-    "token-classification": "ForTokenClassification",
-    "question-answering": "ForQuestionAnswering",
-    "multiple-choice": "ForMultipleChoice",
-}
-
-
-class BlankText(Protocol):
-    """Encodes texts with blanks, for a family that fills blanks."""
-
-    tokens: Any  # ids of the special tokens
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a text whose blanks are written as `[MASK]`, `[sMASK]` or `[gMASK]`."""
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Returns the text of token ids, without special tokens."""
-        ...
-
-
-@dataclass(frozen=True)
-class Family:
-    """The facts about a model family. The package `models/<model_type>/` exports them as `FAMILY`.
-
-    How a model generates is declared by its class: see `LanguageModel.generates`.
-
-    Attributes:
-        config: The configuration class, whose `model_type` is the folder's name (see `HYPHENATED`).
-        architectures: Name of an architecture, as in `config.json` -> its class. The first is the default.
-        name_map: Where a Hugging Face checkpoint stores each parameter.
-        presets: Name of a preset -> its configuration.
-        kind: Which stacks of blocks the models have.
-        objective: Name of the default pretraining objective in `shardzoo.data`.
-        pretrains: Format of an objective's samples -> the architecture that is pretrained on them.
-        tokenizer: Kind of tokenizer that is trained for a new model; see `shardzoo.data.train_tokenizer`.
-        tokenizers: A configuration's `tokenizer_class` -> the kind for it, where that is another one.
-        activations: Returns what a model of a configuration keeps for its backward pass; see docs/estimate.md.
-        tasks: Name of a fine-tuning task -> the architecture that is trained for it. Those that follow from the names
-            of the architectures are added.
-        in_transformers: Whether transformers has this family under the same `model_type`.
-        masks_padding: Whether a 0 in `attention_mask` [B, S] means padding, as in transformers.
-        blank_text: Makes the `BlankText` of a folder. Its second argument names the vocabulary; None finds it.
-        has_config: Returns whether the contents of a `config.json` without a `model_type` belong to this family.
-        infer_config: Infers the configuration from the tensors of each rank's file, for files without a `config.json`.
-        megatron: How Megatron-LM stores the models, if it has the family.
-    """
-
-    config: type[ModelConfig]
-    architectures: Mapping[str, type[nn.Module]]
-    name_map: NameMap
-    presets: Mapping[str, Any]
-    kind: Kind
-    objective: str
-    pretrains: Mapping[Format, str]
-    tokenizer: str
-    activations: Callable[[Any], Activations]
-    tokenizers: Mapping[str, str] = field(default_factory=dict[str, str])
-    tasks: Mapping[str, str] = field(default_factory=dict[str, str])
-    in_transformers: bool = True
-    masks_padding: bool = True
-    blank_text: Callable[[Path, Any], BlankText] | None = None
-    has_config: Callable[[Mapping[str, Any]], bool] | None = None
-    infer_config: Callable[[Sequence[Mapping[str, StoredTensor]]], ModelConfig] | None = None
-    megatron: MegatronMap | None = None
-
-    def __post_init__(self) -> None:
-        found = {
-            task: name
-            for task, end in HEADS_OF_TASKS.items()
-            for name in self.architectures
-            if name.endswith(end)
-        }
-        if self.kind == "encoder":  # generates with a mask of attention (UniLM)
-            found["text2text-generation"] = next(
-                name for name in self.architectures if name.endswith("ForMaskedLM")
-            )
-        elif "text-generation" in self.tasks:
-            found["chat"] = self.tasks["text-generation"]
-        object.__setattr__(self, "tasks", {**self.tasks, **found})
-
-    def tokenizer_of(self, config: ModelConfig) -> str:
-        """Returns the kind of tokenizer that is trained for a new model of a configuration."""
-        return self.tokenizers.get(getattr(config, "tokenizer_class", None) or "", self.tokenizer)
+_FAMILIES = (
+    bart.FAMILY,
+    bert.FAMILY,
+    camembert.FAMILY,
+    distilbert.FAMILY,
+    electra.FAMILY,
+    glm.FAMILY,
+    glm4.FAMILY,
+    gpt2.FAMILY,
+    llama.FAMILY,
+    m2m_100.FAMILY,
+    mbart.FAMILY,
+    mistral.FAMILY,
+    modernbert.FAMILY,
+    mt5.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    roberta.FAMILY,
+    t5.FAMILY,
+    umt5.FAMILY,
+    xlm_roberta.FAMILY,
+)
+_BY_MODEL_TYPE = {facts.config.model_type: facts for facts in _FAMILIES}
+FAMILIES = tuple(_BY_MODEL_TYPE)
+"""The `model_type` of each family."""
 
 
 def family(model_type: str, architecture: str = "") -> Family:
     """Returns the facts about a family.
 
-    Raises ValueError if the zoo does not have it. The message names the nearest model; `architecture` helps to find it.
+    Args:
+        architecture: The name of a class, which helps to find the nearest model if the zoo lacks the family.
+
+    Raises:
+        ValueError: The zoo does not have the family. The message names the nearest model.
     """
-    if model_type not in FAMILIES:
+    if model_type not in _BY_MODEL_TYPE:
         raise ValueError(refuse_family(model_type, architecture, architectures()))
-    return importlib.import_module(f".{_FOLDERS[model_type]}", __package__).FAMILY
+    return _BY_MODEL_TYPE[model_type]
 
 
-def family_of(values: Mapping[str, Any]) -> Family:
-    """Returns the family of the contents of a `config.json`. ValueError if they name none, or one not in the zoo."""
+def find_family(values: Mapping[str, Any]) -> Family:
+    """Returns the family of the contents of a `config.json`.
+
+    Raises:
+        ValueError: They name no family, or one that is not in the zoo.
+    """
     if "model_type" in values:
         names = values.get("architectures")
-        return family(
-            values["model_type"],
-            cast(list[Any], names)[0] if isinstance(names, list) and names else "",
-        )
-    for known in map(family, FAMILIES):
-        if known.has_config is not None and known.has_config(values):
-            return known
+        first = cast(list[Any], names)[0] if isinstance(names, list) and names else ""
+        return family(values["model_type"], first)
+    for facts in _FAMILIES:
+        if facts.has_config is not None and facts.has_config(values):
+            return facts
     raise ValueError("the configuration has no model_type, so its family is unknown")
 
 
 def architectures() -> dict[str, list[str]]:
     """Returns the names of all architectures, by family."""
-    return {name: list(family(name).architectures) for name in FAMILIES}
+    return {name: list(facts.architectures) for name, facts in _BY_MODEL_TYPE.items()}
 
 
 def presets() -> Iterator[tuple[str, ModelConfig]]:
     """Yields the name and the configuration of all presets, family by family."""
-    for model_type in FAMILIES:
-        yield from family(model_type).presets.items()
+    for facts in _FAMILIES:
+        yield from facts.presets.items()

@@ -32,7 +32,7 @@ from ..mpu import ParallelMesh, tp_rank, tp_size
 from ..mpu.collectives import gather_bytes
 from .config import ModelConfig
 from .huggingface import INDEX, LARGEST_FILE, huggingface_layout, stored_shapes, weight_files
-from .language_model import Body
+from .language_model import Backbone
 from .lora import save_adapter
 from .mapping import NativeModel, StoredNames, native_model
 from .pipeline import copied_parameters
@@ -134,8 +134,8 @@ def push_to_hub(
 
 
 # The methods of every model of the zoo, as transformers' models have them.
-cast(Any, Body).save_pretrained = save_pretrained
-cast(Any, Body).push_to_hub = push_to_hub
+cast(Any, Backbone).save_pretrained = save_pretrained
+cast(Any, Backbone).push_to_hub = push_to_hub
 
 
 def _dtypes(model: Any) -> dict[str, str]:

@@ -15,7 +15,7 @@ from .blocks.cache import Cache
 from .blocks.masks import causal_mask, key_mask
 from .blocks.padding import Tokens
 from .blocks.stack import run_blocks
-from .language_model import IGNORED, Body, Head, Hidden, LanguageModel, vocabulary_head
+from .language_model import IGNORED, Backbone, BackboneOutput, Head, LanguageModel, vocabulary_head
 from .outputs import EncoderOutput, Seq2SeqLMOutput
 
 MIN_PADDING = (
@@ -116,7 +116,7 @@ def find_tokens(mask: Tensor | None, ids: Tensor, blocks: nn.ModuleList) -> Tens
     return Tokens(mask, rows, padding, (is_token.cumsum(0) - 1).clamp(min=0))
 
 
-class Seq2SeqBody(Body):
+class Seq2SeqBackbone(Backbone):
     """Base of the encoder-decoders, without a head, whose stacks share the word embedding.
 
     `config` has `pad_token_id` and `decoder_start_token_id`.
@@ -125,7 +125,7 @@ class Seq2SeqBody(Body):
     encoder: Stack
     decoder: Stack
 
-    def body(
+    def run_backbone(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -133,7 +133,7 @@ class Seq2SeqBody(Body):
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: EncoderOutput | tuple[Tensor, ...] | None = None,
         cache: Cache | None = None,
-    ) -> Hidden:
+    ) -> BackboneOutput:
         """Runs both stacks.
 
         Args:
@@ -163,7 +163,7 @@ class Seq2SeqBody(Body):
         states = self.decoder(
             words, decoder_input_ids, mask, encoder_states[-1], source_mask, cache
         )
-        return Hidden(
+        return BackboneOutput(
             states, table, encoder_states, source_mask if isinstance(source_mask, Tokens) else None
         )
 
@@ -205,7 +205,7 @@ class Seq2SeqBody(Body):
         return x
 
 
-class Seq2SeqLM(Head, LanguageModel, Seq2SeqBody):
+class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
     """Predicts the label at each position of the decoder; for encoder-decoders.
 
     The head is the word embedding if the configuration ties them.
@@ -236,13 +236,13 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBody):
             labels: int64 [B, T]; -100 is ignored.
             logits_to_keep: The number of last decoder positions whose logits are returned; 0 means all.
 
-        The other arguments are those of `Seq2SeqBody.body`.
+        The other arguments are those of `Seq2SeqBackbone.run_backbone`.
         """
         if decoder_input_ids is None:
             if labels is None:
                 raise ValueError("pass labels, or decoder_input_ids for logits without a loss")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        hidden = self.body(
+        hidden = self.run_backbone(
             input_ids,
             attention_mask,
             decoder_input_ids,

@@ -1,20 +1,29 @@
 """BART (Lewis et al., 2020)."""
 
-from ..heads import with_heads
-from ..registry import Family
-from . import decoder
+from ..family import Family, by_name
 from .config import BartConfig
+from .decoder import BartForCausalLM
 from .hf import NAME_MAP
 from .memory import activations
-from .model import HEADS, BartBody
+from .model import (
+    BartForConditionalGeneration,
+    BartForQuestionAnswering,
+    BartForSequenceClassification,
+    BartModel,
+)
 from .presets import PRESETS
 
 FAMILY = Family(
     config=BartConfig,
-    architectures=with_heads(BartBody, "Bart", HEADS)
-    | with_heads(decoder.BartDecoderBody, "Bart", decoder.HEADS),
-    name_map=NAME_MAP,
+    architectures=by_name(
+        BartForConditionalGeneration,
+        BartModel,
+        BartForSequenceClassification,
+        BartForQuestionAnswering,
+        BartForCausalLM,
+    ),
     presets=PRESETS,
+    name_map=NAME_MAP,
     kind="encoder-decoder",
     objective="bart",
     pretrains={"seq2seq": "BartForConditionalGeneration"},
@@ -23,4 +32,12 @@ FAMILY = Family(
     tasks={"text2text-generation": "BartForConditionalGeneration"},
 )
 
-__all__ = ["FAMILY", "BartConfig"]
+__all__ = [
+    "FAMILY",
+    "BartConfig",
+    "BartForCausalLM",
+    "BartForConditionalGeneration",
+    "BartForQuestionAnswering",
+    "BartForSequenceClassification",
+    "BartModel",
+]

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 from ...mpu import ParallelMesh
 from ..blocks.cache import Cache
 from ..blocks.masks import causal_mask
-from ..language_model import CausalLM, Hidden
+from ..language_model import BackboneOutput, CausalLM
 from ..parallel_config import ParallelConfig
 from .config import BartConfig
-from .model import BartBase, BartStack
+from .model import BartEmbeddings, BartStack
 
 
-class BartDecoderBody(BartBase):
+class BartDecoderBackbone(BartEmbeddings):
     """The decoder without a head. Its attention to an encoder is unused and frozen; it is there for the files."""
 
     def __init__(
@@ -31,13 +31,13 @@ class BartDecoderBody(BartBase):
     def blocks(self) -> nn.ModuleList:
         return self.decoder.blocks
 
-    def body(
+    def run_backbone(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> Hidden:
+    ) -> BackboneOutput:
         """Runs the decoder.
 
         Args:
@@ -48,7 +48,7 @@ class BartDecoderBody(BartBase):
         """
         words, table = self.word_embeddings.embed(input_ids)
         mask = causal_mask(attention_mask, input_ids.shape[1])
-        return Hidden(self.decoder(words, input_ids, mask, cache=cache), table)
+        return BackboneOutput(self.decoder(words, input_ids, mask, cache=cache), table)
 
 
 class AlignedCausalLM(CausalLM):
@@ -58,4 +58,5 @@ class AlignedCausalLM(CausalLM):
         return labels
 
 
-HEADS = {"ForCausalLM": AlignedCausalLM}
+class BartForCausalLM(AlignedCausalLM, BartDecoderBackbone):
+    """The decoder of BART, predicting the next token."""

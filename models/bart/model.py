@@ -24,10 +24,10 @@ from ..blocks.attention import CrossAttention, SelfAttention
 from ..blocks.cache import LayerKVCache
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
-from ..heads import BareModel, QuestionAnswering, SequenceClassification, configured
-from ..language_model import VOCABULARY_MULTIPLE, Body
+from ..heads import BareModel, QuestionAnswering, SequenceClassification
+from ..language_model import VOCABULARY_MULTIPLE, Backbone
 from ..parallel_config import ParallelConfig, layer_arguments
-from ..seq2seq import Seq2SeqBody, Seq2SeqLM, Stack
+from ..seq2seq import Seq2SeqBackbone, Seq2SeqLM, Stack
 from .config import BartConfig
 from .positions import LearnedPositions, SinusoidalPositions
 
@@ -146,7 +146,7 @@ class BartStack(Stack):
         return self.final_norm(x)
 
 
-class BartBase(Body):
+class BartEmbeddings(Backbone):
     """The word embedding and the initial weights. With `mesh=None` the model is not split."""
 
     config: BartConfig
@@ -183,7 +183,7 @@ class BartBase(Body):
                 full[self.config.pad_token_id].zero_()
 
 
-class BartBody(Seq2SeqBody, BartBase):
+class BartBackbone(Seq2SeqBackbone, BartEmbeddings):
     """Encoder and decoder without a head."""
 
     def __init__(
@@ -197,15 +197,22 @@ class BartBody(Seq2SeqBody, BartBase):
         self.decoder = BartStack(config, True, mesh, self.parallel_config)
 
 
-HEADS = {
-    "ForConditionalGeneration": Seq2SeqLM,
-    "Model": BareModel,
-    "ForSequenceClassification": configured(
-        SequenceClassification,
-        pooling="eos",
-        dense_name="pooler",
-        dropout_rate="classifier_dropout",
-        drops_input=True,
-    ),
-    "ForQuestionAnswering": QuestionAnswering,
-}
+class BartForConditionalGeneration(Seq2SeqLM, BartBackbone):
+    """BART that answers a text with another one."""
+
+
+class BartModel(BareModel, BartBackbone):
+    """BART without a head."""
+
+
+class BartForSequenceClassification(SequenceClassification, BartBackbone):
+    """BART that classifies a text."""
+
+    pooling = "eos"
+    dense_name = "pooler"
+    dropout_rate = "classifier_dropout"
+    drops_input = True
+
+
+class BartForQuestionAnswering(QuestionAnswering, BartBackbone):
+    """BART that finds the first and the last token of an answer."""

@@ -1,19 +1,36 @@
 """BERT (Devlin et al., 2018)."""
 
-from ..heads import with_heads
-from ..registry import Family
+from ..family import Family, by_name
 from .config import BertConfig
 from .hf import NAME_MAP
 from .megatron import MEGATRON
 from .memory import activations
-from .model import HEADS, BertBody
+from .model import (
+    BertForMaskedLM,
+    BertForMultipleChoice,
+    BertForNextSentencePrediction,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+)
 from .presets import PRESETS
 
 FAMILY = Family(
     config=BertConfig,
-    architectures=with_heads(BertBody, "Bert", HEADS),
-    name_map=NAME_MAP,
+    architectures=by_name(
+        BertModel,
+        BertForMaskedLM,
+        BertForPreTraining,
+        BertForNextSentencePrediction,
+        BertForSequenceClassification,
+        BertForTokenClassification,
+        BertForMultipleChoice,
+        BertForQuestionAnswering,
+    ),
     presets=PRESETS,
+    name_map=NAME_MAP,
     kind="encoder",
     objective="bert-nsp",
     pretrains={"masked": "BertForMaskedLM", "sentence-pairs": "BertForPreTraining"},
@@ -22,4 +39,15 @@ FAMILY = Family(
     megatron=MEGATRON,
 )
 
-__all__ = ["FAMILY", "BertConfig"]
+__all__ = [
+    "FAMILY",
+    "BertConfig",
+    "BertForMaskedLM",
+    "BertForMultipleChoice",
+    "BertForNextSentencePrediction",
+    "BertForPreTraining",
+    "BertForQuestionAnswering",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertModel",
+]

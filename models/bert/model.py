@@ -30,9 +30,8 @@ from ..heads import (
     QuestionAnswering,
     SequenceClassification,
     TokenClassification,
-    configured,
 )
-from ..language_model import VOCABULARY_MULTIPLE, Body, Hidden, MaskedLM, MaskedLMHead
+from ..language_model import VOCABULARY_MULTIPLE, Backbone, BackboneOutput, MaskedLM, MaskedLMHead
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import BertConfig
 
@@ -112,11 +111,13 @@ class BertEncoder(nn.Module):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
-    ) -> Hidden:
+    ) -> BackboneOutput:
         """Returns the hidden states, and the word embedding table for a head."""
         x, table = self.embed(input_ids, token_type_ids, position_ids)
         mask = key_mask(attention_mask)
-        return Hidden(run_blocks(self.blocks, x, lambda _: (mask,), self.recompute_blocks), table)
+        return BackboneOutput(
+            run_blocks(self.blocks, x, lambda _: (mask,), self.recompute_blocks), table
+        )
 
     def embed(
         self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None
@@ -152,7 +153,7 @@ class BertEncoder(nn.Module):
         return is_token.cumsum(1) * is_token + padding
 
 
-class BertBody(Body):
+class BertBackbone(Backbone):
     """The encoder. With `mesh=None` the model is not split."""
 
     config: BertConfig
@@ -175,13 +176,13 @@ class BertBody(Body):
     def embedding(self) -> VocabParallelEmbedding:
         return self.encoder.word_embeddings
 
-    def body(
+    def run_backbone(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
-    ) -> Hidden:
+    ) -> BackboneOutput:
         """Runs the encoder.
 
         Args:
@@ -210,13 +211,41 @@ class BertBody(Body):
                 full[self.config.position_padding_idx].zero_()
 
 
-HEADS = {
-    "Model": configured(BareModel, pooler_name="pooler"),
-    "ForMaskedLM": MaskedLM,
-    "ForPreTraining": PreTraining,
-    "ForNextSentencePrediction": configured(NextSentencePrediction, dense_name="pooler"),
-    "ForSequenceClassification": configured(SequenceClassification, dense_name="pooler"),
-    "ForTokenClassification": TokenClassification,
-    "ForMultipleChoice": configured(MultipleChoice, dense_name="pooler"),
-    "ForQuestionAnswering": QuestionAnswering,
-}
+class BertModel(BareModel, BertBackbone):
+    """BERT without a head."""
+
+    pooler_name = "pooler"
+
+
+class BertForMaskedLM(MaskedLM, BertBackbone):
+    """BERT that predicts masked tokens."""
+
+
+class BertForPreTraining(PreTraining, BertBackbone):
+    """BERT that predicts masked tokens, and whether the second sentence follows the first."""
+
+
+class BertForNextSentencePrediction(NextSentencePrediction, BertBackbone):
+    """BERT that predicts whether the second sentence follows the first."""
+
+    dense_name = "pooler"
+
+
+class BertForSequenceClassification(SequenceClassification, BertBackbone):
+    """BERT that classifies a text."""
+
+    dense_name = "pooler"
+
+
+class BertForTokenClassification(TokenClassification, BertBackbone):
+    """BERT that classifies each token."""
+
+
+class BertForMultipleChoice(MultipleChoice, BertBackbone):
+    """BERT that chooses one of several texts."""
+
+    dense_name = "pooler"
+
+
+class BertForQuestionAnswering(QuestionAnswering, BertBackbone):
+    """BERT that finds the first and the last token of an answer."""

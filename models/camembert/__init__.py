@@ -1,9 +1,47 @@
 """CamemBERT (Martin et al., 2019): RoBERTa with a French vocabulary."""
 
-from ..roberta.siblings import sibling
+from dataclasses import replace
+
+from ..bert.memory import activations
+from ..family import Family, by_name
+from ..roberta.hf import NAME_MAP
 from .config import CamembertConfig
+from .model import (
+    CamembertForMaskedLM,
+    CamembertForMultipleChoice,
+    CamembertForQuestionAnswering,
+    CamembertForSequenceClassification,
+    CamembertForTokenClassification,
+    CamembertModel,
+)
 from .presets import PRESETS
 
-FAMILY = sibling("Camembert", CamembertConfig, PRESETS)
+FAMILY = Family(
+    config=CamembertConfig,
+    architectures=by_name(
+        CamembertModel,
+        CamembertForMaskedLM,
+        CamembertForSequenceClassification,
+        CamembertForTokenClassification,
+        CamembertForMultipleChoice,
+        CamembertForQuestionAnswering,
+    ),
+    presets=PRESETS,
+    name_map=replace(NAME_MAP, head_first="CamembertForMaskedLM"),
+    kind="encoder",
+    objective="roberta",
+    pretrains={"masked": "CamembertForMaskedLM"},
+    tokenizer="roberta-bpe",
+    activations=activations,
+)
 
-__all__ = ["FAMILY", "CamembertConfig"]
+__all__ = [
+    "FAMILY",
+    "CamembertConfig",
+    "CamembertForMaskedLM",
+    "CamembertForMultipleChoice",
+    "CamembertForQuestionAnswering",
+    "CamembertForSequenceClassification",
+    "CamembertForTokenClassification",
+    "CamembertModel",
+]

@@ -1,40 +1,31 @@
 """DistilBERT (Sanh et al., 2019): BERT without segments and pooler, and with its own names for everything."""
 
 from ..bert.memory import activations
-from ..bert.model import BertBody
-from ..heads import (
-    BareModel,
-    MultipleChoice,
-    QuestionAnswering,
-    SequenceClassification,
-    TokenClassification,
-    configured,
-    with_heads,
-)
-from ..language_model import MaskedLM
-from ..registry import Family
+from ..family import Family, by_name
 from .config import DistilBertConfig
 from .hf import NAME_MAP
+from .model import (
+    DistilBertForMaskedLM,
+    DistilBertForMultipleChoice,
+    DistilBertForQuestionAnswering,
+    DistilBertForSequenceClassification,
+    DistilBertForTokenClassification,
+    DistilBertModel,
+)
 from .presets import PRESETS
 
-POOLED = {
-    "dense_name": "pre_classifier",
-    "activation": "relu",
-    "dropout_rate": "seq_classif_dropout",
-}
-HEADS = {
-    "Model": BareModel,
-    "ForMaskedLM": MaskedLM,
-    "ForSequenceClassification": configured(SequenceClassification, **POOLED),
-    "ForTokenClassification": TokenClassification,
-    "ForQuestionAnswering": configured(QuestionAnswering, dropout_rate="qa_dropout"),
-    "ForMultipleChoice": configured(MultipleChoice, **POOLED),
-}
 FAMILY = Family(
     config=DistilBertConfig,
-    architectures=with_heads(BertBody, "DistilBert", HEADS),
-    name_map=NAME_MAP,
+    architectures=by_name(
+        DistilBertModel,
+        DistilBertForMaskedLM,
+        DistilBertForSequenceClassification,
+        DistilBertForTokenClassification,
+        DistilBertForQuestionAnswering,
+        DistilBertForMultipleChoice,
+    ),
     presets=PRESETS,
+    name_map=NAME_MAP,
     kind="encoder",
     objective="roberta",
     pretrains={"masked": "DistilBertForMaskedLM"},
@@ -42,4 +33,13 @@ FAMILY = Family(
     activations=activations,
 )
 
-__all__ = ["FAMILY", "DistilBertConfig"]
+__all__ = [
+    "FAMILY",
+    "DistilBertConfig",
+    "DistilBertForMaskedLM",
+    "DistilBertForMultipleChoice",
+    "DistilBertForQuestionAnswering",
+    "DistilBertForSequenceClassification",
+    "DistilBertForTokenClassification",
+    "DistilBertModel",
+]

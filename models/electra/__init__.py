@@ -1,19 +1,33 @@
 """ELECTRA (Clark et al., 2020)."""
 
 from ..bert.memory import activations
-from ..bert.model import BertBody
-from ..heads import with_heads
-from ..registry import Family
+from ..family import Family, by_name
 from .config import ElectraConfig
 from .hf import NAME_MAP
-from .model import HEADS
+from .model import (
+    ElectraForMaskedLM,
+    ElectraForMultipleChoice,
+    ElectraForPreTraining,
+    ElectraForQuestionAnswering,
+    ElectraForSequenceClassification,
+    ElectraForTokenClassification,
+    ElectraModel,
+)
 from .presets import PRESETS
 
 FAMILY = Family(
     config=ElectraConfig,
-    architectures=with_heads(BertBody, "Electra", HEADS),
-    name_map=NAME_MAP,
+    architectures=by_name(
+        ElectraModel,
+        ElectraForMaskedLM,
+        ElectraForPreTraining,
+        ElectraForSequenceClassification,
+        ElectraForTokenClassification,
+        ElectraForQuestionAnswering,
+        ElectraForMultipleChoice,
+    ),
     presets=PRESETS,
+    name_map=NAME_MAP,
     kind="encoder",
     objective="roberta",
     pretrains={"masked": "ElectraForMaskedLM"},
@@ -21,4 +35,14 @@ FAMILY = Family(
     activations=activations,
 )
 
-__all__ = ["FAMILY", "ElectraConfig"]
+__all__ = [
+    "FAMILY",
+    "ElectraConfig",
+    "ElectraForMaskedLM",
+    "ElectraForMultipleChoice",
+    "ElectraForPreTraining",
+    "ElectraForQuestionAnswering",
+    "ElectraForSequenceClassification",
+    "ElectraForTokenClassification",
+    "ElectraModel",
+]

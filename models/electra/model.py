@@ -13,6 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..bert.model import BertBackbone
 from ..blocks.activation_functions import find_activation
 from ..heads import (
     BareModel,
@@ -21,7 +22,6 @@ from ..heads import (
     QuestionAnswering,
     SequenceClassification,
     TokenClassification,
-    configured,
     widen,
 )
 from ..language_model import IGNORED, MaskedLM
@@ -81,16 +81,37 @@ class ReplacedTokenDetection(Classifier):
         )
 
 
-HEADS = {
-    "Model": BareModel,
-    "ForMaskedLM": MaskedLM,
-    "ForPreTraining": ReplacedTokenDetection,
-    "ForSequenceClassification": configured(
-        SequenceClassification, dense_name="pooler", drops_input=True, activation="gelu"
-    ),
-    "ForTokenClassification": TokenClassification,
-    "ForQuestionAnswering": QuestionAnswering,
-    "ForMultipleChoice": configured(
-        MultipleChoice, dense_name="summary", activation="gelu", dropout_rate="summary_last_dropout"
-    ),
-}
+class ElectraModel(BareModel, BertBackbone):
+    """ELECTRA without a head."""
+
+
+class ElectraForMaskedLM(MaskedLM, BertBackbone):
+    """ELECTRA that predicts masked tokens."""
+
+
+class ElectraForPreTraining(ReplacedTokenDetection, BertBackbone):
+    """ELECTRA's discriminator, which tells replaced tokens from original ones."""
+
+
+class ElectraForSequenceClassification(SequenceClassification, BertBackbone):
+    """ELECTRA that classifies a text."""
+
+    dense_name = "pooler"
+    drops_input = True
+    activation = "gelu"
+
+
+class ElectraForTokenClassification(TokenClassification, BertBackbone):
+    """ELECTRA that classifies each token."""
+
+
+class ElectraForQuestionAnswering(QuestionAnswering, BertBackbone):
+    """ELECTRA that finds the first and the last token of an answer."""
+
+
+class ElectraForMultipleChoice(MultipleChoice, BertBackbone):
+    """ELECTRA that chooses one of several texts."""
+
+    dense_name = "summary"
+    activation = "gelu"
+    dropout_rate = "summary_last_dropout"

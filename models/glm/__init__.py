@@ -1,6 +1,6 @@
 """The original GLM (Du et al., 2021), not the GLM-4 line of 2024."""
 
-from ..registry import Family
+from ..family import Family
 from .config import GLMConfig
 from .hf import NAME_MAP, has_config, infer_config
 from .memory import activations

@@ -15,7 +15,7 @@ from ..config import (
     TokenId,
     VocabSize,
 )
-from ..llama import DecoderConfig
+from ..llama.config import DecoderConfig
 
 
 @dataclass(frozen=True)

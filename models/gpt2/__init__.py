@@ -1,19 +1,30 @@
 """GPT-2 (Radford et al., 2019)."""
 
-from ..heads import with_heads
-from ..registry import Family
+from ..family import Family, by_name
 from .config import GPT2Config
 from .hf import NAME_MAP
 from .megatron import MEGATRON
 from .memory import activations
-from .model import HEADS, GPT2Body
+from .model import (
+    GPT2ForQuestionAnswering,
+    GPT2ForSequenceClassification,
+    GPT2ForTokenClassification,
+    GPT2LMHeadModel,
+    GPT2Model,
+)
 from .presets import PRESETS
 
 FAMILY = Family(
     config=GPT2Config,
-    architectures=with_heads(GPT2Body, "GPT2", HEADS),
-    name_map=NAME_MAP,
+    architectures=by_name(
+        GPT2LMHeadModel,
+        GPT2Model,
+        GPT2ForSequenceClassification,
+        GPT2ForTokenClassification,
+        GPT2ForQuestionAnswering,
+    ),
     presets=PRESETS,
+    name_map=NAME_MAP,
     kind="decoder",
     objective="gpt",
     pretrains={"causal": "GPT2LMHeadModel"},
@@ -23,4 +34,12 @@ FAMILY = Family(
     tasks={"text-generation": "GPT2LMHeadModel", "text2text-generation": "GPT2LMHeadModel"},
 )
 
-__all__ = ["FAMILY", "GPT2Config"]
+__all__ = [
+    "FAMILY",
+    "GPT2Config",
+    "GPT2ForQuestionAnswering",
+    "GPT2ForSequenceClassification",
+    "GPT2ForTokenClassification",
+    "GPT2LMHeadModel",
+    "GPT2Model",
+]

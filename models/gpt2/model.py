@@ -22,14 +22,8 @@ from ..blocks.masks import causal_mask
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.stack import run_blocks
-from ..heads import (
-    BareModel,
-    QuestionAnswering,
-    SequenceClassification,
-    TokenClassification,
-    configured,
-)
-from ..language_model import VOCABULARY_MULTIPLE, Body, CausalLM, Hidden
+from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
+from ..language_model import VOCABULARY_MULTIPLE, Backbone, BackboneOutput, CausalLM
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import GPT2Config
 
@@ -76,7 +70,7 @@ class GPT2Block(nn.Module):
         return self.mlp_dropout(self.mlp(y), x)
 
 
-class GPT2Body(Body):
+class GPT2Backbone(Backbone):
     """GPT-2 without a head. With `mesh=None` the model is not split."""
 
     config: GPT2Config
@@ -102,14 +96,14 @@ class GPT2Body(Body):
         )
         self.final_norm = LayerNorm(config.n_embd, config.layer_norm_epsilon, **shared)
 
-    def body(
+    def run_backbone(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> Hidden:
+    ) -> BackboneOutput:
         """Runs the embeddings and blocks.
 
         Args:
@@ -126,7 +120,7 @@ class GPT2Body(Body):
             self.blocks, x, lambda i: (mask, cache and cache.layers[i]), self.recompute_blocks
         )
         states[-1] = self.final_norm(states[-1])
-        return Hidden(states, table)
+        return BackboneOutput(states, table)
 
     def embed(
         self,
@@ -164,12 +158,25 @@ class GPT2Body(Body):
             full.normal_(0.0, std, generator=generator)
 
 
-HEADS = {
-    "LMHeadModel": CausalLM,
-    "Model": BareModel,
-    "ForSequenceClassification": configured(
-        SequenceClassification, pooling="last", dropout_rate=None, bias=False
-    ),
-    "ForTokenClassification": TokenClassification,
-    "ForQuestionAnswering": QuestionAnswering,
-}
+class GPT2LMHeadModel(CausalLM, GPT2Backbone):
+    """GPT-2 that predicts the next token."""
+
+
+class GPT2Model(BareModel, GPT2Backbone):
+    """GPT-2 without a head."""
+
+
+class GPT2ForSequenceClassification(SequenceClassification, GPT2Backbone):
+    """GPT-2 that classifies a text."""
+
+    pooling = "last"
+    dropout_rate = None
+    bias = False
+
+
+class GPT2ForTokenClassification(TokenClassification, GPT2Backbone):
+    """GPT-2 that classifies each token."""
+
+
+class GPT2ForQuestionAnswering(QuestionAnswering, GPT2Backbone):
+    """GPT-2 that finds the first and the last token of an answer."""

@@ -28,21 +28,15 @@ from ..blocks.masks import causal_mask, window_mask
 from ..blocks.mlp import GatedMLP
 from ..blocks.rotary import Rotary, rotary_embedding
 from ..blocks.stack import run_blocks
-from ..heads import (
-    BareModel,
-    QuestionAnswering,
-    SequenceClassification,
-    TokenClassification,
-    configured,
-)
-from ..language_model import VOCABULARY_MULTIPLE, Body, CausalLM, Hidden
+from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
+from ..language_model import VOCABULARY_MULTIPLE, Backbone, BackboneOutput, CausalLM
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import DecoderConfig
 
 Masks = Mapping[int | None, Tensor | None]  # window of a layer -> its mask
 
 
-class DecoderBlock(nn.Module):
+class LlamaBlock(nn.Module):
     """A block of Llama or of a sibling."""
 
     def __init__(
@@ -99,7 +93,7 @@ class DecoderBlock(nn.Module):
         return x + self.mlp_output_norm(self.mlp(y))
 
 
-class DecoderBody(Body):
+class LlamaBackbone(Backbone):
     """Llama, or a sibling, without a head. With `mesh=None` the model is not split."""
 
     config: DecoderConfig
@@ -123,18 +117,18 @@ class DecoderBody(Body):
             **shared,
         )
         self.blocks = nn.ModuleList(
-            DecoderBlock(config, layer, mesh, parallel_config)
+            LlamaBlock(config, layer, mesh, parallel_config)
             for layer in range(config.num_hidden_layers)
         )
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **shared)
 
-    def body(
+    def run_backbone(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> Hidden:
+    ) -> BackboneOutput:
         """Runs the embeddings and blocks.
 
         Args:
@@ -174,7 +168,7 @@ class DecoderBody(Body):
             self.recompute_blocks,
         )
         states[-1] = self.final_norm(states[-1])
-        return Hidden(states, table)
+        return BackboneOutput(states, table)
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""
@@ -190,16 +184,28 @@ class DecoderBody(Body):
             full.normal_(0.0, self.config.initializer_range, generator=generator)
 
 
-HEADS = {
-    "ForCausalLM": CausalLM,
-    "Model": BareModel,
-    "ForSequenceClassification": configured(
-        SequenceClassification,
-        pooling="last",
-        dropout_rate=None,
-        bias=False,
-        linear_name="classifier",
-    ),
-    "ForTokenClassification": configured(TokenClassification, linear_name="classifier"),
-}
-HEADS_WITH_ANSWERS = {**HEADS, "ForQuestionAnswering": QuestionAnswering}
+class LlamaForCausalLM(CausalLM, LlamaBackbone):
+    """Llama that predicts the next token."""
+
+
+class LlamaModel(BareModel, LlamaBackbone):
+    """Llama without a head."""
+
+
+class LlamaForSequenceClassification(SequenceClassification, LlamaBackbone):
+    """Llama that classifies a text."""
+
+    pooling = "last"
+    dropout_rate = None
+    bias = False
+    linear_name = "classifier"
+
+
+class LlamaForTokenClassification(TokenClassification, LlamaBackbone):
+    """Llama that classifies each token."""
+
+    linear_name = "classifier"
+
+
+class LlamaForQuestionAnswering(QuestionAnswering, LlamaBackbone):
+    """Llama that finds the first and the last token of an answer."""

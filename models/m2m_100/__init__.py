@@ -2,18 +2,16 @@
 
 from ..bart.hf import NAME_MAP
 from ..bart.memory import activations
-from ..bart.model import BartBody
-from ..heads import with_heads
-from ..registry import Family
+from ..family import Family, by_name
 from .config import M2M100Config
-from .model import HEADS
+from .model import M2M100ForConditionalGeneration, M2M100Model
 from .presets import PRESETS
 
 FAMILY = Family(
     config=M2M100Config,
-    architectures=with_heads(BartBody, "M2M100", HEADS),
-    name_map=NAME_MAP,
+    architectures=by_name(M2M100ForConditionalGeneration, M2M100Model),
     presets=PRESETS,
+    name_map=NAME_MAP,
     kind="encoder-decoder",
     objective="bart",
     pretrains={"seq2seq": "M2M100ForConditionalGeneration"},
@@ -22,4 +20,4 @@ FAMILY = Family(
     tasks={"text2text-generation": "M2M100ForConditionalGeneration"},
 )
 
-__all__ = ["FAMILY", "M2M100Config"]
+__all__ = ["FAMILY", "M2M100Config", "M2M100ForConditionalGeneration", "M2M100Model"]

@@ -5,7 +5,14 @@ They are BARTs with pre-LayerNorm and sinusoidal positions; see `models/bart/mod
 
 from __future__ import annotations
 
+from ..bart.model import BartBackbone
 from ..heads import BareModel
 from ..seq2seq import Seq2SeqLM
 
-HEADS = {"ForConditionalGeneration": Seq2SeqLM, "Model": BareModel}
+
+class M2M100ForConditionalGeneration(Seq2SeqLM, BartBackbone):
+    """M2M100 that answers a text with another one."""
+
+
+class M2M100Model(BareModel, BartBackbone):
+    """M2M100 without a head."""

@@ -1,20 +1,29 @@
 """mBART (Liu et al., 2020): BART with pre-LayerNorm, for many languages."""
 
-from ..bart import decoder
 from ..bart.hf import NAME_MAP
 from ..bart.memory import activations
-from ..heads import with_heads
-from ..registry import Family
+from ..family import Family, by_name
 from .config import MBartConfig
-from .model import HEADS, MBartBody
+from .model import (
+    MBartForCausalLM,
+    MBartForConditionalGeneration,
+    MBartForQuestionAnswering,
+    MBartForSequenceClassification,
+    MBartModel,
+)
 from .presets import PRESETS
 
 FAMILY = Family(
     config=MBartConfig,
-    architectures=with_heads(MBartBody, "MBart", HEADS)
-    | with_heads(decoder.BartDecoderBody, "MBart", decoder.HEADS),
-    name_map=NAME_MAP,
+    architectures=by_name(
+        MBartForConditionalGeneration,
+        MBartModel,
+        MBartForSequenceClassification,
+        MBartForQuestionAnswering,
+        MBartForCausalLM,
+    ),
     presets=PRESETS,
+    name_map=NAME_MAP,
     kind="encoder-decoder",
     objective="mbart",
     pretrains={"seq2seq": "MBartForConditionalGeneration"},
@@ -23,4 +32,12 @@ FAMILY = Family(
     tasks={"text2text-generation": "MBartForConditionalGeneration"},
 )
 
-__all__ = ["FAMILY", "MBartConfig"]
+__all__ = [
+    "FAMILY",
+    "MBartConfig",
+    "MBartForCausalLM",
+    "MBartForConditionalGeneration",
+    "MBartForQuestionAnswering",
+    "MBartForSequenceClassification",
+    "MBartModel",
+]

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..bart.model import HEADS, BartBody
+from ..bart.decoder import BartForCausalLM
+from ..bart.model import BartBackbone
+from ..heads import BareModel, QuestionAnswering, SequenceClassification
 from ..language_model import IGNORED
+from ..seq2seq import Seq2SeqLM
 
 
-class MBartBody(BartBody):
+class MBartBackbone(BartBackbone):
     """BART's stacks with an `MBartConfig`."""
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
@@ -24,4 +27,26 @@ class MBartBody(BartBody):
         return ids
 
 
-__all__ = ["HEADS", "MBartBody"]
+class MBartForConditionalGeneration(Seq2SeqLM, MBartBackbone):
+    """mBART that answers a text with another one."""
+
+
+class MBartModel(BareModel, MBartBackbone):
+    """mBART without a head."""
+
+
+class MBartForSequenceClassification(SequenceClassification, MBartBackbone):
+    """mBART that classifies a text."""
+
+    pooling = "eos"
+    dense_name = "pooler"
+    dropout_rate = "classifier_dropout"
+    drops_input = True
+
+
+class MBartForQuestionAnswering(QuestionAnswering, MBartBackbone):
+    """mBART that finds the first and the last token of an answer."""
+
+
+class MBartForCausalLM(BartForCausalLM):
+    """The decoder of mBART, predicting the next token."""

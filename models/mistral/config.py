@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..config import HeadCount, InnerSize, PositionCount, TokenId
-from ..llama import DecoderConfig
+from ..llama.config import DecoderConfig
 
 
 @dataclass(frozen=True)

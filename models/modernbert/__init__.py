@@ -1,19 +1,31 @@
 """ModernBERT (Warner et al., 2024)."""
 
-from ..heads import with_heads
-from ..registry import Family
+from ..family import Family, by_name
 from .config import ModernBertConfig
-from .heads import HEADS
+from .heads import (
+    ModernBertForMaskedLM,
+    ModernBertForMultipleChoice,
+    ModernBertForQuestionAnswering,
+    ModernBertForSequenceClassification,
+    ModernBertForTokenClassification,
+    ModernBertModel,
+)
 from .hf import NAME_MAP
 from .memory import activations
-from .model import ModernBertBody
 from .presets import PRESETS
 
 FAMILY = Family(
     config=ModernBertConfig,
-    architectures=with_heads(ModernBertBody, "ModernBert", HEADS),
-    name_map=NAME_MAP,
+    architectures=by_name(
+        ModernBertModel,
+        ModernBertForMaskedLM,
+        ModernBertForSequenceClassification,
+        ModernBertForTokenClassification,
+        ModernBertForQuestionAnswering,
+        ModernBertForMultipleChoice,
+    ),
     presets=PRESETS,
+    name_map=NAME_MAP,
     kind="encoder",
     objective="roberta",
     pretrains={"masked": "ModernBertForMaskedLM"},
@@ -21,4 +33,13 @@ FAMILY = Family(
     activations=activations,
 )
 
-__all__ = ["FAMILY", "ModernBertConfig"]
+__all__ = [
+    "FAMILY",
+    "ModernBertConfig",
+    "ModernBertForMaskedLM",
+    "ModernBertForMultipleChoice",
+    "ModernBertForQuestionAnswering",
+    "ModernBertForSequenceClassification",
+    "ModernBertForTokenClassification",
+    "ModernBertModel",
+]

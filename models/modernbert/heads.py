@@ -17,6 +17,7 @@ from ..heads import (
 )
 from ..language_model import MaskedLM
 from .config import ModernBertConfig
+from .model import ModernBertBackbone
 
 
 class Transform(nn.Module):
@@ -46,33 +47,31 @@ class Transformed(Classifier):
         return super().score(self.head(x))
 
 
-class ForSequenceClassification(Transformed, SequenceClassification):
-    __doc__ = SequenceClassification.__doc__
+class ModernBertModel(BareModel, ModernBertBackbone):
+    """ModernBERT without a head."""
 
 
-class ForTokenClassification(Transformed, TokenClassification):
-    __doc__ = TokenClassification.__doc__
+class ModernBertForMaskedLM(MaskedLM, ModernBertBackbone):
+    """ModernBERT that predicts masked tokens."""
 
 
-class ForQuestionAnswering(Transformed, QuestionAnswering):
-    __doc__ = QuestionAnswering.__doc__
+class ModernBertForSequenceClassification(Transformed, SequenceClassification, ModernBertBackbone):
+    """ModernBERT that classifies a text."""
 
 
-class ForMultipleChoice(Transformed, MultipleChoice):
-    __doc__ = MultipleChoice.__doc__
+class ModernBertForTokenClassification(Transformed, TokenClassification, ModernBertBackbone):
+    """ModernBERT that classifies each token."""
+
+
+class ModernBertForQuestionAnswering(Transformed, QuestionAnswering, ModernBertBackbone):
+    """ModernBERT that finds the first and the last token of an answer."""
+
+
+class ModernBertForMultipleChoice(Transformed, MultipleChoice, ModernBertBackbone):
+    """ModernBERT that chooses one of several texts."""
 
     def pool(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         if attention_mask is None or self.pooling == "mean":
             return super().pool(x, input_ids, attention_mask)
         first = attention_mask.argmax(-1)  # that is not padding
         return self.gather_hidden_states(x)[torch.arange(len(first), device=first.device), first]
-
-
-HEADS = {
-    "Model": BareModel,
-    "ForMaskedLM": MaskedLM,
-    "ForSequenceClassification": ForSequenceClassification,
-    "ForTokenClassification": ForTokenClassification,
-    "ForQuestionAnswering": ForQuestionAnswering,
-    "ForMultipleChoice": ForMultipleChoice,
-}

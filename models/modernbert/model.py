@@ -21,7 +21,7 @@ from ..blocks.mlp import GatedMLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.rotary import Rotary, rotary_embedding
 from ..blocks.stack import run_blocks
-from ..language_model import VOCABULARY_MULTIPLE, Body, Hidden, MaskedLMHead
+from ..language_model import VOCABULARY_MULTIPLE, Backbone, BackboneOutput, MaskedLMHead
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import ModernBertConfig
 
@@ -72,7 +72,7 @@ class ModernBertBlock(nn.Module):
         return x + self.mlp(y)
 
 
-class ModernBertBody(Body):
+class ModernBertBackbone(Backbone):
     """The embeddings and blocks. With `mesh=None` the model is not split."""
 
     config: ModernBertConfig
@@ -103,12 +103,12 @@ class ModernBertBody(Body):
         )
         self.final_norm = LayerNorm(size, config.norm_eps, bias=config.norm_bias, **shared)
 
-    def body(
+    def run_backbone(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-    ) -> Hidden:
+    ) -> BackboneOutput:
         """Runs the embeddings and blocks.
 
         Args:
@@ -132,7 +132,7 @@ class ModernBertBody(Body):
         context = [(masks[kind], rotary[kind]) for kind in config.attention_types]
         states = run_blocks(self.blocks, x, lambda i: context[i], self.recompute_blocks)
         states[-1] = self.final_norm(states[-1])
-        return Hidden(states, table)
+        return BackboneOutput(states, table)
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""

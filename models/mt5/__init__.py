@@ -1,17 +1,31 @@
 """mT5 (Xue et al., 2021, "mT5: A massively multilingual pre-trained text-to-text transformer"): T5 v1.1, untied."""
 
-from ..registry import Family
+from ..family import Family, by_name
 from ..t5.hf import NAME_MAP
 from ..t5.memory import activations
-from ..t5.model import architectures
 from .config import MT5Config
+from .model import (
+    MT5EncoderModel,
+    MT5ForConditionalGeneration,
+    MT5ForQuestionAnswering,
+    MT5ForSequenceClassification,
+    MT5ForTokenClassification,
+    MT5Model,
+)
 from .presets import PRESETS
 
 FAMILY = Family(
     config=MT5Config,
-    architectures=architectures("MT5"),
-    name_map=NAME_MAP,
+    architectures=by_name(
+        MT5ForConditionalGeneration,
+        MT5Model,
+        MT5ForSequenceClassification,
+        MT5ForQuestionAnswering,
+        MT5EncoderModel,
+        MT5ForTokenClassification,
+    ),
     presets=PRESETS,
+    name_map=NAME_MAP,
     kind="encoder-decoder",
     objective="t5",
     pretrains={"seq2seq": "MT5ForConditionalGeneration"},
@@ -20,4 +34,13 @@ FAMILY = Family(
     tasks={"text2text-generation": "MT5ForConditionalGeneration"},
 )
 
-__all__ = ["FAMILY", "MT5Config"]
+__all__ = [
+    "FAMILY",
+    "MT5Config",
+    "MT5EncoderModel",
+    "MT5ForConditionalGeneration",
+    "MT5ForQuestionAnswering",
+    "MT5ForSequenceClassification",
+    "MT5ForTokenClassification",
+    "MT5Model",
+]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from ..config import HeadCount, InnerSize, PositionCount, Range, VocabSize
-from ..llama import DecoderConfig
+from ..llama.config import DecoderConfig
 
 LayerType = Literal["full_attention", "sliding_attention"]
 

@@ -1,19 +1,31 @@
 """RoBERTa (Liu et al., 2019)."""
 
 from ..bert.memory import activations
-from ..bert.model import BertBody
-from ..heads import with_heads
-from ..registry import Family
+from ..family import Family, by_name
 from .config import RobertaConfig
 from .hf import NAME_MAP
-from .model import HEADS
+from .model import (
+    RobertaForMaskedLM,
+    RobertaForMultipleChoice,
+    RobertaForQuestionAnswering,
+    RobertaForSequenceClassification,
+    RobertaForTokenClassification,
+    RobertaModel,
+)
 from .presets import PRESETS
 
 FAMILY = Family(
     config=RobertaConfig,
-    architectures=with_heads(BertBody, "Roberta", HEADS),
-    name_map=NAME_MAP,
+    architectures=by_name(
+        RobertaModel,
+        RobertaForMaskedLM,
+        RobertaForSequenceClassification,
+        RobertaForTokenClassification,
+        RobertaForMultipleChoice,
+        RobertaForQuestionAnswering,
+    ),
     presets=PRESETS,
+    name_map=NAME_MAP,
     kind="encoder",
     objective="roberta",
     pretrains={"masked": "RobertaForMaskedLM"},
@@ -21,4 +33,13 @@ FAMILY = Family(
     activations=activations,
 )
 
-__all__ = ["FAMILY", "RobertaConfig"]
+__all__ = [
+    "FAMILY",
+    "RobertaConfig",
+    "RobertaForMaskedLM",
+    "RobertaForMultipleChoice",
+    "RobertaForQuestionAnswering",
+    "RobertaForSequenceClassification",
+    "RobertaForTokenClassification",
+    "RobertaModel",
+]

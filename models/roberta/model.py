@@ -10,25 +10,44 @@ RoBERTa is BERT with these differences:
 
 from __future__ import annotations
 
+from ..bert.model import BertBackbone
 from ..heads import (
     BareModel,
     MultipleChoice,
     QuestionAnswering,
     SequenceClassification,
     TokenClassification,
-    configured,
 )
 from ..language_model import MaskedLM
 
-HEADS = {
-    "Model": configured(BareModel, pooler_name="encoder_pooler"),
-    "ForMaskedLM": MaskedLM,
-    "ForSequenceClassification": configured(
-        SequenceClassification, dense_name="pooler", drops_input=True
-    ),
-    "ForTokenClassification": TokenClassification,
-    "ForMultipleChoice": configured(
-        MultipleChoice, dense_name="encoder_pooler", dropout_rate="hidden_dropout_prob"
-    ),
-    "ForQuestionAnswering": QuestionAnswering,
-}
+
+class RobertaModel(BareModel, BertBackbone):
+    """RoBERTa without a head."""
+
+    pooler_name = "encoder_pooler"
+
+
+class RobertaForMaskedLM(MaskedLM, BertBackbone):
+    """RoBERTa that predicts masked tokens."""
+
+
+class RobertaForSequenceClassification(SequenceClassification, BertBackbone):
+    """RoBERTa that classifies a text."""
+
+    dense_name = "pooler"
+    drops_input = True
+
+
+class RobertaForTokenClassification(TokenClassification, BertBackbone):
+    """RoBERTa that classifies each token."""
+
+
+class RobertaForMultipleChoice(MultipleChoice, BertBackbone):
+    """RoBERTa that chooses one of several texts."""
+
+    dense_name = "encoder_pooler"
+    dropout_rate = "hidden_dropout_prob"
+
+
+class RobertaForQuestionAnswering(QuestionAnswering, BertBackbone):
+    """RoBERTa that finds the first and the last token of an answer."""

@@ -23,17 +23,10 @@ from ..blocks.masks import key_mask
 from ..blocks.mlp import MLP, GatedMLP
 from ..blocks.relative_bias import RelativeBias, distance_buckets
 from ..blocks.residual import add_and_norm, clamp_fp16_overflow, residual_dropout
-from ..heads import (
-    BareModel,
-    QuestionAnswering,
-    SequenceClassification,
-    TokenClassification,
-    configured,
-    with_heads,
-)
-from ..language_model import VOCABULARY_MULTIPLE, Body, Hidden
+from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
+from ..language_model import VOCABULARY_MULTIPLE, Backbone, BackboneOutput
 from ..parallel_config import ParallelConfig, layer_arguments
-from ..seq2seq import Seq2SeqBody, Seq2SeqLM, Stack
+from ..seq2seq import Seq2SeqBackbone, Seq2SeqLM, Stack
 from .config import T5Config
 
 
@@ -148,7 +141,7 @@ class T5Stack(Stack):
         return self.final_dropout(self.final_norm(x))
 
 
-class T5EncoderBody(Body):
+class T5EncoderBackbone(Backbone):
     """The encoder without a head. With `mesh=None` the model is not split."""
 
     config: T5Config
@@ -171,7 +164,9 @@ class T5EncoderBody(Body):
         )
         self.encoder = T5Stack(config, False, mesh, self.parallel_config)
 
-    def body(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Hidden:
+    def run_backbone(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> BackboneOutput:
         """Runs the encoder.
 
         Args:
@@ -179,7 +174,7 @@ class T5EncoderBody(Body):
             attention_mask: [B, S], 0 for padding.
         """
         words, table = self.word_embeddings.embed(input_ids)
-        return Hidden(self.encoder(words, input_ids, key_mask(attention_mask)), table)
+        return BackboneOutput(self.encoder(words, input_ids, key_mask(attention_mask)), table)
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place, with the standard deviations of the T5 code base."""
@@ -199,7 +194,7 @@ class T5EncoderBody(Body):
             full[: config.num_heads * config.d_kv] *= config.d_kv**-0.5
 
 
-class T5Body(Seq2SeqBody, T5EncoderBody):
+class T5Backbone(Seq2SeqBackbone, T5EncoderBackbone):
     """Encoder and decoder without a head. With `mesh=None` the model is not split."""
 
     def __init__(
@@ -215,20 +210,32 @@ class T5Body(Seq2SeqBody, T5EncoderBody):
         return x * self.config.d_model**-0.5 if self.config.scale_decoder_outputs else x
 
 
-def architectures(stem: str) -> dict[str, type[Body]]:
-    """Returns name of an architecture -> its class, for a family of this design; the names begin with `stem`."""
-    drops: dict[str, Any] = {"dropout_rate": "classifier_dropout"}
-    classification = configured(
-        SequenceClassification, pooling="eos", dense_name="pooler", drops_input=True, **drops
-    )
-    heads = {
-        "ForConditionalGeneration": Seq2SeqLM,
-        "Model": BareModel,
-        "ForSequenceClassification": classification,
-        "ForQuestionAnswering": QuestionAnswering,
-    }
-    encoder_heads = {
-        "EncoderModel": BareModel,
-        "ForTokenClassification": configured(TokenClassification, **drops),
-    }
-    return with_heads(T5Body, stem, heads) | with_heads(T5EncoderBody, stem, encoder_heads)
+class T5ForConditionalGeneration(Seq2SeqLM, T5Backbone):
+    """T5 that answers a text with another one."""
+
+
+class T5Model(BareModel, T5Backbone):
+    """T5 without a head."""
+
+
+class T5ForSequenceClassification(SequenceClassification, T5Backbone):
+    """T5 that classifies a text."""
+
+    pooling = "eos"
+    dense_name = "pooler"
+    dropout_rate = "classifier_dropout"
+    drops_input = True
+
+
+class T5ForQuestionAnswering(QuestionAnswering, T5Backbone):
+    """T5 that finds the first and the last token of an answer."""
+
+
+class T5EncoderModel(BareModel, T5EncoderBackbone):
+    """The encoder of T5 without a head."""
+
+
+class T5ForTokenClassification(TokenClassification, T5EncoderBackbone):
+    """The encoder of T5, classifying each token."""
+
+    dropout_rate = "classifier_dropout"

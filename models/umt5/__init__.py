@@ -1,17 +1,31 @@
 """UMT5 (Chung et al., 2023, arXiv:2304.09151): mT5 with a relative bias of its own in every layer."""
 
-from ..registry import Family
+from ..family import Family, by_name
 from ..t5.hf import name_map
 from ..t5.memory import activations
-from ..t5.model import architectures
 from .config import UMT5Config
+from .model import (
+    UMT5EncoderModel,
+    UMT5ForConditionalGeneration,
+    UMT5ForQuestionAnswering,
+    UMT5ForSequenceClassification,
+    UMT5ForTokenClassification,
+    UMT5Model,
+)
 from .presets import PRESETS
 
 FAMILY = Family(
     config=UMT5Config,
-    architectures=architectures("UMT5"),
-    name_map=name_map(shares_bias=False),
+    architectures=by_name(
+        UMT5ForConditionalGeneration,
+        UMT5Model,
+        UMT5ForSequenceClassification,
+        UMT5ForQuestionAnswering,
+        UMT5EncoderModel,
+        UMT5ForTokenClassification,
+    ),
     presets=PRESETS,
+    name_map=name_map(shares_bias=False),
     kind="encoder-decoder",
     objective="t5",
     pretrains={"seq2seq": "UMT5ForConditionalGeneration"},
@@ -22,4 +36,13 @@ FAMILY = Family(
     has_config=lambda values: str(values.get("architectures")).startswith("['UMT5"),
 )
 
-__all__ = ["FAMILY", "UMT5Config"]
+__all__ = [
+    "FAMILY",
+    "UMT5Config",
+    "UMT5EncoderModel",
+    "UMT5ForConditionalGeneration",
+    "UMT5ForQuestionAnswering",
+    "UMT5ForSequenceClassification",
+    "UMT5ForTokenClassification",
+    "UMT5Model",
+]

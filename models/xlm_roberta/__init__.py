@@ -1,9 +1,47 @@
 """XLM-RoBERTa (Conneau et al., 2019): RoBERTa with a multilingual vocabulary."""
 
-from ..roberta.siblings import sibling
+from dataclasses import replace
+
+from ..bert.memory import activations
+from ..family import Family, by_name
+from ..roberta.hf import NAME_MAP
 from .config import XLMRobertaConfig
+from .model import (
+    XLMRobertaForMaskedLM,
+    XLMRobertaForMultipleChoice,
+    XLMRobertaForQuestionAnswering,
+    XLMRobertaForSequenceClassification,
+    XLMRobertaForTokenClassification,
+    XLMRobertaModel,
+)
 from .presets import PRESETS
 
-FAMILY = sibling("XLMRoberta", XLMRobertaConfig, PRESETS)
+FAMILY = Family(
+    config=XLMRobertaConfig,
+    architectures=by_name(
+        XLMRobertaModel,
+        XLMRobertaForMaskedLM,
+        XLMRobertaForSequenceClassification,
+        XLMRobertaForTokenClassification,
+        XLMRobertaForMultipleChoice,
+        XLMRobertaForQuestionAnswering,
+    ),
+    presets=PRESETS,
+    name_map=replace(NAME_MAP, head_first="XLMRobertaForMaskedLM"),
+    kind="encoder",
+    objective="roberta",
+    pretrains={"masked": "XLMRobertaForMaskedLM"},
+    tokenizer="roberta-bpe",
+    activations=activations,
+)
 
-__all__ = ["FAMILY", "XLMRobertaConfig"]
+__all__ = [
+    "FAMILY",
+    "XLMRobertaConfig",
+    "XLMRobertaForMaskedLM",
+    "XLMRobertaForMultipleChoice",
+    "XLMRobertaForQuestionAnswering",
+    "XLMRobertaForSequenceClassification",
+    "XLMRobertaForTokenClassification",
+    "XLMRobertaModel",
+]

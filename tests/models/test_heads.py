@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from safetensors.torch import save_file
 
 import shardzoo
 from shardzoo.convert.operations import merge, split
-from shardzoo.models import family, from_config
-from shardzoo.models.heads import QuestionAnswering, configured
+from shardzoo.models import FAMILIES, family, from_config
+from shardzoo.models.heads import QuestionAnswering
 from shardzoo.models.language_model import MaskedLM
 from shardzoo.models.loading import missing_modules
 from shardzoo.mpu import dropout_state
@@ -124,10 +125,34 @@ def test_positions_after_the_text_are_ignored():
     torch.testing.assert_close(summed.loss, expected / 8)
 
 
+def misspelled(architecture):
+    """The class attributes of an architecture that its head and its backbone do not have."""
+    own = [name for name in vars(architecture) if not name.startswith("__")]
+    return [name for name in own if not any(hasattr(base, name) for base in architecture.__bases__)]
+
+
 def test_a_head_has_no_other_settings():
-    assert configured(QuestionAnswering, bias=False).bias is False
-    with pytest.raises(ValueError, match="MaskedLM has no setting 'pooling'"):
-        configured(MaskedLM, pooling="first")
+    class WithoutBias(QuestionAnswering):
+        bias = False
+
+    class Pooled(MaskedLM):
+        pooling = "first"
+
+    assert not misspelled(WithoutBias)
+    assert misspelled(Pooled) == ["pooling"]
+    for name in FAMILIES:
+        for architecture in family(name).architectures.values():
+            assert name == "glm" or not misspelled(architecture)  # GLM's is whole, without a head
+
+
+def test_each_architecture_is_a_class_of_its_familys_files():
+    for name in FAMILIES:
+        for architecture in family(name).architectures.values():
+            own = vars(sys.modules[architecture.__module__])
+            assert own[architecture.__name__] is architecture
+            assert architecture.__module__.startswith(f"shardzoo.models.{name.replace('-', '_')}.")
+            assert getattr(shardzoo.models, architecture.__name__) is architecture
+            assert architecture.__doc__
 
 
 def test_the_modules_that_a_checkpoint_lacks(tmp_path):
