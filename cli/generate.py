@@ -141,7 +141,7 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     from ..models import find_config
     from ..models.auto import build_on_meta
     from ..models.blocks.attention import check_heads
-    from ..models.pipeline import equal_counts
+    from ..models.pipeline import split_blocks_evenly
     from ..trainer.launch.launch import start_processes
 
     given = sys.argv[1:] if argv is None else list(argv)
@@ -173,7 +173,7 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     if (Path(arguments.model) / "config.json").exists():
         check_heads(find_config(arguments.model).attention_heads, arguments.tp)
         if arguments.pp > 1:
-            equal_counts(build_on_meta(find_config(arguments.model), None), arguments.pp)
+            split_blocks_evenly(build_on_meta(find_config(arguments.model), None), arguments.pp)
     processes = arguments.tp * arguments.pp
     if launch.world_size < processes:
         return start_processes(processes)

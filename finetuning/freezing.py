@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
-from ..models.pipeline import copied_parameters
+from ..models.pipeline import find_copied_parameters
 from ..models.sizes import full_size
 from ..mpu import VocabParallelEmbedding
 from .loading import ModelSource
@@ -120,7 +120,7 @@ def summarize(model: nn.Module, source: ModelSource) -> ModelSummary:
     shapes = ("encoder", "decoder") if source.shape == "encoder-decoder" else (source.shape,)
     groups = {part: part_parameters(model, source, part) for part in ("embeddings", *shapes)}
     groups["head"] = head_parameters(model, source)
-    parts, copies = {}, copied_parameters(model)
+    parts, copies = {}, find_copied_parameters(model)
     for part, parameters in groups.items():
         owned = (p for name, p in parameters.items() if name not in copies)
         distinct = {id(p): (full_size(p), p.requires_grad) for p in owned}

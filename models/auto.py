@@ -21,7 +21,7 @@ from .config import ModelConfig
 from .megatron import MegatronMap
 from .nearest import refuse_architecture
 from .parallel_config import ParallelConfig
-from .pipeline import take_stage
+from .pipeline import slice_pipeline_stage
 from .registry import FAMILIES, architectures, family, find_family, presets
 
 
@@ -169,7 +169,7 @@ def from_config(
         parallel_config: How the model runs.
     """
     model: Any = build_on_meta(as_config(config), mesh, parallel_config)
-    take_stage(model, mesh, parallel_config)
+    slice_pipeline_stage(model, mesh, parallel_config)
     if torch.device(device).type != "meta":
         materialize(model, device, dtype)
         initialize(model, model.init_weights, seed, mesh)

@@ -21,14 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..mpu import Dropout, ParallelMesh, dropout_state, gather_sequence
+from .backbone import Head
 from .blocks.activation_functions import find_activation
-from .language_model import IGNORED, Head, MaskedLM
+from .language_model import IGNORED, MaskedLM
 from .outputs import (
     BaseModelOutput,
     ClassifierOutput,
     ModelOutput,
     PreTrainingOutput,
     QuestionAnsweringOutput,
+    StageOutput,
 )
 from .parallel_config import layer_arguments
 
@@ -83,9 +85,11 @@ class BareModel(Head):
         *inputs: Any,
         output_hidden_states: bool = False,
         **options: Any,
-    ) -> BaseModelOutput:
+    ) -> BaseModelOutput | StageOutput:
         """Returns the last hidden states. For the inputs see the family's `run_backbone`."""
         hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
+        if isinstance(hidden, StageOutput):
+            return hidden
         pooled = None
         if self.pooler_name is not None and self.config.add_pooling_layer:
             first = first_token(
@@ -93,7 +97,9 @@ class BareModel(Head):
             )
             pooled = self.get_submodule(self.pooler_name)(first).tanh()
         last = self.gather_hidden_states(hidden.states[-1])
-        return BaseModelOutput(last, pooled, **self.shown_states(hidden, output_hidden_states))
+        return BaseModelOutput(
+            last, pooled, **self.collect_hidden_states(hidden, output_hidden_states)
+        )
 
 
 class PreTraining(MaskedLM):
@@ -115,7 +121,7 @@ class PreTraining(MaskedLM):
         num_sequences_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
         **options: Any,
-    ) -> PreTrainingOutput:
+    ) -> PreTrainingOutput | StageOutput:
         """Returns both kinds of logits and, with both kinds of labels, the loss, as in transformers.
 
         The loss is the sum of the two mean losses, or of the two summed losses divided by `num_items_in_batch` labels
@@ -130,6 +136,8 @@ class PreTraining(MaskedLM):
         elif (num_items_in_batch is None) != (num_sequences_in_batch is None):
             raise ValueError("give both num_items_in_batch and num_sequences_in_batch, or neither")
         hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
+        if isinstance(hidden, StageOutput):
+            return hidden
         x = self.head.transform(hidden.states[-1])
         first = first_token(hidden.states[-1], **layer_arguments(self.mesh, self.parallel_config))
         scores = self.next_sentence(self.pooler(first).tanh())  # [B, 2]
@@ -139,7 +147,7 @@ class PreTraining(MaskedLM):
         if loss is not None and next_sentence_label is not None:
             loss = loss + class_loss(scores, next_sentence_label, num_sequences_in_batch)
         return PreTrainingOutput(
-            loss, logits, scores, **self.shown_states(hidden, output_hidden_states)
+            loss, logits, scores, **self.collect_hidden_states(hidden, output_hidden_states)
         )
 
 
@@ -192,9 +200,13 @@ class Classifier(Head):
     ) -> ModelOutput:
         """Returns the logits and, with labels, the loss. See `loss` and the family's `run_backbone` for the inputs."""
         hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
+        if isinstance(hidden, StageOutput):
+            return hidden
         logits = self.make_logits(hidden.states[-1], input_ids, attention_mask)
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
-        return ClassifierOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
+        return ClassifierOutput(
+            loss, logits, **self.collect_hidden_states(hidden, output_hidden_states)
+        )
 
     def make_logits(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Returns the logits of the last hidden states, [B, S, H] or [B, S/tp, H]: by default those of each token."""
@@ -394,6 +406,8 @@ class MultipleChoice(SequenceClassification):
         options = {name: rows(value) for name, value in options.items()}
         with dropout_state.rows_per_sample(input_ids.shape[1]):
             output = super().forward(rows(input_ids), *map(rows, inputs), **options)
+        if isinstance(output, StageOutput):
+            return output
         logits = output.logits.view(input_ids.shape[:2])
         loss = None if labels is None else class_loss(logits, labels, num_items_in_batch)
         return ClassifierOutput(loss, logits, output.hidden_states)
@@ -428,7 +442,7 @@ class QuestionAnswering(Classifier):
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
         **options: Any,
-    ) -> QuestionAnsweringOutput:
+    ) -> QuestionAnsweringOutput | StageOutput:
         """Returns both kinds of logits and, with both positions, the mean of their losses.
 
         Args:
@@ -436,6 +450,8 @@ class QuestionAnswering(Classifier):
             start_positions, end_positions: int64 [B]; as in transformers, positions after the sequence are ignored.
         """
         hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
+        if isinstance(hidden, StageOutput):
+            return hidden
         start, end = self.score(self.gather_hidden_states(hidden.states[-1])).unbind(
             -1
         )  # [B, S] each
@@ -449,5 +465,5 @@ class QuestionAnswering(Classifier):
             ]
             loss = (losses[0] + losses[1]) / 2
         return QuestionAnsweringOutput(
-            loss, start, end, **self.shown_states(hidden, output_hidden_states)
+            loss, start, end, **self.collect_hidden_states(hidden, output_hidden_states)
         )

@@ -1,17 +1,12 @@
-"""Provides what models share outside their blocks: the base classes, language-modeling heads, the loss, the outputs.
-
-A model's forward pass has three parts: the embeddings (a method `embed`), the blocks with the context of the call
-(masks, rotary positions, caches), and the end (final norm, head, loss). Only hidden states pass from part to part; the
-context follows from the batch. The outputs use Hugging Face's field names. Logits stay vocabulary-parallel.
-"""
+"""Provides the models of language: their loss, and the heads that predict tokens. Logits stay vocabulary-parallel."""
 
 # pyright: reportUnknownMemberType=false
 # (torch does not annotate many of its methods)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,120 +14,25 @@ from torch import Tensor, nn
 
 from ..mpu import (
     LayerNorm,
-    ParallelMesh,
     VocabParallelEmbedding,
     VocabParallelHead,
     gather_from_tp,
     gather_sequence,
-    scatter_sequence,
     tp_size,
     vocab_parallel_cross_entropy,
 )
+from .backbone import Backbone, Head
 from .blocks.activation_functions import find_activation
 from .blocks.linear import ReplicatedLinear
-from .blocks.padding import Tokens
-from .outputs import CausalLMOutput, LazyLogits, MaskedLMOutput, ModelOutput
-from .parallel_config import LayerArguments, ParallelConfig, layer_arguments
+from .outputs import CausalLMOutput, LazyLogits, MaskedLMOutput, ModelOutput, StageOutput
+from .parallel_config import LayerArguments, layer_arguments
 
 Generates = Literal["continuation", "answer", "blanks", "masks"]
 
-VOCABULARY_MULTIPLE = (
-    64  # each rank's number of logits is a multiple of it, which makes GPU products much faster
-)
+# Each rank's number of logits is a multiple of it, which makes GPU products much faster.
+VOCABULARY_MULTIPLE = 64
 
 IGNORED = -100  # the label of positions without a prediction
-
-
-class BackboneOutput(NamedTuple):
-    """What the embeddings and blocks of a model compute for its head.
-
-    Attributes:
-        states: The embedding output and each block's output, the last one after the final norm if there is one,
-            [B, S, H], or [B, S/tp, H] under sequence parallelism.
-        table: The word embedding table for a tied head; see `VocabParallelHead.forward`.
-        encoder_states: The same of the encoder, if `states` are those of a decoder that attends to it.
-        encoder_tokens: If given, the encoder's states are the rows of these tokens, [T, 1, H].
-    """
-
-    states: list[Tensor]
-    table: Tensor | None
-    encoder_states: list[Tensor] | None = None
-    encoder_tokens: Tokens | None = None
-
-
-class Backbone(nn.Module):
-    """Base of the models: embeddings and blocks, without a head.
-
-    A subclass sets the attributes.
-    """
-
-    config: Any  # the family's ModelConfig
-    mesh: ParallelMesh | None
-    parallel_config: ParallelConfig
-    word_embeddings: VocabParallelEmbedding
-
-    def run_backbone(self, *inputs: Any, **options: Any) -> BackboneOutput:
-        """Runs the embeddings and blocks. The first two arguments are `input_ids` and `attention_mask`."""
-        raise NotImplementedError
-
-    @property
-    def hidden_size(self) -> int:
-        """The width H of the hidden states."""
-        return getattr(self.config, self.config.attribute_map.get("hidden_size", "hidden_size"))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the parameters, on every stage of a pipeline."""
-        return next(self.parameters()).dtype
-
-    @property
-    def embedding(self) -> VocabParallelEmbedding:
-        """The word embedding, to which a head may be tied."""
-        return self.word_embeddings
-
-    @classmethod
-    def example_ids(cls, config: Any, ids: Tensor) -> Tensor:
-        """Returns arbitrary token ids int64 [B, S] in the form that the head takes, to try it."""
-        return ids
-
-    def gather_logits(self, logits: Tensor) -> Tensor:
-        """Returns the logits of all classes, for logits that are replicated: the same."""
-        return logits
-
-    def gather_hidden_states(self, x: Tensor) -> Tensor:
-        """Returns the whole hidden states [B, S, H], of which each rank may hold a part [B, S/tp, H]."""
-        return (
-            gather_sequence(x, self.mesh, partial_grad=False)
-            if self.parallel_config.sequence_parallel
-            else x
-        )
-
-    def gather_all_hidden_states(self, hidden_states: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(self.gather_hidden_states(x) for x in hidden_states)
-
-    def scatter_hidden_states(self, x: Tensor) -> Tensor:
-        """Returns this rank's part of whole hidden states [B, S, H]."""
-        return scatter_sequence(x, self.mesh) if self.parallel_config.sequence_parallel else x
-
-    def shown_states(self, hidden: BackboneOutput, output_hidden_states: bool) -> dict[str, Any]:
-        """Returns the fields of an output that hold hidden states."""
-
-        def gathered(states: Iterable[Tensor]) -> tuple[Tensor, ...] | None:
-            return self.gather_all_hidden_states(states) if output_hidden_states else None
-
-        if hidden.encoder_states is None:
-            return {"hidden_states": gathered(hidden.states)}
-
-        def padded(x: Tensor) -> Tensor:
-            return x if hidden.encoder_tokens is None else hidden.encoder_tokens.pad(x)
-
-        return {
-            "decoder_hidden_states": gathered(hidden.states),
-            "encoder_last_hidden_state": self.gather_hidden_states(
-                padded(hidden.encoder_states[-1])
-            ),
-            "encoder_hidden_states": gathered(map(padded, hidden.encoder_states)),
-        }
 
 
 class LanguageModel(Backbone):
@@ -260,31 +160,6 @@ def head_loss(
     return head.losses(rows, target, table, ignore_index=IGNORED).sum() / count
 
 
-class Head(Backbone):
-    """Base of the heads. An architecture inherits from a head and from its family's backbone.
-
-    Attributes:
-        head_modules: The names of the modules of the head that have parameters.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        mesh: ParallelMesh | None = None,
-        parallel_config: ParallelConfig | None = None,
-    ) -> None:
-        super().__init__(config, mesh, parallel_config)  # of the backbone
-        of_body = {name for name, _ in self.named_children()}
-        self.add_head()
-        own = {name: module for name, module in self.named_children() if name not in of_body}
-        self.head_modules = tuple(
-            name for name, module in own.items() if any(True for _ in module.parameters())
-        )
-
-    def add_head(self) -> None:
-        """Adds the modules of the head."""
-
-
 def vocabulary_head(model: Backbone) -> VocabParallelHead:
     """Returns a head without a bias, which is the word embedding if the configuration ties them."""
     return VocabParallelHead(
@@ -318,7 +193,7 @@ class CausalLM(Head, LanguageModel):
         output_hidden_states: bool = False,
         logits_to_keep: int = 0,
         **options: Any,
-    ) -> CausalLMOutput:
+    ) -> CausalLMOutput | StageOutput:
         """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
 
         Args:
@@ -327,9 +202,13 @@ class CausalLM(Head, LanguageModel):
             logits_to_keep: The number of last positions whose logits are returned; 0 means all.
         """
         hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
+        if isinstance(hidden, StageOutput):
+            return hidden
         x = hidden.states[-1][:, -logits_to_keep:]
         loss, logits = self.loss_and_logits(self.head, x, labels, num_items_in_batch, hidden.table)
-        return CausalLMOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
+        return CausalLMOutput(
+            loss, logits, **self.collect_hidden_states(hidden, output_hidden_states)
+        )
 
 
 class MaskedLMHead(nn.Module):
@@ -387,7 +266,7 @@ class MaskedLM(Head, LanguageModel):
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
         **options: Any,
-    ) -> ModelOutput:
+    ) -> ModelOutput | StageOutput:
         """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
 
         Args:
@@ -395,8 +274,12 @@ class MaskedLM(Head, LanguageModel):
             labels: int64 [B, S], the token at each position; -100 is ignored.
         """
         hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
+        if isinstance(hidden, StageOutput):
+            return hidden
         x = self.head.transform(hidden.states[-1])
         loss, logits = self.loss_and_logits(
             self.head.decoder, x, labels, num_items_in_batch, hidden.table
         )
-        return MaskedLMOutput(loss, logits, **self.shown_states(hidden, output_hidden_states))
+        return MaskedLMOutput(
+            loss, logits, **self.collect_hidden_states(hidden, output_hidden_states)
+        )

@@ -39,7 +39,7 @@ from .mapping import (
 )
 from .name_map import NameMap
 from .parallel_config import ParallelConfig
-from .pipeline import take_stage
+from .pipeline import slice_pipeline_stage
 from .registry import family
 
 
@@ -97,7 +97,7 @@ def from_pretrained(
         model: Any = build_on_meta(settings, mesh, parallel_config)
     absent = _absent_names(model, new)
     mapped = map_checkpoint(checkpoint, native_model(settings, model), absent)
-    take_stage(model, mesh, parallel_config)
+    slice_pipeline_stage(model, mesh, parallel_config)
     dtypes = {
         torch_dtype(part.tensor)
         for place in mapped.layout.placements.values()

@@ -37,7 +37,7 @@ from .auto import build_on_meta
 from .blocks.lora import LINEARS, AdaptedRows, Adapter, LoraFactors, attach, detach
 from .mapping import NativeModel, config_errors, native_model, stacked_ranges, stored_shape
 from .name_map import Entry
-from .pipeline import copied_parameters
+from .pipeline import find_copied_parameters
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of peft's names
@@ -410,7 +410,7 @@ def whole_weights(model: Any) -> dict[str, Tensor]:
     """Returns what LoRA trains, whole and on CPU, under peft's names, on every rank. Collective."""
     native, names = native_model(model.config), peft_names(model)
     entries = native.entries()
-    copies, found = copied_parameters(model), dict[str, Tensor]()
+    copies, found = find_copied_parameters(model), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
         if name in names and name not in copies:
             whole = _gathered(parameter, model.mesh).cpu()

@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .blocks.padding import Tokens
+
+
+class BackboneOutput(NamedTuple):
+    """What the embeddings and blocks of a model compute for its head.
+
+    Attributes:
+        states: The embedding output and each block's output, the last one after the final norm if there is one,
+            [B, S, H], or [B, S/tp, H] under sequence parallelism.
+        table: The word embedding table for a tied head; see `VocabParallelHead.forward`.
+        encoder_states: The same of the encoder, if `states` are those of a decoder that attends to it.
+        encoder_tokens: If given, the encoder's states are the rows of these tokens, [T, 1, H].
+    """
+
+    states: list[Tensor]
+    table: Tensor | None
+    encoder_states: list[Tensor] | None = None
+    encoder_tokens: Tokens | None = None
 
 
 @dataclass
@@ -92,6 +111,16 @@ class LazyLogits:
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+@dataclass
+class StageOutput(ModelOutput):
+    """The output of a pipeline stage that is not the last: the loss is a zero, and there are no logits.
+
+    The hidden states have been handed to the next stage.
+    """
+
+    loss: Tensor
 
 
 @dataclass

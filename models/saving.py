@@ -35,7 +35,7 @@ from .huggingface import INDEX, LARGEST_FILE, huggingface_layout, stored_shapes,
 from .language_model import Backbone
 from .lora import save_adapter
 from .mapping import NativeModel, StoredNames, native_model
-from .pipeline import copied_parameters
+from .pipeline import find_copied_parameters
 from .registry import family
 
 BLOCK = 16 << 20  # bytes that are copied to the CPU at a time
@@ -218,7 +218,7 @@ def _write_parts(model: Any, native: NativeModel, files: tuple[NewFile, ...], wo
     placements = huggingface_layout(
         native, StoredNames(native.new_names(), {}), tensors, {}
     ).placements
-    rank, size, copies = tp_rank(mesh), tp_size(mesh), copied_parameters(model)
+    rank, size, copies = tp_rank(mesh), tp_size(mesh), find_copied_parameters(model)
     with OpenFiles(lambda path: os.open(work / path, os.O_WRONLY | os.O_CLOEXEC)) as opened:
         for name, parameter in model.named_parameters():
             spec = native.parameters[name]

@@ -9,25 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..mpu import dropout_state
+from ..mpu import broadcast_from_stage, dropout_state
 from ..ops.library import is_watched
+from .backbone import Backbone, Head
 from .blocks.cache import Cache
 from .blocks.masks import causal_mask, key_mask
 from .blocks.padding import Tokens
-from .blocks.stack import run_blocks
-from .language_model import IGNORED, Backbone, BackboneOutput, Head, LanguageModel, vocabulary_head
-from .outputs import EncoderOutput, Seq2SeqLMOutput
+from .blocks.stack import BlockList
+from .language_model import IGNORED, LanguageModel, vocabulary_head
+from .outputs import BackboneOutput, EncoderOutput, Seq2SeqLMOutput, StageOutput
+from .pipeline import find_stage
 
-MIN_PADDING = (
-    1 / 8
-)  # of the positions; with less, the copies at attention take more memory than the rows save
+# The share of padding from which leaving it out pays. With less, the copies around attention take more memory than the
+# rows save.
+MIN_PADDING = 1 / 8
 
 
-class Stack(nn.Module):
-    """Base of the stacks, encoder or decoder: what is before the blocks, `blocks`, and what is after them."""
+class Seq2SeqStack(nn.Module):
+    """Base of the encoders and decoders: what is before the blocks, the blocks, and what is after them."""
 
-    blocks: nn.ModuleList
-    recompute_blocks: bool
+    blocks: BlockList
 
     def embed(self, words: Tensor, ids: Tensor, cached: int) -> Tensor:
         """Returns the first block's input, in the shape of the words.
@@ -43,42 +44,46 @@ class Stack(nn.Module):
         """Returns the stack's output from the last block's."""
         raise NotImplementedError
 
-    def context(self, ids: Tensor, cached: int) -> tuple[Any, ...]:
+    def shared_arguments(self, ids: Tensor, cached: int) -> tuple[Any, ...]:
         """Returns what all blocks get between `mask` and `source`."""
         return ()
 
     def forward(
         self,
-        words: Tensor,
+        x: Tensor,
         ids: Tensor,
         mask: Tensor | Tokens | None,
         source: Tensor | None = None,
         source_mask: Tensor | Tokens | None = None,
         cache: Cache | None = None,
     ) -> list[Tensor]:
-        """Returns the first block's input and each block's output, the last one as `finish` returns it.
-
-        They are [B, S, H] like the words, or [T, 1, H] if `Tokens` stand for the mask.
+        """Runs this pipeline stage's part of the stack; without a pipeline, all of it.
 
         Args:
-            words, ids: See `embed`.
+            x: The word embeddings [B, S, H]; or the hidden states of the previous stage, if it has the first block.
+            ids: int64 [B, S].
             mask, source_mask: See `SelfAttention` and `CrossAttention`.
             source: The encoder's output, for a decoder.
+
+        Returns:
+            The input of the stage's first block, and each block's output, the stack's last one as `finish` returns it.
+            They are [B, S, H] like x, or [T, 1, H] if `Tokens` stand for the mask.
         """
         cached = 0 if cache is None else cache.length
-        shared = (mask, *self.context(ids, cached), source, source_mask)
-        with without_padding(self.embed(words, ids, cached), mask) as x:
-            states = run_blocks(
-                self.blocks,
-                x,
-                lambda i: (
-                    *shared,
-                    cache and cache.layers[i],
-                    cache.sources[i] if cache and cache.sources else None,
-                ),
-                self.recompute_blocks,
-            )
-            states[-1] = self.finish(states[-1])
+        shared = (mask, *self.shared_arguments(ids, cached), source, source_mask)
+
+        def block_arguments(layer: int) -> tuple[Any, ...]:
+            if cache is None:
+                return (*shared, None, None)
+            source_cache = cache.sources[layer] if cache.sources else None
+            return (*shared, cache.layers[layer], source_cache)
+
+        if self.blocks.has_first:
+            x = self.embed(x, ids, cached)
+        with without_padding(x, mask) as rows:
+            states = self.blocks.run(rows, block_arguments)
+            if self.blocks.has_last:
+                states[-1] = self.finish(states[-1])
         return states
 
 
@@ -88,7 +93,9 @@ def without_padding(x: Tensor, mask: Tensor | Tokens | None) -> Generator[Tensor
     if not isinstance(mask, Tokens):
         yield x
         return
-    samples, positions = mask.rows // mask.mask.shape[-1], mask.rows % mask.mask.shape[-1]
+    length = mask.mask.shape[-1]
+    samples = mask.rows // length
+    positions = mask.rows % length
     with dropout_state.rows_of(len(mask.mask), samples, positions):
         yield mask.unpad(x)
 
@@ -96,21 +103,20 @@ def without_padding(x: Tensor, mask: Tensor | Tokens | None) -> Generator[Tensor
 def find_tokens(mask: Tensor | None, ids: Tensor, blocks: nn.ModuleList) -> Tensor | Tokens | None:
     """Returns the tokens that stand for the mask of an encoder's keys in training, or the mask itself.
 
-    They do on a CPU if enough of the batch is padding. Compiled code and pipeline stages need shapes that do not depend
-    on the batch.
+    They do on a CPU if enough of the batch is padding. Compiled code needs shapes that do not depend on the batch.
 
     Args:
         ids: [B, S].
     """
     if mask is None or not mask.is_cpu or mask.shape != (len(ids), 1, 1, ids.shape[-1]):
         return mask
-    fixed = hasattr(blocks, "part") or any(
-        getattr(block, "_compiled_call_impl", None) for block in blocks
-    )
-    if fixed or not blocks.training or not torch.is_grad_enabled() or is_watched():
+    if any(getattr(block, "_compiled_call_impl", None) for block in blocks):
+        return mask
+    if not blocks.training or not torch.is_grad_enabled() or is_watched():
         return mask
     is_token = mask.flatten()
-    rows, padding = is_token.nonzero()[:, 0], (~is_token).nonzero()[:, 0]
+    rows = is_token.nonzero()[:, 0]
+    padding = (~is_token).nonzero()[:, 0]
     if not len(rows) or len(padding) < MIN_PADDING * len(is_token):
         return mask
     return Tokens(mask, rows, padding, (is_token.cumsum(0) - 1).clamp(min=0))
@@ -119,11 +125,14 @@ def find_tokens(mask: Tensor | None, ids: Tensor, blocks: nn.ModuleList) -> Tens
 class Seq2SeqBackbone(Backbone):
     """Base of the encoder-decoders, without a head, whose stacks share the word embedding.
 
+    In a pipeline, the blocks of the encoder and then those of the decoder lie in a row of stages. From the encoder's
+    last stage on, its output travels along, behind the decoder's hidden states.
+
     `config` has `pad_token_id` and `decoder_start_token_id`.
     """
 
-    encoder: Stack
-    decoder: Stack
+    encoder: Seq2SeqStack
+    decoder: Seq2SeqStack
 
     def run_backbone(
         self,
@@ -133,8 +142,8 @@ class Seq2SeqBackbone(Backbone):
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: EncoderOutput | tuple[Tensor, ...] | None = None,
         cache: Cache | None = None,
-    ) -> BackboneOutput:
-        """Runs both stacks.
+    ) -> BackboneOutput | StageOutput:
+        """Runs both stacks, or this pipeline stage's part of them.
 
         Args:
             input_ids: int64 [B, S].
@@ -152,20 +161,55 @@ class Seq2SeqBackbone(Backbone):
                 )
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(input_ids)
         source_mask = key_mask(attention_mask)
-        if encoder_outputs is None:
-            if input_ids is not None and not self.parallel_config.sequence_parallel:
-                source_mask = find_tokens(source_mask, input_ids, self.encoder.blocks)
+        encoder_blocks = self.encoder.blocks
+        decoder_blocks = self.decoder.blocks
+        table = None
+        hidden = None  # the decoder's hidden states, if an earlier stage has begun it
+
+        # The encoder: run it, take its output from an earlier stage, or take what the caller gives.
+        if encoder_outputs is not None:
+            encoder_states = [self.scatter_hidden_states(encoder_outputs[0])]
+            if decoder_blocks.own and not decoder_blocks.has_first:
+                hidden = self.receive_hidden_states()
+        elif encoder_blocks.own:
+            # Stages exchange tensors whose shapes do not depend on how much of a batch is padding.
+            is_whole = self.stage is None and not self.parallel_config.sequence_parallel
+            if input_ids is not None and is_whole:
+                source_mask = find_tokens(source_mask, input_ids, encoder_blocks)
             encoder_states, table = self.run_encoder(input_ids, source_mask)
+            if not encoder_blocks.has_last or not decoder_blocks.own:
+                return self.send_hidden_states(encoder_states[-1])
         else:
-            encoder_states, table = [self.scatter_hidden_states(encoder_outputs[0])], None
-        words, table = self.word_embeddings.embed(decoder_input_ids, table)
+            assert input_ids is not None
+            received = self.receive_hidden_states()
+            if not decoder_blocks.has_first:
+                hidden, received = self._split_received(received, input_ids.shape[1])
+            encoder_states = [received]
+
+        # The decoder.
+        if not decoder_blocks.own:
+            return self.send_hidden_states()
+        if hidden is None:
+            hidden, table = self.word_embeddings.embed(decoder_input_ids, table)
         mask = causal_mask(decoder_attention_mask, decoder_input_ids.shape[1])
         states = self.decoder(
-            words, decoder_input_ids, mask, encoder_states[-1], source_mask, cache
+            hidden, decoder_input_ids, mask, encoder_states[-1], source_mask, cache
         )
-        return BackboneOutput(
-            states, table, encoder_states, source_mask if isinstance(source_mask, Tokens) else None
+        if not decoder_blocks.has_last:
+            if encoder_outputs is not None:
+                return self.send_hidden_states(states[-1])
+            return self.send_hidden_states(states[-1], encoder_states[-1])
+        tokens = source_mask if isinstance(source_mask, Tokens) else None
+        return BackboneOutput(states, table, encoder_states, tokens)
+
+    def _split_received(self, received: Tensor, source_length: int) -> tuple[Tensor, Tensor]:
+        """Returns the decoder's hidden states and the encoder's output, which an earlier stage has joined."""
+        if self.parallel_config.sequence_parallel and self.mesh is not None:
+            source_length //= self.mesh.tp_size
+        hidden, source = torch.split(
+            received, [received.shape[1] - source_length, source_length], dim=1
         )
+        return hidden, source
 
     def encode(
         self,
@@ -173,21 +217,47 @@ class Seq2SeqBackbone(Backbone):
         attention_mask: Tensor | None = None,
         output_hidden_states: bool = False,
     ) -> EncoderOutput:
-        """Returns the encoder's output, for step-by-step decoding."""
-        states, _ = self.run_encoder(input_ids, key_mask(attention_mask))
+        """Returns the encoder's output, for step-by-step decoding; in a pipeline, on all stages."""
+        mask = key_mask(attention_mask)
+        if self.stage is not None:
+            return self._encode_on_stages(input_ids, mask)
+        states, _ = self.run_encoder(input_ids, mask)
         return EncoderOutput(
             self.gather_hidden_states(states[-1]),
             self.gather_all_hidden_states(states) if output_hidden_states else None,
         )
 
+    def _encode_on_stages(self, input_ids: Tensor, mask: Tensor | None) -> EncoderOutput:
+        """Runs the encoder through its stages, and broadcasts its output from the last of them."""
+        assert self.stage is not None
+        assert self.mesh is not None
+        blocks = self.encoder.blocks
+        output = None
+        if blocks.own:
+            states, _ = self.run_encoder(input_ids, mask)
+            if blocks.has_last:
+                output = self.gather_hidden_states(states[-1])
+            else:
+                self.send_hidden_states(states[-1])
+        last = find_stage(len(blocks) - 1, self.stage.counts)
+        return EncoderOutput(broadcast_from_stage(output, last, self.mesh))
+
     def run_encoder(
         self, input_ids: Tensor | None, mask: Tensor | Tokens | None
-    ) -> tuple[list[Tensor], Tensor]:
-        """Returns the states of the encoder, as the mask says, and the word embedding table for its next use."""
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Runs the encoder, or this pipeline stage's part of it.
+
+        Returns:
+            The states of the encoder, as the mask says, and the word embedding table for its next use.
+        """
         if input_ids is None:
             raise ValueError("pass input_ids, or the encoder_outputs of an earlier call")
-        words, table = self.word_embeddings.embed(input_ids)
-        return self.encoder(words, input_ids, mask), table
+        if self.encoder.blocks.has_first:
+            x, table = self.word_embeddings.embed(input_ids)
+        else:
+            x = self.receive_hidden_states()
+            table = None
+        return self.encoder(x, input_ids, mask), table
 
     @property
     def shared(self) -> nn.Module:
@@ -228,7 +298,7 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
         output_hidden_states: bool = False,
         cache: Cache | None = None,
         logits_to_keep: int = 0,
-    ) -> Seq2SeqLMOutput:
+    ) -> Seq2SeqLMOutput | StageOutput:
         """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
 
         Args:
@@ -250,9 +320,11 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
             encoder_outputs,
             cache,
         )
+        if isinstance(hidden, StageOutput):
+            return hidden
         x = self.head_input(hidden.states[-1][:, -logits_to_keep:])  # [B, T, H], or [B, T/tp, H]
         loss, logits = self.loss_and_logits(self.head, x, labels, num_items_in_batch, hidden.table)
-        given = {} if encoder_outputs is None else {"encoder_hidden_states": None}
-        return Seq2SeqLMOutput(
-            loss, logits, **{**self.shown_states(hidden, output_hidden_states), **given}
-        )
+        states = self.collect_hidden_states(hidden, output_hidden_states)
+        if encoder_outputs is not None:
+            states["encoder_hidden_states"] = None  # the caller has them
+        return Seq2SeqLMOutput(loss, logits, **states)

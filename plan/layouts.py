@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..models.auto import unsplit_on_meta
 from ..models.config import ModelConfig
-from ..models.pipeline import equal_counts
+from ..models.pipeline import split_blocks_evenly
 from ..models.registry import family
 from ..models.sizes import largest_size, parameter_sizes
 from ..trainer.estimate import Job, estimate
@@ -206,7 +206,7 @@ def divisors(number: int) -> list[int]:
 
 def _has_equal_stages(model: Any, stages: int) -> bool:
     try:
-        return bool(equal_counts(model, stages))
+        return bool(split_blocks_evenly(model, stages))
     except ValueError:
         return False
 

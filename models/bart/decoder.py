@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...mpu import ParallelMesh
 from ..blocks.cache import Cache
 from ..blocks.masks import causal_mask
-from ..language_model import BackboneOutput, CausalLM
+from ..blocks.stack import BlockList
+from ..language_model import CausalLM
+from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig
 from .config import BartConfig
 from .model import BartEmbeddings, BartStack
@@ -28,7 +30,7 @@ class BartDecoderBackbone(BartEmbeddings):
             parameter.requires_grad = ".cross_attention" not in name
 
     @property
-    def blocks(self) -> nn.ModuleList:
+    def blocks(self) -> BlockList:
         return self.decoder.blocks
 
     def run_backbone(
@@ -37,7 +39,7 @@ class BartDecoderBackbone(BartEmbeddings):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> BackboneOutput:
+    ) -> BackboneOutput | StageOutput:
         """Runs the decoder.
 
         Args:
@@ -46,9 +48,16 @@ class BartDecoderBackbone(BartEmbeddings):
             position_ids: Not used: padding has positions like other tokens, as in transformers.
             cache: The keys and values of M earlier positions; not supported under sequence parallelism.
         """
-        words, table = self.word_embeddings.embed(input_ids)
+        if self.blocks.has_first:
+            x, table = self.word_embeddings.embed(input_ids)
+        else:
+            x = self.receive_hidden_states()
+            table = None
         mask = causal_mask(attention_mask, input_ids.shape[1])
-        return BackboneOutput(self.decoder(words, input_ids, mask, cache=cache), table)
+        states = self.decoder(x, input_ids, mask, cache=cache)
+        if not self.blocks.has_last:
+            return self.send_hidden_states(states[-1])
+        return BackboneOutput(states, table)
 
 
 class AlignedCausalLM(CausalLM):

@@ -20,14 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding
+from ..backbone import Backbone
 from ..blocks.attention import CrossAttention, SelfAttention
 from ..blocks.cache import LayerKVCache
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
+from ..blocks.stack import BlockList
 from ..heads import BareModel, QuestionAnswering, SequenceClassification
-from ..language_model import VOCABULARY_MULTIPLE, Backbone
+from ..language_model import VOCABULARY_MULTIPLE
 from ..parallel_config import ParallelConfig, layer_arguments
-from ..seq2seq import Seq2SeqBackbone, Seq2SeqLM, Stack
+from ..seq2seq import Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
 from .config import BartConfig
 from .positions import LearnedPositions, SinusoidalPositions
 
@@ -43,7 +45,8 @@ class BartBlock(nn.Module):
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        size, shared = config.d_model, layer_arguments(mesh, parallel_config)
+        size = config.d_model
+        shared = layer_arguments(mesh, parallel_config)
         heads = config.decoder_attention_heads if is_decoder else config.encoder_attention_heads
         inner = config.decoder_ffn_dim if is_decoder else config.encoder_ffn_dim
         block: dict[str, Any] = {"mesh": mesh, "parallel_config": parallel_config}
@@ -52,7 +55,8 @@ class BartBlock(nn.Module):
             "dropout": config.attention_dropout,
             **block,
         }
-        self.is_decoder, self.pre_norm = is_decoder, config.pre_norm
+        self.is_decoder = is_decoder
+        self.pre_norm = config.pre_norm
         self.attention = SelfAttention(size, heads, **attention)
         self.attention_dropout = residual_dropout(config.dropout, mesh, parallel_config)
         self.attention_norm = LayerNorm(size, **shared)
@@ -81,7 +85,6 @@ class BartBlock(nn.Module):
             x: [B, S, H].
             source: The encoder's output [B, T, H]. For the other arguments see `SelfAttention` and `CrossAttention`.
         """
-
         attention = partial(self.attention, mask=mask, causal=self.is_decoder, cache=cache)
         layers: list[tuple[LayerNorm, Callable[[Tensor], Tensor], Dropout]]
         layers = [(self.attention_norm, attention, self.attention_dropout)]
@@ -97,15 +100,17 @@ class BartBlock(nn.Module):
             for norm, layer, dropout in layers:
                 x, _ = add_and_norm(norm, dropout, layer(x), x)
             return x
-        (norm, layer, dropout), *others = layers
+        # The norm before a layer also adds the dropped-out output of the layer before it.
+        norm, layer, dropout = layers[0]
         y, x = norm(x, return_residual=True)
-        for next_norm, next_layer, next_dropout in others:
+        for next_norm, next_layer, next_dropout in layers[1:]:
             y, x = add_and_norm(next_norm, dropout, layer(y), x)
-            layer, dropout = next_layer, next_dropout
+            layer = next_layer
+            dropout = next_dropout
         return dropout(layer(y), x)
 
 
-class BartStack(Stack):
+class BartStack(Seq2SeqStack):
     """The encoder or the decoder: positions, blocks and, with pre-LayerNorm, a final norm."""
 
     def __init__(
@@ -116,8 +121,8 @@ class BartStack(Stack):
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        size, shared = config.d_model, layer_arguments(mesh, parallel_config)
-        self.recompute_blocks = parallel_config.recompute == "full"
+        size = config.d_model
+        shared = layer_arguments(mesh, parallel_config)
         self.layerdrop = config.decoder_layerdrop if is_decoder else config.encoder_layerdrop
         self.scale = math.sqrt(size) if config.scale_embedding else 1.0
         self.position_embeddings = (
@@ -128,8 +133,9 @@ class BartStack(Stack):
         self.embedding_norm = LayerNorm(size, **shared) if config.embedding_norm else nn.Identity()
         self.embedding_dropout = residual_dropout(config.dropout, mesh, parallel_config)
         layers = config.decoder_layers if is_decoder else config.encoder_layers
-        self.blocks = nn.ModuleList(
-            BartBlock(config, is_decoder, mesh, parallel_config) for _ in range(layers)
+        self.blocks = BlockList(
+            (BartBlock(config, is_decoder, mesh, parallel_config) for _ in range(layers)),
+            parallel_config,
         )
         self.final_norm = LayerNorm(size, **shared) if config.pre_norm else nn.Identity()
 
@@ -158,11 +164,9 @@ class BartEmbeddings(Backbone):
         parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.mesh, self.parallel_config = (
-            config,
-            mesh,
-            parallel_config or ParallelConfig(),
-        )
+        self.config = config
+        self.mesh = mesh
+        self.parallel_config = parallel_config or ParallelConfig()
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             config.d_model,

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
+from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
 from ..blocks.embeddings import PositionEmbedding
 from ..blocks.linear import ReplicatedLinear
 from ..blocks.masks import key_mask
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
-from ..blocks.stack import run_blocks
+from ..blocks.stack import BlockList
 from ..heads import (
     BareModel,
     MultipleChoice,
@@ -31,7 +32,8 @@ from ..heads import (
     SequenceClassification,
     TokenClassification,
 )
-from ..language_model import VOCABULARY_MULTIPLE, Backbone, BackboneOutput, MaskedLM, MaskedLMHead
+from ..language_model import VOCABULARY_MULTIPLE, MaskedLM, MaskedLMHead
+from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import BertConfig
 
@@ -41,7 +43,9 @@ class BertBlock(nn.Module):
         self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig
     ) -> None:
         super().__init__()
-        size, eps, heads = config.hidden_size, config.layer_norm_eps, config.num_attention_heads
+        size = config.hidden_size
+        eps = config.layer_norm_eps
+        heads = config.num_attention_heads
         shared = layer_arguments(mesh, parallel_config)
         self.attention = SelfAttention(
             size,
@@ -75,8 +79,8 @@ class BertEncoder(nn.Module):
         self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig
     ) -> None:
         super().__init__()
-        self.config, self.max_sequence_length = config, config.max_sequence_length
-        self.recompute_blocks = parallel_config.recompute == "full"
+        self.config = config
+        self.max_sequence_length = config.max_sequence_length
         size = config.embedding_width
         shared = layer_arguments(mesh, parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
@@ -89,34 +93,17 @@ class BertEncoder(nn.Module):
         self.position_embeddings = PositionEmbedding(
             config.max_position_embeddings, size, padding_idx=config.position_padding_idx, **shared
         )
-        segments = (
-            PositionEmbedding(config.type_vocab_size, size, **shared)
-            if config.has_segments
-            else None
-        )
-        self.token_type_embeddings = segments
+        self.token_type_embeddings = None
+        if config.has_segments:
+            self.token_type_embeddings = PositionEmbedding(config.type_vocab_size, size, **shared)
         self.embedding_norm = LayerNorm(size, config.layer_norm_eps, **shared)
         self.embedding_dropout = residual_dropout(config.hidden_dropout_prob, mesh, parallel_config)
-        wider = size != config.hidden_size
-        self.projection = (
-            ReplicatedLinear(size, config.hidden_size, **shared) if wider else nn.Identity()
-        )
-        self.blocks = nn.ModuleList(
-            BertBlock(config, mesh, parallel_config) for _ in range(config.num_hidden_layers)
-        )
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> BackboneOutput:
-        """Returns the hidden states, and the word embedding table for a head."""
-        x, table = self.embed(input_ids, token_type_ids, position_ids)
-        mask = key_mask(attention_mask)
-        return BackboneOutput(
-            run_blocks(self.blocks, x, lambda _: (mask,), self.recompute_blocks), table
+        self.projection = nn.Identity()
+        if size != config.hidden_size:
+            self.projection = ReplicatedLinear(size, config.hidden_size, **shared)
+        self.blocks = BlockList(
+            (BertBlock(config, mesh, parallel_config) for _ in range(config.num_hidden_layers)),
+            parallel_config,
         )
 
     def embed(
@@ -141,10 +128,11 @@ class BertEncoder(nn.Module):
         Raises:
             ValueError: There are more tokens than positions.
         """
-        length, most = input_ids.shape[1], self.max_sequence_length
-        if length > most:
+        length = input_ids.shape[1]
+        if length > self.max_sequence_length:
             raise ValueError(
-                f"the sequence has {length} tokens, but the model has only {most} positions"
+                f"the sequence has {length} tokens, but the model has only "
+                f"{self.max_sequence_length} positions"
             )
         padding = self.position_embeddings.padding_idx
         if padding is None:
@@ -165,11 +153,9 @@ class BertBackbone(Backbone):
         parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.mesh, self.parallel_config = (
-            config,
-            mesh,
-            parallel_config or ParallelConfig(),
-        )
+        self.config = config
+        self.mesh = mesh
+        self.parallel_config = parallel_config or ParallelConfig()
         self.encoder = BertEncoder(config, mesh, self.parallel_config)
 
     @property
@@ -182,19 +168,28 @@ class BertBackbone(Backbone):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
-    ) -> BackboneOutput:
+    ) -> BackboneOutput | StageOutput:
         """Runs the encoder.
 
         Args:
             input_ids, token_type_ids, position_ids: int64 [B, S].
             attention_mask: [B, S], 0 for padding.
         """
-        return self.encoder(input_ids, attention_mask, token_type_ids, position_ids)
+        mask = key_mask(attention_mask)
+        return self.run_stack(
+            self.encoder.blocks,
+            embed=lambda: self.encoder.embed(input_ids, token_type_ids, position_ids),
+            block_arguments=lambda _: (mask,),
+        )
 
     def masked_lm_head(self) -> MaskedLMHead:
-        config, shared = self.config, layer_arguments(self.mesh, self.parallel_config)
+        config = self.config
         return MaskedLMHead(
-            self.embedding, config.hidden_size, config.head_act, config.layer_norm_eps, shared
+            self.embedding,
+            config.hidden_size,
+            config.head_act,
+            config.layer_norm_eps,
+            layer_arguments(self.mesh, self.parallel_config),
         )
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:

@@ -1,55 +1,59 @@
-"""Runs the blocks of a model one after the other."""
+"""The blocks of a model in their order, of which a pipeline stage holds a part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
 from ...mpu import checkpoint
+from ..parallel_config import ParallelConfig
 
-Context = Callable[[int], tuple[Any, ...]]
-"""Returns the arguments of block i after its input."""
+BlockArguments = Callable[[int], tuple[Any, ...]]
+"""Returns the arguments of block i after its input, such as masks and caches."""
 
 
-def run_blocks(blocks: nn.ModuleList, x: Tensor, context: Context, recompute: bool) -> list[Tensor]:
-    """Returns the blocks' input and each block's output.
+class BlockList(nn.ModuleList):
+    """The blocks of a stack, each of which maps (its input, *its arguments) to its output.
 
-    Args:
-        blocks: Of a pipeline stage, only its own run; each maps (its input, *context(its number)) to its output.
-        x: [B, S, H], or [B, S/tp, H] under sequence parallelism.
-        recompute: Keep only each block's input for the backward pass, and compute the block again there.
+    A pipeline stage has all blocks, so that each keeps its name, but parameters only in those of `own`.
 
-    Raises:
-        StageEnd: The next block is in the next pipeline stage.
+    Attributes:
+        own: The numbers of the blocks that are in this pipeline stage; all of them without a pipeline.
+        recompute_blocks: Whether to keep only each block's input for the backward pass, which computes it again.
     """
-    part: PipelinePart | None = getattr(blocks, "part", None)
-    numbers = range(len(blocks))
-    if part is not None:
-        numbers, x = part.own, part.enter(x)
-    states = [x]
-    for i in numbers:
-        x = checkpoint(blocks[i], x, *context(i)) if recompute else blocks[i](x, *context(i))
-        states.append(x)
-    if part is not None and numbers.stop < len(blocks):
-        raise StageEnd(x)
-    return states
 
+    def __init__(self, blocks: Iterable[nn.Module], parallel_config: ParallelConfig) -> None:
+        super().__init__(blocks)
+        self.own = range(len(self))
+        self.recompute_blocks = parallel_config.recompute == "full"
 
-class StageEnd(Exception):
-    """Leaves the forward pass of a model whose next block is in the next pipeline stage."""
+    @property
+    def has_first(self) -> bool:
+        """Whether the first block of the stack is in this pipeline stage."""
+        return len(self.own) > 0 and self.own.start == 0
 
-    def __init__(self, hidden: Tensor | None) -> None:
-        super().__init__("the next block is in the next pipeline stage")
-        self.hidden = hidden
+    @property
+    def has_last(self) -> bool:
+        """Whether the last block of the stack is in this pipeline stage."""
+        return len(self.own) > 0 and self.own.stop == len(self)
 
+    def run(self, x: Tensor, block_arguments: BlockArguments) -> list[Tensor]:
+        """Runs the blocks of this pipeline stage.
 
-class PipelinePart(Protocol):
-    """The blocks of a stack that are in this pipeline stage; `part` of the list of blocks."""
+        Args:
+            x: The input of the first of them, [B, S, H], or [B, S/tp, H] under sequence parallelism.
 
-    own: range
-
-    def enter(self, x: Any) -> Tensor:
-        """Returns the input of the first own block: `x` if that is the stack's first, else what was received."""
-        ...
+        Returns:
+            That input, and each block's output in the same shape.
+        """
+        states = [x]
+        for number in self.own:
+            block = self[number]
+            if self.recompute_blocks:
+                x = checkpoint(block, x, *block_arguments(number))
+            else:
+                x = block(x, *block_arguments(number))
+            states.append(x)
+        return states

@@ -25,9 +25,9 @@ from ..blocks.cache import Cache, LayerKVCache
 from ..blocks.embeddings import PositionEmbedding
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
-from ..blocks.stack import run_blocks
+from ..blocks.stack import BlockList
 from ..language_model import VOCABULARY_MULTIPLE, LanguageModel
-from ..outputs import ModelOutput
+from ..outputs import ModelOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import GLMConfig
 from .masks import visible_keys
@@ -38,7 +38,9 @@ class GLMBlock(nn.Module):
         self, config: GLMConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig
     ) -> None:
         super().__init__()
-        size, heads, eps = config.hidden_size, config.num_attention_heads, config.layer_norm_eps
+        size = config.hidden_size
+        heads = config.num_attention_heads
+        eps = config.layer_norm_eps
         shared = layer_arguments(mesh, parallel_config)
         self.ln_1 = LayerNorm(size, eps, **shared)
         self.attention = SelfAttention(
@@ -90,10 +92,12 @@ class GLMForConditionalGeneration(LanguageModel):
     ) -> None:
         super().__init__()
         parallel_config = parallel_config or ParallelConfig()
-        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
+        self.config = config
+        self.mesh = mesh
+        self.parallel_config = parallel_config
         self.sequence_parallel = parallel_config.sequence_parallel
-        self.recompute_blocks = parallel_config.recompute == "full"
-        size, positions = config.hidden_size, config.max_sequence_length + 1
+        size = config.hidden_size
+        positions = config.max_sequence_length + 1
         shared = layer_arguments(mesh, parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, size, pad_multiple=VOCABULARY_MULTIPLE, **shared
@@ -103,8 +107,9 @@ class GLMForConditionalGeneration(LanguageModel):
         self.embedding_dropout = residual_dropout(
             config.embedding_dropout_prob, mesh, parallel_config
         )
-        self.blocks = nn.ModuleList(
-            GLMBlock(config, mesh, parallel_config) for _ in range(config.num_layers)
+        self.blocks = BlockList(
+            (GLMBlock(config, mesh, parallel_config) for _ in range(config.num_layers)),
+            parallel_config,
         )
         self.final_norm = LayerNorm(size, config.layer_norm_eps, **shared)
         self.head = VocabParallelHead(size, config.vocab_size, tied=self.word_embeddings, **shared)
@@ -121,7 +126,7 @@ class GLMForConditionalGeneration(LanguageModel):
         output_hidden_states: bool = False,
         cache: Cache | None = None,
         logits_to_keep: int = 0,
-    ) -> GLMOutput:
+    ) -> GLMOutput | StageOutput:
         """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
 
         Under sequence parallelism, where each rank has a part of the positions, mems are not supported.
@@ -148,26 +153,27 @@ class GLMForConditionalGeneration(LanguageModel):
             raise ValueError(
                 "mems need the whole sequence on each rank: build the model without sequence parallelism"
             )
-        (batch, length), memory = (
-            input_ids.shape,
-            self.memory_length(mems) if cache is None else cache.length,
-        )
-        x, table = self.embed(
-            input_ids, position_ids, memory
-        )  # [B, S, H], or [B, S/tp, H] under sequence parallelism
+        batch, length = input_ids.shape
+        memory = self.memory_length(mems) if cache is None else cache.length
         mask, causal = visible_keys(attention_mask, batch, length, memory)
-        layers = cache and cache.layers
-        states = run_blocks(
+        hidden = self.run_stack(
             self.blocks,
-            x,
-            lambda i: (mask, causal, mems and mems[i], layers and layers[i]),
-            self.recompute_blocks,
+            embed=lambda: self.embed(input_ids, position_ids, memory),
+            block_arguments=lambda layer: (
+                mask,
+                causal,
+                mems and mems[layer],
+                cache and cache.layers[layer],
+            ),
         )
+        if isinstance(hidden, StageOutput):
+            return hidden
+        # Later calls continue from the states before the final norm.
+        states = hidden.states
         new_mems = extend_mems(mems, states) if use_cache else None
-        states[-1] = x = self.final_norm(states[-1])
-        loss, logits = self.loss_and_logits(
-            self.head, x[:, -logits_to_keep:], labels, num_items_in_batch, table
-        )
+        states[-1] = self.final_norm(states[-1])
+        x = states[-1][:, -logits_to_keep:]
+        loss, logits = self.loss_and_logits(self.head, x, labels, num_items_in_batch, hidden.table)
         return GLMOutput(loss, logits, new_mems, tuple(states) if output_hidden_states else None)
 
     def embed(
@@ -177,7 +183,8 @@ class GLMForConditionalGeneration(LanguageModel):
         if position_ids is None:
             if memory:
                 raise ValueError("with mems or a cache, pass the position_ids of the new tokens")
-            length, positions = input_ids.shape[1], self.position_embeddings.num_embeddings
+            length = input_ids.shape[1]
+            positions = self.position_embeddings.num_embeddings
             if length > positions:
                 raise ValueError(
                     f"the sequence has {length} tokens, but the model has only {positions} positions"

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
+from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
 from ..blocks.cache import Cache, LayerKVCache
 from ..blocks.embeddings import PositionEmbedding
 from ..blocks.masks import causal_mask
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
-from ..blocks.stack import run_blocks
+from ..blocks.stack import BlockList
 from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
-from ..language_model import VOCABULARY_MULTIPLE, Backbone, BackboneOutput, CausalLM
+from ..language_model import VOCABULARY_MULTIPLE, CausalLM
+from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import GPT2Config
 
@@ -37,7 +39,8 @@ class GPT2Block(nn.Module):
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        size, eps = config.n_embd, config.layer_norm_epsilon
+        size = config.n_embd
+        eps = config.layer_norm_epsilon
         scale = (size // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             scale /= layer + 1
@@ -83,16 +86,18 @@ class GPT2Backbone(Backbone):
     ) -> None:
         super().__init__()
         parallel_config = parallel_config or ParallelConfig()
-        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
-        self.recompute_blocks = parallel_config.recompute == "full"
+        self.config = config
+        self.mesh = mesh
+        self.parallel_config = parallel_config
         shared = layer_arguments(mesh, parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, config.n_embd, pad_multiple=VOCABULARY_MULTIPLE, **shared
         )
         self.position_embeddings = PositionEmbedding(config.n_positions, config.n_embd, **shared)
         self.embedding_dropout = residual_dropout(config.embd_pdrop, mesh, parallel_config)
-        self.blocks = nn.ModuleList(
-            GPT2Block(config, layer, mesh, parallel_config) for layer in range(config.n_layer)
+        self.blocks = BlockList(
+            (GPT2Block(config, layer, mesh, parallel_config) for layer in range(config.n_layer)),
+            parallel_config,
         )
         self.final_norm = LayerNorm(config.n_embd, config.layer_norm_epsilon, **shared)
 
@@ -103,7 +108,7 @@ class GPT2Backbone(Backbone):
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> BackboneOutput:
+    ) -> BackboneOutput | StageOutput:
         """Runs the embeddings and blocks.
 
         Args:
@@ -114,13 +119,13 @@ class GPT2Backbone(Backbone):
             cache: The keys and values of M earlier positions; not supported under sequence parallelism.
         """
         cached = 0 if cache is None else cache.length
-        x, table = self.embed(input_ids, position_ids, token_type_ids, cached)
         mask = causal_mask(attention_mask, input_ids.shape[1])
-        states = run_blocks(
-            self.blocks, x, lambda i: (mask, cache and cache.layers[i]), self.recompute_blocks
+        return self.run_stack(
+            self.blocks,
+            embed=lambda: self.embed(input_ids, position_ids, token_type_ids, cached),
+            block_arguments=lambda layer: (mask, cache and cache.layers[layer]),
+            final_norm=self.final_norm,
         )
-        states[-1] = self.final_norm(states[-1])
-        return BackboneOutput(states, table)
 
     def embed(
         self,

@@ -22,14 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
+from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
 from ..blocks.cache import Cache, LayerKVCache
 from ..blocks.masks import causal_mask, window_mask
 from ..blocks.mlp import GatedMLP
 from ..blocks.rotary import Rotary, rotary_embedding
-from ..blocks.stack import run_blocks
+from ..blocks.stack import BlockList
 from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
-from ..language_model import VOCABULARY_MULTIPLE, Backbone, BackboneOutput, CausalLM
+from ..language_model import VOCABULARY_MULTIPLE, CausalLM
+from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import DecoderConfig
 
@@ -47,11 +49,9 @@ class LlamaBlock(nn.Module):
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        size, eps, shared = (
-            config.hidden_size,
-            config.rms_norm_eps,
-            layer_arguments(mesh, parallel_config),
-        )
+        size = config.hidden_size
+        eps = config.rms_norm_eps
+        shared = layer_arguments(mesh, parallel_config)
         self.window = config.windows[layer]
         self.attention_norm = RMSNorm(size, eps, **shared)
         self.attention = SelfAttention(
@@ -106,8 +106,9 @@ class LlamaBackbone(Backbone):
     ) -> None:
         super().__init__()
         parallel_config = parallel_config or ParallelConfig()
-        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
-        self.recompute_blocks = parallel_config.recompute == "full"
+        self.config = config
+        self.mesh = mesh
+        self.parallel_config = parallel_config
         shared = layer_arguments(mesh, parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
@@ -116,9 +117,9 @@ class LlamaBackbone(Backbone):
             padding_idx=config.pad_token_id,
             **shared,
         )
-        self.blocks = nn.ModuleList(
-            LlamaBlock(config, layer, mesh, parallel_config)
-            for layer in range(config.num_hidden_layers)
+        layers = range(config.num_hidden_layers)
+        self.blocks = BlockList(
+            (LlamaBlock(config, layer, mesh, parallel_config) for layer in layers), parallel_config
         )
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **shared)
 
@@ -128,7 +129,7 @@ class LlamaBackbone(Backbone):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> BackboneOutput:
+    ) -> BackboneOutput | StageOutput:
         """Runs the embeddings and blocks.
 
         Args:
@@ -137,14 +138,11 @@ class LlamaBackbone(Backbone):
             position_ids: int64 [B, S] or [1, S].
             cache: The keys and values of M earlier positions; not supported under sequence parallelism.
         """
-        config, length, cached = (
-            self.config,
-            input_ids.shape[1],
-            0 if cache is None else cache.length,
-        )
+        config = self.config
+        length = input_ids.shape[1]
+        cached = 0 if cache is None else cache.length
         if position_ids is None:
             position_ids = torch.arange(cached, cached + length, device=input_ids.device)[None]
-        x, table = self.embed(input_ids)
         rotary = rotary_embedding(
             position_ids,
             config.head_size,
@@ -153,22 +151,20 @@ class LlamaBackbone(Backbone):
             self.dtype,
             interleaved=config.interleaved,
         )
-        masks = {
-            window: causal_mask(attention_mask, length)
-            if window is None
-            else window_mask(
-                attention_mask, length, cached, window, causal=True, device=input_ids.device
-            )
-            for window in set(config.windows)
-        }
-        states = run_blocks(
+        masks: dict[int | None, Tensor | None] = {}
+        for window in set(config.windows):
+            if window is None:
+                masks[window] = causal_mask(attention_mask, length)
+            else:
+                masks[window] = window_mask(
+                    attention_mask, length, cached, window, causal=True, device=input_ids.device
+                )
+        return self.run_stack(
             self.blocks,
-            x,
-            lambda i: (masks, rotary, cache and cache.layers[i]),
-            self.recompute_blocks,
+            embed=lambda: self.embed(input_ids),
+            block_arguments=lambda layer: (masks, rotary, cache and cache.layers[layer]),
+            final_norm=self.final_norm,
         )
-        states[-1] = self.final_norm(states[-1])
-        return BackboneOutput(states, table)
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""

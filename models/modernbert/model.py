@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
+from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
 from ..blocks.masks import key_mask, window_mask
 from ..blocks.mlp import GatedMLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.rotary import Rotary, rotary_embedding
-from ..blocks.stack import run_blocks
-from ..language_model import VOCABULARY_MULTIPLE, Backbone, BackboneOutput, MaskedLMHead
+from ..blocks.stack import BlockList
+from ..language_model import VOCABULARY_MULTIPLE, MaskedLMHead
+from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import ModernBertConfig
 
@@ -35,7 +37,9 @@ class ModernBertBlock(nn.Module):
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        size, eps, bias = config.hidden_size, config.norm_eps, config.norm_bias
+        size = config.hidden_size
+        eps = config.norm_eps
+        bias = config.norm_bias
         shared = layer_arguments(mesh, parallel_config)
         self.attention_norm = LayerNorm(size, eps, bias=bias, **shared) if layer else None
         self.attention = SelfAttention(
@@ -62,11 +66,9 @@ class ModernBertBlock(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None, rotary: Rotary) -> Tensor:
-        y, x = (
-            self.attention_norm(x, return_residual=True)
-            if self.attention_norm is not None
-            else (x, x)
-        )
+        y = x
+        if self.attention_norm is not None:
+            y, x = self.attention_norm(x, return_residual=True)
         y = self.attention(y, mask, rotary=rotary)
         y, x = add_and_norm(self.mlp_norm, self.attention_dropout, y, x)
         return x + self.mlp(y)
@@ -85,9 +87,11 @@ class ModernBertBackbone(Backbone):
     ) -> None:
         super().__init__()
         parallel_config = parallel_config or ParallelConfig()
-        self.config, self.mesh, self.parallel_config = config, mesh, parallel_config
-        self.recompute_blocks = parallel_config.recompute == "full"
-        size, shared = config.hidden_size, layer_arguments(mesh, parallel_config)
+        self.config = config
+        self.mesh = mesh
+        self.parallel_config = parallel_config
+        size = config.hidden_size
+        shared = layer_arguments(mesh, parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             size,
@@ -97,9 +101,10 @@ class ModernBertBackbone(Backbone):
         )
         self.embedding_norm = LayerNorm(size, config.norm_eps, bias=config.norm_bias, **shared)
         self.embedding_dropout = residual_dropout(config.embedding_dropout, mesh, parallel_config)
-        self.blocks = nn.ModuleList(
-            ModernBertBlock(config, layer, mesh, parallel_config)
-            for layer in range(config.num_hidden_layers)
+        layers = range(config.num_hidden_layers)
+        self.blocks = BlockList(
+            (ModernBertBlock(config, layer, mesh, parallel_config) for layer in layers),
+            parallel_config,
         )
         self.final_norm = LayerNorm(size, config.norm_eps, bias=config.norm_bias, **shared)
 
@@ -108,31 +113,38 @@ class ModernBertBackbone(Backbone):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-    ) -> BackboneOutput:
+    ) -> BackboneOutput | StageOutput:
         """Runs the embeddings and blocks.
 
         Args:
             input_ids, position_ids: int64 [B, S].
             attention_mask: [B, S], 0 for padding.
         """
-        config, length, device = self.config, input_ids.shape[1], input_ids.device
+        config = self.config
+        length = input_ids.shape[1]
+        device = input_ids.device
         if position_ids is None:
             position_ids = torch.arange(length, device=device)[None]
-        x, table = self.embed(input_ids)
         near = window_mask(
             attention_mask, length, 0, config.local_attention // 2, causal=False, device=device
         )
         masks = {"full_attention": key_mask(attention_mask), "sliding_attention": near}
-        rotary = {
-            kind: rotary_embedding(
+        rotary: dict[str, Rotary] = {}
+        for kind, rope in config.rope.items():
+            rotary[kind] = rotary_embedding(
                 position_ids, config.head_size, rope, config.max_position_embeddings, self.dtype
             )
-            for kind, rope in config.rope.items()
-        }
-        context = [(masks[kind], rotary[kind]) for kind in config.attention_types]
-        states = run_blocks(self.blocks, x, lambda i: context[i], self.recompute_blocks)
-        states[-1] = self.final_norm(states[-1])
-        return BackboneOutput(states, table)
+
+        def block_arguments(layer: int) -> tuple[Tensor | None, Rotary]:
+            kind = config.attention_types[layer]
+            return masks[kind], rotary[kind]
+
+        return self.run_stack(
+            self.blocks,
+            embed=lambda: self.embed(input_ids),
+            block_arguments=block_arguments,
+            final_norm=self.final_norm,
+        )
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""

@@ -17,16 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
+from ..backbone import Backbone
 from ..blocks.attention import CrossAttention, SelfAttention
 from ..blocks.cache import LayerKVCache
 from ..blocks.masks import key_mask
 from ..blocks.mlp import MLP, GatedMLP
 from ..blocks.relative_bias import RelativeBias, distance_buckets
 from ..blocks.residual import add_and_norm, clamp_fp16_overflow, residual_dropout
+from ..blocks.stack import BlockList
 from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
-from ..language_model import VOCABULARY_MULTIPLE, Backbone, BackboneOutput
+from ..language_model import VOCABULARY_MULTIPLE
+from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
-from ..seq2seq import Seq2SeqBackbone, Seq2SeqLM, Stack
+from ..seq2seq import Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
 from .config import T5Config
 
 
@@ -41,16 +44,19 @@ class T5Block(nn.Module):
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        size, heads, rate = config.d_model, config.num_heads, config.dropout_rate
-        eps, shared = config.layer_norm_epsilon, layer_arguments(mesh, parallel_config)
+        size = config.d_model
+        heads = config.num_heads
+        rate = config.dropout_rate
+        eps = config.layer_norm_epsilon
+        shared = layer_arguments(mesh, parallel_config)
         block: dict[str, Any] = {"dropout": rate, "mesh": mesh, "parallel_config": parallel_config}
         attention: dict[str, Any] = {"scale": 1.0, "qkv_bias": False, "output_bias": False, **block}
-        self.is_decoder, own = is_decoder, not config.shares_relative_bias
-        self.relative_bias = (
-            RelativeBias(num_heads=heads, **config.bucketing(is_decoder), mesh=mesh)
-            if own
-            else None
-        )
+        self.is_decoder = is_decoder
+        self.relative_bias = None
+        if not config.shares_relative_bias:
+            self.relative_bias = RelativeBias(
+                num_heads=heads, **config.bucketing(is_decoder), mesh=mesh
+            )
         self.attention_norm = RMSNorm(size, eps, **shared)
         self.attention = SelfAttention(size, heads, head_size=config.d_kv, **attention)
         self.attention_dropout = residual_dropout(rate, mesh, parallel_config)
@@ -84,21 +90,17 @@ class T5Block(nn.Module):
         """
         bias = position if self.relative_bias is None else self.relative_bias(*position)
         y, x = self.attention_norm(x, return_residual=True)
-        y, dropout = (
-            self.attention(y, mask, bias, causal=self.is_decoder, cache=cache),
-            self.attention_dropout,
-        )
+        y = self.attention(y, mask, bias, causal=self.is_decoder, cache=cache)
+        dropout = self.attention_dropout
         if source is not None:
             y, x = add_and_norm(self.cross_attention_norm, dropout, y, x, clamp_fp16=True)
-            y, dropout = (
-                self.cross_attention(y, source, source_mask, source_cache),
-                self.cross_attention_dropout,
-            )
+            y = self.cross_attention(y, source, source_mask, source_cache)
+            dropout = self.cross_attention_dropout
         y, x = add_and_norm(self.mlp_norm, dropout, y, x, clamp_fp16=True)
         return clamp_fp16_overflow(self.mlp_dropout(self.mlp(y), x))
 
 
-class T5Stack(Stack):
+class T5Stack(Seq2SeqStack):
     """The encoder or the decoder: blocks with relative biases, and a final norm."""
 
     shared_by_blocks = ("relative_bias",)
@@ -111,17 +113,17 @@ class T5Stack(Stack):
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
-        self.recompute_blocks = parallel_config.recompute == "full"
-        self.bucketing, shares = config.bucketing(is_decoder), config.shares_relative_bias
-        self.relative_bias = (
-            RelativeBias(num_heads=config.num_heads, **self.bucketing, mesh=mesh)
-            if shares
-            else None
-        )
+        self.bucketing = config.bucketing(is_decoder)
+        self.relative_bias = None
+        if config.shares_relative_bias:
+            self.relative_bias = RelativeBias(
+                num_heads=config.num_heads, **self.bucketing, mesh=mesh
+            )
         self.embedding_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
         layers = config.decoder_layers if is_decoder else config.num_layers
-        self.blocks = nn.ModuleList(
-            T5Block(config, is_decoder, mesh, parallel_config) for _ in range(layers)
+        self.blocks = BlockList(
+            (T5Block(config, is_decoder, mesh, parallel_config) for _ in range(layers)),
+            parallel_config,
         )
         self.final_norm = RMSNorm(
             config.d_model, config.layer_norm_epsilon, **layer_arguments(mesh, parallel_config)
@@ -131,11 +133,13 @@ class T5Stack(Stack):
     def embed(self, words: Tensor, ids: Tensor, cached: int) -> Tensor:
         return self.embedding_dropout(words)
 
-    def context(self, ids: Tensor, cached: int) -> tuple[Any]:
-        queries, keys = ids.shape[1], cached + ids.shape[1]
+    def shared_arguments(self, ids: Tensor, cached: int) -> tuple[Any]:
+        queries = ids.shape[1]
+        keys = cached + queries
         if self.relative_bias is not None:
             return (self.relative_bias(queries, keys),)  # [1, Np, S, M + S] with M cached positions
-        return ((queries, keys, distance_buckets(queries, keys, ids.device, **self.bucketing)),)
+        buckets = distance_buckets(queries, keys, ids.device, **self.bucketing)
+        return ((queries, keys, buckets),)  # the arguments of each block's own bias
 
     def finish(self, x: Tensor) -> Tensor:
         return self.final_dropout(self.final_norm(x))
@@ -153,11 +157,9 @@ class T5EncoderBackbone(Backbone):
         parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.mesh, self.parallel_config = (
-            config,
-            mesh,
-            parallel_config or ParallelConfig(),
-        )
+        self.config = config
+        self.mesh = mesh
+        self.parallel_config = parallel_config or ParallelConfig()
         shared = layer_arguments(mesh, self.parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, config.d_model, pad_multiple=VOCABULARY_MULTIPLE, **shared
@@ -166,21 +168,32 @@ class T5EncoderBackbone(Backbone):
 
     def run_backbone(
         self, input_ids: Tensor, attention_mask: Tensor | None = None
-    ) -> BackboneOutput:
+    ) -> BackboneOutput | StageOutput:
         """Runs the encoder.
 
         Args:
             input_ids: int64 [B, S].
             attention_mask: [B, S], 0 for padding.
         """
-        words, table = self.word_embeddings.embed(input_ids)
-        return BackboneOutput(self.encoder(words, input_ids, key_mask(attention_mask)), table)
+        if self.encoder.blocks.has_first:
+            x, table = self.word_embeddings.embed(input_ids)
+        else:
+            x = self.receive_hidden_states()
+            table = None
+        states = self.encoder(x, input_ids, key_mask(attention_mask))
+        if not self.encoder.blocks.has_last:
+            return self.send_hidden_states(states[-1])
+        return BackboneOutput(states, table)
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place, with the standard deviations of the T5 code base."""
-        config, factor = self.config, self.config.initializer_factor
-        if name.endswith(".bias") or "norm" in name:
-            full.fill_(0.0 if name.endswith(".bias") else factor)
+        config = self.config
+        factor = config.initializer_factor
+        if name.endswith(".bias"):
+            full.zero_()
+            return
+        if "norm" in name:
+            full.fill_(factor)
             return
         full.normal_(0.0, factor, generator=generator)
         if name.endswith((".attention.output.weight", ".cross_attention.output.weight")):

@@ -127,10 +127,10 @@ def test_the_best_checkpoint_and_recomputed_activations(tmp_path):
     )
     plain = loss_and_gradient(model)
     model.activation_checkpointing_enable()
-    assert model.model.recompute_blocks
+    assert model.model.blocks.recompute_blocks
     assert loss_and_gradient(model) == plain
     model.activation_checkpointing_disable()
-    assert not model.model.recompute_blocks
+    assert not model.model.blocks.recompute_blocks
     with pytest.raises(ValueError, match="leave out every_n_layers=2"):
         model.activation_checkpointing_enable(every_n_layers=2)
 

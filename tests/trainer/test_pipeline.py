@@ -502,12 +502,12 @@ def test_stages_by_time(family, head):
 
 
 def test_balanced_stages():
-    from shardzoo.models.pipeline import balanced_counts
+    from shardzoo.models.pipeline import balance_blocks
 
-    assert balanced_counts([1, 1, 1, 1], 2) == (2, 2)
-    assert balanced_counts([5, 1, 1, 1, 1, 1], 2) == (1, 5)
-    assert balanced_counts([1, 1, 1, 1, 4], 2) == (4, 1)
-    assert max(balanced_counts([1] * 96, 16)) == 6
+    assert balance_blocks([1, 1, 1, 1], 2) == (2, 2)
+    assert balance_blocks([5, 1, 1, 1, 1, 1], 2) == (1, 5)
+    assert balance_blocks([1, 1, 1, 1, 4], 2) == (4, 1)
+    assert max(balance_blocks([1] * 96, 16)) == 6
 
 
 class _Sleep(torch.autograd.Function):

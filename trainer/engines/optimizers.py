@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from ...models.pipeline import copied_parameters
+from ...models.pipeline import find_copied_parameters
 from ...mpu import tp_size
 from ..arguments.training_arguments import TrainingArguments
 from ..environments import ENVIRONMENTS
@@ -93,7 +93,7 @@ def _is_padded(model: nn.Module) -> bool:
 
 def check_stages(model: nn.Module, ranks: Ranks) -> None:
     """Raises ValueError on every rank if a pipeline stage has nothing to train, which DeepSpeed's engine needs."""
-    copies = copied_parameters(model)
+    copies = find_copied_parameters(model)
     trains = any(
         parameter.requires_grad
         for name, parameter in model.named_parameters()

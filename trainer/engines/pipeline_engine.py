@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
 
-from ...models.pipeline import Stage, copied_parameters
+from ...models.pipeline import StagePlace, find_copied_parameters
 from ...mpu import receive_from_stage, send_to_stage
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.phase import phase
@@ -45,7 +45,7 @@ class PipelineEngine(DeepSpeedEngine):
         ranks: Ranks,
     ) -> None:
         whole: Any = model
-        self._pipeline: Stage = whole.stage
+        self._pipeline: StagePlace = whole.stage
         self._shared = SharedParameters(model, self._pipeline)
         _leave_out(optimizer, self._shared.copies)
         super().__init__(model, optimizer, arguments, ranks)
@@ -102,14 +102,15 @@ class PipelineEngine(DeepSpeedEngine):
 
     def forward_backward(self, forward: Forward, micro_batches: int) -> Tensor:
         self._layer.begin(forward)
-        self._pipeline.scheduled = True
+        between_calls = self._pipeline.transfer
+        self._pipeline.transfer = self._layer.transfer
         engine = self._engine
         # What `train_batch` does, without its own sum of the losses and without printing it.
         engine.total_loss, engine._compute_loss = None, True
         try:
             engine._exec_schedule(engine._train_schedule())
         finally:
-            self._pipeline.scheduled = False
+            self._pipeline.transfer = between_calls
         return torch.stack(self._layer.losses)
 
     def step(self, found_inf: Tensor | None = None) -> StepOutcome:
@@ -130,6 +131,30 @@ class PipelineEngine(DeepSpeedEngine):
             dist.destroy_process_group(group)
 
 
+class ScheduledTransfer:
+    """Moves hidden states as DeepSpeed's schedule says, which passes them to a stage's layer and takes its result."""
+
+    def __init__(self) -> None:
+        self.received: Tensor | None = None
+        self.sent: Tensor | None = None
+
+    def receive(self) -> Tensor:
+        received = self.received
+        assert received is not None
+        self.received = None
+        return received
+
+    def send(self, hidden: Tensor) -> None:
+        self.sent = hidden
+
+    def take_sent(self) -> Tensor:
+        """Returns what the stage has sent, and forgets it."""
+        sent = self.sent
+        assert sent is not None
+        self.sent = None
+        return sent
+
+
 class _StageLayer(nn.Module):
     """The only layer that DeepSpeed sees of a stage: hidden states of the previous one -> those for the next one.
 
@@ -137,9 +162,11 @@ class _StageLayer(nn.Module):
     DeepSpeed averages over micro-batches and data-parallel ranks and the losses already add up to the mean.
     """
 
-    def __init__(self, stage: Stage, scale: int) -> None:
+    def __init__(self, stage: StagePlace, scale: int) -> None:
         super().__init__()
-        self._stage, self._scale = stage, scale
+        self._stage = stage
+        self._scale = scale
+        self.transfer = ScheduledTransfer()
         self.losses: list[Tensor] = []
 
     def begin(self, forward: Forward) -> None:
@@ -147,14 +174,13 @@ class _StageLayer(nn.Module):
         self._forward, self.losses = forward, []
 
     def forward(self, received: Tensor) -> Tensor:
-        self._stage.received = None if self._stage.is_first else received
+        if not self._stage.is_first:
+            self.transfer.received = received
         loss = self._forward(len(self.losses))
         self.losses.append(loss.detach().view(()))
         if self._stage.is_last:
             return loss * self._scale
-        hidden, self._stage.sent = self._stage.sent, None
-        assert hidden is not None
-        return hidden
+        return self.transfer.take_sent()
 
 
 class SharedParameters:
@@ -164,11 +190,11 @@ class SharedParameters:
     copy, which gets the owner's new values. Copies are in no optimizer, gradient norm or checkpoint.
     """
 
-    def __init__(self, model: nn.Module, stage: Stage) -> None:
+    def __init__(self, model: nn.Module, stage: StagePlace) -> None:
         own = dict(model.named_parameters())
         self._stage = stage
         self._held = {name: own[name] for name in sorted(stage.holders) if name in own}
-        self.copies = {self._held[name] for name in copied_parameters(model)}
+        self.copies = {self._held[name] for name in find_copied_parameters(model)}
         self._sums: dict[nn.Parameter, Tensor] = {}
         for parameter in self.copies:
             if parameter.requires_grad:

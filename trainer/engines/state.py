@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoint.rank_files import MASTER_WEIGHT
-from ...models.pipeline import copied_parameters
+from ...models.pipeline import find_copied_parameters
 
 # Python's own numbers. Their 64-bit types distinguish them from an optimizer's fp32 scalars.
 NUMBERS = {int: torch.int64, float: torch.float64}
@@ -23,7 +23,7 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
 
     Of a pipeline, the first of the stages that share a parameter returns it.
     """
-    copies = copied_parameters(module)
+    copies = find_copied_parameters(module)
     tensors = {
         name: parameter.detach()
         for name, parameter in module.named_parameters()

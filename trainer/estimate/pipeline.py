@@ -16,11 +16,11 @@ from ...models.auto import from_config, unsplit_on_meta
 from ...models.blocks.attention import check_heads
 from ...models.config import ModelConfig
 from ...models.pipeline import (
-    balanced_counts,
-    check_counts,
-    equal_counts,
-    stacks_of,
-    stages_of_parameters,
+    assign_parameters,
+    balance_blocks,
+    check_block_counts,
+    list_stacks,
+    split_blocks_evenly,
 )
 from ...models.sizes import parameter_sizes, sizes_of
 from ...mpu import dropout_state, validate_layout
@@ -62,20 +62,20 @@ def choose_blocks(
     """
     model = unsplit_on_meta(config)
     if partition == "uniform":
-        return equal_counts(model, stages)
-    blocks = [len(stack) for _, stack in stacks_of(model)]
+        return split_blocks_evenly(model, stages)
+    blocks = [len(stack) for _, stack in list_stacks(model)]
     if sum(blocks) < stages:
         raise ValueError(
             f"{sum(blocks)} blocks are too few for {stages} pipeline stages; use at most {sum(blocks)}"
         )
     if partition == "time":
-        return balanced_counts(measured_costs(config, blocks, job), stages)
+        return balance_blocks(measured_costs(config, blocks, job), stages)
     costs = [0] * sum(blocks)
     sizes = {size.name: size.local for size in sizes_of(model, job.tensor_parallel_size)}
-    for name, places in stages_of_parameters(model, [1] * len(costs)).items():
+    for name, places in assign_parameters(model, [1] * len(costs)).items():
         for place in places:
             costs[place] += sizes[name]
-    return balanced_counts(costs, stages)
+    return balance_blocks(costs, stages)
 
 
 def check_layout(arguments: TrainingArguments, config: ModelConfig, launch: RankInfo) -> None:
@@ -131,7 +131,7 @@ def _seconds(config: ModelConfig, job: Job) -> float:
         torch.bfloat16 if job.precision == "bf16" else torch.float32,
     )
     model: Any = from_config(config, device=device, dtype=dtype).train()
-    batch = _batch(config, job, device, encoder_decoder=len(stacks_of(model)) == 2)
+    batch = _batch(config, job, device, encoder_decoder=len(list_stacks(model)) == 2)
     times: list[float] = []
     for sample in range(1 + REPEATS):
         dropout_state.set(0, sample)
@@ -174,15 +174,15 @@ def stage_memory(whole: ModelMemory, config: ModelConfig, job: Job, stage: int) 
     were received, the copy that the blocks read, and those that were sent.
     """
     model = unsplit_on_meta(config)
-    counts = job.pipeline_blocks or equal_counts(model, job.pipeline_parallel_size)
-    check_counts(model, counts, job.pipeline_parallel_size)
-    places = stages_of_parameters(model, counts)
+    counts = job.pipeline_blocks or split_blocks_evenly(model, job.pipeline_parallel_size)
+    check_block_counts(model, counts, job.pipeline_parallel_size)
+    places = assign_parameters(model, counts)
     held = {name for name, stages in places.items() if stage in stages}
     owned = {name for name, stages in places.items() if stage == stages[0]}
     flying, last = in_flight(stage, len(counts), job.accumulation_steps), len(counts) - 1
     first, parts = sum(counts[:stage]), []
     end, start = first + counts[stage], 0
-    for part, (prefix, blocks) in zip(whole.parts, stacks_of(model), strict=True):
+    for part, (prefix, blocks) in zip(whole.parts, list_stacks(model), strict=True):
         own = range(max(first - start, 0), max(min(end - start, len(blocks)), 0))
         names = tuple(f"{prefix}blocks.{i}." for i in own)
         parameters = tuple(size for size in part.parameters if size.name.startswith(names))
