@@ -83,13 +83,13 @@ class PretrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(
-            self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data or ())
-        )
+        data = (self.data,) if isinstance(self.data, str) else tuple(self.data or ())
+        object.__setattr__(self, "data", data)
         if self.objective is not None:
             check_types(self.objective)
         for name in ("eval_sequences", "final_eval_sequences"):
-            if (value := getattr(self, name)) is not None and value < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.train_steps is None:
             raise ValueError(
@@ -101,8 +101,11 @@ class PretrainingArguments(TrainingArguments):
         """The name of the model: that of `model`, of the weights to start from, or of the default."""
         return self.model or self.init_from or DEFAULT_MODEL
 
-    def of_the_run(self) -> dict[str, object]:
-        """Returns the arguments that describe the run, without those of one invocation, as `--config` reads them."""
+    def run_arguments(self) -> dict[str, object]:
+        """Returns the arguments that describe the run, as `--config` reads them.
+
+        Those that belong to one invocation are left out.
+        """
         values: dict[str, Any] = {
             name: value for name, value in asdict(self).items() if name not in INVOCATION
         }
@@ -113,7 +116,7 @@ class PretrainingArguments(TrainingArguments):
 
 DEFAULT_MODEL = "gpt2-quickstart"
 INVOCATION = ("resume", "overwrite", "config", "local_rank", "dry_run", "fast_dev_run", "eval_only")
-# Arguments that cannot change when a run is resumed.
+"""Arguments of one invocation, which do not describe the run."""
 FIXED = (
     "model",
     "hidden_size",
@@ -130,3 +133,4 @@ FIXED = (
     "target_length",
     "seed",
 )
+"""Arguments that cannot change when a run is resumed."""

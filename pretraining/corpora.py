@@ -1,4 +1,8 @@
-"""Prepares a run's text: corpora or the held-out part of streams, the tokenizer, and the samples made of them."""
+"""Prepares a run's text, its tokenizer, and the samples that are made of them.
+
+The text is a mixture of corpora, which are written to the run's folder, or of streams, of which
+only the held-out part is written.
+"""
 
 from __future__ import annotations
 
@@ -41,22 +45,32 @@ from .arguments import PretrainingArguments
 from .inputs import Inputs, prepare_tokenizer
 from .tables import corpus_progress
 
-TOKENIZER = "tokenizer"  # the folder of the model's tokenizer in the run's data
-PAIRS = "pairs.json"  # the file in the run's data that names the .bin/.idx pairs
-TOKENIZER_CHARACTERS = 50_000_000  # of a stream, that a new tokenizer is trained on
-HELD_OUT_CHARACTERS = 1_000_000  # of each stream
+TOKENIZER = "tokenizer"
+"""The folder of the model's tokenizer in the run's data."""
+PAIRS = "pairs.json"
+"""The file in the run's data that names the .bin/.idx pairs."""
+TOKENIZER_CHARACTERS = 50_000_000
+"""Characters of the streams on which a new tokenizer is trained."""
+HELD_OUT_CHARACTERS = 1_000_000
+"""Characters of each stream that are held out."""
 
 
 def held_out_samples(dataset: PretrainingSamples, count: int | None = None) -> Subset[Any]:
-    """The samples of one pass over the held-out text, shuffled, so that the first `count` are representative."""
+    """Returns the samples of one pass over the held-out text.
+
+    They are shuffled, so that the first `count` are representative.
+    """
     samples = max(1, int(dataset.samples_per_epoch))
     order = np.random.default_rng(0).permutation(samples).tolist()
     return Subset(dataset, order[:count])  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class Collate:
-    """Pads samples to the objective's lengths. A mask without padding is left out, because attention is faster so."""
+class PretrainingCollate:
+    """Pads samples to the objective's lengths.
+
+    A mask without padding is left out, because attention is faster without one.
+    """
 
     pad: PadBatch
 
@@ -70,20 +84,21 @@ class Collate:
 
 @dataclass(frozen=True)
 class PaddedSamples:
-    """Samples of equal lengths, for evaluations between the steps of a stream, which makes its own batches."""
+    """Samples of equal lengths, for evaluations during a stream, which makes its own batches."""
 
     samples: Subset[Any]
-    collate: Collate
+    collate: PretrainingCollate
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: value[0] for name, value in self.collate.pad([self.samples[index]]).items()}
+        batch = self.collate.pad([self.samples[index]])
+        return {name: value[0] for name, value in batch.items()}
 
 
 @dataclass(frozen=True)
-class Pair:
+class CorpusPair:
     """The training and the held-out text of a component of the corpus, and its share of the samples.
 
     A stream has no training pair.
@@ -94,8 +109,11 @@ class Pair:
     share: Fraction
 
 
-def write_pairs(folder: Path, pairs: Sequence[Pair]) -> None:
-    """Records which pairs a run trains on. Those inside the folder are recorded relative to it, because it is moved."""
+def write_pairs(folder: Path, pairs: Sequence[CorpusPair]) -> None:
+    """Records which pairs a run trains on.
+
+    Those inside the folder are recorded relative to it, because it is moved.
+    """
 
     def recorded(path: Path | None) -> str | None:
         if path is None:
@@ -109,17 +127,14 @@ def write_pairs(folder: Path, pairs: Sequence[Pair]) -> None:
     (folder / PAIRS).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def read_pairs(folder: Path) -> list[Pair]:
+def read_pairs(folder: Path) -> list[CorpusPair]:
     """Returns the pairs that `write_pairs` recorded."""
     values = json.loads((folder / PAIRS).read_text(encoding="utf-8"))
-    return [
-        Pair(
-            part["train"] and folder / part["train"],
-            folder / part["valid"],
-            Fraction(part["share"]),
-        )
-        for part in values
-    ]
+    pairs: list[CorpusPair] = []
+    for value in values:
+        train = folder / value["train"] if value["train"] else None
+        pairs.append(CorpusPair(train, folder / value["valid"], Fraction(value["share"])))
+    return pairs
 
 
 def prepare_data(
@@ -130,32 +145,43 @@ def prepare_data(
     if arguments.stream:
         hold_out(arguments, inputs, folder)
     else:
-        mixture = parse_mixture(arguments.data)
-        with corpus_progress(console) as progress:
-            corpora = prepare_corpora(
-                mixture,
-                folder,
-                tokenizer=inputs.tokenizer
-                or family(inputs.config.model_type).tokenizer_of(inputs.config),
-                vocab_size=arguments.vocab_size or inputs.config.vocab_size,
-                split_sentences=inputs.objective.split_sentences,
-                held_out_fraction=arguments.held_out_fraction,
-                seed=arguments.seed,
-                progress=progress,
-            )
-        for note in dict.fromkeys(note for corpus in corpora for note in corpus.notes):
-            console.print(note)
-        place_tokenizer(inputs, corpora[0].tokenizer_dir, folder / TOKENIZER)
-        parts = zip(corpora, mixture, strict=True)
-        write_pairs(
-            folder,
-            [Pair(corpus.train_prefix, corpus.valid_prefix, share) for corpus, (_, share) in parts],
-        )
+        prepare_mixture(arguments, inputs, folder, console)
     make_samples(arguments, inputs, folder, load_tokenizer(folder / TOKENIZER), Share(1))
 
 
+def prepare_mixture(
+    arguments: PretrainingArguments, inputs: Inputs, folder: Path, console: Console
+) -> None:
+    """Writes the corpora of the run's sources, each as a training and a held-out pair."""
+    mixture = parse_mixture(arguments.data)
+    kind = family(inputs.config.model_type).tokenizer_of(inputs.config)
+    with corpus_progress(console) as progress:
+        corpora = prepare_corpora(
+            mixture,
+            folder,
+            tokenizer=inputs.tokenizer or kind,
+            vocab_size=arguments.vocab_size or inputs.config.vocab_size,
+            split_sentences=inputs.objective.split_sentences,
+            held_out_fraction=arguments.held_out_fraction,
+            seed=arguments.seed,
+            progress=progress,
+        )
+    notes = dict.fromkeys(note for corpus in corpora for note in corpus.notes)
+    for note in notes:
+        console.print(note)
+    place_tokenizer(inputs, corpora[0].tokenizer_dir, folder / TOKENIZER)
+    pairs = [
+        CorpusPair(corpus.train_prefix, corpus.valid_prefix, share)
+        for corpus, (_, share) in zip(corpora, mixture, strict=True)
+    ]
+    write_pairs(folder, pairs)
+
+
 def hold_out(arguments: PretrainingArguments, inputs: Inputs, folder: Path) -> None:
-    """Writes the held-out text at the beginning of each stream, and a tokenizer, trained on their beginnings if new."""
+    """Writes the held-out text, which is at the beginning of each stream.
+
+    Also writes the tokenizer; a new one is trained on the beginnings of the streams.
+    """
     streams = open_streams(arguments)
     if inputs.tokenizer is None:
         most = TOKENIZER_CHARACTERS // len(streams)
@@ -165,15 +191,15 @@ def hold_out(arguments: PretrainingArguments, inputs: Inputs, folder: Path) -> N
         train_tokenizer(kind, texts, size, folder / TOKENIZER)
     tokenizer = place_tokenizer(inputs, folder / TOKENIZER, folder / TOKENIZER)
     split = inputs.objective.split_sentences
-    meta = CorpusMeta(
-        Vocabulary.from_tokenizer(tokenizer), end_token(tokenizer, split_sentences=split), split
-    )
-    pairs: list[Pair] = []
+    end = end_token(tokenizer, split_sentences=split)
+    meta = CorpusMeta(Vocabulary.from_tokenizer(tokenizer), end, split)
+    pairs: list[CorpusPair] = []
     for number, (stream, share) in enumerate(streams):
         texts = stream.beginning(HELD_OUT_CHARACTERS, held_out=True)
         held_out = documents_in_memory(texts, tokenizer, split_sentences=split)
-        pairs.append(Pair(None, folder / f"valid_{number}", share))
-        with IndexedDatasetWriter(pairs[-1].valid, held_out.dtype, meta=meta) as writer:
+        pair = CorpusPair(None, folder / f"valid_{number}", share)
+        pairs.append(pair)
+        with IndexedDatasetWriter(pair.valid, held_out.dtype, meta=meta) as writer:
             writer.add_dataset(held_out)
     write_pairs(folder, pairs)
 
@@ -185,24 +211,36 @@ def open_streams(arguments: PretrainingArguments) -> list[tuple[TextStream, Frac
 
 
 def place_tokenizer(inputs: Inputs, trained: Path, folder: Path) -> Tokenizer:
-    """Writes the model's tokenizer, with the objective's special tokens, to the folder, and returns it.
+    """Writes the model's tokenizer, with the objective's special tokens, to the folder.
 
-    It is the one that was `trained`, or found beside a corpus, unless it was chosen before.
+    Args:
+        trained: Where the tokenizer is that was trained, or found beside a corpus. It is used unless
+            one was chosen before.
+
+    Returns:
+        The tokenizer.
     """
     tokenizer = inputs.tokenizer
     if tokenizer is None:
         tokenizer = load_tokenizer(trained)
         prepare_tokenizer(tokenizer, str(trained), inputs.objective, None)
-    if not has_tokenizer(folder) or Vocabulary.from_tokenizer(
-        load_tokenizer(folder)
-    ) != Vocabulary.from_tokenizer(tokenizer):
+    is_there = has_tokenizer(folder) and (
+        Vocabulary.from_tokenizer(load_tokenizer(folder)) == Vocabulary.from_tokenizer(tokenizer)
+    )
+    if not is_there:
         save_tokenizer(tokenizer, folder)
     return tokenizer
 
 
-def data_of(arguments: PretrainingArguments, inputs: Inputs) -> PretrainingData:
-    lengths, size = (inputs.sequence_length, inputs.target_length), arguments.micro_batch_size
-    return PretrainingData(inputs.objective, *lengths, micro_batch_size=size, seed=arguments.seed)
+def make_data(arguments: PretrainingArguments, inputs: Inputs) -> PretrainingData:
+    """Returns what the samples are: objective, lengths and seed."""
+    return PretrainingData(
+        inputs.objective,
+        inputs.sequence_length,
+        inputs.target_length,
+        micro_batch_size=arguments.micro_batch_size,
+        seed=arguments.seed,
+    )
 
 
 def make_samples(
@@ -212,8 +250,12 @@ def make_samples(
     tokenizer: Tokenizer,
     share: Share,
 ) -> tuple[PretrainingSamples | BlockStream, PretrainingSamples]:
-    """Returns what a rank trains on: endless samples or a stream of batches; and the samples of the held-out text."""
-    data, pairs = data_of(arguments, inputs), read_pairs(folder)
+    """Returns what a rank trains on, and the samples of the held-out text.
+
+    A rank trains on endless samples, or on a stream of batches.
+    """
+    data = make_data(arguments, inputs)
+    pairs = read_pairs(folder)
     shares = [pair.share for pair in pairs]
 
     def mixed(prefixes: Sequence[Path], data: PretrainingData) -> PretrainingSamples:
@@ -225,9 +267,13 @@ def make_samples(
     if prefixes:
         return mixed(prefixes, data), held_out
     streams = [stream for stream, _ in open_streams(arguments)]
-    place = {
-        "rank": share.rank,
-        "world_size": share.world_size,
-        "num_workers": arguments.num_workers,
-    }
-    return BlockStream(streams, tokenizer, data, shares=shares, **place), held_out
+    train = BlockStream(
+        streams,
+        tokenizer,
+        data,
+        shares=shares,
+        rank=share.rank,
+        world_size=share.world_size,
+        num_workers=arguments.num_workers,
+    )
+    return train, held_out

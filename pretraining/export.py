@@ -24,20 +24,20 @@ from ..trainer.launch.ranks import Ranks
 TOLERANCE = 1e-4
 """Largest difference in nats between the losses of the sharded and the exported model, both in fp32."""
 NEW_TOKENS = 120
-SAMPLING = {
-    "do_sample": True,
-    "temperature": 0.7,
-    "top_k": 40,
-}  # small models repeat themselves when decoded greedily
-MARKS = "[[", "]]"  # around what the model wrote
+# Small models repeat themselves when they are decoded greedily.
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 40}
+MARKS = ("[[", "]]")
+"""They stand around what the model wrote."""
 
-Part = tuple[Sequence[int], bool]  # token ids, and whether the model wrote them
+TextPiece = tuple[Sequence[int], bool]
+"""Token ids, and whether the model wrote them."""
 
 
 def load_exported(folder: Path) -> Any:
-    """Loads the folder's model in fp32 with transformers, or with the zoo if transformers lacks the family.
+    """Loads the folder's model in fp32, with transformers or, if it lacks the family, with the zoo.
 
-    Raises ValueError for missing or unexpected keys, of which transformers only warns.
+    Raises:
+        ValueError: Keys are missing or unexpected, of which transformers only warns.
     """
     config = find_config(str(folder))
     if not family(config.model_type).in_transformers:
@@ -53,9 +53,8 @@ def load_exported(folder: Path) -> Any:
     if problems:
         raise ValueError(f"transformers does not load {folder} completely: {problems}")
     if getattr(config, "tie_word_embeddings", None) is False:
-        model.config.tie_word_embeddings = (
-            False  # transformers 5 says true of every UMT5, and scales its logits then
-        )
+        # transformers 5 sets this to true for every UMT5, and then scales its logits.
+        model.config.tie_word_embeddings = False
     return model.eval()
 
 
@@ -69,7 +68,8 @@ def exported_loss(
 ) -> float:
     """Returns the mean loss of the exported model over samples, in nats per target.
 
-    It is computed on the device, or on the CPU if the device's memory, shared with the trained model, does not suffice.
+    It is computed on the device, or on the CPU if the device's memory, which the trained model
+    shares, does not suffice.
     """
     model = load_exported(folder)
 
@@ -95,8 +95,9 @@ def check_export(folder: Path, exported: float, sharded: float) -> None:
     """Raises ValueError unless the losses of the exported and the sharded model agree."""
     if not abs(exported - sharded) <= TOLERANCE:
         raise ValueError(
-            f"the model exported to {folder} has a held-out loss of {exported:.6f}, but the trained one {sharded:.6f}; "
-            f"they may differ by {TOLERANCE}. The checkpoint is complete; do not use the exported folder"
+            f"the model exported to {folder} has a held-out loss of {exported:.6f}, but the trained "
+            f"one {sharded:.6f}; they may differ by {TOLERANCE}. The checkpoint is complete; do not "
+            "use the exported folder"
         )
 
 
@@ -118,139 +119,146 @@ def write_sample(
     """
     pipeline = TextGenerationPipeline(folder, dtype=torch.float32, glm_vocabulary=blanks)
     tokenizer = load_tokenizer(folder)
-    write = {
+    writers = {
         "continuation": _continue,
         "answer": _answer,
         "masks": _fill_masks,
         "blanks": _fill_blanks,
     }
+    write = writers[pipeline.model.generates]
     torch.manual_seed(0)
     with all_cores():
-        return _marked(
-            write[pipeline.model.generates](pipeline, tokenizer, sample, prompt), tokenizer
-        )
+        return _mark(write(pipeline, tokenizer, sample, prompt), tokenizer)
 
 
 def _continue(
     pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None
-) -> list[Part]:
+) -> list[TextPiece]:
+    """Lets a decoder continue a prompt, or the first half of a sample."""
     longest = pipeline.model.config.max_sequence_length
-    ids = _ids(sample["input_ids"]) if not prompt else _encoded(pipeline, prompt)
-    ids = ids[: max(1, min(len(ids) if prompt else len(ids) // 2, longest - 1))]
+    if prompt:
+        ids = _encode(pipeline, prompt)
+        kept = len(ids)
+    else:
+        ids = _to_list(sample["input_ids"])
+        kept = len(ids) // 2
+    ids = ids[: max(1, min(kept, longest - 1))]
     new = min(NEW_TOKENS, longest + 1 - len(ids))
-    found = _generated(pipeline, ids, new)
-    return [(ids, False), (found[len(ids) :], True)]
+    written = _generate(pipeline, ids, new)
+    return [(ids, False), (written[len(ids) :], True)]
 
 
 def _answer(
     pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None
-) -> list[Part]:
+) -> list[TextPiece]:
+    """Lets an encoder-decoder fill spans, or write a target."""
     known: tuple[int, ...] = ()
-    with suppress(ValueError):  # objectives that replace no spans need no sentinels
+    with suppress(ValueError):  # Objectives that replace no spans need no sentinels.
         known = sentinel_ids(tokenizer)
-    ids = _ids(sample["input_ids"])
     if prompt:
-        ids = _encoded(pipeline, prompt)
+        ids = _encode(pipeline, prompt)
         if known and not set(ids) & set(known):
-            ids = _encoded(pipeline, f"{prompt} {tokenizer.id_to_token(known[0])}")
-    found = _generated(
-        pipeline, ids, min(NEW_TOKENS, pipeline.model.config.max_target_length or NEW_TOKENS)
-    )
+            ids = _encode(pipeline, f"{prompt} {tokenizer.id_to_token(known[0])}")
+    else:
+        ids = _to_list(sample["input_ids"])
+    longest = pipeline.model.config.max_target_length or NEW_TOKENS
+    written = _generate(pipeline, ids, min(NEW_TOKENS, longest))
     blanks = set(ids) & set(known)
     if not blanks:
-        return [(ids, False), (found, True)]
-    fills: dict[int, list[int]] = {}
+        return [(ids, False), (written, True)]
+    # The target is each sentinel, followed by the text in whose place it stands.
+    spans: dict[int, list[int]] = {}
     span: list[int] = []
-    for token in found:
+    for token in written:
         if token in known:
-            span = fills.setdefault(token, [])
+            span = spans.setdefault(token, [])
         else:
             span.append(token)
-    return _filled(
-        ids, {place: fills.get(token, []) for place, token in enumerate(ids) if token in blanks}
-    )
+    fills = {place: spans.get(token, []) for place, token in enumerate(ids) if token in blanks}
+    return _fill(ids, fills)
 
 
 def _fill_masks(
     pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None
-) -> list[Part]:
+) -> list[TextPiece]:
+    """Lets an encoder fill masked words."""
     mask = tokenizer.special_id("mask_token")
-    ids = _ids(sample["input_ids"])
+    segments = None
     if prompt:
-        ids = _encoded(pipeline, prompt)
-        ids = ids if mask in ids else _encoded(pipeline, f"{prompt} {tokenizer.id_to_token(mask)}")
-    segments = (
-        None
-        if prompt or "token_type_ids" not in sample
-        else torch.tensor([_ids(sample["token_type_ids"])])
-    )
+        ids = _encode(pipeline, prompt)
+        if mask not in ids:
+            ids = _encode(pipeline, f"{prompt} {tokenizer.id_to_token(mask)}")
+    else:
+        ids = _to_list(sample["input_ids"])
+        if "token_type_ids" in sample:
+            segments = torch.tensor([_to_list(sample["token_type_ids"])])
     found = fill_mask(
         pipeline.model, torch.tensor([ids]), token_type_ids=segments, mask_token_id=mask, top_k=1
     )
-    return _filled(ids, dict(zip(found.places[:, 1].tolist(), found.tokens.tolist(), strict=True)))
+    places = found.places[:, 1].tolist()
+    return _fill(ids, dict(zip(places, found.tokens.tolist(), strict=True)))
 
 
 def _fill_blanks(
     pipeline: TextGenerationPipeline, tokenizer: Tokenizer, sample: Any, prompt: str | None
-) -> list[Part]:
+) -> list[TextPiece]:
+    """Lets a GLM fill the blanks of a prompt, or of a sample's first part."""
     text: Any = pipeline.blank_text
-    ids = (
-        _cut(text.encode(prompt), pipeline)
-        if prompt
-        else _ids(sample["input_ids"])[: int(sample["attention_mask"])]
-    )
+    if prompt:
+        ids = _shorten(text.encode(prompt), pipeline)
+    else:
+        source_length = int(sample["attention_mask"])
+        ids = _to_list(sample["input_ids"])[:source_length]
     new = min(NEW_TOKENS, pipeline.model.config.max_sequence_length // 2)
     found = fill_blanks(
         pipeline.model, torch.tensor([ids]), text.tokens, max_new_tokens=new, **SAMPLING
     )[0]
     blanks = (text.tokens.mask, text.tokens.smask, text.tokens.gmask)
-    return _filled(
-        ids,
-        dict(zip([i for i, token in enumerate(ids) if token in blanks], found.pieces, strict=True)),
-    )
+    places = [place for place, token in enumerate(ids) if token in blanks]
+    return _fill(ids, dict(zip(places, found.pieces, strict=True)))
 
 
-def _ids(values: Any) -> list[int]:
+def _to_list(values: Any) -> list[int]:
     return torch.as_tensor(values).tolist()
 
 
-def _encoded(pipeline: TextGenerationPipeline, prompt: str) -> list[int]:
+def _encode(pipeline: TextGenerationPipeline, prompt: str) -> list[int]:
     tokenizer: Any = pipeline.tokenizer
-    return _cut(tokenizer(prompt, verbose=False)["input_ids"], pipeline)
+    return _shorten(tokenizer(prompt, verbose=False)["input_ids"], pipeline)
 
 
-def _cut(ids: list[int], pipeline: TextGenerationPipeline) -> list[int]:
+def _shorten(ids: list[int], pipeline: TextGenerationPipeline) -> list[int]:
     """Returns the first token and the last ones if there are more than the model has positions."""
     longest = pipeline.model.config.max_sequence_length
     return ids if len(ids) < longest else [ids[0], *ids[2 - longest :]]
 
 
-def _generated(pipeline: TextGenerationPipeline, ids: list[int], new_tokens: int) -> list[int]:
+def _generate(pipeline: TextGenerationPipeline, ids: list[int], new_tokens: int) -> list[int]:
     settings: Any = {**SAMPLING, "generation_config": pipeline.generation_config}
     found = generate(pipeline.model, torch.tensor([ids]), max_new_tokens=new_tokens, **settings)
     assert isinstance(found, Tensor)
     return found[0].tolist()
 
 
-def _filled(ids: Sequence[int], fills: Mapping[int, Sequence[int]]) -> list[Part]:
-    """Returns the parts of a text whose positions `fills` are replaced."""
-    parts: list[Part] = []
+def _fill(ids: Sequence[int], fills: Mapping[int, Sequence[int]]) -> list[TextPiece]:
+    """Returns the pieces of a text in which the positions `fills` are replaced."""
+    pieces: list[TextPiece] = []
     start = 0
     for place in sorted(fills):
-        parts += [(ids[start:place], False), (fills[place], True)]
+        pieces += [(ids[start:place], False), (fills[place], True)]
         start = place + 1
-    return [*parts, (ids[start:], False)]
+    return [*pieces, (ids[start:], False)]
 
 
-def _marked(parts: Sequence[Part], tokenizer: Tokenizer) -> str:
-    """Returns the text of the parts without special tokens, with marks around what the model wrote."""
-    exact = (
-        tokenizer.decode(tokenizer.encode(" a")) == " a"
-    )  # else decoding drops the white space around a part
-    texts = [(tokenizer.decode(ids, skip_special_tokens=True), written) for ids, written in parts]
-    return ("" if exact else " ").join(
-        text.join(MARKS) if written else text for text, written in texts
-    )
+def _mark(pieces: Sequence[TextPiece], tokenizer: Tokenizer) -> str:
+    """Returns a text without special tokens, with marks around what the model wrote."""
+    # Some tokenizers drop the white space around a piece when they decode it.
+    keeps_spaces = tokenizer.decode(tokenizer.encode(" a")) == " a"
+    texts: list[str] = []
+    for ids, is_written in pieces:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        texts.append(text.join(MARKS) if is_written else text)
+    return ("" if keeps_spaces else " ").join(texts)
 
 
 def write_card(
@@ -260,7 +268,8 @@ def write_card(
     quoted = "".join(f"    {line}\n" for line in sample.splitlines())
     sections = {
         "How it was trained": f"```bash\n{command}\n```",
-        "Sample": f"The model wrote what is between {MARKS[0]} and {MARKS[1]}, on held-out text.\n\n{quoted}",
+        "Sample": f"The model wrote what is between {MARKS[0]} and {MARKS[1]}, on held-out text."
+        f"\n\n{quoted}",
     }
     text = model_card(config, f"{config.architecture}, pretrained with shardzoo", facts, sections)
     (folder / "README.md").write_text(text, encoding="utf-8")

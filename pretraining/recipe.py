@@ -1,4 +1,8 @@
-"""Runs one pretraining, from the corpus to the Hugging Face folder."""
+"""Runs one pretraining, from the corpus to the Hugging Face folder.
+
+`Pretraining.__init__` prepares the run: processes, folder, corpora, samples, model.
+`Pretraining.run` trains, evaluates, exports, evaluates the export, and reports.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +42,10 @@ from ..trainer.trainer import Trainer
 from .arguments import PretrainingArguments
 from .corpora import (
     TOKENIZER,
-    Collate,
     PaddedSamples,
-    data_of,
+    PretrainingCollate,
     held_out_samples,
+    make_data,
     make_samples,
     prepare_data,
 )
@@ -62,52 +66,70 @@ from .tables import (
 
 
 class Pretraining:
-    """A checked run on this rank. The constructor joins the processes and prepares folder, corpora and model.
+    """A checked run on this rank.
+
+    The constructor joins the processes and prepares folder, corpora and model.
 
     Raises:
-        ValueError: on every rank, if the output folder or the data is unusable.
+        ValueError: On every rank, if the output folder or the data is unusable.
     """
 
     def __init__(self, arguments: PretrainingArguments, inputs: Inputs, launch: RankInfo) -> None:
-        self.arguments, self.inputs = arguments, inputs
+        self.arguments = arguments
+        self.inputs = inputs
         if arguments.tf32:
             torch.set_float32_matmul_precision("high")
         self.console = Console(quiet=not launch.is_first)
         self.trainer = Trainer(arguments)
         if dist.is_initialized():
-            dist.barrier()  # every process has checked the folder that the first rank changes next
+            # Every process has checked the folder that the first rank changes next.
+            dist.barrier()
         path, self.first_step = on_first_rank(self._prepare_folder)
         self.run_folder = RunFolder(path)
         self.trainer.run_folder = self.run_folder
+        self._make_samples()
+        self.job = self._plan_stages()
+        self.model = self._build_model()
+        self._show_facts()
+
+    def _make_samples(self) -> None:
+        """Sets the tokenizer's configuration, the samples, and the entropy of the held-out targets."""
+        arguments = self.arguments
+        inputs = self.inputs
         tokenizer = load_tokenizer(self.run_folder.data / TOKENIZER)
-        self.config = (
-            inputs.config
-            if inputs.tokenizer
-            else with_vocabulary(inputs.config, tokenizer, inputs.objective)
-        )
+        self.config = inputs.config
+        if inputs.tokenizer is None:  # It was trained on the corpus, so its size is new.
+            self.config = with_vocabulary(inputs.config, tokenizer, inputs.objective)
         self.train, self.held_out = make_samples(
             arguments, inputs, self.run_folder.data, tokenizer, self.trainer.share
         )
-        self.collate = Collate(build_pad_batch(data_of(arguments, inputs), tokenizer))
+        self.collate = PretrainingCollate(build_pad_batch(make_data(arguments, inputs), tokenizer))
         self.evaluated = held_out_samples(self.held_out, arguments.final_eval_sequences)
-        self.entropy = on_first_rank(
-            lambda: target_entropy(self.evaluated[i] for i in range(len(self.evaluated)))
-        )
-        self.job = self._plan_stages()
-        self.model = self._build_model()
-        ranks, train_tokens = self.trainer.ranks, getattr(self.train, "tokens_per_epoch", None)
+        samples = (self.evaluated[index] for index in range(len(self.evaluated)))
+        self.entropy = on_first_rank(lambda: target_entropy(samples))
+
+    def _show_facts(self) -> None:
+        """Prints what is known of the run before its first step."""
+        ranks = self.trainer.ranks
         self.facts = run_facts(
-            arguments, inputs, self.config, ranks.tp_size, ranks.dp_size, self.first_step
+            self.arguments, self.inputs, self.config, ranks.tp_size, ranks.dp_size, self.first_step
         )
+        train_tokens = getattr(self.train, "tokens_per_epoch", None)
         self.facts |= corpus_facts(train_tokens, self.held_out.tokens_per_epoch, self.entropy)
         self.console.print(facts_table("Run", self.facts))
         if ranks.pp_size > 1:
             self.console.print(stage_table(estimate_stages(self.config, self.job), self.job))
 
     def run(self) -> None:
-        """Trains and evaluates the model, exports it, and prints the results; with `eval_only` evaluates it alone."""
+        """Trains, evaluates and exports the model, and prints the results.
+
+        With `eval_only` it evaluates the model alone.
+        """
         if self.arguments.eval_only:
             self._show_evaluation(self.evaluate())
+            if not self.inputs.continues:
+                # The folder was made for this evaluation, and held only its corpus.
+                on_first_rank(lambda: shutil.rmtree(self.run_folder.path))
             return
         try:
             self._train()
@@ -117,26 +139,34 @@ class Pretraining:
 
     def _train(self) -> None:
         started = time.monotonic()
-        arguments, trainer = self.arguments, self.trainer
-        valid = held_out_samples(self.held_out, arguments.eval_sequences)
+        arguments = self.arguments
+        trainer = self.trainer
+        valid: Any = held_out_samples(self.held_out, arguments.eval_sequences)
+        collate: Any = self.collate
+        if arguments.stream:  # A stream makes its own batches.
+            valid = PaddedSamples(valid, self.collate)
+            collate = None
         with trainer.make_reporter(self.first_step, arguments.train_steps) as reporter:
-            step = trainer.train(
+            results = trainer.train(
                 self.model,
                 train_dataset=self.train,
-                valid_dataset=PaddedSamples(valid, self.collate) if arguments.stream else valid,
-                collate_fn=None if arguments.stream else self.collate,
+                valid_dataset=valid,
+                collate_fn=collate,
                 extra_files=self.run_folder.data / TOKENIZER,
                 reporter=reporter,
-            )["step"]
+            )
+            step = int(results["step"])
             loss = self.evaluate()
-            reporter.evaluation(int(step), {"loss": loss}, kind="final")
-        trained = self._merge_adapter(trainer.run_folder.checkpoint(int(step)))
-        on_first_rank(
-            lambda: self._finish(int(step), trained, loss, (time.monotonic() - started) / 60)
-        )
+            reporter.evaluation(step, {"loss": loss}, kind="final")
+        trained = self._merge_adapter(trainer.run_folder.checkpoint(step))
+        minutes = (time.monotonic() - started) / 60
+        on_first_rank(lambda: self._finish(step, trained, loss, minutes))
 
     def _merge_adapter(self, checkpoint: Path) -> Path:
-        """Returns the folder with the trained model, where LoRA weights are merged into their base. Collective."""
+        """Returns the folder with the trained model. Collective.
+
+        LoRA weights are merged into their base there.
+        """
         if getattr(self.model, "lora", None) is None:
             return checkpoint
         merge_lora(self.model)
@@ -146,27 +176,29 @@ class Pretraining:
         return folder
 
     def evaluate(self) -> float:
-        """Returns the loss of the model, in fp32, over all held-out samples of the final evaluation."""
+        """Returns the loss of the model over all held-out samples of the final evaluation.
+
+        It is computed in fp32, as that of the exported model.
+        """
         if self.arguments.precision != "fp32":
-            self.model.float()  # the exported model is evaluated in fp32
+            self.model.float()
         if self.arguments.tf32:
             torch.set_float32_matmul_precision("highest")
         return self.trainer.evaluate(self.model, self.evaluated, collate_fn=self.collate)["loss"]
 
     def _show_evaluation(self, loss: float) -> None:
-        self.console.print(
-            facts_table("Result", {"held-out loss": compared_loss(loss, self.entropy)})
-        )
-        if not self.inputs.continues:
-            on_first_rank(lambda: shutil.rmtree(self.run_folder.path))  # it held the corpus
+        facts = {"held-out loss": compared_loss(loss, self.entropy)}
+        self.console.print(facts_table("Result", facts))
 
     def _prepare_folder(self) -> tuple[Path, int]:
-        """Returns the path of the run's folder and its first step. An error leaves the folder's contents unchanged."""
+        """Returns the path of the run's folder and its first step.
+
+        An error leaves the folder's contents unchanged.
+        """
         arguments = self.arguments
-        folder = RunFolder(Path(arguments.output_dir)) if arguments.output_dir else None
-        if folder and self.inputs.continues and arguments.eval_only:
-            return folder.path, 0
         if arguments.eval_only:
+            if arguments.output_dir and self.inputs.continues:
+                return Path(arguments.output_dir), 0
             folder = RunFolder(Path(mkdtemp(prefix="shardzoo-")))
             try:
                 prepare_data(arguments, self.inputs, folder.data, self.console)
@@ -174,7 +206,8 @@ class Pretraining:
                 shutil.rmtree(folder.path)
                 raise
             return folder.path, 0
-        folder = folder or RunFolder(make_run_folder(arguments.model_name))
+        path = arguments.output_dir or make_run_folder(arguments.model_name)
+        folder = RunFolder(Path(path))
         take_folder(folder.path, self.console.print)
         try:
             return folder.path, self._fill_folder(folder)
@@ -183,19 +216,19 @@ class Pretraining:
             raise
 
     def _fill_folder(self, folder: RunFolder) -> int:
+        """Begins a run in its folder, or continues the one that is there; returns its first step."""
         arguments = self.arguments
         first_step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite)
         if first_step:
-            folder.record_arguments(arguments.of_the_run())
+            folder.record_arguments(arguments.run_arguments())
             mark_run_as_begun()
             return first_step
         if self.inputs.weights is not None:
-            check_pretrained(
-                self.inputs.weights.folder
-            )  # before the corpus is prepared, which may take hours
+            # Preparing the corpus may take hours, so look at the weights before.
+            check_pretrained(self.inputs.weights.folder)
         with folder.new_data() as prepared:
             prepare_data(arguments, self.inputs, prepared, self.console)
-            folder.begin(arguments.of_the_run(), prepared)
+            folder.begin(arguments.run_arguments(), prepared)
             mark_run_as_begun()
         return 0
 
@@ -207,8 +240,9 @@ class Pretraining:
         return replace(job, pipeline_blocks=blocks)
 
     def _build_model(self) -> nn.Module:
-        arguments, weights = self.arguments, self.inputs.weights
-        made: dict[str, Any] = {
+        arguments = self.arguments
+        weights = self.inputs.weights
+        options: dict[str, Any] = {
             "device": self.trainer.device,
             "dtype": torch.bfloat16 if arguments.precision == "bf16" else torch.float32,
             "seed": arguments.seed,
@@ -217,64 +251,70 @@ class Pretraining:
             ),
         }
         adapts = arguments.lora_rank or arguments.adapter is not None
-        if weights is None or (
-            self.first_step and not adapts
-        ):  # the trainer loads what a run resumes from
-            return from_config(self.config, self.trainer.mesh, **made)
+        # The trainer itself loads the checkpoint that a run resumes from; of LoRA, the adapter.
+        loaded_by_trainer = self.first_step and not adapts
+        if weights is None or loaded_by_trainer:
+            return from_config(self.config, self.trainer.mesh, **options)
         new = missing_modules(weights.folder, self.config)
-        return from_pretrained(
-            weights.folder, self.trainer.mesh, config=self.config, new=new, **made
-        ).train()
+        model = from_pretrained(
+            weights.folder, self.trainer.mesh, config=self.config, new=new, **options
+        )
+        return model.train()
 
     def _finish(self, step: int, trained: Path, loss: float, minutes: float) -> None:
-        """Plots the losses, exports the model, evaluates the exported one, and reports all of it."""
-        folder, arguments, ranks = self.run_folder, self.arguments, self.trainer.ranks
+        """Plots the losses, exports the model, evaluates the exported one, and reports all of it.
+
+        Args:
+            trained: The folder with the trained model.
+            loss: Of the model as it was trained, on the held-out samples.
+        """
+        folder = self.run_folder
+        arguments = self.arguments
+        ranks = self.trainer.ranks
+        global_batch = arguments.global_batch(ranks.dp_size)
+        mesh = mesh_fact(ranks.pp_size, ranks.dp_size, ranks.tp_size)
         plot_loss(
             folder.metrics(),
             folder.loss_plot,
-            tokens_per_step=arguments.global_batch(ranks.dp_size) * self.inputs.tokens_per_sample,
+            tokens_per_step=global_batch * self.inputs.tokens_per_sample,
             entropy=self.entropy,
             entropy_label="entropy of the held-out targets",
-            title=f"{arguments.model_name} on {mesh_fact(ranks.pp_size, ranks.dp_size, ranks.tp_size)}",
+            title=f"{arguments.model_name} on {mesh}",
         )
+
+        # Export, and evaluate what was exported.
         shutil.rmtree(folder.hf, ignore_errors=True)
         merge(trained, folder.hf)
         if trained != folder.checkpoint(step):
             shutil.rmtree(trained)
         self.console.print("loading the exported folder …")
-        how = {
-            "batch_size": arguments.micro_batch_size,
-            "collate": self.collate,
-            "device": self.trainer.device,
-        }
-        exported = exported_loss(folder.hf, self.evaluated, **how)
-        loader = (
-            "transformers"
-            if family(self.config.model_type).in_transformers
-            else "the unsplit model"
+        exported = exported_loss(
+            folder.hf,
+            self.evaluated,
+            batch_size=arguments.micro_batch_size,
+            collate=self.collate,
+            device=self.trainer.device,
         )
+        in_transformers = family(self.config.model_type).in_transformers
         results = run_results(
             loss=loss,
             exported=exported,
             entropy=self.entropy,
-            loader=loader,
+            loader="transformers" if in_transformers else "the unsplit model",
             ranks=ranks,
             minutes=minutes,
-        ) | step_time(folder.metrics(), arguments.global_batch(ranks.dp_size))
+        )
+        results |= step_time(folder.metrics(), global_batch)
+
+        # Let the exported model write, and report.
         blanks = getattr(self.inputs.objective, "vocabulary", None)
         sample = write_sample(folder.hf, self.held_out[0], arguments.sample_prompt, blanks=blanks)
         write_card(
             folder.hf, self.config, {**self.facts, **results}, command=command_line(), sample=sample
         )
         self.trainer.write_report({"Run": self.facts, "Export": results, "Sample": sample})
-        self.console.print(
-            facts_table("Result", results | run_files(folder, self.config.architecture))
-        )
-        self.console.print(
-            Panel(
-                Text(sample),
-                title="the exported model wrote the parts in [[ ]]",
-                title_align="left",
-            )
-        )
+        files = run_files(folder, self.config.architecture)
+        self.console.print(facts_table("Result", results | files))
+        title = "the exported model wrote the parts in [[ ]]"
+        self.console.print(Panel(Text(sample), title=title, title_align="left"))
         check_export(folder.hf, exported, loss)

@@ -53,31 +53,41 @@ def run_facts(
 ) -> dict[str, str]:
     """Returns what is known of a run before its corpus: the model, how it is split, the objective, the steps."""
     sizes = parameter_sizes(config, tp_size)
-    full, local = sum(size.full for size in sizes), sum(size.local for size in sizes)
+    full = sum(size.full for size in sizes)
+    local = sum(size.local for size in sizes)
+    engine: str = arguments.env_type
     stage = zero_stage(arguments) if arguments.env_type.startswith("deepspeed") else 0
+    if stage:
+        engine += f", ZeRO stage {stage}"
     accumulation = arguments.accumulation_steps(dp_size)
-    sequences, steps = arguments.global_batch(dp_size), arguments.train_steps or 0
+    sequences = arguments.global_batch(dp_size)
+    steps = arguments.train_steps or 0
     tokens = sequences * inputs.tokens_per_sample
+    objective = inputs.objective.name
     settings = ", ".join(f"{name}={value}" for name, value in asdict(inputs.objective).items())
+    if settings:
+        objective += f" ({settings})"
+    resuming = f", resuming from step {first_step:,}" if first_step else ""
     return {
-        "model": f"{arguments.model_name}: {config.architecture}, {full:,} parameters, {local:,} on a rank",
+        "model": f"{arguments.model_name}: {config.architecture}, {full:,} parameters, "
+        f"{local:,} on a rank",
         "weights": f"those of {inputs.weights.name}" if inputs.weights else "new",
         "tokenizer": tokenizer_fact(inputs, config),
-        "objective": f"{inputs.objective.name}" + (f" ({settings})" if settings else ""),
+        "objective": objective,
         "mesh": mesh_fact(arguments.pipeline_parallel_size, dp_size, tp_size),
         "precision": arguments.precision,
-        "engine": arguments.env_type + (f", ZeRO stage {stage}" if stage else ""),
-        "global batch": f"{sequences} sequences x {inputs.tokens_per_sample} tokens = {tokens:,} tokens "
-        f"({accumulation} micro-batches of {arguments.micro_batch_size} a rank)",
-        "steps": f"{steps:,}" + (f", resuming from step {first_step:,}" if first_step else "")
-        + f" = {steps * tokens:,} tokens",
-    }  # fmt: skip
+        "engine": engine,
+        "global batch": f"{sequences} sequences x {inputs.tokens_per_sample} tokens = {tokens:,} "
+        f"tokens ({accumulation} micro-batches of {arguments.micro_batch_size} a rank)",
+        "steps": f"{steps:,}{resuming} = {steps * tokens:,} tokens",
+    }
 
 
 def mesh_fact(stages: int, dp_size: int, tp_size: int) -> str:
     """Returns how many processes there are, and what each axis of the mesh splits."""
     pipeline = f"{stages} pipeline stages x " if stages > 1 else ""
-    return f"{pipeline}{tp_size} tensor-parallel x {dp_size} data-parallel = {stages * dp_size * tp_size} processes"
+    processes = stages * dp_size * tp_size
+    return f"{pipeline}{tp_size} tensor-parallel x {dp_size} data-parallel = {processes} processes"
 
 
 def tokenizer_fact(inputs: Inputs, config: ModelConfig) -> str:
@@ -85,18 +95,18 @@ def tokenizer_fact(inputs: Inputs, config: ModelConfig) -> str:
     if inputs.tokenizer is None:
         kind = family(config.model_type).tokenizer_of(config)
         return f"{kind} of {config.vocab_size:,} tokens, trained on the corpus"
-    unknown = inputs.weights is not None and inputs.weights.vocabulary is None
-    return inputs.tokenizer_name + (
-        ", taken as that of the weights, which record none" if unknown else ""
-    )
+    if inputs.weights is not None and inputs.weights.vocabulary is None:
+        return f"{inputs.tokenizer_name}, taken as that of the weights, which record none"
+    return inputs.tokenizer_name
 
 
 def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Group:
-    """Returns tables of what a run would do, without its corpus, whose size is unknown before it is prepared."""
-    tp_size, processes = (
-        arguments.model_parallel_size,
-        processes_of(arguments) * max(1, arguments.num_nodes),
-    )
+    """Returns tables of what a run would do.
+
+    The size of its corpus is unknown before it is prepared.
+    """
+    tp_size = arguments.model_parallel_size
+    processes = processes_of(arguments) * max(1, arguments.num_nodes)
     dp_size = processes // (tp_size * arguments.pipeline_parallel_size)
     if inputs.tokenizer is None and arguments.vocab_size is not None:
         inputs = replace(inputs, config=inputs.config.with_changes(vocab_size=arguments.vocab_size))
@@ -112,13 +122,14 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Group:
             f"the busiest tensor-parallel rank computes {uneven:.1%} more than an even share"
         )
     facts["corpus"] = ", ".join(arguments.data) or "the Python standard library"
-    folder = RunFolder(
-        Path(arguments.output_dir or Path("runs", f"{Path(arguments.model_name).name}-DATE"))
-    )
+    usual_folder = Path("runs", f"{Path(arguments.model_name).name}-DATE")
+    folder = RunFolder(Path(arguments.output_dir or usual_folder))
     if arguments.overwrite and folder.own_files():
         facts["would delete"] = ", ".join(str(path) for path in folder.own_files())
-    plan = facts_table("Plan", facts | run_files(folder, inputs.config.architecture))
-    return Group(plan, *([stage_table(stages, job)] if len(stages) > 1 else []))
+    tables = [facts_table("Plan", facts | run_files(folder, inputs.config.architecture))]
+    if len(stages) > 1:
+        tables.append(stage_table(stages, job))
+    return Group(*tables)
 
 
 def with_stages(arguments: PretrainingArguments, config: ModelConfig, job: Job) -> Job:
@@ -126,9 +137,8 @@ def with_stages(arguments: PretrainingArguments, config: ModelConfig, job: Job) 
     stages = arguments.pipeline_parallel_size
     if stages == 1:
         return job
-    return replace(
-        job, pipeline_blocks=choose_blocks(config, stages, arguments.pipeline_partition, job)
-    )
+    blocks = choose_blocks(config, stages, arguments.pipeline_partition, job)
+    return replace(job, pipeline_blocks=blocks)
 
 
 def estimated_job(
@@ -138,9 +148,8 @@ def estimated_job(
     length, target = inputs.objective.lengths(inputs.sequence_length, inputs.target_length)
     config = inputs.config
     if length > config.max_sequence_length and family(config.model_type).kind != "encoder-decoder":
-        config = config.with_changes(
-            max_position_embeddings=length
-        )  # samples with blanks are longer than their text
+        # Samples with blanks are longer than their text.
+        config = config.with_changes(max_position_embeddings=length)
     deepspeed = arguments.env_type.startswith("deepspeed")
     return config, Job(
         micro_batch_size=arguments.micro_batch_size,
@@ -160,7 +169,11 @@ def estimated_job(
 
 
 def corpus_facts(train_tokens: int | None, held_out_tokens: int, entropy: float) -> dict[str, str]:
-    """Returns the sizes of the corpus, and the baseline of the loss. `train_tokens` of a stream are None."""
+    """Returns the sizes of the corpus, and the baseline of the loss.
+
+    Args:
+        train_tokens: None for a stream.
+    """
     train = "a stream" if train_tokens is None else f"{train_tokens:,} tokens"
     return {
         "corpus": f"{train} to train on, {held_out_tokens:,} tokens held out",
@@ -181,8 +194,8 @@ def run_results(
     """Returns a run's results. `loader` is what evaluated the exported model."""
     return {
         "held-out loss": compared_loss(loss, entropy),
-        "exported model": f"held-out loss {exported:.6f} by {loader}, {loss:.6f} native at TP={ranks.tp_size}, "
-        f"difference {abs(exported - loss):.1e}",
+        "exported model": f"held-out loss {exported:.6f} by {loader}, {loss:.6f} native at "
+        f"TP={ranks.tp_size}, difference {abs(exported - loss):.1e}",
         "time": f"{minutes:.1f} minutes",
     }
 

@@ -530,9 +530,9 @@ def test_the_saved_arguments_of_a_run_are_read_again(tmp_path):
 
     arguments = read("--model", "glm-10b", "--data", "a:0.5", "b:0.5", "--objective.short", "0.1")
     saved = tmp_path / "arguments.yaml"
-    saved.write_text(yaml.safe_dump(arguments.of_the_run()))
+    saved.write_text(yaml.safe_dump(arguments.run_arguments()))
     again = read("--config", str(saved))
-    assert again.of_the_run() == arguments.of_the_run()
+    assert again.run_arguments() == arguments.run_arguments()
     assert again.objective == arguments.objective
     assert again.data == ("a:0.5", "b:0.5")
 
@@ -551,7 +551,7 @@ def test_a_resumed_run_keeps_its_objective_and_settings(tmp_path):
         "a",
         "b",
     )
-    (tmp_path / "arguments.yaml").write_text(yaml.safe_dump(begun.of_the_run()))
+    (tmp_path / "arguments.yaml").write_text(yaml.safe_dump(begun.run_arguments()))
     resume = ["--resume", "--output-dir", str(tmp_path)]
     again = read(*resume, "--train-steps", "7")
     assert (again.objective, again.data, again.lr, again.train_steps) == (
@@ -579,7 +579,7 @@ def test_a_resumed_run_keeps_its_objective_and_settings(tmp_path):
 def test_a_quick_run_to_find_mistakes():
     arguments = read("--fast-dev-run", "--train-steps", "100")
     assert (arguments.train_steps, arguments.eval_interval) == (20, 10)
-    assert "fast_dev_run" not in arguments.of_the_run()
+    assert "fast_dev_run" not in arguments.run_arguments()
 
 
 def test_a_folder_in_use_is_left_alone(workspace):

@@ -35,7 +35,7 @@ def test_a_recipe_is_found_by_the_name_of_its_model(file):
         return
     by_model = read_arguments(["--model", file.stem], quiet=True)
     assert by_model.config == file
-    assert by_model.of_the_run() == by_config.of_the_run()
+    assert by_model.run_arguments() == by_config.run_arguments()
     assert by_config.model == file.stem
 
 
