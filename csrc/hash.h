@@ -1,4 +1,4 @@
-// The dropout hash of ops/dropout.py, for scalars and for vectors of uint32 alike.
+// The dropout hash of ops/dropout_mask.py, for scalars and for vectors of uint32 alike.
 #pragma once
 
 #include <cstdint>

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from ..ops import bias_dropout_residual, dropout_keys, masked_softmax, use_key
-from ..ops.dropout import keys_from_row
+from ..ops.dropout_mask import keys_from_row
 from ..ops.library import LIBRARY
 from .division import find_first_unit
 from .mesh import ParallelMesh, tp_rank, tp_size

@@ -68,6 +68,12 @@ def bias_gelu_backward_reference(grad, x, bias, tanh):
     return grad_z.to(x.dtype), grad_bias
 
 
+def _launch_triton_bias_gelu(*arguments):
+    from .triton_kernels.activation import launch_bias_gelu
+
+    launch_bias_gelu(*arguments)
+
+
 bias_gelu_op = Op(
     "bias_gelu",
     "Tensor x, Tensor? bias, bool tanh",
@@ -75,7 +81,16 @@ bias_gelu_op = Op(
     allocate=lambda x, bias, tanh: (empty_pooled(x),),
     reference=bias_gelu_reference,
     prepare=lambda x, bias, tanh: same_dtype(x, bias) or (*contiguous(x, bias), tanh),
+    triton=_launch_triton_bias_gelu,
 )
+
+
+def _launch_triton_bias_gelu_backward(*arguments):
+    from .triton_kernels.activation import launch_bias_gelu_backward
+
+    launch_bias_gelu_backward(*arguments)
+
+
 bias_gelu_backward_op = Op(
     "bias_gelu_backward",
     "Tensor grad, Tensor x, Tensor? bias, bool tanh",
@@ -88,6 +103,7 @@ bias_gelu_backward_op = Op(
     prepare=lambda grad, x, bias, tanh: (
         same_dtype(grad, x, bias) or (*contiguous(grad, x, bias), tanh)
     ),
+    triton=_launch_triton_bias_gelu_backward,
 )
 
 
@@ -166,6 +182,12 @@ def _rows(tensor):
     return tensor.contiguous().view(-1, tensor.shape[-1])
 
 
+def _launch_triton_glu(*arguments):
+    from .triton_kernels.activation import launch_glu
+
+    launch_glu(*arguments)
+
+
 glu_op = Op(
     "glu",
     "Tensor gate, Tensor up, int activation",
@@ -175,7 +197,16 @@ glu_op = Op(
     prepare=lambda gate, up, activation: (
         same_dtype(gate, up) or (_rows(gate), _rows(up), activation)
     ),
+    triton=_launch_triton_glu,
 )
+
+
+def _launch_triton_glu_backward(*arguments):
+    from .triton_kernels.activation import launch_glu_backward
+
+    launch_glu_backward(*arguments)
+
+
 glu_backward_op = Op(
     "glu_backward",
     "Tensor grad, Tensor gate, Tensor up, int activation",
@@ -185,6 +216,7 @@ glu_backward_op = Op(
     prepare=lambda grad, gate, up, activation: (
         same_dtype(grad, gate, up) or (_rows(grad), _rows(gate), _rows(up), activation)
     ),
+    triton=_launch_triton_glu_backward,
 )
 
 

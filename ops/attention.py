@@ -7,8 +7,8 @@ k, so the memory grows linearly with the sequence. The reference takes the queri
 are `matmul` and `masked_softmax` in whatever variant is chosen. Kernels take tiles of queries and keys; their backward
 pass needs the output and, of each query, lse = log(sum(exp(z))), which is -inf without a key. The bias depends on the
 distance key - query alone: it is one number per head and diagonal of the scores, and so is its gradient. Which
-probabilities dropout keeps is a function of the sample, head, query and key alone (ops/dropout.py), so a block computes
-its own part of the mask. A query without any allowed key gets zeros.
+probabilities dropout keeps is a function of the sample, head, query and key alone (dropout_mask.py), so a block
+computes its own part of the mask. A query without any allowed key gets zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import sdpa_flop_count
 
 from . import library, softmax
-from .dropout import keys_from_row
+from .dropout_mask import keys_from_row
 from .library import (
     Op,
     compute_dtype,
@@ -312,6 +312,14 @@ _RULES = (
     "Tensor? relative_bias, Tensor? mask, Tensor? prefix, Tensor? key_lengths, Tensor? keys, float scale, "
     "bool causal, float dropout, SymInt first_head, SymInt first_row"
 )
+
+
+def _launch_triton(*arguments):
+    from .triton_kernels.attention import launch_forward
+
+    launch_forward(*arguments)
+
+
 forward_op = Op(
     "attention",
     "Tensor q, Tensor k, Tensor v, " + _RULES,
@@ -319,8 +327,17 @@ forward_op = Op(
     allocate=_allocate,
     reference=reference,
     prepare=_prepare,
-    variants=("cpp", "triton"),
+    compiled=("cpp",),
+    triton=_launch_triton,
 )
+
+
+def _launch_triton_backward(*arguments):
+    from .triton_kernels.attention import launch_backward
+
+    launch_backward(*arguments)
+
+
 backward_op = Op(
     "attention_backward",
     "Tensor grad, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, " + _RULES,
@@ -328,7 +345,8 @@ backward_op = Op(
     allocate=_allocate_backward,
     reference=backward_reference,
     prepare=_prepare_backward,
-    variants=("cpp", "triton"),
+    compiled=("cpp",),
+    triton=_launch_triton_backward,
 )
 
 

@@ -117,6 +117,14 @@ def _prepare_grad(logits, target, grad, log_z, *settings):
 
 
 _SETTINGS = "SymInt first, SymInt columns, SymInt num_classes, float label_smoothing, float z_loss, int ignore_index"
+
+
+def _launch_triton_stats(*arguments):
+    from .triton_kernels.cross_entropy import launch_stats
+
+    launch_stats(*arguments)
+
+
 stats_op = Op(
     "cross_entropy_stats",
     "Tensor logits, Tensor target, SymInt first, SymInt columns, bool with_sum",
@@ -124,7 +132,16 @@ stats_op = Op(
     allocate=_allocate_stats,
     reference=stats_reference,
     prepare=_prepare_stats,
+    triton=_launch_triton_stats,
 )
+
+
+def _launch_triton_grad(*arguments):
+    from .triton_kernels.cross_entropy import launch_grad
+
+    launch_grad(*arguments)
+
+
 grad_op = Op(
     "cross_entropy_grad",
     f"Tensor logits, Tensor target, Tensor grad, Tensor log_z, {_SETTINGS}",
@@ -132,6 +149,7 @@ grad_op = Op(
     allocate=lambda logits, *_: (empty_pooled(logits),),
     reference=grad_reference,
     prepare=_prepare_grad,
+    triton=_launch_triton_grad,
 )
 
 # Writes the gradient over the logits. This is a separate op, because an op's inputs and its `out` must not overlap.

@@ -48,6 +48,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 POOLED = (
     1 << 20
 )  # bytes; outputs of this size or more use memory of the pool (csrc/matmul/pool.cpp)
+LONGEST_TRITON_ROW = 65536  # columns; the Triton kernels hold a row in registers
 Outputs = tuple[torch.Tensor, ...]
 OPS: dict[str, Op] = {}  # by name
 torch_dispatch = attrgetter("__torch_dispatch__")
@@ -64,8 +65,10 @@ class Op:
         arguments: Its arguments in schema syntax.
         outputs: The names of the tensors it returns. An output that a call does not need is a tensor of size 0.
         allocate, reference, prepare: See above.
-        variants: The variants whose kernels exist. Instead of another one the reference runs; where the choice is free,
-            an accelerator runs the Triton kernels before that.
+        compiled: The variants whose compiled kernels exist, of "cpp" and "cuda".
+        triton: Launches the Triton kernels with the prepared arguments and the outputs; None if there are none. Instead
+            of a variant that does not exist the reference runs; where the choice is free, an accelerator runs the
+            Triton kernels before that.
     """
 
     def __init__(
@@ -77,13 +80,18 @@ class Op:
         allocate: Callable[..., Outputs],
         reference: Callable[..., Outputs],
         prepare: Callable[..., tuple | str] | None,
-        variants: Sequence[str] = ("cpp", "cuda", "triton"),
+        compiled: Sequence[str] = ("cpp", "cuda"),
+        triton: Callable[..., None] | None = None,
     ) -> None:
-        self.name, self.outputs, self.variants = name, tuple(outputs), variants
-        self.allocate, self.reference, self.prepare = allocate, reference, prepare
-        self._function: type[torch.autograd.Function] | None = (
-            None  # the gradient formula, set by `autograd`
-        )
+        self.name = name
+        self.outputs = tuple(outputs)
+        self.allocate = allocate
+        self.reference = reference
+        self.prepare = prepare
+        self.triton = triton
+        self.variants = tuple(compiled) if triton is None else (*compiled, "triton")
+        # The gradient formula, which `autograd` sets.
+        self._function: type[torch.autograd.Function] | None = None
         OPS[name] = self
         returned = ", ".join(f"Tensor {output}" for output in outputs)
         LIBRARY.define(f"{name}({arguments}) -> ({returned})")
@@ -172,10 +180,8 @@ class Op:
         if isinstance(prepared, str):
             log_fallback(self.name, variant, prepared)
             return False
-        if variant == "triton":
-            from .triton_kernels import KERNELS
-
-            KERNELS[self.name](*prepared, *outputs)
+        if variant == "triton" and self.triton is not None:
+            self.triton(*prepared, *outputs)
         else:
             call_compiled(self.name, *prepared, *outputs)
         return True
@@ -194,13 +200,23 @@ class Op:
             f"shardzoo::{self.name}", backward, setup_context=setup_context, lib=LIBRARY
         )
 
-        def forward(ctx, *arguments):
-            outputs = self._call(*arguments)
-            setup_context(ctx, arguments, outputs)
-            return outputs
+        call = self._call
+        compute_gradients = backward
 
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self._function = type(self.name, (torch.autograd.Function,), methods)
+        class OpFunction(torch.autograd.Function):
+            """Runs the op without PyTorch's dispatcher, with the gradient formula registered above."""
+
+            @staticmethod
+            def forward(ctx, *arguments):
+                outputs = call(*arguments)
+                setup_context(ctx, arguments, outputs)
+                return outputs
+
+            @staticmethod
+            def backward(ctx, *grads):
+                return compute_gradients(ctx, *grads)
+
+        self._function = OpFunction
 
 
 def _in_layout(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -448,12 +464,10 @@ def triton_runs_on(device_type: str) -> str | None:
 
 def unfit_for_triton(tensor: torch.Tensor) -> str | None:
     """Returns why the Triton kernels do not take this tensor, or None if they do."""
-    from .triton_kernels.common import LONGEST_ROW
-
     if tensor.dtype == torch.float64:
         return "the Triton kernels compute in fp32"
-    if tensor.dim() != 2 and tensor.shape[-1] > LONGEST_ROW:
-        return f"rows longer than {LONGEST_ROW}"
+    if tensor.dim() != 2 and tensor.shape[-1] > LONGEST_TRITON_ROW:
+        return f"rows longer than {LONGEST_TRITON_ROW}"
     return None
 
 

@@ -74,6 +74,12 @@ def _layer_norm_prepare_backward(grad, grad_summed, h, weight, mean, rstd, has_b
     return same_dtype(*tensors) or (*contiguous(*tensors), mean, rstd, has_bias)
 
 
+def _launch_triton_layer_norm(*arguments):
+    from .triton_kernels.norm import launch_layer_norm
+
+    launch_layer_norm(*arguments)
+
+
 layer_norm_op = Op(
     "layer_norm",
     "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps",
@@ -81,7 +87,16 @@ layer_norm_op = Op(
     allocate=_layer_norm_allocate,
     reference=layer_norm_reference,
     prepare=_layer_norm_prepare,
+    triton=_launch_triton_layer_norm,
 )
+
+
+def _launch_triton_layer_norm_backward(*arguments):
+    from .triton_kernels.norm import launch_layer_norm_backward
+
+    launch_layer_norm_backward(*arguments)
+
+
 layer_norm_backward_op = Op(
     "layer_norm_backward",
     "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor mean, Tensor rstd, bool has_bias",
@@ -89,6 +104,7 @@ layer_norm_backward_op = Op(
     allocate=_layer_norm_allocate_backward,
     reference=layer_norm_backward_reference,
     prepare=_layer_norm_prepare_backward,
+    triton=_launch_triton_layer_norm_backward,
 )
 
 
@@ -179,6 +195,12 @@ def _rms_norm_prepare_backward(grad, grad_summed, h, weight, rstd):
     )
 
 
+def _launch_triton_rms_norm(*arguments):
+    from .triton_kernels.norm import launch_rms_norm
+
+    launch_rms_norm(*arguments)
+
+
 rms_norm_op = Op(
     "rms_norm",
     "Tensor x, Tensor? residual, Tensor weight, float eps",
@@ -186,7 +208,16 @@ rms_norm_op = Op(
     allocate=_rms_norm_allocate,
     reference=rms_norm_reference,
     prepare=_rms_norm_prepare,
+    triton=_launch_triton_rms_norm,
 )
+
+
+def _launch_triton_rms_norm_backward(*arguments):
+    from .triton_kernels.norm import launch_rms_norm_backward
+
+    launch_rms_norm_backward(*arguments)
+
+
 rms_norm_backward_op = Op(
     "rms_norm_backward",
     "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor rstd",
@@ -194,6 +225,7 @@ rms_norm_backward_op = Op(
     allocate=_rms_norm_allocate_backward,
     reference=rms_norm_backward_reference,
     prepare=_rms_norm_prepare_backward,
+    triton=_launch_triton_rms_norm_backward,
 )
 
 

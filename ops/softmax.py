@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .autograd import Function, once_differentiable
-from .dropout import attention_rows, kept_elements, row_keys
+from .dropout_mask import attention_rows, kept_elements, row_keys
 from .library import Op, compute_dtype, empty_placeholder, empty_pooled, same_dtype
 
 ROWS_AT_ONCE = 64  # rows of a relative bias whose gradients are summed in one operation
@@ -126,6 +126,12 @@ def _prepare_backward(grad, probs, keys, scale, dropout, first_head, bias_batch)
     )
 
 
+def _launch_triton(*arguments):
+    from .triton_kernels.softmax import launch_forward
+
+    launch_forward(*arguments)
+
+
 forward_op = Op(
     "masked_softmax",
     "Tensor scores, Tensor? mask, Tensor? bias, Tensor? prefix, Tensor? keys, float scale, bool causal, "
@@ -134,7 +140,16 @@ forward_op = Op(
     allocate=_allocate,
     reference=reference,
     prepare=_prepare,
+    triton=_launch_triton,
 )
+
+
+def _launch_triton_backward(*arguments):
+    from .triton_kernels.softmax import launch_backward
+
+    launch_backward(*arguments)
+
+
 backward_op = Op(
     "masked_softmax_backward",
     "Tensor grad, Tensor probs, Tensor? keys, float scale, float dropout, SymInt first_head, SymInt bias_batch",
@@ -142,6 +157,7 @@ backward_op = Op(
     allocate=_allocate_backward,
     reference=backward_reference,
     prepare=_prepare_backward,
+    triton=_launch_triton_backward,
 )
 
 

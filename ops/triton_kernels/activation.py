@@ -127,7 +127,7 @@ def glu_backward(
     tl.store(grad_up_ptr + at, (grad * value).to(grad_up_ptr.dtype.element_ty), mask=inside)
 
 
-def _gelu(x, bias, tanh, y):
+def launch_bias_gelu(x, bias, tanh, y):
     columns = x.shape[-1]
     block = block_of(columns)
     flags = {"HAS_BIAS": bias is not None, "ACTIVATION": int(tanh), "BLOCK": block}
@@ -135,7 +135,7 @@ def _gelu(x, bias, tanh, y):
     gelu_forward[grid](x, pointer(bias, x), y, columns, **flags, num_warps=warps_of(block))
 
 
-def _gelu_backward(grad, x, bias, tanh, grad_x, grad_bias):
+def launch_bias_gelu_backward(grad, x, bias, tanh, grad_x, grad_bias):
     columns = x.shape[-1]
     rows, block = x.numel() // columns, block_of(columns)
     partial = partial_sums(x, rows, columns)
@@ -157,7 +157,7 @@ def _gelu_backward(grad, x, bias, tanh, grad_x, grad_bias):
         grad_bias.copy_(partial.sum(0))
 
 
-def _glu(gate, up, activation, y):
+def launch_glu(gate, up, activation, y):
     rows, columns = gate.shape
     block = block_of(columns)
     glu_forward[(rows,)](
@@ -173,7 +173,7 @@ def _glu(gate, up, activation, y):
     )
 
 
-def _glu_backward(grad, gate, up, activation, grad_gate, grad_up):
+def launch_glu_backward(grad, gate, up, activation, grad_gate, grad_up):
     rows, columns = gate.shape
     block = block_of(columns)
     glu_backward[(rows,)](
@@ -190,11 +190,3 @@ def _glu_backward(grad, gate, up, activation, grad_gate, grad_up):
         BLOCK=block,
         num_warps=warps_of(block),
     )
-
-
-KERNELS = {
-    "bias_gelu": _gelu,
-    "bias_gelu_backward": _gelu_backward,
-    "glu": _glu,
-    "glu_backward": _glu_backward,
-}

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..dropout import dropout_threshold
+from ..dropout_mask import dropout_threshold
 from ..library import contiguous
 from .common import is_kept, row_key
 
@@ -598,7 +598,7 @@ def _call(q, k, bias, mask, prefix, lengths, keys, scale, causal, dropout, first
     return Sizes(heads, heads // groups, queries, total), rules
 
 
-def _forward(q, k, v, *arguments):
+def launch_forward(q, k, v, *arguments):
     *arguments, out, lse = arguments
     sizes, rules = _call(q, k, *arguments)
     tile = tile_of(forward, q)
@@ -606,7 +606,7 @@ def _forward(q, k, v, *arguments):
     _launch(forward, tile, programs, (lse,), (q, k, v, out), sizes, rules, arguments[6])
 
 
-def _backward(grad, out, lse, q, k, v, *arguments):
+def launch_backward(grad, out, lse, q, k, v, *arguments):
     *arguments, grad_q, grad_k, grad_v, grad_bias = arguments
     sizes, rules = _call(q, k, *arguments)
     call = ((q, k, v, grad), sizes, rules, arguments[6])
@@ -637,6 +637,3 @@ def _bias_gradient(q, statistics, call):
     partial = q.new_zeros(2 * parts, sizes.heads, distances, dtype=torch.float32)
     _launch(bias_gradient, tile, walks * parts, (*statistics, partial, batch, share), *call)
     return partial.sum(0)
-
-
-KERNELS = {"attention": _forward, "attention_backward": _backward}

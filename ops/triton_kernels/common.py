@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-LONGEST_ROW = 65536
-
 
 def block_of(columns: int) -> int:
     """Returns the smallest power of two that holds a row."""
@@ -36,7 +34,7 @@ def pointer(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def row_key(sample_key, row):
-    """Returns the dropout key of a row, chain(sample_key, row) of ops/dropout.py; both are int64."""
+    """Returns the dropout key of a row, chain(sample_key, row) of ops/dropout_mask.py; both are int64."""
     z = sample_key.to(tl.uint64) + (row + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB

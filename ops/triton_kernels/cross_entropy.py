@@ -92,7 +92,9 @@ def gradient(
         )
 
 
-def _stats(logits, target, first, columns, with_sum, maximum, sum_exp, target_logit, sum_logits):
+def launch_stats(
+    logits, target, first, columns, with_sum, maximum, sum_exp, target_logit, sum_logits
+):
     rows, width = logits.shape
     block = min(block_of(width), LARGEST_BLOCK)
     outputs = (maximum, sum_exp, target_logit, sum_logits)
@@ -109,7 +111,7 @@ def _stats(logits, target, first, columns, with_sum, maximum, sum_exp, target_lo
     )
 
 
-def _gradient(
+def launch_grad(
     logits,
     target,
     grad,
@@ -140,6 +142,3 @@ def _gradient(
         BLOCK=block,
         num_warps=warps_of(block),
     )
-
-
-KERNELS = {"cross_entropy_stats": _stats, "cross_entropy_grad": _gradient}

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..dropout import dropout_threshold, row_keys
+from ..dropout_mask import dropout_threshold, row_keys
 from .common import block_of, chunk_rows, keep_factor, partial_sums, pointer, warps_of
 
 
@@ -84,7 +84,7 @@ def _keys(keys, first_row, rows):
     )
 
 
-def _forward(x, bias, residual, keys, p, first_row, first_column, y):
+def launch_forward(x, bias, residual, keys, p, first_row, first_column, y):
     columns = x.shape[-1]
     rows, block = x.numel() // columns, block_of(columns)
     dropout_forward[(rows,)](
@@ -105,7 +105,7 @@ def _forward(x, bias, residual, keys, p, first_row, first_column, y):
     )
 
 
-def _backward(grad, keys, p, first_row, first_column, has_bias, grad_x, grad_bias):
+def launch_backward(grad, keys, p, first_row, first_column, has_bias, grad_x, grad_bias):
     columns = grad.shape[-1]
     rows, block = grad.numel() // columns, block_of(columns)
     partial = partial_sums(grad, rows, columns)
@@ -127,6 +127,3 @@ def _backward(grad, keys, p, first_row, first_column, has_bias, grad_x, grad_bia
     )
     if has_bias:
         grad_bias.copy_(partial.sum(0))
-
-
-KERNELS = {"bias_dropout_residual": _forward, "bias_dropout_residual_backward": _backward}

@@ -99,7 +99,7 @@ def norm_backward(
         tl.store(partial_bias_ptr + at, sum_bias, mask=inside)
 
 
-def _forward(x, residual, weight, bias, eps, y, summed, mean, rstd):
+def launch_layer_norm(x, residual, weight, bias, eps, y, summed, mean, rstd):
     columns = x.shape[-1]
     block = block_of(columns)
     norm_forward[(x.numel() // columns,)](
@@ -121,7 +121,9 @@ def _forward(x, residual, weight, bias, eps, y, summed, mean, rstd):
     )
 
 
-def _backward(grad, grad_summed, h, weight, mean, rstd, has_bias, grad_x, grad_weight, grad_bias):
+def launch_layer_norm_backward(
+    grad, grad_summed, h, weight, mean, rstd, has_bias, grad_x, grad_weight, grad_bias
+):
     columns = h.shape[-1]
     rows, block = h.numel() // columns, block_of(columns)
     partial_weight = partial_sums(h, rows, columns)
@@ -150,17 +152,11 @@ def _backward(grad, grad_summed, h, weight, mean, rstd, has_bias, grad_x, grad_w
         grad_bias.copy_(partial_bias.sum(0))
 
 
-def _rms_forward(x, residual, weight, eps, y, summed, rstd):
-    _forward(x, residual, weight, None, eps, y, summed, None, rstd)
+def launch_rms_norm(x, residual, weight, eps, y, summed, rstd):
+    launch_layer_norm(x, residual, weight, None, eps, y, summed, None, rstd)
 
 
-def _rms_backward(grad, grad_summed, h, weight, rstd, grad_x, grad_weight):
-    _backward(grad, grad_summed, h, weight, None, rstd, False, grad_x, grad_weight, None)
-
-
-KERNELS = {
-    "layer_norm": _forward,
-    "layer_norm_backward": _backward,
-    "rms_norm": _rms_forward,
-    "rms_norm_backward": _rms_backward,
-}
+def launch_rms_norm_backward(grad, grad_summed, h, weight, rstd, grad_x, grad_weight):
+    launch_layer_norm_backward(
+        grad, grad_summed, h, weight, None, rstd, False, grad_x, grad_weight, None
+    )

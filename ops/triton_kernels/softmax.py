@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..dropout import attention_rows, dropout_threshold, row_keys
+from ..dropout_mask import attention_rows, dropout_threshold, row_keys
 from .common import block_of, keep_factor, pointer, warps_of
 
 
@@ -114,7 +114,7 @@ def softmax_backward(
         tl.store(grad_bias_ptr + at, bias_sum.to(grad_bias_ptr.dtype.element_ty), mask=inside)
 
 
-def _forward(scores, mask, bias, prefix, keys, scale, causal, p, first_head, probs, dropped):
+def launch_forward(scores, mask, bias, prefix, keys, scale, causal, p, first_head, probs, dropped):
     batch, heads, queries, columns = scores.shape
     boolean = mask is not None and mask.dtype == torch.bool
     block = block_of(columns)
@@ -144,7 +144,7 @@ def _forward(scores, mask, bias, prefix, keys, scale, causal, p, first_head, pro
     )
 
 
-def _backward(grad, probs, keys, scale, p, first_head, bias_batch, grad_scores, grad_bias):
+def launch_backward(grad, probs, keys, scale, p, first_head, bias_batch, grad_scores, grad_bias):
     batch, heads, queries, columns = probs.shape
     block = block_of(columns)
     softmax_backward[(heads * queries,)](
@@ -164,6 +164,3 @@ def _backward(grad, probs, keys, scale, p, first_head, bias_batch, grad_scores, 
         BLOCK=block,
         num_warps=warps_of(block),
     )
-
-
-KERNELS = {"masked_softmax": _forward, "masked_softmax_backward": _backward}

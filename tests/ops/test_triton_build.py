@@ -86,8 +86,8 @@ for arch, width, dtype, everything in json.loads(sys.argv[1]):
     rules = (None,) * 5 + (0.125, False, 0.0, 0, 0)
     if everything:
         rules = (bias, q.new_zeros(2, 4, 512, 512), number, number, number, 0.125, True, 0.1, 0, 0)
-    attention.KERNELS["attention"](q, q, q, *rules, q, lse)
-    attention.KERNELS["attention_backward"](q, q, lse, q, q, q, *rules, q, q, q, bias)
+    attention.launch_forward(q, q, q, *rules, q, lse)
+    attention.launch_backward(q, q, lse, q, q, q, *rules, q, q, q, bias)
 print(json.dumps(results))
 """
 ATTENTION = [(arch, 64, "bfloat16", True) for arch in (80, 90)] + [
