@@ -20,7 +20,7 @@ WORKDIR /opt/shardzoo
 COPY constraints.txt ./
 # torch comes first: the build scripts of DeepSpeed and of this package look at it. constraints.txt pins the versions.
 # hadolint ignore=DL3013
-RUN pip install pip setuptools wheel packaging ninja \
+RUN pip install pip setuptools wheel packaging ninja pybind11 \
     && pip install --extra-index-url "$TORCH_INDEX" torch numpy
 COPY . .
 # hadolint ignore=DL3013

@@ -11,7 +11,7 @@ setup: $(VENV)/.complete
 # torch comes first: DeepSpeed's set-up and our own look at it. seqeval's set-up fails without build isolation.
 $(VENV)/.complete: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip setuptools wheel packaging ninja
+	$(PIP) --upgrade pip setuptools wheel packaging ninja pybind11
 	$(PIP) torch numpy seqeval
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable ".[dev,docs,notebook,triton]"
 	$(PIP) --no-deps megatron-core

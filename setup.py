@@ -4,7 +4,6 @@ import importlib.util
 from pathlib import Path
 
 from setuptools import find_packages, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 PARTS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))
@@ -22,15 +21,8 @@ class BuildPackage(build_py):
         return [module for module in modules if module[:2] != ("shardzoo", "setup")]
 
 
-class Wheel(bdist_wheel):
-    """Names the wheel for every Python: the compiled parts are no modules of one (csrc/build.py)."""
-
-    def get_tag(self):
-        return "py3", "none", super().get_tag()[2]
-
-
 def load_build():
-    """csrc/build.py, which is no part of the package."""
+    """Loads csrc/build.py, which is no part of the package."""
     path = Path(__file__).parent / "csrc" / "build.py"
     spec = importlib.util.spec_from_file_location("shardzoo_build", path)
     module = importlib.util.module_from_spec(spec)
@@ -43,7 +35,11 @@ build = load_build()
 setup(
     package_dir={"shardzoo": "."},
     packages=["shardzoo", *(f"shardzoo.{name}" for name in (*SUBPACKAGES, *DATA))],
-    package_data={f"shardzoo.{name}": ["*"] for name in DATA},
-    cmdclass={"bdist_wheel": Wheel, "build_py": BuildPackage, "build_ext": build.BuildCompiled},
+    package_data={
+        **{f"shardzoo.{name}": ["*"] for name in DATA},
+        "shardzoo.data": ["_index.pyi"],
+        "shardzoo.mpu": ["_shared_memory.pyi"],
+    },
+    cmdclass={"build_py": BuildPackage, "build_ext": build.BuildCompiled},
     ext_modules=build.extensions(),
 )

@@ -118,7 +118,7 @@ def index_building(arguments: Arguments, corpus: Path, tokenizer: Path, table: T
     """Compares the C++ index builders with those in NumPy, on documents of about 600 tokens, 24 per sentence."""
     from shardzoo.data.indexed import index_building as builders
 
-    if builders.compiled is None:
+    if not builders.is_compiled:
         raise SystemExit("the compiled index builders are not installed")
     generator = np.random.default_rng(0)
     sizes = generator.poisson(24, arguments.index_tokens // 24).astype(np.int32)

@@ -13,14 +13,14 @@ TORCH = "torch>=2.11"
 
 
 def get_requires_for_build_wheel(config_settings=None):
-    return [*build_meta.get_requires_for_build_wheel(config_settings), *what_to_build_with()]
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *require_torch()]
 
 
 def get_requires_for_build_editable(config_settings=None):
-    return [*build_meta.get_requires_for_build_editable(config_settings), *what_to_build_with()]
+    return [*build_meta.get_requires_for_build_editable(config_settings), *require_torch()]
 
 
-def what_to_build_with() -> list[str]:
+def require_torch() -> list[str]:
     """Returns torch if the kernels will be compiled."""
     if not build.extensions():
         return []

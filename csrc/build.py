@@ -9,7 +9,7 @@ one build serves every torch from 2.11 on and every Python. Its sources are comp
                     csrc/matmul/kernels
     cuda            the kernels of CUDA, by nvcc: csrc/cuda
 
-`data/_index.so` and `mpu/_shared_memory.so` are libraries that Python calls by ctypes.
+`data/_index` and `mpu/_shared_memory` are pybind11 modules, one for each version of Python.
 
 ninja compiles in parallel, and again only what depends on a changed file. `setup.py` loads this
 file by its path. Run as a script, it builds into the checkout. A failed build does not make an
@@ -222,6 +222,17 @@ def group_cuda_kernels() -> Group:
     return Group("cuda", list_sources("cuda/*.cu"), flags)
 
 
+def list_pybind11_includes() -> list[str]:
+    """Returns flags for the headers of pybind11, which torch ships too, and of Python."""
+    if importlib.util.find_spec("pybind11") is not None:
+        import pybind11
+
+        folder = pybind11.get_include()
+    else:
+        folder = str(find_torch() / "include")
+    return ["-isystem", folder, "-isystem", sysconfig.get_paths()["include"]]
+
+
 # The build.
 
 
@@ -306,9 +317,9 @@ class BuildCompiled(BuildExtension):
         self.link(extension, linker, objects, libraries)
 
     def build_helper(self, extension: Extension) -> None:
-        """Builds a library of one source, which Python calls by ctypes."""
-        flags = [*COMMON_FLAGS, "-O2", "-std=c++17"]
-        objects = self.compile_group(extension, Group("library", extension.sources, flags))
+        """Builds a pybind11 module."""
+        flags = [*COMMON_FLAGS, "-O2", "-std=c++17", *list_pybind11_includes()]
+        objects = self.compile_group(extension, Group("module", extension.sources, flags))
         self.link(extension, find_compiler(), objects, [])
 
     def compile_group(self, extension: Extension, group: Group) -> list[str]:
@@ -341,8 +352,10 @@ class BuildCompiled(BuildExtension):
         done.check_returncode()
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Returns an extension's file name, without Python's version."""
-        return str(Path(*fullname.split("."))) + ".so"
+        """Returns the file of an extension, which for the kernels names no version of Python."""
+        if fullname.split(".")[-1] == KERNELS.split(".")[-1]:
+            return str(Path(*fullname.split("."))) + ".so"
+        return super().get_ext_filename(fullname)
 
     def get_outputs(self) -> list[str]:
         return [path for path in super().get_outputs() if Path(path).exists()]

@@ -12,7 +12,6 @@ is left in /dev/shm when ranks are killed. A rank that waits for one that has en
 # (torch does not annotate many of its methods)
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import uuid
@@ -25,111 +24,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-LIBRARY = Path(__file__).with_name("_shared_memory.so")
+try:
+    from ._shared_memory import Channel
+except ImportError:  # csrc/mpu/shared_memory.cpp was not built
+    compiled = None
+else:
+    compiled = Channel
+
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = range(3)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
-SLOT, SLOTS = (
-    1 << 18,
-    8,
-)  # bytes of a slot, and slots of a rank: some of them stay in a core's second-level cache
-SPIN = 3e-5  # seconds for which a rank looks for others' data before it sleeps, if every rank has a core
+# Bytes of a slot, and slots of a rank. Some of them stay in a core's second-level cache.
+SLOT = 1 << 18
+SLOTS = 8
+# Seconds for which a rank looks for others' data before it sleeps, if every rank has a core.
+SPIN = 3e-5
 TIMEOUT = 1800.0  # seconds: torch's default
 
-_channels: WeakKeyDictionary[dist.ProcessGroup, Channel | None] = (
-    WeakKeyDictionary()
-)  # None: the group has no channel
+# The channel of each group that was asked for one; None if the group has none.
+_channels: WeakKeyDictionary[dist.ProcessGroup, Channel | None] = WeakKeyDictionary()
 _timeouts: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary()
-
-
-def _load() -> ctypes.PyDLL | None:
-    """Returns the library of csrc/mpu/shared_memory.cpp, or None if it was not built."""
-    try:
-        library = ctypes.PyDLL(str(LIBRARY))
-    except OSError:
-        return None
-    whole, number, seconds, channel = ctypes.c_int, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-    code = ctypes.c_uint32
-    for name, returned, *given in (
-        ("most_ranks", whole),
-        ("channel_bytes", number, whole, number, number),
-        (
-            "channel_open",
-            channel,
-            whole,
-            whole,
-            ctypes.POINTER(whole),
-            whole,
-            number,
-            number,
-            seconds,
-            seconds,
-        ),
-        ("channel_start", number, channel, code, code, channel, channel, number, ctypes.py_object),
-        ("channel_finish", number, channel, number),
-        ("channel_set_timeout", None, channel, seconds),
-        ("channel_close", None, channel),
-    ):
-        function = getattr(library, f"shardzoo_{name}")
-        function.restype, function.argtypes = returned, given
-    return library
-
-
-compiled = _load()
-
-
-class Channel:
-    """The memory that a group's ranks share, mapped into this process.
-
-    Args:
-        descriptor: Of the file, which the channel does not need after this call.
-        rank: This process's, in the group.
-        processes: The process id of each rank.
-        capacity: Bytes of a slot: a multiple of 64, and at least 64 for each rank.
-        slots: Slots of a rank.
-        timeout, spin: Seconds that a collective waits for a rank, and that it looks for its data without sleeping.
-
-    Raises RuntimeError if the file cannot be mapped.
-    """
-
-    _handle: int | None = None
-
-    def __init__(
-        self,
-        descriptor: int,
-        rank: int,
-        processes: list[int],
-        capacity: int,
-        slots: int,
-        timeout: float,
-        spin: float,
-    ) -> None:
-        assert compiled is not None
-        self._library, size = compiled, len(processes)
-        ids = (ctypes.c_int * size)(*processes)
-        self._handle = compiled.shardzoo_channel_open(
-            descriptor, rank, ids, size, capacity, slots, timeout, spin
-        )
-        self._start, self._finish = (
-            compiled.shardzoo_channel_start,
-            compiled.shardzoo_channel_finish,
-        )
-
-    def __del__(self) -> None:
-        if self._handle is not None:
-            self._library.shardzoo_channel_close(self._handle)
-
-    def start(self, kind: int, dtype: int, tensor: Tensor, out: Tensor, count: int) -> int:
-        """Starts a collective; returns its number. The tensors stay alive until it has ended."""
-        return self._start(
-            self._handle, kind, dtype, tensor.data_ptr(), out.data_ptr(), count, (tensor, out)
-        )
-
-    def finish(self, number: int) -> None:
-        """Waits for a collective's end. Raises RuntimeError if a rank has ended, is late or calls another one."""
-        self._finish(self._handle, number)
-
-    def set_timeout(self, seconds: float) -> None:
-        self._library.shardzoo_channel_set_timeout(self._handle, seconds)
 
 
 def find(tensor: Tensor, group: dist.ProcessGroup) -> Channel | None:
@@ -185,10 +98,10 @@ def _open(group: dist.ProcessGroup) -> Channel | None:
 
 def _make_file(size: int) -> int:
     """Returns the descriptor of a new file without a name, or -1 if there can be none."""
-    if compiled is None or size > compiled.shardzoo_most_ranks() or not hasattr(os, "memfd_create"):
+    if compiled is None or size > compiled.most_ranks or not hasattr(os, "memfd_create"):
         return -1
     file = os.memfd_create("shardzoo")
-    os.ftruncate(file, compiled.shardzoo_channel_bytes(size, SLOT, SLOTS))
+    os.ftruncate(file, compiled.count_bytes(size, SLOT, SLOTS))
     return file
 
 
@@ -203,9 +116,8 @@ def _map_file(path: str, processes: list[int], group: dist.ProcessGroup) -> Chan
     except OSError:
         return None
     try:
-        return Channel(
-            file, group.rank(), processes, SLOT, SLOTS, _timeouts.get(group, TIMEOUT), spin
-        )
+        timeout = _timeouts.get(group, TIMEOUT)
+        return compiled(file, group.rank(), processes, SLOT, SLOTS, timeout, spin)
     except RuntimeError:  # there is no address space for it
         return None
     finally:

@@ -54,7 +54,9 @@ def wheel(tmp_path_factory):
 
 
 def test_the_wheel_holds_the_whole_package(wheel):
-    listed = run("git", "ls-files", "*.py", "recipes/*.yaml", "cli/board/page/*", cwd=ROOT).split()
+    listed = run(
+        "git", "ls-files", "*.py", "*.pyi", "recipes/*.yaml", "cli/board/page/*", cwd=ROOT
+    ).split()
     wanted = {name for name in listed if name.partition("/")[0] not in NOT_PACKAGED}
     wanted -= {"setup.py", "csrc/backend.py", "csrc/build.py"}
     held = {
@@ -66,8 +68,9 @@ def test_the_wheel_holds_the_whole_package(wheel):
 
 
 def test_pip_finds_the_wheel_in_an_index(wheel, tmp_path):
-    """One wheel for every Python; its metadata is whole."""
-    assert wheel.name.startswith(f"shardzoo-{shardzoo.__version__}-py3-none-linux_")
+    """A wheel for this version of Python; its metadata is whole."""
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert wheel.name.startswith(f"shardzoo-{shardzoo.__version__}-{python}-{python}-linux_")
     (tmp_path / "index").mkdir()
     with local_index(wheel.parent, tmp_path / "index") as address:
         pip = [

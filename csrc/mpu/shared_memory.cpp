@@ -1,23 +1,25 @@
-// Collectives of processes on one host, through memory that they share. mpu/shared_memory.py opens the memory and says
-// when it is used.
+// The module `shardzoo.mpu._shared_memory`: collectives of processes on one host, through memory that they share.
+// mpu/shared_memory.py opens the memory and says when it is used.
 //
-// Every rank has a ring of slots that it alone writes and all ranks read. A message is cut into chunks of at most a
-// slot, which get consecutive numbers; chunk n of a rank is in slot n modulo the number of slots. A rank publishes how
-// many chunks it has
+// Every rank has a ring of slots that it alone writes and all ranks read. A message is cut into chunks of at most a slot,
+// which get consecutive numbers. Chunk n of a rank is in slot n modulo the number of slots. A rank publishes how many
+// chunks it has
 //   posted    copied into its slots,
 //   reduced   replaced its part of by the sum over the ranks (sums over more than two ranks), and
 //   consumed  read from all ranks, so that their slots may be written again.
-// All ranks start the same collectives in the same order, so the numbers agree. Chunks are small enough to stay in a
-// core's cache between writing and reading.
+// All ranks start the same collectives in the same order, so the numbers agree. Chunks are small enough to stay in a core's
+// cache between writing and reading.
 //
 // A sum adds the ranks' values in rank order, 16-bit floats in fp32, and rounds once. So it has the same bits on every
 // rank, in every run, and however a message is cut.
 //
-// Python calls the functions at the end by ctypes.PyDLL, which raises what they set. They use a few functions of Python's
-// stable ABI and no header of it, so one library serves every version.
+// While a thread copies, adds or waits, other threads run Python. A thread that waits looks for signals, so that a handler
+// of Python can interrupt it.
 
 #include <linux/futex.h>
 #include <poll.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -38,61 +40,13 @@
 #include <utility>
 #include <vector>
 
-extern "C" {
-struct PyObject;
-struct PyThreadState;
-extern PyObject* PyExc_RuntimeError;
-extern PyObject* PyExc_ValueError;
-PyThreadState* PyEval_SaveThread();
-void PyEval_RestoreThread(PyThreadState*);
-int PyErr_CheckSignals();
-void Py_IncRef(PyObject*);
-void Py_DecRef(PyObject*);
-void PyErr_SetString(PyObject*, const char*);
-}
+namespace py = pybind11;
 
 namespace {
 
-struct ErrorOfPython {};  // a signal handler has raised it
-
-// A reference to a Python object. It is made and given up where this thread runs Python.
-class Reference {
- public:
-  explicit Reference(PyObject* object) : object_(object) { Py_IncRef(object_); }
-  ~Reference() {
-    if (object_ != nullptr) Py_DecRef(object_);
-  }
-  Reference(Reference&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
-  Reference& operator=(Reference&& other) noexcept {
-    std::swap(object_, other.object_);
-    return *this;
-  }
-
- private:
-  PyObject* object_;
-};
-
-// Lets other threads run Python while this one does not.
-class WithoutPython {
- public:
-  WithoutPython() : state_(PyEval_SaveThread()) {}
-  ~WithoutPython() { PyEval_RestoreThread(state_); }
-  WithoutPython(const WithoutPython&) = delete;
-  WithoutPython& operator=(const WithoutPython&) = delete;
-  int check_signals() {
-    PyEval_RestoreThread(state_);
-    const int raised = PyErr_CheckSignals();
-    state_ = PyEval_SaveThread();
-    return raised;
-  }
-
- private:
-  PyThreadState* state_;
-};
-
-enum Kind : uint32_t { kAllReduce, kAllGather, kReduceScatter };
+enum Kind : uint32_t { kAllReduce, kAllGather, kReduceScatter, kKinds };
 constexpr const char* kKindNames[] = {"all-reduce", "all-gather", "reduce-scatter"};
-enum DType : uint32_t { kFloat32, kFloat64, kBFloat16, kFloat16, kInt32, kInt64 };
+enum DType : uint32_t { kFloat32, kFloat64, kBFloat16, kFloat16, kInt32, kInt64, kDTypes };
 constexpr size_t kWidths[] = {4, 8, 2, 2, 4, 8};
 
 constexpr size_t kLine = 64;           // bytes; every part begins at a cache line
@@ -204,7 +158,7 @@ struct Job {
   DType dtype;
   const char* in;
   char* out;
-  Reference tensors;     // keeps `in` and `out` alive
+  py::object tensors;    // keeps `in` and `out` alive; made and given up where this thread runs Python
   size_t count = 0;      // elements: of the tensor, or of each piece of a reduce-scatter
   size_t per_chunk = 0;  // elements
   uint64_t first = 0;    // number of its first chunk
@@ -217,18 +171,27 @@ struct Job {
 
 class Channel {
  public:
-  // Bytes of a channel; `capacity` are the bytes of a slot.
-  static size_t bytes(int size, size_t capacity, size_t slots) {
-    return static_cast<size_t>(size) * (sizeof(Progress) + slots * (sizeof(Label) + capacity));
+  // Returns the bytes of a channel; `capacity` are the bytes of a slot.
+  static size_t count_bytes(size_t size, size_t capacity, size_t slots) {
+    return size * (sizeof(Progress) + slots * (sizeof(Label) + capacity));
   }
 
   Channel(int descriptor, int rank, std::vector<int> processes, size_t capacity, size_t slots, double timeout, double spin)
-      : rank_(rank), size_(static_cast<int>(processes.size())), capacity_(capacity), slots_(slots), timeout_(timeout),
-        spin_(spin), processes_(std::move(processes)) {
+      : rank_(rank),
+        size_(static_cast<int>(processes.size())),
+        capacity_(capacity),
+        slots_(slots),
+        timeout_(timeout),
+        spin_(spin),
+        processes_(std::move(processes)) {
+    if (size_ > kMostRanks || rank < 0 || rank >= size_) {
+      throw std::invalid_argument("a channel has at most " + std::to_string(kMostRanks) + " ranks, of which this is one");
+    }
     if (capacity % kLine || capacity < kLine * static_cast<size_t>(size_)) {
       throw std::invalid_argument("a slot must be a multiple of 64 bytes, and at least 64 per rank");
     }
-    bytes_ = bytes(size_, capacity, slots);
+    if (slots == 0) throw std::invalid_argument("a rank must have at least one slot");
+    bytes_ = count_bytes(static_cast<size_t>(size_), capacity, slots);
     void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (memory == MAP_FAILED) throw std::runtime_error(std::string("mmap: ") + std::strerror(errno));
     memory_ = static_cast<char*>(memory);
@@ -243,19 +206,28 @@ class Channel {
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
-  // Starts a collective of `count` elements at address `in` (a reduce-scatter: of `count` for each rank) and returns its
-  // number. It posts what fits into free slots, and waits for nothing but earlier collectives that did not fit.
-  int64_t start(uint32_t kind, uint32_t dtype, const void* in, void* out, size_t count, PyObject* tensors) {
-    Reference kept(tensors);
-    std::vector<Reference> ended;
+  // Starts a collective and returns its number. It posts what fits into free slots, and waits for nothing but earlier
+  // collectives that did not fit.
+  int64_t start(uint32_t kind, uint32_t dtype, const py::object& tensor, const py::object& out, size_t count) {
+    if (kind >= kKinds) throw std::invalid_argument("there is no collective of this number");
+    if (dtype >= kDTypes) throw std::invalid_argument("there is no dtype of this number");
+    const size_t bytes = count * kWidths[dtype];
+    const size_t all = bytes * static_cast<size_t>(size_);
+    Job job;
+    job.kind = static_cast<Kind>(kind);
+    job.dtype = static_cast<DType>(dtype);
+    job.in = read_address(tensor, kind == kReduceScatter ? all : bytes);
+    const bool is_in_place = kind == kAllReduce && out.is(tensor);
+    job.out = is_in_place ? const_cast<char*>(job.in) : read_address(out, kind == kAllGather ? all : bytes);
+    job.tensors = py::make_tuple(tensor, out);
+    job.count = count;
+    const size_t pieces = kind == kReduceScatter ? static_cast<size_t>(size_) : 1;
+    job.per_chunk = capacity_ / pieces / kLine * kLine / kWidths[dtype];
+    job.chunks = (count + job.per_chunk - 1) / job.per_chunk;
+
+    std::vector<py::object> ended;  // given up after this thread's turn, when it runs Python again
     const Turn turn(*this);
     if (!jobs_.empty() && jobs_.back().posted < jobs_.back().chunks) complete(jobs_.back().id, ended);
-    const size_t pieces = kind == kReduceScatter ? static_cast<size_t>(size_) : 1, width = kWidths[dtype];
-    Job job{static_cast<Kind>(kind), static_cast<DType>(dtype), static_cast<const char*>(in), static_cast<char*>(out),
-            std::move(kept)};
-    job.count = count;
-    job.per_chunk = capacity_ / pieces / kLine * kLine / width;
-    job.chunks = (count + job.per_chunk - 1) / job.per_chunk;
     job.first = next_;
     job.id = next_id_++;
     next_ += job.chunks;
@@ -266,7 +238,7 @@ class Channel {
 
   // Waits until collective `id` has ended.
   void finish(int64_t id) {
-    std::vector<Reference> ended;  // given up after this thread's turn, when it runs Python again
+    std::vector<py::object> ended;  // as above
     const Turn turn(*this);
     complete(id, ended);
   }
@@ -283,7 +255,6 @@ class Channel {
       }
       channel.mutex_.lock();
       channel.holder_ = std::this_thread::get_id();
-      channel.python_ = &python_;
     }
     ~Turn() {
       channel_.holder_ = std::thread::id();
@@ -293,9 +264,38 @@ class Channel {
     Turn& operator=(const Turn&) = delete;
 
    private:
-    WithoutPython python_;  // taken back last, when others may have their turn
+    const py::gil_scoped_release without_python_;  // ends last, when others may have their turn
     Channel& channel_;
   };
+
+  // Returns where the numbers of a tensor are. Its Python methods say so, because no header of torch is used here. Their
+  // names are made once: a small message takes a few microseconds.
+  static char* read_address(const py::object& tensor, size_t bytes) {
+    static PyObject* const is_contiguous = PyUnicode_InternFromString("is_contiguous");
+    static PyObject* const nbytes = PyUnicode_InternFromString("nbytes");
+    static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+    if (!call(tensor, is_contiguous).cast<bool>()) {
+      throw std::invalid_argument("the tensors of a collective must be contiguous");
+    }
+    const size_t given = py::getattr(tensor, nbytes).cast<size_t>();
+    if (given != bytes) {
+      throw std::invalid_argument("a tensor of the collective has " + std::to_string(given) + " bytes instead of " +
+                                  std::to_string(bytes));
+    }
+    return reinterpret_cast<char*>(call(tensor, data_ptr).cast<uintptr_t>());
+  }
+
+  static py::object call(const py::object& object, PyObject* method) {
+    PyObject* const result = PyObject_CallMethodNoArgs(object.ptr(), method);
+    if (result == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
+  }
+
+  // Runs the handlers of signals that have arrived. Throws what a handler raises.
+  static void check_signals() {
+    const py::gil_scoped_acquire python;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
 
   Progress& progress(int rank) { return reinterpret_cast<Progress*>(memory_)[rank]; }
   char* slot(int rank, uint64_t number) {
@@ -345,7 +345,7 @@ class Channel {
       const double time = now();
       if (time - looked < 0.05) continue;
       looked = time;
-      if (python_->check_signals() != 0) throw ErrorOfPython{};
+      check_signals();
       if (has_ended(rank)) {
         if (reached(count, number)) return;  // it ended after its part was done
         fail(job, rank, "has ended");
@@ -481,7 +481,7 @@ class Channel {
   }
 
   // Runs the collectives up to `id`, in the order in which they were started.
-  void complete(int64_t id, std::vector<Reference>& ended) {
+  void complete(int64_t id, std::vector<py::object>& ended) {
     while (!jobs_.empty() && jobs_.front().id <= id) {
       run(jobs_.front());
       ended.push_back(std::move(jobs_.front().tensors));
@@ -499,63 +499,52 @@ class Channel {
   char* memory_ = nullptr;
   std::mutex mutex_;
   std::atomic<std::thread::id> holder_;
-  WithoutPython* python_ = nullptr;  // of the thread whose turn it is
   std::deque<Job> jobs_;
   uint64_t next_ = 0;
   int64_t next_id_ = 0;
 };
 
-// Returns what `work` returns, or -1 after it has set Python's error.
-template <class Work>
-int64_t raising(Work work) {
-  try {
-    return work();
-  } catch (const ErrorOfPython&) {
-  } catch (const std::invalid_argument& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return -1;
-}
-
 }  // namespace
 
-#define EXPORT __attribute__((visibility("default")))
+PYBIND11_MODULE(_shared_memory, m) {
+  m.doc() = "Collectives of the ranks of one host, through memory that they share; mpu/shared_memory.py opens it.";
+  py::class_<Channel>(m, "Channel", R"(The memory that a group's ranks share, mapped into this process.
 
-extern "C" {
-EXPORT int shardzoo_most_ranks() { return kMostRanks; }
+Args:
+    descriptor: Of the file, which the channel does not need after this call.
+    rank: This process's, in the group.
+    processes: The process id of each rank.
+    capacity: Bytes of a slot: a multiple of 64, and at least 64 for each rank.
+    slots: Slots of a rank.
+    timeout: Seconds for which a collective waits for a rank.
+    spin: Seconds for which it looks for the rank's data before it sleeps.
 
-EXPORT int64_t shardzoo_channel_bytes(int size, int64_t capacity, int64_t slots) {
-  return static_cast<int64_t>(Channel::bytes(size, static_cast<size_t>(capacity), static_cast<size_t>(slots)));
-}
+Raises:
+    RuntimeError: The file cannot be mapped.
+    ValueError: The slots do not suit the ranks, or there are too many ranks.)")
+      .def(py::init<int, int, std::vector<int>, size_t, size_t, double, double>(), py::arg("descriptor"),
+           py::arg("rank"), py::arg("processes"), py::arg("capacity"), py::arg("slots"), py::arg("timeout"),
+           py::arg("spin"))
+      .def("start", &Channel::start, py::arg("kind"), py::arg("dtype"), py::arg("tensor"), py::arg("out"),
+           py::arg("count"), R"(Starts a collective; returns its number. The tensors stay alive until it has ended.
 
-// Returns the channel, or a null pointer after it has set Python's error.
-EXPORT Channel* shardzoo_channel_open(int descriptor, int rank, const int* processes, int size, int64_t capacity,
-                                      int64_t slots, double timeout, double spin) {
-  Channel* channel = nullptr;
-  raising([&] {
-    std::vector<int> every(processes, processes + size);
-    const size_t bytes = static_cast<size_t>(capacity), count = static_cast<size_t>(slots);
-    channel = new Channel(descriptor, rank, std::move(every), bytes, count, timeout, spin);
-    return 0;
-  });
-  return channel;
-}
+Args:
+    kind: 0: all-reduce, 1: all-gather, 2: reduce-scatter.
+    dtype: 0: float32, 1: float64, 2: bfloat16, 3: float16, 4: int32, 5: int64.
+    tensor: What this rank contributes.
+    out: Where the result is written; for an all-reduce it may be the same tensor.
+    count: Elements of the tensor; for a reduce-scatter, of the piece that each rank keeps.
 
-EXPORT void shardzoo_channel_close(Channel* channel) { delete channel; }
+Raises:
+    ValueError: A tensor is not contiguous, or not of the size that the collective needs.)")
+      .def("finish", &Channel::finish, py::arg("number"), R"(Waits for the end of a collective.
 
-EXPORT int64_t shardzoo_channel_start(Channel* channel, uint32_t kind, uint32_t dtype, const void* in, void* out,
-                                      int64_t count, PyObject* tensors) {
-  return raising([&] { return channel->start(kind, dtype, in, out, static_cast<size_t>(count), tensors); });
-}
-
-EXPORT int64_t shardzoo_channel_finish(Channel* channel, int64_t id) {
-  return raising([&] {
-    channel->finish(id);
-    return int64_t{0};
-  });
-}
-
-EXPORT void shardzoo_channel_set_timeout(Channel* channel, double seconds) { channel->set_timeout(seconds); }
+Raises:
+    RuntimeError: A rank has ended, is late, or calls another collective.)")
+      .def("set_timeout", &Channel::set_timeout, py::arg("seconds"),
+           "Sets for how many seconds a collective waits for a rank.")
+      .def_static("count_bytes", &Channel::count_bytes, py::arg("ranks"), py::arg("capacity"), py::arg("slots"),
+                  "Returns the bytes of the file of a channel.")
+      .def_property_readonly_static(
+          "most_ranks", [](const py::object&) { return kMostRanks; }, "The most ranks of a channel.");
 }

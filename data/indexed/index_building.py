@@ -1,16 +1,20 @@
-"""Builds sample and sentence indexes: the numpy reference, and the compiled builders where the library is built.
+"""Builds sample and sentence indexes: the numpy reference, and the compiled builders where they are built.
 
-Both give equal results; the reference is the ground truth of csrc/data/index.cpp.
+Both give equal results. The reference is the ground truth of csrc/data/index.cpp.
 """
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
-
 import numpy as np
 
-LIBRARY = Path(__file__).parents[1] / "_index.so"
+try:
+    from .._index import sample_index as build_samples
+    from .._index import sentence_index as build_sentences
+except ImportError:  # csrc/data/index.cpp was not built
+    is_compiled = False
+else:
+    is_compiled = True
+
 TOO_MANY_SAMPLES = "a sample begins after the last document"
 _MASK = (1 << 64) - 1
 
@@ -105,34 +109,9 @@ def _check_sentences(sizes: np.ndarray, marks: np.ndarray, max_length: int) -> N
         raise ValueError("document marks out of order")
 
 
-def _load() -> ctypes.CDLL | None:
-    """Returns the library of csrc/data/index.cpp, or None if it was not built."""
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-    except OSError:
-        return None
-    number = ctypes.c_int64
-    rows = np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
-    library.shardzoo_sample_index.argtypes = (rows, number, number, number, number, rows)
-    library.shardzoo_sample_index.restype = number
-    sizes = np.ctypeslib.ndpointer(np.int32, flags="C_CONTIGUOUS")
-    given = (sizes, rows, number, number, ctypes.c_double, number, ctypes.c_uint64, rows)
-    library.shardzoo_sentence_index.argtypes = given
-    library.shardzoo_sentence_index.restype = number
-    return library
-
-
-compiled = _load()
-
-
 def compiled_sample_index(lengths: np.ndarray, first: int, stride: int, count: int) -> np.ndarray:
-    """Returns what `reference_sample_index` does. The library must be built."""
-    assert compiled is not None
-    _check_samples(first, stride, count)
-    lengths, rows = np.require(lengths, np.int64, ("C", "A")), np.empty((count, 2), np.int64)
-    if compiled.shardzoo_sample_index(lengths, len(lengths), first, stride, count, rows) < count:
-        raise ValueError(TOO_MANY_SAMPLES)
-    return rows
+    """Returns what `reference_sample_index` does. The module must be built."""
+    return build_samples(_to_row(lengths, np.int64), first, stride, count)
 
 
 def compiled_sentence_index(
@@ -143,18 +122,15 @@ def compiled_sentence_index(
     least_sentences: int,
     seed: int,
 ) -> np.ndarray:
-    """Returns what `reference_sentence_index` does. The library must be built."""
-    assert compiled is not None
-    _check_sentences(sizes, marks, max_length)
-    sizes, marks = np.require(sizes, np.int32, ("C", "A")), np.require(marks, np.int64, ("C", "A"))
-    rows = np.empty(
-        (len(sizes), 3), np.int64
-    )  # the system gives memory only for the rows that are written
+    """Returns what `reference_sentence_index` does. The module must be built."""
     settings = (max_length, short_probability, least_sentences, seed)
-    return rows[
-        : compiled.shardzoo_sentence_index(sizes, marks, len(marks) - 1, *settings, rows)
-    ].copy()
+    return build_sentences(_to_row(sizes, np.int32), _to_row(marks, np.int64), *settings)
 
 
-sample_index = reference_sample_index if compiled is None else compiled_sample_index
-sentence_index = reference_sentence_index if compiled is None else compiled_sentence_index
+def _to_row(array: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
+    """Returns the array itself if the compiled builders can read it, else a copy that they can."""
+    return np.require(array, dtype, ("C", "A"))
+
+
+sample_index = compiled_sample_index if is_compiled else reference_sample_index
+sentence_index = compiled_sentence_index if is_compiled else reference_sentence_index

@@ -108,7 +108,7 @@ def test_sample_index_is_megatrons(lengths, sequence, seed):
 
 
 needs_compiled = pytest.mark.skipif(
-    index_building.compiled is None, reason="no compiled index builders"
+    not index_building.is_compiled, reason="no compiled index builders"
 )
 
 
@@ -158,6 +158,32 @@ def test_compiled_sentence_index_equals_numpy(documents, length, short, least, s
         assert np.searchsorted(marks, first, "right") == np.searchsorted(marks, last - 1, "right")
     kept = sum(len(d) for d in documents if len(d) >= least)
     assert all(sizes[list(set(range(len(sizes))) - set(taken))] == 0) or len(taken) <= kept
+
+
+@needs_compiled
+def test_compiled_builders_refuse_arrays_they_cannot_read():
+    from shardzoo.data import _index
+
+    lengths = np.arange(10, dtype=np.int64)
+    sizes = np.arange(10, dtype=np.int32)
+    marks = np.array([0, 4, 10])
+    for wrong in (sizes, lengths[::2], lengths.reshape(2, 5), lengths.astype(">i8")):
+        with pytest.raises(ValueError, match="lengths must be a contiguous array"):
+            _index.sample_index(wrong, 0, 1, 1)
+        with pytest.raises(ValueError, match="marks must be a contiguous array"):
+            _index.sentence_index(sizes, wrong, 5, 0.1, 1, 0)
+    with pytest.raises(ValueError, match="sizes must be a contiguous array"):
+        _index.sentence_index(lengths, marks, 5, 0.1, 1, 0)
+    for wrong in ([], [-1, 10], [0, 11], [4, 0, 10], [0, 12, 10]):
+        with pytest.raises(ValueError, match="document marks out of order"):
+            _index.sentence_index(sizes, np.array(wrong, np.int64), 5, 0.1, 1, 0)
+    with pytest.raises(ValueError, match="max_length must be at least 2"):
+        _index.sentence_index(sizes, marks, 1, 0.1, 1, 0)
+    for wrong in ((-1, 1, 1), (0, 0, 1), (0, 1, -1)):
+        with pytest.raises(ValueError, match="stride at least 1"):
+            _index.sample_index(lengths, *wrong)
+    for builder in (_index.sample_index, _index.sentence_index):
+        assert "Returns:" in (builder.__doc__ or "")
 
 
 def test_random_numbers_are_splitmix64():

@@ -155,6 +155,33 @@ def test_large_messages_need_little_memory_beside_them(run_ranks):
         assert kib < 1 << 10
 
 
+def test_a_channel_refuses_tensors_that_do_not_fit():
+    """Of a channel of one rank, so that nothing is waited for."""
+    file = os.memfd_create("channel")
+    os.ftruncate(file, shared_memory.Channel.count_bytes(1, 1024, 2))
+    channel = shared_memory.Channel(file, 0, [os.getpid()], 1024, 2, 1.0, 0.0)
+    float32 = shared_memory.DTYPES.index(torch.float32)
+    tensor = torch.arange(6.0)
+    for kind in range(3):
+        out = torch.empty(6)
+        channel.finish(channel.start(kind, float32, tensor, out, 6))
+        assert torch.equal(out, tensor)
+        with pytest.raises(ValueError, match="has 24 bytes instead of 28"):
+            channel.start(kind, float32, tensor, out, 7)
+        with pytest.raises(ValueError, match="has 20 bytes instead of 24"):
+            channel.start(kind, float32, tensor, out[:5], 6)
+        with pytest.raises(ValueError, match="must be contiguous"):
+            channel.start(kind, float32, torch.zeros(12)[::2], out, 6)
+    with pytest.raises(ValueError, match="no collective of this number"):
+        channel.start(3, float32, tensor, tensor, 6)
+    with pytest.raises(ValueError, match="no dtype of this number"):
+        channel.start(0, 6, tensor, tensor, 6)
+    for capacity, slots, ranks in ((100, 2, 1), (64, 2, 2), (1024, 0, 1), (1 << 13, 2, 65)):
+        with pytest.raises(ValueError, match=r"slot|ranks"):
+            shared_memory.Channel(file, 0, [os.getpid()] * ranks, capacity, slots, 1.0, 0.0)
+    os.close(file)
+
+
 def test_all_ranks_or_none(run_ranks):
     """Ranks on several hosts, or one that cannot open the memory: every rank uses torch.distributed."""
 
