@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.outputs import EncoderOutput, ModelOutput
-from ..mpu import borrow_once
+from ..mpu import cache_shared_heads
 from .decoders import BlankDecoder, CausalDecoder, Decoder, Seq2SeqDecoder
 from .logits_processors import LogitsProcessors
 from .prompts import check_ids, check_mask, decoder_prompt, left_padding
@@ -334,7 +334,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        with borrow_once(model):
+        with cache_shared_heads(model):
             yield
     finally:
         model.train(was_training)

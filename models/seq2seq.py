@@ -96,7 +96,7 @@ def without_padding(x: Tensor, mask: Tensor | Tokens | None) -> Generator[Tensor
     length = mask.mask.shape[-1]
     samples = mask.rows // length
     positions = mask.rows % length
-    with dropout_state.rows_of(len(mask.mask), samples, positions):
+    with dropout_state.packed_rows(len(mask.mask), samples, positions):
         yield mask.unpad(x)
 
 

@@ -13,30 +13,58 @@ from .collectives import (
 from .cross_entropy import head_losses, vocab_parallel_cross_entropy
 from .division import divide
 from .dropout import Dropout, assign_dropout_sites, checkpoint, dropout_state, scaled_masked_softmax
+from .embedding import VocabParallelEmbedding
 from .fused_products import use_symmetric_memory
-from .layers import (
-    ColumnParallelLinear,
-    LayerNorm,
-    RMSNorm,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    borrow_once,
-    column_parallel,
-)
+from .grad_clipping import clip_factor, clip_grad_norm_, grad_norm
+from .head import VocabParallelHead
+from .initialization import initialize, materialize
+from .linear import ColumnParallelLinear, RowParallelLinear, cache_shared_heads, column_parallel
 from .mesh import ParallelMesh, tp_rank, tp_size, validate_layout
-from .parameter import clip_factor, clip_grad_norm_, grad_norm, initialize, materialize
+from .norm import LayerNorm, RMSNorm
 from .pipeline import any_rank, broadcast_from_stage, receive_from_stage, send_to_stage
 from .shard import AxisSplit, Shard
 
 # fmt: off
 __all__ = [
-    "AxisSplit", "ColumnParallelLinear", "Dropout", "LayerNorm", "ParallelMesh", "RMSNorm", "RowParallelLinear",
-    "Shard", "VocabParallelEmbedding", "VocabParallelHead", "any_rank", "assign_dropout_sites", "borrow_once",
-    "broadcast_from_stage", "checkpoint", "clip_factor", "clip_grad_norm_", "column_parallel", "copy_to_tp", "divide",
-    "dropout_state", "gather_from_tp", "gather_sequence", "grad_norm", "head_losses", "initialize", "materialize",
-    "receive_from_stage", "reduce_from_tp", "reduce_scatter_sequence", "scaled_masked_softmax", "scatter_sequence",
-    "scatter_to_tp", "send_to_stage", "set_reduction", "tp_rank", "tp_size", "use_symmetric_memory", "validate_layout",
+    "AxisSplit",
+    "ColumnParallelLinear",
+    "Dropout",
+    "LayerNorm",
+    "ParallelMesh",
+    "RMSNorm",
+    "RowParallelLinear",
+    "Shard",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "any_rank",
+    "assign_dropout_sites",
+    "broadcast_from_stage",
+    "cache_shared_heads",
+    "checkpoint",
+    "clip_factor",
+    "clip_grad_norm_",
+    "column_parallel",
+    "copy_to_tp",
+    "divide",
+    "dropout_state",
+    "gather_from_tp",
+    "gather_sequence",
+    "grad_norm",
+    "head_losses",
+    "initialize",
+    "materialize",
+    "receive_from_stage",
+    "reduce_from_tp",
+    "reduce_scatter_sequence",
+    "scaled_masked_softmax",
+    "scatter_sequence",
+    "scatter_to_tp",
+    "send_to_stage",
+    "set_reduction",
+    "tp_rank",
+    "tp_size",
+    "use_symmetric_memory",
+    "validate_layout",
     "vocab_parallel_cross_entropy",
 ]
 # fmt: on

@@ -45,20 +45,19 @@ from ..ops.autograd import Function
 from ..ops.library import LIBRARY
 from . import shared_memory
 from .division import divide
-from .mesh import ParallelMesh, tp_size
+from .mesh import ParallelMesh
 
 SEQUENCE_DIM = 1
 Finish = Callable[[], Tensor]
 _HALF = (torch.bfloat16, torch.float16)
 _SMALL = 1 << 19  # bytes, summed over the ranks
 # torch 2.13 renamed these functions and warns about the old names.
-_all_gather = getattr(
-    dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-)
-_reduce_scatter = getattr(
-    dist,
-    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor",
-)
+if hasattr(dist, "all_gather_single"):
+    _all_gather = cast(Any, dist).all_gather_single
+    _reduce_scatter = cast(Any, dist).reduce_scatter_single
+else:
+    _all_gather = cast(Any, dist).all_gather_into_tensor
+    _reduce_scatter = cast(Any, dist).reduce_scatter_tensor
 
 Reduction = Literal["auto", "native", "fp32"]
 _reductions: WeakKeyDictionary[dist.ProcessGroup, Reduction] = WeakKeyDictionary()
@@ -107,7 +106,9 @@ class _Gather(Function):
     def forward(
         ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, partial_grad: bool
     ) -> Tensor:
-        ctx.dim, ctx.group, ctx.partial_grad = dim, group, partial_grad
+        ctx.dim = dim
+        ctx.group = group
+        ctx.partial_grad = partial_grad
         return start_all_gather(tensor, dim, group)()
 
     @staticmethod
@@ -122,12 +123,11 @@ class _Scatter(Function):
     def forward(
         ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, partial: bool
     ) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return (
-            start_reduce_scatter(tensor, dim, group)()
-            if partial
-            else local_slice(tensor, dim, group)
-        )
+        ctx.dim = dim
+        ctx.group = group
+        if partial:
+            return start_reduce_scatter(tensor, dim, group)()
+        return local_slice(tensor, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
@@ -139,12 +139,16 @@ def copy_to_tp(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
 
     This also suits a replicated parameter that each rank applies to its own part of the sequence.
     """
-    return tensor if mesh is None or tp_size(mesh) == 1 else _Copy.apply(tensor, mesh.tp_group)
+    if mesh is None or mesh.tp_size == 1:
+        return tensor
+    return _Copy.apply(tensor, mesh.tp_group)
 
 
 def reduce_from_tp(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
     """Returns the sum of the ranks' partial results on every rank, to leave a tensor-parallel region."""
-    return tensor if mesh is None or tp_size(mesh) == 1 else _Reduce.apply(tensor, mesh.tp_group)
+    if mesh is None or mesh.tp_size == 1:
+        return tensor
+    return _Reduce.apply(tensor, mesh.tp_group)
 
 
 def gather_from_tp(
@@ -156,20 +160,16 @@ def gather_from_tp(
         partial_grad: True when the ranks then compute differently: their gradients are summed. False when every rank
             runs the same computation.
     """
-    return (
-        tensor
-        if mesh is None or tp_size(mesh) == 1
-        else _Gather.apply(tensor, dim, mesh.tp_group, partial_grad)
-    )
+    if mesh is None or mesh.tp_size == 1:
+        return tensor
+    return _Gather.apply(tensor, dim, mesh.tp_group, partial_grad)
 
 
 def scatter_to_tp(tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1) -> Tensor:
     """Returns this rank's slice of a replicated tensor along `dim`. Raises ValueError if the size is not divisible."""
-    return (
-        tensor
-        if mesh is None or tp_size(mesh) == 1
-        else _Scatter.apply(tensor, dim, mesh.tp_group, False)
-    )
+    if mesh is None or mesh.tp_size == 1:
+        return tensor
+    return _Scatter.apply(tensor, dim, mesh.tp_group, False)
 
 
 def gather_sequence(
@@ -181,7 +181,7 @@ def gather_sequence(
         partial_grad: True when tensor-parallel layers follow: each rank then has a partial gradient, and the partial
             gradients are summed. False when every rank then runs the same computation.
     """
-    if mesh is None or tp_size(mesh) == 1:
+    if mesh is None or mesh.tp_size == 1:
         return tensor
     return _Gather.apply(tensor, SEQUENCE_DIM, mesh.tp_group, partial_grad)
 
@@ -196,7 +196,7 @@ def reduce_scatter_sequence(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor
 
     Raises ValueError if tp does not divide S.
     """
-    if mesh is None or tp_size(mesh) == 1:
+    if mesh is None or mesh.tp_size == 1:
         return tensor
     return _Scatter.apply(tensor, SEQUENCE_DIM, mesh.tp_group, True)
 
@@ -204,7 +204,7 @@ def reduce_scatter_sequence(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor
 # Collectives that autograd does not record.
 
 
-def _after(work: Any, tensor: Tensor) -> Finish:
+def _finish_after(work: Any, tensor: Tensor) -> Finish:
     """Returns a function that waits for `work` and then returns `tensor`."""
 
     def finish() -> Tensor:
@@ -220,7 +220,9 @@ def _start_exchange_and_sum(pieces: Tensor, group: dist.ProcessGroup) -> Finish:
         out = torch.empty_like(pieces[0])
         return shared_memory.start(channel, shared_memory.REDUCE_SCATTER, pieces, out, out.numel())
     received = torch.empty_like(pieces)
-    arrived = _after(dist.all_to_all_single(received, pieces, group=group, async_op=True), received)
+    arrived = _finish_after(
+        dist.all_to_all_single(received, pieces, group=group, async_op=True), received
+    )
     wide = torch.promote_types(pieces.dtype, torch.float32)
     return lambda: arrived().sum(0, dtype=wide).to(pieces.dtype)
 
@@ -231,12 +233,12 @@ def _compiled(kind: str, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
     return lambda: result
 
 
-def _group_of(name: str) -> dist.ProcessGroup:
+def _find_group(name: str) -> dist.ProcessGroup:
     return cast(Any, dist).distributed_c10d._resolve_process_group(name)
 
 
 def _collective(x: Tensor, kind: str, dim: int, group: str) -> Tensor:
-    ranks = _group_of(group)
+    ranks = _find_group(group)
     if kind == "all_reduce":
         return start_all_reduce(_fresh(x), ranks)().contiguous()
     start = start_all_gather if kind == "all_gather" else start_reduce_scatter
@@ -244,7 +246,8 @@ def _collective(x: Tensor, kind: str, dim: int, group: str) -> Tensor:
 
 
 def _allocate(x: Tensor, kind: str, dim: int, group: str) -> Tensor:
-    shape, size = list(x.shape), _group_of(group).size()
+    shape = list(x.shape)
+    size = _find_group(group).size()
     if kind == "all_gather":
         shape[dim] *= size
     if kind == "reduce_scatter":
@@ -279,7 +282,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
         return _start_exchange_and_sum(tensor.expand(size, *tensor.shape).contiguous(), group)
     if native or tensor.dtype not in _HALF or size == 2:
         tensor = tensor.contiguous()
-        return _after(dist.all_reduce(tensor, group=group, async_op=True), tensor)
+        return _finish_after(dist.all_reduce(tensor, group=group, async_op=True), tensor)
     pieces = tensor.new_zeros(size, -(-tensor.numel() // size))
     pieces.view(-1)[: tensor.numel()].copy_(tensor.reshape(-1))
     finish_sum = _start_exchange_and_sum(pieces, group)
@@ -290,7 +293,8 @@ def start_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Fini
     """Starts a concatenation of the ranks' tensors along `dim`, in rank order."""
     if torch.compiler.is_compiling():
         return _compiled("all_gather", tensor, dim, group)
-    size, dim = group.size(), dim % tensor.dim()
+    size = group.size()
+    dim = dim % tensor.dim()
     if size == 1:
         return lambda: tensor
     gathered = tensor.new_empty(size, *tensor.shape)
@@ -301,7 +305,7 @@ def start_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Fini
             channel, shared_memory.ALL_GATHER, tensor.contiguous(), gathered, tensor.numel()
         )
     else:
-        arrived = _after(
+        arrived = _finish_after(
             _all_gather(gathered.view(-1), tensor.reshape(-1), group=group, async_op=True), gathered
         )
     return lambda: arrived().movedim(0, dim).flatten(dim, dim + 1)
@@ -311,7 +315,8 @@ def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
     """Starts a sum over the group, of which this rank keeps its equal slice of `dim`."""
     if torch.compiler.is_compiling():
         return _compiled("reduce_scatter", tensor, dim, group)
-    size, dim = group.size(), dim % tensor.dim()
+    size = group.size()
+    dim = dim % tensor.dim()
     if size == 1:
         return lambda: tensor
     share = equal_share(tensor, dim, size)
@@ -322,7 +327,7 @@ def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
         return lambda: pieces[0]
     if _adds_natively(tensor, group) and not shared_memory.find(tensor, group):
         summed = torch.empty_like(pieces[0])
-        return _after(
+        return _finish_after(
             _reduce_scatter(summed.view(-1), pieces.view(-1), group=group, async_op=True), summed
         )
     return _start_exchange_and_sum(pieces, group)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..ops import linear_cross_entropy, token_cross_entropy
 from .collectives import start_all_gather, start_all_reduce
-from .mesh import ParallelMesh
-from .parameter import check_ids
+from .mesh import ParallelMesh, tp_size
+from .token_ids import check_ids
 
 
 def vocab_parallel_cross_entropy(
@@ -48,7 +48,7 @@ def vocab_parallel_cross_entropy(
         ValueError: The shapes do not match, `num_classes` exceeds the number of columns, or a label is outside
             [0, num_classes).
     """
-    columns = logits.shape[-1] * (1 if mesh is None else mesh.tp_size)
+    columns = logits.shape[-1] * tp_size(mesh)
     classes = columns if num_classes is None else num_classes
     if not 0 < classes <= columns:
         raise ValueError(
@@ -68,11 +68,13 @@ def vocab_parallel_cross_entropy(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
-        **_split(mesh, logits.shape[-1]),
+        **_describe_columns(mesh, logits.shape[-1]),
     )
     if reduction == "none":
         return losses.view(labels.shape)
-    return losses.sum() / kept.sum() if reduction == "mean" else losses.sum()
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / kept.sum()
 
 
 def head_losses(
@@ -109,11 +111,11 @@ def head_losses(
         num_classes=num_classes,
         ignore_index=ignore_index,
         sum_grad=sum_grad,
-        **_split(mesh, weight.shape[0]),
+        **_describe_columns(mesh, weight.shape[0]),
     )
 
 
-def _split(mesh: ParallelMesh | None, columns: int) -> dict[str, Any]:
+def _describe_columns(mesh: ParallelMesh | None, columns: int) -> dict[str, Any]:
     """Returns the arguments that describe this rank's columns of the vocabulary to `ops`."""
     if mesh is None or mesh.tp_size == 1:
         return {}

@@ -21,7 +21,7 @@ from ..ops import bias_dropout_residual, dropout_keys, masked_softmax, use_key
 from ..ops.dropout_mask import keys_from_row
 from ..ops.library import LIBRARY
 from .division import find_first_unit
-from .mesh import ParallelMesh, tp_rank, tp_size
+from .mesh import ParallelMesh
 
 
 class DropoutKey(NamedTuple):
@@ -69,19 +69,24 @@ class DropoutState:
         """Returns `known` of the next key. The same passes share one dictionary."""
         if self._key is None:
             return {}
-        seed, visits, known = self._key.seed, self._key.visits, self._key.known
+        known = self._key.known
         uses = [
-            use_key(seed, site, visit) for site, count in visits.items() for visit in range(count)
+            use_key(self._key.seed, site, visit)
+            for site, count in self._key.visits.items()
+            for visit in range(count)
         ]
-        return known if uses == list(known) else {use: row for row, use in enumerate(uses)}
+        if uses == list(known):
+            return known
+        return {use: row for row, use in enumerate(uses)}
 
     def capture(self) -> DropoutKey | None:
         """Returns a copy of the current key for a later `replay`."""
-        return self._key and self._key._replace(visits=dict(self._key.visits))
+        return None if self._key is None else _copy_key(self._key)
 
     @contextmanager
     def _using(self, key: DropoutKey | None) -> Generator[None]:
-        current, self._key = self._key, key
+        current = self._key
+        self._key = key
         try:
             yield
         finally:
@@ -90,25 +95,32 @@ class DropoutState:
     @contextmanager
     def replay(self, key: DropoutKey | None) -> Generator[None]:
         """Uses a captured key within the context, then restores the current one."""
-        with self._using(key and key._replace(visits=dict(key.visits))):
+        with self._using(None if key is None else _copy_key(key)):
             yield
 
     @contextmanager
     def rows_per_sample(self, count: int) -> Generator[None]:
         """Within the context, each sample of the micro-batch has `count` consecutive rows."""
-        with self._using(
-            self._key and self._key._replace(first_sample=self._key.first_sample * count)
-        ):
+        key = self._key
+        if key is not None:
+            key = key._replace(first_sample=key.first_sample * count)
+        with self._using(key):
             yield
 
     @contextmanager
-    def rows_of(self, batch: int, samples: Tensor, positions: Tensor) -> Generator[None]:
+    def packed_rows(self, batch: int, samples: Tensor, positions: Tensor) -> Generator[None]:
         """Within the context, tensors have a row for each of these positions: see `DropoutKey.rows`."""
-        with self._using(self._key and self._key._replace(rows=(batch, samples, positions))):
+        key = self._key
+        if key is not None:
+            key = key._replace(rows=(batch, samples, positions))
+        with self._using(key):
             yield
 
     def visit_rows(self, site: int, batch: int, device: torch.device) -> Tensor:
-        """Returns the keys for this use of the site, of the samples or, within `rows_of`, of its rows, int64 [T]."""
+        """Returns the keys for this use of the site: of the samples, int64 [batch].
+
+        Within `packed_rows` they are the keys of its rows, int64 [T].
+        """
         if self._key is None or self._key.rows is None:
             return self.visit(site, batch, device)
         batch, samples, positions = self._key.rows
@@ -123,21 +135,26 @@ class DropoutState:
         seed, first_sample, visits, known, tables, _ = self._key
         count = visits.get(site, 0)
         visits[site] = count + 1
-        use, name = use_key(seed, site, count), (first_sample, batch, device)
+        use = use_key(seed, site, count)
+        name = (first_sample, batch, device)
         if use not in known:
             return dropout_keys(use, *name)
         table = tables[name] if name in tables else dropout_keys(list(known), *name)
-        if (
-            type(table) is Tensor and not table.is_inference()
-        ):  # others are of no use outside their mode
+        # A tensor of inference mode, or of a tracing mode, is of no use outside its mode.
+        if type(table) is Tensor and not table.is_inference():
             tables[name] = table
         return table[known[use]]
+
+
+def _copy_key(key: DropoutKey) -> DropoutKey:
+    """Returns a key that counts visits of its own."""
+    return key._replace(visits=dict(key.visits))
 
 
 dropout_state = DropoutState()
 
 
-def _keys_of_site(x: Tensor, site: int) -> Tensor:
+def _visit_site(x: Tensor, site: int) -> Tensor:
     return dropout_state.visit(site % (1 << 64), x.shape[0], x.device)
 
 
@@ -151,7 +168,7 @@ def _allocate_keys(x: Tensor, site: int) -> Tensor:
 cast(Any, LIBRARY).define(
     "keys_of_site(Tensor x, int site) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
 )
-cast(Any, LIBRARY).impl("keys_of_site", _keys_of_site, "CompositeExplicitAutograd")
+cast(Any, LIBRARY).impl("keys_of_site", _visit_site, "CompositeExplicitAutograd")
 cast(Any, torch).library.register_fake("shardzoo::keys_of_site", _allocate_keys, lib=LIBRARY)
 
 
@@ -183,7 +200,10 @@ class Dropout(nn.Module):
             raise ValueError(f"dropout probability {p} must be at least 0 and below 1")
         if split_dim not in (None, 1, -1):
             raise ValueError(f"split_dim {split_dim} must be 1 (sequence), -1 (features) or None")
-        self.p, self.split_dim, self.count, self.mesh = p, split_dim, count, mesh
+        self.p = p
+        self.split_dim = split_dim
+        self.count = count
+        self.mesh = mesh
         self.site: int | None = None
 
     @property
@@ -195,43 +215,50 @@ class Dropout(nn.Module):
         """Returns residual + dropout(tensor), in one operator where both have one dtype."""
         if not self.drops:
             return tensor if residual is None else residual + tensor
-        fused = residual if residual is not None and residual.dtype == tensor.dtype else None
-        y = bias_dropout_residual(tensor, None, fused, p=self.p, **self.mask_arguments(tensor))
-        return y if residual is None or fused is not None else residual + y
+        arguments = self.mask_arguments(tensor)
+        if residual is not None and residual.dtype != tensor.dtype:  # under autocast
+            return residual + bias_dropout_residual(tensor, None, None, p=self.p, **arguments)
+        return bias_dropout_residual(tensor, None, residual, p=self.p, **arguments)
 
     def mask_arguments(self, tensor: Tensor) -> dict[str, Any]:
-        """Returns the arguments `keys`, `first_row` and `first_column` of `ops`: where this rank's part begins in the
-        unsplit tensor."""
+        """Returns the arguments `keys`, `first_row` and `first_column` of `ops`.
+
+        They say where this rank's part begins in the unsplit tensor.
+        """
         arguments: dict[str, Any] = {"keys": self.keys(tensor, dropout_state.visit_rows)}
         if self.mesh is None:
             return arguments
         if self.split_dim in (-1, tensor.dim() - 1):
-            arguments["first_column"] = self.first_of(tensor.shape[-1])
+            arguments["first_column"] = self.find_first(tensor.shape[-1])
         elif self.split_dim == 1:
-            arguments["first_row"] = self.first_of(tensor.shape[1]) * math.prod(tensor.shape[2:-1])
+            arguments["first_row"] = self.find_first(tensor.shape[1]) * math.prod(
+                tensor.shape[2:-1]
+            )
         return arguments
 
-    def of_heads(self, tensor: Tensor) -> dict[str, Any]:
-        """Returns the arguments of `ops` for attention with this rank's heads, tensor [B, Np, ...]; none if nothing is
-        dropped."""
+    def attention_arguments(self, tensor: Tensor) -> dict[str, Any]:
+        """Returns the arguments of `ops` for attention with this rank's heads.
+
+        There are none if nothing is dropped.
+
+        Args:
+            tensor: [B, Np, ...].
+        """
         if not self.drops:
             return {}
         return {
             "dropout": self.p,
             "keys": self.keys(tensor),
-            "first_head": self.first_of(tensor.shape[1]),
+            "first_head": self.find_first(tensor.shape[1]),
         }
 
-    def first_of(self, local: int) -> int:
+    def find_first(self, local: int) -> int:
         """Returns the index over all ranks of the first of this rank's `local` heads, features or positions."""
         if self.mesh is None or self.mesh.tp_size == 1:
             return 0
-        rank = tp_rank(self.mesh)
-        return (
-            rank * local
-            if self.count is None
-            else find_first_unit(self.count, rank, tp_size(self.mesh))
-        )
+        if self.count is None:
+            return self.mesh.tp_rank * local
+        return find_first_unit(self.count, self.mesh.tp_rank, self.mesh.tp_size)
 
     def keys(
         self,
@@ -290,7 +317,7 @@ def scaled_masked_softmax(
     Returns:
         [B, Np, Sq, Sk] in the dtype of scores.
     """
-    dropped = {} if dropout is None else dropout.of_heads(scores)
+    dropped = {} if dropout is None else dropout.attention_arguments(scores)
     return masked_softmax(scores, mask, bias, scale=scale, causal=causal, prefix=prefix, **dropped)
 
 

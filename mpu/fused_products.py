@@ -35,8 +35,8 @@ def use_symmetric_memory(group: dist.ProcessGroup) -> None:
     Raises:
         ValueError: The ranks' GPUs cannot reach one another's memory; raised on every rank, with the reason.
     """
-    for find in (_no_gpu, _several_hosts, _no_access):
-        _agree_on_problem(find, group)
+    for find_problem in (_find_missing_gpu, _find_several_hosts, _find_missing_access):
+        _agree_on_problem(find_problem, group)
     _symmetric.add(group)
 
 
@@ -62,8 +62,10 @@ def gathered_product(
         )
         product = product.contiguous()
         return product if bias is None else product.add_(bias), whole.contiguous()
-    pieces = _number_of_pieces(tensor, group)
-    return _in_pieces(tensor, matrix, bias, group, pieces) if pieces > 1 else None
+    pieces = _count_pieces(tensor, group)
+    if pieces <= 1:
+        return None
+    return _multiply_in_pieces(tensor, matrix, bias, group, pieces)
 
 
 def scattered_product(
@@ -97,18 +99,22 @@ def scattered_product(
     return summed if bias is None else summed.add_(bias)
 
 
-def _number_of_pieces(tensor: Tensor, group: dist.ProcessGroup) -> int:
-    return 1 if tensor.is_cpu else min(MOST_PIECES, tensor.nbytes * group.size() // PIECE_BYTES)
+def _count_pieces(tensor: Tensor, group: dist.ProcessGroup) -> int:
+    """Returns in how many pieces to gather a tensor, of which this is a rank's part."""
+    if tensor.is_cpu:
+        return 1
+    return min(MOST_PIECES, tensor.nbytes * group.size() // PIECE_BYTES)
 
 
-def _in_pieces(
+def _multiply_in_pieces(
     tensor: Tensor, matrix: Tensor, bias: Tensor | None, group: dist.ProcessGroup, pieces: int
 ) -> tuple[Tensor, Tensor]:
     """Implements `gathered_product` with a gather in pieces: of samples, or of the sequence of a single sample.
 
     A product writes the rows of its piece, so rows are neither joined nor rounded differently.
     """
-    size, (batch, share, width) = group.size(), tensor.shape
+    size = group.size()
+    batch, share, width = tensor.shape
     by_sample = batch > 1
     whole = tensor.new_empty(batch, size, share, width)
     product = tensor.new_empty(batch, size, share, matrix.shape[1])
@@ -117,13 +123,17 @@ def _in_pieces(
     start = 0
     for part in parts:
         arrived = arrivals.pop(0)  # so that the piece is freed when it has been copied
-        dim, length = (0, part.shape[0]) if by_sample else (2, part.shape[1])
-        source, result = (of.narrow(dim, start, length) for of in (whole, product))
-        source.copy_(arrived().movedim(0, 1))  # [samples, tp, rows, K]
+        dim = 0 if by_sample else 2
+        length = part.shape[0] if by_sample else part.shape[1]
+        source = whole.narrow(dim, start, length)  # [samples, tp, rows, K]
+        result = product.narrow(dim, start, length)
+        source.copy_(arrived().movedim(0, 1))
         if by_sample:  # contiguous: one product of all rows
-            source, result = source.view(1, -1, width), result.view(1, -1, matrix.shape[1])
+            source = source.view(1, -1, width)
+            result = result.view(1, -1, matrix.shape[1])
         else:  # one for the rows of each rank, which have a stride
-            source, result = source[0], result[0]
+            source = source[0]
+            result = result[0]
         factor = matrix.expand(len(source), -1, -1)
         if bias is None:
             torch.bmm(source, factor, out=result)
@@ -151,24 +161,22 @@ def _agree_on_problem(find: Callable[[dist.ProcessGroup], str], group: dist.Proc
         )
 
 
-def _no_gpu(group: dist.ProcessGroup) -> str:
-    return (
-        ""
-        if torch.cuda.is_available() and "nccl" in dist.get_backend(group)
-        else "the ranks compute on CPUs"
-    )
+def _find_missing_gpu(group: dist.ProcessGroup) -> str:
+    """Returns that the ranks have no GPUs; "" if they have."""
+    if torch.cuda.is_available() and "nccl" in dist.get_backend(group):
+        return ""
+    return "the ranks compute on CPUs"
 
 
-def _several_hosts(group: dist.ProcessGroup) -> str:
+def _find_several_hosts(group: dist.ProcessGroup) -> str:
+    """Returns that the ranks are on several hosts; "" if they are on one."""
     hosts = {text.decode() for text in gather_bytes(socket.gethostname().encode(), group)}
-    return (
-        f"the tensor-parallel ranks are on {len(hosts)} hosts: {', '.join(sorted(hosts))}"
-        if len(hosts) > 1
-        else ""
-    )
+    if len(hosts) == 1:
+        return ""
+    return f"the tensor-parallel ranks are on {len(hosts)} hosts: {', '.join(sorted(hosts))}"
 
 
-def _no_access(group: dist.ProcessGroup) -> str:
+def _find_missing_access(group: dist.ProcessGroup) -> str:
     """Returns why the ranks cannot share a first piece of memory, in torch's words; "" if they can."""
     try:
         module = _operators()

@@ -1,4 +1,7 @@
-"""Communicates between pipeline stages outside of a training schedule."""
+"""Communicates between pipeline stages outside of a training schedule.
+
+The receiver does not know a tensor's type and shape, so a header of fixed size travels before it.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +22,42 @@ DTYPES = (
     torch.int32,
     torch.bool,
 )
-HEADER = 10  # the index of the type, the number of dimensions, and up to eight sizes
+HEADER_SIZE = 10  # the index of the type, the number of dimensions, and up to eight sizes
 
 
 def send_to_stage(tensor: Tensor, stage: int, mesh: ParallelMesh) -> None:
-    """Sends a tensor of any shape to the rank with the same data and tensor coordinates in another stage."""
-    shape = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    header = torch.tensor(shape + [0] * (HEADER - len(shape)), device=mesh.device_type)
+    """Sends a tensor to the rank of another stage with the same coordinates on the other axes."""
     peer = dist.get_global_rank(mesh.pp_group, stage)
-    cast(Any, dist).send(header, peer)
+    cast(Any, dist).send(_make_header(tensor, mesh), peer)
     cast(Any, dist).send(tensor.detach().contiguous(), peer)
 
 
 def receive_from_stage(stage: int, mesh: ParallelMesh) -> Tensor:
     """Returns the tensor that another stage sends by `send_to_stage`."""
-    header = torch.empty(HEADER, dtype=torch.int64, device=mesh.device_type)
     peer = dist.get_global_rank(mesh.pp_group, stage)
+    header = _make_header(None, mesh)
     cast(Any, dist).recv(header, peer)
-    tensor = _empty(header)
+    tensor = _allocate(header)
     cast(Any, dist).recv(tensor, peer)
     return tensor
 
 
+def broadcast_from_stage(tensor: Tensor | None, stage: int, mesh: ParallelMesh) -> Tensor:
+    """Returns a stage's tensor on every stage. The other stages may pass None."""
+    is_source = mesh.pp_rank == stage
+    header = _make_header(tensor if is_source else None, mesh)
+    cast(Any, dist).broadcast(header, group=mesh.pp_group, group_src=stage)
+    if is_source:
+        assert tensor is not None
+        tensor = tensor.contiguous()
+    else:
+        tensor = _allocate(header)
+    cast(Any, dist).broadcast(tensor, group=mesh.pp_group, group_src=stage)
+    return tensor
+
+
 def any_rank(condition: bool, mesh: ParallelMesh | None) -> bool:
-    """Returns, on every rank of a replica of the model, whether the condition is true on any of them."""
+    """Returns, on every rank of a replica of the model, whether it is true on any of them."""
     if mesh is None or mesh.get_model_parallel_world_size() == 1:
         return condition
     flag = torch.tensor(float(condition), device=mesh.device_type)
@@ -50,24 +65,16 @@ def any_rank(condition: bool, mesh: ParallelMesh | None) -> bool:
     return bool(flag.item())
 
 
-def broadcast_from_stage(tensor: Tensor | None, stage: int, mesh: ParallelMesh) -> Tensor:
-    """Returns a stage's tensor on every stage. The other stages may pass None."""
-    header = torch.zeros(HEADER, dtype=torch.int64, device=mesh.device_type)
-    if mesh.pp_rank == stage:
-        assert tensor is not None
-        tensor = tensor.contiguous()
-        header[: 2 + tensor.dim()] = torch.tensor(
-            [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-        )
-    cast(Any, dist).broadcast(header, group=mesh.pp_group, group_src=stage)
-    if mesh.pp_rank != stage:
-        tensor = _empty(header)
-    assert tensor is not None
-    cast(Any, dist).broadcast(tensor, group=mesh.pp_group, group_src=stage)
-    return tensor
+def _make_header(tensor: Tensor | None, mesh: ParallelMesh) -> Tensor:
+    """Returns the header of a tensor, int64 [HEADER_SIZE]; of zeros to receive one."""
+    header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=mesh.device_type)
+    if tensor is not None:
+        values = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        header[: len(values)] = torch.tensor(values)
+    return header
 
 
-def _empty(header: Tensor) -> Tensor:
+def _allocate(header: Tensor) -> Tensor:
     """Returns an uninitialized tensor of the type and shape in a header."""
     kind, dims, *sizes = cast(list[int], cast(Any, header).tolist())
     return torch.empty(sizes[:dims], dtype=DTYPES[kind], device=header.device)

@@ -328,7 +328,7 @@ class CoreAttention(nn.Module):
         rules: dict[str, Any] = {
             "causal": visible.causal,
             "prefix": visible.prefix,
-            **self.dropout.of_heads(q),
+            **self.dropout.attention_arguments(q),
         }
         return attention(q, k, v, scale=self.scale, mask=mask, relative_bias=by_distance, **rules)
 

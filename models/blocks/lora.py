@@ -128,9 +128,9 @@ class _InputDropout(Dropout):
         super().__init__(p, split_dim=split_dim, mesh=mesh)
         self._features = shard if split_dim == -1 else None
 
-    def first_of(self, local: int) -> int:
+    def find_first(self, local: int) -> int:
         if self._features is None or tp_size(self.mesh) == 1:
-            return super().first_of(local)
+            return super().find_first(local)
         return self._features.ranges(tp_rank(self.mesh), tp_size(self.mesh))[0][0]
 
 

@@ -328,7 +328,7 @@ def test_levels_of_forward_derivatives_are_seen():
 
 def test_a_fused_optimizer_can_skip_an_update_and_lists_are_updated_like_their_tensors():
     with needed_by(
-        "trainer/engines/torch_engine.py (takes_found_inf, step, MasterWeights), mpu/parameter.py (clip_grad_norm_)",
+        "trainer/engines/torch_engine.py (takes_found_inf, step, MasterWeights), mpu/grad_clipping.py",
         breaks="On a GPU, a step whose loss is NaN would change the weights before the host has read the loss.",
         remedy="Find what GradScaler tells fused optimizers now, or set takes_found_inf = False: the loss is then read "
         "before each update.",
@@ -356,7 +356,7 @@ def test_a_fused_optimizer_can_skip_an_update_and_lists_are_updated_like_their_t
 
 def test_operators_that_are_called_by_their_private_names():
     with needed_by(
-        "mpu/layers.py, mpu/parameter.py",
+        "mpu/embedding.py, mpu/token_ids.py",
         breaks="The check of token ids, or gradient norms raise AttributeError, or have other results.",
         remedy="Use the operator's new name, or torch._assert_async and torch.linalg.vector_norm of each tensor; "
         "compare bits with the old path.",

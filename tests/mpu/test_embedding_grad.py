@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shardzoo.mpu.layers import embedding
+from shardzoo.mpu.embedding import embedding
 
 
 @pytest.mark.parametrize("tied", [True, False])

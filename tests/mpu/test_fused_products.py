@@ -24,14 +24,14 @@ FUSED = ("symm_mem::fused_all_gather_matmul", "symm_mem::fused_matmul_reduce_sca
 
 @contextlib.contextmanager
 def in_pieces(mesh, pieces=3):
-    kept, fused_products._number_of_pieces = (
-        fused_products._number_of_pieces,
+    kept, fused_products._count_pieces = (
+        fused_products._count_pieces,
         lambda tensor, group: pieces,
     )
     try:
         yield
     finally:
-        fused_products._number_of_pieces = kept
+        fused_products._count_pieces = kept
 
 
 @contextlib.contextmanager
@@ -196,7 +196,7 @@ def test_a_model_has_the_same_loss_and_gradients(way, recompute, run_mesh, helpe
 
 def pieces_of(mesh, samples, share, hidden, device):
     tensor = torch.empty(samples, share, hidden, dtype=torch.bfloat16, device=device)
-    return fused_products._number_of_pieces(tensor, mesh.tp_group)
+    return fused_products._count_pieces(tensor, mesh.tp_group)
 
 
 def test_only_large_gathers_of_an_accelerator_are_cut(run_mesh):
@@ -238,7 +238,7 @@ class Refuses:
 
 def refusals(mesh):
     """What a rank says without a GPU, on two hosts, and where one rank's driver refuses."""
-    kept = fused_products._no_gpu, socket.gethostname, fused_products._operators
+    kept = fused_products._find_missing_gpu, socket.gethostname, fused_products._operators
     found = []
 
     def attempt():
@@ -248,14 +248,14 @@ def refusals(mesh):
 
     try:
         attempt()
-        fused_products._no_gpu = lambda group: ""
+        fused_products._find_missing_gpu = lambda group: ""
         socket.gethostname = lambda: f"node{mesh.tp_rank}"
         attempt()
         socket.gethostname = lambda: "node0"
         fused_products._operators = lambda: Refuses
         attempt()
     finally:
-        fused_products._no_gpu, socket.gethostname, fused_products._operators = kept
+        fused_products._find_missing_gpu, socket.gethostname, fused_products._operators = kept
     return found, mesh.tp_group in fused_products._symmetric
 
 

@@ -48,7 +48,10 @@ def test_a_value_depends_on_the_seed_and_the_name_alone():
     assert not torch.equal(both["a"], values(["a"], 2)["a"])
     assert not torch.equal(both["a"], values(["a"], 1, prefix="stage")["a"])
     # Golden: the stream must not change between versions, or a run would no longer repeat.
-    assert mpu.parameter.parameter_seed(1234, "transformer.h.0.attn.weight") == 8373530452572947252
+    assert (
+        mpu.initialization.parameter_seed(1234, "transformer.h.0.attn.weight")
+        == 8373530452572947252
+    )
 
 
 def test_a_tied_copy_in_another_stage_gets_the_values_of_its_source():

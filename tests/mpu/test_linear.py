@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from shardzoo.mpu import ColumnParallelLinear, RowParallelLinear, Shard, borrow_once
+from shardzoo.mpu import ColumnParallelLinear, RowParallelLinear, Shard, cache_shared_heads
 
 TP = [1, 2, 3, 4]
 
@@ -198,7 +198,7 @@ def lent(mesh, x, weight, bias, grads, groups, unit):
         results.append(
             run_layer(layer, own, *parts, *[None] * (2 - len(parts)), grads[mesh.tp_rank])
         )
-        with torch.inference_mode(), borrow_once(layer):
+        with torch.inference_mode(), cache_shared_heads(layer):
             first = layer(own)
             torch.testing.assert_close(first, results[-1][0], rtol=1e-5, atol=1e-6)
             layer.weight.zero_()

@@ -110,7 +110,7 @@ def test_a_graph_of_the_old_weights_is_refused():
 @needs_kernels
 def test_the_kernel_is_used_once_for_a_parameter_and_leaves_gradients(monkeypatch):
     params, calls, call = parameters(torch.float32), [], library.call_compiled
-    for user in ("mpu.parameter", "trainer.optimizers.adamw"):
+    for user in ("mpu.grad_clipping", "trainer.optimizers.adamw"):
         name = f"shardzoo.{user}.call_compiled"
         monkeypatch.setattr(
             name, lambda kernel, *arguments: (calls.append(kernel), call(kernel, *arguments))[1]

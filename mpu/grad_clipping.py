@@ -1,0 +1,85 @@
+"""Computes and clips the norm of all gradients of a split model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ops.library import call_compiled, suits_optimizer_kernels
+from .mesh import ParallelMesh
+
+
+@torch.no_grad()
+def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) -> Tensor:
+    """Returns the 2-norm of all gradients as an fp32 scalar, the same on every rank of the mesh.
+
+    Gradients must already be equal over the data-parallel ranks. A split parameter counts on every
+    tensor-parallel rank, a replicated one only on the first. All pipeline stages count, except for
+    parameters that DeepSpeed marks `ds_pipe_replicated`. Every rank of a tensor × pipeline group
+    must call this function.
+
+    Raises:
+        NotImplementedError: The mesh splits experts, whose gradients differ along its expert axis.
+    """
+    if mesh is not None and mesh.size("expert") > 1:
+        raise NotImplementedError(
+            "the norm of gradients is not defined yet for experts that are split over ranks"
+        )
+    parameters = list(parameters)
+    split: list[Tensor] = []
+    replicated: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None or getattr(parameter, "ds_pipe_replicated", False):
+            continue
+        if getattr(parameter, "tensor_model_parallel", False):
+            split.append(parameter.grad)
+        else:
+            replicated.append(parameter.grad)
+    counted = split
+    if mesh is None or mesh.tp_rank == 0:
+        counted = split + replicated
+
+    device = parameters[0].device if parameters else torch.device("cpu")
+    squares = torch.zeros((), dtype=torch.float32, device=device)
+    if counted and all(map(suits_optimizer_kernels, counted)):
+        # In one pass, in an order that depends only on the sizes.
+        total = sum(call_compiled("square_sum", grad) for grad in counted)
+        squares = torch.tensor(total, dtype=torch.float32)
+    elif counted:
+        wide = reduce(torch.promote_types, (grad.dtype for grad in counted), torch.float32)
+        norms = torch.ops.aten._foreach_norm(counted, 2, dtype=wide)
+        squares = torch.stack([norm.to(device) for norm in norms]).square().sum().float()
+    if mesh is not None and mesh.get_model_parallel_world_size() > 1:
+        cast(Any, dist).all_reduce(squares, group=mesh.get_model_parallel_group())
+    return squares.sqrt()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Returns the fp32 factor that limits gradients of this norm to `max_norm`, as in PyTorch."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[Tensor], max_norm: float, mesh: ParallelMesh | None = None
+) -> Tensor:
+    """Scales all gradients so that their total norm is at most `max_norm`.
+
+    It works like `torch.nn.utils.clip_grad_norm_`, and does not wait for the device.
+
+    Returns:
+        The norm before scaling.
+    """
+    parameters = list(parameters)
+    norm = grad_norm(parameters, mesh)
+    factor = clip_factor(norm, max_norm)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        # The factor is fp32, so a 16-bit gradient is rounded once.
+        torch.ops.aten._foreach_mul_(gradients, factor)
+    return norm
