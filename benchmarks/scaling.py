@@ -173,9 +173,11 @@ def measured_step(config: ModelConfig, shape: dict[str, int], repeats: int) -> V
     step()
     # The profiler does not see the pool of large CPU outputs; it has no part in the peak, nor the kernel that uses it.
     without_pool = mock.patch(
-        "shardzoo.ops.library.recycled", lambda like, size: like.new_empty(size)
+        "shardzoo.ops.cpu.pool.recycled", lambda like, size: like.new_empty(size)
     )
-    without_kernel = mock.patch.object(sys.modules["shardzoo.ops.matmul"], "_kernel_dtypes", tuple)
+    without_kernel = mock.patch.object(
+        sys.modules["shardzoo.ops.cpu.products"], "_kernel_dtypes", tuple
+    )
     with (
         without_pool,
         without_kernel,

@@ -4,7 +4,9 @@ They compute on one rank's tensors and do not communicate. Callers pass offsets 
 """
 
 from .activation import bias_gelu, geglu, relu, swiglu
-from .attention import attention, few_queries_attention
+from .attention import attention
+from .cpu.few_rows import few_queries_attention
+from .cpu.pool import empty_pooled
 from .cross_entropy import (
     cross_entropy,
     cross_entropy_grad,
@@ -15,7 +17,7 @@ from .cross_entropy import (
 )
 from .dropout import bias_dropout_residual, dropout
 from .dropout_mask import dropout_keep, dropout_keys, use_key
-from .library import current_choice, empty_pooled, in_inference_mode, kernels
+from .library import current_choice, in_inference_mode, kernels
 from .matmul import addmm, autocast_arguments, linear, matmul
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .softmax import masked_softmax

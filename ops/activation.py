@@ -14,16 +14,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .library import (
-    Op,
-    compute_dtype,
-    contiguous,
-    empty_placeholder,
-    empty_pooled,
-    needs_gradient,
-    same_dtype,
-)
-from .matmul import fits_pool
+from .cpu.pool import empty_pooled, fits_pool
+from .library import Op, compute_dtype, contiguous, empty_placeholder, needs_gradient, same_dtype
 
 APPROXIMATIONS = ("none", "tanh")
 

@@ -20,24 +20,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import sdpa_flop_count
 
-from . import library, softmax
+from . import softmax
+from .cpu.few_rows import WIDEST_HEAD
+from .cpu.pool import empty_pooled
 from .dropout_mask import keys_from_row
-from .library import (
-    Op,
-    compute_dtype,
-    empty_placeholder,
-    empty_pooled,
-    flop_counters,
-    may_decode,
-    same_dtype,
-)
+from .library import Op, compute_dtype, empty_placeholder, flop_counters, same_dtype
 from .matmul import autocast_arguments, matmul
 
 # Bytes of the scores that exist at a time, over all samples and heads. On a CPU, smaller blocks are slower because the
 # sums of the gradients of k and v are read and written more often; on an accelerator, they would leave it idle.
 BYTES_AT_ONCE = {"cpu": 3 << 23, "cuda": 1 << 28}
-WIDEST_HEAD = 256  # of the kernels
-MIN_FEW_KEYS = 1 << 18  # numbers of all keys in fp32, for the kernel of few queries
 MIN_ROWS = 32  # queries of a block, whatever the number of its scores
 
 
@@ -477,33 +469,3 @@ def _check_lengths(batch: int, causal: bool, lengths: dict[str, Tensor | None]) 
             raise ValueError(
                 f"{name} needs one integer per sample, shape ({batch},); got {tensor.dtype} {tuple(tensor.shape)}"
             )
-
-
-def few_queries_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    prefix: Tensor | None,
-    *,
-    scale: float,
-) -> Tensor | None:
-    """Returns what `attention` does, in inference mode on a CPU; None if other operators can or should compute it.
-
-    A decoding step calls it for each layer. The kernel takes as long as a few of Python's calls: for 8 × 12 heads of 64
-    and 64 keys a seventh of the time of `scaled_dot_product_attention` in bf16, in fp32 0.8 of it.
-
-    Args:
-        mask: Broadcastable to [B, N, Sq, Sk]. The other arguments are those of `attention`.
-    """
-    pays = q.itemsize == 2 or k.numel() >= MIN_FEW_KEYS
-    if (
-        not pays
-        or prefix is not None
-        or q.shape[3] > WIDEST_HEAD
-        or not may_decode(q, k, v)
-        or flop_counters()
-    ):
-        return None
-    return library.call_compiled("attention_of_few_queries", q, k, v, mask, scale, causal)

@@ -23,15 +23,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .library import (
-    LIBRARY,
-    Op,
-    compute_dtype,
-    empty_placeholder,
-    empty_pooled,
-    runs_compiled,
-    same_dtype,
-)
+from .cpu.pool import empty_pooled
+from .library import LIBRARY, Op, compute_dtype, empty_placeholder, runs_compiled, same_dtype
 from .matmul import addmm, autocast_arguments, matmul
 
 IGNORE_INDEX = -100

@@ -29,7 +29,6 @@ import ctypes
 import functools
 import importlib.util
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -45,9 +44,6 @@ COMPILED = Path(__file__).with_name("_kernels.so")
 VARIANTS = ("reference", "cpp", "cuda", "triton")
 CHOICES = ("auto", *VARIANTS)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-POOLED = (
-    1 << 20
-)  # bytes; outputs of this size or more use memory of the pool (csrc/matmul/pool.cpp)
 LONGEST_TRITON_ROW = 65536  # columns; the Triton kernels hold a row in registers
 Outputs = tuple[torch.Tensor, ...]
 OPS: dict[str, Op] = {}  # by name
@@ -245,26 +241,6 @@ def same_dtype(*tensors: torch.Tensor | None) -> str | None:
 def contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Returns each tensor in row-major order; None stays None."""
     return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
-
-
-def empty_pooled(like: torch.Tensor, *size: int) -> torch.Tensor:
-    """Returns a contiguous, uninitialized tensor of `size` (that of `like` by default) like `like`.
-
-    A large CPU tensor reuses the memory of a freed tensor, if the compiled kernels are available.
-    """
-    elements = math.prod(size) if size else like.numel()
-    if (
-        elements * like.itemsize >= POOLED
-        and is_plain(type(like))
-        and like.is_cpu
-        and load_error() is None
-    ):
-        return recycled(like, size or like.shape)
-    return (
-        like.new_empty(size)
-        if size
-        else torch.empty_like(like, memory_format=torch.contiguous_format)
-    )
 
 
 def empty_placeholder(like: torch.Tensor) -> torch.Tensor:
@@ -546,8 +522,3 @@ def _compiled_operator(name: str) -> torch._ops.OpOverload:
 def call_compiled(name: str, *arguments: Any) -> Any:
     """Runs one compiled kernel. The last arguments are the tensors that it writes, unless it returns its results."""
     return _compiled_operator(name)(*arguments)
-
-
-def recycled(like: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-    """Returns an uninitialized CPU tensor. A large one reuses the memory of a freed tensor (csrc/matmul/pool.h)."""
-    return _compiled_operator("recycled")(like, size)

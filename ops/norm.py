@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .library import Op, compute_dtype, contiguous, empty_placeholder, empty_pooled, same_dtype
+from .cpu.pool import empty_pooled
+from .library import Op, compute_dtype, contiguous, empty_placeholder, same_dtype
 
 
 def layer_norm_reference(x, residual, weight, bias, eps):

@@ -22,9 +22,9 @@ from ...mpu import (
     tp_size,
 )
 from ...mpu.division import find_first_unit
-from ...ops import attention, few_queries_attention, in_inference_mode, matmul
+from ...ops import attention, empty_pooled, few_queries_attention, in_inference_mode, matmul
 from ...ops.autograd import Function, once_differentiable
-from ...ops.library import OPS, can_bypass_dispatcher, empty_pooled, needs_gradient
+from ...ops.library import OPS, can_bypass_dispatcher, needs_gradient
 from ..parallel_config import LayerArguments, ParallelConfig
 from .cache import LayerKVCache
 from .masks import Visible, split_mask

@@ -20,9 +20,9 @@ from ...mpu import (
     tp_size,
 )
 from ...mpu.parameter import split_parameter
-from ...ops import bias_gelu, geglu, in_inference_mode, linear, swiglu
+from ...ops import bias_gelu, empty_pooled, geglu, in_inference_mode, linear, swiglu
 from ...ops.autograd import Function, once_differentiable
-from ...ops.library import can_bypass_dispatcher, empty_pooled, needs_gradient
+from ...ops.library import can_bypass_dispatcher, needs_gradient
 from ..parallel_config import ParallelConfig
 from .activation_functions import find_activation, gelu_tanh
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ...ops import empty_pooled
 from ...ops.autograd import Function, once_differentiable
-from ...ops.library import can_bypass_dispatcher, empty_pooled
+from ...ops.library import can_bypass_dispatcher
 
 RopeValue = str | float | bool | list[float] | None
 RopeParameters = dict[str, RopeValue]

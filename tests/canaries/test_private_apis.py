@@ -316,7 +316,7 @@ def test_levels_of_forward_derivatives_are_seen():
     from torch.autograd import forward_ad
 
     with needed_by(
-        "ops/matmul.py",
+        "ops/cpu/pool.py (is_plain_call)",
         breaks="A matmul by our kernel, which has no forward derivative, is taken inside torch.autograd.forward_ad.",
         remedy="Find another way to ask whether a dual level is open, or leave the fast path out for all tensors that "
         "are not plain.",
@@ -569,7 +569,7 @@ def test_lm_evaluation_harness_has_its_command():
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_pytorch_says_in_which_types_it_multiplies_by_a_library(name):
     with needed_by(
-        "ops/matmul.py (_has_library)",
+        "ops/cpu/products.py (_has_library)",
         breaks="Products of 16-bit types use PyTorch's loops, up to 100 times slower, or our kernel where PyTorch's "
         "library is faster.",
         remedy="Find how at::native decides (use_mkldnn_bf16_matmul and use_mkldnn_fp16_matmul in "

@@ -37,9 +37,11 @@ def peak_of(work: Any) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     without_pool = mock.patch(
-        "shardzoo.ops.library.recycled", lambda like, size: like.new_empty(size)
+        "shardzoo.ops.cpu.pool.recycled", lambda like, size: like.new_empty(size)
     )
-    without_kernel = mock.patch.object(sys.modules["shardzoo.ops.matmul"], "_kernel_dtypes", tuple)
+    without_kernel = mock.patch.object(
+        sys.modules["shardzoo.ops.cpu.products"], "_kernel_dtypes", tuple
+    )
     with (
         without_pool,
         without_kernel,

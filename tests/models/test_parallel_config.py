@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import product
 
 import pytest
@@ -18,7 +17,7 @@ from shardzoo.models.blocks.attention import CoreAttention, eager_beats_sdpa
 from shardzoo.models.blocks.relative_bias import RelativeBias
 from shardzoo.models.outputs import Seq2SeqLMOutput
 from shardzoo.mpu import dropout_state
-from shardzoo.ops import matmul
+from shardzoo.ops.cpu import products
 from shardzoo.ops.softmax import lay_out_diagonals
 from shardzoo.trainer.engines.precision import compile_model
 
@@ -53,7 +52,7 @@ def test_a_block_compiles_without_a_break(family, recompute, monkeypatch):
 
     Its products are operators, as large ones are.
     """
-    monkeypatch.setattr(sys.modules[matmul.__module__], "MIN_PRODUCT", 1)
+    monkeypatch.setattr(products, "MIN_PRODUCT", 1)
     torch.compiler.reset()
     values, inputs = (
         tiny(family, 0.1, layers=2) if family != "t5" else T5 | {"dropout_rate": 0.1},

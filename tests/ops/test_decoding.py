@@ -7,7 +7,6 @@ held against fp64 elsewhere, so here they must give the same bits.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -20,11 +19,11 @@ from shardzoo import mpu, ops
 from shardzoo.models.blocks.attention import CoreAttention
 from shardzoo.models.parallel_config import ParallelConfig
 from shardzoo.ops import library
+from shardzoo.ops.cpu import few_rows
 
 pytestmark = pytest.mark.skipif(
     library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels"
 )
-MODULE = importlib.import_module("shardzoo.ops.attention")
 SHORT = (torch.float32, torch.bfloat16, torch.float16)
 counts = st.integers(1, 4)
 
@@ -120,7 +119,7 @@ def test_attention(problem, kind):
     mask = mask if mask is None or mask.dtype == torch.bool else mask.to(kind)
     expected = ops.attention(q, k, v, mask=mask, causal=causal, scale=0.3)
     with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MODULE, "MIN_FEW_KEYS", 0)
+        patch.setattr(few_rows, "MIN_FEW_KEYS", 0)
         result = ops.few_queries_attention(q, k, v, mask, causal, None, scale=0.3)
     assert torch.equal(result, expected)
     assert result.transpose(1, 2).is_contiguous()  # merging the heads copies nothing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 
 import pytest
 import torch
@@ -11,24 +10,25 @@ import torch.nn.functional as F
 
 from shardzoo import ops
 from shardzoo.ops import library, linear, matmul, relu
-from shardzoo.ops.library import POOLED
+from shardzoo.ops.cpu import few_rows
+from shardzoo.ops.cpu import products as cpu_products
+from shardzoo.ops.cpu.pool import MIN_POOLED_BYTES
 
-MODULE = sys.modules[matmul.__module__]
 LARGE = 1 << 20  # elements
 
 
 @pytest.fixture
 def pooled(monkeypatch):
     """The sizes of the results that PyTorch's libraries wrote into the pool's memory."""
-    monkeypatch.setattr(MODULE, "_kernel_dtypes", tuple)
-    monkeypatch.setattr(MODULE, "_has_library", lambda dtype: True)
-    seen, empty_pooled = [], MODULE.empty_pooled
+    monkeypatch.setattr(cpu_products, "_kernel_dtypes", tuple)
+    monkeypatch.setattr(cpu_products, "_has_library", lambda dtype: True)
+    seen, empty_pooled = [], cpu_products.empty_pooled
 
     def remember(like, *size):
         seen.append(size)
         return empty_pooled(like, *size)
 
-    monkeypatch.setattr(MODULE, "empty_pooled", remember)
+    monkeypatch.setattr(cpu_products, "empty_pooled", remember)
     return seen
 
 
@@ -83,7 +83,7 @@ def test_linear_has_the_bits_of_pytorch(dtype, biased, pooled):
         inputs = (rows, weight, bias if biased else None)
         pooled.clear()
         assert_same_bits(results(linear, *inputs), results(F.linear, *inputs))
-        large = rows.numel() // 64 * 1250 * dtype.itemsize >= POOLED and (
+        large = rows.numel() // 64 * 1250 * dtype.itemsize >= MIN_POOLED_BYTES and (
             rows.is_contiguous() or not biased
         )
         assert pooled == ([(*rows.shape[:-1], 1250)] if large else [])
@@ -133,8 +133,8 @@ by_kernel = pytest.mark.parametrize("kind", KERNEL_DTYPES, ids=str)
 @pytest.fixture
 def products(monkeypatch):
     """The sizes (rows, depth, columns) of the products that our kernel computes, here of any size, on any processor."""
-    monkeypatch.setattr(MODULE, "_kernel_dtypes", lambda: KERNEL_DTYPES)
-    monkeypatch.setattr(MODULE, "_min_product", lambda dtype: 1)
+    monkeypatch.setattr(cpu_products, "_kernel_dtypes", lambda: KERNEL_DTYPES)
+    monkeypatch.setattr(cpu_products, "_min_product", lambda dtype: 1)
     seen, call = [], library.call_compiled
 
     def remember(name, *arguments):
@@ -217,11 +217,11 @@ def test_the_kernel_serves_types_that_pytorch_multiplies_slowly(kind, amd, suppo
     monkeypatch.setattr(library, "is_amd_with_avx512_bf16", lambda: amd)
     for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
         monkeypatch.setattr(torch.ops.mkldnn, name, lambda: supported)
-    for cached in (MODULE._kernel_dtypes, MODULE._types_without_library):
-        monkeypatch.setattr(MODULE, cached.__name__, cached.__wrapped__)
-    seen, compute = [], MODULE._multiply
+    for cached in (cpu_products._kernel_dtypes, cpu_products._types_without_library):
+        monkeypatch.setattr(cpu_products, cached.__name__, cached.__wrapped__)
+    seen, compute = [], cpu_products.multiply
     monkeypatch.setattr(
-        MODULE, "_multiply", lambda a, b, bias: seen.append(compute(a, b, bias)) or seen[-1]
+        cpu_products, "multiply", lambda a, b, bias: seen.append(compute(a, b, bias)) or seen[-1]
     )
     slow = not supported and kind != torch.float32
     for rows, ours in ((16, False), (512, slow), (4096, slow or amd)):
@@ -235,10 +235,12 @@ def test_the_kernel_serves_types_that_pytorch_multiplies_slowly(kind, amd, suppo
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
 def test_batches_of_a_type_without_library_are_rounded_once(kind, monkeypatch):
     """Both products and their gradients, within a rounding of fp64's: PyTorch multiplies them in fp32."""
-    monkeypatch.setattr(MODULE, "_has_library", lambda dtype: dtype != kind)
-    monkeypatch.setattr(MODULE, "_kernel_dtypes", lambda: (kind,))
-    seen, multiply = [], MODULE._cpu_matmul
-    monkeypatch.setattr(MODULE, "_cpu_matmul", lambda a, b: seen.append(a.dtype) or multiply(a, b))
+    monkeypatch.setattr(cpu_products, "_has_library", lambda dtype: dtype != kind)
+    monkeypatch.setattr(cpu_products, "_kernel_dtypes", lambda: (kind,))
+    seen, multiply = [], cpu_products.compute_matmul
+    monkeypatch.setattr(
+        cpu_products, "compute_matmul", lambda a, b: seen.append(a.dtype) or multiply(a, b)
+    )
     q, k, v, heads_grad = (heads(seed, kind) for seed in range(4))
     weights = torch.rand(2, 3, 430, 430, generator=torch.Generator().manual_seed(4)).to(kind)
     for a, b, grad in ((q, k.mT, weights), (weights, v, heads_grad)):
@@ -448,7 +450,7 @@ def compiled(function):
 @pytest.mark.parametrize("kinds", [(), pytest.param(KERNEL_DTYPES, marks=needs_kernels)])
 def test_compiled_products_that_the_kernel_does_not_suit_are_pytorchs(monkeypatch, kinds):
     """Small ones, other processors' and types', under autocast. To ask for the processor is not traced."""
-    monkeypatch.setattr(MODULE, "_kernel_dtypes", functools.cache(lambda: kinds))
+    monkeypatch.setattr(cpu_products, "_kernel_dtypes", functools.cache(lambda: kinds))
     x, weight, bias = torch.randn(256, 300), torch.randn(300, 300), torch.randn(300)
     others = [(256, torch.float64), (256, torch.complex64), (8, torch.float32)]
     for rows, kind in others if kinds else [*others, (256, torch.float32)]:
@@ -472,7 +474,7 @@ def test_counting_changes_no_bit(monkeypatch, kinds):
     """The trainer counts a process's first step, which in a resumed run is one that was not counted before."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    monkeypatch.setattr(MODULE, "_kernel_dtypes", lambda: kinds)
+    monkeypatch.setattr(cpu_products, "_kernel_dtypes", lambda: kinds)
     q, k, v = (heads(seed, torch.float32) for seed in range(3))
     x, weight = torch.randn(2048, 512), torch.randn(1024, 512)
     calls = ((matmul, q, k.mT), (matmul, torch.rand(2, 3, 430, 430), v), (linear, x, weight, None))
@@ -525,7 +527,7 @@ def operands(shape, features, dtype=torch.float32):
 @pytest.mark.parametrize("columns", [1, 7, 16, 37, 130])
 def test_few_rows_match_fp64(columns, dtype, calls):
     expected_calls = 0
-    for rows in (1, 2, 3, 4, 5, 7, 8, *((13, 16) if MODULE._max_gemv_rows(dtype) > 8 else ())):
+    for rows in (1, 2, 3, 4, 5, 7, 8, *((13, 16) if few_rows.max_gemv_rows(dtype) > 8 else ())):
         for features in (1, 3, 8, 29):
             x, weight, bias = operands((rows, 1, columns), features, dtype)
             for added in (bias, None):
