@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
 import signal
 import sys
@@ -20,45 +19,71 @@ from .console import USAGE_ERROR
 
 INTERRUPTED = 130  # as a shell reports a SIGINT
 
-# topic -> command -> (module with `main(argv) -> exit code`, help text)
 TOPICS = {
     "train": {
-        "pretrain": ("shardzoo.cli.pretrain", "pretrain a model on text"),
-        "finetune": (
-            "shardzoo.cli.finetune",
-            "fine-tune a model on pairs, labelled texts or plain text",
-        ),
-        "board": ("shardzoo.cli.board.command", "show runs on a local page while they go on"),
-        "checkpoint": ("shardzoo.cli.checkpoint", "verify the checkpoints of a run"),
+        "pretrain": "pretrain a model on text",
+        "finetune": "fine-tune a model on pairs, labelled texts or plain text",
+        "board": "show runs on a local page while they go on",
+        "checkpoint": "verify the checkpoints of a run",
     },
     "use models": {
-        "generate": ("shardzoo.cli.generate", "continue, answer or fill in texts with a model"),
-        "lm-eval": ("shardzoo.cli.lm_eval.command", "evaluate a model with lm-evaluation-harness"),
-        "convert": ("shardzoo.cli.convert", "split, merge, reshard and verify checkpoints"),
-        "models": ("shardzoo.cli.models", "list families, presets and their sizes"),
+        "generate": "continue, answer or fill in texts with a model",
+        "lm-eval": "evaluate a model with lm-evaluation-harness",
+        "convert": "split, merge, reshard and verify checkpoints",
+        "models": "list families, presets and their sizes",
     },
     "prepare": {
-        "data": (
-            "shardzoo.cli.data",
-            "prepare, merge, split and inspect corpora; train tokenizers",
-        ),
-        "estimate": (
-            "shardzoo.cli.estimate",
-            "estimate whether a training run fits a device's memory",
-        ),
-        "plan": ("shardzoo.cli.plan", "lay a training run out on a cluster, and predict its time"),
+        "data": "prepare, merge, split and inspect corpora; train tokenizers",
+        "estimate": "estimate whether a training run fits a device's memory",
+        "plan": "lay a training run out on a cluster, and predict its time",
     },
     "this machine": {
-        "doctor": ("shardzoo.cli.doctor", "show which kernels are built and used"),
-        "bench": ("shardzoo.cli.bench", "measure the fused kernels"),
+        "doctor": "show which kernels are built and used",
+        "bench": "measure the fused kernels",
     },
 }
-COMMANDS = {name: entry for commands in TOPICS.values() for name, entry in commands.items()}
+"""The commands and what they do, by topic."""
+COMMANDS = [name for commands in TOPICS.values() for name in commands]
+
+
+def run_command(name: str, argv: list[str]) -> int:
+    """Imports the module of a command and runs it; returns its exit code."""
+    match name:
+        case "pretrain":
+            from .pretrain import main
+        case "finetune":
+            from .finetune import main
+        case "board":
+            from .board.command import main
+        case "checkpoint":
+            from .checkpoint import main
+        case "generate":
+            from .generate import main
+        case "lm-eval":
+            from .lm_eval.command import main
+        case "convert":
+            from .convert import main
+        case "models":
+            from .models import main
+        case "data":
+            from .data import main
+        case "estimate":
+            from .estimate import main
+        case "plan":
+            from .plan import main
+        case "doctor":
+            from .doctor import main
+        case "bench":
+            from .bench import main
+        case _:
+            raise KeyError(name)
+    return main(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code, 2 for an unknown command, or 130 after Ctrl-C."""
-    command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    words = sys.argv[1:] if argv is None else list(argv)
+    command, *rest = words or ["--help"]
     if command in ("-h", "--help"):
         print(usage())
         return 0
@@ -72,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     try:
         with _repeating_interrupts():
-            return importlib.import_module(COMMANDS[command][0]).main(rest)
+            return run_command(command, rest)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -107,14 +132,12 @@ def _interrupt_after(code: CodeType) -> None:
 
 
 def usage() -> str:
+    """Returns the text that lists all commands."""
     width = max(map(len, COMMANDS))
     lines = ["usage: shardzoo COMMAND [options]"]
     for topic, commands in TOPICS.items():
-        lines += [
-            "",
-            f"{topic}:",
-            *(f"  {name:<{width}}  {text}" for name, (_, text) in commands.items()),
-        ]
+        lines += ["", f"{topic}:"]
+        lines += [f"  {name:<{width}}  {text}" for name, text in commands.items()]
     return "\n".join([*lines, "", "`shardzoo COMMAND --help` shows a command's options."])
 
 
