@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,10 +17,6 @@ __all__ = ["__version__", "from_config", "from_pretrained", "generate"]
 def __getattr__(name: str) -> Any:
     if name in ("from_config", "from_pretrained"):
         from . import models
-
-        import_module(
-            ".generation", __name__
-        )  # gives models their `generate`; more it loads when that is called
 
         return getattr(models, name)
     if name == "generate":

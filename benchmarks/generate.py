@@ -36,7 +36,7 @@ from torch import Tensor
 import shardzoo
 import shardzoo.ops
 from shardzoo.cli.bench import processor
-from shardzoo.generation.decoders import Decoder
+from shardzoo.models.generation.decoders import Decoder
 
 SIZES = {  # as published
     "gpt2": transformers.GPT2Config(),

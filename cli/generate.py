@@ -14,7 +14,7 @@ import tyro
 
 from ..checkpoint.hub import TEXTS, find_model
 from ..data.tokenizers.glm_tokens import GLMVocabulary
-from ..generation.settings import GenerationSettings
+from ..models.generation.settings import GenerationSettings
 from .arguments import parse, read_yaml
 from .console import exit_code_of
 from .help import HelpPage

@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import generation  # noqa: F401 - attaches `generate` to the zoo's models
 from ..data.pairs.datasets import closed, opened
 from ..files.strict_json import read_folder_json
-from ..generation.api import Extras, device_of, evaluating, search, sequences_per_prompt
-from ..generation.decoders import Decoder
 from ..generation.filling import fill_blanks
-from ..generation.prompts import pad_prompts
-from ..generation.settings import GenerationSettings, make_settings
+from ..models.generation.decoders import Decoder
+from ..models.generation.generate import Extras, device_of, evaluating, search, sequences_per_prompt
+from ..models.generation.prompts import pad_prompts
+from ..models.generation.settings import GenerationSettings, make_settings
 from .data import TextTokenizer
 from .loading import ModelSource
 

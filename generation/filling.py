@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..data.tokenizers.glm_tokens import GLMTokens
+from ..models.generation.generate import Extras, check_model, device_of, evaluating, fill
+from ..models.generation.prompts import check_ids, check_mask
+from ..models.generation.settings import GenerationSettings, make_settings
+from ..models.generation.vocabulary import best, log_probabilities, without_padding
 from ..models.registry import FAMILIES, family
-from .api import Extras, check_model, device_of, evaluating, fill
-from .prompts import check_ids, check_mask
-from .settings import GenerationSettings, make_settings
-from .vocabulary import best, log_probabilities, without_padding
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..files.strict_json import read_folder_json
 from ..models import from_pretrained
 from ..models.family import BlankText
+from ..models.generation.generate import generate
+from ..models.generation.prompts import pad_prompts
+from ..models.generation.settings import make_settings
 from ..models.lora import merge_lora
 from ..models.registry import family
 from ..mpu import ParallelMesh
-from .api import generate
 from .filling import fill_blanks, fill_mask, fills_masks
-from .prompts import pad_prompts
-from .settings import make_settings
 
 
 class TextGenerationPipeline:

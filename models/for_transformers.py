@@ -62,7 +62,7 @@ class TransformersModel(PreTrainedModel):
             self.generation_config = GenerationConfig.from_model_config(self.config)
         self.train(model.training)
         # The Trainer leaves out the columns of a data set that are no parameters of `forward`.
-        known = {**_parameters(model.forward), **_parameters(model.body)}
+        known = {**_parameters(model.forward), **_parameters(model.run_backbone)}
         cast(Any, self).forward = _with_parameters(self.forward, known)
 
     def forward(self, *inputs: Any, labels: Tensor | None = None, **options: Any) -> Output:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,9 @@ from ..mpu import (
 from .backbone import Backbone, Head
 from .blocks.activation_functions import find_activation
 from .blocks.linear import ReplicatedLinear
+from .generation.mixin import GenerationMixin
 from .outputs import CausalLMOutput, LazyLogits, MaskedLMOutput, ModelOutput, StageOutput
 from .parallel_config import LayerArguments, layer_arguments
-
-Generates = Literal["continuation", "answer", "blanks", "masks"]
 
 # Each rank's number of logits is a multiple of it, which makes GPU products much faster.
 VOCABULARY_MULTIPLE = 64
@@ -35,15 +34,12 @@ VOCABULARY_MULTIPLE = 64
 IGNORED = -100  # the label of positions without a prediction
 
 
-class LanguageModel(Backbone):
+class LanguageModel(GenerationMixin, Backbone):
     """Base of the models that predict the label at each position from the logits at the same position.
 
     These are masked language models, and decoders whose labels are already shifted. The logits are vocabulary-parallel.
     """
 
-    generates: ClassVar[Generates]
-    """What `shardzoo.generation` generates: the continuation of a prompt, an encoder-decoder's answer to a prompt, the
-    text of blanks, or the tokens at masked positions."""
     sparse_labels: ClassVar[bool] = False
     """Whether most positions have no label, as in masked language models."""
     extra_input_ids: int = 0

@@ -283,6 +283,10 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
 
     generates = "answer"
 
+    @property
+    def decoder_blocks(self) -> BlockList:
+        return self.decoder.blocks
+
     def add_head(self) -> None:
         self.head = vocabulary_head(self)
 

@@ -8,9 +8,9 @@ import transformers
 from every_case import EVERY_CASE, every_day
 
 import shardzoo
-from shardzoo.generation.logits_processors import LogitsProcessors
-from shardzoo.generation.settings import make_settings
-from shardzoo.generation.vocabulary import whole_rows
+from shardzoo.models.generation.logits_processors import LogitsProcessors
+from shardzoo.models.generation.settings import make_settings
+from shardzoo.models.generation.vocabulary import whole_rows
 from shardzoo.mpu import tp_rank, tp_size
 
 CASES = {

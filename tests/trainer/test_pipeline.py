@@ -364,7 +364,6 @@ def test_hidden_states_of_one_stage_are_refused(run_mesh, family):
 
 
 def generated(mesh, folder: Path, ids):
-    import shardzoo.generation  # noqa: F401 - attaches `generate` to the models
     from shardzoo.models import from_pretrained
 
     return from_pretrained(folder, mesh).generate(ids, max_new_tokens=8, num_beams=2).tolist()

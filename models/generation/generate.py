@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.outputs import EncoderOutput, ModelOutput
-from ..mpu import cache_shared_heads
+from ...mpu import cache_shared_heads
+from ..outputs import EncoderOutput, ModelOutput
 from .decoders import BlankDecoder, CausalDecoder, Decoder, Seq2SeqDecoder
-from .logits_processors import LogitsProcessors
 from .prompts import check_ids, check_mask, decoder_prompt, left_padding
 from .settings import GenerationSettings, make_settings
 from .strategies import beam_search, decode, group_beam_search
@@ -268,6 +267,9 @@ def search(
     def for_each(rows: Tensor | None) -> Tensor | None:
         return None if rows is None else rows.repeat_interleave(together, 0)
 
+    # transformers' processors take a second to import, and only a call needs them.
+    from .logits_processors import LogitsProcessors
+
     processors = LogitsProcessors(
         settings,
         model.config.vocab_size,
@@ -329,7 +331,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Generator[None]:
     """Puts the model in evaluation mode for the duration of the context, in which its weights must not change."""
     was_training = model.training
     model.eval()

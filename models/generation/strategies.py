@@ -10,16 +10,18 @@ In a step the ranks exchange only the best candidates of each row; sampled beams
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from ..mpu import ParallelMesh, tp_rank
+from ...mpu import ParallelMesh, tp_rank
 from .decoders import Decoder
-from .logits_processors import LogitsProcessors
 from .settings import GenerationSettings
 from .vocabulary import Draws, best, drawn, log_probabilities, most_likely, whole_rows
+
+if TYPE_CHECKING:
+    from .logits_processors import LogitsProcessors
 
 
 def decode(
@@ -81,7 +83,7 @@ def beam_search(
         token, and their scores, fp32 [B · num_return_sequences].
     """
     n, prompt = settings.num_beams, ids.shape[1]
-    search = _Search(ids.unflatten(0, (-1, n)), limit, settings, decoder.model.mesh)
+    search = _Search(torch.unflatten(ids, 0, (-1, n)), limit, settings, decoder.model.mesh)
     while True:
         running = search.running.flatten(0, 1)[:, : search.length]
         scores, over = processors(running, log_probabilities(decoder(running), decoder.model.mesh))
@@ -116,10 +118,10 @@ class _Search:
         # All beams of a prompt start equal, so only the first may be continued in the first step.
         self.running_scores = torch.full((rows, n), NEVER, device=device)
         self.running_scores[:, 0] = 0
-        self.finished_scores = torch.full((rows, n), NEVER, device=device)
+        self.finished_scores: Tensor = torch.full((rows, n), NEVER, device=device)
         self.finished_lengths = ids.new_zeros(rows, n)
         self.is_finished = torch.zeros(rows, n, dtype=torch.bool, device=device)
-        self.may_improve = torch.ones(rows, 1, dtype=torch.bool, device=device)
+        self.may_improve: Tensor = torch.ones(rows, 1, dtype=torch.bool, device=device)
         self.ends = torch.zeros(rows, self.keep, dtype=torch.bool, device=device)
         self.draws = Draws(settings.seed, mesh, device) if settings.do_sample else None
 
@@ -133,7 +135,7 @@ class _Search:
         n = self.settings.num_beams
         if self.draws is not None:
             total = (
-                whole_rows(scores, vocab_size, mesh).unflatten(0, (-1, n))
+                torch.unflatten(whole_rows(scores, vocab_size, mesh), 0, (-1, n))
                 + self.running_scores[..., None]
             )
             chances = total.flatten(1).softmax(-1).cpu()
@@ -142,7 +144,7 @@ class _Search:
             )  # [B, K]
             return total.flatten(1).gather(1, chosen), chosen % vocab_size, chosen // vocab_size
         values, tokens = best(scores, self.keep, mesh)  # [B · n, k]
-        values = (values.unflatten(0, (-1, n)) + self.running_scores[..., None]).flatten(
+        values = (torch.unflatten(values, 0, (-1, n)) + self.running_scores[..., None]).flatten(
             1
         )  # [B, n · k]
         values, order = values.topk(min(self.keep, values.shape[1]))
@@ -207,7 +209,7 @@ class _Hypotheses:
 
     size: int
     settings: GenerationSettings
-    kept: list[tuple[float, Tensor]] = field(default_factory=list)
+    kept: list[tuple[float, Tensor]] = field(default_factory=list[tuple[float, Tensor]])
     is_done: bool = False
 
     @property
@@ -245,12 +247,11 @@ def group_beam_search(
     hypotheses = [[_Hypotheses(size, settings) for _ in range(groups)] for _ in range(batch)]
     scores = torch.full((batch, groups, size), NEVER, device=ids.device)
     scores[:, :, 0] = 0
-    beams = ids.unflatten(0, (batch, groups, size))  # [B, G, n/G, T]
+    beams = torch.unflatten(ids, 0, (batch, groups, size))  # [B, G, n/G, T]
     while beams.shape[-1] < limit:
         flat = beams.flatten(0, 2)
-        logs = log_probabilities(decoder(flat), decoder.model.mesh).unflatten(
-            0, (batch, groups, size)
-        )
+        logs = log_probabilities(decoder(flat), decoder.model.mesh)
+        logs = torch.unflatten(logs, 0, (batch, groups, size))
         tokens = ids.new_zeros(batch, groups, size)
         origins = ids.new_zeros(batch, groups, size)
         for group in range(groups):
@@ -292,7 +293,7 @@ def _candidates(
     size = running.shape[1]
     keep = max(2, 1 + len(settings.eos_token_ids)) * size
     values, tokens = best(processed, keep, mesh)  # [B · n/G, k]
-    values = (values.unflatten(0, (-1, size)) + running[..., None]).flatten(1)
+    values = (torch.unflatten(values, 0, (-1, size)) + running[..., None]).flatten(1)
     values, order = values.topk(min(keep, values.shape[1]))
     return values, tokens.view(len(values), -1).gather(1, order), order // tokens.shape[1]
 
@@ -315,7 +316,7 @@ def _advance(
         origins.zero_()
         return
     length = beams.shape[1] + 1 - prompt
-    values, next_tokens, next_beams = (part.tolist() for part in candidates)
+    values, next_tokens, next_beams = (cast(Any, part).tolist() for part in candidates)
     filled = 0
     for place, (value, token, beam) in enumerate(zip(values, next_tokens, next_beams, strict=True)):
         if token in settings.eos_token_ids:
@@ -342,7 +343,7 @@ def _finalize(
         for group, one in enumerate(groups):
             if not one.is_done:
                 for sequence, score in zip(
-                    beams[row, group], scores[row, group].tolist(), strict=True
+                    beams[row, group], cast(Any, scores[row, group]).tolist(), strict=True
                 ):
                     one.add(
                         sequence,

@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..models.blocks.cache import Cache
-from ..models.blocks.masks import lower_triangular_mask
-from ..models.language_model import CausalLM
-from ..models.outputs import EncoderOutput
-from ..models.seq2seq import Seq2SeqLM
-from ..mpu import broadcast_from_stage
+from ...mpu import broadcast_from_stage
+from ..blocks.cache import Cache
+from ..blocks.masks import lower_triangular_mask
+from ..outputs import EncoderOutput
 from .vocabulary import without_padding
 
 
@@ -84,14 +82,9 @@ class CausalDecoder(Decoder):
     """
 
     def __init__(
-        self,
-        model: CausalLM,
-        attention_mask: Tensor | None,
-        *,
-        copies: int = 1,
-        capacity: int | None,
+        self, model: Any, attention_mask: Tensor | None, *, copies: int = 1, capacity: int | None
     ) -> None:
-        super().__init__(model, len(block_list(model)), copies, capacity)
+        super().__init__(model, len(model.decoder_blocks), copies, capacity)
         self.mask = attention_mask
 
     def next_logits(self, ids: Tensor, cached: int) -> Tensor:
@@ -125,7 +118,7 @@ class Seq2SeqDecoder(Decoder):
 
     def __init__(
         self,
-        model: Seq2SeqLM,
+        model: Any,
         encoded: EncoderOutput,
         attention_mask: Tensor | None,
         decoder_mask: Tensor | None = None,
@@ -134,7 +127,7 @@ class Seq2SeqDecoder(Decoder):
         capacity: int | None,
     ) -> None:
         super().__init__(
-            model, len(block_list(model)), copies, capacity, encoded.last_hidden_state.shape[1]
+            model, len(model.decoder_blocks), copies, capacity, encoded.last_hidden_state.shape[1]
         )
         self.encoded, self.mask, self.decoder_mask = encoded, attention_mask, decoder_mask
 
@@ -176,7 +169,7 @@ class BlankDecoder(Decoder):
         copies: int = 1,
         capacity: int | None,
     ) -> None:
-        super().__init__(model, len(block_list(model)), copies, capacity)
+        super().__init__(model, len(model.decoder_blocks), copies, capacity)
         self.positions, self.visible = positions, visible
 
     def next_logits(self, ids: Tensor, cached: int) -> Tensor:
@@ -205,9 +198,3 @@ class BlankDecoder(Decoder):
         super().repeat_rows()
         self.positions = self.positions.repeat_interleave(self.copies, 0)
         self.visible = self.visible.repeat_interleave(self.copies, 0)
-
-
-def block_list(model: Any) -> nn.ModuleList:
-    """Returns the blocks that read the generated tokens."""
-    stack: Any = model.decoder if isinstance(model, Seq2SeqLM) else model
-    return stack.blocks

@@ -33,7 +33,7 @@ def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
         )
     outside = (ids < 0) | (ids >= vocab_size)
     if outside.any():
-        row, column = outside.nonzero()[0].tolist()
+        row, column = map(int, outside.nonzero()[0])
         raise ValueError(
             f"{name}[{row}, {column}] is {int(ids[row, column])}, but the vocabulary is 0..{vocab_size - 1}; the "
             "tokenizer may belong to another model"

@@ -19,7 +19,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from ..mpu import ParallelMesh
+from ...mpu import ParallelMesh
 from .settings import GenerationSettings
 from .vocabulary import best, of_first_rank, whole_rows
 
@@ -70,13 +70,13 @@ class LogitsProcessors:
             made.insert(
                 0, p.PrefixConstrainedLogitsProcessor(prefix_allowed_tokens_fn, settings.num_beams)
             )
-        self.processors = p.LogitsProcessorList(_merged(made, processors))
+        self.processors: Any = p.LogitsProcessorList(_merged(made, processors))
         if settings.do_sample:
             self.processors += _warpers(settings, eos, prompt.device)
         if settings.renormalize_logits:
             self.processors.append(p.LogitNormalization())
         self.needs_rows = any(type(processor) not in _SPLIT for processor in self.processors)
-        self.criteria = StoppingCriteriaList(
+        self.criteria: Any = StoppingCriteriaList(
             _merged(_criteria(settings, eos, limit, tokenizer), criteria)
         )
         self.may_disagree = any(
@@ -96,8 +96,7 @@ class LogitsProcessors:
 
     def stops(self, ids: Tensor) -> Tensor:
         """Returns which sequences [R, T] end with their last token: bool [R], the same on every rank."""
-        criteria: Any = self.criteria
-        stops = criteria(ids, None)
+        stops = self.criteria(ids, None)
         if self.may_disagree:  # clocks differ, and a caller's criterion may be anything
             stops = of_first_rank(stops.to(torch.uint8), self.mesh).bool()
         return stops
@@ -116,11 +115,17 @@ _SPLIT: dict[type, Callable[[Any, Tensor, ParallelMesh | None], Tensor]] = {
 
 
 def _edits(
-    s: GenerationSettings, prompt: Tensor, encoder_ids: Any, mask: Tensor | None, eos, limit: int
-) -> list:
+    s: GenerationSettings,
+    prompt: Tensor,
+    encoder_ids: Any,
+    mask: Tensor | None,
+    eos: Any,
+    limit: int,
+) -> list[Any]:
     """Returns the processors that every strategy uses."""
     device: Any = prompt.device  # transformers annotates it as a string
-    start, made = prompt.shape[1], []
+    start = prompt.shape[1]
+    made: list[Any] = []
     if s.sequence_bias is not None:
         bias: Any = s.sequence_bias
         made.append(p.SequenceBiasLogitsProcessor(bias))
@@ -169,7 +174,7 @@ def _edits(
     return made
 
 
-def _warpers(s: GenerationSettings, eos: Tensor | None, device: Any) -> list:
+def _warpers(s: GenerationSettings, eos: Tensor | None, device: Any) -> list[Any]:
     """Returns the processors of sampling; for beam search they keep one token besides the end tokens."""
     keep = {"min_tokens_to_keep": 1 if s.num_beams == 1 else 2 if eos is None else len(eos) + 1}
     made: list[Any] = []
@@ -192,7 +197,7 @@ def _warpers(s: GenerationSettings, eos: Tensor | None, device: Any) -> list:
     return made
 
 
-def _criteria(s: GenerationSettings, eos: Any, limit: int, tokenizer: Any) -> list:
+def _criteria(s: GenerationSettings, eos: Any, limit: int, tokenizer: Any) -> list[Any]:
     made: list[Any] = [MaxLengthCriteria(limit)]
     if s.max_time is not None:
         made.append(MaxTimeCriteria(s.max_time))
@@ -205,6 +210,6 @@ def _criteria(s: GenerationSettings, eos: Any, limit: int, tokenizer: Any) -> li
     return made
 
 
-def _merged(made: list, own: Sequence[Any]) -> list:
-    replaced = {type(one) for one in own}
+def _merged(made: list[Any], own: Sequence[Any]) -> list[Any]:
+    replaced: set[Any] = {type(one) for one in own}
     return [one for one in made if type(one) not in replaced] + list(own)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from ..models.config import ModelConfig, shown
+from ..config import ModelConfig, shown
 
 DEFAULT_NEW_TOKENS = 20
 # Entries of a generation_config.json that do not affect the tokens.
@@ -184,7 +184,7 @@ def _is_allowed(value: Any, kinds: tuple[Any, ...]) -> bool:
     """Returns whether a value of a JSON file fits a setting. Other objects, such as NumPy's numbers, always do."""
     if isinstance(value, list | tuple | dict):
         containers = [kind for kind in kinds if get_origin(kind) in (list, tuple)]
-        items: list[Any] = list(value)
+        items: list[Any] = list(cast(Any, value))
         return any(
             get_args(kind) not in ((int,), (str,))
             or all(_is_allowed(item, get_args(kind)) for item in items)
@@ -234,7 +234,9 @@ def make_settings(
             if name not in values or value is not None
         }
     elif given is not None:
-        entries = given if isinstance(given, Mapping) else given.to_dict()
+        entries: Any = given
+        if not isinstance(given, Mapping):
+            entries = given.to_dict()
         known = {field.name for field in fields(GenerationSettings)}
         values |= _supported(
             {

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..mpu import ParallelMesh, gather_from_tp, tp_rank, tp_size
+from ...mpu import ParallelMesh, gather_from_tp, tp_rank, tp_size
 
 
 def without_padding(logits: Tensor, vocab_size: int, mesh: ParallelMesh | None) -> Tensor:
@@ -45,7 +45,9 @@ def best(scores: Tensor, k: int, mesh: ParallelMesh | None) -> tuple[Tensor, Ten
     tokens += tp_rank(mesh) * scores.shape[1]
     # fp64 holds fp32 scores and token ids exactly, so one exchange carries both.
     pairs = gather_from_tp(torch.cat([values.double(), tokens.double()], -1), mesh)  # [R, tp * 2k]
-    all_values, all_tokens = pairs.unflatten(-1, (-1, 2, values.shape[1])).unbind(-2)  # [R, tp, k]
+    all_values, all_tokens = torch.unflatten(pairs, -1, (-1, 2, values.shape[1])).unbind(
+        -2
+    )  # [R, tp, k]
     values, order = all_values.flatten(1).topk(min(k, all_values[0].numel()))
     return values.float(), all_tokens.flatten(1).gather(1, order).long()
 
@@ -57,7 +59,7 @@ def most_likely(scores: Tensor, mesh: ParallelMesh | None) -> Tensor:
     values, tokens = scores.max(-1, keepdim=True)
     tokens += tp_rank(mesh) * scores.shape[1]
     pairs = gather_from_tp(torch.cat([values.double(), tokens.double()], -1), mesh)  # [R, tp * 2]
-    all_values, all_tokens = pairs.unflatten(-1, (-1, 2)).unbind(-1)  # [R, tp]
+    all_values, all_tokens = torch.unflatten(pairs, -1, (-1, 2)).unbind(-1)  # [R, tp]
     return all_tokens.gather(1, all_values.argmax(-1, keepdim=True)).squeeze(1).long()
 
 
@@ -72,7 +74,7 @@ def drawn(scores: Tensor, draws: Tensor, mesh: ParallelMesh | None) -> Tensor:
     highest = scores.max(-1, keepdim=True).values.clamp(min=torch.finfo(scores.dtype).min)  # [R, 1]
     mass = (scores - highest).double().exp().cumsum(-1)  # [R, Vp]
     parts = gather_from_tp(torch.cat([highest.double(), mass[:, -1:]], -1), mesh)  # [R, tp * 2]
-    highs, totals = parts.unflatten(-1, (-1, 2)).unbind(-1)  # [R, tp]
+    highs, totals = torch.unflatten(parts, -1, (-1, 2)).unbind(-1)  # [R, tp]
     scales = (highs - highs.amax(-1, keepdim=True)).exp()
     # Sequential sums, so that a rank's last column ends exactly where the next rank's columns start.
     ends = list(accumulate((scales * totals).unbind(-1)))

@@ -1,0 +1,1 @@
+"""Decodes sequences under tensor parallelism: the `generate` of every language model, and its parts."""
