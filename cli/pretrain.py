@@ -27,7 +27,7 @@ from ..pretraining.inputs import choose_inputs, default_objective
 from ..pretraining.tables import run_plan
 from ..trainer.arguments.value_types import checked_value
 from ..trainer.launch.environment import end_process
-from ..trainer.launch.launch import ensure_processes_of
+from ..trainer.launch.launch import ensure_processes_for
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.rank_process import is_restarted
 from ..trainer.run_folder import RunFolder
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f" x --pipeline-parallel-size {stages}" if stages > 1 else ""
             )
             print(f"{split} needs {size * stages} processes; starting them on this machine")
-        ensure_processes_of(arguments)
+        ensure_processes_for(arguments)
         if defaults:
             print(defaults)
         from ..pretraining.recipe import Pretraining  # DeepSpeed takes seconds to import

@@ -22,7 +22,7 @@ from ..models.sizes import parameter_sizes, uneven_work
 from ..trainer.engines.deepspeed_config import zero_stage
 from ..trainer.estimate import Job, choose_blocks, estimate_stages
 from ..trainer.estimate.tables import stage_table
-from ..trainer.launch.launch import processes_of
+from ..trainer.launch.launch import count_processes
 from ..trainer.launch.ranks import Ranks
 from ..trainer.run_folder import RunFolder
 from .arguments import PretrainingArguments
@@ -106,7 +106,7 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Group:
     The size of its corpus is unknown before it is prepared.
     """
     tp_size = arguments.model_parallel_size
-    processes = processes_of(arguments) * max(1, arguments.num_nodes)
+    processes = count_processes(arguments) * max(1, arguments.num_nodes)
     dp_size = processes // (tp_size * arguments.pipeline_parallel_size)
     if inputs.tokenizer is None and arguments.vocab_size is not None:
         inputs = replace(inputs, config=inputs.config.with_changes(vocab_size=arguments.vocab_size))

@@ -20,7 +20,7 @@ from ..mpu import ParallelMesh, set_reduction
 from ..mpu.fused_products import use_symmetric_memory
 from .arguments.deepspeed_file import deepspeed_notice
 from .arguments.training_arguments import TrainingArguments
-from .batches.dataset_kinds import check_agreement, length_of, makes_batches
+from .batches.dataset_kinds import check_agreement, find_length, makes_batches
 from .batches.loss_normalization import LossNormalizer
 from .batches.training_data import make_training_data
 from .checkpointing.extra_files import read_extra_files, with_tokenizer
@@ -41,7 +41,7 @@ from .launch.environment import (
     set_collective_timeout,
     single_device,
 )
-from .launch.launch import ensure_processes_of
+from .launch.launch import ensure_processes_for
 from .launch.rank_process import is_restarted
 from .launch.ranks import Ranks, on_first_rank
 from .logging.diagnostics import StepProfiler
@@ -377,7 +377,7 @@ class Trainer:
     ) -> tuple[ParallelMesh | None, torch.device]:
         """Joins the process group, or starts the processes and ends this one. Returns the mesh and the device."""
         arguments = self.arguments
-        launch = ensure_processes_of(arguments)
+        launch = ensure_processes_for(arguments)
         if ENVIRONMENTS[arguments.env_type].is_one_process:
             if launch.world_size > 1:
                 raise ValueError(
@@ -427,7 +427,7 @@ class Trainer:
             if chosen == "no":
                 steps = NEVER
             else:
-                size = None if makes_batches(dataset) else length_of(dataset)
+                size = None if makes_batches(dataset) else find_length(dataset)
                 if size is None:
                     raise ValueError(
                         f"{strategy}='epoch' needs a dataset of known length; use 'steps' with "

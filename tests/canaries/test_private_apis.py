@@ -203,15 +203,15 @@ def test_torchruns_error_file(tmp_path, monkeypatch):
     ):
         from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
-        from shardzoo.trainer.launch.rank_process import ERROR_FILE, read, write
+        from shardzoo.trainer.launch.rank_process import ERROR_FILE, read_error, write_error
 
         theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
         monkeypatch.setenv(ERROR_FILE, str(theirs))
         error = ValueError("a canary")
         ErrorHandler().record_exception(error)
-        assert write(ours, error)
+        assert write_error(ours, error)
         assert _keys(json.loads(theirs.read_text())) == _keys(json.loads(ours.read_text()))
-        found = read(theirs)
+        found = read_error(theirs)
         assert found is not None
         assert found.summary == "ValueError: a canary"
 

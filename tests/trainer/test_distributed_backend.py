@@ -60,9 +60,9 @@ def test_only_gloo_starts_more_processes_than_gpus(one_gpu, monkeypatch, capsys)
         "training_script": __file__,
     }
     with pytest.raises(ValueError, match=r"has 1\. With distributed_backend='gloo' the"):
-        launch.ensure_processes_of(TrainingArguments(**arguments))
+        launch.ensure_processes_for(TrainingArguments(**arguments))
     with pytest.raises(SystemExit, match="0"):
-        launch.ensure_processes_of(TrainingArguments(**arguments, distributed_backend="gloo"))
+        launch.ensure_processes_for(TrainingArguments(**arguments, distributed_backend="gloo"))
     assert capsys.readouterr().out.count("WORLD_SIZE=2") == 2
 
 
@@ -75,7 +75,7 @@ def test_nccl_without_a_gpu_is_refused():
 
 def test_gloo_passes_no_gpu_tensors_between_stages(monkeypatch):
     monkeypatch.setattr(TRAINER, "initialize_distributed", lambda *_, **__: torch.device("cuda", 0))
-    monkeypatch.setattr(TRAINER, "ensure_processes_of", lambda _: RankInfo(0, 2, 0, 2))
+    monkeypatch.setattr(TRAINER, "ensure_processes_for", lambda _: RankInfo(0, 2, 0, 2))
     split = {"env_type": "deepspeed+mpu", "pipeline_parallel_size": 2}
     with pytest.raises(
         ValueError, match="cannot pass a GPU's tensors between pipeline stages; use 'nccl'"

@@ -26,15 +26,8 @@ from shardzoo.trainer import Trainer, TrainingArguments
 from shardzoo.trainer.launch import heartbeat
 from shardzoo.trainer.launch.agent import run_ranks
 from shardzoo.trainer.launch.failure import Faults
-from shardzoo.trainer.launch.heartbeat import (
-    STALLED,
-    Sample,
-    Sampler,
-    Stall,
-    Watchdog,
-    refresh_sample,
-)
-from shardzoo.trainer.launch.launch import smaller_jobs
+from shardzoo.trainer.launch.heartbeat import Sample, Sampler, refresh_sample
+from shardzoo.trainer.launch.launch import find_smaller_jobs
 from shardzoo.trainer.launch.phase import (
     OUTSIDE,
     SAVE,
@@ -44,6 +37,7 @@ from shardzoo.trainer.launch.phase import (
     read_phase,
 )
 from shardzoo.trainer.launch.ranks import Ranks, from_json, on_first_rank, to_json
+from shardzoo.trainer.launch.watchdog import STALLED, Stall, Watchdog
 
 SCRIPT = Path(heartbeat.__file__).parents[2] / "benchmarks" / "hung_ranks.py"
 
@@ -368,12 +362,12 @@ def test_the_smaller_sizes_of_a_job():
         "env_type": "deepspeed+mpu",
         "micro_batch_size": 3,
     }
-    assert smaller_jobs(TrainingArguments(**layout, global_batch_size=36)) == (6, 4, 2)
-    assert smaller_jobs(TrainingArguments(**layout, global_batch_size=24)) == (4, 2)
+    assert find_smaller_jobs(TrainingArguments(**layout, global_batch_size=36)) == (6, 4, 2)
+    assert find_smaller_jobs(TrainingArguments(**layout, global_batch_size=24)) == (4, 2)
     assert (
-        smaller_jobs(TrainingArguments(**layout)) == ()
+        find_smaller_jobs(TrainingArguments(**layout)) == ()
     )  # the global batch follows from the number of ranks
-    assert smaller_jobs(TrainingArguments(env_type="pytorch", global_batch_size=4)) == ()
+    assert find_smaller_jobs(TrainingArguments(env_type="pytorch", global_batch_size=4)) == ()
 
 
 def test_a_job_goes_on_with_fewer_ranks(tmp_path, fork_server, monkeypatch):

@@ -159,8 +159,8 @@ os.environ[heartbeat.PULSE] = "{tmp_path}/rank_0.pulse:0"
 heartbeat.sample_for_launcher()
 path = Path("{tmp_path}/rank_0.json")
 for number in range(300):
-    assert rank_process.write(path, KeyError(number))
-    assert rank_process.read(path).traceback == f"KeyError: {{number}}\\n"
+    assert rank_process.write_error(path, KeyError(number))
+    assert rank_process.read_error(path).traceback == f"KeyError: {{number}}\\n"
 """
     result = subprocess.run(
         [sys.executable, "-c", script], env=user_environment(), capture_output=True, text=True

@@ -11,7 +11,7 @@ import pytest
 from commands import BIN, user_environment
 
 from shardzoo.trainer import TrainingArguments
-from shardzoo.trainer.launch.launch import ensure_processes_of, start_processes
+from shardzoo.trainer.launch.launch import ensure_processes_for, start_processes
 from shardzoo.trainer.launch.nodes import Nodes, check_launcher, deepspeed_command, read_hostfile
 
 HOSTS = "# two machines, named in ~/.ssh/config\nworker-a slots=2\n\nworker-b slots=1  # the small one\n"
@@ -67,7 +67,7 @@ def test_a_missing_hostfile_is_refused(tmp_path, environment):
         with pytest.raises(ValueError, match=r"there is no hostfile .*none; write one with a line"):
             Nodes(hostfile=str(tmp_path / "none"), **options).slots()
     with pytest.raises(ValueError, match="there is no hostfile"):
-        ensure_processes_of(
+        ensure_processes_for(
             TrainingArguments(env_type=environment, hostfile=str(tmp_path / "none"), dry_run=True)
         )
 
@@ -86,7 +86,7 @@ def test_a_host_that_ssh_would_not_take_as_a_name(tmp_path, name):
         Nodes(hostfile=str(tmp_path / "hosts")).slots()
     assert "\x1b" not in str(refused.value)
     with pytest.raises(ValueError, match=r"master_ip=.* is not a host name or an address"):
-        ensure_processes_of(TrainingArguments(env_type="pytorchDDP", master_ip=name, dry_run=True))
+        ensure_processes_for(TrainingArguments(env_type="pytorchDDP", master_ip=name, dry_run=True))
 
 
 def test_usual_hosts(tmp_path):
@@ -206,7 +206,7 @@ def test_another_script_is_run_with_the_same_arguments(hosts, tmp_path, monkeypa
         "dry_run": True,
     }
     with pytest.raises(SystemExit):
-        ensure_processes_of(TrainingArguments(**arguments))
+        ensure_processes_for(TrainingArguments(**arguments))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all(line.endswith(f"{script} --lr 1") for line in lines)

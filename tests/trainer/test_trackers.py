@@ -27,7 +27,7 @@ class Recorder:
     fails: tuple[str, ...] = ()
 
     def __init__(self, run: trackers.TrackedRun) -> None:
-        self.run, self.id, self.logged, self.closed = run, run.id_of("wandb"), [], None
+        self.run, self.id, self.logged, self.closed = run, run.find_id("wandb"), [], None
         self.opened.append(self)
         self._may_fail("open")
         run.keep_id("wandb", self.id or f"id {len(self.opened)}")

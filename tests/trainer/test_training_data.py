@@ -50,9 +50,9 @@ def test_workers_without_shared_memory(tmp_path, monkeypatch, problem):
     from shardzoo.trainer.batches import training_data
 
     if problem == "missing":
-        monkeypatch.setattr(training_data, "SHARED", str(tmp_path / "shm"))
+        monkeypatch.setattr(training_data, "SHARED_MEMORY", str(tmp_path / "shm"))
     else:
-        monkeypatch.setattr(training_data, "LEAST_SHARED", 1 << 62)
+        monkeypatch.setattr(training_data, "LEAST_SHARED_MEMORY", 1 << 62)
     with pytest.raises(
         ValueError, match=r"num_workers=1 needs shared memory, but .* set num_workers=0"
     ):

@@ -16,6 +16,7 @@ from ..checkpointing.random_state import random_state_tensors, restore_random_st
 from ..launch.ranks import Ranks
 
 COMPARED = 4  # records of a stream
+Reading = tuple[int | None, str]  # the number of samples, if it is known, and a digest of some
 UNDIVIDED = (
     "pass the same, undivided data on every process (no rank and world_size, split_dataset_by_node or "
     "DistributedSampler; a fixed seed if it is shuffled): the trainer gives each process its part"
@@ -38,15 +39,12 @@ def check_kind(dataset: Any) -> None:
             "train_dataset is a DataLoader, which cannot resume where a run was stopped; pass its dataset as "
             "train_dataset, and its collate_fn as collate_fn"
         )
-    readable = (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")) and not is_table(
-        dataset
-    )
-    if not readable or isinstance(dataset, (type, str, bytes, Mapping)):
-        kind = (
-            f"the class {dataset.__name__}"
-            if isinstance(dataset, type)
-            else f"a {type(dataset).__name__}"
-        )
+    readable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
+    other = isinstance(dataset, (type, str, bytes, Mapping)) or is_table(dataset)
+    if other or not readable:
+        kind = f"a {type(dataset).__name__}"
+        if isinstance(dataset, type):
+            kind = f"the class {dataset.__name__}"
         raise ValueError(
             f"train_dataset is {kind}; use a dataset with __getitem__, an iterable of samples, or a resumable loader "
             "or stream of batches"
@@ -66,9 +64,12 @@ def is_stream(dataset: Any) -> bool:
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__")
 
 
-def length_of(dataset: Any) -> int | None:
+def find_length(dataset: Any) -> int | None:
+    """Returns the number of samples of a dataset, or None if it does not know it."""
+    if not hasattr(dataset, "__len__"):
+        return None
     try:
-        return len(dataset) if hasattr(dataset, "__len__") else None
+        return len(dataset)
     except TypeError:  # torch's ChainDataset over streams has a __len__, but no length
         return None
 
@@ -76,10 +77,12 @@ def length_of(dataset: Any) -> int | None:
 def check_agreement(
     dataset: Any, ranks: Ranks, *, name: str = "train_dataset", workers: int = 0
 ) -> None:
-    """Raises ValueError on every process if their data differs, or a stream that several read is not repeatable.
+    """Raises ValueError on every process if their data differs, or a stream that several read is
+    not repeatable.
 
-    Every process reads a whole stream and keeps its part, so the first records must be equal. Of a map-style dataset
-    the length and three samples are compared. The global random generators are left as they were.
+    Every process reads a whole stream and keeps its part, so the first records must be equal. Of a
+    map-style dataset the length and three samples are compared. The global random generators are
+    left as they were.
 
     Args:
         workers: processes that read the data for each rank.
@@ -94,26 +97,25 @@ def check_agreement(
     streams = hasattr(dataset, "peek") or (
         is_stream(dataset) and not isinstance(dataset, ResumableLoader)
     )
-    # Randomness from the global generators must not change the order of a stream. Samples of a map-style dataset may
-    # depend on it, so that they are compared under the same seed.
+    # Randomness from the global generators must not change the order of a stream. Samples of a
+    # map-style dataset may depend on it, so that they are compared under the same seed.
     state = random_state_tensors()
+    readings: list[Reading] | str
+    failure: Exception | None = None
     try:
-        own: Any = []
-        for seed in (0, 1 if streams else 0):
-            seed_everything(seed)
-            own.append(_first_of_stream(dataset) if streams else _some_samples(dataset))
+        if streams:
+            readings = [_read_stream(dataset, seed) for seed in (0, 1)]
+        else:
+            readings = [_read_samples(dataset, seed) for seed in (0, 0)]
     except Exception as error:  # the other processes wait for this one
-        own = error
+        failure = error
+        readings = f"{type(error).__name__}: {error}"
     finally:
         restore_random_state(state)
-    parts = getattr(
-        getattr(dataset, "_distributed", None), "world_size", 1
-    )  # of split_dataset_by_node
-    found = ranks.gather(
-        (f"{type(own).__name__}: {own}" if isinstance(own, Exception) else own, parts)
-    )
-    if isinstance(own, Exception):
-        raise own
+    divided = getattr(dataset, "_distributed", None)  # of split_dataset_by_node
+    found = ranks.gather((readings, getattr(divided, "world_size", 1)))
+    if failure is not None:
+        raise failure
     problem = _disagreement(found, streams, one_model=ranks.dp_size < ranks.world_size)
     if problem:
         raise ValueError(f"{name} {problem}")
@@ -139,40 +141,54 @@ def _disagreement(found: list[tuple[Any, int]], streams: bool, *, one_model: boo
     )
     if other is None:
         return None
-    lengths = first[0], found[other][0][0][0]
-    if random and lengths[0] == lengths[1]:
-        # Replicas may draw different random changes of a sample, but the parts of one model need the same.
-        return OWN_RANDOMNESS if one_model else None
-    named = f" (of {lengths[0]} and {lengths[1]} samples)" if lengths[0] != lengths[1] else ""
-    return f"is not the same on process 0 and process {other}{named}; {UNDIVIDED}"
+    length = first[0]
+    other_length = found[other][0][0][0]
+    if length != other_length:
+        sizes = f"of {length} and {other_length} samples"
+        return f"is not the same on process 0 and process {other} ({sizes}); {UNDIVIDED}"
+    if not random:
+        return f"is not the same on process 0 and process {other}; {UNDIVIDED}"
+    # Replicas may draw different random changes of a sample, but the parts of one model need the
+    # same.
+    return OWN_RANDOMNESS if one_model else None
 
 
-def _first_of_stream(dataset: Any) -> tuple[None, str]:
+def _read_stream(dataset: Any, seed: int) -> Reading:
+    """Returns None and a digest of the first records of a stream, read under a seed of the global
+    generators.
+    """
+    seed_everything(seed)
     if hasattr(dataset, "peek"):
         return None, _digest(dataset.peek(COMPARED))
-    return None, _digest(
-        [
-            record
-            for record, _ in islice(IterableRecords.from_iterable(dataset).read(0, None), COMPARED)
-        ]
-    )
+    records = IterableRecords.from_iterable(dataset).read(0, None)
+    return None, _digest([record for record, _ in islice(records, COMPARED)])
 
 
-def _some_samples(dataset: Any) -> tuple[int | None, str]:
+def _read_samples(dataset: Any, seed: int) -> Reading:
     """Returns the length of a map-style dataset, and a digest of its first, middle and last sample."""
-    total, order = None, None
+    seed_everything(seed)
+    total = None
+    order = None
     if isinstance(dataset, ResumableLoader):
-        dataset, total, order = dataset.dataset, dataset.total, dataset.order
-    size = length_of(dataset)
+        total = dataset.total
+        order = dataset.order
+        dataset = dataset.dataset
+    size = find_length(dataset)
     if size is None and order:  # the numbers of the samples are known to the order alone
         return total, _digest(dataset[order(0)])
-    size = total if size is None else size
-    numbers = {0} if size is None else {0, size // 2, size - 1} if size else set()
+    if size is None:
+        size = total
+    numbers = {0}
+    if size is not None:
+        numbers = {0, size // 2, size - 1} if size else set[int]()
     return size, _digest([dataset[number] for number in sorted(numbers)])
 
 
 def _digest(value: Any) -> str:
-    """Returns a hash of numbers and texts in nested containers. Of other objects only the type counts."""
+    """Returns a hash of numbers and texts in nested containers.
+
+    Of other objects only the type counts.
+    """
     found = hashlib.blake2b(digest_size=16)
     for part in _parts(value):
         found.update(part)
@@ -201,14 +217,20 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def _as_array(tensor: Tensor) -> np.ndarray | Tensor:
-    """Returns the tensor itself if NumPy has no such arrays: a sparse, nested, quantized or meta tensor."""
+    """Returns the tensor itself if NumPy has no such arrays: a sparse, nested, quantized or meta
+    tensor.
+    """
     try:
         values = tensor.detach().cpu().resolve_conj().resolve_neg()
-        return (values.float() if values.is_floating_point() else values).numpy()
+        if values.is_floating_point():
+            values = values.float()
+        return values.numpy()
     except (TypeError, RuntimeError):
         return tensor
 
 
 def is_table(value: Any) -> bool:
-    """Returns whether `value` is a data frame, whose length counts rows but whose items are columns."""
+    """Returns whether `value` is a data frame, whose length counts rows but whose items are
+    columns.
+    """
     return type(value).__module__.split(".")[0] in ("pandas", "polars", "pyarrow")

@@ -1,9 +1,10 @@
-"""Finds out whether a model predicts the next token: whether its loss compares position i with label i + 1.
+"""Finds out whether a model predicts the next token: whether its loss compares position i with
+label i + 1.
 
-The first label of a row is then not a target. The name of a class does not say so: transformers' GPT2LMHeadModel shifts
-labels inside, and BartForCausalLM does not. For the classes that are trained most often a table says it, which
-tests/trainer/test_loss_normalization.py compares with their behavior. Any other model is asked: it computes the loss of
-a row of two tokens.
+The first label of a row is then not a target. The name of a class does not say so: transformers'
+GPT2LMHeadModel shifts labels inside, and BartForCausalLM does not. For the classes that are trained
+most often a table says it, which tests/trainer/test_loss_normalization.py compares with their
+behavior. Any other model is asked: it computes the loss of a row of two tokens.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ _asked: dict[type[nn.Module], bool] = {}  # the answers of this process
 def shifts_labels(model: nn.Module) -> bool:
     """Returns whether the loss of `model` leaves out the first label of each row.
 
-    The first call for a class that the table does not have runs a forward pass, so if the model's forward pass is
-    collective, all ranks must call this together.
+    The first call for a class that the table does not have runs a forward pass, so if the model's
+    forward pass is collective, all ranks must call this together.
     """
     unwrap: Any = getattr(
         model, "get_base_model", lambda: model
@@ -68,7 +69,9 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def _look_up(model: nn.Module) -> bool | None:
-    """Returns what the table says, or None for a model whose forward pass or loss is not transformers' own."""
+    """Returns what the table says, or None for a model whose forward pass or loss is not
+    transformers' own.
+    """
     kind = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
     is_transformers = kind.__module__.partition(".")[0] == "transformers"
     # transformers keeps a loss function that a user has set under this name.
@@ -82,7 +85,8 @@ def _look_up(model: nn.Module) -> bool | None:
 def _ask(model: nn.Module) -> bool:
     """Computes the loss of two tokens of which only the first has a label.
 
-    A model that shifts labels has no target then, and its loss is NaN, or 0 if it guards against that.
+    A model that shifts labels has no target then, and its loss is NaN, or 0 if it guards against
+    that.
     """
     parameters = inspect.signature(model.forward).parameters
     if "input_ids" not in parameters or "labels" not in parameters:

@@ -21,14 +21,16 @@ COUNTED_LABELS = {"num_items_in_batch": "labels", "num_sequences_in_batch": "nex
 
 
 class LossNormalizer:
-    """Counts a model's targets, and converts the loss of a micro-batch to its share of the step's loss.
+    """Counts a model's targets, and converts the loss of a micro-batch to its share of the step's
+    loss.
 
-    A model of the zoo takes the counts of the global batch as arguments of its forward pass, and returns its share. Any
-    other loss is a mean over the targets of the micro-batch, and is rescaled here. This includes transformers' models,
-    which accept the same arguments but do not all use them.
+    A model of the zoo takes the counts of the global batch as arguments of its forward pass, and
+    returns its share. Any other loss is a mean over the targets of the micro-batch, and is rescaled
+    here. This includes transformers' models, which accept the same arguments but do not all use
+    them.
 
-    To find out how a model of another library treats labels, the constructor may run it once, on two tokens; see
-    `label_shift`. All ranks create their normalizers together.
+    To find out how a model of another library treats labels, the constructor may run it once, on
+    two tokens; see `label_shift`. All ranks create their normalizers together.
 
     Args:
         model: The model itself, without an engine's wrapper.
@@ -38,14 +40,16 @@ class LossNormalizer:
     def __init__(self, model: nn.Module, *, mean_losses: bool) -> None:
         self._model: Any = model
         parameters = inspect.signature(model.forward).parameters
-        self.arguments = (
-            () if mean_losses else tuple(name for name in COUNTED_LABELS if name in parameters)
-        )
+        self.arguments: tuple[str, ...] = ()
+        if not mean_losses:
+            self.arguments = tuple(name for name in COUNTED_LABELS if name in parameters)
         # The zoo's models count their targets themselves.
         self._shifts_labels = not hasattr(model, "count_targets") and shifts_labels(model)
 
     def count(self, batch: Mapping[str, Any]) -> list[float]:
-        """Returns the numbers of targets in a micro-batch: one for each of `arguments`, or only one without them."""
+        """Returns the numbers of targets in a micro-batch: one for each of `arguments`, or only one
+        without them.
+        """
         if self.arguments:
             return [float(self._count(batch, COUNTED_LABELS[name])) for name in self.arguments]
         return [float(self._count(batch, "labels"))]
@@ -55,7 +59,8 @@ class LossNormalizer:
         return {name: max(total, 1.0) for name, total in zip(self.arguments, totals, strict=False)}
 
     def normalize(self, loss: Tensor, counts: list[float], totals: list[float]) -> Tensor:
-        """Returns the micro-batch's share of the step's loss. Raises ValueError if the loss has no gradient.
+        """Returns the micro-batch's share of the step's loss. Raises ValueError if the loss has no
+        gradient.
 
         `counts` are the target counts of the micro-batch, and `totals` those of the global batch.
         """
@@ -73,29 +78,32 @@ class LossNormalizer:
     def _count(self, batch: Mapping[str, Any], labels: str) -> int:
         values = batch.get(labels)
         if not isinstance(values, Tensor):
-            return _rows(batch)
+            return _count_rows(batch)
         if labels != "labels":
             return int((values != IGNORED).sum())
         if hasattr(self._model, "count_targets"):
             return int(self._model.count_targets(values))
         if values.is_floating_point():
-            return _rows(batch)
-        return int(((values[:, 1:] if self._shifts_labels else values) != IGNORED).sum())
+            return _count_rows(batch)
+        if self._shifts_labels:
+            values = values[:, 1:]
+        return int((values != IGNORED).sum())
 
 
 def loss_of(output: Any) -> Tensor:
-    """Returns the loss in the output of a forward step. Raises ValueError if it is missing or not a scalar tensor."""
+    """Returns the loss in the output of a forward step.
+
+    Raises ValueError if it is missing or not a scalar tensor.
+    """
     loss = output_field(output, "loss")
     if loss is None:
         raise ValueError(
             "forward_step returned no loss: return a dict or ModelOutput with one, and put labels in the data"
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = (
-            f"one of shape {tuple(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else f"a {type(loss).__name__}"
-        )
+        found = f"a {type(loss).__name__}"
+        if isinstance(loss, Tensor):
+            found = f"one of shape {tuple(loss.shape)}"
         raise ValueError(f"forward_step must return a scalar tensor as loss, not {found}")
     return loss
 
@@ -108,7 +116,8 @@ def output_field(output: Any, name: str) -> Any:
 
 
 def label_problem(batch: Mapping[str, Any], model: nn.Module, first_sample: int) -> str:
-    """Returns a message about labels or token ids of a micro-batch that are out of range, or an empty string.
+    """Returns a message about labels or token ids of a micro-batch that are out of range, or an
+    empty string.
 
     The micro-batch is in CPU memory. Raises ValueError if it is not a dict.
     """
@@ -127,38 +136,49 @@ def label_problem(batch: Mapping[str, Any], model: nn.Module, first_sample: int)
         if values.is_floating_point() or (values.max() < limit and values.min() >= 0):
             continue
         wrong = (values >= limit) | (values < 0)
-        wrong = wrong & (values != IGNORED) if name == "labels" else wrong
-        for place in wrong.nonzero().tolist()[:1]:
-            at = f" at position {place[1]}" if len(place) > 1 else ""
-            ignored = ", or -100 to be ignored" if name == "labels" else ""
-            return (
-                f"{name} of training sample {first_sample + place[0]}{at} is {int(values[tuple(place)])}; it must be "
-                f"from 0 to {limit - 1}{ignored}"
-            )
+        allowed = f"from 0 to {limit - 1}"
+        if name == "labels":
+            wrong &= values != IGNORED
+            allowed += ", or -100 to be ignored"
+        places = wrong.nonzero().tolist()
+        if not places:
+            continue
+        row, *columns = places[0]
+        at = f" at position {columns[0]}" if columns else ""
+        value = int(values[tuple(places[0])])
+        return (
+            f"{name} of training sample {first_sample + row}{at} is {value}; it must be {allowed}"
+        )
     return ""
 
 
 def _label_limit(labels: Tensor, model: nn.Module) -> int | None:
-    """Returns the number of classes of integer labels, or None if the model's configuration may not define it."""
+    """Returns the number of classes of integer labels, or None if the model's configuration may not
+    define it.
+    """
     config: Any = getattr(model, "config", None)
     if isinstance(config, ModelConfig):
         return getattr(model, "label_classes", None)
-    of_sequences = of_tokens = False
-    for kind in type(model).__mro__:
-        if kind.__module__.split(".")[0] in ("transformers", "peft"):
-            of_sequences |= kind.__name__.endswith(
-                ("ForSequenceClassification", "ForImageClassification")
-            )
-            of_tokens |= kind.__name__.endswith("ForTokenClassification")
-    if (labels.dim() == 1) if of_sequences else of_tokens:
+    names = [
+        kind.__name__
+        for kind in type(model).__mro__
+        if kind.__module__.split(".")[0] in ("transformers", "peft")
+    ]
+    sequence_heads = ("ForSequenceClassification", "ForImageClassification")
+    classifies_sequences = any(name.endswith(sequence_heads) for name in names)
+    classifies_tokens = any(name.endswith("ForTokenClassification") for name in names)
+    has_classes = labels.dim() == 1 if classifies_sequences else classifies_tokens
+    if has_classes:
         classes = getattr(config, "num_labels", None)
-        return (
-            None if classes == 1 else classes
-        )  # one class is a regression, whose labels may be any number
-    return None if labels.dim() == 1 else getattr(config, "vocab_size", None)
+        if classes == 1:  # a regression, whose labels may be any number
+            return None
+        return classes
+    if labels.dim() == 1:
+        return None
+    return getattr(config, "vocab_size", None)
 
 
-def _rows(batch: Mapping[str, Any]) -> int:
+def _count_rows(batch: Mapping[str, Any]) -> int:
     return next(
         (len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1
     )

@@ -13,15 +13,18 @@ from ...data import EpochShuffle, IterableRecords, ResumableLoader, ResumableStr
 from ...data.loading.collate import DataCollator
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
-from .dataset_kinds import check_agreement, check_kind, is_stream, length_of, makes_batches
+from .dataset_kinds import check_agreement, check_kind, find_length, is_stream, makes_batches
 
 Collate = Callable[[Sequence[Any]], Any]
-SHARED = "/dev/shm"
-LEAST_SHARED = 1 << 20  # bytes; batches are small
+SHARED_MEMORY = "/dev/shm"
+LEAST_SHARED_MEMORY = 1 << 20  # bytes; batches are small
 
 
 class Batches(Protocol):
-    """Micro-batches of one data-parallel rank. `state_dict()` returns the position after the last yielded one."""
+    """Micro-batches of one data-parallel rank.
+
+    `state_dict()` returns the position after the last yielded one.
+    """
 
     def __iter__(self) -> Iterator[Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -30,7 +33,9 @@ class Batches(Protocol):
 
 @dataclass
 class TrainingData:
-    """The micro-batches of this rank, and the number of steps that they suffice for (None if unknown or unlimited)."""
+    """The micro-batches of this rank, and the number of steps that they suffice for (None if
+    unknown or unlimited).
+    """
 
     batches: Batches
     steps: int | None
@@ -43,13 +48,14 @@ def make_training_data(
     collate: Collate | None,
     pad_token_id: int = 0,
 ) -> TrainingData:
-    """Returns the batches of a map-style dataset, an iterable of samples, or a resumable loader or stream of batches.
+    """Returns the batches of a map-style dataset, an iterable of samples, or a resumable loader or
+    stream of batches.
 
-    A dataset of known length is shuffled in each epoch, or ordered by its `make_order(seed, global_batch)`. A dataset
-    without a length is read in order, endlessly.
+    A dataset of known length is shuffled in each epoch, or ordered by its `make_order(seed,
+    global_batch)`. A dataset without a length is read in order, endlessly.
 
-    Raises ValueError if the dataset is of another kind, is empty, differs between processes, or has fewer samples than
-    a global batch, or if `epochs` is set for a dataset without a length.
+    Raises ValueError if the dataset is of another kind, is empty, differs between processes, or has
+    fewer samples than a global batch, or if `epochs` is set for a dataset without a length.
     """
     share = Share(arguments.micro_batch_size, ranks.dp_rank, ranks.dp_size)
     check_kind(dataset)
@@ -60,22 +66,28 @@ def make_training_data(
     if workers and sys.platform == "linux":
         _check_shared_memory(workers)
     if makes_batches(dataset):
-        return TrainingData(dataset, _steps_of_loader(dataset, arguments, ranks))
+        return TrainingData(dataset, _count_steps(dataset, arguments, ranks))
     collate = collate or DataCollator(pad_token_id, arguments.length_multiple)
-    workers, seed = arguments.num_workers, arguments.seed
+    workers = arguments.num_workers
+    seed = arguments.seed
     epochs = None if arguments.train_steps else arguments.epochs
-    global_batch, size = arguments.global_batch(ranks.dp_size), length_of(dataset)
+    global_batch = arguments.global_batch(ranks.dp_size)
+    size = find_length(dataset)
+    total = None
+    steps = None
     if size is not None:
         check_size(size, global_batch)
-    total = None if size is None or epochs is None else size * epochs
-    steps = None if total is None else total // global_batch
+        if epochs is not None:
+            total = size * epochs
+            steps = total // global_batch
     if is_stream(dataset):
-        records, unchanged = (
+        stream = ResumableStream(
             IterableRecords.from_iterable(dataset),
             lambda record, generator: record,
-        )
-        stream = ResumableStream(
-            records, unchanged, share, epochs=epochs, num_workers=workers, collate=collate
+            share,
+            epochs=epochs,
+            num_workers=workers,
+            collate=collate,
         )
         return TrainingData(stream, steps)
     if size is None and epochs is not None:
@@ -83,10 +95,11 @@ def make_training_data(
             f"train_dataset is a {type(dataset).__name__} without a length, so the end of epochs={epochs} is unknown; "
             "set train_steps, or give it a __len__"
         )
-    make_order = getattr(
-        dataset, "make_order", lambda seed, global_batch: EpochShuffle(size or 0, seed)
-    )
-    order = None if size is None else make_order(seed, global_batch)
+    order = None
+    if size is not None and hasattr(dataset, "make_order"):
+        order = dataset.make_order(seed, global_batch)
+    elif size is not None:
+        order = EpochShuffle(size, seed)
     loader = ResumableLoader(
         dataset, share, total=total, order=order, collate=collate, num_workers=workers, seed=seed
     )
@@ -94,14 +107,16 @@ def make_training_data(
 
 
 def _check_shared_memory(workers: int) -> None:
-    """Raises ValueError if worker processes could not pass on their batches; torch would end in the midst of them."""
+    """Raises ValueError if worker processes could not pass on their batches; torch would end in the
+    midst of them.
+    """
     try:
-        with TemporaryFile(dir=SHARED) as file:
-            os.posix_fallocate(file.fileno(), 0, LEAST_SHARED)
+        with TemporaryFile(dir=SHARED_MEMORY) as file:
+            os.posix_fallocate(file.fileno(), 0, LEAST_SHARED_MEMORY)
     except OSError as error:
         raise ValueError(
-            f"num_workers={workers} needs shared memory, but {SHARED} cannot be used: {error.strerror}; enlarge it "
-            "(docker run --shm-size=1g), or set num_workers=0"
+            f"num_workers={workers} needs shared memory, but {SHARED_MEMORY} cannot be used: {error.strerror}; "
+            "enlarge it (docker run --shm-size=1g), or set num_workers=0"
         ) from None
 
 
@@ -135,6 +150,8 @@ def _check_batches(
         )
 
 
-def _steps_of_loader(batches: Any, arguments: TrainingArguments, ranks: Ranks) -> int | None:
+def _count_steps(batches: Any, arguments: TrainingArguments, ranks: Ranks) -> int | None:
     total = getattr(batches, "total", None)
-    return None if total is None else total // arguments.global_batch(ranks.dp_size)
+    if total is None:
+        return None
+    return total // arguments.global_batch(ranks.dp_size)

@@ -1,4 +1,6 @@
-"""Reads the files that each checkpoint holds besides the model's and the trainer's own: those of its tokenizer."""
+"""Reads the files that each checkpoint holds besides the model's and the trainer's own: those of
+its tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,19 @@ from ...data.tokenizers.vocabulary import Vocabulary
 from ...files.safe_paths import checked_file
 from ..launch.ranks import on_first_rank
 
-LARGEST_TOTAL = (
-    256 << 20
-)  # bytes; they are in memory while training runs, and are written into each checkpoint
+# Bytes of all files: they are in memory while training runs, and are written into each checkpoint.
+LARGEST_TOTAL = 256 << 20
 TOKENIZER_FILES = tuple(name for name in (*JSON_FILES, *OTHER_FILES) if name != CONFIG)
 GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
 class ExtraFiles:
-    """Files for a checkpoint by name, and the vocabulary of the tokenizer among them. Only the first rank has them.
+    """Files for a checkpoint by name, and the vocabulary of the tokenizer among them. Only the
+    first rank has them.
 
-    They are read before training, so that a folder that changes or disappears later does not end the run.
+    They are read before training, so that a folder that changes or disappears later does not end
+    the run.
     """
 
     contents: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
@@ -38,16 +41,23 @@ class ExtraFiles:
 def read_extra_files(
     given: str | Path | None, model: Any, notify: Callable[[str], None]
 ) -> ExtraFiles:
-    """Returns the files of the folder `given`. Raises ValueError on every rank if it is unusable. Collective."""
+    """Returns the files of the folder `given`.
+
+    Raises ValueError on every rank if it is unusable. Collective.
+    """
 
     def read(folder: str | Path) -> ExtraFiles:
-        contents = read_folder(
-            folder, {GENERATION_CONFIG} if hasattr(model, "generation_config") else set[str]()
-        )
-        has_tokenizer = not contents.keys().isdisjoint(TOKENIZER_FILES)
-        return ExtraFiles(contents, _vocabulary(Path(folder), notify) if has_tokenizer else None)
+        own: set[str] = set()
+        if hasattr(model, "generation_config"):
+            own.add(GENERATION_CONFIG)
+        contents = read_folder(folder, own)
+        if contents.keys().isdisjoint(TOKENIZER_FILES):
+            return ExtraFiles(contents)
+        return ExtraFiles(contents, _read_vocabulary(Path(folder), notify))
 
-    return ExtraFiles() if given is None else _of_first_rank(lambda: read(given))
+    if given is None:
+        return ExtraFiles()
+    return _run_on_first_rank(lambda: read(given))
 
 
 def with_tokenizer(
@@ -59,26 +69,31 @@ def with_tokenizer(
 ) -> ExtraFiles:
     """Returns the files, and those of a tokenizer unless they have one. Collective.
 
-    The tokenizer is that of the dataset (see `shardzoo.data.build_loader`), if it carries one; else of the checkpoint
-    that the weights were `loaded_from`, or of the folder that the model was. `notify` is called with a message if there
-    is no tokenizer.
+    The tokenizer is that of the dataset (see `shardzoo.data.build_loader`), if it carries one; else
+    of the checkpoint that the weights were `loaded_from`, or of the folder that the model was.
+    `notify` is called with a message if there is no tokenizer.
     """
 
     def add() -> ExtraFiles:
         if not files.contents.keys().isdisjoint(TOKENIZER_FILES):
             return files
+        folders: list[Path] = []
+        if loaded_from is not None:
+            folders.append(loaded_from)
         named = getattr(model, "name_or_path", None)
-        folders = [
-            folder for folder in (loaded_from, Path(named) if named else None) if folder is not None
-        ]
-        tokenizer = _tokenizer(getattr(dataset, "tokenizer", None), folders, notify)
+        if named:
+            folders.append(Path(named))
+        tokenizer = _choose_tokenizer(getattr(dataset, "tokenizer", None), folders, notify)
         return ExtraFiles({**tokenizer.contents, **files.contents}, tokenizer.vocabulary)
 
-    return _of_first_rank(add)
+    return _run_on_first_rank(add)
 
 
-def _of_first_rank(work: Callable[[], ExtraFiles]) -> ExtraFiles:
-    """Runs `work` on the first rank, which alone gets the files. Raises its ValueError on every rank."""
+def _run_on_first_rank(work: Callable[[], ExtraFiles]) -> ExtraFiles:
+    """Runs `work` on the first rank, which alone gets the files.
+
+    Raises its ValueError on every rank.
+    """
     found = ExtraFiles()
 
     def keep() -> None:
@@ -94,8 +109,8 @@ def read_folder(folder: str | Path, own: set[str]) -> dict[str, bytes]:
 
     `own` are names of files that the checkpoint has itself, besides the usual ones.
 
-    Raises ValueError if the folder cannot be read, holds something other than regular files, is larger than 256 MiB,
-    or if one of its files would replace a file of the checkpoint.
+    Raises ValueError if the folder cannot be read, holds something other than regular files, is
+    larger than 256 MiB, or if one of its files would replace a file of the checkpoint.
     """
     if not isinstance(folder, str | os.PathLike) or not str(folder):
         raise ValueError(f"extra_files must be the path of a folder, not {folder!r}")
@@ -128,9 +143,13 @@ def read_folder(folder: str | Path, own: set[str]) -> dict[str, bytes]:
         ) from None
 
 
-def _tokenizer(carried: Any, folders: Sequence[Path], notify: Callable[[str], None]) -> ExtraFiles:
+def _choose_tokenizer(
+    carried: Any, folders: Sequence[Path], notify: Callable[[str], None]
+) -> ExtraFiles:
     """Returns the tokenizer that the data carries, or the first one in `folders`."""
-    reasons = [] if folders else ["the model was not loaded from a folder"]
+    reasons: list[str] = []
+    if not folders:
+        reasons.append("the model was not loaded from a folder")
     stored = ExtraFiles()
     for folder in folders:
         try:
@@ -158,7 +177,10 @@ def _tokenizer(carried: Any, folders: Sequence[Path], notify: Callable[[str], No
 
 
 def _read_tokenizer(folder: Path) -> ExtraFiles:
-    """Returns a folder's tokenizer files alone. ValueError if there is no readable one of a recorded vocabulary."""
+    """Returns a folder's tokenizer files alone.
+
+    ValueError if there is no readable one of a recorded vocabulary.
+    """
     vocabulary = Vocabulary.from_tokenizer(checked_tokenizer(folder, folder))
     present = [name for name in TOKENIZER_FILES if (folder / name).exists()]
     return ExtraFiles(
@@ -166,8 +188,11 @@ def _read_tokenizer(folder: Path) -> ExtraFiles:
     )
 
 
-def _vocabulary(folder: Path, notify: Callable[[str], None]) -> Vocabulary | None:
-    """Returns the vocabulary of a folder that was given; None for a tokenizer that only its own code reads."""
+def _read_vocabulary(folder: Path, notify: Callable[[str], None]) -> Vocabulary | None:
+    """Returns the vocabulary of a folder that was given;
+
+    None for a tokenizer that only its own code reads.
+    """
     check_tokenizer_folder(folder)
     try:
         return Vocabulary.from_tokenizer(load_tokenizer(folder))

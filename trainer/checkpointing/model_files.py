@@ -1,4 +1,6 @@
-"""Stores a model's weights in a checkpoint: as shards for the converter, or as a folder for transformers."""
+"""Stores a model's weights in a checkpoint: as shards for the converter, or as a folder for
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,8 @@ from ..launch.ranks import Ranks, on_first_rank
 
 WEIGHTS = "rank"
 MODEL_FILE = "model.safetensors"
-BASE_FILE = (
-    "adapter_base.json"  # the digest of the model that the LoRA weights in a checkpoint belong to
-)
+# It has the digest of the model that the LoRA weights in a checkpoint belong to.
+BASE_FILE = "adapter_base.json"
 
 Hashes = Mapping[str, str]
 Tensors = Mapping[str, Tensor | TensorPart]
@@ -55,31 +56,44 @@ class ModelFiles(Protocol):
     """Stores one kind of model."""
 
     def weights_file(self, ranks: Ranks) -> str | None:
-        """Returns the name of this rank's file, if it has one. The data-parallel ranks write it together."""
+        """Returns the name of this rank's file, if it has one.
+
+        The data-parallel ranks write it together.
+        """
         ...
 
     def stored(self, tensors: Tensors) -> Tensors:
-        """Returns the contents of this rank's file, from all tensors of the model on this rank. Collective."""
+        """Returns the contents of this rank's file, from all tensors of the model on this rank.
+
+        Collective.
+        """
         ...
 
     def describe(
         self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None
     ) -> Callable[[Path], None]:
-        """Returns a function that writes the other files of the model, such as its configuration, into a folder.
+        """Returns a function that writes the other files of the model, such as its configuration,
+        into a folder.
 
-        `hashes` are the sha256 of each tensor by name, for each tensor-parallel rank. `vocabulary` is the tokenizer's.
+        `hashes` are the sha256 of each tensor by name, for each tensor-parallel rank. `vocabulary`
+        is the tokenizer's.
         """
         ...
 
     def load_weights(self, folder: Path, ranks: Ranks) -> None:
-        """Reads a checkpoint's weights into the model. Raises ValueError if it holds another model."""
+        """Reads a checkpoint's weights into the model.
+
+        Raises ValueError if it holds another model.
+        """
         ...
 
 
 def model_files(model: nn.Module) -> ModelFiles:
     """Returns the `ModelFiles` for a model of the zoo, or for any other."""
     if isinstance(getattr(model, "config", None), ModelConfig):
-        return ShardedFiles(model) if getattr(model, "lora", None) is None else AdapterFiles(model)
+        if getattr(model, "lora", None) is not None:
+            return AdapterFiles(model)
+        return ShardedFiles(model)
     return WholeFiles(model)
 
 
@@ -118,10 +132,11 @@ class ShardedFiles:
         for name, parameter in parameters.items():
             shard = shards[name]
             full = shard.shape if shard else tuple(parameter.shape)
-            if (
-                stored.manifest.tensors[name].shape != full
-            ):  # e.g. vocabularies that are padded to the same size
-                raise _another_shape(folder, name, stored.manifest.tensors[name].shape, full)
+            # The shards may agree all the same, such as those of vocabularies that are padded to
+            # the same size.
+            found = stored.manifest.tensors[name].shape
+            if found != full:
+                raise _another_shape(folder, name, found, full)
         with ShardedReader(stored.ranks, shards) as reader:
             for name, parameter in parameters.items():
                 copy_checked(
@@ -130,17 +145,17 @@ class ShardedFiles:
 
 
 class AdapterFiles:
-    """Stores the LoRA weights of a model of the zoo in peft's files, and names the frozen base model by its digest.
+    """Stores the LoRA weights of a model of the zoo in peft's files, and names the frozen base
+    model by its digest.
 
-    The weights are whole, so that peft loads a checkpoint of any layout, and a run resumes in any other. Raises
-    ValueError if other parameters are trained.
+    The weights are whole, so that peft loads a checkpoint of any layout, and a run resumes in any
+    other. Raises ValueError if other parameters are trained.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
-        others = {name for name, p in model.named_parameters() if p.requires_grad} - peft_names(
-            model
-        ).keys()
+        trained = {name for name, value in model.named_parameters() if value.requires_grad}
+        others = trained - peft_names(model).keys()
         if others:
             raise ValueError(
                 f"{sorted(others)[0]} is trained besides the LoRA weights, whose files cannot hold it; name its module "
@@ -157,9 +172,10 @@ class AdapterFiles:
         self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None
     ) -> Callable[[Path], None]:
         def write(folder: Path) -> None:
-            write_adapter_config(
-                folder, self.model.lora.config, str(self._base.resolve()) if self._base else ""
-            )
+            base = ""
+            if self._base is not None:
+                base = str(self._base.resolve())
+            write_adapter_config(folder, self.model.lora.config, base)
             (folder / BASE_FILE).write_text(json.dumps({"sha256": self._base_digest}) + "\n")
 
         return write
@@ -186,7 +202,9 @@ class AdapterFiles:
 
 
 class WholeFiles:
-    """Stores any other model: one file with its parameters and persistent buffers, and transformers' configuration."""
+    """Stores any other model: one file with its parameters and persistent buffers, and
+    transformers' configuration.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
@@ -265,9 +283,9 @@ def check_names(folder: Path, stored: set[str], wanted: set[str]) -> None:
         ("has unexpected tensors", stored - wanted),
     ):
         if names:
-            few = ", ".join(sorted(names)[:3]) + (
-                f" and {len(names) - 3} more" if len(names) > 3 else ""
-            )
+            few = ", ".join(sorted(names)[:3])
+            if len(names) > 3:
+                few += f" and {len(names) - 3} more"
             raise ValueError(f"{folder} {kind}: {few}; it holds another model")
 
 
@@ -287,20 +305,23 @@ def copy_checked(folder: Path, name: str, value: Tensor, into: Tensor) -> None:
 
 
 def read_optimizer(folder: Path, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
-    """Returns this rank's optimizer state, from a checkpoint of any layout. Raises ValueError if it was not saved."""
+    """Returns this rank's optimizer state, from a checkpoint of any layout.
+
+    Raises ValueError if it was not saved.
+    """
     stored = open_rank_files(folder, OPTIMIZER)
     if not stored:
         raise ValueError(
             f"{folder} was saved without the optimizer's state (save_optim=False), so a run cannot resume from it; to "
             "start another run from its weights, set load_dir, load_optim=False and another save_dir"
         )
-    parameters, shards = dict(model.named_parameters()), {}
+    parameters = dict(model.named_parameters())
+    shards = {}
     for name, tensor in stored[0].items():
         parameter = parameters.get(name.split("/", 1)[1])
+        # Others, such as step counts, are the same on all ranks.
         if parameter is not None and len(tensor.shape) == parameter.dim() > 0:
-            shards[name] = getattr(
-                parameter, "shard", None
-            )  # others, such as step counts, are the same on all ranks
+            shards[name] = getattr(parameter, "shard", None)
     with ShardedReader(stored, shards) as reader:
         wanted = [
             name for name in stored[0] if ranks.pp_size == 1 or name.split("/", 1)[1] in parameters

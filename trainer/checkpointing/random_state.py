@@ -37,8 +37,8 @@ def random_state_tensors() -> dict[str, Tensor]:
 
 def restore_random_state(tensors: dict[str, Tensor]) -> None:
     """Restores the states that `random_state_tensors` returned."""
-    gauss = tensors["python_gauss"].tolist()
-    random.setstate((3, tuple(tensors["python"].tolist()), gauss[0] if gauss else None))
+    gauss = [*tensors["python_gauss"].tolist(), None][0]  # at most one number was kept
+    random.setstate((3, tuple(tensors["python"].tolist()), gauss))
     position, has_gauss = tensors["numpy_position"].tolist()
     keys = tensors["numpy"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, position, has_gauss, tensors["numpy_gauss"].item()))

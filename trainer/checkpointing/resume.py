@@ -1,4 +1,6 @@
-"""Prepares resuming: finds and verifies the checkpoint that a run resumes from, and opens the run's folder."""
+"""Prepares resuming: finds and verifies the checkpoint that a run resumes from, and opens the run's
+folder.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,9 @@ from .snapshot import RANDOM, TrainerState
 class ResumePoint:
     """The checkpoint that a run loads its weights from.
 
-    Attributes:
-        optimizer: Also load the optimizer's state, the step and the data's position; else the run starts at step 0.
-        random: Also load the random states.
-        own: The checkpoint is in the run's own folder.
+    Attributes: optimizer: Also load the optimizer's state, the step and the data's position; else
+        the run starts at step 0. random: Also load the random states. own: The checkpoint is in the
+        run's own folder.
     """
 
     folder: Path
@@ -38,22 +39,25 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        return self.state.step if self.optimizer else 0
+        if not self.optimizer:
+            return 0
+        return self.state.step
 
 
 def open_run(
     run_folder: RunFolder, arguments: TrainingArguments, ranks: Ranks, notify: Callable[[str], None]
 ) -> ResumePoint | None:
-    """Finds the checkpoint that `arguments` ask for, if any, and creates the run's folder. Collective.
+    """Finds the checkpoint that `arguments` ask for, if any, and creates the run's folder.
+    Collective.
 
-    `resume` takes precedence over a `load_dir` elsewhere, so that a command with both can be repeated after each kill.
-    `notify` is called with a message for each damaged checkpoint that is skipped.
+    `resume` takes precedence over a `load_dir` elsewhere, so that a command with both can be
+    repeated after each kill. `notify` is called with a message for each damaged checkpoint that is
+    skipped.
 
     Raises ValueError if a required checkpoint does not exist, or the folder holds another run.
     """
-    on_first_rank(
-        lambda: take_folder(run_folder.path, notify)
-    )  # first: another run may still save there
+    # Before anything is read: another run may still save there.
+    on_first_rank(lambda: take_folder(run_folder.path, notify))
     try:
         point = _find(run_folder, arguments, ranks, notify)
         on_first_rank(lambda: _prepare_folder(run_folder, point, arguments))
@@ -77,7 +81,8 @@ def _find(
     if arguments.resume:
         found = find_checkpoint(run_folder.path, "latest", ranks, notify)
         if found:
-            # With `load_dir`, load_optim and load_rng apply to the run's start. Its own checkpoint is loaded whole.
+            # With `load_dir`, load_optim and load_rng apply to the run's start. Its own checkpoint
+            # is loaded whole.
             return ResumePoint(
                 *found,
                 arguments.load_optim or bool(load_dir),
@@ -133,10 +138,11 @@ def _make_folder(path: Path, meaning: str) -> None:
 def find_checkpoint(
     path: Path, load_type: str, ranks: Ranks, notify: Callable[[str], None]
 ) -> tuple[Path, TrainerState] | None:
-    """Returns the checkpoint to resume from, and its state; None if the folder has no checkpoint. Collective.
+    """Returns the checkpoint to resume from, and its state; None if the folder has no checkpoint.
+    Collective.
 
-    If a checkpoint is damaged, the one before it is used, and `notify` is called with a message. Raises ValueError if
-    all possible checkpoints are damaged.
+    If a checkpoint is damaged, the one before it is used, and `notify` is called with a message.
+    Raises ValueError if all possible checkpoints are damaged.
 
     Args:
         path: The folder of a run, or one checkpoint.
@@ -170,7 +176,10 @@ def find_checkpoint(
 
 
 def verify_checkpoint(folder: Path, share: int = 0, shares: int = 1) -> str:
-    """Compares a share (from 0) of a checkpoint's files with their digests. Returns the first problem, or ""."""
+    """Compares a share (from 0) of a checkpoint's files with their digests.
+
+    Returns the first problem, or "".
+    """
     try:
         problem = next(changed_files(folder, share, shares), "")
     except OSError as error:
@@ -183,9 +192,8 @@ def verify_checkpoint(folder: Path, share: int = 0, shares: int = 1) -> str:
 def read_state(folder: Path) -> TrainerState:
     """Returns the state of the run in a checkpoint. Raises ValueError if it is damaged."""
     content = read_state_file(folder)
-    known = {
-        field.name: field.type for field in fields(TrainerState) if field.name in content
-    }  # older ones have fewer
+    # Older checkpoints have fewer fields.
+    known = {field.name: field.type for field in fields(TrainerState) if field.name in content}
     for name, kind in known.items():
         if type(content[name]).__name__ != str(kind).partition("[")[0]:
             raise ValueError(
@@ -195,7 +203,10 @@ def read_state(folder: Path) -> TrainerState:
 
 
 def restore_random(folder: Path, state: TrainerState, ranks: Ranks, seed: int) -> bool:
-    """Restores this rank's random generators. Seeds them again and returns False if the layout has changed."""
+    """Restores this rank's random generators.
+
+    Seeds them again and returns False if the layout has changed.
+    """
     path = rank_file(folder, RANDOM, ranks.rank)
     if state.world_size == ranks.world_size and path.exists():
         restore_random_state(read_tensors(checked_file(folder, path.name)))

@@ -21,29 +21,29 @@ from .staging_buffers import StagingBuffers
 
 
 class BackgroundSaver:
-    """Copies snapshots in one thread and writes them in another, one at a time. All ranks save the same steps.
+    """Copies snapshots in one thread and writes them in another, one at a time. All ranks save the
+    same steps.
 
-    The copy is made while the next forward and backward passes run, which change neither parameters nor the
-    optimizer's state. An update must wait for it. The threads of the ranks use a separate process group, so that their
-    collectives never interleave with those of training. An error in a thread is raised by the next call.
-    `keep` is the number of checkpoints to keep; None keeps all. `seconds` is how long a rank waits for the others,
-    whose disks may be much slower.
+    The copy is made while the next forward and backward passes run, which change neither parameters
+    nor the optimizer's state. An update must wait for it. The threads of the ranks use a separate
+    process group, so that their collectives never interleave with those of training. An error in a
+    thread is raised by the next call. `keep` is the number of checkpoints to keep; None keeps all.
+    `seconds` is how long a rank waits for the others, whose disks may be much slower.
     """
 
     def __init__(
         self, run_folder: RunFolder, ranks: Ranks, keep: int | None, seconds: float = 3600.0
     ) -> None:
-        self.run_folder, self._ranks, self._keep = run_folder, ranks, keep
-        self._group: Any = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-            if ranks.world_size > 1
-            else None
-        )
-        if self._group is not None:
-            dist.barrier(
-                self._group
-            )  # a rank with nothing to do would close it while others still connect to it
-        # A thread that starts takes the interpreter's lock and blocks training for milliseconds, so they start now.
+        self.run_folder = run_folder
+        self._ranks = ranks
+        self._keep = keep
+        self._group: Any = None
+        if ranks.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+            # A rank with nothing to do would close it while others still connect to it.
+            dist.barrier(self._group)
+        # A thread that starts takes the interpreter's lock and blocks training for milliseconds, so
+        # they start now.
         self._copier = ThreadPoolExecutor(1, "copy")
         self._writer = ThreadPoolExecutor(1, "write", initializer=_yield_the_processor)
         for thread in (self._copier, self._writer):
@@ -54,7 +54,10 @@ class BackgroundSaver:
         self.copied.set()
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Waits for the previous save, and starts this one. Returns the folder of the checkpoint."""
+        """Waits for the previous save, and starts this one.
+
+        Returns the folder of the checkpoint.
+        """
         self.wait()
         folder = self.run_folder.checkpoint(snapshot.state.step)
         self.copied.clear()
@@ -82,7 +85,8 @@ class BackgroundSaver:
     @phase(SAVE)
     def wait(self) -> None:
         """Waits until everything is on disk. Raises OSError if it could not be written."""
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is not None:
             saving.result()
 

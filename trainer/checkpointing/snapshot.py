@@ -1,4 +1,6 @@
-"""Takes a snapshot of a training step: copies it to CPU memory before the next update, then writes it to disk."""
+"""Takes a snapshot of a training step: copies it to CPU memory before the next update, then writes
+it to disk.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,8 @@ class Snapshot:
         self.files = {name: share_of_file(*own) for name, own in self.tensors.items()}
 
     def copy(self, buffers: StagingBuffers) -> None:
-        """Copies this rank's shares to the buffers, so that the next update may change the originals.
+        """Copies this rank's shares to the buffers, so that the next update may change the
+        originals.
 
         The previous snapshot must have been written, because it used the same buffers.
         """
@@ -110,35 +113,45 @@ def take_snapshot(
     random: bool,
     extra_files: ExtraFiles,
 ) -> Snapshot:
-    """Returns this rank's data of a checkpoint of the current step. `copy` must run before the next update.
+    """Returns this rank's data of a checkpoint of the current step. `copy` must run before the next
+    update.
 
-    The data-parallel ranks divide weights and optimizer between them, so no rank gathers a state. `optimizer` and
-    `random` say whether to include the states of the optimizer and of the random generators. Training waits for this,
-    so it only lists the tensors.
+    The data-parallel ranks divide weights and optimizer between them, so no rank gathers a state.
+    `optimizer` and `random` say whether to include the states of the optimizer and of the random
+    generators. Training waits for this, so it only lists the tensors.
     """
-    weights, mine = files.weights_file(ranks), dict[str, tuple[Tensors, int, int]]()
+    weights = files.weights_file(ranks)
+    mine: dict[str, tuple[Tensors, int, int]] = {}
     tensors = files.stored(engine.model_tensors())
     if weights is not None:
-        mine[weights] = weights_of(engine.module, tensors, ranks), ranks.dp_rank, ranks.dp_size
+        mine[weights] = (
+            divide_buffers(engine.module, tensors, ranks),
+            ranks.dp_rank,
+            ranks.dp_size,
+        )
     if optimizer:
         name = rank_file(Path(), OPTIMIZER, ranks.tp_rank, ranks.pp_rank).name
-        mine[name] = engine.optimizer_tensors(), ranks.dp_rank, ranks.dp_size
+        mine[name] = (engine.optimizer_tensors(), ranks.dp_rank, ranks.dp_size)
     if random:
-        mine[rank_file(Path(), RANDOM, ranks.rank).name] = random_state_tensors(), 0, 1
+        name = rank_file(Path(), RANDOM, ranks.rank).name
+        mine[name] = (random_state_tensors(), 0, 1)
     return Snapshot(state, mine, weights, files, extra_files)
 
 
-def weights_of(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors:
-    """Returns a model's tensors for a file of all replicas. The first replica's buffers count, as in training."""
+def divide_buffers(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors:
+    """Returns a model's tensors for a file that all replicas write.
+
+    As in training, the first replica's buffers count, so the others contribute no bytes of them.
+    """
     others = tensors.keys() - dict(module.named_parameters()).keys()
     if ranks.dp_size == 1 or not others:
         return tensors
     parts = dict(tensors)
     for name in persistent_buffers(module).keys() & others:
-        if isinstance(value := tensors[name], Tensor):
-            parts[name] = TensorPart(
-                tuple(value.shape), 0, value if ranks.dp_rank == 0 else value.new_empty(0)
-            )
+        value = tensors[name]
+        if isinstance(value, Tensor):
+            own = value if ranks.dp_rank == 0 else value.new_empty(0)
+            parts[name] = TensorPart(tuple(value.shape), 0, own)
     return parts
 
 
@@ -146,12 +159,20 @@ def weights_of(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors:
 def write_snapshot(
     snapshot: Snapshot, folder: Path, ranks: Ranks, group: dist.ProcessGroup | None
 ) -> None:
-    """Writes to a folder next to `folder`, and renames it when everything is on disk. Collective over `group`.
+    """Writes to a folder next to `folder`, and renames it when everything is on disk. Collective
+    over `group`.
 
-    Raises OSError on every rank if one could not write. The partial folder is then deleted, and `folder` is unchanged.
+    Raises OSError on every rank if one could not write. The partial folder is then deleted, and
+    `folder` is unchanged.
     """
     partial = folder.with_name(f".{folder.name}.partial")
-    _agree(ranks, group, lambda: _make_empty(partial) if ranks.rank == 0 else None)
+
+    def begin() -> None:
+        if ranks.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    _agree(ranks, group, begin)
     written = _agree(ranks, group, lambda: _write_files(snapshot, partial), undo=partial)
     # Of tensors that several ranks have written, nobody has the bytes in memory.
     cut = _agree(ranks, group, lambda: _hash_cut_tensors(snapshot, partial, ranks), undo=partial)
@@ -169,11 +190,13 @@ def write_snapshot(
 def _agree(
     ranks: Ranks, group: dist.ProcessGroup | None, work: Callable[[], Any], undo: Path | None = None
 ) -> list[Any]:
-    """Runs `work` on each rank. Returns the results of all ranks, or raises OSError on all if it failed on one.
+    """Runs `work` on each rank. Returns the results of all ranks, or raises OSError on all if it
+    failed on one.
 
     After a failure rank 0 deletes the folder `undo`.
     """
-    result, problem = None, ""
+    result = None
+    problem = ""
     try:
         result = work()
     except OSError as error:
@@ -187,21 +210,20 @@ def _agree(
     return [result for result, _ in outcomes]
 
 
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
 def _write_files(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
-    """Writes this rank's bytes. Returns what it wrote of each file, and the sha256 of its whole tensors."""
+    """Writes this rank's bytes.
+
+    Returns what it wrote of each file, and the sha256 of its whole tensors.
+    """
     files = {}
     for name, share in snapshot.files.items():
         ranges, digest = write_share(folder / name, share)
         files[name] = {"ranges": ranges, "sha256": digest}
-    own = snapshot.files[snapshot.weights] if snapshot.weights else share_of_file({})
-    tensors = {
-        name: hashlib.sha256(tensor_bytes(own.pieces[name])).hexdigest() for name in own.whole
-    }
+    tensors = {}
+    if snapshot.weights:
+        own = snapshot.files[snapshot.weights]
+        for name in own.whole:
+            tensors[name] = hashlib.sha256(tensor_bytes(own.pieces[name])).hexdigest()
     return {"files": files, "tensors": tensors}
 
 
@@ -215,13 +237,20 @@ def _hash_cut_tensors(snapshot: Snapshot, folder: Path, ranks: Ranks) -> dict[st
 
 
 def _digests(written: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the digest of each file: its sha256, or, for a file of several ranks, that of each rank's bytes."""
+    """Returns the digest of each file: its sha256, or, for a file of several ranks, that of each
+    rank's bytes.
+    """
     parts: dict[str, list[dict[str, Any]]] = {}
     for own in written:
         for name, part in own["files"].items():
             if part["ranges"]:
                 parts.setdefault(name, []).append(part)
-    return {name: found[0]["sha256"] if len(found) == 1 else found for name, found in parts.items()}
+    digests: dict[str, Any] = {}
+    for name, found in parts.items():
+        digests[name] = found
+        if len(found) == 1:
+            digests[name] = found[0]["sha256"]
+    return digests
 
 
 def _complete(
@@ -246,27 +275,34 @@ def _complete(
 
 
 def write_model(model: nn.Module, folder: Path, ranks: Ranks, extra_files: ExtraFiles) -> None:
-    """Writes a folder with a model's weights and the extra files, as in a checkpoint. Collective."""
-    files, tensors = model_files(model), model_tensors(model)
+    """Writes a folder with a model's weights and the extra files, as in a checkpoint.
+
+    Collective.
+    """
+    files = model_files(model)
+    tensors = model_tensors(model)
     name = files.weights_file(ranks)
-    mine = (
-        {}
-        if name is None
-        else {name: (weights_of(model, tensors, ranks), ranks.dp_rank, ranks.dp_size)}
-    )
+    mine: dict[str, tuple[Tensors, int, int]] = {}
+    if name is not None:
+        mine[name] = (divide_buffers(model, tensors, ranks), ranks.dp_rank, ranks.dp_size)
     snapshot = Snapshot(TrainerState(step=0, consumed_samples=0), mine, name, files, extra_files)
     snapshot.divide()
     write_snapshot(snapshot, folder, ranks, None)
 
 
 def write_state(path: Path, state: TrainerState, **of_files: Mapping[str, Any]) -> None:
-    """Writes a run's state with what is recorded of every other file of the checkpoint: digests and sizes."""
+    """Writes a run's state with what is recorded of every other file of the checkpoint: digests and
+    sizes.
+    """
     recorded = {key: dict(sorted(values.items())) for key, values in of_files.items()}
     _write_content(path, {**asdict(state), "version": EVERY_FILE, **recorded})
 
 
 def amend_state(folder: Path, **values: Any) -> None:
-    """Changes the given fields of the `TrainerState` in a complete checkpoint. If it fails, none has changed."""
+    """Changes the given fields of the `TrainerState` in a complete checkpoint.
+
+    If it fails, none has changed.
+    """
     _write_content(folder / STATE, {**read_state_file(folder), **values})
 
 

@@ -12,9 +12,11 @@ from ...checkpoint.tensor_reader import tensor_bytes
 
 
 class StagingBuffers:
-    """One tensor for each name, allocated at its first use. Allocating memory costs more than copying into it.
+    """One tensor for each name, allocated at its first use. Allocating memory costs more than
+    copying into it.
 
-    For tensors of a GPU the memory is pinned, so that copies run at the speed of the bus and need one wait in all.
+    For tensors of a GPU the memory is pinned, so that copies run at the speed of the bus and need
+    one wait in all.
     """
 
     def __init__(self) -> None:
@@ -36,7 +38,8 @@ class StagingBuffers:
                 with torch.cuda.stream(stream):
                     copies[name].copy_(tensor, non_blocking=True)
             elif tensor.is_contiguous():
-                # NumPy copies in this thread alone; torch would use more threads, which compete with training's.
+                # NumPy copies in this thread alone; torch would use more threads, which compete
+                # with training's.
                 np.copyto(np.asarray(tensor_bytes(copies[name])), np.asarray(tensor_bytes(tensor)))
             else:
                 copies[name].copy_(tensor)

@@ -26,7 +26,7 @@ from ...models.sizes import parameter_sizes, sizes_of
 from ...mpu import dropout_state, validate_layout
 from ..arguments.training_arguments import TrainingArguments
 from ..engines.deepspeed_config import zero_stage
-from ..launch.launch import processes_of
+from ..launch.launch import count_processes
 from ..launch.rank_info import RankInfo
 from .model import BlockStack, Job, ModelMemory
 
@@ -84,7 +84,7 @@ def check_layout(arguments: TrainingArguments, config: ModelConfig, launch: Rank
     check_heads(config.attention_heads, size)
     parameter_sizes(config, size)
     stages, partition = arguments.pipeline_parallel_size, arguments.pipeline_partition
-    started = processes_of(arguments) * max(1, arguments.num_nodes)
+    started = count_processes(arguments) * max(1, arguments.num_nodes)
     processes = launch.world_size if launch.world_size > 1 else started
     data_parallel_size = validate_layout(processes, size, stages)
     if stages > 1:

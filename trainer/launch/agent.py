@@ -1,15 +1,18 @@
-"""Runs a job of several ranks on this machine, by torch's elastic agent. The ranks start and end together.
+"""Runs a job of several ranks on this machine, by torch's elastic agent. The ranks start and end
+together.
 
-`LocalElasticAgent` starts each rank in a session of its own, with its variables and its error file, watches whether
-it runs, restarts a failed job, and ends all ranks together. `RankAgent` adds what it does not do:
+`LocalElasticAgent` starts each rank in a session of its own, with its variables and its error file,
+watches whether it runs, restarts a failed job, and ends all ranks together. `RankAgent` adds what
+it does not do:
 
-- It decides which rank failed first: an exception counts before its process has ended, ranks have a second to fail
-  from the same cause, and a rank that lost a peer is not the cause.
+- It decides which rank failed first: an exception counts before its process has ended, ranks have a
+  second to fail from the same cause, and a rank that lost a peer is not the cause.
 - It ends a job that stands still, and prints the stack of the rank.
 - SIGTERM and Ctrl-C reach the ranks once, and give them time to save.
 - A restarted job resumes its run, and goes on with fewer ranks if one fails again and again.
 
-torch starts ranks by itself only here: under `torchrun` its agent does so, and with a hostfile DeepSpeed's launcher.
+torch starts ranks by itself only here: under `torchrun` its agent does so, and with a hostfile
+DeepSpeed's launcher.
 """
 
 from __future__ import annotations
@@ -50,19 +53,11 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from .failure import USAGE_ERROR, Failure, Faults, report_failures
-from .heartbeat import (
-    PULSE,
-    STALLED,
-    Stall,
-    Watchdog,
-    process_state,
-    read_sample,
-    read_stack,
-    refresh_sample,
-)
+from .heartbeat import PULSE, process_state, read_sample, read_stack, refresh_sample
 from .phase import read_phase
 from .rank_info import cpu_environment, free_port
-from .rank_process import BEGUN, LAUNCHER_PID, LAUNCHER_SHOWS_ERRORS, RESTARTED, read
+from .rank_process import BEGUN, LAUNCHER_PID, LAUNCHER_SHOWS_ERRORS, RESTARTED, read_error
+from .watchdog import STALLED, Stall, Watchdog
 
 SCRATCH = "shardzoo-ranks-"
 LOCK = "launcher.lock"
@@ -73,8 +68,9 @@ SOON = (
     600.0  # seconds: a rank that fails again sooner after a restart would probably fail each time
 )
 TERMINATE_SECONDS = 3  # for the ranks to end after a signal, before they are killed
-# torch's own handler raises wherever the launcher is, and at a second signal does not wait for ranks that save. It
-# would also catch the SIGHUP that nohup ignores. It gets the one signal that nobody sends to save a run.
+# torch's own handler raises wherever the launcher is, and at a second signal does not wait for
+# ranks that save. It would also catch the SIGHUP that nohup ignores. It gets the one signal that
+# nobody sends to save a run.
 SIGNALS_OF_TORCH = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 TORCHS_SIGNAL = "SIGQUIT"
 TORCHS_LOGGER = "torch.distributed.elastic.multiprocessing.api"
@@ -83,11 +79,12 @@ TORCHS_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 def run_ranks(command: Sequence[str], world_size: int, faults: Faults) -> int:
     """Runs `command` as `world_size` ranks of one job; returns its exit code.
 
-    When a rank fails, the others are ended within seconds. The traceback of the first failure is printed, and its exit
-    code is the job's: for a signal 128 + its number, as in a shell. If the job stands still, it is ended with exit code
-    75. SIGTERM and SIGINT are passed on to the ranks, which have the grace period to save. A second SIGINT kills them.
-    The ranks do not outlive this process. A job that fails is started again as often as `faults` allows, unless a rank
-    has reported a user's error; with fewer ranks if the same rank has failed twice.
+    When a rank fails, the others are ended within seconds. The traceback of the first failure is
+    printed, and its exit code is the job's: for a signal 128 + its number, as in a shell. If the
+    job stands still, it is ended with exit code 75. SIGTERM and SIGINT are passed on to the ranks,
+    which have the grace period to save. A second SIGINT kills them. The ranks do not outlive this
+    process. A job that fails is started again as often as `faults` allows, unless a rank has
+    reported a user's error; with fewer ranks if the same rank has failed twice.
     """
     logger = logging.getLogger(TORCHS_LOGGER)
     level = logger.level
@@ -139,13 +136,15 @@ class RankAgent(LocalElasticAgent):
         self._causes: list[int] = []  # the ranks that ended the runs with this number of ranks
         self._watchdog = Watchdog(faults.stall_timeout)
         self._next_look = 0.0
-        visible = os.environ.get(DEVICES)
-        self._devices = (
-            visible.split(",") if visible else [str(number) for number in range(world_size)]
-        )
+        self._devices = [str(number) for number in range(world_size)]
+        if os.environ.get(DEVICES):
+            self._devices = os.environ[DEVICES].split(",")
 
     def stop(self, number: int, frame: object) -> None:
-        """Passes a signal on to the ranks. A second SIGINT kills them; launchers repeat signals while the ranks end."""
+        """Passes a signal on to the ranks.
+
+        A second SIGINT kills them; launchers repeat signals while the ranks end.
+        """
         if not self._signals:
             self._signalled_at = time.monotonic()
         self._signals.append(number)
@@ -173,7 +172,10 @@ class RankAgent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Returns the state of the ranks. If one has failed or stands still, or after a signal, none runs any more."""
+        """Returns the state of the ranks.
+
+        If one has failed or stands still, or after a signal, none runs any more.
+        """
         if self._signals:
             self._wait_for_saves()
             return self._end_job(128 + self._signals[0])
@@ -188,7 +190,8 @@ class RankAgent(LocalElasticAgent):
             report_failures(failures)
             self._causes.append(failures[0].rank)
             return self._end_job(failures[0].exit_code)
-        if stalls := self._find_stalls():
+        stalls = self._find_stalls()
+        if stalls:
             self._report_stalls(stalls)
             self._causes.append(stalls[0].rank)
             return self._end_job(STALLED)
@@ -199,7 +202,10 @@ class RankAgent(LocalElasticAgent):
         return parent._monitor_workers(worker_group)
 
     def _end_job(self, exit_code: int) -> RunResult:
-        """Kills the ranks that still run. Returns the state of a failed job, which the agent may restart."""
+        """Kills the ranks that still run.
+
+        Returns the state of a failed job, which the agent may restart.
+        """
         self._shutdown(signal.SIGKILL)
         self.exit_code = exit_code
         if self._signals or exit_code == USAGE_ERROR:
@@ -215,7 +221,9 @@ class RankAgent(LocalElasticAgent):
         parent._restart_workers(worker_group)
 
     def _shrink(self, spec: WorkerSpec) -> str:
-        """Goes on with fewer ranks, without the device of one that has failed again soon; returns words that say so."""
+        """Goes on with fewer ranks, without the device of one that has failed again soon; returns
+        words that say so.
+        """
         rank = self._causes[-1]
         size = spec.local_world_size
         smaller = [fewer for fewer in self._faults.smaller if fewer < size]
@@ -317,11 +325,16 @@ class RankProcess:
         return process_state(self.process.pid) == "T"
 
     def find_failure(self) -> Failure | None:
-        """Returns the rank's failure, or None. A recorded exception counts at once, because its process may hang."""
+        """Returns the rank's failure, or None.
+
+        A recorded exception counts at once, because its process may hang.
+        """
         code = self.process.poll()
         if self._failure is None and (code or self.error_file.exists()):
-            error = read(self.error_file)
-            when = error.time if error else time.time()
+            error = read_error(self.error_file)
+            when = time.time()
+            if error is not None:
+                when = error.time
             self._failure = Failure(self.number, code, error, when)
         return self._failure
 
@@ -331,7 +344,9 @@ class RankProcess:
             os.killpg(self.process.pid, number)
 
     def kill_children(self) -> None:
-        """Kills the processes that an ended rank has started and that have outlived it, such as data workers."""
+        """Kills the processes that an ended rank has started and that have outlived it, such as
+        data workers.
+        """
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 

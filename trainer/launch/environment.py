@@ -15,12 +15,13 @@ import torch.distributed as dist
 from ...mpu import shared_memory
 from ...mpu.mesh import ParallelMesh
 from ...mpu.process_group import Backend, init_process_group
-from .heartbeat import watch_peers
 from .rank_info import RankInfo, cpu_environment, free_port
 from .rank_process import LAUNCHER_PID, join_job
+from .watchdog import watch_peers
 
 if not torch.accelerator.is_available():
-    # DeepSpeed reads it at import. Without it, every rank would warn that there is no other accelerator.
+    # DeepSpeed reads it at import. Without it, every rank would warn that there is no other
+    # accelerator.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
@@ -33,13 +34,14 @@ def initialize_distributed(
 ) -> torch.device:
     """Joins the process group and returns this process's device.
 
-    With fewer GPUs than ranks on this machine, the ranks take turns: local rank r has GPU r modulo their number.
+    With fewer GPUs than ranks on this machine, the ranks take turns: local rank r has GPU r modulo
+    their number.
 
     Args:
         backend: See `mpu.process_group.init_process_group`.
         collective_timeout: Seconds that a collective waits for the other ranks.
-        stall_timeout: Seconds after which a job that stands still is ended, if no launcher of ours watches it; 0 for
-            never.
+        stall_timeout: Seconds after which a job that stands still is ended, if no launcher of ours
+            watches it; 0 for never.
     """
     launch.export()
     join_job()
@@ -55,9 +57,8 @@ def initialize_distributed(
         if launch.world_size > 1 and stall_timeout and LAUNCHER_PID not in os.environ:
             watch_peers(launch.rank, launch.world_size, launch.local_rank, stall_timeout, _connect)
     if torch.cuda.is_available():
-        index = (
-            launch.local_rank % torch.cuda.device_count()
-        )  # under srun a task may see only its own GPU
+        # Under srun a task may see only its own GPU.
+        index = launch.local_rank % torch.cuda.device_count()
         torch.cuda.set_device(index)
         os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed uses the GPU of this number
         return torch.device("cuda", index)
@@ -67,9 +68,12 @@ def initialize_distributed(
 
 def _connect() -> Any:
     """Returns a connection to the rendezvous of its own, because a collective's may be blocked."""
-    port, wait = int(os.environ["MASTER_PORT"]), timedelta(seconds=10)
     return cast(Any, dist).TCPStore(
-        os.environ["MASTER_ADDR"], port, is_master=False, timeout=wait, wait_for_workers=False
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=10),
+        wait_for_workers=False,
     )
 
 
@@ -81,26 +85,29 @@ def set_collective_timeout(mesh: ParallelMesh, seconds: float) -> None:
 
 
 def single_device(name: str) -> torch.device:
-    """Returns the device of a run in one process. Raises ValueError for a device that this machine does not have."""
+    """Returns the device of a run in one process.
+
+    Raises ValueError for a device that this machine does not have.
+    """
     try:
         device = torch.device(name)
         usable = device.type != "meta" and torch.empty(1, device=device) is not None
-    except (
-        RuntimeError,
-        AssertionError,
-    ):  # an unknown name, or a device that torch was not built for
-        usable = False
+    except (RuntimeError, AssertionError):
+        usable = False  # an unknown name, or a device that torch was not built for
     if not usable:
+        known = "'cpu'"
         found = torch.accelerator.current_accelerator()
-        known = (
-            f"'cpu' or '{found.type}:0'" if found and torch.accelerator.is_available() else "'cpu'"
-        )
+        if found and torch.accelerator.is_available():
+            known += f" or '{found.type}:0'"
         raise ValueError(f"pytorch_device {name!r} does not exist on this machine; use {known}")
     return device
 
 
 def end_process(code: int) -> NoReturn:
-    """Flushes the output and ends a rank at once. Threads of the process group could abort a normal exit."""
+    """Flushes the output and ends a rank at once.
+
+    Threads of the process group could abort a normal exit.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -112,17 +119,20 @@ def leave_distributed() -> None:
         dist.destroy_process_group()
 
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+# malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+USERS_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep freed blocks of up to 32 MiB, its maximum, because the next step needs as much memory again.
+    """Lets glibc keep freed blocks of up to 32 MiB, its maximum, because the next step needs as
+    much memory again.
 
-    With torch's huge pages, glibc would otherwise return much of that memory after each step, and page faults would
-    slow down the next step. Settings in the user's environment take precedence.
+    With torch's huge pages, glibc would otherwise return much of that memory after each step, and
+    page faults would slow down the next step. Settings in the user's environment take precedence.
     """
-    if any(name in os.environ for name in SETTINGS):
+    if any(name in os.environ for name in USERS_SETTINGS):
         return
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt

@@ -1,4 +1,6 @@
-"""Describes how a rank of a job has failed, and which of several failures is the cause of the others."""
+"""Describes how a rank of a job has failed, and which of several failures is the cause of the
+others.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,19 @@ class Failure:
 
     @property
     def killed(self) -> bool:
-        """Whether an external signal ended it. Unlike an abort, this is never the consequence of another failure."""
+        """Whether an external signal ended it.
+
+        Unlike an abort, this is never the consequence of another failure.
+        """
         if self.error is not None or self.code is None:
             return False
         return self.code < 0 and self.code != -signal.SIGABRT
 
     @property
     def exit_code(self) -> int:
-        """The exit code as a shell reports it: 128 + the number of a signal; 1 if the failed rank still runs."""
+        """The exit code as a shell reports it: 128 + the number of a signal; 1 if the failed rank
+        still runs.
+        """
         if self.code is None:
             return 1
         return shell_code(self.code)
@@ -74,7 +81,9 @@ class Failure:
 
 
 def shell_code(code: int) -> int:
-    """Returns a process's exit code as a shell reports it: 128 + the number of a signal that ended it."""
+    """Returns a process's exit code as a shell reports it: 128 + the number of a signal that ended
+    it.
+    """
     return code if code >= 0 else 128 - code
 
 

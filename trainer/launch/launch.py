@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..arguments.training_arguments import TrainingArguments
@@ -42,18 +43,19 @@ def ensure_processes(
 ) -> RankInfo:
     """Returns the rank of this process, after starting the processes of the run if no launcher has.
 
-    Under `torchrun`, `deepspeed` or `srun`, and in the processes that it has started itself, the function returns at
-    once, and the launcher determines the number of processes. Otherwise, or if a launcher has started only one process,
-    it runs this command line again in `world_size` processes of this machine, or in those of `nodes`. It waits for
-    them, and ends this process with their exit code. The code after the call therefore runs only in those processes.
+    Under `torchrun`, `deepspeed` or `srun`, and in the processes that it has started itself, the
+    function returns at once, and the launcher determines the number of processes. Otherwise, or if
+    a launcher has started only one process, it runs this command line again in `world_size`
+    processes of this machine, or in those of `nodes`. It waits for them, and ends this process with
+    their exit code. The code after the call therefore runs only in those processes.
 
-    Args:
-        script: A file to run with the arguments of this process; by default the script of this process.
-        dry_run: Print the commands of the job, start nothing, and raise `SystemExit(0)`.
-        faults: What to do about ranks that die or stand still.
-        shares_gpus: Whether there may be more processes than GPUs on a machine.
+    Args: script: A file to run with the arguments of this process; by default the script of this
+        process. dry_run: Print the commands of the job, start nothing, and raise `SystemExit(0)`.
+        faults: What to do about ranks that die or stand still. shares_gpus: Whether there may be
+        more processes than GPUs on a machine.
 
-    Raises ValueError if there are fewer machines or GPUs than asked for, or the script cannot be run again.
+    Raises ValueError if there are fewer machines or GPUs than asked for, or the script cannot be
+    run again.
     """
     launch = RankInfo.from_environment()
     started_here = os.environ.get(LAUNCHER_PID) == str(os.getppid())
@@ -80,37 +82,37 @@ def ensure_processes(
     )
 
 
-def ensure_processes_of(arguments: TrainingArguments) -> RankInfo:
+def ensure_processes_for(arguments: TrainingArguments) -> RankInfo:
     """Calls `ensure_processes` with the machines and processes of training arguments."""
-    several = arguments.num_nodes > 1
+    processes = count_processes(arguments)
     nodes = Nodes(
         hostfile=arguments.hostfile,
-        num_nodes=arguments.num_nodes if several else 0,
-        num_gpus=processes_of(arguments) if several else 0,
         master_addr=None if arguments.master_ip in LOCAL_NAMES else arguments.master_ip,
         master_port=arguments.master_port,
     )
+    if arguments.num_nodes > 1:
+        nodes = replace(nodes, num_nodes=arguments.num_nodes, num_gpus=processes)
     if arguments.env_type == "pytorch":
         if arguments.hostfile:
             read_hostfile(Path(arguments.hostfile))
         nodes = THIS_MACHINE
-    script, dry_run = arguments.training_script, arguments.dry_run
-    smaller = smaller_jobs(arguments)
     faults = Faults(
-        arguments.stall_timeout, arguments.grace_period, arguments.max_restarts, smaller
+        stall_timeout=arguments.stall_timeout,
+        grace_period=arguments.grace_period,
+        max_restarts=arguments.max_restarts,
+        smaller=find_smaller_jobs(arguments),
     )
-    shares = arguments.distributed_backend == "gloo"
     return ensure_processes(
-        processes_of(arguments),
+        processes,
         nodes,
-        script=script,
-        dry_run=dry_run,
+        script=arguments.training_script,
+        dry_run=arguments.dry_run,
         faults=faults,
-        shares_gpus=shares,
+        shares_gpus=arguments.distributed_backend == "gloo",
     )
 
 
-def processes_of(arguments: TrainingArguments) -> int:
+def count_processes(arguments: TrainingArguments) -> int:
     """Returns the number of processes that the arguments ask for on one machine."""
     if arguments.env_type == "pytorch":
         return 1
@@ -118,11 +120,15 @@ def processes_of(arguments: TrainingArguments) -> int:
     return max(arguments.num_gpus, -(-split // arguments.num_nodes))
 
 
-def smaller_jobs(arguments: TrainingArguments) -> tuple[int, ...]:
-    """Returns the smaller numbers of processes that train the same global batches, the largest first."""
+def find_smaller_jobs(arguments: TrainingArguments) -> tuple[int, ...]:
+    """Returns the smaller numbers of processes that train the same global batches, the largest
+    first.
+    """
     split = arguments.model_parallel_size * arguments.pipeline_parallel_size
     batches, rest = divmod(arguments.global_batch_size or 0, arguments.micro_batch_size)
-    replicas = range(processes_of(arguments) // split - 1, 0, -1) if batches and not rest else ()
+    if not batches or rest:
+        return ()
+    replicas = range(count_processes(arguments) // split - 1, 0, -1)
     return tuple(split * number for number in replicas if batches % number == 0)
 
 
@@ -135,7 +141,10 @@ def start_processes(
     faults: Faults = DEFAULT_FAULTS,
     shares_gpus: bool = False,
 ) -> int:
-    """Runs this process's command line as a job of several processes; returns its exit code. See `ensure_processes`."""
+    """Runs this process's command line as a job of several processes; returns its exit code.
+
+    See `ensure_processes`.
+    """
     slots = nodes.slots()
     if not slots:
         if not shares_gpus:
@@ -158,7 +167,8 @@ def start_processes(
 
 
 def own_command(script: str | None = None) -> list[str]:
-    """Returns this process's command line after the interpreter, or `script` with the arguments of this process.
+    """Returns this process's command line after the interpreter, or `script` with the arguments of
+    this process.
 
     Raises ValueError if there is no file to run.
     """
@@ -169,12 +179,8 @@ def own_command(script: str | None = None) -> list[str]:
             )
         return [script, *sys.argv[1:]]
     arguments = sys.orig_argv[1:]
-    if (
-        hasattr(sys, "ps1")
-        or "ipykernel_launcher" in arguments
-        or not arguments
-        or arguments[-1] == "-"
-    ):
+    is_interactive = hasattr(sys, "ps1") or "ipykernel_launcher" in arguments
+    if is_interactive or not arguments or arguments[-1] == "-":
         raise ValueError(
             "several processes can only run a script that is a file: save this code to a file, or use one process here"
         )
@@ -219,11 +225,13 @@ def _describe(nodes: Nodes, command: Sequence[str], script: Sequence[str]) -> li
 
 
 def _run(command: Sequence[str], grace_period: float) -> int:
-    """Runs DeepSpeed's launcher, which forwards SIGTERM and SIGINT to the machines. Returns its exit code.
+    """Runs DeepSpeed's launcher, which forwards SIGTERM and SIGINT to the machines. Returns its
+    exit code.
 
     The launcher is killed if it does not end within `grace_period` seconds of a signal.
     """
-    process, deadlines = subprocess.Popen(command, env=dict(os.environ)), list[float]()
+    process = subprocess.Popen(command, env=dict(os.environ))
+    deadlines: list[float] = []  # one for each signal; the first counts
 
     def forward(number: int, frame: object) -> None:
         deadlines.append(time.monotonic() + grace_period)

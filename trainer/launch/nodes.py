@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-# A host name or ssh alias. One that begins with "-" would be an option of ssh, and pdsh gives others a meaning too.
+# A host name or ssh alias. One that begins with "-" would be an option of ssh, and pdsh gives
+# others a meaning too.
 HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -22,12 +23,12 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 class Nodes:
     """The machines of a job and how they connect.
 
-    Attributes:
-        hostfile: File with a line `name slots=N` for each machine. The name is one that ssh knows, such as an alias.
-        num_nodes: How many of the hostfile's machines to use, from the top; 0 for all.
-        num_gpus: Processes on each machine; 0 for as many as it has slots.
-        master_addr: Address at which the others reach the first machine; by default DeepSpeed asks it by ssh.
-        launcher: How DeepSpeed reaches the machines: "pdsh", "openmpi", "mpich", "impi", "mvapich" or "slurm".
+    Attributes: hostfile: File with a line `name slots=N` for each machine. The name is one that ssh
+        knows, such as an alias. num_nodes: How many of the hostfile's machines to use, from the
+        top; 0 for all. num_gpus: Processes on each machine; 0 for as many as it has slots.
+        master_addr: Address at which the others reach the first machine; by default DeepSpeed asks
+        it by ssh. launcher: How DeepSpeed reaches the machines: "pdsh", "openmpi", "mpich", "impi",
+        "mvapich" or "slurm".
     """
 
     hostfile: str | None = None
@@ -46,14 +47,14 @@ class Nodes:
 
         Raises ValueError if the hostfile has an error, or fewer machines or slots than asked for.
         """
-        hosts = read_hostfile(Path(self.hostfile)) if self.hostfile else None
-        if hosts is None:
+        if not self.hostfile:
             if self.num_nodes > 1:
                 raise ValueError(
                     f"num_nodes={self.num_nodes}, but no hostfile is given; write one with a line `name slots=N` for "
                     "each node, or start the script on every node with torchrun or srun"
                 )
             return {}
+        hosts = read_hostfile(Path(self.hostfile))
         if self.num_nodes > len(hosts):
             raise ValueError(
                 f"num_nodes={self.num_nodes}, but {self.hostfile} names {len(hosts)}: {', '.join(hosts)}"
@@ -64,12 +65,9 @@ class Nodes:
                 raise ValueError(
                     f"num_gpus={self.num_gpus}, but in {self.hostfile} {name} has {slots} slots"
                 )
-        if len(chosen) == 1 and (name := next(iter(chosen))) in (
-            *LOCAL_NAMES,
-            socket.gethostname(),
-            socket.getfqdn(),
-        ):
-            del chosen[name]
+        here = (*LOCAL_NAMES, socket.gethostname(), socket.getfqdn())
+        if len(chosen) == 1 and next(iter(chosen)) in here:
+            return {}
         return {name: self.num_gpus or slots for name, slots in chosen.items()}
 
 
@@ -85,7 +83,10 @@ def is_host(name: str) -> bool:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Returns name -> slots in the file's order. Raises ValueError that names a missing file or a wrong line."""
+    """Returns name -> slots in the file's order.
+
+    Raises ValueError that names a missing file or a wrong line.
+    """
     if not path.is_file():
         raise ValueError(
             f"there is no hostfile {path}; write one with a line `name slots=N` for each node"
@@ -119,7 +120,10 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def deepspeed_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
-    """Returns the command that starts the job from this machine. `script` is in the form that `own_script` returns."""
+    """Returns the command that starts the job from this machine.
+
+    `script` is in the form that `own_script` returns.
+    """
     slots = nodes.slots()
     assert nodes.hostfile is not None
     command = ["deepspeed", "--hostfile", nodes.hostfile]
@@ -131,10 +135,12 @@ def deepspeed_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
         command += ["--master_addr", nodes.master_addr]
     command += ["--master_port", str(nodes.master_port), "--launcher", nodes.launcher]
     if len(slots) == 1:
-        command.append(
-            "--force_multi"
-        )  # else DeepSpeed would run a one-machine job here, whatever the machine's name
-    return [*command, "--no_local_rank", *_module_flag(script)]
+        # Else DeepSpeed would run a one-machine job here, whatever the machine's name.
+        command.append("--force_multi")
+    command.append("--no_local_rank")
+    if script[0] == "-m":
+        return [*command, "--module", *script[1:]]
+    return [*command, *script]
 
 
 def check_launcher(launcher: str) -> None:
@@ -167,8 +173,9 @@ def launcher_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
         runner.parse_inclusion_exclusion(pool, "", ""), arguments.num_nodes, arguments.num_gpus
     )
     world = runner.encode_world_info(machines)
-    kind = runner.LAUNCHER_CLASSES[nodes.launcher]
-    made = kind(arguments, world) if nodes.launcher == "pdsh" else kind(arguments, world, pool)
+    is_pdsh = nodes.launcher == "pdsh"
+    given = [arguments, world] if is_pdsh else [arguments, world, pool]
+    made = runner.LAUNCHER_CLASSES[nodes.launcher](*given)
     environ = dict(os.environ)
     environ["PYTHONPATH"] = ":".join(filter(None, [os.getcwd(), environ.get("PYTHONPATH")]))
     accelerator = get_accelerator()
@@ -177,7 +184,9 @@ def launcher_command(nodes: Nodes, script: Sequence[str]) -> list[str]:
         if name.startswith(tuple(runner.EXPORT_ENVS + accelerator.export_envs())):
             made.add_export(name, value)
     command = made.get_cmd(environ, machines)
-    return command[0] if nodes.launcher == "pdsh" else command
+    if is_pdsh:  # which gets its environment too
+        return command[0]
+    return command
 
 
 def rank_commands(nodes: Nodes, script: Sequence[str]) -> dict[str, list[str]]:
@@ -188,7 +197,8 @@ def rank_commands(nodes: Nodes, script: Sequence[str]) -> dict[str, list[str]]:
         "MASTER_ADDR": _address(nodes),
         "MASTER_PORT": nodes.master_port,
     }
-    commands, rank = {}, 0
+    commands: dict[str, list[str]] = {}
+    rank = 0
     for name, count in slots.items():
         commands[name] = []
         for local_rank in range(count):
@@ -200,12 +210,10 @@ def rank_commands(nodes: Nodes, script: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _address(nodes: Nodes) -> str:
-    """Returns the address at which the ranks connect, or the command with which DeepSpeed would ask for it."""
+    """Returns the address at which the ranks connect, or the command with which DeepSpeed would ask
+    for it.
+    """
     return (
         nodes.master_addr
         or f"$(ssh {shlex.quote(next(iter(nodes.slots())))} hostname -I | cut -d' ' -f1)"
     )
-
-
-def _module_flag(script: Sequence[str]) -> list[str]:
-    return ["--module", *script[1:]] if script[0] == "-m" else list(script)

@@ -14,22 +14,25 @@ import cloudpickle
 
 from .agent import run_ranks
 from .failure import Faults
-from .heartbeat import STALLED
 from .launch import check_gpus
 from .rank_process import join_job
+from .watchdog import STALLED
 
-CALL, RESULT = "call", "result_{}"
+CALL = "call"  # the file with the pickled function
+RESULT = "result_{}"  # that of a rank's result
 INTERRUPTED = 128 + signal.SIGINT
 
 
 def notebook_launcher(
     function: Callable[..., Any], *args: Any, processes: int = 2, stall_timeout: float = 300.0
 ) -> list[Any]:
-    """Calls `function(*args)` in new processes of this machine that can form a process group, and waits for them.
+    """Calls `function(*args)` in new processes of this machine that can form a process group, and
+    waits for them.
 
-    In each process a `ParallelMesh` or a `Trainer` with `env_type="deepspeed+mpu"` finds the others, as under torchrun.
-    The function may be defined in the notebook, and use names of the notebook; what it changes there is changed in its
-    process alone. A notebook's own process cannot be a rank, because its code cannot be started again.
+    In each process a `ParallelMesh` or a `Trainer` with `env_type="deepspeed+mpu"` finds the
+    others, as under torchrun. The function may be defined in the notebook, and use names of the
+    notebook; what it changes there is changed in its process alone. A notebook's own process cannot
+    be a rank, because its code cannot be started again.
 
     Args:
         processes: The number of ranks. On GPUs each takes the device of its number.
@@ -53,22 +56,19 @@ def notebook_launcher(
         results = [folder / RESULT.format(rank) for rank in range(processes)]
         if code == INTERRUPTED:
             raise KeyboardInterrupt
+        if code == STALLED:
+            raise RuntimeError("a rank stood still; what it has printed is above")
         if code or not all(result.exists() for result in results):
-            how = (
-                "stood still"
-                if code == STALLED
-                else f"ended with exit code {code} and without a result"
+            raise RuntimeError(
+                f"a rank ended with exit code {code} and without a result; what it has printed is above"
             )
-            raise RuntimeError(f"a rank {how}; what it has printed is above")
         return [cloudpickle.loads(result.read_bytes()) for result in results]
 
 
 def main(folder: Path) -> None:
     """Calls the function on one rank."""
-    for name in (
-        "FORCE_COLOR",
-        "CLICOLOR_FORCE",
-    ):  # kernels set them, but a cell shows no moving progress bars
+    # Kernels set these variables, but a cell shows no moving progress bars.
+    for name in ("FORCE_COLOR", "CLICOLOR_FORCE"):
         os.environ.pop(name, None)
     join_job()
     function, args = cloudpickle.loads((folder / CALL).read_bytes())

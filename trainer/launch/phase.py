@@ -3,8 +3,9 @@
     with phase("data"):
         batch = next(batches)
 
-A phase belongs to the thread that states it. The words are also kept in a small memory-mapped file, if a launcher
-of ours watches this process: it can then read the phase of a process that no longer runs any code.
+A phase belongs to the thread that states it. The words are also kept in a small memory-mapped file,
+if a launcher of ours watches this process: it can then read the phase of a process that no longer
+runs any code.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _files: list[mmap.mmap] = []  # at most one
 
 @contextmanager
 def phase(name: str) -> Generator[None]:
-    """States that this thread is in a phase. Phases nest, and the innermost counts. Also a decorator of functions."""
+    """States that this thread is in a phase.
+
+    Phases nest, and the innermost counts. Also a decorator of functions.
+    """
     phases = _phases.setdefault(threading.get_ident(), [])
     phases.append(name)
     _publish()
@@ -41,7 +45,9 @@ def phase(name: str) -> Generator[None]:
 
 
 def current_phase() -> str:
-    """Returns the main thread's phase, followed by ", during a save" if another thread saves meanwhile."""
+    """Returns the main thread's phase, followed by ", during a save" if another thread saves
+    meanwhile.
+    """
     main = threading.main_thread().ident
     own = _phases.get(main or 0)
     name = own[-1] if own else OUTSIDE

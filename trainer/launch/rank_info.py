@@ -1,4 +1,7 @@
-"""Reads the rank of this process from its launcher's environment variables. Does not import torch, to start quickly."""
+"""Reads the rank of this process from its launcher's environment variables.
+
+Does not import torch, to start quickly.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The rank of this process, from the variables that torchrun, deepspeed, srun or our own launcher set.
+    """The rank of this process, from the variables that torchrun, deepspeed, srun or `RankAgent`
+    set.
 
     Attributes:
         variables: The variables of torchrun for this rank, if the launcher has set different ones.
@@ -25,16 +29,17 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> RankInfo:
-        own = {} if "RANK" in environ or not started_by_srun(environ) else torch_variables(environ)
+        own: dict[str, str] = {}
+        if "RANK" not in environ and started_by_srun(environ):
+            own = make_torch_variables(environ)
         found = {**environ, **own}
         world_size = int(found.get("WORLD_SIZE", 1))
+        local_world_size = found.get("LOCAL_WORLD_SIZE", found.get("LOCAL_SIZE", world_size))
         return cls(
             rank=int(found.get("RANK", 0)),
             world_size=world_size,
             local_rank=int(found.get("LOCAL_RANK", 0)),
-            local_world_size=int(
-                found.get("LOCAL_WORLD_SIZE", found.get("LOCAL_SIZE", world_size))
-            ),
+            local_world_size=int(local_world_size),
             variables=own,
         )
 
@@ -54,11 +59,12 @@ def free_port() -> int:
 
 
 def cpu_environment(local_world_size: int) -> dict[str, str]:
-    """Returns environment variables that make several CPU processes on one machine fast. Existing values are kept.
+    """Returns environment variables that make several CPU processes on one machine fast. Existing
+    values are kept.
 
     - OMP_NUM_THREADS divides the cores among the processes.
-    - THP_MEM_ALLOC_ENABLE uses huge pages for tensors, because page faults of small pages cost eager PyTorch most of
-      its memory bandwidth.
+    - THP_MEM_ALLOC_ENABLE uses huge pages for tensors, because page faults of small pages cost
+      eager PyTorch most of its memory bandwidth.
     - LOCAL_SIZE is the number of devices for DeepSpeed's CPU accelerator, one for each process.
     """
     threads = max(1, (os.cpu_count() or 1) // local_world_size)
@@ -70,55 +76,67 @@ def cpu_environment(local_world_size: int) -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
-FIRST_PORT, PORTS = 15000, 10000
-BATCH_STEP = "4294967291"  # the step number SLURM gives to a batch script itself (SLURM_BATCH_SCRIPT in slurm.h)
+# Each job of SLURM meets at one of these ports.
+FIRST_PORT = 15000
+PORTS = 10000
+# The step number that SLURM gives to a batch script itself: SLURM_BATCH_SCRIPT in slurm.h.
+BATCH_STEP = "4294967291"
 
 
 def started_by_srun(environ: Mapping[str, str]) -> bool:
     """Returns whether this process is a task of an `srun` step.
 
-    The batch script of a job also has a SLURM_PROCID of 0 and the job's number of tasks, although `srun` has not
-    started the other tasks. If it were treated as a task, it would wait for them forever. A batch script has no step.
+    The batch script of a job also has a SLURM_PROCID of 0 and the job's number of tasks, although
+    `srun` has not started the other tasks. If it were treated as a task, it would wait for them
+    forever. A batch script has no step.
     """
-    if "SLURM_PROCID" not in environ or tasks(environ) is None:
+    if "SLURM_PROCID" not in environ or count_tasks(environ) is None:
         return False
     inside_a_job = "SLURM_JOB_ID" in environ
     in_a_step = environ.get("SLURM_STEP_ID", BATCH_STEP) != BATCH_STEP
     return in_a_step or not inside_a_job or int(environ["SLURM_PROCID"]) > 0
 
 
-def tasks(environ: Mapping[str, str]) -> int | None:
-    """Returns the number of tasks of this step, which may be fewer than the job's."""
+def count_tasks(environ: Mapping[str, str]) -> int | None:
+    """Returns the number of tasks of this step, which may be fewer than the job's;
+
+    None if SLURM does not say it.
+    """
     value = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
-    return int(value) if value else None
+    if not value:
+        return None
+    return int(value)
 
 
-def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that torchrun would set for this task. An existing MASTER_ADDR or MASTER_PORT is kept."""
-    world_size = tasks(environ)
+def make_torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that torchrun would set for this task.
+
+    An existing MASTER_ADDR or MASTER_PORT is kept.
+    """
+    world_size = count_tasks(environ)
     assert world_size is not None
-    nodes = (
-        environ.get("SLURM_STEP_NODELIST")
-        or environ.get("SLURM_NODELIST")
-        or environ.get("SLURM_JOB_NODELIST")
-    )
-    port = (
-        FIRST_PORT + int(environ.get("SLURM_JOB_ID", 0)) % PORTS
-    )  # jobs that share a node need different ports
+    first = "127.0.0.1"
+    for name in ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"):
+        if environ.get(name):
+            first = first_host(environ[name])
+            break
+    # Jobs that share a node need different ports.
+    port = FIRST_PORT + int(environ.get("SLURM_JOB_ID", 0)) % PORTS
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": str(tasks_on_this_node(environ, world_size)),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1"),
+        "LOCAL_WORLD_SIZE": str(count_tasks_on_this_node(environ, world_size)),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first,
         "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
     }
 
 
-def tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
+def count_tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
     """Returns the number of tasks on this node.
 
-    It comes from `SLURM_STEP_TASKS_PER_NODE`, such as `2(x3),1`: two on each of three nodes, one on the last.
+    It comes from `SLURM_STEP_TASKS_PER_NODE`, such as `2(x3),1`: two on each of three nodes, one on
+    the last.
     """
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if counts is None:

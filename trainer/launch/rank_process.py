@@ -1,8 +1,9 @@
-"""Connects a rank to its launcher: records its traceback, ends it with the launcher, and stops it on SIGTERM.
+"""Connects a rank to its launcher: records its traceback, ends it with the launcher, and stops it
+on SIGTERM.
 
 The traceback is written to a file with the name and format of torchrun
-(`torch.distributed.elastic.multiprocessing.errors`), so that torchrun shows it in its summary. Our own launcher reads
-the same file.
+(`torch.distributed.elastic.multiprocessing.errors`), so that torchrun shows it in its summary.
+`RankAgent` reads the same file.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from .heartbeat import sample_for_launcher
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_PID = "SHARDZOO_LAUNCHER_PID"  # process id of our launcher
-BEGUN = "SHARDZOO_BEGUN"  # a file that exists once the job has begun a run, which the job resumes if it is restarted
+PR_SET_PDEATHSIG = 1  # prctl(2): the signal that this process gets when its parent ends
+# A file that exists once the job has begun a run, which the job resumes if it is restarted.
+BEGUN = "SHARDZOO_BEGUN"
 RESTARTED = "SHARDZOO_RESTARTED"  # set if the job has begun a run and was then started again
 LAUNCHER_SHOWS_ERRORS = "SHARDZOO_LAUNCHER_SHOWS_ERRORS"
-# Parts of gloo's and NCCL's messages about a lost peer, which is the consequence of another rank's failure.
+# Parts of gloo's and NCCL's messages about a lost peer, which is the consequence of another rank's
+# failure.
 LOST_PEER = (
     "gloo/transport",
     "Connection closed by peer",
@@ -69,12 +73,15 @@ def mark_run_as_begun() -> None:
 
 
 def is_restarted() -> bool:
-    """Returns whether our launcher has started this job again after it had begun a run, which it then resumes."""
+    """Returns whether our launcher has started this job again after it had begun a run, which it
+    then resumes.
+    """
     return RESTARTED in os.environ
 
 
 def record_uncaught_exceptions() -> None:
-    """Makes an exception that ends this process be recorded in the launcher's error file, if there is one.
+    """Makes an exception that ends this process be recorded in the launcher's error file, if there
+    is one.
 
     Under torchrun the rank also prints its traceback; our launcher prints the first one itself.
     """
@@ -83,12 +90,13 @@ def record_uncaught_exceptions() -> None:
         or getattr(sys.excepthook, "records_to", None) == os.environ[ERROR_FILE]
     ):
         return
-    path, before = Path(os.environ[ERROR_FILE]), sys.excepthook
+    path = Path(os.environ[ERROR_FILE])
+    before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         written = False
         if issubclass(kind, Exception):
-            written = write(path, error)
+            written = write_error(path, error)
         if not written or LAUNCHER_SHOWS_ERRORS not in os.environ:
             before(kind, error, trace)
 
@@ -97,11 +105,12 @@ def record_uncaught_exceptions() -> None:
 
 
 def end_with_launcher() -> None:
-    """Makes this process end when its launcher does, in whatever way the launcher ends (Linux only)."""
+    """Makes this process end when its launcher does, in whatever way the launcher ends (Linux
+    only).
+    """
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is None or not sys.platform.startswith("linux"):
         return
-    PR_SET_PDEATHSIG = 1  # prctl(2): the signal that this process gets when its parent ends
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         os.kill(int(launcher), 0)
@@ -116,10 +125,11 @@ def lost_a_peer(summary: str) -> bool:
     return any(words in summary for words in LOST_PEER)
 
 
-def write(path: Path, error: BaseException) -> bool:
+def write_error(path: Path, error: BaseException) -> bool:
     """Writes an exception atomically; returns whether that succeeded."""
     summary = f"{type(error).__name__}: {error}"
-    # torchrun reports the earliest error, in whole seconds, as the cause. A rank that lost a peer failed after it.
+    # torchrun reports the earliest error, in whole seconds, as the cause. A rank that lost a peer
+    # failed after it.
     when = int(time.time()) + lost_a_peer(summary)
     details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(when)}
     record = {"message": {"message": summary, "extraInfo": details}}
@@ -132,7 +142,7 @@ def write(path: Path, error: BaseException) -> bool:
     return True
 
 
-def read(path: Path) -> RankError | None:
+def read_error(path: Path) -> RankError | None:
     """Returns the error that a rank has written, or None."""
     try:
         message = json.loads(path.read_text())["message"]
@@ -146,19 +156,19 @@ def read(path: Path) -> RankError | None:
 class StopSignal:
     """A context in which SIGTERM only sets `is_set`. The training loop then ends after its step.
 
-    If the context does not end within `grace_period` seconds, such as because a step never ends, the process does, with
-    exit code 143.
+    If the context does not end within `grace_period` seconds, such as because a step never ends,
+    the process does, with exit code 143.
     """
 
     def __init__(self, grace_period: float) -> None:
-        self.is_set, self._grace_period = False, grace_period
+        self.is_set = False
+        self._grace_period = grace_period
         self._previous: Any = None
         self._deadline: threading.Timer | None = None
 
     def __enter__(self) -> StopSignal:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # Python allows signal handlers only there
+        # Python allows signal handlers only in the main thread.
+        if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGTERM, self._set)
         return self
 

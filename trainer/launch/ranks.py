@@ -1,4 +1,6 @@
-"""Describes the position of this process among the ranks of a run, and provides the trainer's collectives."""
+"""Describes the position of this process among the ranks of a run, and provides the trainer's
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -16,44 +18,73 @@ from ...mpu import ParallelMesh
 from ...mpu.collectives import gather_bytes
 from .phase import RANK_0, phase
 
-PATIENCE = timedelta(
-    days=365
-)  # rank 0 may prepare a corpus or build kernels for as long as it takes
+# Rank 0 may prepare a corpus or build kernels for as long as it takes.
+PATIENCE = timedelta(days=365)
 
 
 class Ranks:
-    """A position in a mesh, or one process (`mesh=None`): the ranks and sizes of the axes, and sums over them."""
+    """A position in a mesh, or one process (`mesh=None`): the ranks and sizes of the axes, and sums
+    over them.
+    """
 
     def __init__(self, mesh: ParallelMesh | None) -> None:
         self.mesh = mesh
-        self.rank, self.world_size = (mesh.rank, mesh.world_size) if mesh else (0, 1)
-        self.dp_rank, self.dp_size = (mesh.dp_rank, mesh.dp_size) if mesh else (0, 1)
-        self.tp_rank, self.tp_size = (mesh.tp_rank, mesh.tp_size) if mesh else (0, 1)
-        self.pp_rank, self.pp_size = (mesh.pp_rank, mesh.pp_size) if mesh else (0, 1)
+        self.rank = 0
+        self.world_size = 1
+        self.dp_rank = 0
+        self.dp_size = 1
+        self.tp_rank = 0
+        self.tp_size = 1
+        self.pp_rank = 0
+        self.pp_size = 1
+        if mesh is not None:
+            self.rank = mesh.rank
+            self.world_size = mesh.world_size
+            self.dp_rank = mesh.dp_rank
+            self.dp_size = mesh.dp_size
+            self.tp_rank = mesh.tp_rank
+            self.tp_size = mesh.tp_size
+            self.pp_rank = mesh.pp_rank
+            self.pp_size = mesh.pp_size
         self.reports = self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
         """Whether this rank's results count for its replica: the first tensor-parallel rank of the last stage."""
 
     def sum_replicas(self, *values: float) -> list[float]:
-        """Returns sums over the data-parallel ranks, in fp64. Of each replica, the rank that `reports` counts."""
-        return self.sum(*(value if self.reports else 0.0 for value in values))
+        """Returns sums over the data-parallel ranks, in fp64.
+
+        Of each replica, the rank that `reports` counts.
+        """
+        if not self.reports:
+            values = tuple(0.0 for _ in values)
+        return self.sum(*values)
 
     def sum(self, *values: float) -> list[float]:
         """Returns sums over all processes, in fp64."""
         if self.world_size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        # NCCL supports only GPU tensors, and its result would come after all work that waits on the GPU.
-        dist.all_reduce(total, group=_patient_group() if dist.get_backend() == "nccl" else None)
+        group = None
+        if dist.get_backend() == "nccl":
+            # It supports only GPU tensors, and its result would come after all work that waits on
+            # the GPU.
+            group = _find_patient_group()
+        dist.all_reduce(total, group=group)
         return total.tolist()
 
     def sum_on_device(self, values: Tensor) -> Tensor:
-        """Adds a tensor up over all processes in place, and returns it. On GPUs the host does not wait for the sum."""
+        """Adds a tensor up over all processes in place, and returns it.
+
+        On GPUs the host does not wait for the sum.
+        """
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Returns the values of the processes of a group, by default of all, by rank. See `to_json` for the values."""
+        """Returns the values of the processes of a group, by default of all, by rank.
+
+        See `to_json` for the values.
+        """
         if self.world_size == 1:
             return [value]
         return [from_json(text) for text in gather_bytes(to_json(value), group)]
@@ -64,13 +95,15 @@ Result = TypeVar("Result")
 
 @phase(RANK_0)
 def on_first_rank(work: Callable[[], Result]) -> Result:
-    """Runs `work` on rank 0; returns its result, or raises its `ValueError` or `OSError`, on every rank.
+    """Runs `work` on rank 0; returns its result, or raises its `ValueError` or `OSError`, on every
+    rank.
 
     The other ranks wait for as long as `work` takes. See `to_json` for the possible results.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
-    result, group = None, _patient_group()
+    group = _find_patient_group()
+    result = None
     if dist.get_rank() == 0:
         try:
             result = work()
@@ -83,13 +116,15 @@ def on_first_rank(work: Callable[[], Result]) -> Result:
     return value
 
 
-_patient: list[
-    tuple[Any, Any]
-] = []  # the default process group, and a group of the same ranks that waits for long
+# At most one entry: the default process group, and a group of the same ranks that waits for long.
+_patient: list[tuple[Any, Any]] = []
 
 
-def _patient_group() -> Any:
-    """Returns a group of all ranks whose collectives wait for rank 0's work. It still fails as soon as a rank ends."""
+def _find_patient_group() -> Any:
+    """Returns a group of all ranks whose collectives wait for rank 0's work.
+
+    It still fails as soon as a rank ends.
+    """
     world = dist.group.WORLD
     if not _patient or _patient[0][0] is not world:
         _patient[:] = [(world, dist.new_group(backend="gloo", timeout=PATIENCE))]
@@ -98,20 +133,21 @@ def _patient_group() -> Any:
 
 def _broadcast(value: Any, group: Any) -> Any:
     """Returns rank 0's value on every rank."""
-    text = to_json(value) if dist.get_rank() == 0 else b""
-    size = torch.tensor([len(text)])
+    if dist.get_rank() == 0:
+        text = bytearray(to_json(value))
+        dist.broadcast(torch.tensor([len(text)]), src=0, group=group)
+        dist.broadcast(torch.tensor(text, dtype=torch.uint8), src=0, group=group)
+        return value
+    size = torch.zeros(1, dtype=torch.int64)
     dist.broadcast(size, src=0, group=group)
-    content = (
-        torch.tensor(bytearray(text), dtype=torch.uint8)
-        if text
-        else torch.empty(int(size), dtype=torch.uint8)
-    )
+    content = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(content, src=0, group=group)
-    return value if text else from_json(bytes(content.tolist()))
+    return from_json(bytes(content.tolist()))
 
 
 def to_json(value: Any) -> bytes:
-    """Returns JSON of None, truth values, numbers, texts, paths, and lists, tuples, dicts and errors of such values.
+    """Returns JSON of None, truth values, numbers, texts, paths, and lists, tuples, dicts and
+    errors of such values.
 
     Raises TypeError for another value.
     """
@@ -135,8 +171,10 @@ def _plain(value: Any) -> Any:
         return {"path": [str(value)]}
     if isinstance(value, OSError) and value.errno is not None:
         return {"OSError": [value.errno, value.strerror, value.filename and str(value.filename)]}
-    if isinstance(value, OSError | ValueError):
-        return {"OSError" if isinstance(value, OSError) else "ValueError": [str(value)]}
+    if isinstance(value, OSError):
+        return {"OSError": [str(value)]}
+    if isinstance(value, ValueError):
+        return {"ValueError": [str(value)]}
     raise TypeError(f"a {type(value).__name__} cannot be sent between ranks")
 
 

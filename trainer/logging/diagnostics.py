@@ -1,4 +1,6 @@
-"""Diagnostics of training steps: FLOPs utilization, peak memory, a profiler trace, and where a NaN comes from."""
+"""Diagnostics of training steps: FLOPs utilization, peak memory, a profiler trace, and where a NaN
+comes from.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ PEAKS = {
 class Throughput:
     """Computes the model FLOPs utilization of this rank.
 
-    The FLOPs of the first forward pass are counted, operation by operation. A backward pass is taken to need twice as
-    many, and other micro-batches in proportion to their tokens (Chowdhery et al. 2022, appendix B, without
-    recomputation).
+    The FLOPs of the first forward pass are counted, operation by operation. A backward pass is
+    taken to need twice as many, and other micro-batches in proportion to their tokens (Chowdhery et
+    al. 2022, appendix B, without recomputation).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,24 +62,30 @@ class Throughput:
 
 
 def memory_by_rank(device: torch.device, ranks: Ranks) -> dict[str, float]:
-    """Returns peak memory in GB: the most of any rank, and where there are several ranks that of each of the first."""
+    """Returns peak memory in GB: the most of any rank, and where there are several ranks that of
+    each of the first.
+    """
     peaks = [peak / 1e9 for peak in ranks.gather(peak_memory(device))]
-    shown = peaks[:LOGGED_RANKS] if len(peaks) > 1 else []
-    return {
-        "memory_gb": max(peaks),
-        **{f"memory_gb_rank_{rank}": peak for rank, peak in enumerate(shown)},
-    }
+    values = {"memory_gb": max(peaks)}
+    if len(peaks) > 1:
+        for rank, peak in enumerate(peaks[:LOGGED_RANKS]):
+            values[f"memory_gb_rank_{rank}"] = peak
+    return values
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory of this process in bytes: allocated on its GPU, or resident in CPU memory."""
+    """Returns the peak memory of this process in bytes: allocated on its GPU, or resident in CPU
+    memory.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def device_peak(device: torch.device) -> float:
-    """Returns the peak FLOP/s: of a known GPU from its data sheet, else from timing a large fp32 product."""
+    """Returns the peak FLOP/s: of a known GPU from its data sheet, else from timing a large fp32
+    product.
+    """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, peak in PEAKS.items():
@@ -88,7 +96,10 @@ def device_peak(device: torch.device) -> float:
 
 @functools.cache
 def _matmul_flops(device: torch.device, threads: int) -> float:
-    """Returns the FLOP/s of a product as the models compute it. It is timed once for each number of threads."""
+    """Returns the FLOP/s of a product as the models compute it.
+
+    It is timed once for each number of threads.
+    """
     size = 1024
     a = torch.ones(size, size, device=device)
     best = min(_seconds(a) for _ in range(3))
@@ -108,7 +119,8 @@ class StepProfiler:
     """Records `steps` steps, after the first two, with torch's profiler. Writes a Chrome trace."""
 
     def __init__(self, steps: int, path: Path) -> None:
-        self._steps, self._path = steps, path
+        self._steps = steps
+        self._path = path
         self._profile: Any = None
 
     def __enter__(self) -> StepProfiler:
@@ -134,16 +146,20 @@ class StepProfiler:
 def diagnose_non_finite(
     engine: Engine, forward_step: ForwardStep, batch: dict[str, Any], ranks: Ranks
 ) -> str:
-    """Repeats a forward pass. Returns a message that names the parameter or module output that is not finite, or ""."""
-    parameters = engine.module.named_parameters()
-    wrong = next(
-        (name for name, parameter in parameters if not torch.isfinite(parameter).all()), None
-    )
+    """Repeats a forward pass.
+
+    Returns a message that names the parameter or module output that is not finite, or "".
+    """
+    wrong = ""
+    for name, parameter in engine.module.named_parameters():
+        if not torch.isfinite(parameter).all():
+            wrong = f"the parameter {name} is not finite"
+            break
     if any(ranks.gather(wrong)):
-        return "" if wrong is None else f"the parameter {wrong} is not finite"
+        return wrong
     found: list[str] = []
     hooks = [
-        module.register_forward_hook(_look_at(name, found))
+        module.register_forward_hook(_make_hook(name, found))
         for name, module in engine.module.named_modules()
         if name
     ]
@@ -155,16 +171,18 @@ def diagnose_non_finite(
     return found[0] if found else ""
 
 
-def _look_at(name: str, found: list[str]) -> Any:
+def _make_hook(name: str, found: list[str]) -> Any:
+    """Returns a hook that adds a message to `found` if an output of the module `name` is not
+    finite.
+    """
+
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        for value in output if isinstance(output, (tuple, list)) else (output,):
-            if (
-                isinstance(value, Tensor)
-                and value.is_floating_point()
-                and not torch.isfinite(value).all()
-            ):
-                found.append(
-                    f"{name} ({type(module).__name__}) is the first module whose output is not finite"
-                )
+        values = output if isinstance(output, (tuple, list)) else (output,)
+        kind = type(module).__name__
+        for value in values:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            if not torch.isfinite(value).all():
+                found.append(f"{name} ({kind}) is the first module whose output is not finite")
 
     return hook

@@ -1,4 +1,6 @@
-"""Collects what a result depends on besides its arguments: versions, git commit, hardware, command line."""
+"""Collects what a result depends on besides its arguments: versions, git commit, hardware, command
+line.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,8 @@ def git_commit() -> str | None:
     The suffix "-dirty" says that tracked files differ from the commit.
     """
     for folder in (Path(sys.argv[0]).absolute().parent, Path.cwd()):
-        describe = [
-            "git",
-            "-C",
-            str(folder),
-            "describe",
-            "--always",
-            "--dirty",
-            "--abbrev=40",
-            "--exclude=*",
-        ]
+        describe = ["git", "-C", str(folder), "describe"]
+        describe += ["--always", "--dirty", "--abbrev=40", "--exclude=*"]
         try:
             found = subprocess.run(describe, capture_output=True, text=True, timeout=GIT_TIMEOUT)
         except (OSError, subprocess.TimeoutExpired):
@@ -56,8 +50,12 @@ def git_commit() -> str | None:
 
 
 def hardware() -> dict[str, str]:
-    """Returns the operating system, the CPU and its cores, the memory, and the GPUs of this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """Returns the operating system, the CPU and its cores, the memory, and the GPUs of this
+    machine.
+    """
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     gpus = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     facts = {
         "system": platform.platform(),
@@ -81,5 +79,7 @@ def _cpu_name() -> str:
 
 
 def command_line() -> str:
-    """Returns the script and its arguments as a shell reads them, without the rank that a launcher adds."""
+    """Returns the script and its arguments as a shell reads them, without the rank that a launcher
+    adds.
+    """
     return shlex.join(word for word in sys.argv if not word.startswith("--local_rank"))

@@ -1,4 +1,6 @@
-"""Writes the report of a finished run: `report.html`, one page that needs no other file, and a plot of the loss."""
+"""Writes the report of a finished run: `report.html`, one page that needs no other file, and a plot
+of the loss.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ KINDS = ("train", "valid", "final")
 
 
 def _series(records: list[dict[str, float]], kind: str) -> list[dict[str, float]]:
-    """Returns the records of "train", "valid" (evaluations at intervals) or "final" (that of all held-out samples)."""
+    """Returns the records of "train", "valid" (evaluations at intervals) or "final" (that of all
+    held-out samples).
+    """
     return [record for record in records if f"{kind}/loss" in record]
 
 
@@ -134,7 +138,9 @@ def _plots(
 def _plot_evaluations(
     axes: Any, valid: list[dict[str, float]], final: list[dict[str, float]], per_step: float
 ) -> None:
-    """Draws the evaluations at intervals as a line and the final one as a point, and writes its value."""
+    """Draws the evaluations at intervals as a line and the final one as a point, and writes its
+    value.
+    """
     if valid:
         at = [record["step"] * per_step for record in valid]
         axes.plot(
@@ -178,7 +184,10 @@ def plot_loss(
     entropy_label: str,
     title: str,
 ) -> None:
-    """Plots the records of `metrics.jsonl` to a PNG. Losses and `entropy` are in nats per target token."""
+    """Plots the records of `metrics.jsonl` to a PNG.
+
+    Losses and `entropy` are in nats per target token.
+    """
     from matplotlib.figure import Figure  # imported here because only one rank plots
 
     train, valid, final = (_series(records, kind) for kind in KINDS)
@@ -199,7 +208,10 @@ def plot_loss(
 
 
 def smoothed(values: np.ndarray, share: float = 0.02) -> np.ndarray:
-    """Returns running means over a window of `share` of the points. The window is shorter at the beginning."""
+    """Returns running means over a window of `share` of the points.
+
+    The window is shorter at the beginning.
+    """
     width = max(1, int(share * len(values)))
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)

@@ -31,9 +31,8 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO | None = (
-            None  # opened at the first line, because resuming replaces the file before
-        )
+        # Opened at the first line, because resuming replaces the file before.
+        self._file: TextIO | None = None
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._file = self._file or self._path.open("a", buffering=1)
@@ -45,7 +44,10 @@ class MetricsFile:
 
 
 class Reporter(Protocol):
-    """Receives the events of a run, and is open while training runs. Only the first rank's shows and logs them."""
+    """Receives the events of a run, and is open while training runs.
+
+    Only the first rank's shows and logs them.
+    """
 
     def __enter__(self) -> Any: ...
     def __exit__(self, *exception: object) -> None: ...
@@ -58,7 +60,9 @@ class Reporter(Protocol):
 
 
 class RunReporter:
-    """Shows progress on the console, and passes every logged value to `MetricsFile` and the trackers."""
+    """Shows progress on the console, and passes every logged value to `MetricsFile` and the
+    trackers.
+    """
 
     def __init__(
         self,
@@ -97,7 +101,8 @@ class RunReporter:
 
     def training(self, step: int, values: dict[str, float]) -> None:
         self._log(step, "train", values)
-        loss, speed = values["loss"], values["tokens_per_second"]
+        loss = values["loss"]
+        speed = values["tokens_per_second"]
         self._progress.update(self._task, completed=step, loss=loss, speed=speed, refresh=True)
         every = max(1, (self._total or 0) // LINES_WITHOUT_TERMINAL)
         if not self._console.is_terminal and (step % every == 0 or step == self._total):
@@ -108,7 +113,8 @@ class RunReporter:
     def evaluation(self, step: int, values: dict[str, float], kind: Evaluation = "valid") -> None:
         self._log(step, kind, values)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
-        self._console.print(f"step {step}: {'final ' if kind == 'final' else ''}held-out {shown}")
+        label = "final held-out" if kind == "final" else "held-out"
+        self._console.print(f"step {step}: {label} {shown}")
 
     def saved(self, step: int, folder: Path) -> None:
         self._console.print(f"step {step}: saved {folder}")

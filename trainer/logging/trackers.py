@@ -1,6 +1,8 @@
-"""Logs the arguments and values of a run to experiment trackers: TensorBoard, Weights & Biases, MLflow and Comet.
+"""Logs the arguments and values of a run to experiment trackers: TensorBoard, Weights & Biases,
+MLflow and Comet.
 
-Each has its own settings for where it writes, such as WANDB_MODE, MLFLOW_TRACKING_URI and COMET_START_ONLINE.
+Each has its own settings for where it writes, such as WANDB_MODE, MLFLOW_TRACKING_URI and
+COMET_START_ONLINE.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from typing import Any, Protocol
 
 from ...files.durable import write_durably
 
-# A file in the run's folder with the id that each tracker gave the run; a resumed run continues under it.
+# A file in the run's folder with the id that each tracker gave the run; a resumed run continues
+# under it.
 RUN_IDS = "trackers.json"
 STEP = "train/global_step"  # the step of a value at Weights & Biases, as in transformers
 LONGEST_PARAMETER = 6000  # characters of a value at MLflow
@@ -36,17 +39,19 @@ class TrackedRun:
     folder: Path
     first_step: int
 
-    def id_of(self, tracker: str) -> str | None:
+    def find_id(self, tracker: str) -> str | None:
         """Returns the id that a tracker gave this run, if the run goes on."""
         file = self.folder / RUN_IDS
-        return (
-            json.loads(file.read_text()).get(tracker) if self.first_step and file.exists() else None
-        )
+        if not self.first_step or not file.exists():
+            return None
+        return json.loads(file.read_text()).get(tracker)
 
     def keep_id(self, tracker: str, given: str) -> None:
         """Stores the id that a tracker gave this run."""
         file = self.folder / RUN_IDS
-        known = json.loads(file.read_text()) if file.exists() else {}
+        known = {}
+        if file.exists():
+            known = json.loads(file.read_text())
         if known.get(tracker) != given:
             write_durably(file, json.dumps({**known, tracker: given}, indent=2) + "\n")
 
@@ -62,7 +67,10 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Writes TensorBoard events. Hides those of steps after the run's first one that are from before a kill."""
+    """Writes TensorBoard events.
+
+    Hides those of steps after the run's first one that are from before a kill.
+    """
 
     def __init__(self, run: TrackedRun, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
@@ -71,7 +79,8 @@ class TensorBoard:
         self._open = partial(SummaryWriter, str(folder), purge_step=run.first_step + 1)
         self._writer: SummaryWriter | None = None
         self._run = run
-        self._hook, threading.excepthook = threading.excepthook, self._report
+        self._hook = threading.excepthook
+        threading.excepthook = self._report
 
     def log(self, step: int, values: dict[str, float]) -> None:
         if self._writer is None:
@@ -90,14 +99,16 @@ class TensorBoard:
                 self._writer.close()
         finally:
             for thread in threading.enumerate():
-                if _is_writer(thread) and getattr(
-                    thread, "exception", None
-                ):  # it has told, and is about to report
+                # A thread that failed has told its error, and is about to report it.
+                if _is_writer(thread) and getattr(thread, "exception", None):
                     thread.join()
             threading.excepthook = self._hook
 
     def _report(self, failure: threading.ExceptHookArgs) -> None:
-        """Prints what ended a thread. The writer's thread tells its error to the next call of `log` or `close`."""
+        """Prints what ended a thread.
+
+        The writer's thread tells its error to the next call of `log` or `close`.
+        """
         if not _is_writer(failure.thread):
             self._hook(failure)
 
@@ -107,11 +118,17 @@ def _is_writer(thread: threading.Thread | None) -> bool:
 
 
 class WeightsAndBiases:
-    """Logs to Weights & Biases. A step that is trained again after a kill is logged again, with the same values."""
+    """Logs to Weights & Biases.
+
+    A step that is trained again after a kill is logged again, with the same values.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         wandb: Any = import_module("wandb")
-        goes_on = {} if (known := run.id_of("wandb")) is None else {"id": known, "resume": "allow"}
+        goes_on: dict[str, Any] = {}
+        known = run.find_id("wandb")
+        if known is not None:
+            goes_on = {"id": known, "resume": "allow"}
         config = {name: _plain(value) for name, value in run.arguments.items()}
         self._run = wandb.init(
             name=run.name,
@@ -136,9 +153,11 @@ class MLflow:
 
     def __init__(self, run: TrackedRun) -> None:
         self._mlflow: Any = import_module("mlflow")
-        known, nested = run.id_of("mlflow"), self._mlflow.active_run() is not None
+        known = run.find_id("mlflow")
         opened = self._mlflow.start_run(
-            run_id=known, run_name=None if known else run.name, nested=nested
+            run_id=known,
+            run_name=None if known else run.name,
+            nested=self._mlflow.active_run() is not None,
         )
         self._id = opened.info.run_id
         if known is None:  # parameters of a run cannot change
@@ -157,7 +176,9 @@ class MLflow:
 
 
 class Comet:
-    """Logs to Comet; an offline experiment is stored in the run's folder unless COMET_OFFLINE_DIRECTORY is set."""
+    """Logs to Comet; an offline experiment is stored in the run's folder unless
+    COMET_OFFLINE_DIRECTORY is set.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         comet: Any = import_module("comet_ml")
@@ -166,7 +187,7 @@ class Comet:
             ("log_code", "log_git_patch", "parse_args", "auto_metric_logging"), False
         )
         settings = comet.ExperimentConfig(name=run.name, offline_directory=offline, **quiet)
-        known = run.id_of("comet")
+        known = run.find_id("comet")
         self._experiment = comet.start(
             experiment_key=known, mode="get" if known else "create", experiment_config=settings
         )
@@ -184,25 +205,33 @@ class Comet:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str | None) else str(value)
+    """Returns a number, a text or None as it is, and the text of anything else."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    return str(value)
 
 
 class NeverFailing:
-    """A tracker whose failures do not end the run: the first one is told by `notify`, and ends the tracker."""
+    """A tracker whose failures do not end the run: the first one is told by `notify`, and ends the
+    tracker.
+    """
 
     def __init__(
         self, name: str, opened: Callable[[], Tracker], notify: Callable[[str], None]
     ) -> None:
-        self._name, self._notify = name, notify
+        self._name = name
+        self._notify = notify
         self._tracker: Tracker | None = None
         self._try(lambda: setattr(self, "_tracker", opened()))
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        if (tracker := self._tracker) is not None:
+        tracker = self._tracker
+        if tracker is not None:
             self._try(lambda: tracker.log(step, values))
 
     def close(self, failed: bool = False) -> None:
-        if (tracker := self._tracker) is not None:
+        tracker = self._tracker
+        if tracker is not None:
             self._try(lambda: tracker.close(failed))
 
     def _try(self, work: Callable[[], None]) -> None:
@@ -233,9 +262,10 @@ def open_trackers(
         tensorboard: The folder of TensorBoard's events.
         notify: Called with a message when a service fails.
     """
-    own: list[Tracker] = [TensorBoard(run, tensorboard)] if "tensorboard" in names else []
-    return own + [
-        NeverFailing(name, partial(SERVICES[name], run), notify)
-        for name in names
-        if name in SERVICES
-    ]
+    trackers: list[Tracker] = []
+    if "tensorboard" in names:
+        trackers.append(TensorBoard(run, tensorboard))
+    for name in names:
+        if name in SERVICES:
+            trackers.append(NeverFailing(name, partial(SERVICES[name], run), notify))
+    return trackers
