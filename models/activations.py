@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..mpu.division import find_first_unit
-from ..ops.attention import rows_at_once
+from ..ops.attention import has_attention_kernel, rows_at_once, suits_tiles, writes_scores
 from ..ops.cross_entropy import AT_A_TIME, suits_chunks
-from .blocks.attention import MAX_EAGER_SCORES, has_attention_kernel, suits_blocks
 from .parallel_config import ParallelConfig
 
 FP32 = 4
@@ -299,13 +298,13 @@ def _materializes_weights(
         return False
     if block.attention_dropout or (block.bias and not crosses):
         return True
-    return layout.device == "cpu" and layout.itemsize == 2 and queries * keys <= MAX_EAGER_SCORES
+    return writes_scores(queries, keys, layout.device, layout.itemsize)
 
 
 def _in_blocks(block: Block, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:
     """Returns whether attention computes a tile or block of the scores at a time and keeps none of its weights."""
     needed = block.attention_dropout or (block.bias and not crosses) or layout.device == "cpu"
-    return needed and suits_blocks(queries, keys, layout.device, layout.itemsize)
+    return needed and suits_tiles(queries, keys, layout.device, layout.itemsize)
 
 
 def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) -> int:

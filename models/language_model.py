@@ -21,6 +21,7 @@ from ..mpu import (
     tp_size,
     vocab_parallel_cross_entropy,
 )
+from ..ops.device import can_overwrite_gradients, host_can_read
 from .backbone import Backbone, Head
 from .blocks.activation_functions import find_activation
 from .blocks.linear import ReplicatedLinear
@@ -129,7 +130,7 @@ def head_loss(
         ValueError: The shapes do not match, or a label is outside the vocabulary.
     """
     # A compiler can trace neither a gradient that overwrites the logits nor a number of rows that depends on data.
-    if torch.compiler.is_compiling():
+    if not can_overwrite_gradients():
         logits = head(hidden, table)
         reduction = "mean" if num_items is None else "sum"
         loss = vocab_parallel_cross_entropy(
@@ -145,7 +146,7 @@ def head_loss(
     rows, target = hidden.flatten(0, -2), labels.reshape(-1)
     labeled = target != IGNORED
     count = labeled.sum() if num_items is None else num_items
-    if hidden.is_cpu or sparse_labels:
+    if host_can_read(hidden) or sparse_labels:
         known: int | None = getattr(labels, "target_count", None)
         chosen = labeled.nonzero() if known is None else torch.nonzero_static(labeled, size=known)
         chosen = chosen[:, 0]

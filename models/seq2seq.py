@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mpu import broadcast_from_stage, dropout_state
+from ..ops.device import host_can_read
 from ..ops.library import is_watched
 from .backbone import Backbone, Head
 from .blocks.cache import Cache
@@ -108,7 +109,7 @@ def find_tokens(mask: Tensor | None, ids: Tensor, blocks: nn.ModuleList) -> Tens
     Args:
         ids: [B, S].
     """
-    if mask is None or not mask.is_cpu or mask.shape != (len(ids), 1, 1, ids.shape[-1]):
+    if mask is None or not host_can_read(mask) or mask.shape != (len(ids), 1, 1, ids.shape[-1]):
         return mask
     if any(getattr(block, "_compiled_call_impl", None) for block in blocks):
         return mask

@@ -42,6 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.autograd import Function
+from ..ops.device import records_graph, sums_natively
 from ..ops.library import LIBRARY
 from . import shared_memory
 from .division import divide
@@ -73,7 +74,7 @@ def set_reduction(group: dist.ProcessGroup, reduction: Reduction) -> None:
 
 def _adds_natively(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     reduction = _reductions.get(group, "auto")
-    return reduction == "native" or (reduction == "auto" and not tensor.is_cpu)
+    return reduction == "native" or (reduction == "auto" and sums_natively(tensor))
 
 
 def _fresh(tensor: Tensor) -> Tensor:
@@ -262,7 +263,7 @@ torch.library.register_fake("shardzoo::collective", _allocate, lib=LIBRARY)
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
     """Starts a sum over the group. It may overwrite `tensor`, so the caller must not use `tensor` again."""
-    if torch.compiler.is_compiling():
+    if records_graph():
         return _compiled("all_reduce", tensor, 0, group)
     size = group.size()
     if size == 1 or tensor.numel() == 0:
@@ -275,7 +276,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
     native = _adds_natively(tensor, group)
     if (
         not native
-        and tensor.is_cpu
+        and not sums_natively(tensor)
         and tensor.nbytes * size <= _SMALL
         and tensor.is_floating_point()
     ):
@@ -291,7 +292,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
 
 def start_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Finish:
     """Starts a concatenation of the ranks' tensors along `dim`, in rank order."""
-    if torch.compiler.is_compiling():
+    if records_graph():
         return _compiled("all_gather", tensor, dim, group)
     size = group.size()
     dim = dim % tensor.dim()
@@ -313,7 +314,7 @@ def start_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Fini
 
 def start_reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Finish:
     """Starts a sum over the group, of which this rank keeps its equal slice of `dim`."""
-    if torch.compiler.is_compiling():
+    if records_graph():
         return _compiled("reduce_scatter", tensor, dim, group)
     size = group.size()
     dim = dim % tensor.dim()

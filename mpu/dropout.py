@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from ..ops import bias_dropout_residual, dropout_keys, masked_softmax, use_key
+from ..ops.device import records_graph
 from ..ops.dropout_mask import keys_from_row
 from ..ops.library import LIBRARY
 from .division import find_first_unit
@@ -271,7 +272,7 @@ class Dropout(nn.Module):
         """
         if self.site is None:
             raise RuntimeError("call assign_dropout_sites(model) once after building the model")
-        if torch.compiler.is_compiling():
+        if records_graph():
             return torch.ops.shardzoo.keys_of_site(tensor, self.site - (self.site >> 63 << 64))
         return visit(self.site, tensor.shape[0], tensor.device)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ops import empty_pooled
 from ..ops.autograd import Function, once_differentiable
+from ..ops.device import can_overwrite_gradients
+from ..ops.embedding import add_embedding_gradient
 from .collectives import reduce_from_tp, reduce_scatter_sequence
 from .mesh import ParallelMesh
 from .parameter import SplitLayer, split_parameter
@@ -94,7 +94,7 @@ def embedding(ids: Tensor, table: Tensor, padding_idx: int | None = None) -> tup
         table: [V, H].
         padding_idx: A row that gets no gradient.
     """
-    if torch.compiler.is_compiling():  # a compiler cannot trace a gradient that is overwritten
+    if not can_overwrite_gradients():
         return F.embedding(ids, table, padding_idx), table
     return _Embedding.apply(ids, table, padding_idx)
 
@@ -119,25 +119,5 @@ class _Embedding(Function):
         (ids,) = ctx.saved_tensors
         if rows is None:
             return None, total, None
-        if not rows.is_cpu:  # an accelerator's own kernel sums in a fixed order
-            padding_idx = -1 if ctx.padding_idx is None else ctx.padding_idx
-            own = torch.ops.aten.embedding_dense_backward(
-                rows, ids, ctx.shape[0], padding_idx, False
-            )
-            return None, own if total is None else total.add_(own), None
-        if ctx.padding_idx is not None:
-            rows = rows.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0)
-        if total is None:
-            total = empty_pooled(rows, *ctx.shape).zero_()
-        else:
-            total = total.contiguous()
-        return None, add_rows(total, ids.flatten(), rows.flatten(0, -2)), None
-
-
-def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
-    """Adds rows[i] of [T, H] to total[ids[i]] of [V, H] in place, and rounds each id's sum once."""
-    if rows.dtype.itemsize >= 4:
-        return total.index_add_(0, ids, rows)
-    distinct, place = cast(tuple[Tensor, Tensor], cast(Any, ids).unique(return_inverse=True))
-    sums = total[distinct].float().index_add_(0, place, rows.float())
-    return total.index_copy_(0, distinct, sums.to(total.dtype))
+        table_grad = add_embedding_gradient(total, rows, ids, ctx.shape, ctx.padding_idx)
+        return None, table_grad, None

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops.device import overlaps_communication, records_graph
 from .collectives import SEQUENCE_DIM, equal_share, gather_bytes, start_all_gather
 
 MOST_PIECES = 4
@@ -53,7 +54,7 @@ def gathered_product(
     Returns:
         [B, S, N] and [B, S, K], both contiguous; None where the product can hide nothing.
     """
-    if torch.compiler.is_compiling() or tensor.dim() != 3 or not tensor.numel():
+    if records_graph() or tensor.dim() != 3 or not tensor.numel():
         return None
     if group in _symmetric:
         _operators()
@@ -84,12 +85,7 @@ def scattered_product(
     Raises:
         ValueError: The ranks cannot have equal parts of the sequence.
     """
-    if (
-        torch.compiler.is_compiling()
-        or tensor.dim() != 3
-        or not tensor.numel()
-        or group not in _symmetric
-    ):
+    if records_graph() or tensor.dim() != 3 or not tensor.numel() or group not in _symmetric:
         return None
     equal_share(tensor, SEQUENCE_DIM, group.size())
     _operators()
@@ -101,7 +97,7 @@ def scattered_product(
 
 def _count_pieces(tensor: Tensor, group: dist.ProcessGroup) -> int:
     """Returns in how many pieces to gather a tensor, of which this is a rank's part."""
-    if tensor.is_cpu:
+    if not overlaps_communication(tensor):
         return 1
     return min(MOST_PIECES, tensor.nbytes * group.size() // PIECE_BYTES)
 

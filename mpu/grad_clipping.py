@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import reduce
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops.library import call_compiled, suits_optimizer_kernels
+from ..ops.optimizer import sum_squares
 from .mesh import ParallelMesh
 
 
@@ -46,14 +45,8 @@ def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) ->
 
     device = parameters[0].device if parameters else torch.device("cpu")
     squares = torch.zeros((), dtype=torch.float32, device=device)
-    if counted and all(map(suits_optimizer_kernels, counted)):
-        # In one pass, in an order that depends only on the sizes.
-        total = sum(call_compiled("square_sum", grad) for grad in counted)
-        squares = torch.tensor(total, dtype=torch.float32)
-    elif counted:
-        wide = reduce(torch.promote_types, (grad.dtype for grad in counted), torch.float32)
-        norms = torch.ops.aten._foreach_norm(counted, 2, dtype=wide)
-        squares = torch.stack([norm.to(device) for norm in norms]).square().sum().float()
+    if counted:
+        squares = sum_squares(counted, device)
     if mesh is not None and mesh.get_model_parallel_world_size() > 1:
         cast(Any, dist).all_reduce(squares, group=mesh.get_model_parallel_group())
     return squares.sqrt()

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ops import library
 from ..ops.autograd import Function, once_differentiable
-from ..ops.library import OPS, may_decode
+from ..ops.device import can_overwrite_gradients
+from ..ops.library import OPS
+from ..ops.norm import apply_norm
 from .collectives import start_all_reduce
 from .mesh import ParallelMesh
 
@@ -65,24 +66,14 @@ class _Norm(nn.Module):
         # A norm that returns its own input has to add the two gradients of it by hand. A compiler
         # fuses the sum of the two gradients itself, and cannot trace an output that is the input.
         returns_input = return_residual and residual is None
-        compiling = torch.compiler.is_compiling()
-        adds_by_hand = returns_input and not compiling and torch.is_grad_enabled()
+        adds_by_hand = returns_input and can_overwrite_gradients() and torch.is_grad_enabled()
         if group is not None or adds_by_hand:
             output, h = _NormWithResidual.apply(
                 self.operator, group, self.eps, adds_by_hand, tensor, residual, *self.affine()
             )
         else:
-            arguments = (tensor, residual, *self.affine())
-            output = None
-            h = None
-            if not compiling and torch.is_inference_mode_enabled() and may_decode(*arguments):
-                weight_and_bias = (*self.affine(), None)[:2]
-                centered = self.operator == "layer_norm"
-                output, h = library.call_compiled(
-                    "norm_of_few_rows", tensor, residual, *weight_and_bias, self.eps, centered
-                )
-            if output is None:
-                output, h = OPS[self.operator](*arguments, self.eps)[:2]
+            weight, bias = (*self.affine(), None)[:2]
+            output, h = apply_norm(tensor, residual, weight, bias, self.eps, self.operator)
         if not return_residual:
             return output
         if returns_input and not adds_by_hand:

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..ops.device import host_can_read
+
 try:
     from ._shared_memory import Channel
 except ImportError:  # csrc/mpu/shared_memory.cpp was not built
@@ -50,7 +52,11 @@ def find(tensor: Tensor, group: dist.ProcessGroup) -> Channel | None:
 
     The first call with a group is a collective.
     """
-    if not tensor.is_cpu or tensor.dtype not in DTYPES or type(tensor) not in (Tensor, Parameter):
+    if (
+        not host_can_read(tensor)
+        or tensor.dtype not in DTYPES
+        or type(tensor) not in (Tensor, Parameter)
+    ):
         return None
     if group not in _channels:
         _channels[group] = _open(group)

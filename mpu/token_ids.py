@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..ops.device import host_can_read
+
 
 def check_ids(ids: Tensor, count: int, what: str) -> None:
     """Checks that all ids are in [0, count); `what` names them in the error.
@@ -16,7 +18,7 @@ def check_ids(ids: Tensor, count: int, what: str) -> None:
         ValueError: An id on a CPU is outside the range.
     """
     inside = ids.clamp(0, count - 1) == ids
-    if not ids.is_cpu:
+    if not host_can_read(ids):
         torch.ops.aten._assert_async(inside.all())
     elif not inside.all():
         raise ValueError(f"{what} {ids[~inside][0]} is outside 0..{count - 1}")

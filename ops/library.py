@@ -297,23 +297,6 @@ def in_inference_mode() -> bool:
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
-def may_decode(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Returns whether the operators of a decoding step (csrc/matmul/few_rows.h) may compute a call."""
-    eager = in_inference_mode() and first.is_cpu and not torch.is_autocast_enabled("cpu")
-    return eager and can_bypass_dispatcher(first, *others) and choose_variant("cpu") == "cpp"
-
-
-def suits_optimizer_kernels(*tensors: torch.Tensor) -> bool:
-    """Returns whether `square_sum` and `adamw` of the compiled kernels take these tensors: dense, alike, on a CPU."""
-    dense = all(tensor.is_cpu and tensor.is_contiguous() and tensor.numel() for tensor in tensors)
-    return (
-        dense
-        and same_dtype(*tensors) is None
-        and can_bypass_dispatcher(*tensors)
-        and choose_variant("cpu") == "cpp"
-    )
-
-
 def flop_counters() -> list[Any]:
     """Returns the active `FlopCounterMode`s; none in compiled code, which a mode does not see and cannot be traced."""
     if torch.compiler.is_compiling():

@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cpu import few_rows
 from .cpu.pool import empty_pooled
-from .library import Op, compute_dtype, contiguous, empty_placeholder, same_dtype
+from .library import Op, compute_dtype, contiguous, empty_placeholder, in_inference_mode, same_dtype
 
 
 def layer_norm_reference(x, residual, weight, bias, eps):
@@ -264,6 +265,29 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         raise _mismatch(x, weight, residual)
     y, summed, _ = rms_norm_op(x, residual, weight, eps)
     return y, summed
+
+
+def apply_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: str
+) -> tuple[Tensor, Tensor | None]:
+    """Returns (norm of h, h) with h = x + residual; without a residual, the second value has no meaning.
+
+    The caller has checked the shapes, which are those of `layer_norm`. A decoding step on a CPU is one call into C++.
+
+    Args:
+        bias: Only of LayerNorm.
+        kind: "layer_norm" or "rms_norm".
+    """
+    is_layer_norm = kind == "layer_norm"
+    if in_inference_mode():
+        y, h = few_rows.norm(x, residual, weight, bias, eps, centered=is_layer_norm)
+        if y is not None:
+            return y, h
+    if is_layer_norm:
+        y, h, _, _ = layer_norm_op(x, residual, weight, bias, eps)
+    else:
+        y, h, _ = rms_norm_op(x, residual, weight, eps)
+    return y, h
 
 
 def _mismatch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> ValueError:

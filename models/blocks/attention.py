@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +23,14 @@ from ...mpu import (
 )
 from ...mpu.division import find_first_unit
 from ...ops import attention, empty_pooled, few_queries_attention, in_inference_mode, matmul
+from ...ops.attention import eager_beats_sdpa, lacks_fused_attention, suits_tiles
 from ...ops.autograd import Function, once_differentiable
-from ...ops.library import OPS, can_bypass_dispatcher, needs_gradient
+from ...ops.device import writes_gradients_in_place
 from ..parallel_config import LayerArguments, ParallelConfig
 from .cache import LayerKVCache
 from .masks import Visible, split_mask
 from .padding import Tokens
 from .rotary import Rotary, rotate
-
-MAX_EAGER_SCORES = 512 * 512  # scores per head, for `eager_beats_sdpa`
-
-MIN_TILED_SCORES = 64 * 64  # scores per head, for `suits_blocks`
-
-MIN_BLOCKED_SCORES = 2048 * 2048  # the same without a kernel
 
 
 class Attention(nn.Module):
@@ -317,8 +312,8 @@ class CoreAttention(nn.Module):
         """
         if position_bias is not None:
             return position_bias.dim() == 2  # as `RelativeBias` decided
-        needed = self.dropout.drops or (q.is_cpu and not in_inference_mode())
-        return needed and suits_blocks(q.shape[2], k.shape[2], q.device.type, q.dtype.itemsize)
+        needed = self.dropout.drops or lacks_fused_attention(q)
+        return needed and suits_tiles(q.shape[2], k.shape[2], q.device.type, q.dtype.itemsize)
 
     def attend_in_blocks(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, by_distance: Tensor | None
@@ -349,43 +344,6 @@ def repeat_unequally(x: Tensor, counts: tuple[int, ...]) -> Tensor:
     )
 
 
-def suits_blocks(queries: int, keys: int, device: str, itemsize: int) -> bool:
-    """Whether attention with dropout or a trained bias computes a tile or block of the scores at a time.
-
-    Kernels are faster than products and a softmax of whole scores, but for the shortest sequences on a CPU. Without
-    them, the scores of shorter sequences are written to memory: the backward pass need not compute them again.
-
-    Args:
-        device: PyTorch's type of device.
-        itemsize: Bytes of an element of q.
-    """
-    if queries == 1 or device != "cpu":
-        return queries > 1
-    return queries * keys >= (
-        MIN_TILED_SCORES if has_attention_kernel(device, itemsize) else MIN_BLOCKED_SCORES
-    )
-
-
-@cast(Any, torch.compiler).assume_constant_result
-def has_attention_kernel(device: str, itemsize: int) -> bool:
-    """Whether attention has a kernel: not in fp64, and otherwise always on an accelerator, which may be elsewhere."""
-    return itemsize < 8 and (
-        device != "cpu" or OPS["attention"].choose_variant(device) != "reference"
-    )
-
-
-def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
-    """Whether two matrix products and a softmax are faster than `scaled_dot_product_attention`, forward and backward.
-
-    They are for 16-bit types on a CPU: 12 ms against 26 for 4 × 12 heads of 64 at 256 positions, 53 against 87 at 512.
-    Longer sequences would need too much memory.
-    """
-    short = q.shape[2] * k.shape[2] <= MAX_EAGER_SCORES
-    return (
-        q.is_cpu and q.dtype.itemsize == 2 and short and torch.is_grad_enabled() and q.requires_grad
-    )
-
-
 def check_heads(num_heads: int, tensor_parallel_size: int) -> None:
     """Raises ValueError if there are more ranks than attention heads."""
     if tensor_parallel_size > num_heads:
@@ -402,7 +360,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 def split_fused_heads(x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
     """[B, S, sum(heads) * D] -> for each block of n heads [B, n, S, D]"""
-    if x.is_cpu and needs_gradient(x) and can_bypass_dispatcher(x):
+    if writes_gradients_in_place(x):
         return _SplitFusedHeads.apply(x, heads, head_size)
     return _split_blocks(x, heads, head_size)
 

@@ -22,7 +22,7 @@ from ...mpu import (
 from ...mpu.parameter import split_parameter
 from ...ops import bias_gelu, empty_pooled, geglu, in_inference_mode, linear, swiglu
 from ...ops.autograd import Function, once_differentiable
-from ...ops.library import can_bypass_dispatcher, needs_gradient
+from ...ops.device import writes_gradients_in_place
 from ..parallel_config import ParallelConfig
 from .activation_functions import find_activation, gelu_tanh
 
@@ -129,7 +129,7 @@ class GatedMLP(nn.Module):
 
 def split_in_halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., 2F] -> two tensors [..., F]"""
-    if x.is_cpu and needs_gradient(x) and can_bypass_dispatcher(x):
+    if writes_gradients_in_place(x):
         return _Halves.apply(x)
     first, second = x.chunk(2, dim=-1)
     return first, second

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, Shard, tp_size
 from ...mpu.parameter import split_parameter
+from ...ops.attention import suits_tiles
 from ...ops.softmax import lay_out_diagonals
-from .attention import check_heads, suits_blocks
+from .attention import check_heads
 
 
 class RelativeBias(nn.Module):
@@ -39,7 +40,7 @@ class RelativeBias(nn.Module):
 
     def forward(self, queries: int, keys: int, buckets: Tensor | None = None) -> Tensor:
         """Returns the bias [1, Np, Sq, Sk], or of each distance, [Np, Sq + Sk - 1], where attention takes it so (see
-        `suits_blocks`). The last query is at the last key's position.
+        `suits_tiles`). The last query is at the last key's position.
 
         `buckets` is the result of `distance_buckets`, which is the same for all layers of a stack.
         """
@@ -55,7 +56,7 @@ class RelativeBias(nn.Module):
         # Many distances share a bucket, so their gradients are summed in fp32.
         wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         by_distance = F.embedding(buckets, wide).to(self.weight.dtype).t()  # [Np, Sq + Sk - 1]
-        if suits_blocks(queries, keys, wide.device.type, self.weight.itemsize):
+        if suits_tiles(queries, keys, wide.device.type, self.weight.itemsize):
             return by_distance
         return lay_out_diagonals(by_distance, queries, keys)[None]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..library import flop_counters, may_decode
+from ..library import can_bypass_dispatcher, flop_counters, in_inference_mode
 
 # The most rows of a linear layer for our kernel; with more, BLAS is as fast or faster.
 MAX_GEMV_ROWS = {torch.float32: 32, torch.float64: 8, torch.bfloat16: 8, torch.float16: 8}
@@ -27,6 +27,16 @@ MAX_GEMV_ROWS_BF16 = 16
 MIN_FEW_KEYS = 1 << 18
 # The widest head that the attention kernels take.
 WIDEST_HEAD = 256
+
+
+def may_decode(first: Tensor, *others: Tensor | None) -> bool:
+    """Returns whether the operators of a decoding step may compute a call with these tensors."""
+    is_eager = in_inference_mode() and first.is_cpu and not torch.is_autocast_enabled("cpu")
+    return (
+        is_eager
+        and can_bypass_dispatcher(first, *others)
+        and library.choose_variant("cpu") == "cpp"
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:

@@ -13,7 +13,6 @@ from tiny_models import TINY, tiny
 from shardzoo import mpu
 from shardzoo.models import ParallelConfig, config_from_dict, family, from_config
 from shardzoo.models.activations import Batch, Layout, block_bytes
-from shardzoo.models.blocks import attention
 from shardzoo.mpu import ParallelMesh
 
 ATTENTION = importlib.import_module("shardzoo.ops.attention")  # `ops.attention` is the function
@@ -25,7 +24,7 @@ def blocks(monkeypatch):
     """Switches to blocks of five queries."""
 
     def switch():
-        monkeypatch.setattr(attention, "MIN_BLOCKED_SCORES", 1)
+        monkeypatch.setattr(ATTENTION, "MIN_BLOCKED_SCORES", 1)
         monkeypatch.setattr(ATTENTION, "MIN_ROWS", 5)
         monkeypatch.setitem(ATTENTION.BYTES_AT_ONCE, "cpu", 1)
 

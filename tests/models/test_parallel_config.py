@@ -13,10 +13,11 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import shardzoo
 from shardzoo.models import ParallelConfig
-from shardzoo.models.blocks.attention import CoreAttention, eager_beats_sdpa
+from shardzoo.models.blocks.attention import CoreAttention
 from shardzoo.models.blocks.relative_bias import RelativeBias
 from shardzoo.models.outputs import Seq2SeqLMOutput
 from shardzoo.mpu import dropout_state
+from shardzoo.ops.attention import eager_beats_sdpa
 from shardzoo.ops.cpu import products
 from shardzoo.ops.softmax import lay_out_diagonals
 from shardzoo.trainer.engines.precision import compile_model

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...models.config import ModelConfig
 from ...models.language_model import note_target_count
+from ...ops.device import host_can_read
 from .label_shift import IGNORED, shifts_labels
 
 # An argument of a model's forward pass -> the labels that it counts.
@@ -192,11 +193,17 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     _check_batch(batch)
     pins = device.type == "cuda"
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    pinned = {name: value.pin_memory() for name, value in tensors.items() if pins and value.is_cpu}
+    pinned = {
+        name: value.pin_memory() for name, value in tensors.items() if pins and host_can_read(value)
+    }
     moved = {
         name: value.to(device, non_blocking=pins) for name, value in {**tensors, **pinned}.items()
     }
-    if "labels" in moved and moved["labels"] is not batch["labels"] and tensors["labels"].is_cpu:
+    if (
+        "labels" in moved
+        and moved["labels"] is not batch["labels"]
+        and host_can_read(tensors["labels"])
+    ):
         note_target_count(moved["labels"], int((tensors["labels"] != IGNORED).sum()))
     return {**batch, **moved}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...mpu import ParallelMesh, clip_factor, clip_grad_norm_, grad_norm
-from ...ops.library import call_compiled, suits_optimizer_kernels
+from ...ops.optimizer import adamw, may_have_adamw_kernel, suits_optimizer_kernels
 
 
 class AdamW(torch.optim.AdamW):
@@ -48,10 +48,21 @@ class AdamW(torch.optim.AdamW):
         if updates:
             torch.ops.aten._foreach_add_([step for *_, step in updates], 1)
         for group, tensors, step in updates:
+            parameter, gradient, *states = tensors
             beta1, beta2 = group["betas"]
-            numbers = (scale, group["lr"], beta1, beta2, group["eps"], group["weight_decay"], step)
-            rounded = self.rounded.get(tensors[0])
-            call_compiled("adamw", *tensors, rounded, *(float(number) for number in numbers))
+            adamw(
+                parameter,
+                gradient,
+                states,
+                self.rounded.get(parameter),
+                gradient_scale=scale,
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=float(step),
+            )
         # Autograd must notice that tensors which it may have saved for a gradient have changed.
         torch.autograd.graph.increment_version(list(self.rounded.values()))
         return None
@@ -81,7 +92,7 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             if group["amsgrad"] or group["maximize"]:
                 return None
-            if not all(parameter.is_cpu for parameter in group["params"]):
+            if not all(may_have_adamw_kernel(parameter) for parameter in group["params"]):
                 return None
         updates = []
         for group in self.param_groups:
