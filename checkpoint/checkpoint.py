@@ -1,4 +1,9 @@
-"""Opens a checkpoint folder of any supported format and lists its tensors, without reading the tensors' bytes."""
+"""Opens a checkpoint folder of any supported format and lists its tensors.
+
+Only headers are read, never the bytes of tensors. This file also reads the Hugging Face folders,
+shardzoo's folders of shards, and the rank files of the original GLM, DeepSpeed and FlagAI; the
+formats of Megatron-LM and of `torch.distributed.checkpoint` have files of their own in `formats/`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,12 @@ from typing import Any, Literal, cast
 
 from ..files.safe_paths import checked_file
 from ..files.strict_json import maps_to_text, read_folder_json, read_json_object
-from .folder_files import CONFIG, check_companions, stage_files
+from .folder_files import CONFIG, check_auxiliary_files, find_stage_files
 from .formats.dcp import is_dcp, open_dcp
-from .formats.megatron import TRACKER, SavedRun, reader_of
+from .formats.megatron import TRACKER, SavedRun, find_reader
 from .manifest import MANIFEST, Manifest
 from .safetensors_header import read_header
-from .stored_tensor import StoredTensor, index_by_name, pieces
+from .stored_tensor import StoredTensor, index_by_name, list_chunks
 
 Kind = Literal["huggingface", "shards", "legacy", "megatron", "dcp"]
 
@@ -27,6 +32,7 @@ LEGACY_FILES = (
 )
 TRACKERS = ("latest", TRACKER)
 UNIVERSAL = "latest_universal"  # names the newest folder of DeepSpeed's universal checkpoint
+# The files of a Hugging Face folder: for each format the single file, and the index of several.
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -40,11 +46,12 @@ class Checkpoint:
     """The tensors of a checkpoint folder, its configuration, and its manifest.
 
     Attributes:
-        kind: "huggingface"; "shards" for shardzoo's folders and training checkpoints; "legacy" for files of
-            tensor-parallel ranks by the original GLM, DeepSpeed or FlagAI; "megatron" for Megatron-LM and
-            its descendants; "dcp" for `torch.distributed.checkpoint`.
+        kind: "huggingface"; "shards" for shardzoo's folders and training checkpoints; "legacy" for
+            files of tensor-parallel ranks by the original GLM, DeepSpeed or FlagAI; "megatron" for
+            Megatron-LM and its descendants; "dcp" for `torch.distributed.checkpoint`.
+        folder: The folder as the user named it.
         config: The contents of `config.json`, or None without such a file.
-        ranks: For each tensor-parallel rank, its tensors by name. A Hugging Face folder has one rank.
+        ranks: For each tensor-parallel rank, its tensors by name. A Hugging Face folder has one.
         extras: Tensors that are not parameters of the model; only for "shards".
         manifest: The contents of `manifest.json`; only for "shards".
         saved: What is known about the program that wrote it; only for "megatron".
@@ -65,9 +72,11 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
-        return list(
-            dict.fromkeys(chunk.file for tensor in self.tensors() for _, chunk in pieces(tensor))
-        )
+        files: dict[Path, None] = {}
+        for tensor in self.tensors():
+            for _, chunk in list_chunks(tensor):
+                files[chunk.file] = None
+        return list(files)
 
     @property
     def nbytes(self) -> int:
@@ -76,8 +85,11 @@ class Checkpoint:
     @property
     def description(self) -> str:
         size = len(self.ranks)
-        if (saved := self.saved) is not None:
-            return f"{saved.tool} checkpoint, {size} x {saved.stages} (tensor-parallel x pipeline) ranks"
+        if self.saved is not None:
+            return (
+                f"{self.saved.tool} checkpoint, {size} x {self.saved.stages} "
+                f"(tensor-parallel x pipeline) ranks"
+            )
         return {
             "huggingface": "Hugging Face folder",
             "dcp": "torch.distributed.checkpoint folder",
@@ -89,23 +101,28 @@ class Checkpoint:
 def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint:
     """Detects the format of a checkpoint folder and reads the headers of its files.
 
-    Raises ValueError, naming file and tensor, if a file is missing, damaged or inconsistent; of a training checkpoint
-    also if its configuration, manifest or tokenizer has changed since it was written. `config_file` is a
-    `config.json`, or its folder, to use instead of the one in `folder`.
+    Args:
+        folder: The folder.
+        config_file: A `config.json`, or its folder, to use instead of the one in `folder`.
+
+    Raises:
+        ValueError: A file is missing, damaged or inconsistent; or the configuration, manifest or
+            tokenizer of a training checkpoint has changed since it was written. The message names
+            the file and the tensor.
     """
     if not folder.is_dir():
         raise ValueError(f"the folder {folder} does not exist")
-    check_companions(folder, () if config_file is None else (CONFIG,))
+    check_auxiliary_files(folder, () if config_file is None else (CONFIG,))
     if (folder / MANIFEST).is_symlink() or (folder / MANIFEST).exists():
         return _open_shards(folder, config_file)
     if any((folder / name).exists() for name in WEIGHT_FILES):
         return _open_huggingface(folder, config_file)
-    if (files_in := _folder_of_ranks(folder)) is not None:
-        if is_dcp(files_in):
-            return _open_dcp(folder, files_in, config_file)
-        return (_open_megatron if reader_of(files_in) else _open_legacy)(
-            folder, files_in, config_file
-        )
+
+    # Other programs' files may be in a folder that a tracker file names.
+    rank_folder = _find_rank_folder(folder)
+    if rank_folder is not None:
+        return _open_rank_folder(folder, rank_folder, config_file)
+
     if (folder / UNIVERSAL).exists():
         raise ValueError(
             f"{folder} is a universal checkpoint of DeepSpeed, which is written, but not read"
@@ -118,49 +135,90 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
     )
 
 
-def _config(folder: Path, config_file: Path | None) -> Mapping[str, Any] | None:
-    if config_file is not None:
-        return read_json_object(config_file / CONFIG if config_file.is_dir() else config_file)
-    return read_folder_json(folder, CONFIG)
+def _read_config(folder: Path, config_file: Path | None) -> Mapping[str, Any] | None:
+    """Returns the configuration in `folder`, or the one in `config_file` instead."""
+    if config_file is None:
+        return read_folder_json(folder, CONFIG)
+    if config_file.is_dir():
+        config_file = config_file / CONFIG
+    return read_json_object(config_file)
+
+
+def _open_shards(folder: Path, config_file: Path | None) -> Checkpoint:
+    """Opens a folder of shardzoo: the manifest says which tensors there must be."""
+    manifest = Manifest.read(folder)
+    ranks: list[dict[str, StoredTensor]] = []
+    for rank in range(manifest.tensor_parallel_size):
+        paths = find_stage_files(folder, f"rank_{rank:02d}.safetensors")
+        stored: list[StoredTensor] = []
+        for path in paths:
+            stored += read_header(path)[0]
+        tensors = index_by_name(stored)
+        missing = sorted(manifest.tensors.keys() - tensors.keys())
+        if missing:
+            raise ValueError(f"{paths[0]} lacks tensor {missing[0]} of the manifest")
+        unknown = sorted(tensors.keys() - manifest.tensors.keys())
+        if unknown:
+            raise ValueError(
+                f"{paths[0]} has tensor {unknown[0]}, which the manifest does not list"
+            )
+        ranks.append(tensors)
+    extras: dict[str, StoredTensor] = {}
+    if manifest.extras:
+        path = checked_file(folder, EXTRAS)
+        extras = index_by_name(read_header(path)[0])
+        if extras.keys() != manifest.extras.keys():
+            raise ValueError(
+                f"{path} does not contain exactly the extra tensors that the manifest lists"
+            )
+    config = _read_config(folder, config_file)
+    return Checkpoint("shards", folder, config, tuple(ranks), extras, manifest)
 
 
 def _open_huggingface(folder: Path, config_file: Path | None) -> Checkpoint:
-    config = _config(folder, config_file)
+    """Opens a Hugging Face folder; safetensors files go before pickled ones."""
+    config = _read_config(folder, config_file)
     for single, index in (WEIGHT_FILES[:2], WEIGHT_FILES[2:]):
         if (folder / single).exists():
             tensors = index_by_name(_read_weights(checked_file(folder, single)))
             return Checkpoint("huggingface", folder, config, (tensors,))
         if (folder / index).exists():
-            return Checkpoint(
-                "huggingface", folder, config, (_read_indexed(folder, checked_file(folder, index)),)
-            )
+            tensors = _read_indexed_weights(folder, checked_file(folder, index))
+            return Checkpoint("huggingface", folder, config, (tensors,))
     raise AssertionError("open_checkpoint found one of the files")
 
 
 def _read_weights(path: Path, ranks: int | None = None) -> list[StoredTensor]:
-    """Reads the tensors of one file of weights; `ranks` is the number of rank files, if it is one of those."""
+    """Returns the tensors of one file of weights.
+
+    Args:
+        path: A safetensors file or one of `torch.save`.
+        ranks: The number of rank files, if it is one of those.
+    """
     if path.suffix == ".safetensors":
         return read_header(path)[0]
-    from .formats.torch_file import (
-        load_without_storage,
-        locate_tensors,
-    )  # torch takes seconds to import
+    # torch takes seconds to import, and safetensors files do without.
+    from .formats.torch_file import load_without_storage, locate_tensors
 
     state = load_without_storage(path)
-    whole = cast(dict[Any, Any], state) if isinstance(state, dict) else {}
-    if isinstance(whole.get("module"), dict):
-        written = whole.get("mp_world_size")
-        if ranks is not None and type(written) is int and written != ranks:
-            raise ValueError(
-                f"{path} was written by {written} tensor-parallel ranks, but the number of rank files is {ranks}"
-            )
-        state = whole["module"]
+    if isinstance(state, dict):
+        content = cast(dict[Any, Any], state)
+        # DeepSpeed and FlagAI put the weights beside facts about the run.
+        if isinstance(content.get("module"), dict):
+            written = content.get("mp_world_size")
+            if ranks is not None and type(written) is int and written != ranks:
+                raise ValueError(
+                    f"{path} was written by {written} tensor-parallel ranks, "
+                    f"but the number of rank files is {ranks}"
+                )
+            state = content["module"]
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds a {type(state).__name__}, not named tensors")
     return list(locate_tensors(path, cast(dict[Any, Any], state)).values())
 
 
-def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
+def _read_indexed_weights(folder: Path, index: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of the files that an index names, which must hold what it says."""
     weight_map = read_json_object(index).get("weight_map")
     if not maps_to_text(weight_map):
         raise ValueError(f"{index} must have a weight_map of tensor names to file names")
@@ -178,108 +236,87 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
             )
         if found[name].file.name != file:
             raise ValueError(
-                f"{index} says that tensor {name} is in {file}, but it is in {found[name].file.name}"
+                f"{index} says that tensor {name} is in {file}, "
+                f"but it is in {found[name].file.name}"
             )
-    if unlisted := sorted(found.keys() - weight_map.keys()):
+    unlisted = sorted(found.keys() - weight_map.keys())
+    if unlisted:
         raise ValueError(f"{found[unlisted[0]]} is not listed in {index}")
     return found
 
 
-def _open_shards(folder: Path, config_file: Path | None) -> Checkpoint:
-    manifest = Manifest.read(folder)
-    ranks: list[dict[str, StoredTensor]] = []
-    for rank in range(manifest.tensor_parallel_size):
-        path, *others = stage_files(folder, f"rank_{rank:02d}.safetensors")
-        tensors = index_by_name(
-            [tensor for file in (path, *others) for tensor in read_header(file)[0]]
-        )
-        if missing := sorted(manifest.tensors.keys() - tensors.keys()):
-            raise ValueError(f"{path} lacks tensor {missing[0]} of the manifest")
-        if unknown := sorted(tensors.keys() - manifest.tensors.keys()):
-            raise ValueError(f"{path} has tensor {unknown[0]}, which the manifest does not list")
-        ranks.append(tensors)
-    extras: dict[str, StoredTensor] = {}
-    if manifest.extras:
-        path = checked_file(folder, EXTRAS)
-        extras = index_by_name(read_header(path)[0])
-        if extras.keys() != manifest.extras.keys():
-            raise ValueError(
-                f"{path} does not contain exactly the extra tensors that the manifest lists"
-            )
-    return Checkpoint(
-        "shards", folder, _config(folder, config_file), tuple(ranks), extras, manifest
-    )
+def _find_rank_folder(folder: Path) -> Path | None:
+    """Returns the folder with other programs' files: `folder`, or the one that a tracker names.
 
-
-def _folder_of_ranks(folder: Path) -> Path | None:
-    """Returns the folder with the rank files: `folder`, or the one that a tracker file names; None without any."""
-    if (
-        is_dcp(folder)
-        or reader_of(folder)
-        or any(
-            pattern.fullmatch(entry.name) for entry in folder.iterdir() for pattern in LEGACY_FILES
-        )
-    ):
+    Returns None if there is neither.
+    """
+    if is_dcp(folder) or find_reader(folder):
         return folder
+    for entry in folder.iterdir():
+        if any(pattern.fullmatch(entry.name) for pattern in LEGACY_FILES):
+            return folder
     for tracker in TRACKERS:
-        if (folder / tracker).exists():
-            with checked_file(folder, tracker).open("rb") as file:
-                tag = file.read(256).decode(errors="replace").strip()
-            if not tag or "/" in tag or "\0" in tag or tag in (".", ".."):
-                raise ValueError(
-                    f"{folder / tracker} names {tag!r}, which is not the name of a folder beside it"
-                )
-            for name in (tag, f"iter_{tag:0>7}"):
-                if (folder / name).is_dir() and (
-                    folder / name
-                ).resolve().parent == folder.resolve():
-                    return folder / name
-            raise ValueError(f"{folder / tracker} names the folder {tag!r}, which does not exist")
+        if not (folder / tracker).exists():
+            continue
+        with checked_file(folder, tracker).open("rb") as file:
+            tag = file.read(256).decode(errors="replace").strip()
+        if not tag or "/" in tag or "\0" in tag or tag in (".", ".."):
+            raise ValueError(
+                f"{folder / tracker} names {tag!r}, which is not the name of a folder beside it"
+            )
+        for name in (tag, f"iter_{tag:0>7}"):
+            named = folder / name
+            # A link to a folder elsewhere does not count.
+            if named.is_dir() and named.resolve().parent == folder.resolve():
+                return named
+        raise ValueError(f"{folder / tracker} names the folder {tag!r}, which does not exist")
     return None
 
 
-def _open_legacy(folder: Path, files_in: Path, config_file: Path | None) -> Checkpoint:
-    names = [entry.name for entry in files_in.iterdir()]
-    found = (
-        {int(match[1]): match.string for match in map(pattern.fullmatch, names) if match}
-        for pattern in LEGACY_FILES
-    )
-    by_rank = next(filter(None, found), dict[int, str]())
+def _open_rank_folder(folder: Path, rank_folder: Path, config_file: Path | None) -> Checkpoint:
+    """Opens other programs' files in `rank_folder`; the configuration may be in either folder."""
+    read = find_reader(rank_folder)
+    kind: Kind
+    saved: SavedRun | None = None
+    if is_dcp(rank_folder):
+        saved, tensors = open_dcp(rank_folder)
+        ranks = (tensors,)
+        kind = "dcp" if saved is None else "megatron"
+    elif read is not None:
+        saved, ranks = read(rank_folder)
+        kind = "megatron"
+    else:
+        ranks = _read_legacy_ranks(rank_folder)
+        kind = "legacy"
+    has_config = (rank_folder / CONFIG).exists()
+    config = _read_config(rank_folder if has_config else folder, config_file)
+    return Checkpoint(kind, folder, config, ranks, saved=saved)
+
+
+def _read_legacy_ranks(folder: Path) -> tuple[dict[str, StoredTensor], ...]:
+    """Returns each rank's tensors by name, of the original GLM's, DeepSpeed's or FlagAI's files."""
+    names = [entry.name for entry in folder.iterdir()]
+    by_rank: dict[int, str] = {}
+    for pattern in LEGACY_FILES:
+        matches = map(pattern.fullmatch, names)
+        by_rank = {int(match[1]): match.string for match in matches if match}
+        if by_rank:
+            break
     size = len(by_rank)
     if sorted(by_rank) != list(range(size)) or not by_rank:
         raise ValueError(
-            f"{files_in} has rank files {sorted(by_rank)}; it must have one for each rank, numbered from 0 without gaps"
+            f"{folder} has rank files {sorted(by_rank)}; "
+            f"it must have one for each rank, numbered from 0 without gaps"
         )
     ranks: list[dict[str, StoredTensor]] = []
     for rank in range(size):
-        tensors = index_by_name(_read_weights(checked_file(files_in, by_rank[rank]), size))
-        if ranks and (differing := sorted(tensors.keys() ^ ranks[0].keys())):
-            raise ValueError(
-                f"tensor {differing[0]} is not in both {by_rank[0]} and {by_rank[rank]} of {files_in}"
-            )
+        tensors = index_by_name(_read_weights(checked_file(folder, by_rank[rank]), size))
+        if ranks:
+            differing = sorted(tensors.keys() ^ ranks[0].keys())
+            if differing:
+                raise ValueError(
+                    f"tensor {differing[0]} is not in both {by_rank[0]} and {by_rank[rank]} "
+                    f"of {folder}"
+                )
         ranks.append(tensors)
-    return Checkpoint("legacy", folder, _config_beside(folder, files_in, config_file), tuple(ranks))
-
-
-def _open_megatron(folder: Path, files_in: Path, config_file: Path | None) -> Checkpoint:
-    read = reader_of(files_in)
-    assert read is not None  # the caller found one
-    saved, ranks = read(files_in)
-    return Checkpoint(
-        "megatron", folder, _config_beside(folder, files_in, config_file), ranks, saved=saved
-    )
-
-
-def _open_dcp(folder: Path, files_in: Path, config_file: Path | None) -> Checkpoint:
-    saved, tensors = open_dcp(files_in)
-    config = _config_beside(folder, files_in, config_file)
-    return Checkpoint(
-        "dcp" if saved is None else "megatron", folder, config, (tensors,), saved=saved
-    )
-
-
-def _config_beside(
-    folder: Path, files_in: Path, config_file: Path | None
-) -> Mapping[str, Any] | None:
-    home = next((place for place in (files_in, folder) if (place / CONFIG).exists()), folder)
-    return _config(home, config_file)
+    return tuple(ranks)

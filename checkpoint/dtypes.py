@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Name in safetensors -> (bytes of an element, name in PyTorch)
+# Name in safetensors -> (bytes of an element, name in PyTorch).
 DTYPES: dict[str, tuple[int, str]] = {
     "BOOL": (1, "bool"),
     "U8": (1, "uint8"),
@@ -42,7 +42,11 @@ def torch_name(dtype: str) -> str:
 
 
 def from_torch_name(name: str) -> str:
-    """Returns safetensors' name of a PyTorch type: `bfloat16` or `torch.bfloat16` -> `BF16`, else raises ValueError."""
+    """Returns safetensors' name of a PyTorch type: `bfloat16` or `torch.bfloat16` -> `BF16`.
+
+    Raises:
+        ValueError: There is no such type.
+    """
     name = name.removeprefix("torch.")
     if name not in _BY_TORCH_NAME:
         raise ValueError(

@@ -15,20 +15,29 @@ from numpy.typing import NDArray
 from .stored_tensor import StoredTensor
 
 ZEROS = bytes(1 << 16)
-SPARE_FILES = 64  # that threads and libraries may open besides
+SPARE_FILES = 64  # descriptors left for what threads and libraries open besides
 
 
 class OpenFiles:
-    """Descriptors of open files by path. Each path is opened once; leaving the context closes all of them."""
+    """The descriptors of open files by path.
+
+    Each path is opened once. Leaving the context closes all files.
+    """
 
     def __init__(self, opener: Callable[[Path], int]) -> None:
         self._opener = opener
         self._descriptors: dict[Path, int] = {}
 
     def open(self, paths: Sequence[Path]) -> None:
-        """Opens files. Raises ValueError if the system's limit of open files is too low, and OSError as `os.open`."""
+        """Opens files.
+
+        Raises:
+            ValueError: The system's limit of open files is too low.
+            OSError: As `os.open` raises it.
+        """
         new = [path for path in dict.fromkeys(paths) if path not in self._descriptors]
-        if new:  # counting the open files of the process takes longer than reading a small tensor
+        # Counting the open files of the process takes longer than reading a small tensor.
+        if new:
             _allow_open_files(len(self._descriptors) + len(new))
         self._descriptors.update((path, self._opener(path)) for path in new)
 
@@ -50,34 +59,40 @@ class OpenFiles:
 
 
 def _allow_open_files(count: int) -> None:
-    """Raises the process's soft limit of open files if it is too low for this many besides those of other users."""
-    needed = len(os.listdir("/dev/fd")) + count
+    """Raises the process's soft limit of open files if `count` more would exceed it."""
+    needed = len(os.listdir("/dev/fd")) + count + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or needed + SPARE_FILES <= soft:
+    if soft == resource.RLIM_INFINITY or needed <= soft:
         return
-    if hard != resource.RLIM_INFINITY and needed + SPARE_FILES > hard:
+    if hard != resource.RLIM_INFINITY and needed > hard:
         raise ValueError(
-            f"{count:,} files must be open at once, but the limit is {hard:,}; raise it with `ulimit -Hn`"
+            f"{count:,} files must be open at once, but the limit is {hard:,}; "
+            f"raise it with `ulimit -Hn`"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed + SPARE_FILES, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def open_for_reading(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-def bytes_of(array: NDArray[Any]) -> memoryview:
+def view_bytes(array: NDArray[Any]) -> memoryview:
     """Returns the bytes of a contiguous array without copying them."""
-    return _flat_bytes(array).data
+    return _flatten_to_bytes(array).data
 
 
-def _flat_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return cast(Any, array).reshape(-1).view(np.uint8)  # numpy leaves the type of `view` open
+def _flatten_to_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    # numpy leaves the type of `view` open.
+    return cast(Any, array).reshape(-1).view(np.uint8)
 
 
 def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: NDArray[Any]) -> None:
-    """Fills a contiguous buffer with the tensor's bytes from byte `start` on. ValueError if the file ends too early."""
-    view = bytes_of(buffer)
+    """Fills a contiguous buffer with the tensor's bytes from byte `start` on.
+
+    Raises:
+        ValueError: The file cannot be read, or ends too early.
+    """
+    view = view_bytes(buffer)
     done = 0
     while done < len(view):
         try:
@@ -97,6 +112,11 @@ def read_bytes(tensor: StoredTensor, descriptor: int, start: int, count: int) ->
 
 
 def write_all(tensor: StoredTensor, descriptor: int, start: int, data: memoryview) -> None:
+    """Writes bytes of a tensor, from its byte `start` on.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
     done = 0
     while done < len(data):
         try:
@@ -106,68 +126,89 @@ def write_all(tensor: StoredTensor, descriptor: int, start: int, data: memoryvie
 
 
 def hash_stored(tensor: StoredTensor, descriptor: int, chunk: int) -> str:
-    """Returns the sha256 of a stored tensor's bytes, which it reads in chunks of at most `chunk` bytes."""
+    """Returns the sha256 of a stored tensor, which is read in chunks of at most `chunk` bytes."""
     digest = hashlib.sha256()
     buffer = np.empty(min(chunk, max(tensor.nbytes, 1)), np.uint8)
     for start in range(0, tensor.nbytes, len(buffer)):
-        part = buffer[: min(len(buffer), tensor.nbytes - start)]
-        read_into(tensor, descriptor, start, part)
-        digest.update(bytes_of(part))
+        block = buffer[: min(len(buffer), tensor.nbytes - start)]
+        read_into(tensor, descriptor, start, block)
+        digest.update(view_bytes(block))
     return digest.hexdigest()
 
 
-class Input:
+def check_hash(tensor: StoredTensor, found: str, expected: str | None) -> None:
+    """Compares the sha256 of a tensor with the recorded one, if there is one.
+
+    Raises:
+        ValueError: They differ.
+    """
+    if expected is not None and found != expected:
+        raise ValueError(
+            f"{tensor} is damaged: its sha256 is {found[:16]}…, "
+            f"but the manifest has {expected[:16]}…"
+        )
+
+
+class HashingReader:
     """Reads a stored tensor in the order of its bytes and verifies its sha256.
 
-    Bytes that the caller skips are still read, because the hash covers them. `expected` is the recorded sha256, or None
-    to skip the check.
+    Bytes that the caller skips are still read, because the hash covers them.
+
+    Args:
+        tensor: The tensor to read.
+        descriptor: Its file, open for reading.
+        expected: The recorded sha256, or None to skip the check.
     """
 
     def __init__(self, tensor: StoredTensor, descriptor: int, expected: str | None) -> None:
-        self.tensor, self._descriptor, self._expected = tensor, descriptor, expected
+        self.tensor = tensor
+        self._descriptor = descriptor
+        self._expected = expected
         self._digest = hashlib.sha256() if expected else None
         self._position = 0
 
     def read(self, start: int, buffer: NDArray[Any]) -> None:
         """Fills a contiguous buffer of any type with the bytes from byte `start` on."""
         if self._digest is not None:
-            self._pass_over(start)
+            self._hash_until(start)
         read_into(self.tensor, self._descriptor, start, buffer)
         if self._digest is not None and buffer.nbytes:
-            self._digest.update(bytes_of(buffer))
+            self._digest.update(view_bytes(buffer))
         self._position = start + buffer.nbytes
 
     def finish(self) -> None:
-        """Raises ValueError if the sha256 of the tensor's bytes differs from the recorded one."""
+        """Reads and hashes what is left of the tensor.
+
+        Raises:
+            ValueError: The sha256 of the tensor's bytes differs from the recorded one.
+        """
         if self._digest is not None:
-            self._pass_over(self.tensor.nbytes)
+            self._hash_until(self.tensor.nbytes)
             check_hash(self.tensor, self._digest.hexdigest(), self._expected)
 
-    def _pass_over(self, stop: int) -> None:
+    def _hash_until(self, stop: int) -> None:
         assert self._digest is not None
         assert stop >= self._position, f"{self.tensor} must be read in the order of its bytes"
         while self._position < stop:
             skipped = np.empty(min(stop - self._position, len(ZEROS)), np.uint8)
             read_into(self.tensor, self._descriptor, self._position, skipped)
-            self._digest.update(bytes_of(skipped))
+            self._digest.update(view_bytes(skipped))
             self._position += skipped.nbytes
 
 
-def check_hash(tensor: StoredTensor, found: str, expected: str | None) -> None:
-    """Raises ValueError if the sha256 `found` differs from the recorded one."""
-    if expected is not None and found != expected:
-        raise ValueError(
-            f"{tensor} is damaged: its sha256 is {found[:16]}…, but the manifest has {expected[:16]}…"
-        )
+class TensorSink(Protocol):
+    """Receives the bytes of a stored tensor in order.
 
-
-class Output(Protocol):
-    """Receives the bytes of a stored tensor in order, or of several with equal contents in different files."""
+    It may stand for several tensors with equal contents in different files.
+    """
 
     tensors: Sequence[StoredTensor]
 
     def write(self, start: int, data: NDArray[Any]) -> None:
-        """Receives a contiguous array of any type at byte `start`. Skipped bytes are padding, which is zero."""
+        """Receives a contiguous array of any type at byte `start`.
+
+        Skipped bytes are padding, which is zero.
+        """
         ...
 
     def finish(self) -> str:
@@ -175,8 +216,8 @@ class Output(Protocol):
         ...
 
 
-class Writer:
-    """An `Output` that writes the same bytes to one or several files and hashes them once."""
+class HashingWriter:
+    """A `TensorSink` that writes the same bytes to one or several files and hashes them once."""
 
     def __init__(
         self, tensors: Sequence[StoredTensor], files: Mapping[Path, int] | OpenFiles
@@ -187,43 +228,48 @@ class Writer:
         self._position = 0
 
     def write(self, start: int, data: NDArray[Any]) -> None:
-        self._pad(start)
+        self._pad_until(start)
         if data.nbytes:
-            self._put(bytes_of(data))
+            self._append(view_bytes(data))
 
     def finish(self) -> str:
-        self._pad(self.tensors[0].nbytes)
+        self._pad_until(self.tensors[0].nbytes)
         return self._digest.hexdigest()
 
-    def _pad(self, stop: int) -> None:
-        assert stop >= self._position, (
-            f"{self.tensors[0]} must be written in the order of its bytes"
-        )
+    def _pad_until(self, stop: int) -> None:
+        first = self.tensors[0]
+        assert stop >= self._position, f"{first} must be written in the order of its bytes"
         while self._position < stop:
-            self._put(memoryview(ZEROS)[: stop - self._position])
+            self._append(memoryview(ZEROS)[: stop - self._position])
 
-    def _put(self, data: memoryview) -> None:
+    def _append(self, data: memoryview) -> None:
         for tensor, descriptor in self._targets:
             write_all(tensor, descriptor, self._position, data)
         self._digest.update(data)
         self._position += len(data)
 
 
-class Comparer:
-    """An `Output` that compares the bytes with existing files instead of writing them. Padding is not compared."""
+class ComparingSink:
+    """A `TensorSink` that compares the bytes with existing files instead of writing them.
+
+    Padding is not compared.
+
+    Attributes:
+        differing: For each tensor that differs, the position of the first byte that does.
+    """
 
     def __init__(self, tensors: Sequence[StoredTensor], files: OpenFiles) -> None:
         self.tensors = tensors
-        self.differing: dict[str, int] = {}  # tensor -> position of the first byte that differs
+        self.differing: dict[str, int] = {}
         self._targets = [(tensor, files[tensor.file]) for tensor in tensors]
 
     def write(self, start: int, data: NDArray[Any]) -> None:
+        expected = _flatten_to_bytes(data)
         for tensor, descriptor in self._targets:
             found = np.empty(data.nbytes, np.uint8)
             read_into(tensor, descriptor, start, found)
-            mine = _flat_bytes(data)
-            if str(tensor) not in self.differing and not np.array_equal(found, mine):
-                self.differing[str(tensor)] = start + int(np.argmax(found != mine))
+            if str(tensor) not in self.differing and not np.array_equal(found, expected):
+                self.differing[str(tensor)] = start + int(np.argmax(found != expected))
 
     def finish(self) -> str:
         return ""

@@ -1,16 +1,21 @@
-"""Lists the files of a checkpoint folder besides its weights, and compares files with their recorded digests."""
+"""Lists the files of a checkpoint folder besides its weights, and keeps their digests.
+
+A training checkpoint records the sha256 of all its files in `trainer_state.json`. A file that
+several ranks wrote has a digest for each rank's byte ranges.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..data.tokenizers.files import TOKENIZER_FILES
 from ..files.durable import write_durably
+from ..files.hashing import hash_file
 from ..files.json_digest import add_digest, remove_digest
 from ..files.safe_paths import checked_file
 from ..files.strict_json import is_object, read_folder_json
@@ -34,86 +39,56 @@ WEIGHT_SUFFIXES = frozenset(
     )
 )
 OWN_FILES = frozenset(("manifest.json", STATE, "latest", "latest_checkpointed_iteration.txt"))
-LARGEST_COMPANION = 1 << 30  # bytes
-EVERY_FILE = 2  # the version of the state whose digests are those of every file; before, of the tensors' files alone
-
-Ranges = list[tuple[int, int]]  # [first byte, end)
+LARGEST_AUXILIARY_FILE = 1 << 30  # bytes
+# The version of the state file. In version 1 only the tensors' files had digests.
+STATE_VERSION = 2
 
 
 def holds_weights(name: str) -> bool:
-    """Returns whether a file of this name belongs to the weights or to their description, apart from config.json."""
-    is_weight = Path(name).suffix in WEIGHT_SUFFIXES or name.endswith(
-        (".safetensors.index.json", ".bin.index.json")
-    )
-    return is_weight or name in OWN_FILES
+    """Returns whether a file belongs to the weights or to their description, judging by its name.
 
-
-def stage_files(folder: Path, first: str) -> list[Path]:
-    """Returns the files of a rank: `first`, such as rank_00.safetensors, and those of the later pipeline stages.
-
-    Raises ValueError if one is missing: stage s wrote `rank_00_stage_0s.safetensors`.
+    config.json does not.
     """
-    stem, suffix = Path(first).stem, Path(first).suffix
+    if name in OWN_FILES or name.endswith((".safetensors.index.json", ".bin.index.json")):
+        return True
+    return Path(name).suffix in WEIGHT_SUFFIXES
+
+
+def find_stage_files(folder: Path, first: str) -> list[Path]:
+    """Returns the files of one rank: that of the first pipeline stage, and those of the later ones.
+
+    Stage s of `rank_00.safetensors` is in `rank_00_stage_0s.safetensors`.
+
+    Raises:
+        ValueError: One is missing.
+    """
+    stem = Path(first).stem
+    suffix = Path(first).suffix
     stages = len(list(folder.glob(f"{stem}_stage_*{suffix}")))
     later = [f"{stem}_stage_{stage:02d}{suffix}" for stage in range(1, stages + 1)]
     return [checked_file(folder, name) for name in (first, *later)]
 
 
-def companion_files(folder: Path) -> list[Path]:
-    """Returns the files to copy with the weights: config.json, tokenizer and generation files, other small files."""
+def list_auxiliary_files(folder: Path) -> list[Path]:
+    """Returns the small files that go with the weights wherever they are copied.
+
+    They are config.json, the files of the tokenizer and of generation, and others.
+    """
     files: list[Path] = []
     for entry in sorted(folder.iterdir()):
         if holds_weights(entry.name) or entry.name.startswith(".") or entry.is_dir():
             continue
         path = checked_file(folder, entry.name)
-        if path.stat().st_size <= LARGEST_COMPANION:
+        if path.stat().st_size <= LARGEST_AUXILIARY_FILE:
             files.append(path)
     return files
-
-
-def read_state_file(folder: Path) -> dict[str, Any]:
-    """Returns the contents of a training checkpoint's state. Raises ValueError if it is missing or damaged."""
-    content = read_folder_json(folder, STATE, finite=False)  # the best loss may be infinite
-    if content is None:
-        raise ValueError(f"{STATE} is missing")
-    remove_digest(content, folder / STATE)
-    version = content.get("version", EVERY_FILE)
-    if version not in (1, EVERY_FILE):
-        raise ValueError(
-            f"{STATE} has version {version!r:.20}; this version of shardzoo reads {EVERY_FILE}"
-        )
-    if not is_object(content.get("files")):
-        raise ValueError(f"{STATE} lists no files")
-    return content
-
-
-def changed_files(folder: Path, share: int = 0, shares: int = 1) -> Iterator[str]:
-    """Yields a problem for each file of a training checkpoint that is not as it was written.
-
-    With `shares`, the work is divided: share 0 compares the first part of the digests, and so on.
-
-    Raises ValueError if the state is missing or damaged, or names something other than a file of the folder.
-    """
-    state = read_state_file(folder)
-    digests: dict[str, Any] = state["files"]
-    work = [(name, part) for name in sorted(digests) for part in _parts(state, name)]
-    for name, part in work[share::shares]:
-        yield from _changed(folder, name, *part)
-    if share == 0 and state.get("version") == EVERY_FILE:
-        for entry in sorted(folder.iterdir()):
-            if entry.name not in digests and is_read(entry.name) and entry.name != STATE:
-                yield f"{entry.name} does not belong to it"
-
-
-def is_read(name: str) -> bool:
-    """Returns whether a checkpoint's readers would open a file of this name."""
-    return holds_weights(name) or name == CONFIG or name in TOKENIZER_FILES
 
 
 def holds_training_state(folder: Path) -> bool:
     """Returns whether a folder is a training checkpoint, whose state `read_state_file` reads.
 
-    The Trainer of transformers writes a file of the same name into its checkpoints, which are Hugging Face folders.
+    The Trainer of transformers writes a file of the same name into its checkpoints, which are
+    Hugging Face folders.
     """
     state = folder / STATE
     if not state.exists() and not state.is_symlink():
@@ -121,97 +96,169 @@ def holds_training_state(folder: Path) -> bool:
     if (folder / "manifest.json").exists():
         return True
     content = read_folder_json(folder, STATE, finite=False) or {}
-    return not isinstance(content.get("log_history"), list) or not content.keys().isdisjoint(
-        ("files", "sha256")
-    )
+    is_transformers = isinstance(content.get("log_history"), list)
+    return not is_transformers or "files" in content or "sha256" in content
 
 
-def check_companions(folder: Path, without: Collection[str] = ()) -> None:
-    """Raises ValueError if a training checkpoint's configuration, manifest or tokenizer has changed.
+def read_state_file(folder: Path) -> dict[str, Any]:
+    """Returns the contents of a training checkpoint's state.
 
-    Does nothing for other folders, and for checkpoints that were written before those had digests.
+    Raises:
+        ValueError: The file is missing or damaged.
+    """
+    content = read_folder_json(folder, STATE, finite=False)  # The best loss may be infinite.
+    if content is None:
+        raise ValueError(f"{STATE} is missing")
+    remove_digest(content, folder / STATE)
+    version = content.get("version", STATE_VERSION)
+    if version not in (1, STATE_VERSION):
+        raise ValueError(
+            f"{STATE} has version {version!r:.20}; this version of shardzoo reads {STATE_VERSION}"
+        )
+    if not is_object(content.get("files")):
+        raise ValueError(f"{STATE} lists no files")
+    return content
+
+
+def write_state_file(folder: Path, state: Mapping[str, Any]) -> None:
+    """Writes a training checkpoint's state, with digests and sizes of all files in the folder."""
+    files: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not path.name.startswith("."):
+            files.append(path)
+    content = {
+        **state,
+        "version": STATE_VERSION,
+        "files": {path.name: hash_file(path) for path in files},
+        "sizes": {path.name: path.stat().st_size for path in files},
+    }
+    write_durably(folder / STATE, json.dumps(add_digest(content), indent=1))
+
+
+def find_changed_files(folder: Path, share: int = 0, shares: int = 1) -> Iterator[str]:
+    """Yields a problem for each file of a training checkpoint that is not as it was written.
+
+    Args:
+        folder: The checkpoint.
+        share: Which part of the digests to compare; the work may be divided among ranks.
+        shares: The number of parts.
+
+    Raises:
+        ValueError: The state is missing or damaged, or names something other than a file of the
+            folder.
+    """
+    state = read_state_file(folder)
+    digests: dict[str, Any] = state["files"]
+    recorded: list[RecordedDigest] = []
+    for name in sorted(digests):
+        recorded += _read_digests(state, name)
+    for digest in recorded[share::shares]:
+        problem = digest.find_problem(folder)
+        if problem:
+            yield problem
+    if share == 0 and state.get("version") == STATE_VERSION:
+        for entry in sorted(folder.iterdir()):
+            if entry.name not in digests and entry.name != STATE and _is_read(entry.name):
+                yield f"{entry.name} does not belong to it"
+
+
+def _is_read(name: str) -> bool:
+    """Returns whether a checkpoint's readers would open a file of this name."""
+    return holds_weights(name) or name == CONFIG or name in TOKENIZER_FILES
+
+
+def check_auxiliary_files(folder: Path, without: Collection[str] = ()) -> None:
+    """Checks a training checkpoint's configuration, manifest and tokenizer by their digests.
+
+    Does nothing for other folders, and for checkpoints of versions that recorded no such digests.
+
+    Raises:
+        ValueError: A file has changed.
     """
     if not holds_training_state(folder):
         return
-    names = read_state_file(folder)["files"]
-    check_recorded(
-        folder,
-        [name for name in names if Path(name).suffix != ".safetensors" and name not in without],
-    )
+    names: list[str] = []
+    for name in read_state_file(folder)["files"]:
+        if Path(name).suffix != ".safetensors" and name not in without:
+            names.append(name)
+    check_file_digests(folder, names)
 
 
-def check_recorded(folder: Path, names: Iterable[str]) -> None:
-    """Raises ValueError if one of these files of a training checkpoint has changed, or is not recorded."""
+def check_file_digests(folder: Path, names: Iterable[str]) -> None:
+    """Checks files of a training checkpoint by their digests.
+
+    Raises:
+        ValueError: A file has changed, or is not recorded.
+    """
     state = read_state_file(folder)
     for name in sorted(names):
         if name not in state["files"]:
             raise ValueError(f"the checkpoint {folder} is damaged: {STATE} has no digest of {name}")
-        for part in _parts(state, name):
-            for problem in _changed(folder, name, *part):
+        for digest in _read_digests(state, name):
+            problem = digest.find_problem(folder)
+            if problem:
                 raise ValueError(f"the checkpoint {folder} is damaged: {problem}")
 
 
-def seal(folder: Path, state: Mapping[str, Any]) -> None:
-    """Writes the state of a training checkpoint with the digests and sizes of all files that the folder has."""
-    files = sorted(
-        path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
-    )
-    recorded = {
-        "files": {path.name: file_digest(path) for path in files},
-        "sizes": {path.name: path.stat().st_size for path in files},
-    }
-    write_durably(
-        folder / STATE,
-        json.dumps(add_digest({**state, "version": EVERY_FILE, **recorded}), indent=1),
-    )
+@dataclass(frozen=True)
+class RecordedDigest:
+    """What a training checkpoint records of a file, or of one rank's byte ranges of it.
 
-
-def _parts(state: Mapping[str, Any], name: str) -> list[tuple[Ranges | None, str, int | None]]:
-    """Returns the byte ranges and the sha256 of each part of a file, which several ranks may have written.
-
-    Returns with each the size of the file, which earlier versions did not record.
+    Attributes:
+        name: The name of the file.
+        ranges: (first byte, end) of the ranges, or None for the whole file.
+        sha256: The digest of these bytes, one range after another.
+        size: Bytes of the whole file; None in checkpoints that do not record it.
     """
-    digest, sizes = state["files"][name], state.get("sizes", {})
-    end = sizes.get(name) if is_object(sizes) else None
-    if isinstance(digest, str):
-        return [(None, digest, end if type(end) is int else None)]
+
+    name: str
+    ranges: tuple[tuple[int, int], ...] | None
+    sha256: str
+    size: int | None
+
+    def find_problem(self, folder: Path) -> str:
+        """Returns what is wrong with the file in `folder`, or an empty string."""
+        is_plain = "/" not in self.name and "\0" not in self.name
+        if is_plain and not os.path.lexists(folder / self.name):
+            return f"{self.name} is missing"
+        path = checked_file(folder, self.name)
+        size = path.stat().st_size
+        if self.size is not None and size != self.size:
+            return f"{self.name} has {size:,} bytes instead of {self.size:,}"
+        if hash_file(path, self.ranges) != self.sha256:
+            return f"{self.name} has changed since it was written"
+        return ""
+
+
+def _read_digests(state: Mapping[str, Any], name: str) -> list[RecordedDigest]:
+    """Returns the digests of a file: one, or one for each rank that wrote ranges of it.
+
+    Raises:
+        ValueError: They are not of this form, or do not cover the file exactly once.
+    """
+    recorded = state["files"][name]
+    if isinstance(recorded, str):
+        sizes = state.get("sizes", {})
+        size = sizes.get(name) if is_object(sizes) else None
+        if type(size) is not int:
+            size = None
+        return [RecordedDigest(name, None, recorded, size)]
+
+    parts: list[tuple[tuple[tuple[int, int], ...], str]] = []
     try:
-        parts = [
-            ([(int(a), int(b)) for a, b in part["ranges"]], str(part["sha256"])) for part in digest
-        ]
+        for part in recorded:
+            ranges = tuple((int(first), int(end)) for first, end in part["ranges"])
+            parts.append((ranges, str(part["sha256"])))
         if not parts:
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise ValueError(f"{STATE} has no digest of {name!r:.100} but {digest!r:.100}") from None
-    end = 0
-    for first, stop in sorted(span for ranges, _ in parts for span in ranges):
-        if first != end or stop < first:
+        raise ValueError(f"{STATE} has no digest of {name!r:.100} but {recorded!r:.100}") from None
+
+    position = 0
+    for first, end in sorted(span for ranges, _ in parts for span in ranges):
+        if first != position or end < first:
             raise ValueError(
-                f"the digests of {name!r:.100} in {STATE} leave out or repeat bytes at {end:,}"
+                f"the digests of {name!r:.100} in {STATE} leave out or repeat bytes at {position:,}"
             )
-        end = stop
-    return [(ranges, sha256, end) for ranges, sha256 in parts]
-
-
-def _changed(
-    folder: Path, name: str, ranges: Ranges | None, digest: str, size: int | None
-) -> Iterator[str]:
-    """Yields what is wrong with a part of a file, if anything."""
-    if "/" not in name and "\0" not in name and not os.path.lexists(folder / name):
-        yield f"{name} is missing"
-    elif size is not None and (found := checked_file(folder, name).stat().st_size) != size:
-        yield f"{name} has {found:,} bytes instead of {size:,}"
-    elif file_digest(checked_file(folder, name), ranges) != digest:
-        yield f"{name} has changed since it was written"
-
-
-def file_digest(path: Path, ranges: Ranges | None = None) -> str:
-    """Returns the sha256 of a file, or of ranges of its bytes one after another."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for first, end in ranges or [(0, path.stat().st_size)]:
-            file.seek(first)
-            while first < end and (block := file.read(min(1 << 20, end - first))):
-                digest.update(block)
-                first += len(block)
-    return digest.hexdigest()
+        position = end
+    return [RecordedDigest(name, ranges, sha256, position) for ranges, sha256 in parts]

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .folder_files import CONFIG, file_digest
+from ..files.hashing import hash_file
+from .folder_files import CONFIG
 
 WEIGHTS = ("*.safetensors",)
-STALE = ["model*.safetensors", "model.safetensors.index.json"]
 TEXTS = ("*.json", "*.model", "*.txt", "*.jinja")
-# Files that no reader of a model opens: those in folders (other programs' formats) and Mistral's second copy.
+# Files that no reader of a model opens: those in folders, which are other programs' formats, and
+# Mistral's second copy.
 IGNORED = ("*/*", "consolidated*.safetensors")
+# Weight files of an earlier upload, which a new one removes.
+REPLACED = ["model*.safetensors", "model.safetensors.index.json"]
 HUB_NAME = re.compile(r"(?P<owner>[\w.-]+)/[\w.-]+(@\S+)?")
-SHA256 = re.compile(
-    r"[0-9a-f]{64}"
-)  # the name in the cache of a file that the Hub stores under its sha256
+# The name in the cache of a file that the Hub stores under its sha256.
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def find_model(
     name: str | Path, argument: str, patterns: tuple[str, ...] = (*TEXTS, *WEIGHTS)
 ) -> Path:
-    """Returns the folder of `org/name[@revision]` on the Hub, downloaded if needed; of any other name, the path itself.
+    """Returns the folder of `org/name[@revision]` on the Hub, or of any other name the path itself.
 
-    A name is one on the Hub if there is neither such a path nor a folder `org`. Arguments and errors are those of
-    `find_folder`.
+    A folder on the Hub is downloaded if needed. A name is one on the Hub if there is neither such a
+    path nor a folder `org`. Arguments and errors are those of `find_folder`.
     """
-    path, match = Path(name), HUB_NAME.fullmatch(str(name))
+    path = Path(name)
+    match = HUB_NAME.fullmatch(str(name))
     if match is None or path.exists() or path.is_symlink() or Path(match["owner"]).exists():
         return path
     return find_folder(str(name), argument, patterns)
 
 
 def find_config_folder(name: str) -> str:
-    """Returns `name`, or the folder of `org/name[@revision]` on the Hub, of which only `config.json` is downloaded."""
+    """Does what `find_model` does, but downloads only `config.json`."""
     return str(find_model(name, "model", (CONFIG,)))
 
 
@@ -46,47 +48,54 @@ def find_folder(
     *,
     cache: str | None = None,
 ) -> Path:
-    """Returns the folder `name`, or that of the Hub's repository `name[@revision]`, downloaded if needed.
+    """Returns the folder `name`, or that of the Hub's repository `name[@revision]`.
 
-    A connection that is cut is continued. The files that are new are compared with the sha256 that names them.
+    The repository is downloaded if needed; a download that was cut is continued. New files are
+    compared with the sha256 that names them.
 
     Args:
+        name: A path, or a name on the Hub.
         argument: What the name was given as, for messages.
         patterns: The files to download.
         cache: The folder for downloads; by default the Hub's.
 
-    Raises ValueError if there is neither, the Hub cannot be reached, or a file is damaged.
+    Raises:
+        ValueError: There is neither, the Hub cannot be reached, or a file is damaged.
     """
     if Path(name).is_dir():
         return Path(name)
     repository, _, revision = name.partition("@")
     if Path(name).exists() or name.startswith((".", "/", "~")) or repository.count("/") > 1:
         raise ValueError(f"{argument}: {name} is not a folder")
-    hub: Any = import_module("huggingface_hub")
-    for part in ("constants", "errors"):  # which it does not import by itself
-        import_module(f"huggingface_hub.{part}")
-    options = {"revision": revision} if revision else {}
+
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    options: dict[str, Any] = {}
+    if revision:
+        options["revision"] = revision
     if cache is not None:
         options["cache_dir"] = str(Path(cache).expanduser())
-    # HTTPError, of whichever library the client uses, covers a connection that is cut
-    failures: Any = (OSError, ValueError, hub.errors.HTTPError)
-    known = _stored_files(hub, repository, options.get("cache_dir"))
+    folder_of_downloads = Path(options.get("cache_dir") or constants.HF_HUB_CACHE)
+    known = _list_cached_files(folder_of_downloads, repository)
+    # HTTPError, of whichever library the client uses, covers a connection that is cut.
+    failures: Any = (OSError, ValueError, errors.HTTPError)
     try:
-        folder = Path(
-            hub.snapshot_download(
-                repository, allow_patterns=list(patterns), ignore_patterns=list(IGNORED), **options
-            )
+        downloaded = huggingface_hub.snapshot_download(
+            repository, allow_patterns=list(patterns), ignore_patterns=list(IGNORED), **options
         )
     except failures as error:
         raise ValueError(
-            f"{argument}: {name} is not a folder, and downloading it from the Hugging Face Hub failed: "
-            f"{_reason(hub, error, repository, revision)}"
+            f"{argument}: {name} is not a folder, and downloading it from the Hugging Face Hub "
+            f"failed: {_explain(error, repository, revision)}"
         ) from None
+    folder = Path(downloaded)
     _check_downloads(folder, known, f"{argument}: {name}")
     if set(WEIGHTS) <= set(patterns) and not any(folder.glob(WEIGHTS[0])):
         raise ValueError(
-            f"{argument}: {name} has no safetensors files on the Hugging Face Hub, and others are not downloaded; to "
-            f"use them, run `hf download {repository}` and name the folder that it prints"
+            f"{argument}: {name} has no safetensors files on the Hugging Face Hub, and others are "
+            f"not downloaded; to use them, run `hf download {repository}` and name the folder that "
+            f"it prints"
         )
     return folder
 
@@ -100,14 +109,21 @@ def upload_folder(
     message: str,
     token: str | None,
 ) -> str:
-    """Commits the files of a folder to the Hub's repository, which is made if needed. Returns the commit's address.
+    """Commits the files of a folder to a repository of the Hub, which is made if needed.
 
-    Weight files there that the folder does not have are removed by the same commit. Raises ValueError if it fails.
+    Weight files there that the folder does not have are removed by the same commit.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        ValueError: The Hub cannot be reached or refuses.
     """
-    hub: Any = import_module("huggingface_hub")
-    errors: Any = import_module("huggingface_hub.errors")
+    import huggingface_hub
+    from huggingface_hub import errors
+
     failures: Any = (OSError, ValueError, errors.HTTPError)
-    api = hub.HfApi(token=token)
+    api: Any = huggingface_hub.HfApi(token=token)
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         if revision is not None:
@@ -117,54 +133,71 @@ def upload_folder(
             folder_path=folder,
             revision=revision,
             commit_message=message,
-            delete_patterns=STALE,
+            delete_patterns=REPLACED,
         )
     except failures as error:
         raise ValueError(
-            f"pushing to {repository} on the Hugging Face Hub failed: {_reason(hub, error, repository, revision or '')}"
+            f"pushing to {repository} on the Hugging Face Hub failed: "
+            f"{_explain(error, repository, revision or '')}"
         ) from None
     return str(commit.commit_url)
 
 
-def _reason(hub: Any, error: Exception, repository: str, revision: str) -> str:
+def _explain(error: Exception, repository: str, revision: str) -> str:
     """Returns one line that says why a download or an upload failed."""
-    errors = hub.errors
+    from huggingface_hub import constants, errors
+
+    # GatedRepoError and RepositoryNotFoundError are of one family; the narrower one comes first.
     if isinstance(error, errors.GatedRepoError):
-        return f"{repository} asks for its terms to be accepted; do that on its page, then run `hf auth login`"
+        return (
+            f"{repository} asks for its terms to be accepted; do that on its page, "
+            f"then run `hf auth login`"
+        )
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"there is no {repository}, or it is private; for a private one run `hf auth login` first"
+        return (
+            f"there is no {repository}, or it is private; "
+            f"for a private one run `hf auth login` first"
+        )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{repository} has no revision {revision!r}"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return f"cannot reach {hub.constants.ENDPOINT}, and the files are not in the cache"
-    if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
-        return "the Hub refused the token, or there is none; run `hf auth login` with a token that can write"
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        return f"cannot reach {constants.ENDPOINT}, and the files are not in the cache"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        return (
+            "the Hub refused the token, or there is none; "
+            "run `hf auth login` with a token that can write"
+        )
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0]
 
 
-def _stored_files(hub: Any, repository: str, cache: str | None) -> set[str]:
+def _list_cached_files(cache: Path, repository: str) -> set[str]:
     """Returns the names of the files that the cache has of a repository."""
-    folder = (
-        Path(cache or hub.constants.HF_HUB_CACHE)
-        / f"models--{repository.replace('/', '--')}"
-        / "blobs"
-    )
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    folder = cache / f"models--{repository.replace('/', '--')}" / "blobs"
+    if not folder.is_dir():
+        return set()
+    return {path.name for path in folder.iterdir()}
 
 
 def _check_downloads(folder: Path, known: set[str], what: str) -> None:
-    """Removes new files of the cache that do not have the sha256 that names them, and raises ValueError for them.
+    """Removes new files of the cache that do not have the sha256 that names them.
 
     The Hub's client compares only the sizes.
+
+    Raises:
+        ValueError: A file was removed.
     """
     for path in sorted(folder.iterdir()):
         stored = path.resolve()
         if not path.is_symlink() or stored.name in known or not SHA256.fullmatch(stored.name):
             continue
-        if (digest := file_digest(stored)) != stored.name:
-            path.unlink(missing_ok=True)  # another process may have found it at the same time
+        digest = hash_file(stored)
+        if digest != stored.name:
+            # Another process may have found it at the same time.
+            path.unlink(missing_ok=True)
             stored.unlink(missing_ok=True)
             raise ValueError(
-                f"{what}: the Hugging Face Hub sent a damaged {path.name}, whose sha256 is {digest} instead of "
-                f"{stored.name}; it was removed, so try again"
+                f"{what}: the Hugging Face Hub sent a damaged {path.name}, whose sha256 is {digest} "
+                f"instead of {stored.name}; it was removed, so try again"
             )

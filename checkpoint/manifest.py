@@ -18,10 +18,11 @@ from ..data.tokenizers.vocabulary import Vocabulary
 from ..files.durable import write_durably
 from ..files.json_digest import add_digest, remove_digest
 from ..files.strict_json import maps_to_text, read_folder_json
-from .folder_files import check_companions
+from .folder_files import check_auxiliary_files
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+MOST_RANKS = 100_000
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class TensorRecord:
         dtype: PyTorch's name of the type.
         shard: The fields of its `Shard`, or None if it is replicated.
         sha256: One digest for each rank.
-        stored: The names in the Hugging Face folder that it came from; empty if they were the current names.
+        stored: The names in the Hugging Face folder that it came from; empty if they were the
+            current names.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +47,10 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class ExtraRecord:
-    """A tensor of the Hugging Face folder that is not a parameter; `extras.safetensors` keeps it unchanged."""
+    """A tensor of the Hugging Face folder that is not a parameter.
+
+    `extras.safetensors` keeps it unchanged.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -57,9 +62,13 @@ class Manifest:
     """The contents of a folder of shards.
 
     Attributes:
+        model_type: The family.
+        tensor_parallel_size: The number of ranks.
+        vocab_size: The vocabulary size without padding.
         padded_vocab_size: The vocabulary size as stored, over all ranks.
         tensors: The parameters by native name.
-        ties: Name of a tensor of the Hugging Face folder that repeats another one -> name of that other tensor.
+        ties: Name of a tensor of the Hugging Face folder that repeats another one -> name of that
+            other tensor.
         extras: The tensors in `extras.safetensors`.
         vocabulary: The vocabulary of the tokenizer that the model was trained with, if it is known.
     """
@@ -85,7 +94,11 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Reads the manifest of a folder. ValueError if it is missing, damaged, or of an unsupported format version."""
+        """Reads the manifest of a folder.
+
+        Raises:
+            ValueError: It is missing, damaged, or of an unsupported format version.
+        """
         path = folder / MANIFEST
         content = read_folder_json(folder, MANIFEST)
         if content is None:
@@ -98,15 +111,16 @@ class Manifest:
         remove_digest(content, path)
         try:
             del content["format_version"]
-            tensors = {
-                name: _record(TensorRecord, record)
-                for name, record in content.pop("tensors").items()
-            }
-            extras = {
-                name: _record(ExtraRecord, record) for name, record in content.pop("extras").items()
-            }
+            tensors: dict[str, TensorRecord] = {}
+            for name, record in content.pop("tensors").items():
+                tensors[name] = TensorRecord(**_lists_to_tuples(record))
+            extras: dict[str, ExtraRecord] = {}
+            for name, record in content.pop("extras").items():
+                extras[name] = ExtraRecord(**_lists_to_tuples(record))
+            vocabulary = None
             recorded = content.pop("vocabulary", None)
-            vocabulary = None if recorded is None else Vocabulary.from_json(recorded, str(path))
+            if recorded is not None:
+                vocabulary = Vocabulary.from_json(recorded, str(path))
             manifest = cls(tensors=tensors, extras=extras, vocabulary=vocabulary, **content)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is not a manifest of shards: {error!r}") from None
@@ -114,54 +128,58 @@ class Manifest:
         return manifest
 
     def _check(self, path: Path) -> None:
+        """Raises ValueError if a value has a wrong type or is out of range."""
         size = self.tensor_parallel_size
-        if type(size) is not int or not 1 <= size <= 100_000:
+        if type(size) is not int or not 1 <= size <= MOST_RANKS:
             raise ValueError(
-                f"{path} must have a tensor_parallel_size from 1 to 100,000, not {size!r}"
+                f"{path} must have a tensor_parallel_size from 1 to {MOST_RANKS:,}, not {size!r}"
             )
         if type(self.vocab_size) is not int or type(self.padded_vocab_size) is not int:
-            sizes = f"{self.vocab_size!r} and {self.padded_vocab_size!r}"
             raise ValueError(
-                f"{path} must have integers as vocab_size and padded_vocab_size, not {sizes}"
+                f"{path} must have integers as vocab_size and padded_vocab_size, "
+                f"not {self.vocab_size!r} and {self.padded_vocab_size!r}"
             )
         if not maps_to_text(self.ties):
             raise ValueError(f"the ties of {path} must map names of tensors to names of tensors")
         for name, record in self.tensors.items():
-            digests, stored = record.sha256, record.stored
             if (
-                not _are(str, digests)
-                or not _are(str, stored)
+                not _is_tuple_holding(str, record.sha256)
+                or not _is_tuple_holding(str, record.stored)
                 or type(record.shard) not in (dict, NoneType)
             ):
                 raise ValueError(f"{path}: the record of tensor {name} is invalid: {record}")
-            if len(digests) != size:
+            if len(record.sha256) != size:
                 raise ValueError(
-                    f"{path}: tensor {name} has {len(digests)} hashes for {size} ranks"
+                    f"{path}: tensor {name} has {len(record.sha256)} hashes for {size} ranks"
                 )
         for name, record in (*self.tensors.items(), *self.extras.items()):
-            if not _are(int, record.shape) or type(record.dtype) is not str:
+            if not _is_tuple_holding(int, record.shape) or type(record.dtype) is not str:
                 raise ValueError(f"{path}: the record of tensor {name} is invalid: {record}")
 
 
-def _are(kind: type, values: object) -> bool:
-    return isinstance(values, tuple) and all(
-        type(value) is kind for value in cast(tuple[Any, ...], values)
-    )
+def _is_tuple_holding(kind: type, values: object) -> bool:
+    if not isinstance(values, tuple):
+        return False
+    return all(type(value) is kind for value in cast(tuple[Any, ...], values))
 
 
-def _record(kind: type, values: Mapping[str, Any]) -> Any:
-    return kind(
-        **{
-            name: tuple(cast(list[Any], value)) if isinstance(value, list) else value
-            for name, value in values.items()
-        }
-    )
+def _lists_to_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a record, with tuples where JSON has lists."""
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            fields[name] = tuple(cast(list[Any], value))
+        else:
+            fields[name] = value
+    return fields
 
 
 def checked_tokenizer(folder: Path, text_folder: Path) -> Tokenizer:
     """Returns the tokenizer in `text_folder` for the model in `folder`.
 
-    Raises ValueError if there is none, or if a manifest records that the model was trained with another vocabulary.
+    Raises:
+        ValueError: There is none, or a manifest records that the model was trained with another
+            vocabulary.
     """
     if not text_folder.is_dir():
         raise ValueError(
@@ -169,11 +187,14 @@ def checked_tokenizer(folder: Path, text_folder: Path) -> Tokenizer:
         )
     if (text_folder / "checkpoints").is_dir() and not has_tokenizer(text_folder):
         raise ValueError(
-            f"{text_folder} is a run's folder; name a model in it: {text_folder}/hf, or one of its checkpoints"
+            f"{text_folder} is a run's folder; "
+            f"name a model in it: {text_folder}/hf, or one of its checkpoints"
         )
-    check_companions(text_folder)
+    check_auxiliary_files(text_folder)
     tokenizer = load_tokenizer(text_folder)
-    trained_with = Manifest.read(folder).vocabulary if (folder / MANIFEST).exists() else None
+    if not (folder / MANIFEST).exists():
+        return tokenizer
+    trained_with = Manifest.read(folder).vocabulary
     if trained_with is not None and not trained_with.begins(tokenizer):
         found = Vocabulary.from_tokenizer(tokenizer)
         raise ValueError(

@@ -14,9 +14,11 @@ class StoredTensor:
     """A tensor in a file, without its values.
 
     Attributes:
+        name: The name in the file.
+        file: The path of the file.
         dtype: The safetensors name of the type.
         shape: The shape as stored, in row-major order.
-        offset: Byte of the file at which its values start.
+        offset: The byte of the file at which the values start.
     """
 
     name: str
@@ -35,34 +37,39 @@ class StoredTensor:
 
     def at_least_1d(self) -> StoredTensor:
         """Returns the tensor with the shape (1,) instead of ()."""
-        return self if self.shape else replace(self, shape=(1,))
+        if self.shape:
+            return self
+        return replace(self, shape=(1,))
 
     def __str__(self) -> str:
         return f"tensor {self.name} in {self.file}"
 
 
+# A chunk: the index of its first element in the whole tensor, and where the chunk is stored.
+Chunk = tuple[tuple[int, ...], StoredTensor]
+
+
 @dataclass(frozen=True)
 class ChunkedTensor(StoredTensor):
-    """A tensor that is stored in several chunks; `file` and `offset` are those of the first one.
+    """A tensor that is stored in several chunks; `file` and `offset` are those of the first one."""
 
-    Attributes:
-        chunks: For each chunk the indices of its first element, and the stored chunk.
-    """
-
-    chunks: tuple[tuple[tuple[int, ...], StoredTensor], ...] = ()
+    chunks: tuple[Chunk, ...] = ()
 
 
-def pieces(tensor: StoredTensor) -> tuple[tuple[tuple[int, ...], StoredTensor], ...]:
-    """Returns the chunks of a tensor, or the tensor itself as the only one: first indices, stored tensor."""
-    return (
-        tensor.chunks
-        if isinstance(tensor, ChunkedTensor)
-        else (((0,) * len(tensor.shape), tensor),)
-    )
+def list_chunks(tensor: StoredTensor) -> tuple[Chunk, ...]:
+    """Returns the chunks of a tensor, or the tensor itself as the only chunk."""
+    if isinstance(tensor, ChunkedTensor):
+        return tensor.chunks
+    origin = (0,) * len(tensor.shape)
+    return ((origin, tensor),)
 
 
 def index_by_name(tensors: list[StoredTensor]) -> dict[str, StoredTensor]:
-    """Returns the tensors by name. Raises ValueError if two of them have the same name."""
+    """Returns the tensors by name.
+
+    Raises:
+        ValueError: Two of them have the same name.
+    """
     by_name: dict[str, StoredTensor] = {}
     for tensor in tensors:
         if tensor.name in by_name:

@@ -1,4 +1,7 @@
-"""Reads stored tensors or a rank's parts of them. It reads no other bytes, and at most a few megabytes at a time."""
+"""Reads stored tensors, or a rank's parts of them.
+
+No other bytes are read, and at most a few megabytes at a time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ CHUNK_BYTES = 8 << 20
 
 
 class TensorReader:
-    """Opens each file once, until its context ends. The chunks that it returns are valid only until the next read."""
+    """Opens each file once, until its context ends.
+
+    The chunks that it returns are views of one buffer, and valid only until the next read.
+    """
 
     def __init__(self) -> None:
         self._files = OpenFiles(open_for_reading)
@@ -37,32 +43,39 @@ class TensorReader:
     def chunks(
         self, tensor: StoredTensor, dim: int, start: int, stop: int
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Yields [start, stop) along `dim` (0 or 1) of a tensor of one or two dimensions, in pieces along dimension 0.
+        """Yields [start, stop) along `dim` of a tensor, in chunks along dimension 0.
 
-        Each piece comes with its rows in the result, and has the stored type.
+        Args:
+            tensor: A tensor of one or two dimensions.
+            dim: 0 or 1.
+            start: The first index along `dim`.
+            stop: The end along `dim`.
+
+        Yields:
+            The chunk's rows in the result, and the chunk, in the stored type.
         """
         itemsize = item_size(tensor.dtype)
         if dim == 0:
-            row = prod(tensor.shape[1:])
-            step = max(1, CHUNK_BYTES // (max(row, 1) * itemsize))
+            row_length = prod(tensor.shape[1:])
+            step = max(1, CHUNK_BYTES // (max(row_length, 1) * itemsize))
             for first in range(start, stop, step):
                 last = min(first + step, stop)
-                chunk = self._empty(tensor, last - first, *tensor.shape[1:])
-                self._read(tensor, first * row, chunk)
+                chunk = self._view_buffer(tensor, last - first, *tensor.shape[1:])
+                self._read(tensor, first * row_length, chunk)
                 yield slice(first - start, last - start), chunk
         else:
             rows, columns = tensor.shape
             step = max(1, CHUNK_BYTES // (max(stop - start, 1) * itemsize))
             for first in range(0, rows, step):
                 last = min(first + step, rows)
-                chunk = self._empty(tensor, last - first, stop - start)
+                chunk = self._view_buffer(tensor, last - first, stop - start)
                 for row in range(first, last):
                     self._read(tensor, row * columns + start, chunk[row - first])
                 yield slice(first, last), chunk
 
     def flat(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
         """Returns elements [start, stop) of the flattened tensor, with shape [stop - start]."""
-        values = self._empty(tensor, stop - start)
+        values = self._view_buffer(tensor, stop - start)
         self._read(tensor, start, values)
         return values
 
@@ -75,29 +88,45 @@ class TensorReader:
     def fill(
         self, placement: ParameterPlacement, ranges: Iterable[tuple[int, int]], into: Tensor
     ) -> None:
-        """Copies `ranges` of the parameter into a rank's part, and fills the vocabulary padding with zeros."""
-        filled = 0
-        for part, start, stop, position in placement.wanted(ranges):
-            own = into.narrow(placement.dim, position, stop - start)
-            if part.across is not None:
-                own = own.narrow(1 - placement.dim, part.across[0], part.across[1] - part.across[0])
-            own, dim = (own.t(), 1 - placement.dim) if part.transposed else (own, placement.dim)
-            for rows, chunk in self.chunks(part.tensor, dim, start, stop):
-                own[rows].copy_(chunk)
-            filled = max(filled, position + stop - start)
-        length = into.shape[placement.dim]
-        if filled < length:
-            into.narrow(placement.dim, filled, length - filled).zero_()
+        """Copies a rank's part of a parameter, and fills the vocabulary padding with zeros.
 
-    def _empty(self, tensor: StoredTensor, *shape: int) -> Tensor:
-        """Returns the buffer as a tensor of this shape, or new memory if one row is larger than the buffer."""
+        Args:
+            placement: Where the parameter is stored.
+            ranges: What the rank holds along the parameter's dimension.
+            into: The rank's part.
+        """
+        dim = placement.dim
+        filled = 0
+        for part, start, stop, position in placement.find_slices(ranges):
+            destination = into.narrow(dim, position, stop - start)
+            if part.across is not None:
+                first, last = part.across
+                destination = destination.narrow(1 - dim, first, last - first)
+            stored_dim = dim
+            if part.transposed:
+                destination = destination.t()
+                stored_dim = 1 - dim
+            for rows, chunk in self.chunks(part.tensor, stored_dim, start, stop):
+                destination[rows].copy_(chunk)
+            filled = max(filled, position + stop - start)
+        length = into.shape[dim]
+        if filled < length:
+            into.narrow(dim, filled, length - filled).zero_()
+
+    def _view_buffer(self, tensor: StoredTensor, *shape: int) -> Tensor:
+        """Returns the buffer as a tensor of this shape.
+
+        A single row may be larger than the buffer; it gets new memory.
+        """
         dtype = torch_dtype(tensor)
         nbytes = prod(shape) * dtype.itemsize
-        buffer = self._buffer if nbytes <= CHUNK_BYTES else torch.empty(nbytes, dtype=torch.uint8)
+        buffer = self._buffer
+        if nbytes > CHUNK_BYTES:
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
         return buffer[:nbytes].view(dtype).view(shape)
 
     def _read(self, tensor: StoredTensor, element: int, into: Tensor) -> None:
-        """Fills the contiguous `into` with consecutive elements of the tensor."""
+        """Fills the contiguous `into` with the tensor's elements from number `element` on."""
         self._files.open([tensor.file])
         array = into.reshape(-1).view(torch.uint8).numpy()
         read_into(tensor, self._files[tensor.file], element * item_size(tensor.dtype), array)
@@ -124,24 +153,38 @@ def check_digests(
     rank: int = 0,
     size: int = 1,
 ) -> None:
-    """Checks a rank's share of the tensors against their recorded digests. Raises ValueError if one does not match.
+    """Checks one rank's share of the tensors against their recorded digests.
 
-    `tensors` are in the order of their bytes. Each rank checks a contiguous share of about equal size. Tensors without
-    a recorded digest are skipped.
+    Each rank checks a contiguous share of about equal size. Tensors without a recorded digest are
+    skipped.
+
+    Args:
+        tensors: The tensors in the order of their bytes, the same on every rank.
+        digests: (file, tensor name) -> recorded sha256.
+        rank: The rank that checks.
+        size: The number of ranks.
+
+    Raises:
+        ValueError: A digest does not match.
     """
-    recorded = [
-        tensor for tensor in tensors if (tensor.file, tensor.name) in digests and tensor.nbytes
-    ]
-    total, position, mine = sum(tensor.nbytes for tensor in recorded), 0, list[StoredTensor]()
+    recorded: list[StoredTensor] = []
+    for tensor in tensors:
+        if (tensor.file, tensor.name) in digests and tensor.nbytes:
+            recorded.append(tensor)
+
+    # A tensor belongs to the rank in whose share its middle byte lies.
+    total = sum(tensor.nbytes for tensor in recorded)
+    position = 0
+    share: list[StoredTensor] = []
     for tensor in recorded:
         if (position + tensor.nbytes // 2) * size // total == rank:
-            mine.append(tensor)
+            share.append(tensor)
         position += tensor.nbytes
+
     threads = max(1, min(4, (os.cpu_count() or 1) // size))
     with OpenFiles(open_for_reading) as files, ThreadPoolExecutor(threads) as pool:
-        files.open([tensor.file for tensor in mine])
-        found = pool.map(
-            hash_stored, mine, [files[tensor.file] for tensor in mine], repeat(CHUNK_BYTES // 8)
-        )
-        for tensor, digest in zip(mine, found, strict=True):
+        files.open([tensor.file for tensor in share])
+        descriptors = [files[tensor.file] for tensor in share]
+        found = pool.map(hash_stored, share, descriptors, repeat(CHUNK_BYTES // 8))
+        for tensor, digest in zip(share, found, strict=True):
             check_hash(tensor, digest, digests[tensor.file, tensor.name])

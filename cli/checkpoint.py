@@ -13,7 +13,7 @@ from pathlib import Path
 import tyro
 from tyro.conf import Positional
 
-from ..checkpoint.folder_files import STATE, changed_files, read_state_file
+from ..checkpoint.folder_files import STATE, find_changed_files, read_state_file
 from ..files.printable import printable
 from ..trainer.run_folder import RunFolder
 from .console import USAGE_ERROR, columns, exit_code_of, gigabytes, message_of
@@ -91,7 +91,9 @@ def verdict(folder: Path) -> Verdict:
         files = [entry for entry in sorted(folder.iterdir()) if entry.is_file()]
         recorded = {STATE, *read_state_file(folder)["files"]}
         with ThreadPoolExecutor(jobs) as pool:
-            shares = pool.map(lambda share: list(changed_files(folder, share, jobs)), range(jobs))
+            shares = pool.map(
+                lambda share: list(find_changed_files(folder, share, jobs)), range(jobs)
+            )
             problems = list(dict.fromkeys(problem for share in shares for problem in share))
     except (ValueError, OSError) as error:
         problems = problems or [message_of(error)]

@@ -16,14 +16,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..checkpoint.dtypes import item_size, torch_name
-from ..checkpoint.file_io import Input, OpenFiles, Output, check_hash, hash_stored, read_into
-from ..checkpoint.layout import ParameterPlacement, TensorSlice, Update
+from ..checkpoint.file_io import (
+    HashingReader,
+    OpenFiles,
+    TensorSink,
+    check_hash,
+    hash_stored,
+    read_into,
+)
+from ..checkpoint.layout import LowRankUpdate, ParameterPlacement, TensorSlice
 from ..checkpoint.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-OutputFactory = Callable[[Sequence[StoredTensor]], Output]
+OutputFactory = Callable[[Sequence[StoredTensor]], TensorSink]
 Digests = dict[tuple[Path, str], str]  # (file, tensor name) -> sha256
 
 
@@ -38,7 +45,7 @@ class Copy:
     name: str
     source: ParameterPlacement
     target: ParameterPlacement
-    updates: tuple[Update, ...] = ()
+    updates: tuple[LowRankUpdate, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -68,8 +75,8 @@ def run_copy(
         not target.is_ascending
     ):  # the rows are numbered as they are written, which is in the order of the bytes
         order = [span for part in target.copies[0] for span in part.ranges if span[0] < span[1]]
-        source, target = source.renumbered(order), target.renumbered(order)
-        product = product and product.renumbered(source.dim, order)
+        source, target = source.renumber(order), target.renumber(order)
+        product = product and product.renumber(source.dim, order)
     if not source.is_ascending:
         _check_hashes(source, files, hashes, chunk)
         hashes = {}
@@ -153,7 +160,8 @@ class _Slots:
     def of(cls, part: TensorSlice, rows: _Rows, dim: int) -> _Slots:
         length = rows.length // rows.inner if rows.inner else 0
         pieces = tuple(
-            (a * rows.inner, b * rows.inner, c * rows.inner) for a, b, c in part.local(0, length)
+            (a * rows.inner, b * rows.inner, c * rows.inner)
+            for a, b, c in part.intersect(0, length)
         )
         return cls(pieces, part.shape()[dim] * rows.inner)
 
@@ -170,7 +178,7 @@ class _Slots:
 def _copy_straight(
     source: ParameterPlacement,
     target: ParameterPlacement,
-    outputs: list[tuple[TensorSlice, Output]],
+    outputs: list[tuple[TensorSlice, TensorSink]],
     files: OpenFiles,
     hashes: Mapping[tuple[Path, str], str],
     chunk: int,
@@ -183,7 +191,7 @@ def _copy_straight(
         for part in parts:
             # The other copies are compared byte by byte with the first one, so only its hash is checked.
             recorded = hashes.get((part.tensor.file, part.tensor.name)) if number == 0 else None
-            opened = Input(part.tensor, files[part.tensor.file], recorded)
+            opened = HashingReader(part.tensor, files[part.tensor.file], recorded)
             inputs.append((_Slots.of(part, rows, source.dim), opened))
         copies.append(inputs)
     sinks = [(_Slots.of(part, rows, target.dim), output) for part, output in outputs]
@@ -202,7 +210,10 @@ def _copy_straight(
 
 
 def _gather(
-    block: tuple[int, int, int, int], rows: _Rows, inputs: list[tuple[_Slots, Input]], itemsize: int
+    block: tuple[int, int, int, int],
+    rows: _Rows,
+    inputs: list[tuple[_Slots, HashingReader]],
+    itemsize: int,
 ) -> np.ndarray:
     """Returns a block [rows, elements] of the full tensor as unsigned integers, read from all its stored tensors."""
     first, last, start, stop = block
@@ -226,7 +237,7 @@ def _scatter(
     block: tuple[int, int, int, int],
     rows: _Rows,
     full: np.ndarray,
-    sinks: list[tuple[_Slots, Output]],
+    sinks: list[tuple[_Slots, TensorSink]],
     itemsize: int,
 ) -> None:
     first, last, start, stop = block
@@ -252,7 +263,9 @@ class _Product:
     right: np.ndarray
 
     @classmethod
-    def of(cls, updates: Sequence[Update], shape: tuple[int, ...], files: OpenFiles) -> _Product:
+    def of(
+        cls, updates: Sequence[LowRankUpdate], shape: tuple[int, ...], files: OpenFiles
+    ) -> _Product:
         """Reads the factors. The columns of `left` are zero outside of the rows of their update."""
         lefts: list[np.ndarray] = []
         rights: list[np.ndarray] = []
@@ -268,7 +281,7 @@ class _Product:
     def transposed(self) -> _Product:
         return _Product(np.ascontiguousarray(self.right.T), np.ascontiguousarray(self.left.T))
 
-    def renumbered(self, dim: int, order: Sequence[tuple[int, int]]) -> _Product:
+    def renumber(self, dim: int, order: Sequence[tuple[int, int]]) -> _Product:
         index = np.concatenate([np.arange(start, stop) for start, stop in order])
         return (
             _Product(self.left[index], self.right)
@@ -399,7 +412,7 @@ def _stored(values: Tensor, results: Tensor, target: str, name: str) -> np.ndarr
 def copy_tiles(
     source: ParameterPlacement,
     target: ParameterPlacement,
-    outputs: list[tuple[TensorSlice, Output]],
+    outputs: list[tuple[TensorSlice, TensorSink]],
     files: OpenFiles,
     hashes: Mapping[tuple[Path, str], str],
     chunk: int,
@@ -478,7 +491,7 @@ def _runs(
     pieces: list[tuple[int, int, int]] = []
     position = 0
     for start, stop in target.ranges:
-        for low, high, there in source.local(start, stop):
+        for low, high, there in source.intersect(start, stop):
             here = position + low - start
             skipped = max(0, window[0] - here)
             if (count := min(here + high - low, window[1]) - here - skipped) > 0:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder_files import seal
+from ..checkpoint.folder_files import write_state_file
 from ..checkpoint.manifest import MANIFEST, Manifest
-from ..checkpoint.new_file import NewFile
+from ..checkpoint.planned_file import PlannedFile
 from ..files.durable import sync
 from .journal import JOURNAL, PARTIAL, Journal, check_unused
 
@@ -70,7 +70,7 @@ class Destination:
         """Returns whether the folder exists with its contents, and no unfinished conversion to it."""
         return self.folder.exists() and any(self.folder.iterdir()) and not self.work.exists()
 
-    def begin(self, files: Sequence[NewFile], fingerprint: str, *, overwrite: bool) -> Journal:
+    def begin(self, files: Sequence[PlannedFile], fingerprint: str, *, overwrite: bool) -> Journal:
         """Makes or reopens the work folder with its files at full size.
 
         Raises ValueError if the disk is too full, or if another process or a conversion with another fingerprint uses
@@ -108,7 +108,7 @@ class Destination:
 
     def finish(
         self,
-        files: Sequence[NewFile],
+        files: Sequence[PlannedFile],
         texts: Mapping[str, bytes | Path],
         manifest: Manifest | None,
         state: Mapping[str, Any] | None = None,
@@ -135,7 +135,7 @@ class Destination:
             if manifest is not None:
                 manifest.write(self.work)
             if state is not None:
-                seal(self.work, state)
+                write_state_file(self.work, state)
             sync(self.work)
             shutil.rmtree(self._replaced, ignore_errors=True)
             if self.folder.exists():
@@ -157,7 +157,7 @@ class Destination:
         if self._replaced.exists() and not self.folder.exists():
             self._replaced.rename(self.folder)
 
-    def _is_made(self, file: NewFile) -> bool:
+    def _is_made(self, file: PlannedFile) -> bool:
         path = self.partial(file.name)
         if not path.is_file() or path.is_symlink() or path.stat().st_size != file.size:
             return False

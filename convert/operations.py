@@ -12,8 +12,8 @@ from typing import Literal
 
 from ..checkpoint.checkpoint import EXTRAS, open_checkpoint
 from ..checkpoint.dtypes import torch_name
-from ..checkpoint.file_io import OpenFiles, Writer, hash_stored, open_for_reading
-from ..checkpoint.folder_files import companion_files, read_state_file
+from ..checkpoint.file_io import HashingWriter, OpenFiles, hash_stored, open_for_reading
+from ..checkpoint.folder_files import list_auxiliary_files, read_state_file
 from ..checkpoint.manifest import ExtraRecord, Manifest, TensorRecord
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.mapping import MappedCheckpoint
@@ -25,11 +25,11 @@ from .plan import ConversionPlan, add_optimizer, plan_conversion, plan_universal
 from .target import (
     LARGEST_FILE,
     Target,
-    dcp_target,
-    huggingface_target,
-    legacy_target,
-    megatron_target,
-    shards_target,
+    build_dcp_target,
+    build_huggingface_target,
+    build_legacy_target,
+    build_megatron_target,
+    build_shards_target,
 )
 from .workers import Worker, block_size, run_copies, run_copies_in_processes
 
@@ -120,13 +120,13 @@ def split(
     destination exists, or its disk is too full. Nothing is left of the failed conversion.
     """
     if style == "megatron":
-        make_target = partial(megatron_target, stages=stages, style=names)
+        make_target = partial(build_megatron_target, stages=stages, style=names)
     elif stages != 1 or names is not None:
         raise ValueError(
             f"pipeline stages and names of tensors can be chosen for Megatron-LM only, not for {style}"
         )
     else:
-        make_target = legacy_target if style == "legacy" else shards_target
+        make_target = build_legacy_target if style == "legacy" else build_shards_target
     options = options or Options()
     return _convert(
         source,
@@ -154,7 +154,7 @@ def merge(
     options = options or Options()
     if style == "universal":
         return _convert(source, destination, options, report, None)
-    make_target = dcp_target if style == "dcp" else huggingface_target
+    make_target = build_dcp_target if style == "dcp" else build_huggingface_target
     return _convert(
         source,
         destination,
@@ -247,7 +247,7 @@ def _run(
                 copies,
                 inputs,
                 todo.mapped.digests,
-                lambda tensors: Writer(tensors, outputs),
+                lambda tensors: HashingWriter(tensors, outputs),
                 options.threads,
             )
         for position, written in work:
@@ -287,7 +287,7 @@ def _intact(todo: ConversionPlan, finished: Mapping[int, Digests], outputs: Open
 def _companions(todo: ConversionPlan, options: Options) -> dict[str, bytes | Path]:
     """Returns the small files of source and target and `config.json` by name: contents, or the file to copy."""
     texts: dict[str, bytes | Path] = {
-        path.name: path for path in companion_files(todo.mapped.checkpoint.folder)
+        path.name: path for path in list_auxiliary_files(todo.mapped.checkpoint.folder)
     }
     config = dict(todo.mapped.checkpoint.config or todo.mapped.model.config.to_dict())
     if options.dtype is not None:

@@ -15,7 +15,7 @@ import torch
 
 from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.file_io import OpenFiles, open_for_reading
-from ..checkpoint.folder_files import STATE, check_recorded, read_state_file
+from ..checkpoint.folder_files import STATE, check_file_digests, read_state_file
 from ..checkpoint.layout import (
     CheckpointLayout,
     ParameterPlacement,
@@ -24,14 +24,20 @@ from ..checkpoint.layout import (
     place_by_rank,
     place_whole,
 )
-from ..checkpoint.new_file import NewFile, new_safetensors_file
+from ..checkpoint.planned_file import PlannedFile, plan_safetensors_file
 from ..checkpoint.rank_files import MASTER_WEIGHT, OPTIMIZER, open_rank_files, rank_file
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import TensorReader
 from ..models.lora import StoredAdapter, open_adapter
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from .copying import Copy
-from .target import FP32, Target, huggingface_target, shards_target, universal_target
+from .target import (
+    FP32,
+    Target,
+    build_huggingface_target,
+    build_shards_target,
+    build_universal_target,
+)
 
 
 @dataclass(frozen=True)
@@ -112,14 +118,14 @@ def add_optimizer(plan: ConversionPlan) -> ConversionPlan:
             "an optimizer's state can be written beside shards of shardzoo only; leave out --with-optimizer"
         )
     stored, specs = _optimizer_state(plan.mapped)
-    files: dict[str, NewFile] = {}
+    files: dict[str, PlannedFile] = {}
     for rank in range(size):
         shapes = {
             name: (stored[0][name].dtype, spec.local_shape(rank, size))
             for name, spec in specs.items()
         }
         path = rank_file(Path(), OPTIMIZER, rank).name
-        files[path] = new_safetensors_file(path, shapes)
+        files[path] = plan_safetensors_file(path, shapes)
     goals = place_by_rank(specs, [file.tensors for file in files.values()])
     copies = tuple(
         Copy(name, place, goals[name]) for name, place in _place_state(specs, stored).items()
@@ -157,7 +163,7 @@ def plan_universal(
     for name, placement in mapped.layout.placements.items():
         found[f"{FP32}/{name}"] = found.get(f"{MASTER_WEIGHT}/{name}", placement)
     step = _step_count(stored[0], state)
-    target = universal_target(
+    target = build_universal_target(
         mapped, kinds, torch.tensor(float(step)) if step_as_tensor else step, state
     )
     wanted = {name: replace(found[name], name=name) for name in target.layout.placements}
@@ -204,7 +210,7 @@ def _optimizer_state(
                 raise ValueError(
                     f"{tensors[name]} has shape {list(tensors[name].shape)}, which does not fit {name}"
                 )
-    check_recorded(checkpoint.folder, [path.name for path in _files_of(stored)])
+    check_file_digests(checkpoint.folder, [path.name for path in _files_of(stored)])
     return stored, specs
 
 
@@ -281,7 +287,7 @@ def dry_run(source: Path, size: int | None, config_file: Path | None = None) -> 
     """
     todo = plan_conversion(
         source,
-        lambda m: huggingface_target(m) if size is None else shards_target(m, size),
+        lambda m: build_huggingface_target(m) if size is None else build_shards_target(m, size),
         config_file,
     )
     known = todo.mapped.model.entries()

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..checkpoint.checkpoint import open_checkpoint
-from ..checkpoint.file_io import Comparer, OpenFiles, check_hash, hash_stored, open_for_reading
+from ..checkpoint.file_io import ComparingSink, OpenFiles, check_hash, hash_stored, open_for_reading
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from .operations import Options, merge, split
 from .plan import compose
-from .target import huggingface_target
+from .target import build_huggingface_target
 from .workers import block_size, run_copies
 
 SMALLEST_SPLIT = 2  # ranks; every model with two heads can be split so
@@ -122,7 +122,9 @@ def verify_round_trip(
         verdict = _compare(back, mapped, options, report)
         problems = list(verdict.differences)
         if mapped.checkpoint.kind == "huggingface":
-            named = {(t.name, t.dtype, t.shape) for t in huggingface_target(back).layout.tensors()}
+            named = {
+                (t.name, t.dtype, t.shape) for t in build_huggingface_target(back).layout.tensors()
+            }
             wanted = {(t.name, t.dtype, t.shape) for t in mapped.checkpoint.ranks[0].values()}
             names = {name for name, *_ in named} ^ {name for name, *_ in wanted}
             problems += [f"tensor {name} does not keep its name" for name in sorted(names)]
@@ -136,7 +138,7 @@ def _compare(
     report: Callable[[int, int], None],
 ) -> Verdict:
     copies = compose(source.layout, target.layout)
-    comparers: list[Comparer] = []
+    comparers: list[ComparingSink] = []
     problems = [
         f"{copy.name} is {copy.source.dtype} in {source.checkpoint.folder}, "
         f"but {copy.target.dtype} in {target.checkpoint.folder}"
@@ -149,8 +151,8 @@ def _compare(
         inputs.open(source.checkpoint.files)
         others.open(target.checkpoint.files)
 
-        def compare(tensors: Sequence[StoredTensor]) -> Comparer:
-            comparers.append(Comparer(tensors, others))
+        def compare(tensors: Sequence[StoredTensor]) -> ComparingSink:
+            comparers.append(ComparingSink(tensors, others))
             return comparers[-1]
 
         for index, _ in run_copies(copies, inputs, source.digests, compare, options.threads):

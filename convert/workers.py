@@ -18,7 +18,7 @@ from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
-from ..checkpoint.file_io import OpenFiles, Writer, open_for_reading
+from ..checkpoint.file_io import HashingWriter, OpenFiles, open_for_reading
 from .copying import Copy, Digests, OutputFactory, run_copy
 
 MEMORY = 40 << 20  # bytes of all threads' blocks together
@@ -68,7 +68,7 @@ class Worker:
             run_copy,
             files=inputs,
             hashes=self.hashes,
-            make_output=lambda tensors: Writer(tensors, outputs),
+            make_output=lambda tensors: HashingWriter(tensors, outputs),
             chunk=self.chunk,
         )
 

@@ -3,6 +3,7 @@
 Modules:
     safe_paths   refuses names and links that lead out of a folder
     strict_json  reads JSON of bounded size, without repeated keys
+    hashing      computes the sha256 of files
     json_digest  lets a small JSON file carry the sha256 of its own contents
     durable      writes files that survive a crash
     printable    makes text of a foreign file safe for a terminal

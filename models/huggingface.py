@@ -8,7 +8,7 @@ from math import prod
 
 from ..checkpoint.dtypes import item_size
 from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlice
-from ..checkpoint.new_file import NewFile, new_safetensors_file
+from ..checkpoint.planned_file import PlannedFile, plan_safetensors_file
 from ..checkpoint.stored_tensor import StoredTensor
 from .mapping import NativeModel, StoredNames, stacked_ranges, stored_shape
 
@@ -49,12 +49,12 @@ def stored_shapes(
 
 def weight_files(
     shapes: Shapes, largest_file: int
-) -> tuple[tuple[NewFile, ...], dict[str, str | bytes]]:
+) -> tuple[tuple[PlannedFile, ...], dict[str, str | bytes]]:
     """Returns the weight files of at most `largest_file` bytes, and the index by its name if there are several."""
     groups = divide(shapes, largest_file)
     count = len(groups)
     files = tuple(
-        new_safetensors_file(
+        plan_safetensors_file(
             "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors",
             group,
         )

@@ -296,7 +296,7 @@ def _check_copies(
                 f"{placement.name} is stored twice in different chunks; merge the folder first"
             )
         for mine, repeat in zip(
-            placement.wanted(ranges), placement.wanted(ranges, number), strict=True
+            placement.find_slices(ranges), placement.find_slices(ranges, number), strict=True
         ):
             dim = 1 - placement.dim if mine[0].transposed else placement.dim
             chunks = (

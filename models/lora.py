@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checkpoint.dtypes import FLOATS, torch_name
-from ..checkpoint.folder_files import WEIGHT_SUFFIXES, file_digest
-from ..checkpoint.layout import ParameterPlacement, ParameterSpec, TensorSlice, Update
+from ..checkpoint.folder_files import WEIGHT_SUFFIXES
+from ..checkpoint.layout import LowRankUpdate, ParameterPlacement, ParameterSpec, TensorSlice
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.rank_files import write_tensors
 from ..checkpoint.safetensors_header import read_header
 from ..checkpoint.stored_tensor import StoredTensor, index_by_name
 from ..checkpoint.tensor_reader import TensorReader
+from ..files.hashing import hash_file
 from ..files.safe_paths import checked_file
 from ..files.strict_json import read_json_object
 from ..mpu import ParallelMesh, gather_from_tp, initialize, tp_rank, tp_size
@@ -520,7 +521,7 @@ def folder_digest(folder: Path) -> str:
     )
     digest = hashlib.sha256()
     for path in files:
-        digest.update(f"{path.name}\0{file_digest(path)}\0".encode())
+        digest.update(f"{path.name}\0{hash_file(path)}\0".encode())
     return digest.hexdigest()
 
 
@@ -611,7 +612,7 @@ class StoredAdapter:
     """
 
     files: tuple[Path, Path]
-    updates: Mapping[str, tuple[Update, ...]]
+    updates: Mapping[str, tuple[LowRankUpdate, ...]]
     saved: Mapping[str, ParameterPlacement]
 
 
@@ -623,7 +624,7 @@ def open_adapter(native: NativeModel, folder: Path) -> StoredAdapter:
         model: Any = build_on_meta(native.config, None)
         attach_factors(model, read_adapter_config(folder))
     stored, names, layers = _stored_weights(model, folder), peft_names(model), adapters(model)
-    updates: dict[str, tuple[Update, ...]] = {}
+    updates: dict[str, tuple[LowRankUpdate, ...]] = {}
     for module in model.lora.modules:
         factors: LoraFactors = getattr(layers[module.layer], module.key)
         pair = [
@@ -632,7 +633,7 @@ def open_adapter(native: NativeModel, folder: Path) -> StoredAdapter:
         ]
         for tensor, parameter in zip(pair, (factors.lora_A, factors.lora_B), strict=True):
             _check_shape(tensor, tuple(parameter.shape))
-        update = Update(module.rows, factors.scaling, *pair)
+        update = LowRankUpdate(module.rows, factors.scaling, *pair)
         updates[module.parameter.name] = (*updates.get(module.parameter.name, ()), update)
     entries = native.entries()
     saved = {

@@ -29,10 +29,10 @@ from ..checkpoint.layout import (
     ParameterSpec,
     TensorSlice,
     place_by_rank,
-    slices,
+    slice_tensor,
 )
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.stored_tensor import StoredTensor, pieces
+from ..checkpoint.stored_tensor import StoredTensor, list_chunks
 from ..checkpoint.tensor_reader import TensorReader
 from .auto import build_on_meta, config_from_dict, infer_config
 from .config import ModelConfig
@@ -277,14 +277,14 @@ def stored_shape(parameter: ParameterSpec, span: tuple[int, int], entry: Entry) 
 def have_same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
     """Returns whether two stored tensors are equal bit for bit; reading stops at the first difference."""
     starts = [
-        [(start, chunk.shape, chunk.dtype) for start, chunk in pieces(tensor)]
+        [(start, chunk.shape, chunk.dtype) for start, chunk in list_chunks(tensor)]
         for tensor in (first, second)
     ]
     if starts[0] != starts[1]:
         return False
     return all(
         _bytes_of(mine, start, CHUNK) == _bytes_of(other, start, CHUNK)
-        for (_, mine), (_, other) in zip(pieces(first), pieces(second), strict=True)
+        for (_, mine), (_, other) in zip(list_chunks(first), list_chunks(second), strict=True)
         for start in range(0, mine.nbytes, CHUNK)
     )
 
@@ -414,7 +414,7 @@ def _map_huggingface(
                 )
             parts = zip(copy, spans, strict=True)
             found = (
-                slices(tensors[part], (span,), parameter.dim, entry.transpose)
+                slice_tensor(tensors[part], (span,), parameter.dim, entry.transpose)
                 for part, span in parts
             )
             copies.append(tuple(chain.from_iterable(found)))
@@ -428,7 +428,7 @@ def _map_huggingface(
 
 def _places(tensor: StoredTensor) -> list[tuple[Path, int]]:
     """Returns where the bytes of a tensor are; a DCP folder can have two names for the same."""
-    return [(chunk.file, chunk.offset) for _, chunk in pieces(tensor)]
+    return [(chunk.file, chunk.offset) for _, chunk in list_chunks(tensor)]
 
 
 def _check_shape(

@@ -24,7 +24,7 @@ from ..checkpoint.file_io import OpenFiles
 from ..checkpoint.folder_files import CONFIG, OWN_FILES, STATE, holds_training_state
 from ..checkpoint.hub import upload_folder
 from ..checkpoint.layout import ParameterSpec
-from ..checkpoint.new_file import NewFile
+from ..checkpoint.planned_file import PlannedFile
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import tensor_bytes
 from ..files.durable import sync
@@ -193,7 +193,7 @@ def _check_folder(folder: Path) -> None:
             )
 
 
-def _begin(folder: Path, work: Path, files: tuple[NewFile, ...]) -> None:
+def _begin(folder: Path, work: Path, files: tuple[PlannedFile, ...]) -> None:
     _check_folder(folder)
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -205,7 +205,9 @@ def _begin(folder: Path, work: Path, files: tuple[NewFile, ...]) -> None:
         file.create(work / file.name)
 
 
-def _write_parts(model: Any, native: NativeModel, files: tuple[NewFile, ...], work: Path) -> None:
+def _write_parts(
+    model: Any, native: NativeModel, files: tuple[PlannedFile, ...], work: Path
+) -> None:
     """Writes this rank's part of every parameter of this stage, on the first replica of the model."""
     mesh: ParallelMesh | None = model.mesh
     if not work.is_dir():
@@ -226,7 +228,9 @@ def _write_parts(model: Any, native: NativeModel, files: tuple[NewFile, ...], wo
                 continue
             _check_part(spec, parameter, rank, size)
             values = parameter.detach() if parameter.dim() else parameter.detach().reshape(1)
-            for part, start, stop, position in placements[name].wanted(spec.ranges(rank, size)):
+            for part, start, stop, position in placements[name].find_slices(
+                spec.ranges(rank, size)
+            ):
                 block, along = values.narrow(spec.dim, position, stop - start), spec.dim
                 if part.transposed:
                     block, along = block.t(), 1 - along
@@ -284,7 +288,7 @@ def _finish(
     model: Any,
     folder: Path,
     work: Path,
-    files: tuple[NewFile, ...],
+    files: tuple[PlannedFile, ...],
     texts: Mapping[str, str | bytes],
 ) -> None:
     """Replaces the weights of the folder by those in `work`. `config.json` goes first and comes last."""

@@ -1,25 +1,30 @@
-"""Reads the folders of `torch.distributed.checkpoint` (DCP), and Megatron-LM's `torch_dist` folders, which are such.
+"""Reads, plans and names the folders of `torch.distributed.checkpoint` (DCP).
 
-`.metadata` is a pickle that lists the tensors, their chunks, and where each chunk is: at an offset of a file
-`__0_1.distcp`, as the output of `torch.save`. After `torch/distributed/checkpoint/metadata.py` and `filesystem.py`, and
-megatron-core's `dist_checkpointing`.
+`.metadata` is a pickle that lists the tensors, their chunks, and where each chunk is: at an offset
+of a file `__0_1.distcp`, as the output of `torch.save`. After
+`torch/distributed/checkpoint/metadata.py` and `filesystem.py`. Megatron-LM's `torch_dist` folders
+are such folders with a description of their own, after megatron-core's `dist_checkpointing`.
 """
 
 from __future__ import annotations
 
+import pickle
 import pickletools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ...files.safe_paths import checked_file
 from ...files.strict_json import read_folder_json
-from ..dtypes import from_torch_name, item_size
-from ..stored_tensor import ChunkedTensor, StoredTensor, pieces
-from .megatron import VERSION, SavedRun, arguments_of, checked_version, read_state
+from ..dtypes import from_torch_name, item_size, torch_name
+from ..stored_tensor import Chunk, ChunkedTensor, StoredTensor, list_chunks
+from .megatron import VERSION, SavedRun, check_version, read_arguments, read_state
+
+if TYPE_CHECKING:  # It imports torch, which inspecting a folder does without.
+    from .torch_file import PlannedTorchFile
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -28,8 +33,9 @@ MOST_DIMENSIONS = 16
 MEGATRON_ARGUMENTS = "common.pt"
 
 _TORCH = "torch.distributed.checkpoint"
-# Classes and functions that a .metadata may name. None is imported: they become an `Inert` with their arguments.
-_KNOWN = frozenset({
+# Classes and functions that a .metadata may name. None is imported: each becomes an `InertObject`
+# with its arguments.
+_KNOWN_NAMES = frozenset({
     f"{_TORCH}.filesystem._StorageInfo",
     f"{_TORCH}.metadata.BytesStorageMetadata",
     f"{_TORCH}.metadata.ChunkStorageMetadata",
@@ -51,92 +57,101 @@ _KNOWN = frozenset({
     "torch.Size",
     "torch.serialization._get_layout",
 })  # fmt: skip
-# First parts of the names of what is not the model's.
-_OTHERS = re.compile(
+# Names of what is not the model's: optimizer, random states, schedules.
+_NOT_OF_THE_MODEL = re.compile(
     r"(.*[./])?(optim|optimizer|optimizers|optimizer_state|chained_\d+|rng_state|lr_scheduler)[./].*"
 )
+# Modules and dictionaries around the model, whose names all its tensors may begin with.
 _WRAPPERS = ("app", "state", "state_dict", "model", "module", "_orig_mod")
-_STACKED = re.compile(r"(.*\blayers\.)(?!\d+\.)(.*)")  # Megatron-LM stores all layers as one tensor
+# Megatron-LM stores all layers as one tensor, whose name has no layer number.
+_STACKED = re.compile(r"(.*\blayers\.)(?!\d+\.)(.*)")
 
 
 @dataclass
-class Inert:
+class InertObject:
     """An object of a pickle, as plain data: the name of its class, its arguments, and its state."""
 
     name: str
     arguments: Any = ()
     state: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    __hash__ = object.__hash__  # such objects are keys of dictionaries
+    __hash__ = object.__hash__  # Such objects are keys of dictionaries.
 
     def get(self, name: str) -> Any:
         return self.state.get(name)
 
     def set_state(self, state: Any) -> None:
-        """Takes the attributes that a pickle gives to the object; a pair also has those of its slots."""
-        for part in cast(tuple[Any, ...], state) if isinstance(state, tuple) else (state,):
-            if isinstance(part, dict):
-                self.state.update(
-                    {key: value for key, value in cast(Any, part).items() if isinstance(key, str)}
-                )
+        """Takes the attributes that a pickle gives to the object.
+
+        They are a dictionary, or a tuple of dictionaries if the object has slots. TensorProperties
+        have a tuple of plain values, which become the arguments.
+        """
         if isinstance(state, tuple):
-            self.arguments = cast(Any, state)  # TensorProperties
+            parts = cast(tuple[Any, ...], state)
+            self.arguments = parts
+        else:
+            parts = (state,)
+        for part in parts:
+            if isinstance(part, dict):
+                attributes = cast(dict[Any, Any], part)
+                self.state.update({k: v for k, v in attributes.items() if isinstance(k, str)})
 
 
-class _Machine:
-    """Runs a pickle without building anything but plain values and `Inert` objects."""
+class _InertUnpickler:
+    """Runs a pickle without building anything but plain values and `InertObject`s."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
 
-    def run(self, content: bytes) -> Any:
+    def load(self, content: bytes) -> Any:
         for opcode, argument, _ in pickletools.genops(content):
             if opcode.name == "STOP":
                 return self.stack.pop()
-            step = _STEPS.get(opcode.name)
-            if step is None:
+            run_opcode = _OPCODES.get(opcode.name)
+            if run_opcode is None:
                 raise ValueError(f"it has the opcode {opcode.name}")
-            step(self, argument)
+            run_opcode(self, argument)
         raise ValueError("it has no end")
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
-    def since_mark(self) -> list[Any]:
+    def pop_since_mark(self) -> list[Any]:
         start = self.marks.pop()
         values = self.stack[start:]
         del self.stack[start:]
         return values
 
-    def last(self, count: int) -> list[Any]:
+    def pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:
             raise IndexError("it takes more values than there are")
-        values = self.stack[len(self.stack) - count :]
-        del self.stack[len(self.stack) - count :]
+        start = len(self.stack) - count
+        values = self.stack[start:]
+        del self.stack[start:]
         return values
 
-    def find(self, name: str) -> None:
+    def find_class(self, name: str) -> None:
         """Pushes a known class or function, or an element type."""
-        if name not in _KNOWN and not re.fullmatch(r"torch\.\w+", name):
+        if name not in _KNOWN_NAMES and not re.fullmatch(r"torch\.\w+", name):
             raise ValueError(f"it holds a {name}")
-        self.push(Inert(name))
+        self.push(InertObject(name))
 
     def call(self) -> None:
-        called, arguments = self.last(2)
-        if not isinstance(called, Inert) or called.state or called.arguments:
+        called, arguments = self.pop(2)
+        if not isinstance(called, InertObject) or called.state or called.arguments:
             raise ValueError("it calls something that is not a known class")
         if called.name == "builtins.getattr":
-            self.push(_enum_member(arguments))
+            self.push(_make_enum_member(arguments))
+        elif called.name == "collections.OrderedDict":
+            self.push({})
         else:
-            self.push(
-                {} if called.name == "collections.OrderedDict" else Inert(called.name, arguments)
-            )
+            self.push(InertObject(called.name, arguments))
 
     def build(self) -> None:
-        target, state = self.last(2)
-        if isinstance(target, Inert):
+        target, state = self.pop(2)
+        if isinstance(target, InertObject):
             target.set_state(state)
         self.push(target)
 
@@ -145,7 +160,8 @@ class _Machine:
         if not isinstance(target, dict):
             raise ValueError("it sets items of something that is not a dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if not isinstance(key, (str, int, Inert)):  # hashing nested tuples can take forever
+            # Hashing nested tuples can take forever.
+            if not isinstance(key, (str, int, InertObject)):
                 raise ValueError(f"it has a {type(key).__name__} as key")
             target[key] = value
 
@@ -156,58 +172,96 @@ class _Machine:
         cast(list[Any], target).extend(items)
 
 
-def _enum_member(arguments: Any) -> Inert:
-    """Returns a member of an enumeration, which some versions of Python pickle as `getattr(kind, name)`."""
+def _make_enum_member(arguments: Any) -> InertObject:
+    """Returns a member of an enumeration.
+
+    Some versions of Python pickle it as `getattr(kind, name)`.
+    """
     match arguments:
-        case (Inert(arguments=()) as kind, str(member)) if not kind.state and member.isidentifier():
-            return Inert(kind.name, (member,))
+        case (InertObject(arguments=()) as kind, str(member)) if (
+            not kind.state and member.isidentifier()
+        ):
+            return InertObject(kind.name, (member,))
         case _:
             raise ValueError("it holds a builtins.getattr of something that is not an enumeration")
 
 
-def _constant(machine: _Machine, argument: Any) -> None:
-    machine.push(argument)
+def _push_constant(unpickler: _InertUnpickler, argument: Any) -> None:
+    unpickler.push(argument)
 
 
-_STEPS: Mapping[str, Callable[[_Machine, Any], None]] = {
+_OPCODES: Mapping[str, Callable[[_InertUnpickler, Any], None]] = {
     "PROTO": lambda m, _: None,
     "FRAME": lambda m, _: None,
     "MARK": lambda m, _: m.marks.append(len(m.stack)),
     "NONE": lambda m, _: m.push(None),
     "NEWTRUE": lambda m, _: m.push(True),
     "NEWFALSE": lambda m, _: m.push(False),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _constant),
-    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _constant),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _push_constant),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push_constant),
     "EMPTY_DICT": lambda m, _: m.push({}),
     "EMPTY_LIST": lambda m, _: m.push([]),
     "EMPTY_TUPLE": lambda m, _: m.push(()),
-    "TUPLE": lambda m, _: m.push(tuple(m.since_mark())),
-    "TUPLE1": lambda m, _: m.push(tuple(m.last(1))),
-    "TUPLE2": lambda m, _: m.push(tuple(m.last(2))),
-    "TUPLE3": lambda m, _: m.push(tuple(m.last(3))),
-    "APPEND": lambda m, _: m.append(m.last(1)),
-    "APPENDS": lambda m, _: m.append(m.since_mark()),
-    "SETITEM": lambda m, _: m.set_items(m.last(2)),
-    "SETITEMS": lambda m, _: m.set_items(m.since_mark()),
+    "TUPLE": lambda m, _: m.push(tuple(m.pop_since_mark())),
+    "TUPLE1": lambda m, _: m.push(tuple(m.pop(1))),
+    "TUPLE2": lambda m, _: m.push(tuple(m.pop(2))),
+    "TUPLE3": lambda m, _: m.push(tuple(m.pop(3))),
+    "APPEND": lambda m, _: m.append(m.pop(1)),
+    "APPENDS": lambda m, _: m.append(m.pop_since_mark()),
+    "SETITEM": lambda m, _: m.set_items(m.pop(2)),
+    "SETITEMS": lambda m, _: m.set_items(m.pop_since_mark()),
     "MEMOIZE": lambda m, _: m.memo.__setitem__(len(m.memo), m.stack[-1]),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), lambda m, at: m.memo.__setitem__(at, m.stack[-1])),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda m, at: m.push(m.memo[at])),
-    "GLOBAL": lambda m, name: m.find(name.replace(" ", ".")),
-    "STACK_GLOBAL": lambda m, _: m.find(".".join(map(str, m.last(2)))),
+    "GLOBAL": lambda m, name: m.find_class(name.replace(" ", ".")),
+    "STACK_GLOBAL": lambda m, _: m.find_class(".".join(map(str, m.pop(2)))),
     "REDUCE": lambda m, _: m.call(),
     "NEWOBJ": lambda m, _: m.call(),
     "BUILD": lambda m, _: m.build(),
 }  # fmt: skip
 
 
-def read_metadata(folder: Path) -> Inert:
-    """Returns the `Metadata` of a folder as plain data. ValueError if it is damaged or names other classes."""
+def is_dcp(folder: Path) -> bool:
+    return (folder / METADATA).exists()
+
+
+def open_dcp(folder: Path) -> tuple[SavedRun | None, Mapping[str, StoredTensor]]:
+    """Reads where the tensors of the model are.
+
+    The tensors of optimizers are left out, and so are names of wrappers that all others begin with.
+
+    Returns:
+        What Megatron-LM stored beside the tensors, if it wrote them; and the tensors by name.
+
+    Raises:
+        ValueError: A file is missing or damaged, or a tensor's chunks do not fit together.
+    """
+    metadata = read_metadata(folder)
+    tensors = _read_tensors(folder, metadata)
+    saved = _read_megatron_run(folder)
+    if saved is not None:
+        tensors = dict(_split_layers(tensors))
+    for wrapper in _WRAPPERS:
+        prefix = f"{wrapper}."
+        if tensors and all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    if not tensors:
+        raise ValueError(f"{folder / METADATA} lists no tensors of a model")
+    return saved, tensors
+
+
+def read_metadata(folder: Path) -> InertObject:
+    """Returns the `Metadata` of a folder as plain data.
+
+    Raises:
+        ValueError: The file is damaged or names other classes.
+    """
     path = checked_file(folder, METADATA)
     size = path.stat().st_size
     if size > LARGEST_METADATA:
         raise ValueError(f"{path} has {size:,} bytes; such a file has at most {LARGEST_METADATA:,}")
     try:
-        found = _Machine().run(path.read_bytes())
+        found = _InertUnpickler().load(path.read_bytes())
     except (
         ValueError,
         IndexError,
@@ -218,84 +272,76 @@ def read_metadata(folder: Path) -> Inert:
         RecursionError,
     ) as error:
         raise ValueError(f"{path} is refused: {str(error)[:200]}") from None
-    if not isinstance(found, Inert) or not found.name.endswith("Metadata"):
+    if not isinstance(found, InertObject) or not found.name.endswith("Metadata"):
         raise ValueError(f"{path} holds no Metadata of {_TORCH}")
     return found
 
 
-def is_dcp(folder: Path) -> bool:
-    return (folder / METADATA).exists()
-
-
-def open_dcp(folder: Path) -> tuple[SavedRun | None, Mapping[str, StoredTensor]]:
-    """Reads where the tensors of the model are, by name, and what Megatron-LM stored beside them, if it wrote them.
-
-    The tensors of optimizers are left out, and so are names of wrappers that all others begin with.
-
-    Raises ValueError if a file is missing or damaged, or if a tensor's chunks do not fit together.
-    """
-    metadata = read_metadata(folder)
-    tensors = dict(_tensors(folder, metadata))
-    saved = _megatron_run(folder)
-    if saved is not None:
-        tensors = dict(_unstack(tensors))
-    for wrapper in _WRAPPERS:
-        if tensors and all(name.startswith(f"{wrapper}.") for name in tensors):
-            tensors = {name.removeprefix(f"{wrapper}."): tensor for name, tensor in tensors.items()}
-    if not tensors:
-        raise ValueError(f"{folder / METADATA} lists no tensors of a model")
-    return saved, tensors
-
-
-def _megatron_run(folder: Path) -> SavedRun | None:
+def _read_megatron_run(folder: Path) -> SavedRun | None:
+    """Returns what megatron-core's own files say, or None if it did not write the folder."""
     description = read_folder_json(folder, "metadata.json")
     if description is None or "sharded_backend" not in description:
         return None
     if description["sharded_backend"] != "torch_dist":
         backend = description["sharded_backend"]
         raise ValueError(
-            f"{folder} is a megatron-core checkpoint of the backend {backend!r}; only torch_dist is read"
+            f"{folder} is a megatron-core checkpoint of the backend {backend!r}; "
+            f"only torch_dist is read"
         )
     path = folder / MEGATRON_ARGUMENTS
     state = read_state(checked_file(folder, path.name)) if path.exists() else {}
+    version = check_version(path, state, VERSION)
     iteration = state.get("iteration")
-    version = checked_version(path, state, VERSION)
-    run = SavedRun("megatron-core torch_dist", version, 1, arguments_of(state), None)
-    return replace(run, iteration=iteration) if type(iteration) is int else run
+    return SavedRun(
+        tool="megatron-core torch_dist",
+        version=version,
+        stages=1,
+        arguments=read_arguments(state),
+        iteration=iteration if type(iteration) is int else None,
+    )
 
 
-Places = dict[
-    tuple[str, tuple[int, ...]], Inert
-]  # name of a tensor, first indices of a chunk -> where it is
-Located = dict[
-    tuple[str, int, int], StoredTensor
-]  # file, offset, length -> what is there; two names can have the same
+# (name of a tensor, first indices of a chunk) -> where the chunk is.
+Places = dict[tuple[str, tuple[int, ...]], InertObject]
+# (file, offset, length) -> the tensor there; two names can have the same.
+Located = dict[tuple[str, int, int], StoredTensor]
 
 
-def _tensors(folder: Path, metadata: Inert) -> Iterator[tuple[str, StoredTensor]]:
-    listed, placed = metadata.get("state_dict_metadata"), metadata.get("storage_data")
+def _read_tensors(folder: Path, metadata: InertObject) -> dict[str, StoredTensor]:
+    """Returns the model's tensors that the metadata lists, by name."""
+    listed = metadata.get("state_dict_metadata")
+    placed = metadata.get("storage_data")
     if not isinstance(listed, dict) or not isinstance(placed, dict):
         raise ValueError(f"{folder / METADATA} must have state_dict_metadata and storage_data")
+
     places: Places = {}
-    located: Located = {}
     for index, place in cast(dict[Any, Any], placed).items():
-        if not isinstance(index, Inert) or not isinstance(place, Inert):
+        if not isinstance(index, InertObject) or not isinstance(place, InertObject):
             raise ValueError(
                 f"{folder / METADATA}: the keys of storage_data must be MetadataIndex objects"
             )
         if index.get("offset") is not None:
-            places[str(index.get("fqn")), _size(index.get("offset"), folder)] = place
+            start = _read_size(index.get("offset"), folder)
+            places[str(index.get("fqn")), start] = place
+
+    tensors: dict[str, StoredTensor] = {}
+    located: Located = {}
     for name, entry in cast(dict[Any, Any], listed).items():
-        if not isinstance(name, str) or not isinstance(entry, Inert):
+        if not isinstance(name, str) or not isinstance(entry, InertObject):
             raise ValueError(f"{folder / METADATA} must list entries by name")
-        is_tensor = entry.name.endswith(".TensorStorageMetadata")
-        if is_tensor and not _OTHERS.fullmatch(name) and not name.endswith("_extra_state"):
-            yield name, _tensor(folder, name, entry, places, located)
+        if not entry.name.endswith(".TensorStorageMetadata"):
+            continue
+        if _NOT_OF_THE_MODEL.fullmatch(name) or name.endswith("_extra_state"):
+            continue
+        tensors[name] = _locate_tensor(folder, name, entry, places, located)
+    return tensors
 
 
-def _size(value: Any, folder: Path) -> tuple[int, ...]:
+def _read_size(value: Any, folder: Path) -> tuple[int, ...]:
     """Returns the numbers of a `torch.Size`."""
-    numbers = value.arguments[0] if isinstance(value, Inert) and len(value.arguments) == 1 else None
+    numbers = None
+    if isinstance(value, InertObject) and len(value.arguments) == 1:
+        numbers = value.arguments[0]
     if not isinstance(numbers, tuple) or len(cast(Any, numbers)) > MOST_DIMENSIONS:
         raise ValueError(f"{folder / METADATA} has a shape that is not a torch.Size")
     found = cast(tuple[Any, ...], numbers)
@@ -304,102 +350,167 @@ def _size(value: Any, folder: Path) -> tuple[int, ...]:
     return found
 
 
-def _tensor(
-    folder: Path, name: str, entry: Inert, places: Places, located: Located
+def _locate_tensor(
+    folder: Path, name: str, entry: InertObject, places: Places, located: Located
 ) -> StoredTensor:
-    shape, chunks = _size(entry.get("size"), folder), entry.get("chunks")
+    """Returns the tensor of one entry of the metadata, with its chunks."""
+    shape = _read_size(entry.get("size"), folder)
+    chunks = entry.get("chunks")
     properties = entry.get("properties")
-    kind = (
-        properties.arguments[0] if isinstance(properties, Inert) and properties.arguments else None
-    )
-    if not isinstance(kind, Inert) or not isinstance(chunks, list) or not chunks:
+    kind = None
+    if isinstance(properties, InertObject) and properties.arguments:
+        kind = properties.arguments[0]
+    if not isinstance(kind, InertObject) or not isinstance(chunks, list) or not chunks:
         raise ValueError(f"{folder / METADATA}: tensor {name} has no type or no chunks")
     dtype = from_torch_name(kind.name)
-    found: list[tuple[tuple[int, ...], StoredTensor]] = []
+    count = len(cast(list[Any], chunks))
+
+    found: list[Chunk] = []
     for chunk in cast(list[Any], chunks):
-        if not isinstance(chunk, Inert):
+        if not isinstance(chunk, InertObject):
             raise ValueError(f"{folder / METADATA}: tensor {name} has a chunk that is none")
-        start, size = _size(chunk.get("offsets"), folder), _size(chunk.get("sizes"), folder)
-        fits = len(start) == len(size) == len(shape)
-        if not fits or any(
-            low + count > most for low, count, most in zip(start, size, shape, strict=True)
-        ):
+        start = _read_size(chunk.get("offsets"), folder)
+        size = _read_size(chunk.get("sizes"), folder)
+        if not _lies_within(start, size, shape):
             where = f"the chunk at {list(start)} of {list(size)}"
             raise ValueError(
                 f"{folder / METADATA}: {where} is outside tensor {name} of {list(shape)}"
             )
-        if (place := places.get((name, start))) is None:
+        place = places.get((name, start))
+        if place is None:
             raise ValueError(
                 f"{folder / METADATA} does not place the chunk at {list(start)} of tensor {name}"
             )
-        label = name if len(cast(Any, chunks)) == 1 else f"{name}{list(start)}"
-        found.append(
-            (start, _chunk(folder, StoredTensor(label, folder, dtype, size, 0), place, located))
-        )
+        label = name if count == 1 else f"{name}{list(start)}"
+        expected = StoredTensor(label, folder, dtype, size, 0)
+        found.append((start, _locate_chunk(folder, expected, place, located)))
     if sum(tensor.numel for _, tensor in found) != prod(shape):
         raise ValueError(
-            f"{folder / METADATA}: the chunks of tensor {name} do not have its {prod(shape):,} elements"
+            f"{folder / METADATA}: the chunks of tensor {name} do not have its "
+            f"{prod(shape):,} elements"
         )
-    return _whole(shape, found)
+    return _join_chunks(shape, found)
 
 
-def _chunk(folder: Path, wanted: StoredTensor, place: Inert, located: Located) -> StoredTensor:
-    """Returns a chunk with its file and offset. ValueError if the file holds another tensor there."""
+def _lies_within(start: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Returns whether a chunk is inside of a tensor of this shape."""
+    if not len(start) == len(size) == len(shape):
+        return False
+    return all(
+        first + count <= length for first, count, length in zip(start, size, shape, strict=True)
+    )
+
+
+def _locate_chunk(
+    folder: Path, expected: StoredTensor, place: InertObject, located: Located
+) -> StoredTensor:
+    """Returns a chunk with its file and offset.
+
+    Raises:
+        ValueError: The file holds another tensor there.
+    """
     from .torch_file import locate_saved_tensor
 
-    path, offset, length = (place.get(name) for name in ("relative_path", "offset", "length"))
+    path = place.get("relative_path")
+    offset = place.get("offset")
+    length = place.get("length")
     if (
         not isinstance(path, str)
         or type(offset) is not int
         or type(length) is not int
         or min(offset, length) < 0
     ):
-        raise ValueError(f"{folder / METADATA} does not say where tensor {wanted.name} is")
-    if place.get("transform_descriptors"):
-        raise ValueError(
-            f"{folder / METADATA}: {wanted.name} is stored with {place.get('transform_descriptors')}"
-        )
+        raise ValueError(f"{folder / METADATA} does not say where tensor {expected.name} is")
+    transforms = place.get("transform_descriptors")
+    if transforms:
+        raise ValueError(f"{folder / METADATA}: {expected.name} is stored with {transforms}")
     if not path.endswith(SUFFIX):
         raise ValueError(
             f"{folder / METADATA} names the file {path!r}, which is not a {SUFFIX} file"
         )
-    if (path, offset, length) not in located:
-        found = locate_saved_tensor(checked_file(folder, path), wanted.name, offset, length)
-        located[path, offset, length] = found
-    found = located[path, offset, length]
-    if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
-        mine, other = f"{wanted.dtype} {list(wanted.shape)}", f"{found.dtype} {list(found.shape)}"
-        raise ValueError(f"{found} is {other}, but {mine} according to {METADATA}")
+    key = (path, offset, length)
+    if key not in located:
+        file = checked_file(folder, path)
+        located[key] = locate_saved_tensor(file, expected.name, offset, length)
+    found = located[key]
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        raise ValueError(
+            f"{found} is {found.dtype} {list(found.shape)}, "
+            f"but {expected.dtype} {list(expected.shape)} according to {METADATA}"
+        )
     return found
 
 
-def _unstack(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:
-    """Yields each layer's tensor of those that Megatron-LM stores for all layers together, and all others."""
+def _split_layers(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields all tensors, those that Megatron-LM stores for all layers together layer by layer."""
     for name, tensor in tensors.items():
         stacked = _STACKED.fullmatch(name)
         if stacked is None or not tensor.shape:
             yield name, tensor
             continue
-        layers: dict[int, list[tuple[tuple[int, ...], StoredTensor]]] = {}
-        for start, chunk in pieces(tensor):
+        layers: dict[int, list[Chunk]] = {}
+        for start, chunk in list_chunks(tensor):
             stride = prod(chunk.shape[1:]) * item_size(chunk.dtype)
-            for at in range(chunk.shape[0]):
-                part = replace(chunk, shape=chunk.shape[1:], offset=chunk.offset + at * stride)
-                layers.setdefault(start[0] + at, []).append((start[1:], part))
-        for layer, parts in layers.items():
-            yield f"{stacked[1]}{layer}.{stacked[2]}", _whole(tensor.shape[1:], parts)
+            for index in range(chunk.shape[0]):
+                row = replace(chunk, shape=chunk.shape[1:], offset=chunk.offset + index * stride)
+                layers.setdefault(start[0] + index, []).append((start[1:], row))
+        for layer, chunks in layers.items():
+            yield f"{stacked[1]}{layer}.{stacked[2]}", _join_chunks(tensor.shape[1:], chunks)
 
 
-def _whole(
-    shape: tuple[int, ...], parts: Sequence[tuple[tuple[int, ...], StoredTensor]]
-) -> StoredTensor:
-    first = parts[0][1]
-    if len(parts) == 1 and first.shape == shape:
+def _join_chunks(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> StoredTensor:
+    """Returns the tensor that consists of these chunks."""
+    first = chunks[0][1]
+    if len(chunks) == 1 and first.shape == shape:
         return first
-    return ChunkedTensor(
-        first.name, first.file, first.dtype, shape, first.offset, tuple(sorted(parts, key=_start))
-    )
+    ordered = sorted(chunks, key=lambda chunk: chunk[0])
+    return ChunkedTensor(first.name, first.file, first.dtype, shape, first.offset, tuple(ordered))
 
 
-def _start(part: tuple[tuple[int, ...], StoredTensor]) -> tuple[int, ...]:
-    return part[0]
+def plan_dcp_file(
+    number: int, shapes: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> tuple[PlannedTorchFile, dict[str, tuple[int, int]]]:
+    """Plans a file of tensors, each in one chunk.
+
+    Args:
+        number: The number of the file among those of the folder.
+        shapes: Name of a tensor -> (safetensors name of its type, shape).
+
+    Returns:
+        The file, and for each tensor the first byte and the length of its chunk.
+    """
+    from .torch_file import plan_concatenated_file
+
+    return plan_concatenated_file(f"__{number}_0{SUFFIX}", shapes)
+
+
+def build_metadata(
+    files: Sequence[tuple[PlannedTorchFile, Mapping[str, tuple[int, int]]]],
+    aliases: Mapping[str, str],
+) -> bytes:
+    """Returns the `.metadata` of such files, which `torch.distributed.checkpoint` reads.
+
+    Args:
+        files: What `plan_dcp_file` returned for each.
+        aliases: Another name for a stored tensor, which needs no bytes -> the stored name.
+    """
+    import torch
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    listed: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for file, windows in files:
+        for stored_name, (start, length) in windows.items():
+            tensor = file.tensors[stored_name]
+            origin = torch.Size([0] * len(tensor.shape))
+            size = torch.Size(tensor.shape)
+            properties = metadata.TensorProperties(dtype=getattr(torch, torch_name(tensor.dtype)))
+            names = [stored_name]
+            names += [alias for alias, kept in aliases.items() if kept == stored_name]
+            for name in names:
+                chunk = metadata.ChunkStorageMetadata(origin, size)
+                listed[name] = metadata.TensorStorageMetadata(properties, size, [chunk])
+                place = cast(Any, filesystem)._StorageInfo(file.name, start, length)
+                places[metadata.MetadataIndex(name, origin, 0)] = place
+    paths = {name: (name,) for name in listed}
+    return pickle.dumps(metadata.Metadata(listed, paths, places, metadata.StorageMeta(), "1.0.0"))

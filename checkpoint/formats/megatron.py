@@ -1,19 +1,20 @@
-"""Reads the folders of Megatron-LM, and those of Megatron-DeepSpeed and GPT-NeoX, which have a file for each layer.
+"""Reads, arranges and names the folders of Megatron-LM and of two of its descendants.
 
-`latest_checkpointed_iteration.txt` names the folder `iter_0001000` or `release`. In it, `mp_rank_01_002` has the file
-of tensor-parallel rank 1 and pipeline stage 2, and `mp_rank_01` that of rank 1 without pipeline stages. After
-Megatron-LM's `training/checkpointing.py`.
+Megatron-LM: `latest_checkpointed_iteration.txt` names the folder `iter_0001000` or `release`. In
+it, `mp_rank_01_002` has the file of tensor-parallel rank 1 and pipeline stage 2, and `mp_rank_01`
+that of rank 1 without pipeline stages. After Megatron-LM's `training/checkpointing.py`.
 
-The other two write `layer_05-model_01-model_states.pt` for tensor-parallel rank 1 and the module at position 5 of the
-pipeline: the embedding, a block, the final norm or the output head. Beside them, `mp_rank_00_model_states.pt` has the
-arguments. After DeepSpeed's `PipelineModule.save_state_dict`.
+Megatron-DeepSpeed and GPT-NeoX write `layer_05-model_01-model_states.pt` for tensor-parallel rank 1
+and the module at position 5 of the pipeline: the embedding, a block, the final norm or the output
+head. Beside them, `mp_rank_00_model_states.pt` has the arguments. After DeepSpeed's
+`PipelineModule.save_state_dict`.
 """
 
 from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,18 +23,17 @@ from ...files.safe_paths import checked_file
 from ..stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
-    from ..layout import RowOrder  # it imports torch, which takes seconds
+    from ..layout import RowOrder
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(_\d{3})?")
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-RANK_FILES = (
-    "model_optim_rng.pt",
-    "model_rng.pt",
-)  # the second one with the distributed optimizer of older releases
-# checkpoint_version -> order of the rows of fused QKV weights; Megatron-LM's fix_query_key_value_ordering
+# The file in a rank's folder; the second name is that of older releases' distributed optimizer.
+RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
+# checkpoint_version -> the order of the rows of fused QKV weights.
+# After Megatron-LM's fix_query_key_value_ordering.
 ROW_ORDERS: Mapping[float, RowOrder] = {0: "blocks", 1: "interleaved", 2: "heads", 3: "heads"}
-VERSION = 3.0  # that is written
+VERSION = 3.0  # the checkpoint_version that is written
 DEEPEST = 8  # dictionaries within one another
 
 # Modules whose parameters have a dictionary of their own before megatron-core.
@@ -58,11 +58,11 @@ class SavedRun:
     """What a checkpoint records about the program that wrote it.
 
     Attributes:
-        tool: Name of the program.
+        tool: The name of the program.
         version: Megatron-LM's `checkpoint_version`.
-        stages: Number of pipeline stages.
+        stages: The number of pipeline stages.
         arguments: The plain values of the command line's arguments; empty if none are stored.
-        iteration: Number of steps taken, or None if it is not stored.
+        iteration: The number of steps taken, or None if it is not stored.
     """
 
     tool: str
@@ -76,131 +76,85 @@ class SavedRun:
         return ROW_ORDERS[self.version]
 
     def check_sizes(self, folder: Path, ranks: int) -> None:
-        """Raises ValueError if the arguments claim other numbers of ranks or stages than there are files."""
-        for names, found in (
-            (("tensor_model_parallel_size", "model_parallel_size"), ranks),
-            (("pipeline_model_parallel_size", "pipe_parallel_size"), self.stages),
-        ):
-            for name in names:
-                claimed = self.arguments.get(name, found)
-                if type(claimed) is int and claimed not in (found, 0):
-                    raise ValueError(
-                        f"{folder} has files of {found}, but its arguments say {name}={claimed}"
-                    )
+        """Compares the arguments' numbers of ranks and stages with those of the files.
+
+        Raises:
+            ValueError: They differ.
+        """
+        self._check_size(folder, ("tensor_model_parallel_size", "model_parallel_size"), ranks)
+        self._check_size(
+            folder, ("pipeline_model_parallel_size", "pipe_parallel_size"), self.stages
+        )
+
+    def _check_size(self, folder: Path, names: tuple[str, ...], found: int) -> None:
+        for name in names:
+            claimed = self.arguments.get(name, found)
+            if type(claimed) is int and claimed not in (found, 0):
+                raise ValueError(
+                    f"{folder} has files of {found}, but its arguments say {name}={claimed}"
+                )
 
 
 Ranks = tuple[Mapping[str, StoredTensor], ...]
 
 
-def reader_of(folder: Path) -> Callable[[Path], tuple[SavedRun, Ranks]] | None:
-    """Returns the function that reads the files in `folder`, or None if it has none of these formats."""
+def find_reader(folder: Path) -> Callable[[Path], tuple[SavedRun, Ranks]] | None:
+    """Returns the function that reads the files in `folder`, or None if they have other formats."""
     if any(LAYER_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
         return open_layer_files
-    return open_megatron if rank_folders(folder) else None
+    if list_rank_folders(folder):
+        return open_megatron
+    return None
 
 
-def rank_folders(folder: Path) -> list[re.Match[str]]:
+def list_rank_folders(folder: Path) -> list[re.Match[str]]:
     """Returns the matches of the names of Megatron-LM's rank folders in `folder`."""
-    found = (RANK_FOLDER.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
-    return [
-        match
-        for match in found
-        if match and any((folder / match.string / name).exists() for name in RANK_FILES)
-    ]
+    found: list[re.Match[str]] = []
+    for entry in folder.iterdir():
+        match = RANK_FOLDER.fullmatch(entry.name)
+        if match and entry.is_dir() and any((entry / name).exists() for name in RANK_FILES):
+            found.append(match)
+    return found
 
 
 def open_megatron(folder: Path) -> tuple[SavedRun, Ranks]:
-    """Reads the headers of all files. Returns each tensor-parallel rank's tensors by name, with the whole model's layer
-    numbers.
+    """Reads the headers of all rank files of Megatron-LM.
 
-    Raises ValueError if a file is missing or damaged, or if the files do not belong together.
+    Returns:
+        What the files record about the run; and each tensor-parallel rank's tensors by name, with
+        the layers numbered over the whole model.
+
+    Raises:
+        ValueError: A file is missing or damaged, or the files do not belong together.
     """
-    files = [[_RankFile.read(path) for path in row] for row in _rank_files(folder)]
-    first = files[0][0]
-    for other in (file for row in files for file in row):
-        if other.version != first.version:
-            raise ValueError(
-                f"{other.path} has checkpoint_version {other.version}, but {first.path} {first.version}"
-            )
-    run = SavedRun("Megatron-LM", first.version, len(files[0]), first.arguments, first.iteration)
-    run.check_sizes(folder, len(files))
-    return run, same_names([dict(_with_whole_numbers(row)) for row in files])
-
-
-def open_layer_files(folder: Path) -> tuple[SavedRun, Ranks]:
-    """Does what `open_megatron` does for Megatron-DeepSpeed's and GPT-NeoX's files of layers.
-
-    Their rows of fused QKV are in the order of heads, unless a `checkpoint_version` says otherwise.
-    """
-    grid = {
-        (int(match[2]), int(match[1])): checked_file(folder, match.string)
-        for match in (LAYER_FILE.fullmatch(entry.name) for entry in folder.iterdir())
-        if match
-    }
-    size, numbers = len({rank for rank, _ in grid}), sorted({number for _, number in grid})
-    if missing := sorted(
-        {(rank, number) for rank in range(size) for number in numbers} - grid.keys()
-    ):
-        raise ValueError(
-            f"{folder} has no file of tensor-parallel rank {missing[0][0]}, layer {missing[0][1]}"
-        )
-    main = folder / "mp_rank_00_model_states.pt"
-    state = read_state(checked_file(folder, main.name)) if main.exists() else {}
-    arguments, iteration = arguments_of(state), state.get("iteration")
-    stages = arguments.get("pipe_parallel_size", arguments.get("pipeline_model_parallel_size"))
+    grid = [[_RankFile.read(path) for path in row] for row in _list_rank_files(folder)]
+    first = grid[0][0]
+    for row in grid:
+        for file in row:
+            if file.version != first.version:
+                raise ValueError(
+                    f"{file.path} has checkpoint_version {file.version}, "
+                    f"but {first.path} {first.version}"
+                )
     run = SavedRun(
-        "GPT-NeoX" if "no_weight_tying" in arguments else "Megatron-DeepSpeed",
-        checked_version(main, state, VERSION),
-        stages if type(stages) is int and stages > 0 else 1,
-        arguments,
-        iteration if type(iteration) is int else None,
+        tool="Megatron-LM",
+        version=first.version,
+        stages=len(grid[0]),
+        arguments=first.arguments,
+        iteration=first.iteration,
     )
-    run.check_sizes(folder, size)
-    return run, same_names(
-        [_join_layers([grid[rank, number] for number in numbers]) for rank in range(size)]
-    )
+    run.check_sizes(folder, len(grid))
+    return run, check_same_names([_join_stages(row) for row in grid])
 
 
-def _join_layers(paths: Sequence[Path]) -> dict[str, StoredTensor]:
-    """Returns the tensors of one rank's files, in the order of the pipeline, by Megatron-LM's names.
+def _list_rank_files(folder: Path) -> list[list[Path]]:
+    """Returns the files by tensor-parallel rank and pipeline stage.
 
-    What a file holds is told by its tensors, because the three programs number the modules in different ways.
+    Raises:
+        ValueError: One is missing or not in `folder`.
     """
-    tensors: dict[str, StoredTensor] = {}
-    blocks = 0
-    for path in paths:
-        found = locate_nested(path, read_state(path), "")
-        if "word_embeddings.weight" in found:
-            named = {f"language_model.embedding.{name}": tensor for name, tensor in found.items()}
-        elif any(name.startswith(("attention.", "self_attention.")) for name in found):
-            named = {
-                f"language_model.encoder.layers.{blocks}.{name}": tensor
-                for name, tensor in found.items()
-            }
-            blocks += 1
-        elif len(found) == 1 and found.keys() <= _HEADS:
-            named = {"language_model.output_layer.weight": next(iter(found.values()))}
-        elif {name.rpartition(".")[2] for name in found} == {"weight", "bias"} and len(found) == 2:
-            named = {
-                f"language_model.encoder.final_layernorm.{name.rpartition('.')[2]}": found[name]
-                for name in found
-            }
-        else:
-            raise ValueError(
-                f"{path} holds {', '.join(sorted(found))[:200]}, which no part of a GPT has"
-            )
-        if repeated := sorted(named.keys() & tensors.keys()):
-            raise ValueError(
-                f"{path} has {named[repeated[0]].name} again, which is also in {tensors[repeated[0]].file}"
-            )
-        tensors |= named
-    return tensors
-
-
-def _rank_files(folder: Path) -> list[list[Path]]:
-    """Returns the files by tensor-parallel rank and pipeline stage. ValueError if one is missing or not in `folder`."""
     grid: dict[tuple[int, int], Path] = {}
-    for match in rank_folders(folder):
+    for match in list_rank_folders(folder):
         place = folder / match.string
         if match[3]:
             raise ValueError(
@@ -210,32 +164,25 @@ def _rank_files(folder: Path) -> list[list[Path]]:
             raise ValueError(f"{place} is a link out of its folder; copy the folder first")
         name = next(name for name in RANK_FILES if (place / name).exists())
         grid[int(match[1]), int(match[2] or 0)] = checked_file(place, name)
-    size, stages = (len({position[axis] for position in grid}) for axis in (0, 1))
-    if missing := sorted(
-        {(rank, stage) for rank in range(size) for stage in range(stages)} - grid.keys()
-    ):
-        rank, stage = missing[0]
-        raise ValueError(
-            f"{folder} has no file of tensor-parallel rank {rank}, pipeline stage {stage}"
-        )
+    size = len({rank for rank, _ in grid})
+    stages = len({stage for _, stage in grid})
+    for rank in range(size):
+        for stage in range(stages):
+            if (rank, stage) not in grid:
+                raise ValueError(
+                    f"{folder} has no file of tensor-parallel rank {rank}, pipeline stage {stage}"
+                )
     return [[grid[rank, stage] for stage in range(stages)] for rank in range(size)]
-
-
-def same_names(ranks: Sequence[Mapping[str, StoredTensor]]) -> Ranks:
-    """Returns the ranks after checking that all have tensors of the same names."""
-    for rank in ranks[1:]:
-        if differing := sorted(rank.keys() ^ ranks[0].keys()):
-            (tensor,) = (
-                tensors[differing[0]] for tensors in (rank, ranks[0]) if differing[0] in tensors
-            )
-            raise ValueError(f"{tensor} is not in the files of all tensor-parallel ranks")
-    return tuple(ranks)
 
 
 @dataclass(frozen=True)
 class _RankFile:
-    """The contents of one file. `chunks` are the tensors by name of each part of the model that the stage holds: more
-    than one with interleaved pipeline stages."""
+    """The contents of one file of Megatron-LM.
+
+    Attributes:
+        chunks: The tensors by name of each part of the model that the stage holds: more than one
+            with interleaved pipeline stages.
+    """
 
     path: Path
     version: float
@@ -246,27 +193,155 @@ class _RankFile:
     @classmethod
     def read(cls, path: Path) -> _RankFile:
         state = read_state(path)
-        version = checked_version(path, state, 0)
-        names = sorted(
-            (int(match[1] or 0), name) for name in state if (match := _MODEL.fullmatch(str(name)))
-        )
-        if not names:
+        version = check_version(path, state, 0)
+        models: list[tuple[int, str]] = []
+        for name in state:
+            match = _MODEL.fullmatch(str(name))
+            if match:
+                models.append((int(match[1] or 0), name))
+        if not models:
             raise ValueError(
                 f"{path} has no model; its entries are {', '.join(sorted(map(str, state)))[:200]}"
             )
-        chunks = tuple(locate_nested(path, state[name], f"{name}.") for _, name in names)
+        chunks = [locate_nested(path, state[name], f"{name}.") for _, name in sorted(models)]
         iteration = state.get("iteration")
         return cls(
-            path,
-            version,
-            arguments_of(state),
-            iteration if type(iteration) is int else None,
-            chunks,
+            path=path,
+            version=version,
+            arguments=read_arguments(state),
+            iteration=iteration if type(iteration) is int else None,
+            chunks=tuple(chunks),
         )
 
 
+def _join_stages(stages: Sequence[_RankFile]) -> dict[str, StoredTensor]:
+    """Returns the tensors of one tensor-parallel rank. Each chunk numbers its layers from 0.
+
+    The first chunks of all stages hold the first layers, in order, then come the second chunks of
+    all stages.
+    """
+    counts = {len(file.chunks) for file in stages}
+    if len(counts) > 1:
+        raise ValueError(
+            f"{stages[0].path.parent.parent} has stages of {sorted(counts)} chunks; "
+            f"all must have as many"
+        )
+    (count,) = counts
+    tensors: dict[str, StoredTensor] = {}
+    layers_before = 0
+    for chunk in range(count):
+        for file in stages:
+            matches = map(_LAYER.fullmatch, file.chunks[chunk])
+            numbers = {int(match[2]) for match in matches if match}
+            if numbers != set(range(len(numbers))):
+                raise ValueError(
+                    f"{file.path} has the layers {sorted(numbers)[:20]}; "
+                    f"they must be numbered from 0 on"
+                )
+            for name, tensor in file.chunks[chunk].items():
+                match = _LAYER.fullmatch(name)
+                if match:
+                    name = f"{match[1]}{int(match[2]) + layers_before}{match[3]}"
+                if name in tensors:
+                    raise ValueError(f"{tensor} is also in another pipeline stage")
+                tensors[name] = tensor
+            layers_before += len(numbers)
+    return tensors
+
+
+def open_layer_files(folder: Path) -> tuple[SavedRun, Ranks]:
+    """Does what `open_megatron` does for Megatron-DeepSpeed's and GPT-NeoX's files of layers.
+
+    Their rows of fused QKV are in the order of heads, unless a `checkpoint_version` says otherwise.
+    """
+    grid: dict[tuple[int, int], Path] = {}
+    for entry in folder.iterdir():
+        match = LAYER_FILE.fullmatch(entry.name)
+        if match:
+            grid[int(match[2]), int(match[1])] = checked_file(folder, match.string)
+    size = len({rank for rank, _ in grid})
+    numbers = sorted({number for _, number in grid})
+    for rank in range(size):
+        for number in numbers:
+            if (rank, number) not in grid:
+                raise ValueError(
+                    f"{folder} has no file of tensor-parallel rank {rank}, layer {number}"
+                )
+
+    main = folder / "mp_rank_00_model_states.pt"
+    state = read_state(checked_file(folder, main.name)) if main.exists() else {}
+    arguments = read_arguments(state)
+    iteration = state.get("iteration")
+    stages = arguments.get("pipe_parallel_size", arguments.get("pipeline_model_parallel_size"))
+    run = SavedRun(
+        tool="GPT-NeoX" if "no_weight_tying" in arguments else "Megatron-DeepSpeed",
+        version=check_version(main, state, VERSION),
+        stages=stages if type(stages) is int and stages > 0 else 1,
+        arguments=arguments,
+        iteration=iteration if type(iteration) is int else None,
+    )
+    run.check_sizes(folder, size)
+    ranks = [_join_layers([grid[rank, number] for number in numbers]) for rank in range(size)]
+    return run, check_same_names(ranks)
+
+
+def _join_layers(paths: Sequence[Path]) -> dict[str, StoredTensor]:
+    """Returns the tensors of one rank's files, in the order of the pipeline, by Megatron-LM's names.
+
+    What a file holds is told by its tensors, because the programs number the modules in different
+    ways.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    blocks = 0
+    for path in paths:
+        found = locate_nested(path, read_state(path), "")
+        last_names = {name.rpartition(".")[2] for name in found}
+        named: dict[str, StoredTensor] = {}
+        if "word_embeddings.weight" in found:
+            for name, tensor in found.items():
+                named[f"language_model.embedding.{name}"] = tensor
+        elif any(name.startswith(("attention.", "self_attention.")) for name in found):
+            for name, tensor in found.items():
+                named[f"language_model.encoder.layers.{blocks}.{name}"] = tensor
+            blocks += 1
+        elif len(found) == 1 and found.keys() <= _HEADS:
+            (named["language_model.output_layer.weight"],) = found.values()
+        elif len(found) == 2 and last_names == {"weight", "bias"}:
+            for name, tensor in found.items():
+                named[f"language_model.encoder.final_layernorm.{name.rpartition('.')[2]}"] = tensor
+        else:
+            raise ValueError(
+                f"{path} holds {', '.join(sorted(found))[:200]}, which no part of a GPT has"
+            )
+        repeated = sorted(named.keys() & tensors.keys())
+        if repeated:
+            raise ValueError(
+                f"{path} has {named[repeated[0]].name} again, "
+                f"which is also in {tensors[repeated[0]].file}"
+            )
+        tensors |= named
+    return tensors
+
+
+def check_same_names(ranks: Sequence[Mapping[str, StoredTensor]]) -> Ranks:
+    """Returns the ranks after checking that all have tensors of the same names."""
+    first = ranks[0]
+    for rank in ranks[1:]:
+        differing = sorted(rank.keys() ^ first.keys())
+        if differing:
+            holder = rank if differing[0] in rank else first
+            raise ValueError(
+                f"{holder[differing[0]]} is not in the files of all tensor-parallel ranks"
+            )
+    return tuple(ranks)
+
+
 def read_state(path: Path) -> dict[Any, Any]:
-    """Returns the dictionary in a torch file, whose tensors have no storage. ValueError if it holds something else."""
+    """Returns the dictionary in a torch file, whose tensors have no storage.
+
+    Raises:
+        ValueError: The file holds something else.
+    """
     from .torch_file import load_without_storage
 
     state = load_without_storage(path)
@@ -275,8 +350,12 @@ def read_state(path: Path) -> dict[Any, Any]:
     return cast(dict[Any, Any], state)
 
 
-def checked_version(path: Path, state: Mapping[Any, Any], default: float) -> float:
-    """Returns the `checkpoint_version` of a file. ValueError if it is none that can be read."""
+def check_version(path: Path, state: Mapping[Any, Any], default: float) -> float:
+    """Returns the `checkpoint_version` of a file.
+
+    Raises:
+        ValueError: It is none that can be read.
+    """
     version = state.get("checkpoint_version", default)
     if type(version) not in (int, float) or version not in ROW_ORDERS:
         known = ", ".join(f"{number:.1f}" for number in ROW_ORDERS)
@@ -286,93 +365,83 @@ def checked_version(path: Path, state: Mapping[Any, Any], default: float) -> flo
     return version
 
 
-def arguments_of(state: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Returns the plain values of the arguments that a file holds, or none. GPT-NeoX stores them in a dictionary."""
+def read_arguments(state: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Returns the plain values of the arguments that a file holds, or none.
+
+    GPT-NeoX stores them in a dictionary, the others in an `argparse.Namespace`.
+    """
     from .torch_file import SavedArguments
 
     found = state.get("args")
     if isinstance(found, dict):
-        return SavedArguments.plain(cast(dict[Any, Any], found))
-    return found.values if isinstance(found, SavedArguments) else {}
+        return SavedArguments.select_plain(cast(dict[Any, Any], found))
+    if isinstance(found, SavedArguments):
+        return found.values
+    return {}
 
 
 def locate_nested(path: Path, tree: Any, what: str) -> dict[str, StoredTensor]:
-    """Returns the tensors in nested dictionaries, by their keys joined with dots; Transformer Engine's extra states are
-    left out."""
+    """Returns the tensors in nested dictionaries, by their keys joined with dots.
+
+    Transformer Engine's extra states are left out.
+
+    Args:
+        path: The file that the dictionaries were read from.
+        tree: The dictionaries.
+        what: What a message puts before the names.
+    """
     from .torch_file import locate_tensors
 
     flat: dict[str, Any] = {}
-    seen = set[int]()  # a pickle may nest a dictionary in itself
+    seen = set[int]()  # A pickle may nest a dictionary in itself.
 
-    def add(prefix: str, value: Any, depth: int) -> None:
+    def flatten(prefix: str, value: Any, depth: int) -> None:
         if not isinstance(value, dict):
             if prefix in flat:
                 raise ValueError(f"{path} has the tensor {what}{prefix} twice")
             flat[prefix] = value
-        elif depth > DEEPEST or id(cast(Any, value)) in seen:
+            return
+        if depth > DEEPEST or id(cast(Any, value)) in seen:
             raise ValueError(
-                f"{path} has the dictionary {what}{prefix} twice, or more than {DEEPEST} in one another"
+                f"{path} has the dictionary {what}{prefix} twice, "
+                f"or more than {DEEPEST} in one another"
             )
-        else:
-            seen.add(id(cast(Any, value)))
-            for name, entry in cast(dict[Any, Any], value).items():
-                if not str(name).endswith("_extra_state"):
-                    add(f"{prefix}.{name}" if prefix else str(name), entry, depth + 1)
+        seen.add(id(cast(Any, value)))
+        for name, entry in cast(dict[Any, Any], value).items():
+            if not str(name).endswith("_extra_state"):
+                flatten(f"{prefix}.{name}" if prefix else str(name), entry, depth + 1)
 
     if not isinstance(tree, dict):
         raise ValueError(
             f"{path}: {what[:-1] or 'its content'} is a {type(tree).__name__}, not named tensors"
         )
-    add("", cast(Any, tree), 0)
+    flatten("", cast(Any, tree), 0)
     return locate_tensors(path, flat)
 
 
-def megatron_state(
+def build_rank_state(
     tensors: Mapping[str, Any], arguments: Mapping[str, Any], nested: bool
 ) -> dict[str, Any]:
-    """Returns the contents of a rank's file. `nested`: the modules are dictionaries, as before megatron-core."""
+    """Returns the contents of a rank's file.
+
+    Args:
+        tensors: The rank's tensors by their names in Megatron-LM.
+        arguments: The command line's arguments.
+        nested: Whether the modules are dictionaries, as before megatron-core.
+    """
     model: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        place = model
+        module = model
         if nested:
             stem = next((prefix for prefix in _NESTED if name.startswith(f"{prefix}.")), "")
             for key in filter(None, stem.split(".")):
-                place = place.setdefault(key, {})
-            name = name.removeprefix(f"{stem}.") if stem else name
-        place[name] = tensor
+                module = module.setdefault(key, {})
+            if stem:
+                name = name.removeprefix(f"{stem}.")
+        module[name] = tensor
     return {
         "checkpoint_version": VERSION,
         "iteration": 0,
         "args": Namespace(**arguments),
         "model": model,
     }
-
-
-def _with_whole_numbers(stages: Sequence[_RankFile]) -> Iterator[tuple[str, StoredTensor]]:
-    """Yields the tensors of one tensor-parallel rank. Their files number the layers of each chunk from 0.
-
-    The first chunks of all stages hold the first layers, in order, then come the second chunks of all stages.
-    """
-    counts = {len(file.chunks) for file in stages}
-    if len(counts) > 1:
-        raise ValueError(
-            f"{stages[0].path.parent.parent} has stages of {sorted(counts)} chunks; all must have as many"
-        )
-    offset, seen = 0, set[str]()
-    for number in range(counts.pop()):
-        for file in stages:
-            numbers = {
-                int(match[2]) for match in map(_LAYER.fullmatch, file.chunks[number]) if match
-            }
-            if numbers != set(range(len(numbers))):
-                raise ValueError(
-                    f"{file.path} has the layers {sorted(numbers)[:20]}; they must be numbered from 0 on"
-                )
-            for name, tensor in file.chunks[number].items():
-                local = _LAYER.fullmatch(name)
-                whole = f"{local[1]}{int(local[2]) + offset}{local[3]}" if local else name
-                if whole in seen:
-                    raise ValueError(f"{tensor} is also in another pipeline stage")
-                seen.add(whole)
-                yield whole, tensor
-            offset += len(numbers)

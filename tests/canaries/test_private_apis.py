@@ -636,7 +636,7 @@ def test_torch_load_tells_where_bytes_lie(tmp_path):
 
 def test_torch_saves_a_tensor_as_a_call_that_builds_it_from_its_storage():
     with needed_by(
-        "checkpoint/new_file.py, which writes files as torch.save does",
+        "checkpoint/formats/torch_file.py, which writes files as torch.save does",
         breaks="files that the converter writes for DeepSpeed do not load",
         remedy="name the function that torch.save names now, with its arguments",
     ):
@@ -648,7 +648,7 @@ def test_torch_saves_a_tensor_as_a_call_that_builds_it_from_its_storage():
 
 def test_the_metadata_of_a_distributed_checkpoint_has_known_classes():
     with needed_by(
-        "checkpoint/formats/dcp.py, which reads .metadata by the names of its classes, and checkpoint/new_file.py",
+        "checkpoint/formats/dcp.py, which reads and writes .metadata by the names of its classes",
         breaks="folders of torch.distributed.checkpoint are refused, or it does not load those of the converter",
         remedy="add the new names to those that the reader knows, and write what filesystem.py expects",
     ):

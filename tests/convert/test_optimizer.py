@@ -14,7 +14,7 @@ from every_case import every_day
 from safetensors.torch import load_file
 from training import losses, native_t5, on_ranks
 
-from shardzoo.checkpoint.folder_files import changed_files
+from shardzoo.checkpoint.folder_files import find_changed_files
 from shardzoo.cli.convert import main
 from shardzoo.convert.operations import Options, split
 from shardzoo.trainer.run_folder import RunFolder
@@ -65,7 +65,7 @@ def test_a_run_goes_on_as_if_the_trainer_had_moved_it(
     before = file_tree(source)
     split(source, tmp_path / "moved", size, Options(with_optimizer=True))
     assert file_tree(source) == before
-    assert not list(changed_files(tmp_path / "moved"))
+    assert not list(find_changed_files(tmp_path / "moved"))
     assert len(list((tmp_path / "moved").glob("optimizer_*.safetensors"))) == size
     assert not list((tmp_path / "moved").glob("random_*"))
     arguments = {key: value for key, value in RUNS[name].items() if key != "stages"}

@@ -18,7 +18,7 @@ from shardzoo.checkpoint.checkpoint import open_checkpoint
 from shardzoo.convert import workers
 from shardzoo.convert.operations import Options, merge, split
 from shardzoo.convert.plan import plan_conversion
-from shardzoo.convert.target import huggingface_target, shards_target
+from shardzoo.convert.target import build_huggingface_target, build_shards_target
 
 KILLS = int(os.environ.get("SHARDZOO_KILLS", "0"))
 KINDS = every_day(["split", "merge"], more=["reshard"])
@@ -120,7 +120,8 @@ def wanted_copies(source: Path, kind: str) -> tuple:
     """The copies of the conversion, each of which is a line of the journal."""
     merged = kind in ("merge", "dcp") or kind.startswith("from")
     return plan_conversion(
-        source, huggingface_target if merged else lambda mapped: shards_target(mapped, 4)
+        source,
+        build_huggingface_target if merged else lambda mapped: build_shards_target(mapped, 4),
     ).copies
 
 

@@ -19,7 +19,7 @@ from tiny_models import hf_model
 from training import Pairs, on_ranks
 
 from shardzoo.checkpoint.checkpoint import open_checkpoint
-from shardzoo.checkpoint.folder_files import read_state_file, seal
+from shardzoo.checkpoint.folder_files import read_state_file, write_state_file
 from shardzoo.checkpoint.rank_files import write_tensors
 from shardzoo.checkpoint.tensor_reader import tensor_bytes
 from shardzoo.cli.convert import main
@@ -362,7 +362,7 @@ def test_copies_of_a_run_may_differ_by_rounding(by, saved, tmp_path, capsys):
     replace(manifest, tensors=records).write(source)
     state = read_state_file(source)
     (source / "trainer_state.json").unlink()
-    seal(source, state)
+    write_state_file(source, state)
     command = ["merge", str(source), str(tmp_path / "merged")]
     if by > 1e-3:
         assert main(command) == main(["verify", str(source)]) == 2

@@ -16,7 +16,7 @@ from safetensors.torch import load, load_file
 from tiny_models import tokenizer_like
 from training import Pairs, native_t5, run_training
 
-from shardzoo.checkpoint.rank_files import TensorPart, share_of_file, write_share
+from shardzoo.checkpoint.rank_files import TensorPart, divide_file, write_share
 from shardzoo.cli.main import main
 from shardzoo.files.json_digest import add_digest
 from shardzoo.trainer.checkpointing.resume import verify_checkpoint
@@ -295,10 +295,10 @@ def test_ranks_write_one_file_together(tmp_path, ranks, partitioned):
     """It has the bytes that one rank writes, and safetensors itself reads it."""
     whole = tensors()
     alone = tmp_path / "alone"
-    write_share(alone, contiguous(share_of_file(whole)))
+    write_share(alone, contiguous(divide_file(whole)))
     spans = []
     for rank in reversed(range(ranks)):
-        share = share_of_file(parts_of(whole, rank, ranks) if partitioned else whole, rank, ranks)
+        share = divide_file(parts_of(whole, rank, ranks) if partitioned else whole, rank, ranks)
         ranges, digest = write_share(tmp_path / "together", contiguous(share))
         content = (tmp_path / "together").read_bytes()
         assert digest == hashlib.sha256(b"".join(content[a:b] for a, b in ranges)).hexdigest()

@@ -140,7 +140,7 @@ class ShardedFiles:
         with ShardedReader(stored.ranks, shards) as reader:
             for name, parameter in parameters.items():
                 copy_checked(
-                    folder, name, reader.local(name, ranks.tp_rank, ranks.tp_size), parameter
+                    folder, name, reader.read_part(name, ranks.tp_rank, ranks.tp_size), parameter
                 )
 
 
@@ -326,4 +326,4 @@ def read_optimizer(folder: Path, model: nn.Module, ranks: Ranks) -> dict[str, Te
         wanted = [
             name for name in stored[0] if ranks.pp_size == 1 or name.split("/", 1)[1] in parameters
         ]
-        return {name: reader.local(name, ranks.tp_rank, ranks.tp_size) for name in wanted}
+        return {name: reader.read_part(name, ranks.tp_rank, ranks.tp_size) for name in wanted}

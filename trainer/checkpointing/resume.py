@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ...checkpoint.folder_files import STATE, changed_files, read_state_file
+from ...checkpoint.folder_files import STATE, find_changed_files, read_state_file
 from ...checkpoint.rank_files import rank_file
 from ...checkpoint.tensor_reader import read_tensors
 from ...files.printable import printable
@@ -181,7 +181,7 @@ def verify_checkpoint(folder: Path, share: int = 0, shares: int = 1) -> str:
     Returns the first problem, or "".
     """
     try:
-        problem = next(changed_files(folder, share, shares), "")
+        problem = next(find_changed_files(folder, share, shares), "")
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
     except ValueError as error:

@@ -15,17 +15,18 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...checkpoint.folder_files import EVERY_FILE, STATE, file_digest, read_state_file
+from ...checkpoint.folder_files import STATE, STATE_VERSION, read_state_file
 from ...checkpoint.rank_files import (
     OPTIMIZER,
     FileShare,
     TensorPart,
+    divide_file,
     rank_file,
-    share_of_file,
     write_share,
 )
 from ...checkpoint.tensor_reader import tensor_bytes
 from ...files.durable import sync, write_durably
+from ...files.hashing import hash_file
 from ...files.json_digest import add_digest
 from ..engines.engine import Engine
 from ..engines.state import model_tensors, persistent_buffers
@@ -88,7 +89,7 @@ class Snapshot:
 
     def divide(self) -> None:
         """Finds this rank's share of each file, in the model's and the optimizer's own tensors."""
-        self.files = {name: share_of_file(*own) for name, own in self.tensors.items()}
+        self.files = {name: divide_file(*own) for name, own in self.tensors.items()}
 
     def copy(self, buffers: StagingBuffers) -> None:
         """Copies this rank's shares to the buffers, so that the next update may change the
@@ -232,7 +233,7 @@ def _hash_cut_tensors(snapshot: Snapshot, folder: Path, ranks: Ranks) -> dict[st
         return {}
     cut = sorted(snapshot.files[snapshot.weights].cut.items())[ranks.dp_rank :: ranks.dp_size]
     return {
-        name: file_digest(folder / snapshot.weights, [(at, at + size)]) for name, (at, size) in cut
+        name: hash_file(folder / snapshot.weights, [(at, at + size)]) for name, (at, size) in cut
     }
 
 
@@ -266,7 +267,7 @@ def _complete(
     for entry in partial.iterdir():
         if entry.name not in digests:
             sync(entry)
-            digests[entry.name] = file_digest(entry)
+            digests[entry.name] = hash_file(entry)
     sizes = {entry.name: entry.stat().st_size for entry in partial.iterdir()}
     write_state(partial / STATE, snapshot.state, files=digests, sizes=sizes)
     shutil.rmtree(folder, ignore_errors=True)
@@ -295,7 +296,7 @@ def write_state(path: Path, state: TrainerState, **of_files: Mapping[str, Any]) 
     sizes.
     """
     recorded = {key: dict(sorted(values.items())) for key, values in of_files.items()}
-    _write_content(path, {**asdict(state), "version": EVERY_FILE, **recorded})
+    _write_content(path, {**asdict(state), "version": STATE_VERSION, **recorded})
 
 
 def amend_state(folder: Path, **values: Any) -> None:
