@@ -20,7 +20,7 @@ from .help import HelpPage, show_commands
 
 if TYPE_CHECKING:
     from ..convert.operations import Options, Outcome
-    from ..convert.verification import Verdict
+    from ..convert.verification import VerificationReport
 
 DIFFERENT = 1
 INTERRUPTED = 130
@@ -334,8 +334,8 @@ def run_diff(command: DiffCheckpoints) -> int:
         from ..convert.verification import verify_equal
 
         with transfer_progress(as_json=command.json) as report:
-            verdict = verify_equal(command.first, command.second, Options(), report)
-        return _print_verdict(command.json, verdict, "compared")
+            result = verify_equal(command.first, command.second, Options(), report)
+        return _print_verification(command.json, result, "compared")
     found = diff(first, second)
     if command.json:
         print(json.dumps(asdict(found)))
@@ -363,16 +363,15 @@ def run_verify(command: VerifyCheckpoint) -> int:
         return _run_logits(command)
     with transfer_progress(as_json=command.json) as report:
         if command.second is not None:
-            verdict, done = (
-                verification.verify_equal(command.first, command.second, options, report),
-                "compared",
-            )
+            result = verification.verify_equal(command.first, command.second, options, report)
+            done = "compared"
         elif command.round_trip:
-            verdict = verification.verify_round_trip(command.first, command.tp, options, report)
+            result = verification.verify_round_trip(command.first, command.tp, options, report)
             done = "converted and compared"
         else:
-            verdict, done = verification.verify_folder(command.first, options), "hashed"
-    return _print_verdict(command.json, verdict, done)
+            result = verification.verify_folder(command.first, options)
+            done = "hashed"
+    return _print_verification(command.json, result, done)
 
 
 def _run_logits(command: VerifyCheckpoint) -> int:
@@ -389,15 +388,15 @@ def _run_logits(command: VerifyCheckpoint) -> int:
     return 0 if found.is_close else DIFFERENT
 
 
-def _print_verdict(as_json: bool, verdict: Verdict, done: str) -> int:
+def _print_verification(as_json: bool, result: VerificationReport, done: str) -> int:
     if as_json:
-        print(json.dumps(asdict(verdict)))
+        print(json.dumps(asdict(result)))
     else:
-        for difference in verdict.differences[:MOST_DIFFERENCES]:
+        for difference in result.differences[:MOST_DIFFERENCES]:
             print(printable(difference))
-        state = f"{len(verdict.differences):,} differences" if verdict.differences else "all equal"
-        print(f"{done} {verdict.tensors:,} tensors, {gigabytes(verdict.nbytes)}: {state}")
-    return DIFFERENT if verdict.differences else 0
+        state = f"{len(result.differences):,} differences" if result.differences else "all equal"
+        print(f"{done} {result.tensors:,} tensors, {gigabytes(result.nbytes)}: {state}")
+    return DIFFERENT if result.differences else 0
 
 
 def _shape(shape: list[int]) -> str:

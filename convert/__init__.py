@@ -1,4 +1,20 @@
-"""Converts checkpoint folders between Hugging Face's format and shards of any number of ranks, and verifies them.
+"""Converts checkpoint folders between formats and numbers of ranks, and verifies them.
+
+The way of a tensor of a Hugging Face file to rank 1's file, in `split(source, destination, 2)`:
+
+1. `operations.split` chooses the target's format and calls `_convert`, which takes all steps below.
+2. `checkpoint/checkpoint.py: open_checkpoint` finds the tensor in the header of its file, as a
+   `StoredTensor` (name, file, type, shape, offset). No tensor's bytes are read.
+3. `models/mapping.py: map_checkpoint` builds the model on the meta device and tells, by the
+   family's names, which ranges of which native parameter the tensor holds: a `ParameterPlacement`
+   in the source's `CheckpointLayout` (`checkpoint/layout.py`).
+4. `target.build_shards_target` does the same for the destination: the parameter's `Shard` gives the
+   ranges of each rank, and `checkpoint/planned_file.py` the offsets in `rank_01.safetensors`.
+5. `plan.plan_conversion` checks both layouts and pairs them: a `TensorCopy` for each parameter.
+6. `destination.Destination.begin` creates the files at full size, under names that nothing loads.
+7. `workers.run_copies` runs `copying.run_copy` for each copy in threads: read a block, verify its
+   hash, divide it among the ranks, write and hash it. `journal.Journal` records finished copies.
+8. `Destination.finish` renames the files and writes `manifest.json` last.
 
 Names are imported when they are first used, so that inspecting a folder does not import torch.
 """
@@ -13,12 +29,12 @@ if TYPE_CHECKING:
     from .logits import compare_logits
     from .operations import Options, Outcome, merge, split
     from .plan import dry_run
-    from .verification import Verdict, verify_equal, verify_folder, verify_round_trip
+    from .verification import VerificationReport, verify_equal, verify_folder, verify_round_trip
 
 _MODULES = {
     "Options": "operations",
     "Outcome": "operations",
-    "Verdict": "verification",
+    "VerificationReport": "verification",
     "compare_logits": "logits",
     "diff": "inspection",
     "dry_run": "plan",
@@ -33,7 +49,7 @@ _MODULES = {
 __all__ = [
     "Options",
     "Outcome",
-    "Verdict",
+    "VerificationReport",
     "compare_logits",
     "diff",
     "dry_run",

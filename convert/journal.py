@@ -1,4 +1,4 @@
-"""The work folder of an unfinished conversion: its files, and which copies are complete, so that it can be resumed."""
+"""The journal of an unfinished conversion: which copies are complete, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -23,35 +23,44 @@ def open_partial(folder: Path, name: Path) -> int:
 
 
 class Journal:
-    """The journal of a conversion. It is flushed to the disk once a second and locked against other processes.
+    """The journal of a conversion, in the folder where its files are written.
 
-    `finished` has the hashes of the target tensors of each finished copy, by the copy's index.
+    The first line has the fingerprint of the conversion, each other line a finished copy. The file
+    is flushed to the disk once a second and locked against other processes.
+
+    Attributes:
+        finished: Index of a finished copy -> the hashes of the tensors that it wrote.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
-        """Opens or creates the journal. ValueError if another process writes it, or the fingerprint differs."""
+        """Opens or creates the journal.
+
+        Raises:
+            ValueError: Another process writes it, or the fingerprint differs.
+        """
         path = folder / JOURNAL
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
         _lock(self._file, folder)
         self.finished: dict[int, Digests] = {}
-        lines = _complete_lines(path)
+        lines = _read_complete_lines(path)
         if lines:
             if lines[0].get("fingerprint") != fingerprint:
                 self._file.close()
                 raise ValueError(
-                    f"{folder} was started with another source or other arguments, or the source has changed since; "
-                    f"start again with --overwrite"
+                    f"{folder} was started with another source or other arguments, "
+                    f"or the source has changed since; start again with --overwrite"
                 )
-            self.finished = {
-                line["copy"]: _digests(line["sha256"]) for line in lines[1:] if "sha256" in line
-            }
+            for line in lines[1:]:
+                if "sha256" in line:
+                    self.finished[line["copy"]] = _flatten_digests(line["sha256"])
         else:
             self._file.truncate(0)
             self._append({"fingerprint": fingerprint})
-        self._end_torn_line(path)
+        self._cut_torn_line(path)
         self._synced = time.monotonic()
 
     def record(self, index: int, digests: Digests) -> None:
+        """Adds a finished copy."""
         by_file: dict[str, dict[str, str]] = {}
         for (file, tensor), digest in digests.items():
             by_file.setdefault(str(file), {})[tensor] = digest
@@ -67,7 +76,8 @@ class Journal:
     def _append(self, line: Mapping[str, object]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")
 
-    def _end_torn_line(self, path: Path) -> None:
+    def _cut_torn_line(self, path: Path) -> None:
+        """Removes the last line if a crash left it unfinished."""
         content = path.read_bytes()
         if not content.endswith(b"\n"):
             self._file.truncate(content.rfind(b"\n") + 1)
@@ -75,13 +85,18 @@ class Journal:
 
 def check_unused(folder: Path) -> None:
     """Raises ValueError if another process is writing a conversion's journal in this folder."""
-    if (folder / JOURNAL).exists():
-        with (folder / JOURNAL).open("rb") as file:
+    path = folder / JOURNAL
+    if path.exists():
+        with path.open("rb") as file:
             _lock(file, folder)
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    """Locks the file until it is closed. Closes it and raises ValueError if another process has locked it."""
+    """Locks the file until it is closed.
+
+    Raises:
+        ValueError: Another process has locked it. The file is closed.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -89,9 +104,12 @@ def _lock(file: IO[bytes], folder: Path) -> None:
         raise ValueError(f"another process is writing {folder}") from None
 
 
-def _complete_lines(path: Path) -> list[dict]:
+def _read_complete_lines(path: Path) -> list[dict]:
+    """Returns the objects of all lines before the first one that is torn or damaged."""
     lines = []
     for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break
         try:
             entry = json.loads(line)
         except ValueError:
@@ -99,14 +117,12 @@ def _complete_lines(path: Path) -> list[dict]:
         if not isinstance(entry, dict):
             break
         lines.append(entry)
-        if not line.endswith(b"\n"):
-            lines.pop()
     return lines
 
 
-def _digests(by_file: Mapping[str, Mapping[str, str]]) -> Digests:
-    return {
-        (Path(file), tensor): digest
-        for file, tensors in by_file.items()
-        for tensor, digest in tensors.items()
-    }
+def _flatten_digests(by_file: Mapping[str, Mapping[str, str]]) -> Digests:
+    digests: Digests = {}
+    for file, tensors in by_file.items():
+        for tensor, digest in tensors.items():
+            digests[Path(file), tensor] = digest
+    return digests

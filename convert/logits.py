@@ -1,4 +1,4 @@
-"""Compares the logits of a split model with those of an independent implementation on the same tokens."""
+"""Compares the logits of a split model with those of an independent implementation."""
 
 from __future__ import annotations
 
@@ -23,22 +23,33 @@ from ..mpu import ParallelMesh
 from .operations import Options, merge, split
 from .verification import SMALLEST_SPLIT
 
-TOLERANCE = 1e-5
-BATCH, LENGTH, SEED = 2, 24, 0
+TOLERANCE = 1e-5  # of the largest difference, relative to the largest logit
+BATCH = 2
+LENGTH = 24  # tokens
+SEED = 0
 
 
 @dataclass(frozen=True)
 class LogitsDifference:
-    """The result of `compare_logits`."""
+    """The result of `compare_logits`.
 
-    size: int  # tensor-parallel ranks
-    reference: str  # what the split model was compared with
-    largest: float  # absolute difference of a logit
-    scale: float  # largest absolute logit of the reference
+    Attributes:
+        size: The number of tensor-parallel ranks.
+        reference: What the split model was compared with.
+        largest: The largest absolute difference of a logit.
+        scale: The largest absolute logit of the reference.
+    """
+
+    size: int
+    reference: str
+    largest: float
+    scale: float
 
     @property
     def relative(self) -> float:
-        return self.largest / self.scale if self.scale else self.largest
+        if self.scale == 0:
+            return self.largest
+        return self.largest / self.scale
 
     @property
     def is_close(self) -> bool:
@@ -48,114 +59,125 @@ class LogitsDifference:
 def compare_logits(
     folder: Path, size: int | None, config_file: Path | None = None
 ) -> LogitsDifference:
-    """Compares the fp32 logits of random tokens: those of `size` processes that load shards, and transformers'.
+    """Compares fp32 logits of random tokens: those of a split model, and transformers'.
 
-    If `folder` has another format, shards or a Hugging Face folder are written to a temporary folder. A family that
-    transformers does not have is compared with the unsplit model. By default `size` is the number of rank files, or two
-    for a Hugging Face folder.
+    The split model runs in `size` processes that load shards. If `folder` has another format,
+    shards or a Hugging Face folder are written to a temporary folder. A family that transformers
+    does not have is compared with the unsplit model.
+
+    Args:
+        folder: A folder of any format.
+        size: The number of ranks; by default that of the rank files, or two for a Hugging Face
+            folder.
+        config_file: A `config.json`, or its folder, to use instead of the folder's own.
     """
     source = open_checkpoint(folder, config_file)
     mapped = map_checkpoint(source)
     if size is None:
-        size = len(source.ranks) if source.kind != "huggingface" else SMALLEST_SPLIT
+        size = SMALLEST_SPLIT if source.kind == "huggingface" else len(source.ranks)
     mapped.model.check_size(size)
-    inputs = example_inputs(mapped)
+    inputs = make_example_inputs(mapped)
     options = Options(config_file=config_file)
-    with tempfile.TemporaryDirectory(prefix="logits-") as temporary:
-        shards, plain = folder, folder
+    with tempfile.TemporaryDirectory(prefix="logits-") as name:
+        temporary = Path(name)
+        shards = folder
         if source.kind != "shards" or len(source.ranks) != size:
-            shards = Path(temporary) / "shards"
+            shards = temporary / "shards"
             split(folder, shards, size, options)
+        merged = folder
         if source.kind != "huggingface":
-            plain = Path(temporary) / "merged"
-            merge(folder, plain, options)
-        ours = _split_logits(shards, size, inputs, Path(temporary))
-        known = transformers_class(mapped)
-        theirs = (
-            _reference_logits(known, plain, inputs, mapped)
-            if known
-            else _unsplit_logits(shards, inputs)
-        )
-    reference = (
-        f"transformers' {known.__name__}"
-        if known
-        else "the unsplit model (transformers does not have this family)"
-    )
+            merged = temporary / "merged"
+            merge(folder, merged, options)
+        ours = _compute_split_logits(shards, size, inputs, temporary)
+        kind = find_transformers_class(mapped)
+        if kind is not None:
+            reference = f"transformers' {kind.__name__}"
+            theirs = _compute_reference_logits(kind, merged, inputs, mapped)
+        else:
+            reference = "the unsplit model (transformers does not have this family)"
+            theirs = _compute_unsplit_logits(shards, inputs)
     largest = (ours - theirs).abs().max().item()
     return LogitsDifference(size, reference, largest, theirs.abs().max().item())
 
 
-def example_inputs(mapped: MappedCheckpoint) -> dict[str, Tensor]:
+def make_example_inputs(mapped: MappedCheckpoint) -> dict[str, Tensor]:
     """Returns random tokens [B, S], the same at every call, as arguments of the model."""
     config = mapped.model.config
     generator = torch.Generator().manual_seed(SEED)
     length = min(LENGTH, config.max_sequence_length)
     ids = torch.randint(mapped.model.vocab_size, (BATCH, length), generator=generator)
     ids = cast(type[Backbone], model_class(config)).example_ids(config, ids)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = {"input_ids": ids}
+    # In some families the attention mask has another meaning.
+    if family(config.model_type).masks_padding:
+        inputs["attention_mask"] = torch.ones_like(ids)
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = torch.randint(
             mapped.model.vocab_size, (BATCH, length), generator=generator
         )
-    if not family(config.model_type).masks_padding:
-        del inputs["attention_mask"]  # it has another meaning in this family
     return inputs
 
 
-def logits_of(output: Any) -> Tensor:
-    """Returns the first kind of logits that a model of the zoo or of transformers has, or else its hidden states."""
-    kinds = ("logits", "prediction_logits", "start_logits", "last_hidden_state")
-    return next(getattr(output, name) for name in kinds if hasattr(output, name))
+def select_logits(output: Any) -> Tensor:
+    """Returns the first kind of logits that an output has, or else its hidden states.
+
+    The output is that of a model of the zoo or of transformers.
+    """
+    for name in ("logits", "prediction_logits", "start_logits"):
+        if hasattr(output, name):
+            return getattr(output, name)
+    return output.last_hidden_state
 
 
 @torch.no_grad()
-def _unsplit_logits(folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
+def _compute_unsplit_logits(folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
     model: Any = from_pretrained(folder, dtype=torch.float32)
-    return model.gather_logits(logits_of(model(**inputs)))
+    return model.gather_logits(select_logits(model(**inputs)))
 
 
-def _split_logits(folder: Path, size: int, inputs: Mapping[str, Tensor], temporary: Path) -> Tensor:
+def _compute_split_logits(
+    folder: Path, size: int, inputs: Mapping[str, Tensor], temporary: Path
+) -> Tensor:
     result = temporary / "logits.pt"
-    multiprocessing.set_forkserver_preload(
-        [__name__]
-    )  # imports everything once instead of once per rank
+    # The server of forks imports everything once, instead of each rank.
+    multiprocessing.set_forkserver_preload([__name__])
     arguments = (folder, size, dict(inputs), temporary / "rendezvous", result)
-    start_processes(_rank_logits, arguments, nprocs=size, start_method="forkserver")
+    start_processes(_run_rank, arguments, nprocs=size, start_method="forkserver")
     return torch.load(result, weights_only=True)
 
 
 @torch.no_grad()
-def _rank_logits(
+def _run_rank(
     rank: int, folder: Path, size: int, inputs: dict[str, Tensor], rendezvous: Path, result: Path
 ) -> None:
+    """Computes the logits on one rank; the first rank saves them."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     try:
         mesh = ParallelMesh(size)
         model: Any = from_pretrained(folder, mesh, dtype=torch.float32)
-        logits = model.gather_logits(logits_of(model(**inputs)))
+        logits = model.gather_logits(select_logits(model(**inputs)))
         if rank == 0:
             torch.save(logits, result)
     finally:
         dist.destroy_process_group()
 
 
-def transformers_class(mapped: MappedCheckpoint) -> Any:
-    """Returns transformers' class of the configured architecture; None if transformers does not have the family."""
+def find_transformers_class(mapped: MappedCheckpoint) -> Any:
+    """Returns transformers' class of the configured architecture; None if it has no such family."""
     import transformers
 
     config = mapped.model.config
-    return (
-        getattr(transformers, config.architecture, None)
-        if family(config.model_type).in_transformers
-        else None
-    )
+    if not family(config.model_type).in_transformers:
+        return None
+    return getattr(transformers, config.architecture, None)
 
 
 @torch.no_grad()
-def _reference_logits(
+def _compute_reference_logits(
     kind: Any, folder: Path, inputs: Mapping[str, Tensor], mapped: MappedCheckpoint
 ) -> Tensor:
+    """Returns the logits of transformers' class `kind` with the weights of a Hugging Face folder."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -163,18 +185,18 @@ def _reference_logits(
     model, report = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    if problems := {
-        what: sorted(names) for what, names in report.items() if names and what != "unexpected_keys"
-    }:
+    problems = {}
+    for what, names in report.items():
+        if names and what != "unexpected_keys":
+            problems[what] = sorted(names)
+    if problems:
         raise ValueError(f"transformers cannot load {folder} without problems: {problems}")
     if "head.weight" in mapped.model.parameters:
         # transformers 5 ties the head of every T5, even if the file has a separate one
         # (huggingface/transformers#48154).
         head = from_pretrained(folder, dtype=torch.float32).get_parameter("head.weight")
-        model.get_output_embeddings().weight = torch.nn.Parameter(
-            head[: mapped.model.vocab_size].clone()
-        )
-        model.config.tie_word_embeddings = (
-            False  # by which transformers 5 decides whether to scale a UMT5's logits
-        )
-    return logits_of(model.eval()(**inputs))
+        own_rows = head[: mapped.model.vocab_size].clone()
+        model.get_output_embeddings().weight = torch.nn.Parameter(own_rows)
+        # By this it also decides whether to scale a UMT5's logits.
+        model.config.tie_word_embeddings = False
+    return select_logits(model.eval()(**inputs))

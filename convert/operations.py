@@ -1,10 +1,14 @@
-"""Splits and merges checkpoint folders: Hugging Face to shards, shards to other shards, shards to Hugging Face."""
+"""Splits and merges checkpoint folders.
+
+From Hugging Face to shards, from shards to other shards, from shards to Hugging Face, and from and
+to the formats of other programs. `split` and `merge` differ only in the target that they plan.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +17,12 @@ from typing import Literal
 from ..checkpoint.checkpoint import EXTRAS, open_checkpoint
 from ..checkpoint.dtypes import torch_name
 from ..checkpoint.file_io import HashingWriter, OpenFiles, hash_stored, open_for_reading
-from ..checkpoint.folder_files import list_auxiliary_files, read_state_file
+from ..checkpoint.folder_files import CONFIG, list_auxiliary_files, read_state_file
 from ..checkpoint.manifest import ExtraRecord, Manifest, TensorRecord
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.mapping import MappedCheckpoint
 from ..models.megatron import Style
-from .copying import Digests
+from .copying import Digests, TensorCopy
 from .destination import Destination
 from .journal import Journal, open_partial
 from .plan import ConversionPlan, add_optimizer, plan_conversion, plan_universal, source_state
@@ -49,12 +53,15 @@ class Options:
         dtype: The safetensors name of a type that floating-point tensors are converted to.
         config_file: A `config.json`, or its folder, to use instead of the source's own.
         largest_file: Bytes of weights in one file of a Hugging Face folder.
-        workers: The number of processes that convert, each with one thread; 1 means the threads of this process.
+        workers: The number of processes that convert, each with one thread; 1 means the threads of
+            this process.
         adapter: A folder of peft with LoRA weights for the model, which are merged.
-        with_optimizer: Also move the optimizer's state of a training checkpoint, so that a run resumes from the result.
-        keep_adapter: Keep the adapter beside the weights, in the folder `adapter`, instead of merging it.
-        step_as_tensor: Whether a universal checkpoint has the step count as torch's optimizers keep it, a tensor, or as
-            DeepSpeed's, an int.
+        keep_adapter: Whether to keep the adapter beside the weights, in the folder `adapter`,
+            instead of merging it.
+        with_optimizer: Whether to also move the optimizer's state of a training checkpoint, so that
+            a run resumes from the result.
+        step_as_tensor: Whether a universal checkpoint has the step count as torch's optimizers keep
+            it, a tensor, or as DeepSpeed's, an int.
     """
 
     overwrite: bool = False
@@ -70,7 +77,7 @@ class Options:
     step_as_tensor: bool = False
 
     def check(self) -> None:
-        """Raises ValueError for wrong numbers of threads or processes, or options that exclude one another."""
+        """Raises ValueError for wrong numbers, or options that exclude one another."""
         if self.keep_adapter and self.adapter is None:
             raise ValueError("keep_adapter needs an adapter")
         if self.with_optimizer and (self.adapter is not None or self.dtype is not None):
@@ -82,7 +89,8 @@ class Options:
                 raise ValueError(f"{name} must be from 1 to {MOST_WORKERS}, not {count}")
         if self.workers > 1 and self.jobs is not None:
             raise ValueError(
-                "jobs are threads of one process, and workers are processes of one thread: use one of them"
+                "jobs are threads of one process, and workers are processes of one thread: "
+                "use one of them"
             )
 
     @property
@@ -93,7 +101,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a conversion did; `kept` are bytes that an interrupted run had written and that were still intact."""
+    """What a conversion did.
+
+    Attributes:
+        tensors: The number of tensors.
+        nbytes: The bytes of all tensors.
+        kept: The bytes that an interrupted run had written and that were still intact.
+    """
 
     tensors: int
     nbytes: int
@@ -113,28 +127,37 @@ def split(
 ) -> Outcome:
     """Writes a folder of `size` tensor-parallel ranks from a folder of any format.
 
-    The style is "shardzoo" for `rank_XX.safetensors` files, "legacy" for `mp_rank_XX_model_states.pt` files, or
-    "megatron" for Megatron-LM's folders. Only those have pipeline stages, and several kinds of names for the tensors.
+    Args:
+        source: The folder to read.
+        destination: The folder to write.
+        size: The number of ranks.
+        options: By default those of `Options`.
+        report: Called with the bytes done and the bytes in all.
+        style: "shardzoo" for `rank_XX.safetensors` files, "legacy" for
+            `mp_rank_XX_model_states.pt` files, or "megatron" for Megatron-LM's folders.
+        stages: The number of pipeline stages, for Megatron-LM only.
+        names: The kind of names of the tensors, for Megatron-LM only.
 
-    Raises ValueError if the source is damaged or incomplete, the model cannot be split over `size` ranks, the
-    destination exists, or its disk is too full. Nothing is left of the failed conversion.
+    Raises:
+        ValueError: The source is damaged or incomplete, the model cannot be split over `size`
+            ranks, the destination exists, or its disk is too full. Nothing is left of the failed
+            conversion.
     """
-    if style == "megatron":
-        make_target = partial(build_megatron_target, stages=stages, style=names)
-    elif stages != 1 or names is not None:
+    if style != "megatron" and (stages != 1 or names is not None):
         raise ValueError(
-            f"pipeline stages and names of tensors can be chosen for Megatron-LM only, not for {style}"
+            f"pipeline stages and names of tensors can be chosen for Megatron-LM only, "
+            f"not for {style}"
         )
-    else:
-        make_target = build_legacy_target if style == "legacy" else build_shards_target
     options = options or Options()
-    return _convert(
-        source,
-        destination,
-        options,
-        report,
-        lambda mapped: make_target(mapped, size, options.dtype),
-    )
+
+    def build_target(mapped: MappedCheckpoint) -> Target:
+        if style == "megatron":
+            return build_megatron_target(mapped, size, options.dtype, stages, names)
+        if style == "legacy":
+            return build_legacy_target(mapped, size, options.dtype)
+        return build_shards_target(mapped, size, options.dtype)
+
+    return _convert(source, destination, options, report, build_target)
 
 
 def merge(
@@ -144,24 +167,26 @@ def merge(
     report: ProgressReport | None = None,
     style: Literal["hf", "dcp", "universal"] = "hf",
 ) -> Outcome:
-    """Writes a Hugging Face folder, which `transformers.AutoModel…from_pretrained(destination)` loads.
+    """Writes a folder with whole tensors from a folder of any format, training checkpoints included.
 
-    The style "dcp" writes a folder that `torch.distributed.checkpoint.load` loads into such a model's state, and
-    "universal" writes weights and optimizer of a training checkpoint as DeepSpeed's universal checkpoint.
+    Other arguments and errors are those of `split`.
 
-    The source is a folder of any format, training checkpoints included. Arguments and errors are those of `split`.
+    Args:
+        style: "hf" for a Hugging Face folder, which `AutoModel…from_pretrained` of transformers
+            loads; "dcp" for a folder that `torch.distributed.checkpoint.load` loads into such a
+            model's state; "universal" for weights and optimizer of a training checkpoint as
+            DeepSpeed's universal checkpoint.
     """
     options = options or Options()
     if style == "universal":
         return _convert(source, destination, options, report, None)
-    make_target = build_dcp_target if style == "dcp" else build_huggingface_target
-    return _convert(
-        source,
-        destination,
-        options,
-        report,
-        lambda mapped: make_target(mapped, options.dtype, options.largest_file),
-    )
+
+    def build_target(mapped: MappedCheckpoint) -> Target:
+        if style == "dcp":
+            return build_dcp_target(mapped, options.dtype, options.largest_file)
+        return build_huggingface_target(mapped, options.dtype, options.largest_file)
+
+    return _convert(source, destination, options, report, build_target)
 
 
 def _convert(
@@ -169,162 +194,198 @@ def _convert(
     destination: Path,
     options: Options,
     report: ProgressReport | None,
-    make_target: Callable[[MappedCheckpoint], Target] | None,
+    build_target: Callable[[MappedCheckpoint], Target] | None,
 ) -> Outcome:
-    """Converts to a target, or without one to a universal checkpoint."""
+    """Converts to the target that `build_target` plans, or without it to a universal checkpoint."""
     options.check()
     place = Destination(destination)
     place.check(source, overwrite=options.overwrite, resume=options.resume)
-    todo = _plan(source, options, make_target)
+    plan = _plan(source, options, build_target)
     if options.resume and place.is_complete():
-        _check_complete(todo, destination)
+        _check_is_result(plan, destination)
         place.tidy()
-        return Outcome(len(todo.copies), todo.nbytes, todo.nbytes)
-    texts = _companions(
-        todo, options
-    )  # before the weights are copied, so that an error in them costs no time
-    before = source_state(todo.files)
-    journal = place.begin(todo.target.files, todo.fingerprint(), overwrite=options.overwrite)
+        return Outcome(len(plan.copies), plan.nbytes, plan.nbytes)
+
+    # The small files come first, so that an error in them costs no time.
+    texts = _collect_texts(plan, options)
+    state_before = source_state(plan.files)
+    journal = place.begin(plan.target.files, plan.fingerprint(), overwrite=options.overwrite)
+    report = report or (lambda done, total: None)
     try:
-        return _run(
-            todo, place, journal, texts, before, options, report or (lambda done, total: None)
-        )
+        digests, kept_bytes = _copy_tensors(plan, place, journal, options, report)
+        if source_state(plan.files) != state_before:
+            folder = plan.mapped.checkpoint.folder
+            raise ValueError(f"{folder} changed while it was being read; convert it again")
+        _finish(plan, place, texts, digests)
     except (ValueError, MemoryError):
         place.abandon()
         raise
-    except OSError as error:  # e.g. too many open files
+    except OSError as error:  # For example too many open files.
         place.abandon()
         raise ValueError(f"cannot convert {source} to {destination}: {error}") from None
     finally:
         journal.close()
+    return Outcome(len(plan.copies), plan.nbytes, kept_bytes)
 
 
 def _plan(
-    source: Path, options: Options, make_target: Callable[[MappedCheckpoint], Target] | None
+    source: Path, options: Options, build_target: Callable[[MappedCheckpoint], Target] | None
 ) -> ConversionPlan:
-    if make_target is None:
+    if build_target is None:
         if options.adapter is not None or options.dtype is not None:
             raise ValueError(
-                "a universal checkpoint has a run's own weights in fp32: leave out adapter and dtype"
+                "a universal checkpoint has a run's own weights in fp32: "
+                "leave out adapter and dtype"
             )
         return plan_universal(source, options.config_file, step_as_tensor=options.step_as_tensor)
-    todo = plan_conversion(
-        source, make_target, options.config_file, options.adapter, keep_adapter=options.keep_adapter
+    plan = plan_conversion(
+        source,
+        build_target,
+        options.config_file,
+        options.adapter,
+        keep_adapter=options.keep_adapter,
     )
-    return add_optimizer(todo) if options.with_optimizer else todo
+    if options.with_optimizer:
+        plan = add_optimizer(plan)
+    return plan
 
 
-def _run(
-    todo: ConversionPlan,
+def _copy_tensors(
+    plan: ConversionPlan,
     place: Destination,
     journal: Journal,
-    texts: Mapping[str, bytes | Path],
-    before: Mapping[Path, tuple[int, int]],
     options: Options,
     report: ProgressReport,
-) -> Outcome:
-    source, target = todo.mapped.checkpoint, todo.target
+) -> tuple[Digests, int]:
+    """Copies all tensors that an interrupted run has not copied.
+
+    Returns:
+        The sha256 of every target tensor, and the bytes that were kept of an interrupted run.
+    """
     digests: Digests = {}
-    opener = partial(open_partial, place.work)
-    with OpenFiles(open_for_reading) as inputs, OpenFiles(opener) as outputs:
-        inputs.open(todo.files)
-        names = [Path(file.name) for file in target.files]
-        outputs.open(names)
-        kept = _intact(todo, journal.finished, outputs)
+    open_output = partial(open_partial, place.work)
+    with OpenFiles(open_for_reading) as inputs, OpenFiles(open_output) as outputs:
+        inputs.open(plan.files)
+        output_names = [Path(file.name) for file in plan.target.files]
+        outputs.open(output_names)
+
+        kept = _find_intact(plan, journal.finished, outputs)
         for index in kept:
             digests |= journal.finished[index]
-        rest = [index for index in range(len(todo.copies)) if index not in kept]
-        done = kept_bytes = sum(todo.copies[index].nbytes for index in kept)
-        report(done, todo.nbytes)
-        copies = [todo.copies[index] for index in rest]
+        kept_bytes = sum(plan.copies[index].nbytes for index in kept)
+        done = kept_bytes
+        report(done, plan.nbytes)
+
+        remaining = [index for index in range(len(plan.copies)) if index not in kept]
+        copies = [plan.copies[index] for index in remaining]
+        finished: Iterator[tuple[int, Digests]]
         if options.workers > 1:
             worker = Worker(
-                todo.files, names, opener, todo.mapped.digests, block_size(options.workers)
+                sources=plan.files,
+                targets=output_names,
+                open_target=open_output,
+                hashes=plan.mapped.digests,
+                block_bytes=block_size(options.workers),
             )
-            work = run_copies_in_processes(copies, worker, options.workers)
+            finished = run_copies_in_processes(copies, worker, options.workers)
         else:
-            work = run_copies(
+            finished = run_copies(
                 copies,
                 inputs,
-                todo.mapped.digests,
+                plan.mapped.digests,
                 lambda tensors: HashingWriter(tensors, outputs),
                 options.threads,
             )
-        for position, written in work:
-            journal.record(rest[position], written)
+        for position, written in finished:
+            journal.record(remaining[position], written)
             digests |= written
             done += copies[position].nbytes
-            report(done, todo.nbytes)
-    if source_state(todo.files) != before:
-        raise ValueError(f"{source.folder} changed while it was being read; convert it again")
-    # A run that resumes from another number of ranks makes random states of its own.
-    shards = target.kind == "shards"
-    state = (
-        {**read_state_file(source.folder), "world_size": 0} if shards and todo.optimizer else None
-    )
-    place.finish(target.files, texts, _manifest(todo, digests) if shards else None, state)
-    return Outcome(len(todo.copies), todo.nbytes, kept_bytes)
+            report(done, plan.nbytes)
+    return digests, kept_bytes
 
 
-def _intact(todo: ConversionPlan, finished: Mapping[int, Digests], outputs: OpenFiles) -> set[int]:
-    """Returns the copies that an interrupted run finished and whose bytes still have the recorded hashes."""
-    kept = set()
+def _find_intact(
+    plan: ConversionPlan, finished: Mapping[int, Digests], outputs: OpenFiles
+) -> set[int]:
+    """Returns the copies that an interrupted run finished and whose bytes have their hashes."""
+    kept: set[int] = set()
     for index, digests in finished.items():
-        if index not in range(len(todo.copies)):
-            continue
-        tensors = {
-            (part.tensor.file, part.tensor.name): part.tensor
-            for part in todo.copies[index].target.slices()
-        }
-        if digests.keys() == tensors.keys() and all(
-            hash_stored(tensor, outputs[tensor.file], 1 << 20) == digests[key]
-            for key, tensor in tensors.items()
-        ):
+        if index in range(len(plan.copies)) and _is_intact(plan.copies[index], digests, outputs):
             kept.add(index)
     return kept
 
 
-def _companions(todo: ConversionPlan, options: Options) -> dict[str, bytes | Path]:
-    """Returns the small files of source and target and `config.json` by name: contents, or the file to copy."""
-    texts: dict[str, bytes | Path] = {
-        path.name: path for path in list_auxiliary_files(todo.mapped.checkpoint.folder)
-    }
-    config = dict(todo.mapped.checkpoint.config or todo.mapped.model.config.to_dict())
-    if options.dtype is not None:
-        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-        config |= dict.fromkeys(keys, torch_name(options.dtype))
-    if "config.json" not in texts or options.dtype is not None or options.config_file is not None:
-        texts["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
-    if todo.adapter is not None and options.keep_adapter:
-        texts |= {f"{ADAPTER_FOLDER}/{path.name}": path for path in todo.adapter.files}
-    return texts | {
-        name: text.encode() if isinstance(text, str) else text
-        for name, text in todo.target.texts.items()
-    }
-
-
-def _manifest(todo: ConversionPlan, digests: Digests) -> Manifest:
-    source, model, target, names = (
-        todo.mapped.checkpoint,
-        todo.mapped.model,
-        todo.target,
-        todo.mapped.names,
+def _is_intact(copy: TensorCopy, digests: Digests, outputs: OpenFiles) -> bool:
+    tensors = {(part.tensor.file, part.tensor.name): part.tensor for part in copy.target.slices()}
+    if digests.keys() != tensors.keys():
+        return False
+    return all(
+        hash_stored(tensor, outputs[tensor.file], 1 << 20) == digests[key]
+        for key, tensor in tensors.items()
     )
-    canonical = model.new_names()
-    records = {}
+
+
+def _collect_texts(plan: ConversionPlan, options: Options) -> dict[str, bytes | Path]:
+    """Returns the small files of the destination by name: their contents, or the file to copy.
+
+    They are those of the source, `config.json`, a kept adapter, and those of the target's format.
+    """
+    source = plan.mapped.checkpoint
+    texts: dict[str, bytes | Path] = {
+        path.name: path for path in list_auxiliary_files(source.folder)
+    }
+    if CONFIG not in texts or options.dtype is not None or options.config_file is not None:
+        config = dict(source.config or plan.mapped.model.config.to_dict())
+        if options.dtype is not None:
+            keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+            for key in keys:
+                config[key] = torch_name(options.dtype)
+        texts[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    if plan.adapter is not None and options.keep_adapter:
+        for path in plan.adapter.files:
+            texts[f"{ADAPTER_FOLDER}/{path.name}"] = path
+    for name, text in plan.target.texts.items():
+        texts[name] = text.encode() if isinstance(text, str) else text
+    return texts
+
+
+def _finish(
+    plan: ConversionPlan, place: Destination, texts: Mapping[str, bytes | Path], digests: Digests
+) -> None:
+    """Completes the destination; shards get a manifest, and a moved run its state."""
+    manifest = None
+    state = None
+    if plan.target.kind == "shards":
+        manifest = _build_manifest(plan, digests)
+        if plan.optimizer:
+            # A run that resumes from another number of ranks makes random states of its own.
+            state = {**read_state_file(plan.mapped.checkpoint.folder), "world_size": 0}
+    place.finish(plan.target.files, texts, manifest, state)
+
+
+def _build_manifest(plan: ConversionPlan, digests: Digests) -> Manifest:
+    source = plan.mapped.checkpoint
+    model = plan.mapped.model
+    names = plan.mapped.names
+    target = plan.target
+    current_names = model.new_names()
+    records: dict[str, TensorRecord] = {}
     for name, parameter in model.parameters.items():
-        tensors = list(target.layout.placements[name].slices())
+        tensors = [part.tensor for part in target.layout.placements[name].slices()]
+        stored = names.by_parameter[name]
+        if stored == current_names[name]:
+            stored = ()
         records[name] = TensorRecord(
             shape=parameter.shape,
-            dtype=torch_name(tensors[0].tensor.dtype),
+            dtype=torch_name(tensors[0].dtype),
             shard=parameter.shard.to_record() if parameter.shard else None,
-            sha256=tuple(digests[part.tensor.file, part.tensor.name] for part in tensors),
-            stored=names.by_parameter[name] if names.by_parameter[name] != canonical[name] else (),
+            sha256=tuple(digests[tensor.file, tensor.name] for tensor in tensors),
+            stored=stored,
         )
-    extras = {
-        name: ExtraRecord(tensor.shape, torch_name(tensor.dtype), digests[Path(EXTRAS), name])
-        for name, tensor in target.layout.extras.items()
-    }
+    extras: dict[str, ExtraRecord] = {}
+    for name, tensor in target.layout.extras.items():
+        sha256 = digests[Path(EXTRAS), name]
+        extras[name] = ExtraRecord(tensor.shape, torch_name(tensor.dtype), sha256)
     return Manifest(
         model_type=model.config.model_type,
         tensor_parallel_size=target.size,
@@ -337,24 +398,28 @@ def _manifest(todo: ConversionPlan, digests: Digests) -> Manifest:
     )
 
 
-def _check_complete(todo: ConversionPlan, destination: Path) -> None:
-    """Raises ValueError if the headers of the existing destination differ from what the plan would write."""
-    names = [file.name for file in todo.target.files]
-    missing = [name for name in names if not (destination / name).exists()]
-    wanted = {_where(tensor) for tensor in todo.target.layout.tensors()}
-    if todo.target.kind == "universal":  # it is not read, and each file has one tensor
-        sizes = {name: (destination / name).stat().st_size for name in names if name not in missing}
-        there = wanted if sizes == {file.name: file.size for file in todo.target.files} else set()
+def _check_is_result(plan: ConversionPlan, destination: Path) -> None:
+    """Raises ValueError if the existing destination differs from what the plan would write.
+
+    Only headers are compared.
+    """
+    target = plan.target
+    has_all_files = all((destination / file.name).exists() for file in target.files)
+    if target.kind == "universal":
+        # Such a checkpoint is not read; each of its files has one tensor, so sizes tell enough.
+        is_result = has_all_files and all(
+            (destination / file.name).stat().st_size == file.size for file in target.files
+        )
     else:
         found = open_checkpoint(destination, destination)
-        there = {
-            _where(tensor) for rank in (*found.ranks, found.extras) for tensor in rank.values()
-        }
-    if missing or there != wanted:
+        stored = {_describe_place(tensor) for tensor in found.tensors()}
+        planned = {_describe_place(tensor) for tensor in target.layout.tensors()}
+        is_result = has_all_files and stored == planned
+    if not is_result:
         raise ValueError(
             f"{destination} is the result of another conversion; replace it with --overwrite"
         )
 
 
-def _where(tensor: StoredTensor) -> tuple[str, str, str, int, int]:
+def _describe_place(tensor: StoredTensor) -> tuple[str, str, str, int, int]:
     return tensor.file.name, tensor.name, tensor.dtype, tensor.nbytes, tensor.offset

@@ -30,7 +30,7 @@ from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import TensorReader
 from ..models.lora import StoredAdapter, open_adapter
 from ..models.mapping import MappedCheckpoint, map_checkpoint
-from .copying import Copy
+from .copying import TensorCopy
 from .target import (
     FP32,
     Target,
@@ -42,25 +42,30 @@ from .target import (
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """A checked conversion, with a copy for each parameter and extra tensor, in the order of the source's bytes.
+    """A checked conversion.
 
-    `adapter` is peft's, whose weights are merged or kept; `optimizer` has the files of the optimizer's state.
+    Attributes:
+        mapped: The source.
+        target: What will be written.
+        copies: A copy for each parameter and extra tensor, in the order of the source's bytes.
+        adapter: That of peft, whose weights are merged or kept.
+        optimizer: The source's files of the optimizer's state.
     """
 
     mapped: MappedCheckpoint
     target: Target
-    copies: tuple[Copy, ...]
+    copies: tuple[TensorCopy, ...]
     adapter: StoredAdapter | None = None
     optimizer: tuple[Path, ...] = ()
 
     @property
     def files(self) -> list[Path]:
         """The files to read."""
-        return [
-            *self.mapped.checkpoint.files,
-            *(self.adapter.files if self.adapter else ()),
-            *self.optimizer,
-        ]
+        files = list(self.mapped.checkpoint.files)
+        if self.adapter is not None:
+            files += self.adapter.files
+        files += self.optimizer
+        return files
 
     @property
     def nbytes(self) -> int:
@@ -75,9 +80,14 @@ class ConversionPlan:
         return digest.hexdigest()
 
 
+def source_state(files: list[Path]) -> Mapping[Path, tuple[int, int]]:
+    """Returns the size and the modification time in nanoseconds of each file, to detect changes."""
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
 def plan_conversion(
     source: Path,
-    make_target: Callable[[MappedCheckpoint], Target],
+    build_target: Callable[[MappedCheckpoint], Target],
     config_file: Path | None = None,
     adapter: Path | None = None,
     *,
@@ -85,53 +95,108 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Plans a conversion and makes all checks that need no tensor's bytes.
 
-    The weights of peft's folder `adapter` are merged, unless it is only checked, to be kept.
+    Args:
+        source: A folder of any format.
+        build_target: Plans the destination.
+        config_file: A `config.json`, or its folder, to use instead of the source's own.
+        adapter: peft's folder of LoRA weights, which are merged.
+        keep_adapter: Whether the adapter is only checked, and kept as it is.
 
-    Raises ValueError if the source is damaged or incomplete, or if source and target do not hold the same tensors, each
-    of them exactly once.
+    Raises:
+        ValueError: The source is damaged or incomplete, or source and target do not hold the same
+            tensors, each of them exactly once.
     """
     mapped = map_checkpoint(open_checkpoint(source, config_file))
-    target = make_target(mapped)
-    copies = compose(mapped.layout, target.layout)
+    target = build_target(mapped)
+    copies = pair_tensors(mapped.layout, target.layout)
     check_no_overlap(target.layout.tensors())
-    opened = None if adapter is None else open_adapter(mapped.model, adapter)
-    if opened is not None and not keep_adapter:
-        copies = tuple(
-            replace(
-                copy,
-                source=opened.saved.get(copy.name, copy.source),
-                updates=opened.updates.get(copy.name, ()),
+    if adapter is None:
+        return ConversionPlan(mapped, target, copies)
+
+    stored_adapter = open_adapter(mapped.model, adapter)
+    if not keep_adapter:
+        merged: list[TensorCopy] = []
+        for copy in copies:
+            own_source = stored_adapter.saved.get(copy.name, copy.source)
+            updates = stored_adapter.updates.get(copy.name, ())
+            merged.append(replace(copy, source=own_source, updates=updates))
+        copies = tuple(merged)
+    return ConversionPlan(mapped, target, copies, stored_adapter)
+
+
+def pair_tensors(source: CheckpointLayout, target: CheckpointLayout) -> tuple[TensorCopy, ...]:
+    """Returns a copy for every tensor, in the order of the source's bytes.
+
+    Raises:
+        ValueError: The layouts do not have the same tensors, each exactly once.
+    """
+    source.check()
+    target.check()
+    _check_same_names("parameter", source.placements, target.placements)
+    _check_same_names("tensor", source.extras, target.extras)
+    copies: list[TensorCopy] = []
+    for name, placement in source.placements.items():
+        goal = target.placements[name]
+        if (placement.shape, placement.dim) != (goal.shape, goal.dim):
+            raise ValueError(
+                f"{name} has shape {placement.shape} in the source, but {goal.shape} in the target"
             )
-            for copy in copies
-        )
-    return ConversionPlan(mapped, target, copies, opened)
+        copies.append(TensorCopy(name, placement, goal))
+    for name, tensor in source.extras.items():
+        goal_tensor = target.extras[name]
+        if (tensor.dtype, tensor.shape) != (goal_tensor.dtype, goal_tensor.shape):
+            raise ValueError(
+                f"{tensor} is {tensor.dtype} {tensor.shape}, "
+                f"but {goal_tensor} is {goal_tensor.dtype} {goal_tensor.shape}"
+            )
+        copies.append(TensorCopy(name, place_whole(name, tensor), place_whole(name, goal_tensor)))
+    return tuple(sorted(copies, key=_find_first_byte))
+
+
+def _check_same_names(kind: str, source: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    differing = sorted(source.keys() ^ target.keys())
+    if differing:
+        raise ValueError(f"{kind} {differing[0]} is in only one of source and target")
+
+
+def _find_first_byte(copy: TensorCopy) -> tuple[str, int]:
+    tensor = copy.source.copies[0][0].tensor
+    return str(tensor.file), tensor.offset
 
 
 def add_optimizer(plan: ConversionPlan) -> ConversionPlan:
     """Returns a plan for shards that also moves the optimizer's state of a training checkpoint.
 
-    Raises ValueError if the source has no such state, or its files are damaged.
+    Raises:
+        ValueError: The source has no such state, or its files are damaged.
     """
-    size = plan.target.size
     if plan.target.kind != "shards":
         raise ValueError(
-            "an optimizer's state can be written beside shards of shardzoo only; leave out --with-optimizer"
+            "an optimizer's state can be written beside shards of shardzoo only; "
+            "leave out --with-optimizer"
         )
-    stored, specs = _optimizer_state(plan.mapped)
-    files: dict[str, PlannedFile] = {}
+    size = plan.target.size
+    ranks, specs = _read_optimizer_state(plan.mapped)
+    files: list[PlannedFile] = []
     for rank in range(size):
         shapes = {
-            name: (stored[0][name].dtype, spec.local_shape(rank, size))
+            name: (ranks[0][name].dtype, spec.local_shape(rank, size))
             for name, spec in specs.items()
         }
-        path = rank_file(Path(), OPTIMIZER, rank).name
-        files[path] = plan_safetensors_file(path, shapes)
-    goals = place_by_rank(specs, [file.tensors for file in files.values()])
-    copies = tuple(
-        Copy(name, place, goals[name]) for name, place in _place_state(specs, stored).items()
+        path = rank_file(Path(), OPTIMIZER, rank)
+        files.append(plan_safetensors_file(path.name, shapes))
+
+    sources = _place_optimizer_state(specs, ranks)
+    goals = place_by_rank(specs, [file.tensors for file in files])
+    copies = list(plan.copies)
+    for name, placement in sources.items():
+        copies.append(TensorCopy(name, placement, goals[name]))
+    return replace(
+        plan,
+        target=replace(plan.target, files=(*plan.target.files, *files)),
+        copies=tuple(copies),
+        optimizer=_list_files(ranks),
     )
-    target = replace(plan.target, files=(*plan.target.files, *files.values()))
-    return replace(plan, target=target, copies=(*plan.copies, *copies), optimizer=_files_of(stored))
 
 
 def plan_universal(
@@ -139,97 +204,118 @@ def plan_universal(
 ) -> ConversionPlan:
     """Plans the conversion of a training checkpoint to DeepSpeed's universal checkpoint.
 
-    Raises ValueError if the source has no optimizer's state, if its files are damaged, or if the state is of another
-    kind than one tensor of the parameter's shape for each parameter, as Adam's moments are.
+    Args:
+        source: The training checkpoint.
+        config_file: A `config.json`, or its folder, to use instead of the source's own.
+        step_as_tensor: Whether the step count is a tensor, as in torch's optimizers, or an int, as
+            in DeepSpeed's.
+
+    Raises:
+        ValueError: The source has no optimizer's state, its files are damaged, or the state is of
+            another kind than one tensor of the parameter's shape for each parameter, as Adam's
+            moments are.
     """
     mapped = map_checkpoint(open_checkpoint(source, config_file))
-    stored, specs = _optimizer_state(mapped)
-    state, shapes = (
-        read_state_file(source),
-        {name: spec.shape for name, spec in mapped.model.parameters.items()},
-    )
-    whole = [name for name, spec in specs.items() if spec.shape == shapes[name.partition("/")[2]]]
-    kinds = sorted(
-        {name.partition("/")[0] for name in whole if len(specs[name].shape)} - {MASTER_WEIGHT}
-    )
-    found = _place_state({name: specs[name] for name in whole}, stored)
-    for lacking in (
-        f"{kind}/{name}" for kind in kinds for name in shapes if f"{kind}/{name}" not in found
-    ):
-        raise ValueError(
-            f"a universal checkpoint needs states of all parameters in their own shapes, such as Adam's moments, but "
-            f"{source}, of {state['optimizer'] or 'another optimizer'}, has no {lacking}"
-        )
+    parameters = mapped.model.parameters
+    ranks, specs = _read_optimizer_state(mapped)
+    state = read_state_file(source)
+
+    # The states that have the shapes of their parameters, by KIND/PARAMETER.
+    whole: dict[str, ParameterSpec] = {}
+    kinds: set[str] = set()
+    for name, spec in specs.items():
+        kind, _, parameter = name.partition("/")
+        if spec.shape == parameters[parameter].shape:
+            whole[name] = spec
+            if len(spec.shape) and kind != MASTER_WEIGHT:
+                kinds.add(kind)
+    found = _place_optimizer_state(whole, ranks)
+    for kind in sorted(kinds):
+        for name in parameters:
+            if f"{kind}/{name}" not in found:
+                raise ValueError(
+                    f"a universal checkpoint needs states of all parameters in their own shapes, "
+                    f"such as Adam's moments, but {source}, of "
+                    f"{state['optimizer'] or 'another optimizer'}, has no {kind}/{name}"
+                )
+
+    # The fp32 weights are the optimizer's, or else the model's own.
     for name, placement in mapped.layout.placements.items():
         found[f"{FP32}/{name}"] = found.get(f"{MASTER_WEIGHT}/{name}", placement)
-    step = _step_count(stored[0], state)
-    target = build_universal_target(
-        mapped, kinds, torch.tensor(float(step)) if step_as_tensor else step, state
-    )
-    wanted = {name: replace(found[name], name=name) for name in target.layout.placements}
-    copies = compose(CheckpointLayout(wanted), target.layout)
-    return ConversionPlan(mapped, target, copies, optimizer=_files_of(stored))
+
+    step: torch.Tensor | int = _read_step_count(ranks[0], state)
+    if step_as_tensor:
+        step = torch.tensor(float(step))
+    target = build_universal_target(mapped, sorted(kinds), step, state)
+    sources = {name: replace(found[name], name=name) for name in target.layout.placements}
+    copies = pair_tensors(CheckpointLayout(sources), target.layout)
+    return ConversionPlan(mapped, target, copies, optimizer=_list_files(ranks))
 
 
-def _step_count(stored: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> int:
-    """Returns the steps that the optimizer counted, or those of the run. ValueError if parameters differ in them."""
+def _read_step_count(stored: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> int:
+    """Returns the steps that the optimizer counted, or those of the run.
+
+    Raises:
+        ValueError: Parameters differ in their steps.
+    """
+    counts: set[int] = set()
     with TensorReader() as reader:
-        counts = {
-            int(reader.whole(tensor)) for name, tensor in stored.items() if name.startswith("step/")
-        }
+        for name, tensor in stored.items():
+            if name.startswith("step/"):
+                counts.add(int(reader.whole(tensor)))
     if len(counts) > 1:
         raise ValueError(
-            f"a universal checkpoint has one number of steps, but parameters were updated {sorted(counts)[:5]} times"
+            f"a universal checkpoint has one number of steps, "
+            f"but parameters were updated {sorted(counts)[:5]} times"
         )
-    return counts.pop() if counts else int(state["step"])
+    if counts:
+        return counts.pop()
+    return int(state["step"])
 
 
-def _optimizer_state(
+def _read_optimizer_state(
     mapped: MappedCheckpoint,
 ) -> tuple[list[dict[str, StoredTensor]], dict[str, ParameterSpec]]:
-    """Returns each rank's stored tensors of the optimizer, and their whole shapes and splits, by KIND/PARAMETER.
+    """Returns each rank's tensors of the optimizer's state, and their specs, by KIND/PARAMETER.
 
-    A tensor with as many dimensions as its parameter is split like it; others, such as step counts, are the same on all
-    ranks. Raises ValueError if the source has no such state, or its files are damaged.
+    Raises:
+        ValueError: The source has no such state, or its files are damaged.
     """
     checkpoint = mapped.checkpoint
-    stored = open_rank_files(checkpoint.folder, OPTIMIZER)
-    if len(stored) != len(checkpoint.ranks) or not (checkpoint.folder / STATE).exists():
+    ranks = open_rank_files(checkpoint.folder, OPTIMIZER)
+    size = len(ranks)
+    if size != len(checkpoint.ranks) or not (checkpoint.folder / STATE).exists():
         raise ValueError(
-            f"{checkpoint.folder} is a {checkpoint.description} with {len(stored)} files of an optimizer's state, but "
-            "moving it needs a training checkpoint with one for each rank"
+            f"{checkpoint.folder} is a {checkpoint.description} with {size} files of an "
+            f"optimizer's state, but moving it needs a training checkpoint with one for each rank"
         )
-    specs = {
-        name: _state_spec(mapped.model.parameters, tensor) for name, tensor in stored[0].items()
-    }
-    for rank, tensors in enumerate(stored):
-        if differing := sorted(tensors.keys() ^ specs.keys()):
+    specs: dict[str, ParameterSpec] = {}
+    for name, tensor in ranks[0].items():
+        specs[name] = _find_state_spec(mapped.model.parameters, tensor)
+    for rank, tensors in enumerate(ranks):
+        differing = sorted(tensors.keys() ^ specs.keys())
+        if differing:
             raise ValueError(f"tensor {differing[0]} is not in the optimizer's files of all ranks")
         for name, spec in specs.items():
-            if tensors[name].shape != spec.local_shape(rank, len(stored)):
+            shape = tensors[name].shape
+            if shape != spec.local_shape(rank, size):
                 raise ValueError(
-                    f"{tensors[name]} has shape {list(tensors[name].shape)}, which does not fit {name}"
+                    f"{tensors[name]} has shape {list(shape)}, which does not fit {name}"
                 )
-    check_file_digests(checkpoint.folder, [path.name for path in _files_of(stored)])
-    return stored, specs
+    check_file_digests(checkpoint.folder, [path.name for path in _list_files(ranks)])
+    return ranks, specs
 
 
-def _place_state(
-    specs: Mapping[str, ParameterSpec], stored: Sequence[Mapping[str, StoredTensor]]
-) -> dict[str, ParameterPlacement]:
-    """Returns the placements of an optimizer's state. Of copies, which may differ by rounding, the first one counts."""
-    return {
-        name: replace(p, copies=p.copies[:1]) for name, p in place_by_rank(specs, stored).items()
-    }
+def _find_state_spec(
+    parameters: Mapping[str, ParameterSpec], tensor: StoredTensor
+) -> ParameterSpec:
+    """Returns the whole shape and the split of a tensor of an optimizer's state.
 
-
-def _files_of(stored: Sequence[Mapping[str, StoredTensor]]) -> tuple[Path, ...]:
-    return tuple(dict.fromkeys(tensor.file for tensors in stored for tensor in tensors.values()))
-
-
-def _state_spec(parameters: Mapping[str, ParameterSpec], tensor: StoredTensor) -> ParameterSpec:
-    """Returns the whole shape and the split of a tensor of an optimizer's state."""
-    parameter = parameters.get(tensor.name.partition("/")[2])
+    A tensor with as many dimensions as its parameter is split like it; others, such as step counts,
+    are the same on all ranks.
+    """
+    _, _, parameter_name = tensor.name.partition("/")
+    parameter = parameters.get(parameter_name)
     if parameter is None:
         raise ValueError(f"{tensor} belongs to no parameter of the model")
     if len(tensor.shape) == len(parameter.shape) > 0:
@@ -237,122 +323,122 @@ def _state_spec(parameters: Mapping[str, ParameterSpec], tensor: StoredTensor) -
     return ParameterSpec(tensor.name, tensor.shape, None)
 
 
-def compose(source: CheckpointLayout, target: CheckpointLayout) -> tuple[Copy, ...]:
-    """Returns a copy for every tensor. Raises ValueError unless both layouts have the same tensors."""
-    source.check()
-    target.check()
-    for kind, ours, theirs in (
-        ("parameter", source.placements, target.placements),
-        ("tensor", source.extras, target.extras),
-    ):
-        if differing := sorted(ours.keys() ^ theirs.keys()):
-            raise ValueError(f"{kind} {differing[0]} is in only one of source and target")
-    copies = []
-    for name, placement in source.placements.items():
-        goal = target.placements[name]
-        if (placement.shape, placement.dim) != (goal.shape, goal.dim):
-            raise ValueError(
-                f"{name} has shape {placement.shape} in the source, but {goal.shape} in the target"
-            )
-        copies.append(Copy(name, placement, goal))
-    for name, tensor in source.extras.items():
-        goal_tensor = target.extras[name]
-        if (tensor.dtype, tensor.shape) != (goal_tensor.dtype, goal_tensor.shape):
-            mine, other = (
-                f"{tensor.dtype} {tensor.shape}",
-                f"{goal_tensor.dtype} {goal_tensor.shape}",
-            )
-            raise ValueError(f"{tensor} is {mine}, but {goal_tensor} is {other}")
-        copies.append(Copy(name, place_whole(name, tensor), place_whole(name, goal_tensor)))
-    return tuple(sorted(copies, key=_first_byte))
+def _place_optimizer_state(
+    specs: Mapping[str, ParameterSpec], ranks: Sequence[Mapping[str, StoredTensor]]
+) -> dict[str, ParameterPlacement]:
+    """Returns the placements of an optimizer's state.
+
+    Of copies, which may differ by rounding, the first one counts.
+    """
+    placements: dict[str, ParameterPlacement] = {}
+    for name, placement in place_by_rank(specs, ranks).items():
+        placements[name] = replace(placement, copies=placement.copies[:1])
+    return placements
 
 
-def _first_byte(copy: Copy) -> tuple[str, int]:
-    tensor = copy.source.copies[0][0].tensor
-    return str(tensor.file), tensor.offset
+def _list_files(ranks: Sequence[Mapping[str, StoredTensor]]) -> tuple[Path, ...]:
+    files: dict[Path, None] = {}
+    for tensors in ranks:
+        for tensor in tensors.values():
+            files[tensor.file] = None
+    return tuple(files)
 
 
-def source_state(files: list[Path]) -> Mapping[Path, tuple[int, int]]:
-    """Returns the size and the modification time in nanoseconds of each file, to detect changes."""
-    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
-
-
-SAMPLE = 4 << 20  # bytes that are read and hashed to measure how fast this machine is
+SAMPLE_BYTES = 4 << 20  # that are read and hashed to measure how fast this machine is
 
 
 def dry_run(source: Path, size: int | None, config_file: Path | None = None) -> dict[str, Any]:
-    """Describes a split over `size` ranks, or a merge if it is None: every tensor, and totals. Writes nothing.
+    """Describes a conversion without writing anything.
 
-    Raises ValueError if the conversion would fail before it copies.
+    Args:
+        source: A folder of any format.
+        size: The number of ranks to split over; None for a merge.
+        config_file: A `config.json`, or its folder, to use instead of the source's own.
+
+    Returns:
+        Every tensor, and totals.
+
+    Raises:
+        ValueError: The conversion would fail before it copies.
     """
-    todo = plan_conversion(
-        source,
-        lambda m: build_huggingface_target(m) if size is None else build_shards_target(m, size),
-        config_file,
-    )
-    known = todo.mapped.model.entries()
+
+    def build_target(mapped: MappedCheckpoint) -> Target:
+        if size is None:
+            return build_huggingface_target(mapped)
+        return build_shards_target(mapped, size)
+
+    plan = plan_conversion(source, build_target, config_file)
+    model = plan.mapped.model
+    entries = model.entries()
     tensors = []
-    for name, parameter in todo.mapped.model.parameters.items():
-        placement = todo.target.layout.placements[name]
-        part = placement.copies[0][0]
+    for name, parameter in model.parameters.items():
+        placement = plan.target.layout.placements[name]
+        first = placement.copies[0][0].tensor
         tensors.append(
             {
                 "name": name,
-                "stored": list(todo.mapped.names.by_parameter[name]),
+                "stored": list(plan.mapped.names.by_parameter[name]),
                 "dtype": placement.dtype,
                 "shape": list(parameter.shape),
-                "split": _describe(parameter, size or 1),
-                "transposed": known[name].transpose,
-                "shape_per_rank": list(part.tensor.shape),
-                "bytes_per_rank": part.tensor.nbytes,
+                "split": _describe_split(parameter, size or 1),
+                "transposed": entries[name].transpose,
+                "shape_per_rank": list(first.shape),
+                "bytes_per_rank": first.nbytes,
             }
         )
-    for name, tensor in todo.target.layout.extras.items():
-        shape = list(tensor.shape)
-        row = {
-            "name": name,
-            "stored": [name],
-            "dtype": tensor.dtype,
-            "shape": shape,
-            "split": "kept unchanged",
-        }
+    for name, tensor in plan.target.layout.extras.items():
         tensors.append(
-            {**row, "transposed": False, "shape_per_rank": shape, "bytes_per_rank": tensor.nbytes}
+            {
+                "name": name,
+                "stored": [name],
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "split": "kept unchanged",
+                "transposed": False,
+                "shape_per_rank": list(tensor.shape),
+                "bytes_per_rank": tensor.nbytes,
+            }
         )
-    model = todo.mapped.model
     return {
         "tensors": tensors,
-        "source": f"{todo.mapped.checkpoint.description}, {model.config.model_type}",
+        "source": f"{plan.mapped.checkpoint.description}, {model.config.model_type}",
         "target": "Hugging Face folder" if size is None else f"shardzoo folder of {size} ranks",
         "parameters": sum(prod(parameter.shape) for parameter in model.parameters.values()),
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(size or 1)}",
-        "bytes_to_read": todo.mapped.checkpoint.nbytes,
-        "bytes_to_write": todo.target.nbytes,
-        "files": len(todo.target.files),
-        "estimated_seconds": round(_seconds(todo), 1),
+        "bytes_to_read": plan.mapped.checkpoint.nbytes,
+        "bytes_to_write": plan.target.nbytes,
+        "files": len(plan.target.files),
+        "estimated_seconds": round(_estimate_seconds(plan), 1),
     }
 
 
-def _describe(parameter: ParameterSpec, size: int) -> str:
-    if parameter.shard is None:
+def _describe_split(parameter: ParameterSpec, size: int) -> str:
+    shard = parameter.shard
+    if shard is None:
         return "replicated"
-    blocks = (
-        f" in blocks {'+'.join(map(str, parameter.shard.groups))}"
-        if len(parameter.shard.groups) > 1
-        else ""
-    )
-    unequal = len({parameter.local_shape(rank, size) for rank in range(size)}) > 1
-    return f"dim {parameter.dim}{blocks}{', padded' * bool(parameter.shard.pad_multiple)}{', unequal parts' * unequal}"
+    text = f"dim {parameter.dim}"
+    if len(shard.groups) > 1:
+        text += f" in blocks {'+'.join(map(str, shard.groups))}"
+    if shard.pad_multiple:
+        text += ", padded"
+    shapes = {parameter.local_shape(rank, size) for rank in range(size)}
+    if len(shapes) > 1:
+        text += ", unequal parts"
+    return text
 
 
-def _seconds(todo: ConversionPlan) -> float:
-    """Estimates the seconds from a sample that is read and hashed; writing is assumed to take as long as both."""
+def _estimate_seconds(plan: ConversionPlan) -> float:
+    """Estimates the seconds from a sample that is read and hashed.
+
+    Writing is assumed to take as long as both.
+    """
+    largest = max(plan.mapped.checkpoint.files, key=lambda path: path.stat().st_size)
     with OpenFiles(open_for_reading) as files:
-        largest = max(todo.mapped.checkpoint.files, key=lambda path: path.stat().st_size)
         files.open([largest])
         started = time.perf_counter()
-        sample = os.pread(files[largest], SAMPLE, 0)
+        sample = os.pread(files[largest], SAMPLE_BYTES, 0)
         hashlib.sha256(sample).digest()
         elapsed = time.perf_counter() - started
     threads = min(4, os.cpu_count() or 1)
-    return 2 * elapsed / max(len(sample), 1) * todo.target.nbytes / threads
+    seconds_per_byte = elapsed / max(len(sample), 1)
+    return 2 * seconds_per_byte * plan.target.nbytes / threads

@@ -1,4 +1,4 @@
-"""Verifies that a folder is intact, that two folders hold the same weights, and that a conversion loses nothing."""
+"""Verifies that a folder is intact, that two hold the same weights, that a conversion is lossless."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 
 from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.file_io import ComparingSink, OpenFiles, check_hash, hash_stored, open_for_reading
+from ..checkpoint.layout import TensorSlice
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.mapping import MappedCheckpoint, map_checkpoint
+from .copying import Digests, TensorCopy
 from .operations import Options, merge, split
-from .plan import compose
+from .plan import pair_tensors
 from .target import build_huggingface_target
 from .workers import block_size, run_copies
 
@@ -21,114 +23,138 @@ SMALLEST_SPLIT = 2  # ranks; every model with two heads can be split so
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The result of a verification; `differences` describes what differs, and is empty if everything is equal."""
+class VerificationReport:
+    """The result of a verification.
+
+    Attributes:
+        differences: Descriptions of what differs; empty if everything is equal.
+        tensors: The number of tensors that were compared.
+        nbytes: Their bytes.
+    """
 
     differences: tuple[str, ...]
     tensors: int
     nbytes: int
 
 
-def verify_folder(folder: Path, options: Options) -> Verdict:
-    """Verifies that every tensor of a folder has its recorded hash, and that stored copies are equal.
+def verify_folder(folder: Path, options: Options) -> VerificationReport:
+    """Verifies that every tensor of a folder has its recorded hash, and that copies are equal.
 
-    The verdict lists wrong contents. A wrong structure, such as a missing tensor, raises ValueError.
+    Wrong contents are differences in the report.
+
+    Raises:
+        ValueError: The structure is wrong; a tensor is missing, for example.
     """
     mapped = map_checkpoint(open_checkpoint(folder, options.config_file))
     tensors = mapped.layout.tensors()
-    with OpenFiles(open_for_reading) as files, ThreadPoolExecutor(options.threads) as pool:
+    threads = options.threads
+    problems: list[str] = []
+    digests: Digests = {}  # of the tensors that have their recorded hash, or none recorded
+    with OpenFiles(open_for_reading) as files, ThreadPoolExecutor(threads) as pool:
         files.open(mapped.checkpoint.files)
 
-        def check(tensor: StoredTensor) -> str:
-            found = hash_stored(tensor, files[tensor.file], block_size(options.threads))
+        def hash_tensor(tensor: StoredTensor) -> str:
+            return hash_stored(tensor, files[tensor.file], block_size(threads))
+
+        for tensor, digest in zip(tensors, pool.map(hash_tensor, tensors), strict=True):
+            key = (tensor.file, tensor.name)
             try:
-                check_hash(tensor, found, mapped.digests.get((tensor.file, tensor.name)))
+                check_hash(tensor, digest, mapped.digests.get(key))
             except ValueError as error:
-                return str(error)
-            digests[tensor.file, tensor.name] = found
-            return ""
+                problems.append(str(error))
+            else:
+                digests[key] = digest
+    problems += _find_differing_copies(mapped, digests)
+    problems += _find_repeated_ranks(mapped, digests)
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    return VerificationReport(tuple(problems), len(tensors), nbytes)
 
-        digests: dict[tuple[Path, str], str] = {}
-        problems = [problem for problem in pool.map(check, tensors) if problem]
-    problems += _differing_copies(mapped, digests) + _repeated_ranks(mapped, digests)
-    return Verdict(tuple(problems), len(tensors), sum(tensor.nbytes for tensor in tensors))
+
+def _find_digest(part: TensorSlice, digests: Digests) -> str | None:
+    return digests.get((part.tensor.file, part.tensor.name))
 
 
-def _differing_copies(mapped: MappedCheckpoint, digests: dict[tuple[Path, str], str]) -> list[str]:
-    problems = []
+def _find_differing_copies(mapped: MappedCheckpoint, digests: Digests) -> list[str]:
+    problems: list[str] = []
     for placement in mapped.layout.placements.values():
         first = placement.copies[0]
         for copy in placement.copies[1:]:
-            # a copy in other chunks is compared when it is converted
-            for mine, other in zip(first, copy, strict=True) if len(first) == len(copy) else ():
-                keys = [(part.tensor.file, part.tensor.name) for part in (mine, other)]
-                if all(key in digests for key in keys) and digests[keys[0]] != digests[keys[1]]:
+            # A copy in other chunks is compared when it is converted.
+            if len(copy) != len(first):
+                continue
+            for mine, other in zip(first, copy, strict=True):
+                my_digest = _find_digest(mine, digests)
+                other_digest = _find_digest(other, digests)
+                if my_digest is None or other_digest is None:
+                    continue
+                if my_digest != other_digest:
                     problems.append(
                         f"{other.tensor} differs from {mine.tensor}; both must be equal"
                     )
     return problems
 
 
-def _repeated_ranks(mapped: MappedCheckpoint, digests: dict[tuple[Path, str], str]) -> list[str]:
+def _find_repeated_ranks(mapped: MappedCheckpoint, digests: Digests) -> list[str]:
     """Describes rank files that are copies of one another, if the format records no hashes."""
     if mapped.checkpoint.kind not in ("legacy", "megatron"):
         return []
-    parts = [
-        placement.copies[0]
-        for placement in mapped.layout.placements.values()
-        if len(placement.copies[0]) > 1
-    ]
-    seen: dict[tuple, int] = {}
+    split_parameters = []
+    for placement in mapped.layout.placements.values():
+        if len(placement.copies[0]) > 1:
+            split_parameters.append(placement.copies[0])
+    rank_by_contents: dict[tuple, int] = {}
     for rank in range(len(mapped.checkpoint.ranks)):
-        contents = tuple(
-            digests.get((copy[rank].tensor.file, copy[rank].tensor.name)) for copy in parts
-        )
-        if contents in seen:
+        contents = tuple(_find_digest(parts[rank], digests) for parts in split_parameters)
+        if contents in rank_by_contents:
             return [
-                f"rank {rank} of {mapped.checkpoint.folder} repeats rank {seen[contents]} in every split tensor"
+                f"rank {rank} of {mapped.checkpoint.folder} repeats rank "
+                f"{rank_by_contents[contents]} in every split tensor"
             ]
-        seen[contents] = rank
+        rank_by_contents[contents] = rank
     return []
 
 
 def verify_equal(
     first: Path, second: Path, options: Options, report: Callable[[int, int], None]
-) -> Verdict:
+) -> VerificationReport:
     """Compares all weights of two folders of any formats byte by byte, without padding."""
-    ours, theirs = (
-        map_checkpoint(open_checkpoint(folder, options.config_file)) for folder in (first, second)
-    )
+    ours = map_checkpoint(open_checkpoint(first, options.config_file))
+    theirs = map_checkpoint(open_checkpoint(second, options.config_file))
     return _compare(ours, theirs, options, report)
 
 
 def verify_round_trip(
     folder: Path, size: int | None, options: Options, report: Callable[[int, int], None]
-) -> Verdict:
-    """Converts the folder into a temporary folder beside it and compares the result with it, tensor names included.
+) -> VerificationReport:
+    """Converts the folder into a temporary one beside it and compares the result with it.
 
-    A Hugging Face folder is split over `size` ranks, by default two. A folder of
-    another format is merged.
+    The names of tensors are compared too.
+
+    Args:
+        folder: A Hugging Face folder is split; a folder of another format is merged.
+        size: The number of ranks to split over; by default two.
+        options: Those of the conversion.
+        report: Called with the bytes done and the bytes in all.
     """
     mapped = map_checkpoint(open_checkpoint(folder, options.config_file))
-    with tempfile.TemporaryDirectory(
-        prefix=".round-trip-", dir=folder.resolve().parent
-    ) as temporary:
-        there = Path(temporary) / "converted"
-        if mapped.checkpoint.kind == "huggingface":
-            split(folder, there, size or SMALLEST_SPLIT, options, report)
+    is_huggingface = mapped.checkpoint.kind == "huggingface"
+    parent = folder.resolve().parent
+    with tempfile.TemporaryDirectory(prefix=".round-trip-", dir=parent) as temporary:
+        converted = Path(temporary) / "converted"
+        if is_huggingface:
+            split(folder, converted, size or SMALLEST_SPLIT, options, report)
         else:
-            merge(folder, there, replace(options, largest_file=1 << 62), report)
-        back = map_checkpoint(open_checkpoint(there))
-        verdict = _compare(back, mapped, options, report)
-        problems = list(verdict.differences)
-        if mapped.checkpoint.kind == "huggingface":
-            named = {
-                (t.name, t.dtype, t.shape) for t in build_huggingface_target(back).layout.tensors()
-            }
-            wanted = {(t.name, t.dtype, t.shape) for t in mapped.checkpoint.ranks[0].values()}
-            names = {name for name, *_ in named} ^ {name for name, *_ in wanted}
-            problems += [f"tensor {name} does not keep its name" for name in sorted(names)]
-    return Verdict(tuple(problems), verdict.tensors, verdict.nbytes)
+            merge(folder, converted, replace(options, largest_file=1 << 62), report)
+        back = map_checkpoint(open_checkpoint(converted))
+        result = _compare(back, mapped, options, report)
+        problems = list(result.differences)
+        if is_huggingface:
+            merged = build_huggingface_target(back).layout.tensors()
+            names = {tensor.name for tensor in merged}
+            original_names = {tensor.name for tensor in mapped.checkpoint.ranks[0].values()}
+            for name in sorted(names ^ original_names):
+                problems.append(f"tensor {name} does not keep its name")
+    return VerificationReport(tuple(problems), result.tensors, result.nbytes)
 
 
 def _compare(
@@ -136,30 +162,35 @@ def _compare(
     target: MappedCheckpoint,
     options: Options,
     report: Callable[[int, int], None],
-) -> Verdict:
-    copies = compose(source.layout, target.layout)
-    comparers: list[ComparingSink] = []
-    problems = [
-        f"{copy.name} is {copy.source.dtype} in {source.checkpoint.folder}, "
-        f"but {copy.target.dtype} in {target.checkpoint.folder}"
-        for copy in copies
-        if copy.source.dtype != copy.target.dtype
-    ]
-    copies = [copy for copy in copies if copy.source.dtype == copy.target.dtype]
-    total, done = sum(copy.nbytes for copy in copies), 0
+) -> VerificationReport:
+    """Runs the copies of a conversion, with sinks that compare instead of writing."""
+    problems: list[str] = []
+    copies: list[TensorCopy] = []
+    for copy in pair_tensors(source.layout, target.layout):
+        if copy.source.dtype == copy.target.dtype:
+            copies.append(copy)
+        else:
+            problems.append(
+                f"{copy.name} is {copy.source.dtype} in {source.checkpoint.folder}, "
+                f"but {copy.target.dtype} in {target.checkpoint.folder}"
+            )
+    sinks: list[ComparingSink] = []
+    total = sum(copy.nbytes for copy in copies)
+    done = 0
     with OpenFiles(open_for_reading) as inputs, OpenFiles(open_for_reading) as others:
         inputs.open(source.checkpoint.files)
         others.open(target.checkpoint.files)
 
-        def compare(tensors: Sequence[StoredTensor]) -> ComparingSink:
-            comparers.append(ComparingSink(tensors, others))
-            return comparers[-1]
+        def make_sink(tensors: Sequence[StoredTensor]) -> ComparingSink:
+            sink = ComparingSink(tensors, others)
+            sinks.append(sink)
+            return sink
 
-        for index, _ in run_copies(copies, inputs, source.digests, compare, options.threads):
+        finished = run_copies(copies, inputs, source.digests, make_sink, options.threads)
+        for index, _ in finished:
             done += copies[index].nbytes
             report(done, total)
-    for comparer in comparers:
-        problems += [
-            f"{tensor} differs, first at byte {at:,}" for tensor, at in comparer.differing.items()
-        ]
-    return Verdict(tuple(problems), len(copies), total)
+    for sink in sinks:
+        for tensor, position in sink.differing.items():
+            problems.append(f"{tensor} differs, first at byte {position:,}")
+    return VerificationReport(tuple(problems), len(copies), total)

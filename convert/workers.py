@@ -1,4 +1,7 @@
-"""Runs copies side by side: in threads of this process, or in processes that import neither torch nor the models."""
+"""Runs copies side by side, in threads of this process or in processes of one thread each.
+
+The processes import neither torch nor the models.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     Executor,
+    Future,
     ProcessPoolExecutor,
     ThreadPoolExecutor,
     wait,
@@ -19,11 +23,12 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 from ..checkpoint.file_io import HashingWriter, OpenFiles, open_for_reading
-from .copying import Copy, Digests, OutputFactory, run_copy
+from .copying import Digests, SinkFactory, TensorCopy, run_copy
 
 MEMORY = 40 << 20  # bytes of all threads' blocks together
-BLOCKS_PER_THREAD = 5  # a block as read, assembled, transposed or cast, and divided for the targets
-SMALLEST_BLOCK = 64 << 10
+# A block as it is read, assembled, transposed or cast, and divided for the targets.
+BLOCKS_PER_THREAD = 5
+SMALLEST_BLOCK = 64 << 10  # bytes
 
 
 def block_size(jobs: int) -> int:
@@ -32,83 +37,104 @@ def block_size(jobs: int) -> int:
 
 
 def run_copies(
-    copies: Sequence[Copy],
+    copies: Sequence[TensorCopy],
     files: OpenFiles,
     hashes: Mapping[tuple[Path, str], str],
-    make_output: OutputFactory,
+    make_sink: SinkFactory,
     jobs: int,
 ) -> Iterator[tuple[int, Digests]]:
-    """Copies in `jobs` threads; the first error stops all. Yields each finished copy's index and target hashes."""
+    """Copies in `jobs` threads; the first error stops all.
+
+    Yields:
+        The index of each finished copy, and the hashes of the tensors that it wrote.
+    """
     work = partial(
-        run_copy, files=files, hashes=hashes, make_output=make_output, chunk=block_size(jobs)
+        run_copy, files=files, hashes=hashes, make_sink=make_sink, block_bytes=block_size(jobs)
     )
     with ThreadPoolExecutor(jobs) as pool:
-        yield from _in_pool(pool, work, copies, jobs)
+        yield from _run_in_pool(pool, work, copies, jobs)
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a process needs for copies of any tensors: see `run_copy`. `open_target` opens a target file for writing."""
+    """What a process needs for copies of any tensors.
+
+    Attributes:
+        sources: The files to read.
+        targets: The files to write.
+        open_target: Opens one of these for writing.
+        hashes: (file, tensor name) -> recorded sha256 of the source tensors.
+        block_bytes: Bytes of the largest block.
+    """
 
     sources: Sequence[Path]
     targets: Sequence[Path]
     open_target: Callable[[Path], int]
     hashes: Mapping[tuple[Path, str], str]
-    chunk: int
+    block_bytes: int
 
     def start(self) -> None:
         """Opens the files in a new process, which ends when its parent does."""
-        global _run
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the interrupt
+        global _run_copy
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles the interrupt.
         threading.Thread(target=_end_with_parent, daemon=True).start()
-        inputs, outputs = OpenFiles(open_for_reading), OpenFiles(self.open_target)
+        inputs = OpenFiles(open_for_reading)
         inputs.open(self.sources)
+        outputs = OpenFiles(self.open_target)
         outputs.open(self.targets)
-        _run = partial(
+        _run_copy = partial(
             run_copy,
             files=inputs,
             hashes=self.hashes,
-            make_output=lambda tensors: HashingWriter(tensors, outputs),
-            chunk=self.chunk,
+            make_sink=lambda tensors: HashingWriter(tensors, outputs),
+            block_bytes=self.block_bytes,
         )
 
 
 def run_copies_in_processes(
-    copies: Sequence[Copy], worker: Worker, count: int
+    copies: Sequence[TensorCopy], worker: Worker, count: int
 ) -> Iterator[tuple[int, Digests]]:
     """Copies in `count` processes, one thread each, like `run_copies`.
 
-    Raises `concurrent.futures.process.BrokenProcessPool` if a process dies.
+    Raises:
+        concurrent.futures.process.BrokenProcessPool: A process died.
     """
     with ProcessPoolExecutor(count, get_context("spawn"), worker.start) as pool:
-        yield from _in_pool(pool, _run_in_worker, copies, count)
+        yield from _run_in_pool(pool, _run_in_worker, copies, count)
 
 
-_run: Callable[[Copy], Digests] | None = None  # set in worker processes
+# In worker processes, `run_copy` with the process's open files.
+_run_copy: Callable[[TensorCopy], Digests] | None = None
 
 
-def _run_in_worker(copy: Copy) -> Digests:
-    assert _run is not None
-    return _run(copy)
+def _run_in_worker(copy: TensorCopy) -> Digests:
+    assert _run_copy is not None
+    return _run_copy(copy)
 
 
 def _end_with_parent() -> None:
-    """Exits with the parent; without this, a pool's workers would wait forever for a parent that was killed."""
+    """Exits with the parent.
+
+    Without this, a pool's workers would wait forever for a parent that was killed.
+    """
     parent = parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _in_pool(
-    pool: Executor, work: Callable[[Copy], Digests], copies: Sequence[Copy], jobs: int
+def _run_in_pool(
+    pool: Executor, work: Callable[[TensorCopy], Digests], copies: Sequence[TensorCopy], jobs: int
 ) -> Iterator[tuple[int, Digests]]:
-    todo = iter(enumerate(copies))
-    running = {}
+    waiting = iter(enumerate(copies))
+    running: dict[Future[Digests], int] = {}
     try:
         while True:
             # Few copies are submitted ahead, so that little is left to wait for after an error.
-            while len(running) < 2 * jobs and (entry := next(todo, None)) is not None:
+            while len(running) < 2 * jobs:
+                entry = next(waiting, None)
+                if entry is None:
+                    break
                 index, copy = entry
                 running[pool.submit(work, copy)] = index
             if not running:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from ..checkpoint.layout import ParameterSpec, RowOrder
 from ..checkpoint.stored_tensor import StoredTensor
+from ..mpu import Shard
 from .config import ModelConfig
 from .name_map import Entry, Match, NameMap, refuse_names
 
@@ -162,7 +163,9 @@ class MegatronMap:
         """
         shard = parameter.shard
         if shard is not None and shard.pad_multiple:
-            return replace(parameter, shard=replace(shard, pad_multiple=rows or PADDING))
+            split = replace(shard.tensor_split, pad_multiple=rows or PADDING)
+            padded = Shard.from_splits(shard.shape, split, tied_to=shard.tied_to)
+            return replace(parameter, shard=padded)
         return replace(
             parameter, order=order if parameter.name.endswith(self.fused_qkv) else "blocks"
         )

@@ -55,8 +55,10 @@ def test_a_difference_is_found(zoo, tmp_path, monkeypatch):
     tensors = load_file(other / "model.safetensors")
     tensors["transformer.h.1.mlp.c_proj.weight"][0, 0] += 0.1
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    original = logits._reference_logits
+    original = logits._compute_reference_logits
     monkeypatch.setattr(
-        logits, "_reference_logits", lambda kind, folder, *rest: original(kind, other, *rest)
+        logits,
+        "_compute_reference_logits",
+        lambda kind, folder, *rest: original(kind, other, *rest),
     )
     assert not compare_logits(source, 2).is_close
