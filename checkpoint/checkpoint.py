@@ -131,7 +131,8 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
         raise ValueError(f"{folder} has no {MANIFEST}: it is not a complete folder of shards")
     raise ValueError(
         f"{folder} has no weights: it must contain one of {MANIFEST}, {', '.join(WEIGHT_FILES)}, "
-        f"mp_rank_XX_model_states.pt, pytorch_model_XX.bin, {TRACKER}, mp_rank_XX/model_optim_rng.pt"
+        f"mp_rank_XX_model_states.pt, pytorch_model_XX.bin, {TRACKER}, "
+        f"mp_rank_XX/model_optim_rng.pt"
     )
 
 

@@ -198,6 +198,6 @@ def _check_downloads(folder: Path, known: set[str], what: str) -> None:
             path.unlink(missing_ok=True)
             stored.unlink(missing_ok=True)
             raise ValueError(
-                f"{what}: the Hugging Face Hub sent a damaged {path.name}, whose sha256 is {digest} "
-                f"instead of {stored.name}; it was removed, so try again"
+                f"{what}: the Hugging Face Hub sent a damaged {path.name}, whose sha256 is "
+                f"{digest} instead of {stored.name}; it was removed, so try again"
             )

@@ -434,7 +434,7 @@ def slice_tensor(
 def _cut_ranges(
     ranges: Iterable[tuple[int, int]], first: int, last: int
 ) -> Iterator[tuple[int, int]]:
-    """Yields what positions [first, last) hold of a tensor that holds ranges one after the other."""
+    """Yields what positions [first, last) of a tensor hold, which holds `ranges` in a row."""
     position = 0
     for start, stop in ranges:
         low = max(position, first)

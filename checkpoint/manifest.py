@@ -198,7 +198,7 @@ def checked_tokenizer(folder: Path, text_folder: Path) -> Tokenizer:
     if trained_with is not None and not trained_with.begins(tokenizer):
         found = Vocabulary.from_tokenizer(tokenizer)
         raise ValueError(
-            f"the tokenizer in {text_folder} has another vocabulary ({found}) than the one that the "
-            f"model in {folder} was trained with ({trained_with}); use that run's tokenizer"
+            f"the tokenizer in {text_folder} has another vocabulary ({found}) than the one that "
+            f"the model in {folder} was trained with ({trained_with}); use that run's tokenizer"
         )
     return tokenizer

@@ -1,7 +1,7 @@
 """Plans new weight files and creates them at full size; the bytes of their tensors follow later.
 
 A `PlannedFile` knows its header and where each tensor will be, before any byte is written. So a
-conversion is checked as a whole first, and a full disk is noticed before the first tensor is copied.
+conversion is checked as a whole first, and a full disk is noticed before a tensor is copied.
 """
 
 from __future__ import annotations

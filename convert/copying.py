@@ -250,7 +250,7 @@ def _copy_rows(
     block_bytes: int,
     conversion: _Conversion,
 ) -> None:
-    """Copies block after block: reads it from all tensors of the source, converts it, divides it."""
+    """Copies block after block: reads it from the source's tensors, converts it, divides it."""
     rows = _RowView.from_placement(source)
     copies: list[list[tuple[_RowSegments, HashingReader]]] = []
     for number, parts in enumerate(source.copies):
@@ -564,7 +564,7 @@ class _LowRankProduct:
         )
 
     def renumber(self, dim: int, order: Sequence[tuple[int, int]]) -> _LowRankProduct:
-        """Returns the product with rows or columns in the order of `ParameterPlacement.renumber`."""
+        """Returns the product with its rows or columns numbered as `ParameterPlacement.renumber`."""
         index = np.concatenate([np.arange(start, stop) for start, stop in order])
         if dim == 0:
             return _LowRankProduct(self.left[index], self.right)

@@ -177,7 +177,7 @@ def find_transformers_class(mapped: MappedCheckpoint) -> Any:
 def _compute_reference_logits(
     kind: Any, folder: Path, inputs: Mapping[str, Tensor], mapped: MappedCheckpoint
 ) -> Tensor:
-    """Returns the logits of transformers' class `kind` with the weights of a Hugging Face folder."""
+    """Returns the logits of transformers' class `kind`, with a Hugging Face folder's weights."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

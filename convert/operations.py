@@ -167,9 +167,9 @@ def merge(
     report: ProgressReport | None = None,
     style: Literal["hf", "dcp", "universal"] = "hf",
 ) -> Outcome:
-    """Writes a folder with whole tensors from a folder of any format, training checkpoints included.
+    """Writes a folder with whole tensors from a folder of any format.
 
-    Other arguments and errors are those of `split`.
+    A training checkpoint may be the source too. Other arguments and errors are those of `split`.
 
     Args:
         style: "hf" for a Hugging Face folder, which `AutoModel…from_pretrained` of transformers

@@ -1,4 +1,4 @@
-"""Verifies that a folder is intact, that two hold the same weights, that a conversion is lossless."""
+"""Verifies that a folder is intact, that two are equal, and that a conversion is lossless."""
 
 from __future__ import annotations
 

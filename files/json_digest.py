@@ -9,7 +9,7 @@ from typing import Any
 
 
 def add_digest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values as JSON represents them, with the sha256 of their contents as the last entry."""
+    """Returns the values as JSON represents them, with their sha256 as the last entry."""
     content = json.loads(json.dumps(values))
     return {**content, "sha256": _compute_digest(content)}
 

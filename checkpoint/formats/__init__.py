@@ -1,1 +1,6 @@
-"""Reads the formats of other programs that are made of files of `torch.save`."""
+"""The formats of other programs: a file each, with its reader, its writer and its names.
+
+torch_file  files of `torch.save`, which the other two formats consist of
+megatron    folders of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX
+dcp         folders of `torch.distributed.checkpoint`, also megatron-core's
+"""

@@ -59,7 +59,9 @@ _KNOWN_NAMES = frozenset({
 })  # fmt: skip
 # Names of what is not the model's: optimizer, random states, schedules.
 _NOT_OF_THE_MODEL = re.compile(
-    r"(.*[./])?(optim|optimizer|optimizers|optimizer_state|chained_\d+|rng_state|lr_scheduler)[./].*"
+    r"(.*[./])?"
+    r"(optim|optimizer|optimizers|optimizer_state|chained_\d+|rng_state|lr_scheduler)"
+    r"[./].*"
 )
 # Modules and dictionaries around the model, whose names all its tensors may begin with.
 _WRAPPERS = ("app", "state", "state_dict", "model", "module", "_orig_mod")

@@ -286,7 +286,7 @@ def open_layer_files(folder: Path) -> tuple[SavedRun, Ranks]:
 
 
 def _join_layers(paths: Sequence[Path]) -> dict[str, StoredTensor]:
-    """Returns the tensors of one rank's files, in the order of the pipeline, by Megatron-LM's names.
+    """Returns the tensors of one rank's files by Megatron-LM's names, in the pipeline's order.
 
     What a file holds is told by its tensors, because the programs number the modules in different
     ways.
