@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..files.hashing import hash_file
 from .folder_files import CONFIG
@@ -69,7 +69,7 @@ def find_folder(
         raise ValueError(f"{argument}: {name} is not a folder")
 
     import huggingface_hub
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
 
     options: dict[str, Any] = {}
     if revision:
@@ -78,13 +78,12 @@ def find_folder(
         options["cache_dir"] = str(Path(cache).expanduser())
     folder_of_downloads = Path(options.get("cache_dir") or constants.HF_HUB_CACHE)
     known = _list_cached_files(folder_of_downloads, repository)
-    # HTTPError, of whichever library the client uses, covers a connection that is cut.
-    failures: Any = (OSError, ValueError, errors.HTTPError)
+    hub = cast(Any, huggingface_hub)  # It leaves the types of some arguments open.
     try:
-        downloaded = huggingface_hub.snapshot_download(
+        downloaded: str = hub.snapshot_download(
             repository, allow_patterns=list(patterns), ignore_patterns=list(IGNORED), **options
         )
-    except failures as error:
+    except _list_failures() as error:
         raise ValueError(
             f"{argument}: {name} is not a folder, and downloading it from the Hugging Face Hub "
             f"failed: {_explain(error, repository, revision)}"
@@ -120,9 +119,7 @@ def upload_folder(
         ValueError: The Hub cannot be reached or refuses.
     """
     import huggingface_hub
-    from huggingface_hub import errors
 
-    failures: Any = (OSError, ValueError, errors.HTTPError)
     api: Any = huggingface_hub.HfApi(token=token)
     try:
         api.create_repo(repository, private=private, exist_ok=True)
@@ -135,12 +132,22 @@ def upload_folder(
             commit_message=message,
             delete_patterns=REPLACED,
         )
-    except failures as error:
+    except _list_failures() as error:
         raise ValueError(
             f"pushing to {repository} on the Hugging Face Hub failed: "
             f"{_explain(error, repository, revision or '')}"
         ) from None
     return str(commit.commit_url)
+
+
+def _list_failures() -> tuple[type[Exception], ...]:
+    """Returns what the Hub's client raises.
+
+    HTTPError, of whichever library the client uses, covers a connection that is cut.
+    """
+    from huggingface_hub import errors
+
+    return OSError, ValueError, cast(Any, errors).HTTPError
 
 
 def _explain(error: Exception, repository: str, revision: str) -> str:
