@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..mpu.division import find_first_unit
 from ..ops.attention import has_attention_kernel, rows_at_once, suits_tiles, writes_scores
-from ..ops.cross_entropy import AT_A_TIME, suits_chunks
+from ..ops.cross_entropy import CHUNK_LOGITS, suits_chunks
 from .parallel_config import ParallelConfig
 
 FP32 = 4
@@ -178,7 +178,7 @@ def logit_bytes(columns: int, batch: Batch, layout: Layout) -> int:
     """Returns the bytes of a rank's logits, [.., columns], that exist at a time; the gradient replaces them."""
     tokens = batch.size * (batch.target_length or batch.length)
     return (
-        min(tokens * columns, AT_A_TIME) if suits_chunks(tokens, columns) else tokens * columns
+        min(tokens * columns, CHUNK_LOGITS) if suits_chunks(tokens, columns) else tokens * columns
     ) * layout.itemsize
 
 

@@ -28,7 +28,7 @@ def gelu(z: Tensor, tanh: bool) -> Tensor:
 
 
 def gelu_derivative(z: Tensor, tanh: bool) -> Tensor:
-    """d gelu / dz."""
+    """Returns the derivative of GELU at z."""
     if tanh:
         t = torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3))
         inner = math.sqrt(2.0 / math.pi) * (1.0 + 3 * 0.044715 * z * z)
@@ -46,7 +46,7 @@ def _preactivation(x, bias):
 
 
 def bias_gelu_reference(x, bias, tanh):
-    """gelu(x + bias)."""
+    """Computes the definition, gelu(x + bias)."""
     return (gelu(_preactivation(x, bias), tanh).to(x.dtype),)
 
 
@@ -151,7 +151,7 @@ def _derivative(z, activation):
 
 
 def glu_reference(gate, up, activation):
-    """act(gate) * up."""
+    """Computes the definition, act(gate) * up."""
     dtype = compute_dtype(gate)
     return ((_activate(gate.to(dtype), activation) * up.to(dtype)).to(gate.dtype),)
 
@@ -159,7 +159,9 @@ def glu_reference(gate, up, activation):
 def glu_backward_reference(grad, gate, up, activation):
     """Returns the gradients of gate and up."""
     dtype = compute_dtype(gate)
-    dy, g, u = grad.to(dtype), gate.to(dtype), up.to(dtype)
+    dy = grad.to(dtype)
+    g = gate.to(dtype)
+    u = up.to(dtype)
     grad_gate = dy * u * _derivative(g, activation)
     return grad_gate.to(gate.dtype), (dy * _activate(g, activation)).to(up.dtype)
 

@@ -46,7 +46,7 @@ MAX_EAGER_SCORES = 512 * 512
 MIN_ROWS = 32  # queries of a block, whatever the number of its scores
 
 
-class Rules(NamedTuple):
+class ScoreRules(NamedTuple):
     """What applies to the scores besides q and k. The fields are as in `attention`."""
 
     relative_bias: Tensor | None
@@ -61,7 +61,7 @@ class Rules(NamedTuple):
     first_row: int
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """The scores of the queries [start, end) with the first `columns` keys; no later key is visible to them."""
 
     start: int
@@ -79,9 +79,10 @@ def rows_at_once(size: int, device: str) -> int:
     return max(MIN_ROWS, BYTES_AT_ONCE.get(device, BYTES_AT_ONCE["cuda"]) // max(size, 1))
 
 
-def _blocks(q: Tensor, k: Tensor, rules: Rules) -> Iterator[Block]:
+def _blocks(q: Tensor, k: Tensor, rules: ScoreRules) -> Iterator[QueryBlock]:
     """Yields blocks of queries, each with the keys up to the last that one of them may see."""
-    (batch, heads, queries, _), total = q.shape, k.shape[2]
+    batch, heads, queries, _ = q.shape
+    total = k.shape[2]
     rows = rows_at_once(batch * heads * total * q.itemsize, q.device.type)
     reach = _largest(rules.prefix, 0)
     longest = min(_largest(rules.key_lengths, total), total)
@@ -89,7 +90,7 @@ def _blocks(q: Tensor, k: Tensor, rules: Rules) -> Iterator[Block]:
         end = min(start + rows, queries)
         diagonal = end + total - queries
         limit = max(diagonal, reach) if rules.causal else total
-        yield Block(start, end, max(min(limit, longest), 0), queries - end, diagonal)
+        yield QueryBlock(start, end, max(min(limit, longest), 0), queries - end, diagonal)
 
 
 def _largest(lengths: Tensor | None, default: int) -> int:
@@ -99,12 +100,15 @@ def _largest(lengths: Tensor | None, default: int) -> int:
 @torch.no_grad()
 def reference(q, k, v, *arguments):
     """Computes the output and lse block by block. The arguments are as in the schema."""
-    rules, k, v = Rules(*arguments), k.contiguous(), v.contiguous()
+    rules = ScoreRules(*arguments)
+    k = k.contiguous()
+    v = v.contiguous()
     out, lse = _allocate(q)
     for block in _blocks(q, k, rules):
         rows = slice(block.start, block.end)
         if not block.columns:
-            out[:, :, rows], lse[:, :, rows] = 0.0, float("-inf")
+            out[:, :, rows] = 0.0
+            lse[:, :, rows] = float("-inf")
             continue
         scores = _scores(q, k, block)
         probs, dropped = _probabilities(scores, rules, block)
@@ -122,7 +126,7 @@ def _log_sum_exp(scores, probs, rules, block):
         query = torch.arange(block.start, block.end, device=key.device)[:, None]
         head = torch.arange(key.shape[1], device=key.device)[:, None, None]
         z += rules.relative_bias[head, key - query + (block.first_distance + block.end - 1)]
-    mask = _part_of_mask(rules, block)
+    mask = _slice_mask(rules, block)
     if mask is not None and mask.dtype != torch.bool:
         z += mask.expand(scores.shape).gather(3, key)
     return torch.where(largest == 0.0, float("-inf"), z - largest.log()).squeeze(-1)
@@ -131,13 +135,14 @@ def _log_sum_exp(scores, probs, rules, block):
 @torch.no_grad()
 def backward_reference(grad, out, lse, q, k, v, *arguments):
     """Returns the gradients of q, k, v and of the relative bias, which are summed over the blocks in fp32."""
-    rules, k, v = Rules(*arguments), k.contiguous(), v.contiguous()
-    wide, bias = torch.promote_types(q.dtype, torch.float32), rules.relative_bias
-    grad_q, grad_k, grad_v = (
-        empty_pooled(q),
-        torch.zeros_like(k, dtype=wide),
-        torch.zeros_like(v, dtype=wide),
-    )
+    rules = ScoreRules(*arguments)
+    k = k.contiguous()
+    v = v.contiguous()
+    wide = torch.promote_types(q.dtype, torch.float32)
+    bias = rules.relative_bias
+    grad_q = empty_pooled(q)
+    grad_k = torch.zeros_like(k, dtype=wide)
+    grad_v = torch.zeros_like(v, dtype=wide)
     grad_bias = empty_placeholder(q) if bias is None else torch.zeros_like(bias, dtype=wide)
     for block in _blocks(q, k, rules):
         rows = slice(block.start, block.end)
@@ -167,19 +172,20 @@ def _backward_scores(grad, q, k, v, rules, block, grad_v):
     _add_product(_first(grad_v, block), _fold(weights, k).mT, grad_out)
     del dropped, weights
     grad_weights = matmul(grad_out, _first(v, block).mT).view(probs.shape)
-    keys, has_bias = _block_keys(rules, block), rules.relative_bias is not None
+    keys = _block_keys(rules, block)
+    has_bias = rules.relative_bias is not None
     return softmax.backward_op(
         grad_weights, probs, keys, rules.scale, rules.dropout, rules.first_head, int(has_bias)
     )
 
 
-def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
+def _scores(q: Tensor, k: Tensor, block: QueryBlock) -> Tensor:
     """Returns a block's products of queries and keys, [B, N, R, columns]."""
     rows = q[:, :, block.start : block.end]
     return matmul(_fold(rows, k), _first(k, block).mT).view(*rows.shape[:3], block.columns)
 
 
-def _probabilities(scores: Tensor, rules: Rules, block: Block) -> tuple[Tensor, Tensor]:
+def _probabilities(scores: Tensor, rules: ScoreRules, block: QueryBlock) -> tuple[Tensor, Tensor]:
     """Returns a block's probabilities [B, N, R, columns], and those with dropout (of size 0 without)."""
     bias = rules.relative_bias
     if bias is not None:
@@ -191,36 +197,50 @@ def _probabilities(scores: Tensor, rules: Rules, block: Block) -> tuple[Tensor, 
             .unfold(1, block.columns, 1)
         )
         bias = diagonals.index_select(1, torch.arange(size, device=scores.device).flip(0))[None]
-    causal, prefix, others = False, None, rules
-    if rules.causal and block.columns == block.diagonal:  # the softmax applies these two itself
-        causal, prefix, others = True, rules.prefix, rules._replace(causal=False, prefix=None)
-    mask, keys = _block_mask(others, block, scores.device), _block_keys(rules, block)
+    causal = rules.causal and block.columns == block.diagonal
+    prefix = None
+    others = rules
+    if causal:
+        # The softmax applies these two rules itself.
+        prefix = rules.prefix
+        others = rules._replace(causal=False, prefix=None)
+    mask = _block_mask(others, block, scores.device)
+    keys = _block_keys(rules, block)
     return softmax.forward_op(
         scores, mask, bias, prefix, keys, rules.scale, causal, rules.dropout, rules.first_head
     )
 
 
-def _block_keys(rules: Rules, block: Block) -> Tensor | None:
+def _block_keys(rules: ScoreRules, block: QueryBlock) -> Tensor | None:
     return None if rules.keys is None else keys_from_row(rules.keys, rules.first_row + block.start)
 
 
-def _block_mask(rules: Rules, block: Block, device: torch.device) -> Tensor | None:
+def _block_mask(rules: ScoreRules, block: QueryBlock, device: torch.device) -> Tensor | None:
     """Returns the mask of a block with all rules applied, boolean or of numbers that are added."""
-    mask, visible = _part_of_mask(rules, block), _visible(rules, block, device)
-    if visible is None or mask is None:
-        return mask if visible is None else visible
-    return mask & visible if mask.dtype == torch.bool else torch.where(visible, mask, float("-inf"))
+    mask = _slice_mask(rules, block)
+    visible = _visible(rules, block, device)
+    if visible is None:
+        return mask
+    if mask is None:
+        return visible
+    if mask.dtype == torch.bool:
+        return mask & visible
+    return torch.where(visible, mask, float("-inf"))
 
 
-def _part_of_mask(rules: Rules, block: Block) -> Tensor | None:
+def _slice_mask(rules: ScoreRules, block: QueryBlock) -> Tensor | None:
+    """Returns the part of the mask for the block's scores; a dimension of size 1 still broadcasts."""
     mask = rules.mask
-    if mask is not None:
-        mask = mask if mask.shape[2] == 1 else mask[:, :, block.start : block.end]
-        mask = mask if mask.shape[3] == 1 else mask[..., : block.columns]
+    if mask is None:
+        return None
+    if mask.shape[2] != 1:
+        mask = mask[:, :, block.start : block.end]
+    if mask.shape[3] != 1:
+        mask = mask[..., : block.columns]
     return mask
 
 
-def _visible(rules: Rules, block: Block, device: torch.device) -> Tensor | None:
+def _visible(rules: ScoreRules, block: QueryBlock, device: torch.device) -> Tensor | None:
     """Returns which keys the causal rule, the prefix and the lengths allow, broadcastable to the block's scores."""
     key = torch.arange(block.columns, device=device)
     visible = None
@@ -240,7 +260,7 @@ def _fold(x: Tensor, k: Tensor) -> Tensor:
     return x.reshape(k.shape[0] * k.shape[1], -1, x.shape[3])
 
 
-def _first(x: Tensor, block: Block) -> Tensor:
+def _first(x: Tensor, block: QueryBlock) -> Tensor:
     """Returns the block's keys of a contiguous [B, K, Sk, D] as a view [B * K, columns, D]."""
     return x.flatten(0, 1)[:, : block.columns]
 

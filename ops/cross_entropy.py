@@ -29,9 +29,10 @@ from .matmul import addmm, autocast_arguments, matmul
 
 IGNORE_INDEX = -100
 CHUNK_ELEMENTS = 1 << 21  # logits that are widened at once: 8 MiB in fp32
-# Logits of `linear_cross_entropy` that exist at a time if there are more than MOST_WHOLE. The backward pass may have to
-# compute them again, which is a fourth product besides three; fewer logits are therefore kept.
-MOST_WHOLE, AT_A_TIME = 10**9, 1 << 26
+# If `linear_cross_entropy` has more than MAX_WHOLE_LOGITS logits, only CHUNK_LOGITS exist at a time. The backward pass
+# may have to compute them again, which is a fourth product besides three; fewer logits are therefore kept.
+MAX_WHOLE_LOGITS = 10**9
+CHUNK_LOGITS = 1 << 26
 Gather = Callable[[Tensor], Tensor]  # each rank's [2 or 3, T] -> [ranks, 2 or 3, T]
 SumGrad = Callable[
     [Tensor], Callable[[], Tensor]
@@ -67,7 +68,9 @@ def grad_reference(
 ):
     """Returns the gradient of the local logits [T, Vp]; 0 in padding columns and ignored rows."""
     dtype = compute_dtype(logits)
-    x, scale, lse = logits[:, :columns].to(dtype), grad.to(dtype)[:, None], log_z.to(dtype)[:, None]
+    x = logits[:, :columns].to(dtype)
+    scale = grad.to(dtype)[:, None]
+    lse = log_z.to(dtype)[:, None]
     result = torch.exp(x - lse) * (1.0 + 2.0 * z_loss * lse) - label_smoothing / num_classes
     column = torch.arange(columns, device=logits.device) + first
     result = result - (1.0 - label_smoothing) * (column == target[:, None]).to(dtype)
@@ -348,10 +351,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Returns the differentiable losses [T] of the logits hidden @ weight.T + bias.
 
-    Only this function holds the logits, so it writes their gradient over them. More than MOST_WHOLE logits never exist
-    whole: they are computed in chunks of rows, over which the gradients of weight and bias are summed in fp32. A CPU
-    computes these together with the losses; if the losses turn out to have different gradients, and on an accelerator,
-    where finding that out would wait for the device, the backward pass computes the logits again.
+    Only this function holds the logits, so it writes their gradient over them. More than MAX_WHOLE_LOGITS logits never
+    exist whole: they are computed in chunks of rows, over which the gradients of weight and bias are summed in fp32. A
+    CPU computes these together with the losses. The backward pass computes the logits again if the losses turn out to
+    have different gradients, and on an accelerator, where finding that out would wait for the device.
 
     Args:
         hidden: [T, H].
@@ -413,16 +416,15 @@ class _LinearCrossEntropy(Function):
     ) -> Tensor:
         columns = _columns(len(weight), settings)
         if suits_chunks(len(hidden), len(weight)):
-            logits, (losses, log_z) = (
-                None,
-                _chunked_losses(ctx, hidden, weight, bias, target, columns, settings),
-            )
+            logits = None
+            losses, log_z = _chunked_losses(ctx, hidden, weight, bias, target, columns, settings)
         else:
             logits = addmm(bias, hidden, weight.t())  # [T, Vp]
             stats = _statistics(logits, target, settings, columns)
             losses, log_z, ctx.settings = _token_losses(stats, columns, target, *settings)
         ctx.save_for_backward(hidden, weight, bias, logits, target, log_z)
-        ctx.sum_grad, ctx.spent = sum_grad, False
+        ctx.sum_grad = sum_grad
+        ctx.spent = False
         return losses
 
     @staticmethod
@@ -438,10 +440,9 @@ class _LinearCrossEntropy(Function):
             )
         if ctx.spent:  # a second pass over a retained graph
             logits = addmm(bias, hidden, weight.t())
-        grad, ctx.spent = (
-            logits.data,
-            True,
-        )  # writing to .data keeps the saved tensors valid for a second pass
+        # Writing to .data keeps the saved tensors valid for a second pass.
+        grad = logits.data
+        ctx.spent = True
         for rows in _calls(grad):
             torch.ops.shardzoo.cross_entropy_grad_(
                 grad[rows], target[rows], grads[0][rows], log_z[rows], *ctx.settings
@@ -458,7 +459,7 @@ class _LinearCrossEntropy(Function):
 
 def suits_chunks(rows: int, columns: int) -> bool:
     """Returns whether `linear_cross_entropy` computes so many logits in chunks of rows."""
-    return rows * columns > MOST_WHOLE
+    return rows * columns > MAX_WHOLE_LOGITS
 
 
 class _SummedGrads:
@@ -501,10 +502,11 @@ class _SummedGrads:
         grads = self.input, self.weight, self.bias
         if factor is not None:  # the sums are not used again
             grads = tuple(None if x is None else x.mul_(factor) for x in grads)
-        dtype, (of_input, *others) = self.factors[1].dtype, grads
-        if of_input is not None and ctx.sum_grad:
-            of_input = ctx.sum_grad(of_input)()
-        return of_input, *(None if total is None else total.to(dtype) for total in others)
+        input_grad, *parameter_grads = grads
+        if input_grad is not None and ctx.sum_grad:
+            input_grad = ctx.sum_grad(input_grad)()
+        dtype = self.factors[1].dtype
+        return input_grad, *(None if x is None else x.to(dtype) for x in parameter_grads)
 
 
 def _chunked_losses(ctx, hidden, weight, bias, target, columns, settings) -> tuple[Tensor, Tensor]:
@@ -518,28 +520,30 @@ def _chunked_losses(ctx, hidden, weight, bias, target, columns, settings) -> tup
         if hidden.is_cpu and any(ctx.needs_input_grad)
         else None
     )
-    every, sums = [], []
-    for part in _chunks(len(hidden), len(weight), AT_A_TIME):
+    all_losses = []
+    all_log_z = []
+    for part in _chunks(len(hidden), len(weight), CHUNK_LOGITS):
         logits = addmm(bias, hidden[part], weight.t())
         stats = _statistics(logits, target[part], settings, columns)
         losses, log_z, ctx.settings = _token_losses(stats, columns, target[part], *settings)
         if ctx.sums is not None:
             ctx.sums.add(part, logits, target[part], torch.ones_like(losses), log_z, ctx.settings)
-        every.append(losses)
-        sums.append(log_z)
+        all_losses.append(losses)
+        all_log_z.append(log_z)
         del logits  # before the next are computed
-    return torch.cat(every), torch.cat(sums)
+    return torch.cat(all_losses), torch.cat(all_log_z)
 
 
 def _chunked_grads(ctx, grad, hidden, weight, bias, target, log_z):
     """Returns the gradients of hidden, weight and bias; the logits of a chunk of rows exist at a time."""
-    sums, ctx.sums = ctx.sums, None
+    sums = ctx.sums
+    ctx.sums = None
     counted = grad[target != ctx.settings[-1]] if sums is not None else grad
     if sums is not None and len(counted) and bool((counted == counted[0]).all()):
         return sums.results(ctx, counted[0])
     del sums
     sums = _SummedGrads(ctx, hidden, weight, bias)
-    for part in _chunks(len(hidden), len(weight), AT_A_TIME):
+    for part in _chunks(len(hidden), len(weight), CHUNK_LOGITS):
         logits = addmm(bias, hidden[part], weight.t())
         sums.add(part, logits, target[part], grad[part], log_z[part], ctx.settings)
         del logits  # before the next are computed
@@ -556,7 +560,8 @@ def _statistics(logits: Tensor, target: Tensor, settings: tuple, columns: int) -
 
     They are those of this rank's columns; `settings` are those of `_token_losses`.
     """
-    smoothing, first = settings[2] != 0, settings[-2]
+    smoothing = settings[2] != 0
+    first = settings[-2]
     stats = logits.new_empty(
         2 + smoothing, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32)
     )

@@ -338,7 +338,9 @@ def kernels(choice: str) -> Iterator[None]:
         ValueError: The choice is unknown.
     """
     global _forced
-    previous, _forced = _forced, _validated(choice)
+    validated = _validated(choice)
+    previous = _forced
+    _forced = validated
     try:
         yield
     finally:

@@ -38,7 +38,8 @@ def layer_norm_backward_reference(grad, grad_summed, h, weight, mean, rstd, has_
     """
     dtype = compute_dtype(h)
     rows = h.shape[:-1]
-    wide, dy = h.to(dtype), grad.to(dtype)
+    wide = h.to(dtype)
+    dy = grad.to(dtype)
     scale = rstd.reshape(*rows, 1)
     normalized = (wide - mean.reshape(*rows, 1)) * scale
     weighted = dy * weight.to(dtype)
@@ -113,7 +114,8 @@ layer_norm_backward_op = Op(
 def _layer_norm_setup_context(ctx, inputs, output):
     x, residual, weight, bias, _ = inputs
     _, summed, mean, rstd = output
-    ctx.has_residual, ctx.has_bias = residual is not None, bias is not None
+    ctx.has_residual = residual is not None
+    ctx.has_bias = bias is not None
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)  # the sum may have no gradient
     ctx.save_for_backward(x if residual is None else summed, weight, mean, rstd)
@@ -166,7 +168,8 @@ def rms_norm_reference(x, residual, weight, eps):
 def rms_norm_backward_reference(grad, grad_summed, h, weight, rstd):
     """Returns the gradients of h (equal to those of x and of the residual) and of the weight, the latter unrounded."""
     dtype = compute_dtype(h)
-    wide, dy = h.to(dtype), grad.to(dtype)
+    wide = h.to(dtype)
+    dy = grad.to(dtype)
     scale = rstd.reshape(*h.shape[:-1], 1)
     normalized = wide * scale
     weighted = dy * weight.to(dtype)

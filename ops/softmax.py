@@ -65,16 +65,17 @@ def visible_keys(scores, mask, prefix, causal):
 def backward_reference(grad, probs, keys, scale, dropout, first_head, bias_batch):
     """Returns the gradients of the scores and, if bias_batch is 1 or B, of a bias [bias_batch, N, Sq, Sk]."""
     dtype = compute_dtype(probs)
-    grad, p = grad.to(dtype), probs.to(dtype)
+    grad = grad.to(dtype)
+    p = probs.to(dtype)
     if dropout:
         keep = _kept(probs, keys, dropout, first_head)
         grad = torch.where(keep, grad / (1.0 - dropout), 0.0)
     grad_z = p * (grad - (grad * p).sum(-1, keepdim=True))
     grad_bias = empty_placeholder(probs)
-    if bias_batch:
-        grad_bias = (grad_z if bias_batch == probs.shape[0] else grad_z.sum(0, keepdim=True)).to(
-            probs.dtype
-        )
+    if bias_batch and bias_batch == probs.shape[0]:
+        grad_bias = grad_z.to(probs.dtype)
+    elif bias_batch:
+        grad_bias = grad_z.sum(0, keepdim=True).to(probs.dtype)
     return (grad_z * scale).to(probs.dtype), grad_bias
 
 

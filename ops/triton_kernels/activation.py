@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import block_of, chunk_rows, partial_sums, pointer, warps_of
+from .common import choose_block, choose_warps, chunk_rows, partial_sums, pointer
 
 
 @triton.jit
@@ -129,15 +129,16 @@ def glu_backward(
 
 def launch_bias_gelu(x, bias, tanh, y):
     columns = x.shape[-1]
-    block = block_of(columns)
+    block = choose_block(columns)
     flags = {"HAS_BIAS": bias is not None, "ACTIVATION": int(tanh), "BLOCK": block}
     grid = (x.numel() // columns,)
-    gelu_forward[grid](x, pointer(bias, x), y, columns, **flags, num_warps=warps_of(block))
+    gelu_forward[grid](x, pointer(bias, x), y, columns, **flags, num_warps=choose_warps(block))
 
 
 def launch_bias_gelu_backward(grad, x, bias, tanh, grad_x, grad_bias):
     columns = x.shape[-1]
-    rows, block = x.numel() // columns, block_of(columns)
+    rows = x.numel() // columns
+    block = choose_block(columns)
     partial = partial_sums(x, rows, columns)
     gelu_backward[(len(partial),)](
         grad,
@@ -151,7 +152,7 @@ def launch_bias_gelu_backward(grad, x, bias, tanh, grad_x, grad_bias):
         HAS_BIAS=bias is not None,
         ACTIVATION=int(tanh),
         BLOCK=block,
-        num_warps=warps_of(block),
+        num_warps=choose_warps(block),
     )
     if bias is not None:
         grad_bias.copy_(partial.sum(0))
@@ -159,7 +160,7 @@ def launch_bias_gelu_backward(grad, x, bias, tanh, grad_x, grad_bias):
 
 def launch_glu(gate, up, activation, y):
     rows, columns = gate.shape
-    block = block_of(columns)
+    block = choose_block(columns)
     glu_forward[(rows,)](
         gate,
         up,
@@ -169,13 +170,13 @@ def launch_glu(gate, up, activation, y):
         up.stride(0),
         ACTIVATION=activation,
         BLOCK=block,
-        num_warps=warps_of(block),
+        num_warps=choose_warps(block),
     )
 
 
 def launch_glu_backward(grad, gate, up, activation, grad_gate, grad_up):
     rows, columns = gate.shape
-    block = block_of(columns)
+    block = choose_block(columns)
     glu_backward[(rows,)](
         grad,
         gate,
@@ -188,5 +189,5 @@ def launch_glu_backward(grad, gate, up, activation, grad_gate, grad_up):
         up.stride(0),
         ACTIVATION=activation,
         BLOCK=block,
-        num_warps=warps_of(block),
+        num_warps=choose_warps(block),
     )

@@ -28,7 +28,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 PROGRAMS = 512  # of `bias_gradient`, if there are enough samples to share out
 
 
-class Tile(NamedTuple):
+class TileShape(NamedTuple):
     """The queries and keys of a tile, the warps of a program, and how many tiles are loaded ahead."""
 
     queries: int
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-class Sizes(NamedTuple):
+class CallSizes(NamedTuple):
     """Of the whole call; `served` query heads share a key-value head."""
 
     heads: int
@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
     keys: int
 
 
-class Rules(NamedTuple):
+class KernelRules(NamedTuple):
     """What applies to the scores. A rule that does not apply is None, which a kernel knows when it is compiled."""
 
     bias: torch.Tensor | None
@@ -538,21 +538,31 @@ def bias_gradient(
 
 # Tiles by the bytes of a head's row, padded to a power of two, and doubled for fp32, whose factors are split in two:
 # as many products for a loaded byte as fit into the registers, whatever the rules, on sm_80 and sm_90.
-LARGE, SMALL = Tile(64, 32, 8, 2), Tile(16, 16, 4, 1)
+LARGE, SMALL = TileShape(64, 32, 8, 2), TileShape(16, 16, 4, 1)
 TILES = {
-    forward: {128: Tile(128, 64, 8, 2), 256: LARGE, 512: Tile(32, 32, 4, 1), 1024: SMALL},
-    query_gradient: {128: Tile(128, 32, 8, 2), 256: LARGE, 512: Tile(32, 32, 8, 1), 1024: SMALL},
-    key_gradient: {128: Tile(32, 64, 4, 1), 256: LARGE, 512: Tile(32, 32, 8, 1), 1024: SMALL},
+    forward: {128: TileShape(128, 64, 8, 2), 256: LARGE, 512: TileShape(32, 32, 4, 1), 1024: SMALL},
+    query_gradient: {
+        128: TileShape(128, 32, 8, 2),
+        256: LARGE,
+        512: TileShape(32, 32, 8, 1),
+        1024: SMALL,
+    },
+    key_gradient: {
+        128: TileShape(32, 64, 4, 1),
+        256: LARGE,
+        512: TileShape(32, 32, 8, 1),
+        1024: SMALL,
+    },
     bias_gradient: {
-        128: Tile(32, 32, 4, 2),
-        256: Tile(32, 32, 8, 1),
-        512: Tile(16, 16, 8, 1),
+        128: TileShape(32, 32, 4, 2),
+        256: TileShape(32, 32, 8, 1),
+        512: TileShape(16, 16, 8, 1),
         1024: SMALL,
     },
 }
 
 
-def tile_of(kernel, q: torch.Tensor) -> Tile:
+def choose_tile(kernel, q: torch.Tensor) -> TileShape:
     """Returns the tile of a kernel for heads like those of q."""
     bytes_of_row = triton.next_power_of_2(q.shape[3]) * q.itemsize
     size = max(bytes_of_row, 128) if q.itemsize == 2 else max(2 * bytes_of_row, 512)
@@ -589,19 +599,22 @@ def _precision(device: torch.device) -> str:
 
 def _call(q, k, bias, mask, prefix, lengths, keys, scale, causal, dropout, first_head, first_row):
     """Returns the sizes and the rules of a call."""
-    (batch, heads, queries, _), (_, groups, total, _) = q.shape, k.shape
+    batch, heads, queries, _ = q.shape
+    _, groups, total, _ = k.shape
     strides = None if mask is None else mask.expand(batch, heads, queries, total).stride()
     mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
     bias, prefix, lengths, keys = contiguous(bias, prefix, lengths, keys if dropout else None)
     kept = (1.0 / (1.0 - dropout), dropout_threshold(dropout))
-    rules = Rules(bias, mask, strides, prefix, lengths, keys, scale, *kept, first_head, first_row)
-    return Sizes(heads, heads // groups, queries, total), rules
+    rules = KernelRules(
+        bias, mask, strides, prefix, lengths, keys, scale, *kept, first_head, first_row
+    )
+    return CallSizes(heads, heads // groups, queries, total), rules
 
 
 def launch_forward(q, k, v, *arguments):
     *arguments, out, lse = arguments
     sizes, rules = _call(q, k, *arguments)
-    tile = tile_of(forward, q)
+    tile = choose_tile(forward, q)
     programs = q.shape[0] * sizes.heads * triton.cdiv(sizes.queries, tile.queries)
     _launch(forward, tile, programs, (lse,), (q, k, v, out), sizes, rules, arguments[6])
 
@@ -615,10 +628,10 @@ def launch_backward(grad, out, lse, q, k, v, *arguments):
         torch.empty_like(lse),
         None if rules.sample_keys is None else lse.new_empty(lse.shape, dtype=torch.int64),
     )
-    tile = tile_of(query_gradient, q)
+    tile = choose_tile(query_gradient, q)
     programs = q.shape[0] * sizes.heads * triton.cdiv(sizes.queries, tile.queries)
     _launch(query_gradient, tile, programs, (*statistics, grad_q), (q, k, v, grad, out), *call[1:])
-    tile = tile_of(key_gradient, q)
+    tile = choose_tile(key_gradient, q)
     programs = q.shape[0] * k.shape[1] * triton.cdiv(sizes.keys, tile.keys)
     _launch(key_gradient, tile, programs, (*statistics, grad_k, grad_v), *call)
     if rules.bias is not None:
@@ -627,7 +640,9 @@ def launch_backward(grad, out, lse, q, k, v, *arguments):
 
 def _bias_gradient(q, statistics, call):
     """Returns the gradient of the relative bias in fp32. The samples are shared out by their number and size alone."""
-    batch, sizes, tile = q.shape[0], call[1], tile_of(bias_gradient, q)
+    batch = q.shape[0]
+    sizes = call[1]
+    tile = choose_tile(bias_gradient, q)
     walks = sizes.heads * (
         triton.cdiv(sizes.queries, tile.queries) + triton.cdiv(sizes.keys, tile.keys) - 1
     )

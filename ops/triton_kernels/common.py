@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 
 
-def block_of(columns: int) -> int:
+def choose_block(columns: int) -> int:
     """Returns the smallest power of two that holds a row."""
     return triton.next_power_of_2(columns)
 
 
-def warps_of(block: int) -> int:
+def choose_warps(block: int) -> int:
     """Returns the number of warps for a row of this size."""
     return min(max(block // 512, 1), 16)
 

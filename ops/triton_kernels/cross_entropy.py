@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import block_of, warps_of
+from .common import choose_block, choose_warps
 
 LARGEST_BLOCK = 4096
 
@@ -96,7 +96,7 @@ def launch_stats(
     logits, target, first, columns, with_sum, maximum, sum_exp, target_logit, sum_logits
 ):
     rows, width = logits.shape
-    block = min(block_of(width), LARGEST_BLOCK)
+    block = min(choose_block(width), LARGEST_BLOCK)
     outputs = (maximum, sum_exp, target_logit, sum_logits)
     stats[(rows,)](
         logits,
@@ -107,7 +107,7 @@ def launch_stats(
         columns,
         WITH_SUM=with_sum,
         BLOCK=block,
-        num_warps=warps_of(block),
+        num_warps=choose_warps(block),
     )
 
 
@@ -125,7 +125,7 @@ def launch_grad(
     grad_logits,
 ):
     rows, width = logits.shape
-    block = min(block_of(width), LARGEST_BLOCK)
+    block = min(choose_block(width), LARGEST_BLOCK)
     gradient[(rows,)](
         logits,
         target,
@@ -140,5 +140,5 @@ def launch_grad(
         1.0 - label_smoothing,
         2.0 * z_loss,
         BLOCK=block,
-        num_warps=warps_of(block),
+        num_warps=choose_warps(block),
     )

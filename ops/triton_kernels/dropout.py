@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..dropout_mask import dropout_threshold, row_keys
-from .common import block_of, chunk_rows, keep_factor, partial_sums, pointer, warps_of
+from .common import choose_block, choose_warps, chunk_rows, keep_factor, partial_sums, pointer
 
 
 @triton.jit
@@ -86,7 +86,8 @@ def _keys(keys, first_row, rows):
 
 def launch_forward(x, bias, residual, keys, p, first_row, first_column, y):
     columns = x.shape[-1]
-    rows, block = x.numel() // columns, block_of(columns)
+    rows = x.numel() // columns
+    block = choose_block(columns)
     dropout_forward[(rows,)](
         x,
         pointer(bias, x),
@@ -101,13 +102,14 @@ def launch_forward(x, bias, residual, keys, p, first_row, first_column, y):
         HAS_RESIDUAL=residual is not None,
         DROPOUT=p > 0,
         BLOCK=block,
-        num_warps=warps_of(block),
+        num_warps=choose_warps(block),
     )
 
 
 def launch_backward(grad, keys, p, first_row, first_column, has_bias, grad_x, grad_bias):
     columns = grad.shape[-1]
-    rows, block = grad.numel() // columns, block_of(columns)
+    rows = grad.numel() // columns
+    block = choose_block(columns)
     partial = partial_sums(grad, rows, columns)
     dropout_backward[(len(partial),)](
         grad,
@@ -123,7 +125,7 @@ def launch_backward(grad, keys, p, first_row, first_column, has_bias, grad_x, gr
         HAS_BIAS=has_bias,
         DROPOUT=p > 0,
         BLOCK=block,
-        num_warps=warps_of(block),
+        num_warps=choose_warps(block),
     )
     if has_bias:
         grad_bias.copy_(partial.sum(0))

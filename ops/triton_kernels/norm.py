@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import block_of, chunk_rows, partial_sums, pointer, warps_of
+from .common import choose_block, choose_warps, chunk_rows, partial_sums, pointer
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def norm_backward(
 
 def launch_layer_norm(x, residual, weight, bias, eps, y, summed, mean, rstd):
     columns = x.shape[-1]
-    block = block_of(columns)
+    block = choose_block(columns)
     norm_forward[(x.numel() // columns,)](
         x,
         pointer(residual, x),
@@ -117,7 +117,7 @@ def launch_layer_norm(x, residual, weight, bias, eps, y, summed, mean, rstd):
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
         BLOCK=block,
-        num_warps=warps_of(block),
+        num_warps=choose_warps(block),
     )
 
 
@@ -125,7 +125,8 @@ def launch_layer_norm_backward(
     grad, grad_summed, h, weight, mean, rstd, has_bias, grad_x, grad_weight, grad_bias
 ):
     columns = h.shape[-1]
-    rows, block = h.numel() // columns, block_of(columns)
+    rows = h.numel() // columns
+    block = choose_block(columns)
     partial_weight = partial_sums(h, rows, columns)
     partial_bias = partial_sums(h, rows, columns) if has_bias else partial_weight
     norm_backward[(len(partial_weight),)](
@@ -145,7 +146,7 @@ def launch_layer_norm_backward(
         HAS_SUMMED=grad_summed is not None,
         HAS_BIAS=has_bias,
         BLOCK=block,
-        num_warps=warps_of(block),
+        num_warps=choose_warps(block),
     )
     grad_weight.copy_(partial_weight.sum(0))
     if has_bias:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..dropout_mask import attention_rows, dropout_threshold, row_keys
-from .common import block_of, keep_factor, pointer, warps_of
+from .common import choose_block, choose_warps, keep_factor, pointer
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def softmax_backward(
 def launch_forward(scores, mask, bias, prefix, keys, scale, causal, p, first_head, probs, dropped):
     batch, heads, queries, columns = scores.shape
     boolean = mask is not None and mask.dtype == torch.bool
-    block = block_of(columns)
+    block = choose_block(columns)
     softmax_forward[(batch * heads * queries,)](
         scores,
         pointer(mask.view(torch.uint8) if boolean else mask, scores),
@@ -140,13 +140,13 @@ def launch_forward(scores, mask, bias, prefix, keys, scale, causal, p, first_hea
         HAS_PREFIX=prefix is not None,
         DROPOUT=p > 0,
         BLOCK=block,
-        num_warps=warps_of(block),
+        num_warps=choose_warps(block),
     )
 
 
 def launch_backward(grad, probs, keys, scale, p, first_head, bias_batch, grad_scores, grad_bias):
     batch, heads, queries, columns = probs.shape
-    block = block_of(columns)
+    block = choose_block(columns)
     softmax_backward[(heads * queries,)](
         grad,
         probs,
@@ -162,5 +162,5 @@ def launch_backward(grad, probs, keys, scale, p, first_head, bias_batch, grad_sc
         BIAS=0 if bias_batch == 0 else 1 if bias_batch == 1 else 2,
         DROPOUT=p > 0,
         BLOCK=block,
-        num_warps=warps_of(block),
+        num_warps=choose_warps(block),
     )

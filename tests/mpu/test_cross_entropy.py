@@ -199,8 +199,8 @@ def split_head_losses(mesh, hidden, weight, bias, labels, grad, chunked):
     code = import_module("shardzoo.ops.cross_entropy")
     with pytest.MonkeyPatch.context() as patch:
         if chunked:  # of two rows
-            patch.setattr(code, "MOST_WHOLE", 1)
-            patch.setattr(code, "AT_A_TIME", 8)
+            patch.setattr(code, "MAX_WHOLE_LOGITS", 1)
+            patch.setattr(code, "CHUNK_LOGITS", 8)
         with LargestWide() as wide:
             losses = head_losses(*own, labels, num_classes=7, mesh=mesh)
             once = torch.autograd.grad(losses, own, grad, retain_graph=True)
@@ -262,8 +262,8 @@ def test_many_logits_never_exist_whole(dtype, has_bias, equal, monkeypatch):
 
     results = []
     peaks = [peak_of(run)]
-    monkeypatch.setattr(import_module("shardzoo.ops.cross_entropy"), "MOST_WHOLE", 1)
-    monkeypatch.setattr(import_module("shardzoo.ops.cross_entropy"), "AT_A_TIME", 7000)
+    monkeypatch.setattr(import_module("shardzoo.ops.cross_entropy"), "MAX_WHOLE_LOGITS", 1)
+    monkeypatch.setattr(import_module("shardzoo.ops.cross_entropy"), "CHUNK_LOGITS", 7000)
     peaks.append(peak_of(run))
     assert peaks[1] < 200 * 1000 * dtype.itemsize < peaks[0]
     tolerance = 1e-6 if dtype == torch.float32 else 2**-7

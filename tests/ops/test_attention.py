@@ -229,14 +229,14 @@ def in_tiles(patch, rows, columns):
     """Makes the Triton kernels compute tiles of this size, into outputs that begin as NaN."""
     kernels = pytest.importorskip("shardzoo.ops.triton_kernels.attention")
 
-    def tile_of(kernel, q):
+    def choose_tile(kernel, q):
         return (
-            kernels.Tile(16, 16, 4, 1)
+            kernels.TileShape(16, 16, 4, 1)
             if kernel is kernels.bias_gradient
-            else kernels.Tile(rows, columns, 4, 1)
+            else kernels.TileShape(rows, columns, 4, 1)
         )
 
-    patch.setattr(kernels, "tile_of", tile_of)
+    patch.setattr(kernels, "choose_tile", choose_tile)
     for op in (OPS["attention"], OPS["attention_backward"]):
         empty = op.allocate
         patch.setattr(
