@@ -72,8 +72,8 @@ class _Norm(nn.Module):
                 self.operator, group, self.eps, adds_by_hand, tensor, residual, *self.affine()
             )
         else:
-            weight, bias = (*self.affine(), None)[:2]
-            output, h = apply_norm(tensor, residual, weight, bias, self.eps, self.operator)
+            bias = (*self.affine(), None)[1]
+            output, h = apply_norm(tensor, residual, self.weight, bias, self.eps, self.operator)
         if not return_residual:
             return output
         if returns_input and not adds_by_hand:
