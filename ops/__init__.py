@@ -1,6 +1,8 @@
-"""Fused operators. Each has a PyTorch reference, and C++, CUDA and Triton variants behind one dispatch.
+"""Provides the fused operators, one file each.
 
-They compute on one rank's tensors and do not communicate. Callers pass offsets into unsplit tensors as numbers.
+Each has a PyTorch reference, which is its ground truth, and C++, CUDA and Triton variants behind
+one dispatch. They compute on one rank's tensors and do not communicate. Callers pass offsets into
+unsplit tensors as numbers. docs/kernels.md describes the kernels.
 """
 
 from .activation import bias_gelu, geglu, relu, swiglu

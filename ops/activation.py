@@ -1,7 +1,8 @@
 """Computes activations: GELU of x + bias, gated linear units act(gate) * up, and ReLU.
 
-GELU is exact (erf) or the tanh approximation (Hendrycks and Gimpel 2016). A gated linear unit (Shazeer 2020) uses GELU
-or SiLU. Both are computed in fp32 (fp64 for fp64 input), including the bias addition, and rounded once.
+GELU is exact (erf) or the tanh approximation (Hendrycks and Gimpel 2016). A gated linear unit
+(Shazeer 2020) uses GELU or SiLU. Both are computed in fp32 (fp64 for fp64 input), including the
+bias addition, and rounded once.
 """
 
 from __future__ import annotations
@@ -167,7 +168,10 @@ def glu_backward_reference(grad, gate, up, activation):
 
 
 def _rows(tensor):
-    """Returns the tensor as [rows, F] with unit stride in F. Half of a stacked projection [..., 2F] needs no copy."""
+    """Returns the tensor as [rows, F] with unit stride in F.
+
+    Half of a stacked projection [..., 2F] needs no copy.
+    """
     if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
         try:
             return tensor.view(-1, tensor.shape[-1])
@@ -235,7 +239,10 @@ def _check_same_shape(gate: Tensor, up: Tensor) -> None:
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
-    """Returns gelu(gate) * up, both [..., F] with any row stride. `approximate` is "none" (erf) or "tanh" (T5 v1.1)."""
+    """Returns gelu(gate) * up, both [..., F] with any row stride.
+
+    `approximate` is "none" (erf) or "tanh" (T5 v1.1).
+    """
     if approximate not in APPROXIMATIONS:
         raise ValueError(
             f"approximate must be {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}"
@@ -267,7 +274,10 @@ class _ReLU(Function):
 
 
 def relu(x: Tensor) -> Tensor:
-    """Computes `F.relu`. A large result on a CPU uses memory of the pool, and can then be differentiated only once."""
+    """Computes `F.relu`.
+
+    A large result on a CPU uses memory of the pool, and can then be differentiated only once.
+    """
     if x.is_cpu and needs_gradient(x) and fits_pool(x.numel(), x):
         return _ReLU.apply(x)
     return F.relu(x)

@@ -2,13 +2,15 @@
 
     z = scale * q·kᵀ + bias + mask,   out = dropout(softmax(z, keys))·v
 
-Scores and probabilities exist for a part of the queries at a time, and the backward pass computes them again from q and
-k, so the memory grows linearly with the sequence. The reference takes the queries in blocks, whose products and softmax
-are `matmul` and `masked_softmax` in whatever variant is chosen. Kernels take tiles of queries and keys; their backward
-pass needs the output and, of each query, lse = log(sum(exp(z))), which is -inf without a key. The bias depends on the
-distance key - query alone: it is one number per head and diagonal of the scores, and so is its gradient. Which
-probabilities dropout keeps is a function of the sample, head, query and key alone (dropout_mask.py), so a block
-computes its own part of the mask. A query without any allowed key gets zeros.
+Scores and probabilities exist for a part of the queries at a time, and the backward pass computes
+them again from q and k, so the memory grows linearly with the sequence. The reference takes the
+queries in blocks, whose products and softmax are `matmul` and `masked_softmax` in whatever variant
+is chosen. Kernels take tiles of queries and keys; their backward pass needs the output and, of each
+query, lse = log(sum(exp(z))), which is -inf without a key. The bias depends on the distance key -
+query alone: it is one number per head and diagonal of the scores, and so is its gradient. Which
+probabilities dropout keeps is a function of the sample, head, query and key alone
+(dropout_mask.py), so a block computes its own part of the mask. A query without any allowed key
+gets zeros.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ from .library import (
 )
 from .matmul import autocast_arguments, matmul
 
-# Bytes of the scores that exist at a time, over all samples and heads. On a CPU, smaller blocks are slower because the
-# sums of the gradients of k and v are read and written more often; on an accelerator, they would leave it idle.
+# Bytes of the scores that exist at a time, over all samples and heads. On a CPU, smaller blocks are
+# slower because the sums of the gradients of k and v are read and written more often; on an
+# accelerator, they would leave it idle.
 BYTES_AT_ONCE = {"cpu": 3 << 23, "cuda": 1 << 28}
 # Scores per head from which attention computes a tile at a time on a CPU.
 MIN_TILED_SCORES = 64 * 64
@@ -189,7 +192,8 @@ def _probabilities(scores: Tensor, rules: ScoreRules, block: QueryBlock) -> tupl
     """Returns a block's probabilities [B, N, R, columns], and those with dropout (of size 0 without)."""
     bias = rules.relative_bias
     if bias is not None:
-        # Row i begins at Sq - 1 - i, so the block's last row comes first. (`flip` would put the columns together.)
+        # Row i begins at Sq - 1 - i, so the block's last row comes first. (`flip` would put the
+        # columns together.)
         size = block.end - block.start
         diagonals = (
             bias[:, block.first_distance :][:, : size + block.columns - 1]
@@ -410,23 +414,28 @@ def attention(
 
     Args:
         q: [B, N, Sq, D], fp32, bf16, fp16 or fp64.
-        k: [B, K, Sk, D] in the dtype of q; each of the K heads serves N / K consecutive query heads.
+        k: [B, K, Sk, D] in the dtype of q; each of the K heads serves N / K consecutive query
+            heads.
         v: As k.
         scale: Multiplies the scores.
-        relative_bias: [N, Sq + Sk - 1], one number for each distance key - query, in the order of `lay_out_diagonals`;
-            it gets a gradient.
-        mask: Broadcastable to [B, N, Sq, Sk], with four dimensions. Boolean: True allows a key. Floating point: it is
-            added, and gets no gradient.
-        causal: Query i attends to the keys j <= i + Sk - Sq, so the last query attends to every key.
-        prefix: int64 [B], only with `causal`: every query of sample b also attends to the keys j < prefix[b].
-        key_lengths: int64 [B]; sample b has the keys j < key_lengths[b], whatever the other rules allow.
+        relative_bias: [N, Sq + Sk - 1], one number for each distance key - query, in the order of
+            `lay_out_diagonals`; it gets a gradient.
+        mask: Broadcastable to [B, N, Sq, Sk], with four dimensions. Boolean: True allows a key.
+            Floating point: it is added, and gets no gradient.
+        causal: Query i attends to the keys j <= i + Sk - Sq, so the last query attends to every
+            key.
+        prefix: int64 [B], only with `causal`: every query of sample b also attends to the keys j <
+            prefix[b].
+        key_lengths: int64 [B]; sample b has the keys j < key_lengths[b], whatever the other rules
+            allow.
         dropout: The probability of dropping an attention probability; requires `keys`.
         keys: int64 [B] from `dropout_keys`.
         first_head: The head of the unsplit sample where q begins.
         first_row: The query of the unsplit sample where q begins.
 
     Raises:
-        ValueError: The shapes do not match, a prefix is passed without `causal`, or dropout without keys.
+        ValueError: The shapes do not match, a prefix is passed without `causal`, or dropout without
+            keys.
     """
     _check_shapes(q, k, v, relative_bias, mask)
     _check_lengths(q.shape[0], causal, {"prefix": prefix, "key_lengths": key_lengths})
@@ -510,8 +519,9 @@ def _check_lengths(batch: int, causal: bool, lengths: dict[str, Tensor | None]) 
 def suits_tiles(queries: int, keys: int, device: str, itemsize: int) -> bool:
     """Returns whether attention with dropout or a trained bias should compute a tile or block of the scores at a time.
 
-    Kernels are faster than products and a softmax of whole scores, but for the shortest sequences on a CPU. Without
-    them, the scores of shorter sequences are written to memory: the backward pass need not compute them again.
+    Kernels are faster than products and a softmax of whole scores, but for the shortest sequences
+    on a CPU. Without them, the scores of shorter sequences are written to memory: the backward pass
+    need not compute them again.
 
     Args:
         device: PyTorch's type of device.
@@ -538,7 +548,8 @@ def has_attention_kernel(device: str, itemsize: int) -> bool:
 def lacks_fused_attention(q: Tensor) -> bool:
     """Returns whether `scaled_dot_product_attention` is slower than tiles for queries in training.
 
-    It is on a CPU. Passes without gradients count too, so that one that is repeated with them rounds alike.
+    It is on a CPU. Passes without gradients count too, so that one that is repeated with them
+    rounds alike.
     """
     return q.is_cpu and not in_inference_mode()
 
@@ -546,8 +557,8 @@ def lacks_fused_attention(q: Tensor) -> bool:
 def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
     """Returns whether two matrix products and a softmax are faster than `scaled_dot_product_attention` in training.
 
-    They are for 16-bit types on a CPU: 12 ms against 26 for 4 × 12 heads of 64 at 256 positions, 53 against 87 at 512.
-    Longer sequences would need too much memory.
+    They are for 16-bit types on a CPU: 12 ms against 26 for 4 × 12 heads of 64 at 256 positions, 53
+    against 87 at 512. Longer sequences would need too much memory.
     """
     has_gradient = torch.is_grad_enabled() and q.requires_grad
     return has_gradient and writes_scores(q.shape[2], k.shape[2], q.device.type, q.dtype.itemsize)

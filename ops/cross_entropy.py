@@ -1,14 +1,19 @@
 """Computes the cross-entropy over a vocabulary that may be split over ranks.
 
-For one token with logits x over V classes, target t, lse = log sum exp x, smoothing a and z-loss weight z:
+For one token with logits x over V classes, target t, lse = log sum exp x, smoothing a and z-loss
+weight z:
 
     loss = (1 - a) (lse - x_t) + a (lse - mean x) + z lse^2
 
-A rank holds the columns [first, first + columns) of the vocabulary, padded to the width of its logits.
+A rank holds the columns [first, first + columns) of the vocabulary, padded to the width of its
+logits.
+
 1. Each rank computes `cross_entropy_stats`.
-2. The ranks combine the statistics: maximum by MAX; target_logit, sum_logits, and sum_exp rescaled to the common
-   maximum, by SUM.
-3. `cross_entropy_loss` computes the losses, and `cross_entropy_grad` the gradient of the local logits.
+2. The ranks combine the statistics: maximum by MAX; target_logit, sum_logits, and sum_exp rescaled
+   to the common maximum, by SUM.
+3. `cross_entropy_loss` computes the losses, and `cross_entropy_grad` the gradient of the local
+   logits.
+
 No step makes an fp32 copy of the logits. `cross_entropy` does all steps on one rank.
 
 Label smoothing: Szegedy et al. 2016; z-loss: Chowdhery et al. 2022 (PaLM).
@@ -29,8 +34,9 @@ from .matmul import addmm, autocast_arguments, matmul
 
 IGNORE_INDEX = -100
 CHUNK_ELEMENTS = 1 << 21  # logits that are widened at once: 8 MiB in fp32
-# If `linear_cross_entropy` has more than MAX_WHOLE_LOGITS logits, only CHUNK_LOGITS exist at a time. The backward pass
-# may have to compute them again, which is a fourth product besides three; fewer logits are therefore kept.
+# If `linear_cross_entropy` has more than MAX_WHOLE_LOGITS logits, only CHUNK_LOGITS exist at a
+# time. The backward pass may have to compute them again, which is a fourth product besides three;
+# fewer logits are therefore kept.
 MAX_WHOLE_LOGITS = 10**9
 CHUNK_LOGITS = 1 << 26
 Gather = Callable[[Tensor], Tensor]  # each rank's [2 or 3, T] -> [ranks, 2 or 3, T]
@@ -148,7 +154,8 @@ grad_op = Op(
     triton=_launch_triton_grad,
 )
 
-# Writes the gradient over the logits. This is a separate op, because an op's inputs and its `out` must not overlap.
+# Writes the gradient over the logits. This is a separate op, because an op's inputs and its `out`
+# must not overlap.
 LIBRARY.define(
     f"cross_entropy_grad_(Tensor(a!) logits, Tensor target, Tensor grad, Tensor log_z, {_SETTINGS}) -> ()"
 )
@@ -230,11 +237,13 @@ def cross_entropy_stats(
         target: int64 [T], class numbers in the whole vocabulary.
         first: The rank's first column.
         columns: The number of the rank's columns; 0 on a rank that holds only padding.
-        with_sum: Whether to compute sum_logits, which label smoothing needs; otherwise it has size 0.
+        with_sum: Whether to compute sum_logits, which label smoothing needs; otherwise it has size
+            0.
 
     Returns:
-        maximum, sum_exp (of exp(x - maximum)), target_logit (0 if another rank has the target), sum_logits:
-        each [T], fp32 (fp64 for fp64 logits). A row that is -inf everywhere has maximum -inf and sum_exp 0.
+        maximum, sum_exp (of exp(x - maximum)), target_logit (0 if another rank has the target),
+        sum_logits: each [T], fp32 (fp64 for fp64 logits). A row that is -inf everywhere has maximum
+        -inf and sum_exp 0.
     """
     _check(logits, target)
     _check_columns(logits, columns)
@@ -285,7 +294,8 @@ def cross_entropy_grad(
         grad: [T], the gradient of each token's loss.
         log_z: [T], the log of the sum of exp over the whole vocabulary.
         num_classes: The unpadded size of the whole vocabulary.
-        in_place: Overwrite the logits and return them. Use it only if nothing else needs their values.
+        in_place: Overwrite the logits and return them. Use it only if nothing else needs their
+            values.
     """
     _check(logits, target)
     _check_columns(logits, columns)
@@ -351,17 +361,18 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Returns the differentiable losses [T] of the logits hidden @ weight.T + bias.
 
-    Only this function holds the logits, so it writes their gradient over them. More than MAX_WHOLE_LOGITS logits never
-    exist whole: they are computed in chunks of rows, over which the gradients of weight and bias are summed in fp32. A
-    CPU computes these together with the losses. The backward pass computes the logits again if the losses turn out to
-    have different gradients, and on an accelerator, where finding that out would wait for the device.
+    Only this function holds the logits, so it writes their gradient over them. More than
+    MAX_WHOLE_LOGITS logits never exist whole: they are computed in chunks of rows, over which the
+    gradients of weight and bias are summed in fp32. A CPU computes these together with the losses.
+    The backward pass computes the logits again if the losses turn out to have different gradients,
+    and on an accelerator, where finding that out would wait for the device.
 
     Args:
         hidden: [T, H].
         weight: [Vp, H], this rank's rows.
         bias: [Vp] or None, this rank's rows.
-        sum_grad: Starts the sum of the gradient of `hidden` over the ranks, which overlaps with the product for the
-            weight's gradient.
+        sum_grad: Starts the sum of the gradient of `hidden` over the ranks, which overlaps with the
+            product for the weight's gradient.
         target: As in `token_cross_entropy`.
         num_classes: As in `token_cross_entropy`.
         first: As in `token_cross_entropy`.
@@ -482,7 +493,10 @@ class _SummedGrads:
         log_z: Tensor,
         settings: tuple,
     ) -> None:
-        """Adds those of the rows `part`, given the gradients of their losses. Overwrites the logits."""
+        """Adds those of the rows `part`, given the gradients of their losses.
+
+        Overwrites the logits.
+        """
         hidden, weight = self.factors
         for rows in _calls(logits):
             torch.ops.shardzoo.cross_entropy_grad_(
@@ -512,8 +526,8 @@ class _SummedGrads:
 def _chunked_losses(ctx, hidden, weight, bias, target, columns, settings) -> tuple[Tensor, Tensor]:
     """Returns the losses and the logs of the sums, both [T]; the logits of a chunk of rows exist at a time.
 
-    On a CPU it also computes the gradients of the losses' sum while the logits exist: in most steps the losses' own
-    gradients are equal, and the backward pass only has to scale these.
+    On a CPU it also computes the gradients of the losses' sum while the logits exist: in most steps
+    the losses' own gradients are equal, and the backward pass only has to scale these.
     """
     ctx.sums = (
         _SummedGrads(ctx, hidden, weight, bias)

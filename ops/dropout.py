@@ -1,6 +1,7 @@
 """Computes residual + dropout(x + bias), with a counter-based mask that is never stored.
 
-The result is computed in fp32 (fp64 for fp64 input) and rounded once. `dropout_mask.py` defines what is kept.
+The result is computed in fp32 (fp64 for fp64 input) and rounded once. `dropout_mask.py` defines
+what is kept.
 """
 
 from __future__ import annotations
@@ -156,7 +157,10 @@ def bias_dropout_residual(
 def dropout(
     x: Tensor, p: float, keys: Tensor | None, *, first_row: int = 0, first_column: int = 0
 ) -> Tensor:
-    """Returns counter-based dropout of x [B, ..., C]. The arguments are as in `bias_dropout_residual`."""
+    """Returns counter-based dropout of x [B, ..., C].
+
+    The arguments are as in `bias_dropout_residual`.
+    """
     if p == 0.0:
         return x
     return bias_dropout_residual(

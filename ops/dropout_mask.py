@@ -1,9 +1,10 @@
 """Computes which elements dropout keeps, as a function of counters, so that a mask is never stored.
 
-Whether an element is kept is an integer function of the seed, the site (which dropout of the model), the visit (which
-use of the site), the global sample index, and the element's row and column in the sample's unsplit tensor. In attention
-probabilities the row is head * 2^32 + query and the column is the key. All arithmetic is on unsigned integers modulo
-2^64 or 2^32, so PyTorch, C++, CUDA and Triton compute identical bits:
+Whether an element is kept is an integer function of the seed, the site (which dropout of the
+model), the visit (which use of the site), the global sample index, and the element's row and column
+in the sample's unsplit tensor. In attention probabilities the row is head * 2^32 + query and the
+column is the key. All arithmetic is on unsigned integers modulo 2^64 or 2^32, so PyTorch, C++, CUDA
+and Triton compute identical bits:
 
     mix64(z): z ^= z >> 30; z *= 0xbf58476d1ce4e5b9; z ^= z >> 27; z *= 0x94d049bb133111eb; z ^= z >> 31
     chain(key, value) = mix64(key + 0x9e3779b97f4a7c15 * (value + 1))
@@ -12,7 +13,8 @@ probabilities the row is head * 2^32 + query and the column is the key. All arit
     h = low + column;  h ^= h >> 16;  h *= 0x21f0aaad;  h ^= high;  h ^= h >> 15;  h *= 0x735a2d97;  h ^= h >> 15
     kept = h >= round(p * 2^32)
 
-mix64 is the finalizer of SplitMix64 (Steele et al. 2014); the 32-bit constants are Wellons' low-bias constants.
+mix64 is the finalizer of SplitMix64 (Steele et al. 2014); the 32-bit constants are Wellons'
+low-bias constants.
 """
 
 from __future__ import annotations
@@ -101,7 +103,10 @@ def attention_rows(first_head: int, heads: int, queries: int, device: torch.devi
 
 
 def dropout_threshold(p: float) -> int:
-    """Returns the 32-bit hash below which elements are dropped. Raises ValueError unless 0 <= p < 1."""
+    """Returns the 32-bit hash below which elements are dropped.
+
+    Raises ValueError unless 0 <= p < 1.
+    """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"a dropout probability must be at least 0 and less than 1, got {p}")
     return min(round(p * 2**32), _LOW)
@@ -114,11 +119,13 @@ def dropout_keep(
 
     Args:
         keys: int64 [B] from `dropout_keys`.
-        shape: The tensor's shape. The dimensions between the first and the last are the rows of a sample.
+        shape: The tensor's shape. The dimensions between the first and the last are the rows of a
+            sample.
         p: The probability of dropping an element.
-        first_row: Where the tensor begins within the sample's unsplit tensor. A rank with positions [s0, s0 + Sp) of
-            [S, F] has first_row = s0.
-        first_column: The same for columns: a rank with columns [f0, f0 + Fp) of [S, F] has first_column = f0.
+        first_row: Where the tensor begins within the sample's unsplit tensor. A rank with positions
+            [s0, s0 + Sp) of [S, F] has first_row = s0.
+        first_column: The same for columns: a rank with columns [f0, f0 + Fp) of [S, F] has
+            first_column = f0.
     """
     rows = torch.arange(first_row, first_row + prod(shape[1:-1]), device=keys.device)
     return kept_elements(row_keys(keys, rows), shape[-1], p, first_column).reshape(shape)

@@ -1,7 +1,7 @@
 """Adds the gradients of looked-up rows to the gradient of an embedding's table.
 
-The reference of the result is the gradient of `torch.nn.functional.embedding`. The gradient of a table is often the
-largest tensor of a step, so it is added to in place.
+The reference of the result is the gradient of `torch.nn.functional.embedding`. The gradient of a
+table is often the largest tensor of a step, so it is added to in place.
 """
 
 from __future__ import annotations

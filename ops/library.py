@@ -3,12 +3,15 @@
 An op is described by pure functions:
 
     allocate(*arguments) -> tuple of new, uninitialized outputs; it is also the fake kernel
-    reference(*arguments) -> tuple of outputs, computed with PyTorch operators; defines the results of all variants
-    prepare(*arguments) -> the arguments for the compiled kernels (contiguous), or a string: why they cannot run;
-        None for an op without kernels of its own, whose reference calls ops that have them
+    reference(*arguments) -> tuple of outputs, computed with PyTorch operators; defines the results
+        of all variants
+    prepare(*arguments) -> the arguments for the compiled kernels (contiguous), or a string: why
+        they cannot run; None for an op without kernels of its own, whose reference calls ops that
+        have them
 
-An op `name` also has a form `name_out` that writes into tensors passed by the caller. Calling the `Op` itself does
-what `torch.ops.shardzoo.<name>` does, but skips PyTorch's dispatcher if nothing needs it.
+An op `name` also has a form `name_out` that writes into tensors passed by the caller. Calling the
+`Op` itself does what `torch.ops.shardzoo.<name>` does, but skips PyTorch's dispatcher if nothing
+needs it.
 
 `SHARDZOO_KERNELS`, which is read once (or `kernels(...)` for a block of code), chooses the variant:
 
@@ -18,8 +21,9 @@ what `torch.ops.shardzoo.<name>` does, but skips PyTorch's dispatcher if nothing
     cuda       the compiled kernels for CUDA tensors (for CPU tensors in the build of tests/ops/cuda_emulation)
     triton     the Triton kernels (CUDA tensors, or CPU tensors under TRITON_INTERPRET=1)
 
-If a forced variant cannot run on this machine, that is an error. A single call that a variant does not support (mixed
-dtypes, an empty tensor) runs on the reference, which computes the same function; the cause is logged once.
+If a forced variant cannot run on this machine, that is an error. A single call that a variant does
+not support (mixed dtypes, an empty tensor) runs on the reference, which computes the same function;
+the cause is logged once.
 """
 
 from __future__ import annotations
@@ -59,12 +63,13 @@ class Op:
     Args:
         name: The operator's name.
         arguments: Its arguments in schema syntax.
-        outputs: The names of the tensors it returns. An output that a call does not need is a tensor of size 0.
+        outputs: The names of the tensors it returns. An output that a call does not need is a
+            tensor of size 0.
         allocate, reference, prepare: See above.
         compiled: The variants whose compiled kernels exist, of "cpp" and "cuda".
-        triton: Launches the Triton kernels with the prepared arguments and the outputs; None if there are none. Instead
-            of a variant that does not exist the reference runs; where the choice is free, an accelerator runs the
-            Triton kernels before that.
+        triton: Launches the Triton kernels with the prepared arguments and the outputs; None if
+            there are none. Instead of a variant that does not exist the reference runs; where the
+            choice is free, an accelerator runs the Triton kernels before that.
     """
 
     def __init__(
@@ -104,8 +109,9 @@ class Op:
     def __call__(self, *arguments) -> Any:
         """Calls the operator, without PyTorch's dispatcher if nothing watches the call.
 
-        A small call spends most of its time in the dispatcher. The code inlines `can_bypass_dispatcher` and
-        `needs_gradient`: on an accelerator, where a kernel call returns at once, a step waits for the Python before it.
+        A small call spends most of its time in the dispatcher. The code inlines
+        `can_bypass_dispatcher` and `needs_gradient`: on an accelerator, where a kernel call returns
+        at once, a step waits for the Python before it.
         """
         first = arguments[0]
         if is_watched() or not (first.is_cpu or first.is_cuda):
@@ -159,7 +165,10 @@ class Op:
         return self.allocate(*meta)
 
     def run_fast(self, arguments: tuple, outputs: Outputs) -> bool:
-        """Runs a variant other than the reference into `outputs`. Returns False if the reference must run instead."""
+        """Runs a variant other than the reference into `outputs`.
+
+        Returns False if the reference must run instead.
+        """
         first = arguments[0]
         device = first.device
         for value in arguments:
@@ -191,7 +200,10 @@ class Op:
         return "triton" if is_free and triton_runs_on(device_type) is None else "reference"
 
     def autograd(self, setup_context: Callable, backward: Callable) -> None:
-        """Sets the op's gradient formula. The arguments are those of `torch.library.register_autograd`."""
+        """Sets the op's gradient formula.
+
+        The arguments are those of `torch.library.register_autograd`.
+        """
         torch.library.register_autograd(
             f"shardzoo::{self.name}", backward, setup_context=setup_context, lib=LIBRARY
         )
@@ -271,7 +283,8 @@ def is_watched() -> bool:
 def can_bypass_dispatcher(*arguments: Any) -> bool:
     """Returns whether a call may bypass the dispatcher.
 
-    It may if nothing watches calls, the first tensor holds data, and no tensor has a subclass that intercepts calls.
+    It may if nothing watches calls, the first tensor holds data, and no tensor has a subclass that
+    intercepts calls.
     """
     if is_watched() or not (arguments[0].is_cpu or arguments[0].is_cuda):
         return False
@@ -292,7 +305,8 @@ def needs_gradient(*arguments: Any) -> bool:
 def in_inference_mode() -> bool:
     """Returns whether this runs eagerly in `torch.inference_mode()`, where nothing differentiates or repeats it.
 
-    `no_grad` is not enough: such a pass may be repeated with gradients later, and must then round in the same way.
+    `no_grad` is not enough: such a pass may be repeated with gradients later, and must then round
+    in the same way.
     """
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
@@ -324,7 +338,10 @@ def current_choice() -> str:
 
 @functools.cache
 def choice_of_environment() -> str:
-    """Returns what SHARDZOO_KERNELS chooses. It is read once: a decoding step asks a hundred times."""
+    """Returns what SHARDZOO_KERNELS chooses.
+
+    It is read once: a decoding step asks a hundred times.
+    """
     return _validated(os.environ.get("SHARDZOO_KERNELS") or "auto")
 
 
@@ -443,7 +460,10 @@ def log_fallback(op: str, variant: str, why: str) -> None:
 
 @functools.cache
 def load_error() -> str | None:
-    """Loads the compiled kernels once. Returns None if their operators are registered, else the reason why not."""
+    """Loads the compiled kernels once.
+
+    Returns None if their operators are registered, else the reason why not.
+    """
     if not COMPILED.exists():
         return "the compiled kernels were not built (see `shardzoo doctor`)"
     try:
@@ -472,7 +492,10 @@ def emulates_cuda() -> bool:
 
 
 def cpu_isa() -> str:
-    """Returns the instruction set that the CPU kernels use on this machine. Requires the library."""
+    """Returns the instruction set that the CPU kernels use on this machine.
+
+    Requires the library.
+    """
     return _symbols().shardzoo_cpu_isa().decode()
 
 
@@ -505,5 +528,8 @@ def _compiled_operator(name: str) -> torch._ops.OpOverload:
 
 
 def call_compiled(name: str, *arguments: Any) -> Any:
-    """Runs one compiled kernel. The last arguments are the tensors that it writes, unless it returns its results."""
+    """Runs one compiled kernel.
+
+    The last arguments are the tensors that it writes, unless it returns its results.
+    """
     return _compiled_operator(name)(*arguments)

@@ -1,7 +1,8 @@
 """Computes matrix products and linear layers.
 
-An accelerator uses PyTorch's own products. On a CPU, `cpu/products.py` computes large ones and `cpu/few_rows.py` those
-of a decoding step. The reference of each function is the PyTorch function in its docstring.
+An accelerator uses PyTorch's own products. On a CPU, `cpu/products.py` computes large ones and
+`cpu/few_rows.py` those of a decoding step. The reference of each function is the PyTorch function
+in its docstring.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def addmm(bias: Tensor | None, x: Tensor, weight_t: Tensor) -> Tensor:
     """Returns `bias + x @ weight_t` outside autograd, of bias [F] or None, x [..., C] and weight_t [C, F].
 
-    Unlike `linear`, it never uses the kernel for few rows, so the bits do not depend on inference mode.
+    Unlike `linear`, it never uses the kernel for few rows, so the bits do not depend on inference
+    mode.
     """
     if not x.is_cpu:
         return F.linear(x, weight_t.t(), bias)

@@ -4,8 +4,9 @@
     LayerNorm (Ba, Kiros and Hinton 2016):  y = (h - mean) / sqrt(var + eps) * weight + bias
     RMSNorm (Zhang and Sennrich 2019):      y = weight * round(h / sqrt(mean(h^2) + eps))
 
-Both are computed in fp32 (fp64 for fp64 input). LayerNorm is rounded once, as in PyTorch. RMSNorm rounds the normalized
-value to the dtype of x before it multiplies by the weight, as Hugging Face's T5 and Llama do.
+Both are computed in fp32 (fp64 for fp64 input). LayerNorm is rounded once, as in PyTorch. RMSNorm
+rounds the normalized value to the dtype of x before it multiplies by the weight, as Hugging Face's
+T5 and Llama do.
 """
 
 from __future__ import annotations
@@ -149,7 +150,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns (LayerNorm of h, h) with h = x + residual, in one pass over memory. Shapes are as in `layer_norm`."""
+    """Returns (LayerNorm of h, h) with h = x + residual, in one pass over memory.
+
+    Shapes are as in `layer_norm`.
+    """
     if x.shape[-1:] != weight.shape or residual.shape != x.shape:
         raise _mismatch(x, weight, residual)
     y, summed, _, _ = layer_norm_op(x, residual, weight, bias, eps)
@@ -263,7 +267,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (RMSNorm of h, h) with h = x + residual, in one pass over memory. Shapes are as in `rms_norm`."""
+    """Returns (RMSNorm of h, h) with h = x + residual, in one pass over memory.
+
+    Shapes are as in `rms_norm`.
+    """
     if x.shape[-1:] != weight.shape or residual.shape != x.shape:
         raise _mismatch(x, weight, residual)
     y, summed, _ = rms_norm_op(x, residual, weight, eps)
@@ -275,7 +282,8 @@ def apply_norm(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns (norm of h, h) with h = x + residual; without a residual, the second value has no meaning.
 
-    The caller has checked the shapes, which are those of `layer_norm`. A decoding step on a CPU is one call into C++.
+    The caller has checked the shapes, which are those of `layer_norm`. A decoding step on a CPU is
+    one call into C++.
 
     Args:
         bias: Only of LayerNorm.

@@ -2,9 +2,10 @@
 
     z = scale * scores + bias + mask,   probs = softmax(z, last dimension)
 
-A query attends to a key if the boolean mask allows it and the causal rule, which the prefix (GLM's `sep`) widens, does
-too. A row without any allowed key, or with only -inf, is 0 everywhere (as in scaled_dot_product_attention). A NaN at an
-allowed key makes its row NaN. The softmax is computed in fp32 (fp64 for fp64 scores) and rounded once.
+A query attends to a key if the boolean mask allows it and the causal rule, which the prefix (GLM's
+`sep`) widens, does too. A row without any allowed key, or with only -inf, is 0 everywhere (as in
+scaled_dot_product_attention). A NaN at an allowed key makes its row NaN. The softmax is computed in
+fp32 (fp64 for fp64 scores) and rounded once.
 """
 
 from __future__ import annotations
@@ -204,16 +205,21 @@ def masked_softmax(
     Args:
         scores: [B, N, Sq, Sk], fp32, bf16, fp16 or fp64.
         mask: Broadcastable to the scores. Boolean: True allows a key. Floating point: it is added.
-        bias: [1 or B, 1 or N, 1 or Sq, 1 or Sk], trained (T5's relative positions); it gets a gradient.
+        bias: [1 or B, 1 or N, 1 or Sq, 1 or Sk], trained (T5's relative positions); it gets a
+            gradient.
         scale: Multiplies the scores, in the precision of the computation.
-        causal: Query i attends to the keys j <= i + Sk - Sq, so the last query attends to every key.
-        prefix: int64 [B], only with `causal`: every query of sample b also attends to the keys j < prefix[b].
+        causal: Query i attends to the keys j <= i + Sk - Sq, so the last query attends to every
+            key.
+        prefix: int64 [B], only with `causal`: every query of sample b also attends to the keys j <
+            prefix[b].
         dropout: The probability of dropping an attention probability; requires `keys`.
         keys: int64 [B] from `dropout_keys`.
-        first_head: The head of the unsplit sample [N of all ranks, Sq, Sk] where this tensor begins.
+        first_head: The head of the unsplit sample [N of all ranks, Sq, Sk] where this tensor
+            begins.
 
     Raises:
-        ValueError: The shapes do not match, a prefix is passed without `causal`, or dropout without keys.
+        ValueError: The shapes do not match, a prefix is passed without `causal`, or dropout without
+            keys.
     """
     if scores.dim() != 4:
         raise ValueError(
@@ -262,7 +268,8 @@ class _LayOutDiagonals(Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, queries: int, keys: int) -> Tensor:
-        # Row i begins at Sq - 1 - i. The result is contiguous; otherwise the softmax of each layer would copy it.
+        # Row i begins at Sq - 1 - i. The result is contiguous; otherwise the softmax of each layer
+        # would copy it.
         return values.contiguous().unfold(1, keys, 1).flip(1)
 
     @staticmethod
@@ -274,8 +281,9 @@ class _LayOutDiagonals(Function):
 def sum_diagonals(grad: Tensor) -> Tensor:
     """Returns the sums of the diagonals of [N, Sq, Sk], [N, Sq + Sk - 1], in fp32 for 16-bit types.
 
-    The order is that of `lay_out_diagonals`. A block of rows is summed at a time. To align the diagonals as columns,
-    the rows are padded with zeros and viewed with rows that are one element longer, which shifts each row by one more.
+    The order is that of `lay_out_diagonals`. A block of rows is summed at a time. To align the
+    diagonals as columns, the rows are padded with zeros and viewed with rows that are one element
+    longer, which shifts each row by one more.
     """
     heads, queries, keys = grad.shape
     dtype = torch.promote_types(grad.dtype, torch.float32)

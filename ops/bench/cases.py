@@ -25,8 +25,8 @@ class Case:
         baseline: A description of `eager`.
         make: (device, dtype) -> tensors. The tensors named in `leaves` get gradients.
         ours, eager: tensors -> the output that is differentiated.
-        forward, backward: The name of the operator behind `ours`, and a function that returns its arguments, for the
-            `out` form.
+        forward, backward: The name of the operator behind `ours`, and a function that returns its
+            arguments, for the `out` form.
         forward_passes, backward_passes: The fewest reads and writes of a tensor of x's size.
         rivals: Name -> a function like `ours`, from libraries that are installed.
         rival_leaves: What `eager` and the rivals differentiate instead, if their inputs differ.
@@ -259,7 +259,8 @@ def _cross_entropy(rows: int, columns: int) -> Case:
 def _attention(name: str, size: tuple[int, int, int, int]) -> Case:
     """Attention of q, k and v [B, N, S, D]: of all positions, causal, or with a trained bias by distance and dropout.
 
-    The others get the bias written out [1, N, S, S] and differentiate that, as a stack of T5's layers does.
+    The others get the bias written out [1, N, S, S] and differentiate that, as a stack of T5's
+    layers does.
     """
     batch, heads, length, _ = size
     trained, causal = name == "attention_bias", name == "attention_causal"
@@ -317,9 +318,10 @@ def cases(
 
     Args:
         scale: Multiplies the leading size, for quick runs.
-        length: The positions of attention's sequences; 0 for 256 on a CPU, 2,048 on a GPU. Their tokens stay as many.
-        shape: Rows, a multiple of 8, and columns of norms, activations and residuals; by default 16,384 × 1,024 on a
-            CPU and 65,536 × 4,096 on a GPU.
+        length: The positions of attention's sequences; 0 for 256 on a CPU, 2,048 on a GPU. Their
+            tokens stay as many.
+        shape: Rows, a multiple of 8, and columns of norms, activations and residuals; by default
+            16,384 × 1,024 on a CPU and 65,536 × 4,096 on a GPU.
     """
     big = device == "cuda"
     batch, rows = (max(1, int(n * scale)) for n in ((16, 65536) if big else (4, 16384)))

@@ -40,7 +40,10 @@ class Timing:
 
 @dataclass
 class Result:
-    """The result of one case at one dtype. Bandwidths are the fewest necessary bytes per median time, in GB/s."""
+    """The result of one case at one dtype.
+
+    Bandwidths are the fewest necessary bytes per median time, in GB/s.
+    """
 
     op: str
     dtype: str
@@ -168,7 +171,9 @@ def contenders(
 
 
 def warm_up(timed: dict[str, Callable]) -> dict[str, str]:
-    """Runs every contender twice, to compile it and to touch its memory. Removes contenders of others that fail.
+    """Runs every contender twice, to compile it and to touch its memory.
+
+    Removes contenders of others that fail.
 
     Returns the names of the removed contenders with their errors.
     """
@@ -188,7 +193,9 @@ def warm_up(timed: dict[str, Callable]) -> dict[str, str]:
 def time_interleaved(
     timed: dict[str, Callable], device: str, repetitions: int
 ) -> dict[str, Timing]:
-    """Times all contenders. Each round runs every contender once, so that a disturbance affects all of them.
+    """Times all contenders.
+
+    Each round runs every contender once, so that a disturbance affects all of them.
 
     On a GPU nothing of the inputs is in the L2 cache, as for an operator of a large model.
     """

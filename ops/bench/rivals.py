@@ -75,7 +75,8 @@ def flex_attention(length: int, device: torch.device) -> tuple[Callable, object]
 def attention(causal: bool, dropout: float) -> tuple[Run, dict[str, Run]]:
     """Returns attention in plain PyTorch, and what else computes it.
 
-    All take x, k and v [B, N, S, D] and, if it is there, the bias `written_bias` [1, N, S, S], with a scale of 1/8.
+    All take x, k and v [B, N, S, D] and, if it is there, the bias `written_bias` [1, N, S, S], with
+    a scale of 1/8.
 
     - `written_out`: this package's operators with the scores of a whole sequence in memory.
     - `sdpa`: PyTorch's fused attention as it chooses; without a bias on a GPU each of its kernels by itself too.

@@ -1,12 +1,14 @@
 """Computes what a decoding step needs, for few rows or queries, each as one call into C++ (csrc/matmul/few_rows.h).
 
-A decoding step of one row calls a hundred operators that run for microseconds, so the time of Python counts. These
-kernels have no gradient formula and run only in inference mode. Each function returns None where its kernel cannot or
-should not compute the call; the caller then goes on with the general operators.
+A decoding step of one row calls a hundred operators that run for microseconds, so the time of
+Python counts. These kernels have no gradient formula and run only in inference mode. Each function
+returns None where its kernel cannot or should not compute the call; the caller then goes on with
+the general operators.
 
-A linear layer of few rows takes as long as reading the weight once. BLAS is tuned for many rows; our kernel reads the
-weight in its memory order, once for all rows, and multiplies pairs of bf16 where the processor can. Every sum is
-computed in fp32 (fp64 for fp64) in an order that does not depend on the number of rows or threads, and rounded once.
+A linear layer of few rows takes as long as reading the weight once. BLAS is tuned for many rows;
+our kernel reads the weight in its memory order, once for all rows, and multiplies pairs of bf16
+where the processor can. Every sum is computed in fp32 (fp64 for fp64) in an order that does not
+depend on the number of rows or threads, and rounded once.
 """
 
 from __future__ import annotations
@@ -89,8 +91,8 @@ def few_queries_attention(
 ) -> Tensor | None:
     """Returns what `ops.attention` does, of few queries, or None.
 
-    The kernel takes as long as a few of Python's calls: for 8 × 12 heads of 64 and 64 keys a seventh of the time of
-    `scaled_dot_product_attention` in bf16, in fp32 0.8 of it.
+    The kernel takes as long as a few of Python's calls: for 8 × 12 heads of 64 and 64 keys a
+    seventh of the time of `scaled_dot_product_attention` in bf16, in fp32 0.8 of it.
 
     Args:
         mask: Broadcastable to [B, N, Sq, Sk]. The other arguments are those of `ops.attention`.

@@ -1,7 +1,7 @@
 """Gives large results the memory of freed results (csrc/matmul/pool.h).
 
-New memory from the system causes page faults when it is first written, which can take longer than the computation
-itself: attention scores are large compared with their arithmetic.
+New memory from the system causes page faults when it is first written, which can take longer than
+the computation itself: attention scores are large compared with their arithmetic.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Computes large matrix products of CPU tensors, in memory of the pool and with our kernel (csrc/matmul/).
 
-Our kernel runs where PyTorch has no library for a 16-bit type, as on processors without AVX-512, and on AMD processors
-with AVX512-BF16, where PyTorch's libraries run AVX2 in fp32 and are slower for many shapes in bf16. Each sum is
-computed in fp32 in an order that depends only on its length, and rounded once. Smaller products, and all that is
-traced, transformed or cast, are PyTorch's. Compiled code calls a large product as one operator, which chooses when it
-runs.
+Our kernel runs where PyTorch has no library for a 16-bit type, as on processors without AVX-512,
+and on AMD processors with AVX512-BF16, where PyTorch's libraries run AVX2 in fp32 and are slower
+for many shapes in bf16. Each sum is computed in fp32 in an order that depends only on its length,
+and rounded once. Smaller products, and all that is traced, transformed or cast, are PyTorch's.
+Compiled code calls a large product as one operator, which chooses when it runs.
 
 The reference of each function is the PyTorch function in its docstring.
 """
@@ -113,7 +113,8 @@ def compute_matmul(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
     size = (*a.shape[:-1], b.shape[-1])
     if a.dim() > 2 and not _has_library(a.dtype):
-        # Copies in fp32 and their product are faster than PyTorch's loops in a type without a library.
+        # Copies in fp32 and their product are faster than PyTorch's loops in a type without a
+        # library.
         product = compute_matmul(a.float(), b.float())
         return _empty_laid_out_as(b, a, *size).copy_(product)
     product = multiply(a, b, None)
@@ -193,13 +194,17 @@ def _write_matmul(a: Tensor, b: Tensor, result: Tensor) -> None:
     elif all(tensor.stride(0) == tensor.shape[1] * tensor.stride(1) for tensor in (a, b, result)):
         _write_matmul(a.flatten(0, 1), b.flatten(0, 1), result.flatten(0, 1))
     else:
-        # The matrices are not evenly spaced. Copying them to be so takes up to half as long as the product.
+        # The matrices are not evenly spaced. Copying them to be so takes up to half as long as the
+        # product.
         for parts in zip(a, b, result, strict=True):
             _write_matmul(*parts)
 
 
 def _flatten_batch(tensor: Tensor) -> Tensor:
-    """Flattens [..., M, N] to [B, M, N]. A transposed view stays a view, where `reshape` would transpose in memory."""
+    """Flattens [..., M, N] to [B, M, N].
+
+    A transposed view stays a view, where `reshape` would transpose in memory.
+    """
     if tensor.stride(-2) == 1:
         return tensor.mT.flatten(0, -3).mT
     return tensor.flatten(0, -3)
@@ -256,7 +261,8 @@ def _count_flops(a: Tensor, b: Tensor, *_: object, out_val: Tensor | None) -> in
     return 0 if out_val is None else 2 * a.numel() * b.shape[1]
 
 
-# Compiled code cannot trace how a product is computed, so a large product is an operator of its graph.
+# Compiled code cannot trace how a product is computed, so a large product is an operator of its
+# graph.
 
 
 def _is_operator(multiplications: int, a: Tensor) -> bool:

@@ -4,11 +4,13 @@
     query_gradient  the same order: the gradient of q, and what the next kernels need of a query (delta, dropout's key)
     key_gradient    a program computes the gradients of a block of keys, walking over the queries
     bias_gradient   a program walks along a diagonal of tiles. An element of these tiles always has the same distance,
-                    so the tiles are added element by element, and only their sum is folded into diagonals
+                    so the tiles are added element by element, and only their sum is folded into
+                    diagonals
 
-Nothing is added atomically, so results are reproducible. Tiles that no query sees are not computed, and the rules about
-positions are applied only in tiles that they cut. Exponentials have base 2, as the hardware computes them: `z` stands
-for log2(e) times a score. Scores, statistics and sums are fp32; factors of a product are rounded to the dtype of q.
+Nothing is added atomically, so results are reproducible. Tiles that no query sees are not computed,
+and the rules about positions are applied only in tiles that they cut. Exponentials have base 2, as
+the hardware computes them: `z` stands for log2(e) times a score. Scores, statistics and sums are
+fp32; factors of a product are rounded to the dtype of q.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ class CallSizes(NamedTuple):
 
 
 class KernelRules(NamedTuple):
-    """What applies to the scores. A rule that does not apply is None, which a kernel knows when it is compiled."""
+    """What applies to the scores.
+
+    A rule that does not apply is None, which a kernel knows when it is compiled.
+    """
 
     bias: torch.Tensor | None
     mask: torch.Tensor | None
@@ -69,7 +74,10 @@ def head_start(x_ptr, strides, b, n):
 
 @triton.jit
 def load_rows(x_ptr, stride, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """Returns the rows from `first` of a matrix [rows, WIDTH]: [ROWS, D], zero outside. No rows means no limit."""
+    """Returns the rows from `first` of a matrix [rows, WIDTH]: [ROWS, D], zero outside.
+
+    No rows means no limit.
+    """
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
     at = x_ptr + tl.cast(first, tl.int64) * stride + (row * stride + column)
     if rows is not None:
@@ -92,7 +100,10 @@ def store_rows(
 
 @triton.jit
 def product(x, y, total, PRECISION: tl.constexpr):
-    """Returns total + x·y in fp32. Triton's interpreter multiplies no bf16, so there the factors are widened."""
+    """Returns total + x·y in fp32.
+
+    Triton's interpreter multiplies no bf16, so there the factors are widened.
+    """
     if PRECISION == "interpreted":
         result = tl.dot(x.to(tl.float32), y.to(tl.float32), total)
     else:
@@ -147,8 +158,8 @@ def keys_of_block(
 def apply_rules(products, row, column, end, b, n, sizes, rules, CUT: tl.constexpr):
     """Returns z of a tile from its q·k, -inf at hidden keys.
 
-    `row`, `column` and `end`, the number of keys that a query sees, broadcast to the tile. Without CUT, the queries see
-    all of its keys that the mask allows.
+    `row`, `column` and `end`, the number of keys that a query sees, broadcast to the tile. Without
+    CUT, the queries see all of its keys that the mask allows.
     """
     z = products * (rules.scale * LOG2_E)
     row = tl.minimum(row, sizes.queries - 1)
@@ -252,8 +263,9 @@ def tile_gradient(
 ):  # fmt: skip
     """Returns a tile's probabilities, with dropout but for its factor, and the gradient of its scores.
 
-    The products of `left` and `right` (q and k, or k and q) are the scores; those of `left_grad` and `right_grad` (the
-    gradient of the output and v, or the reverse), the gradients of the probabilities.
+    The products of `left` and `right` (q and k, or k and q) are the scores; those of `left_grad`
+    and `right_grad` (the gradient of the output and v, or the reverse), the gradients of the
+    probabilities.
     """
     products = product(left, tl.trans(right), None, PRECISION)
     p = tl.exp2(apply_rules(products, row, column, end, b, n, sizes, rules, CUT) - lse)
@@ -268,7 +280,10 @@ def tile_gradient(
 
 @triton.jit
 def load_lse(lse_ptr, at, inside):
-    """Returns lse to base 2. It is infinite where there is no key or no query, so that all probabilities are 0."""
+    """Returns lse to base 2.
+
+    It is infinite where there is no key or no query, so that all probabilities are 0.
+    """
     lse = tl.load(lse_ptr + at, mask=inside, other=float("-inf")) * LOG2_E
     return tl.where(lse == float("-inf"), float("inf"), lse)
 
@@ -528,7 +543,8 @@ def bias_gradient(
     diagonal = tl.arange(0, 2 * ROWS)
     distance = offset * ROWS + sizes.queries - ROWS + diagonal
     distances = sizes.queries + sizes.keys - 1
-    # Neighboring diagonals of tiles have distances in common, so every other one has sums of its own.
+    # Neighboring diagonals of tiles have distances in common, so every other one has sums of its
+    # own.
     at = (
         (tl.cast(part, tl.int64) * 2 + (offset + rows) % 2) * sizes.heads + n
     ) * distances + distance
@@ -536,8 +552,9 @@ def bias_gradient(
     tl.store(partial_ptr + at, fold(total, ROWS), mask=inside)
 
 
-# Tiles by the bytes of a head's row, padded to a power of two, and doubled for fp32, whose factors are split in two:
-# as many products for a loaded byte as fit into the registers, whatever the rules, on sm_80 and sm_90.
+# Tiles by the bytes of a head's row, padded to a power of two, and doubled for fp32, whose factors
+# are split in two: as many products for a loaded byte as fit into the registers, whatever the
+# rules, on sm_80 and sm_90.
 LARGE, SMALL = TileShape(64, 32, 8, 2), TileShape(16, 16, 4, 1)
 TILES = {
     forward: {128: TileShape(128, 64, 8, 2), 256: LARGE, 512: TileShape(32, 32, 4, 1), 1024: SMALL},
@@ -639,7 +656,10 @@ def launch_backward(grad, out, lse, q, k, v, *arguments):
 
 
 def _bias_gradient(q, statistics, call):
-    """Returns the gradient of the relative bias in fp32. The samples are shared out by their number and size alone."""
+    """Returns the gradient of the relative bias in fp32.
+
+    The samples are shared out by their number and size alone.
+    """
     batch = q.shape[0]
     sizes = call[1]
     tile = choose_tile(bias_gradient, q)

@@ -1,4 +1,7 @@
-"""Helpers of the Triton kernels. Names that end in `_ptr` are pointers; capitals are compile-time constants."""
+"""Helpers of the Triton kernels.
+
+Names that end in `_ptr` are pointers; capitals are compile-time constants.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ def choose_warps(block: int) -> int:
 
 
 def chunk_rows(rows: int) -> int:
-    """Returns the rows per chunk for column sums. They depend only on the shape, so that results are reproducible."""
+    """Returns the rows per chunk for column sums.
+
+    They depend only on the shape, so that results are reproducible.
+    """
     return max(32, -(-rows // 512))
 
 
@@ -57,5 +63,8 @@ def is_kept(key, column, threshold):
 
 @triton.jit
 def keep_factor(key, column, threshold, keep_scale):
-    """Returns keep_scale where the dropout hash keeps the element, else 0. `key` is the row's key."""
+    """Returns keep_scale where the dropout hash keeps the element, else 0.
+
+    `key` is the row's key.
+    """
     return tl.where(is_kept(key, column, threshold), keep_scale, 0.0)
