@@ -28,7 +28,7 @@ from ...ops.autograd import Function, once_differentiable
 from ...ops.device import writes_gradients_in_place
 from ..parallel_config import LayerArguments, ParallelConfig
 from .cache import LayerKVCache
-from .masks import Visible, split_mask
+from .masks import AttentionMask, split_mask
 from .padding import Tokens
 from .rotary import Rotary, rotate
 
@@ -162,9 +162,11 @@ class SelfAttention(Attention):
         qkv = qkv if tokens is None else tokens.pad(qkv)
         q, k, v = split_fused_heads(qkv, self.heads["qkv"], self.head_size)  # [B, Np or Kp, S, D]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+            q = rotate(q, rotary)
+            k = rotate(k, rotary)
         if memory is not None:
             q = q[:, :, memory.shape[1] :]
         if cache is not None:
@@ -197,9 +199,8 @@ class CrossAttention(Attention):
                 may have n consecutive rows for each row of the source, and mask must be the same for all queries.
         """
         tokens, mask = split_mask(mask)
-        q = torch.unflatten(self.query(x), -1, (-1, self.head_size)).transpose(
-            1, 2
-        )  # [B, Np, S, D]
+        q = torch.unflatten(self.query(x), -1, (-1, self.head_size))  # [B, S, Np, D]
+        q = q.transpose(1, 2)  # [B, Np, S, D]
         if cache is not None and cache.length:
             k, v = cache.filled()
         else:
@@ -209,14 +210,15 @@ class CrossAttention(Attention):
             if cache is not None:
                 k, v = cache.extend(k, v)
         q, copies = fold_beams(q, k.shape[0])
-        return self.output(merge_heads(unfold_beams(self.core(q, k, v, mask, None, False), copies)))
+        attended = self.core(q, k, v, mask, None, False)
+        return self.output(merge_heads(unfold_beams(attended, copies)))
 
 
 class CoreAttention(nn.Module):
     """Computes softmax(scale · q·kᵀ + position_bias)·v for this rank's heads, over the keys that the mask allows.
 
     A query without any allowed key gets zeros, as in `scaled_dot_product_attention`. Selective recomputation keeps only
-    q, k and v for the backward pass, and so does attention in blocks.
+    q, k and v for the backward pass, and so does attention in tiles.
     """
 
     def __init__(
@@ -234,9 +236,11 @@ class CoreAttention(nn.Module):
         self.dropout = Dropout(dropout, count=num_heads, mesh=mesh)
         first = find_first_unit(num_heads, tp_rank(mesh), tp_size(mesh))
         last = find_first_unit(num_heads, tp_rank(mesh) + 1, tp_size(mesh))
-        served = Counter(head * num_key_value_heads // num_heads for head in range(first, last))
-        # The query heads of each of this rank's key-value heads; empty if they are equally many.
-        self.served = tuple(served.values()) if len(set(served.values())) > 1 else ()
+        counts = Counter(head * num_key_value_heads // num_heads for head in range(first, last))
+        # The number of query heads of each of this rank's key-value heads; empty if the numbers are equal.
+        self.queries_per_kv: tuple[int, ...] = ()
+        if len(set(counts.values())) > 1:
+            self.queries_per_kv = tuple(counts.values())
         self.recompute = parallel_config.recompute == "selective"
 
     def forward(
@@ -254,58 +258,72 @@ class CoreAttention(nn.Module):
             q: [B, Np, Sq, D].
             k, v: [B, Kp, Sk, D]; each key-value head serves consecutive query heads.
         """
-        if self.served:
-            k, v = repeat_unequally(k, self.served), repeat_unequally(v, self.served)
-        visible = Visible.of(mask, causal, q.shape[2])
-        if self.by_blocks(q, k, position_bias):
-            return self.attend_in_blocks(q, k, v, visible, position_bias)
+        if self.queries_per_kv:
+            k = repeat_unequally(k, self.queries_per_kv)
+            v = repeat_unequally(v, self.queries_per_kv)
+        attention_mask = AttentionMask.from_arguments(mask, causal, q.shape[2])
+        if self.uses_tiles(q, k, position_bias):
+            return self.attend_in_tiles(q, k, v, attention_mask, position_bias)
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.attend, q, k, v, visible, position_bias)
-        return self.attend(q, k, v, visible, position_bias)
+            return checkpoint(self.attend, q, k, v, attention_mask, position_bias)
+        return self.attend(q, k, v, attention_mask, position_bias)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, position_bias: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: AttentionMask,
+        position_bias: Tensor | None,
     ) -> Tensor:
-        if (
-            position_bias is not None
-            and visible.mask is None
-            and not visible.causal
-            and in_inference_mode()
-        ):
-            visible, position_bias = (
-                Visible(position_bias),
-                None,
-            )  # without gradients, it can be a mask to add
+        """Returns [B, Np, Sq, D], by PyTorch's fused attention or by whole scores."""
+        is_unmasked = attention_mask.mask is None and not attention_mask.causal
+        if position_bias is not None and is_unmasked and in_inference_mode():
+            # Without gradients, the bias can be a mask that fused attention adds to the scores.
+            attention_mask = AttentionMask(position_bias)
+            position_bias = None
         if position_bias is None and not self.dropout.drops and not eager_beats_sdpa(q, k):
-            few = in_inference_mode() and few_queries_attention(q, k, v, *visible, scale=self.scale)
-            if isinstance(few, Tensor):
-                return few
-            causal = (
-                visible.mask is None
-                and visible.prefix is None
-                and visible.causal
+            if in_inference_mode():
+                few = few_queries_attention(q, k, v, *attention_mask, scale=self.scale)
+                if isinstance(few, Tensor):
+                    return few
+            is_causal = (
+                attention_mask.mask is None
+                and attention_mask.prefix is None
+                and attention_mask.causal
                 and q.shape[2] == k.shape[2]
             )
-            grouped = q.shape[1] != k.shape[1]
-            mask = None if causal else visible.whole_mask(q.shape[2], k.shape[2], q.device)
+            mask = None
+            if not is_causal:
+                mask = attention_mask.to_tensor(q.shape[2], k.shape[2], q.device)
+            is_grouped = q.shape[1] != k.shape[1]
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=self.scale, is_causal=causal, enable_gqa=grouped
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                scale=self.scale,
+                is_causal=is_causal,
+                enable_gqa=is_grouped,
             )
         # Compute the probabilities explicitly, for one of three reasons: the gradient of a trained bias, a dropout mask
         # that does not depend on the layout, or speed.
-        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        k = repeat_heads(k, q.shape[1])
+        v = repeat_heads(v, q.shape[1])
         scores = matmul(q, k.mT)  # [B, Np, Sq, Sk]
-        rules: dict[str, Any] = {
-            "causal": visible.causal,
-            "prefix": visible.prefix,
-            "dropout": self.dropout,
-        }
-        return matmul(
-            scaled_masked_softmax(scores, visible.mask, position_bias, scale=self.scale, **rules), v
+        probabilities = scaled_masked_softmax(
+            scores,
+            attention_mask.mask,
+            position_bias,
+            scale=self.scale,
+            causal=attention_mask.causal,
+            prefix=attention_mask.prefix,
+            dropout=self.dropout,
         )
+        return matmul(probabilities, v)
 
-    def by_blocks(self, q: Tensor, k: Tensor, position_bias: Tensor | None) -> bool:
-        """Whether attention is computed in tiles or blocks.
+    def uses_tiles(self, q: Tensor, k: Tensor, position_bias: Tensor | None) -> bool:
+        """Whether attention computes the scores in tiles (Dao et al., 2022, arXiv:2205.14135).
 
         Without gradients too, so that a pass that is repeated with them rounds alike. On an accelerator PyTorch's own
         fused attention serves where it can.
@@ -315,14 +333,25 @@ class CoreAttention(nn.Module):
         needed = self.dropout.drops or lacks_fused_attention(q)
         return needed and suits_tiles(q.shape[2], k.shape[2], q.device.type, q.dtype.itemsize)
 
-    def attend_in_blocks(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, by_distance: Tensor | None
+    def attend_in_tiles(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: AttentionMask,
+        by_distance: Tensor | None,
     ) -> Tensor:
-        mask = visible.mask
-        mask = mask if mask is None or mask.dim() == 4 else mask[None, None]
+        """Returns [B, Np, Sq, D] without ever holding all scores.
+
+        Args:
+            by_distance: The relative bias of each distance, [Np, Sq + Sk - 1], from `RelativeBias`.
+        """
+        mask = attention_mask.mask
+        if mask is not None and mask.dim() != 4:
+            mask = mask[None, None]
         rules: dict[str, Any] = {
-            "causal": visible.causal,
-            "prefix": visible.prefix,
+            "causal": attention_mask.causal,
+            "prefix": attention_mask.prefix,
             **self.dropout.attention_arguments(q),
         }
         return attention(q, k, v, scale=self.scale, mask=mask, relative_bias=by_distance, **rules)
@@ -379,7 +408,9 @@ class _SplitFusedHeads(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
-        ctx.shape, ctx.heads, ctx.head_size = x.shape, heads, head_size
+        ctx.shape = x.shape
+        ctx.heads = heads
+        ctx.head_size = head_size
         return _split_blocks(x, heads, head_size)
 
     @staticmethod

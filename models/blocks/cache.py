@@ -16,7 +16,8 @@ class LayerKVCache:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity, self.length = capacity, 0
+        self.capacity = capacity
+        self.length = 0
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 

@@ -25,7 +25,8 @@ class PositionEmbedding(nn.Embedding):
         mesh: ParallelMesh | None = None,
     ) -> None:
         super().__init__(positions, hidden_size, padding_idx=padding_idx)
-        self.sequence_parallel, self.mesh = sequence_parallel, mesh
+        self.sequence_parallel = sequence_parallel
+        self.mesh = mesh
 
     def reset_parameters(self) -> None:
         """Does nothing: `initialize` sets the values, and sampling on the meta device would load PyTorch's compiler."""

@@ -30,14 +30,14 @@ class ReplicatedLinear(nn.Linear):
         mesh: ParallelMesh | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias=bias)
-        self.sequence_parallel, self.mesh = sequence_parallel, mesh
+        self.sequence_parallel = sequence_parallel
+        self.mesh = mesh
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return F.linear(input, self.weight, self.bias)
-        own = list(
-            self.parameters(recurse=False)
-        )  # the weight and perhaps a bias, whose gradients one all-reduce sums
+        # The gradients of the weight and of the bias, if there is one, are summed by one all-reduce.
+        own = list(self.parameters(recurse=False))
         joined = copy_to_tp(torch.cat([parameter.flatten() for parameter in own]), self.mesh)
         weight, *bias = torch.split(joined, [parameter.numel() for parameter in own])
         return F.linear(input, weight.view_as(self.weight), *bias)

@@ -74,7 +74,8 @@ def window_mask(
             `sliding_window` of Mistral and Qwen); else to the positions at most `window` away on either side.
         device: Where the mask is made if `attention_mask` is None.
     """
-    keys, total = key_mask(attention_mask), cached + sequence_length
+    keys = key_mask(attention_mask)
+    total = cached + sequence_length
     if attention_mask is not None and attention_mask.dim() == 4:
         return keys
     reach = window if causal else window + 1  # the positions on one side, this one included
@@ -82,7 +83,10 @@ def window_mask(
         return keys
     places = torch.arange(total, device=device if keys is None else keys.device)
     distance = places[cached:, None] - places  # [S, cached + S]
-    inside = (distance >= 0) & (distance < reach) if causal else distance.abs() < reach
+    if causal:
+        inside = (distance >= 0) & (distance < reach)
+    else:
+        inside = distance.abs() < reach
     return inside if keys is None else inside & keys
 
 
@@ -91,7 +95,7 @@ def lower_triangular_mask(queries: int, keys: int, device: torch.device) -> Tens
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-class Visible(NamedTuple):
+class AttentionMask(NamedTuple):
     """The rules for which keys a query attends to. The fields are as in `ops.attention`."""
 
     mask: Tensor | None = None
@@ -99,20 +103,19 @@ class Visible(NamedTuple):
     prefix: Tensor | None = None
 
     @classmethod
-    def of(cls, mask: Tensor | None, causal: bool, queries: int) -> Visible:
+    def from_arguments(cls, mask: Tensor | None, causal: bool, queries: int) -> AttentionMask:
         """Returns the rules of a mask or prefixes; see the top of the file."""
         causal = causal and queries > 1  # the last query attends to every key
         if mask is not None and mask.dim() == 1:
             return cls(None, causal, mask if causal else None)
         return cls(mask, causal and (mask is None or mask.shape[-2] == 1))
 
-    def whole_mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    def to_tensor(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """Returns all rules as one mask, broadcastable to [B, N, Sq, Sk]; None stands for True everywhere."""
         if not self.causal:
             return self.mask
-        visible = lower_triangular_mask(queries, keys, device)
+        mask = lower_triangular_mask(queries, keys, device)
         if self.prefix is not None:
-            visible = visible | (
-                torch.arange(keys, device=device) < self.prefix.reshape(-1, 1, 1, 1)
-            )
-        return visible if self.mask is None else visible & self.mask
+            is_in_prefix = torch.arange(keys, device=device) < self.prefix.reshape(-1, 1, 1, 1)
+            mask = mask | is_in_prefix
+        return mask if self.mask is None else mask & self.mask

@@ -65,15 +65,16 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]"""
-        fused = None if self.up.bias is None else WITH_BIAS.get(self.activation)
-        if (
-            fused is None or self.up.bias is None or hasattr(self.up, "adapter")
-        ):  # see `lora.Adapter`
+        bias = self.up.bias
+        add_bias_and_activate = None if bias is None else WITH_BIAS.get(self.activation)
+        # An adapter adds to the output of `up`, so the bias cannot wait for the activation (see `lora.Adapter`).
+        if bias is None or add_bias_and_activate is None or hasattr(self.up, "adapter"):
             return self.down(self.dropout(self.activation(self.up(x))))
         y = column_parallel(
             x, self.up.weight, None, sequence_parallel=self.up.sequence_parallel, mesh=self.up.mesh
-        )
-        return self.down(self.dropout(fused(y, self.up.bias.to(y.dtype))))  # y: [B, S, Fp]
+        )  # [B, S, Fp]
+        y = add_bias_and_activate(y, bias.to(y.dtype))
+        return self.down(self.dropout(y))
 
 
 class GatedMLP(nn.Module):
@@ -119,11 +120,14 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]"""
         projected = self.gate_up(x)
-        gate, up = (
-            split_in_halves(projected) if isinstance(projected, Tensor) else projected
-        )  # [B, S, Fp] each
-        fused = GATES.get(self.activation)
-        product = self.activation(gate) * up if fused is None else fused(gate, up)
+        if isinstance(projected, Tensor):  # of a fused projection
+            projected = split_in_halves(projected)
+        gate, up = projected  # [B, S, Fp] each
+        multiply_gate = GATES.get(self.activation)
+        if multiply_gate is None:
+            product = self.activation(gate) * up
+        else:
+            product = multiply_gate(gate, up)
         return self.down(self.dropout(product))
 
 
@@ -169,7 +173,8 @@ class GateUpLinear(nn.Module):
         mesh: ParallelMesh | None = None,
     ) -> None:
         super().__init__()
-        self.sequence_parallel, self.mesh = sequence_parallel, mesh
+        self.sequence_parallel = sequence_parallel
+        self.mesh = mesh
         self.shard = Shard((inner_size, hidden_size), 0, pad_multiple=1)
         self.gate = split_parameter(self.shard, mesh)  # [Fp, H]
         self.up = split_parameter(self.shard, mesh)  # [Fp, H]
@@ -178,9 +183,8 @@ class GateUpLinear(nn.Module):
         """Maps [B, S, H], or [B, S/tp, H] under sequence parallelism, to two tensors [B, S, Fp]."""
         if tp_size(self.mesh) == 1 or (in_inference_mode() and not self.sequence_parallel):
             return linear(x, self.gate), linear(x, self.up)  # no exchange is needed
-        weight = torch.cat(
-            [self.gate, self.up]
-        )  # cheap compared with the products, and one exchange instead of two
+        # Joining the weights is cheap compared with the products, and there is one exchange instead of two.
+        weight = torch.cat([self.gate, self.up])
         both = column_parallel(
             x, weight, None, sequence_parallel=self.sequence_parallel, mesh=self.mesh
         )

@@ -34,7 +34,9 @@ class RelativeBias(nn.Module):
     ) -> None:
         super().__init__()
         check_heads(num_heads, tp_size(mesh))
-        self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
+        self.buckets = buckets
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
         self.shard = Shard((buckets, num_heads), 1)
         self.weight = split_parameter(self.shard, mesh)  # [buckets, Np]
 

@@ -9,7 +9,7 @@ from transformers import masking_utils
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 
-from shardzoo.models.blocks.masks import Visible, window_mask
+from shardzoo.models.blocks.masks import AttentionMask, window_mask
 from shardzoo.models.blocks.rotary import (
     check_rope_parameters,
     read_rope_parameters,
@@ -156,7 +156,7 @@ def test_causal_windows_are_those_of_transformers(length, cached, window, padded
     if found is None:
         assert not padded
         assert total <= window
-    found = Visible.of(found, True, length).whole_mask(length, total, mask.device)
+    found = AttentionMask.from_arguments(found, True, length).to_tensor(length, total, mask.device)
     found = torch.tensor(True) if found is None else found
     assert torch.equal(found.expand(2, 1, length, total), whole[:, :, cached:] == 0)
 
