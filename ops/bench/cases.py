@@ -263,7 +263,8 @@ def _attention(name: str, size: tuple[int, int, int, int]) -> Case:
     layers does.
     """
     batch, heads, length, _ = size
-    trained, causal = name == "attention_bias", name == "attention_causal"
+    trained = name == "attention_bias"
+    causal = name == "attention_causal"
     dropout = 0.1 if trained else 0.0
 
     def make(device, dtype):

@@ -143,17 +143,20 @@ def contenders(
     case: Case, tensors: Tensors, cotangent: torch.Tensor, compiled: bool
 ) -> dict[str, Callable]:
     """Returns the functions to time, by name."""
-    op, arguments = OPS[case.forward[0]], case.forward[1]
+    op = OPS[case.forward[0]]
+    arguments = case.forward[1]
     inputs = arguments(tensors)
     outputs = op.allocate(*inputs)
     run_forward = getattr(torch.ops.shardzoo, f"{op.name}_out")
     kept = dict(zip(op.outputs, outputs, strict=True))
     run_forward(*inputs, **kept)
-    back, back_arguments = OPS[case.backward[0]], case.backward[1]
+    back = OPS[case.backward[0]]
+    back_arguments = case.backward[1]
     back_inputs = back_arguments(tensors, outputs, cotangent)
     back_outputs = dict(zip(back.outputs, back.allocate(*back_inputs), strict=True))
     run_backward = getattr(torch.ops.shardzoo, f"{back.name}_out")
-    source, target = tensors["x"], torch.empty_like(tensors["x"])
+    source = tensors["x"]
+    target = torch.empty_like(source)
 
     def training(function, leaves=case.rival_leaves or case.leaves):
         return lambda: gradients(function, tensors, leaves, cotangent)

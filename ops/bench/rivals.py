@@ -95,7 +95,8 @@ def attention(causal: bool, dropout: float) -> tuple[Run, dict[str, Run]]:
         return F.dropout(weights, dropout) @ t["v"]
 
     def written_out(t):
-        keys, bias = t["keys"] if dropout else None, t.get("written_bias")
+        keys = t["keys"] if dropout else None
+        bias = t.get("written_bias")
         scores = matmul(t["x"], t["k"].mT)
         weights = ops.masked_softmax(
             scores, None, bias, scale=0.125, causal=causal, dropout=dropout, keys=keys
