@@ -1,4 +1,6 @@
-"""Adapts this package to scripts for FlagAI: its `AutoLoader`, methods of its tokenizers, and its collate functions."""
+"""Adapts this package to scripts for FlagAI: its `AutoLoader`, methods of its tokenizers, and its
+collate functions.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,16 @@ class AutoLoader:
         model, tokenizer = loader.get_model(), loader.get_tokenizer()
 
     Args:
-        task_name: FlagAI's name of the task: lm, masklm, seq2seq, title-generation, poetry, classification,
-            semantic-matching, sequence-labeling or ner.
-        model_name: The folder in `model_dir`, which is a Hugging Face or a shardzoo folder with its tokenizer.
+        task_name: FlagAI's name of the task: lm, masklm, seq2seq, title-generation, poetry,
+            classification, semantic-matching, sequence-labeling or ner.
+        model_name: The folder in `model_dir`, which is a Hugging Face or a shardzoo folder with its
+            tokenizer.
         class_num: Number of classes of a new head.
         device: Where the parameters are.
         mesh: The mesh over which the model is split, such as `trainer.mesh`.
 
-    Raises ValueError for another task, a model that does not learn it, and a folder that holds none.
+    Raises ValueError for another task, a model that does not learn it, and a folder that holds
+    none.
     """
 
     def __init__(
@@ -60,7 +64,8 @@ class AutoLoader:
         self.folder = Path(model_dir, model_name)
         if not self.folder.is_dir():
             raise ValueError(
-                f"{self.folder} is not a folder; put the model {model_name} there, as transformers saves it"
+                f"{self.folder} is not a folder; put the model {model_name} there, as "
+                "transformers saves it"
             )
         arguments = FinetuningArguments(model_name_or_path=str(self.folder), native=True)
         source = find_source(arguments)
@@ -116,10 +121,12 @@ class FlagAITokenizer:
         max_length: int | None = None,
         truncation: bool = True,
     ) -> Any:
-        """Encodes a text or two. With blanks, the second text fills that of the first, or follows it.
+        """Encodes a text or two. With blanks, the second text fills that of the first, or follows
+        it.
 
-        The result has `input_ids` and `token_type_ids`; for a model that fills blanks `input_ids`, `target_ids`,
-        `position_ids` (two lists), `attention_mask` (the length of the first text) and `loss_mask`.
+        The result has `input_ids` and `token_type_ids`; for a model that fills blanks `input_ids`,
+        `target_ids`, `position_ids` (two lists), `attention_mask` (the length of the first text)
+        and `loss_mask`.
         """
         if self.text is None:
             cut = {"max_length": max_length, "truncation": truncation} if max_length else {}
@@ -141,7 +148,9 @@ class FlagAITokenizer:
         return {name: value.tolist() for name, value in sample.items()} | masks
 
     def get_command_id(self, name: str) -> int:
-        """Returns the id of a special token by its name without brackets, such as "pad", "cls" or "eop"."""
+        """Returns the id of a special token by its name without brackets, such as "pad", "cls" or
+        "eop".
+        """
         found = (
             getattr(self.text.tokens, name, None)
             if self.text
@@ -154,7 +163,9 @@ class FlagAITokenizer:
     def tokenize(
         self, text: str, maxlen: int | None = None, add_spatial_tokens: bool = False
     ) -> list[str]:
-        """Returns the tokens of a text, at most `maxlen`, with the special ones around them if they are added."""
+        """Returns the tokens of a text, at most `maxlen`, with the special ones around them if they
+        are added.
+        """
         cut = {"max_length": maxlen, "truncation": True} if maxlen else {}
         ids = self.backend(text, add_special_tokens=add_spatial_tokens, verbose=False, **cut)[
             "input_ids"
@@ -162,7 +173,9 @@ class FlagAITokenizer:
         return self.backend.convert_ids_to_tokens(ids)
 
     def rematch(self, text: str, tokens: Sequence[str]) -> list[list[int]]:
-        """Returns the characters of the text that each of its `tokens` has; none for a special token."""
+        """Returns the characters of the text that each of its `tokens` has; none for a special
+        token.
+        """
         special = bool(tokens) and tokens[0] in self.backend.all_special_tokens
         encoded = self.backend(
             text, return_offsets_mapping=True, add_special_tokens=special, verbose=False
@@ -173,7 +186,8 @@ class FlagAITokenizer:
 
 
 def seq2seq_collate_fn(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Makes a batch for an encoder that generates, from `input_ids` and `segment_ids` (1 on the text to generate).
+    """Makes a batch for an encoder that generates, from `input_ids` and `segment_ids` (1 on the
+    text to generate).
 
     See `data.PrefixMaskedDataset` for the labels and the mask that follow from the segments.
     """

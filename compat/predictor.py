@@ -15,10 +15,11 @@ from .auto_loader import FlagAITokenizer
 
 
 class Predictor:
-    """Predicts and generates with a model and a tokenizer of `AutoLoader`, by FlagAI's method names.
+    """Predicts and generates with a model and a tokenizer of `AutoLoader`, by FlagAI's method
+    names.
 
-    predictor = Predictor(model, tokenizer)
-    predictor.predict_generate_beamsearch("Hollym Gate railway station", beam_size=5, out_max_length=100)
+    predictor = Predictor(model, tokenizer) predictor.predict_generate_beamsearch("Hollym Gate
+    railway station", beam_size=5, out_max_length=100)
     """
 
     def __init__(self, model: Any, tokenizer: FlagAITokenizer) -> None:
@@ -27,7 +28,9 @@ class Predictor:
     def predict_generate_beamsearch(
         self, text: str, input_max_length: int = 256, out_max_length: int = 100, beam_size: int = 1
     ) -> str:
-        """Returns the text that beam search generates for `text`, as `generate` does with num_beams."""
+        """Returns the text that beam search generates for `text`, as `generate` does with
+        num_beams.
+        """
         return self._generate(text, input_max_length, out_max_length, num_beams=beam_size)
 
     def predict_generate_randomsample(
@@ -54,7 +57,10 @@ class Predictor:
     def predict_ner(
         self, text: str, target: Sequence[str], maxlen: int = 256
     ) -> list[tuple[int, int, str]]:
-        """Returns (first character, last character, kind) of each entity; `target` are the BIO labels by class."""
+        """Returns (first character, last character, kind) of each entity;
+
+        `target` are the BIO labels by class.
+        """
         tokens = self.tokenizer.tokenize(text, maxlen=maxlen, add_spatial_tokens=True)
         places = self.tokenizer.rematch(text, tokens)
         classes = self._logits(self.tokenizer.convert_tokens_to_ids(tokens))[0].argmax(-1).tolist()

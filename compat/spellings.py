@@ -1,6 +1,8 @@
-"""Lists the names of arguments in FlagAI, t2t-tuner, LiBai and transformers, and hands them to the trainer's arguments.
+"""Lists the names of arguments in FlagAI, t2t-tuner, LiBai and transformers, and hands them to the
+trainer's arguments.
 
-Importing this file makes all dataclasses of arguments, and the command line, accept them. The package's face does so.
+Importing this file makes all dataclasses of arguments, and the command line, accept them. The
+package's face does so.
 """
 
 from __future__ import annotations

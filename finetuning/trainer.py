@@ -1,4 +1,6 @@
-"""Fine-tunes: loads a model and its texts, trains, evaluates, generates and saves, with t2t-tuner's API."""
+"""Fine-tunes: loads a model and its texts, trains, evaluates, generates and saves, with t2t-tuner's
+API.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,9 @@ class Trainer(BaseTrainer):
         )
 
     def check_before_launch(self) -> None:
-        """Raises ValueError, before any process is started, if the model or the batch cannot be split over them."""
+        """Raises ValueError, before any process is started, if the model or the batch cannot be
+        split over them.
+        """
         launch = RankInfo.from_environment()
         if launch.world_size > 1:
             return
@@ -148,8 +152,8 @@ class Trainer(BaseTrainer):
     ) -> None:
         """Freezes a part (True), makes it trainable again (False), or leaves it unchanged (None).
 
-        Embeddings are the tables of tokens, positions and segments; a head that is tied to the token table is frozen
-        with it. ValueError for a part that the model does not have.
+        Embeddings are the tables of tokens, positions and segments; a head that is tied to the
+        token table is frozen with it. ValueError for a part that the model does not have.
         """
         for part, frozen in (
             ("encoder", encoder),
@@ -162,10 +166,12 @@ class Trainer(BaseTrainer):
                 parameter.requires_grad = not frozen
 
     def convert_to_prompt_tuning(self, prompt_list: Sequence[str]) -> None:
-        """Freezes the model and makes an input vector for each new token trainable, such as ["<p0>", "<p1>"].
+        """Freezes the model and makes an input vector for each new token trainable, such as
+        ["<p0>", "<p1>"].
 
-        The tokens are put before every source that has none of them; `prefix` or the data may place them elsewhere.
-        ValueError for tokens that the tokenizer has already, and for plain text, which has no sources.
+        The tokens are put before every source that has none of them; `prefix` or the data may place
+        them elsewhere. ValueError for tokens that the tokenizer has already, and for plain text,
+        which has no sources.
         """
         tokens = [prompt_list] if isinstance(prompt_list, str) else list(dict.fromkeys(prompt_list))
         known = self.tokenizer.get_vocab()
@@ -193,9 +199,11 @@ class Trainer(BaseTrainer):
         )
 
     def convert_to_lora(self, **settings: Any) -> None:
-        """Freezes the model and adds LoRA weights. `settings` are those of peft's LoraConfig (r, target_modules, …).
+        """Freezes the model and adds LoRA weights. `settings` are those of peft's LoraConfig (r,
+        target_modules, …).
 
-        The head of a classifier is trained besides, as in peft. ValueError for settings that the model does not follow.
+        The head of a classifier is trained besides, as in peft. ValueError for settings that the
+        model does not follow.
         """
         if has_lora(self.model) or self._prompt is not None:
             raise ValueError(
@@ -233,7 +241,9 @@ class Trainer(BaseTrainer):
         return stored_modules(self.model, {*label_modules(self.model.config), *missing})
 
     def model_summary(self) -> ModelSummary:
-        """Prints and returns the number of parameters and of trainable parameters of the whole model."""
+        """Prints and returns the number of parameters and of trainable parameters of the whole
+        model.
+        """
         summary = summarize(self.model, self.source)
         if self.ranks.pp_size > 1:
             first = self.ranks.dp_rank == self.ranks.tp_rank == 0
@@ -244,7 +254,10 @@ class Trainer(BaseTrainer):
     # Training and evaluation
 
     def load_data(self, valid: bool = True) -> None:
-        """Reads the files that `train` needs and runs its checks, to find errors before training. Collective."""
+        """Reads the files that `train` needs and runs its checks, to find errors before training.
+
+        Collective.
+        """
         if self.arguments.train_file is None:
             raise ValueError("train_file is missing: name a file to train on")
         train = self._data.train(valid)
@@ -252,8 +265,8 @@ class Trainer(BaseTrainer):
         best = self.arguments.save_best
         if best is not None and not (valid and self._data.validation() is not None):
             raise ValueError(
-                f"save_best={best!r} is a validation value, but nothing validates: set a validation_file or a "
-                "validation_split above 0, and call train(valid=True)"
+                f"save_best={best!r} is a validation value, but nothing validates: set a "
+                "validation_file or a validation_split above 0, and call train(valid=True)"
             )
         names = (
             value_names(self.metrics)
@@ -275,9 +288,11 @@ class Trainer(BaseTrainer):
         """Trains the model in place and returns the last validation values, with `step`.
 
         Args:
-            model: Another model, which is then trained on the data in `data` and `options`, as `trainer.Trainer` does.
-            valid: Whether to evaluate every `eval_interval` steps and at the end, on validation_file or on
-                validation_split percent of the training file, which are then not used for training.
+            model: Another model, which is then trained on the data in `data` and `options`, as
+                `trainer.Trainer` does.
+            valid: Whether to evaluate every `eval_interval` steps and at the end, on
+                validation_file or on validation_split percent of the training file, which are then
+                not used for training.
             batch_size: Replaces the micro_batch_size of the arguments.
             dev_mode: Runs 10 steps only.
         """
@@ -313,8 +328,8 @@ class Trainer(BaseTrainer):
         """Returns the validation values of a file, by default of the validation data.
 
         Args:
-            model: The file; or another model, which is then evaluated on the data in `data` and `options`, as
-                `trainer.Trainer` does.
+            model: The file; or another model, which is then evaluated on the data in `data` and
+                `options`, as `trainer.Trainer` does.
         """
         if isinstance(model, nn.Module):
             return super().evaluate(model, *data, **options)
@@ -338,9 +353,11 @@ class Trainer(BaseTrainer):
     # Texts
 
     def generate_single(self, text: str, **settings: Any) -> str:
-        """Returns the answer to a text, or its continuation. Prefix and soft prompt are put before it, as in training.
+        """Returns the answer to a text, or its continuation. Prefix and soft prompt are put before
+        it, as in training.
 
-        `settings` are the arguments of `generate`; by default beam search with generation_num_beams.
+        `settings` are the arguments of `generate`; by default beam search with
+        generation_num_beams.
         """
         return self._generate(text, settings)[0]
 
@@ -353,7 +370,9 @@ class Trainer(BaseTrainer):
         diversity_penalty: float = 0.5,
         **settings: Any,
     ) -> list[str]:
-        """Returns `output_count` answers by diverse beam search with beam_width · output_count beams."""
+        """Returns `output_count` answers by diverse beam search with beam_width · output_count
+        beams.
+        """
         chosen = {
             "num_return_sequences": output_count,
             "num_beams": beam_width * output_count,
@@ -363,10 +382,11 @@ class Trainer(BaseTrainer):
         return self._generate(text, {**chosen, **settings})
 
     def save_model(self, folder: str | Path | None = None, *, merge_adapter: bool = False) -> Path:
-        """Writes a Hugging Face folder with the tokenizer, by default `hf` in the run's folder, and returns its path.
+        """Writes a Hugging Face folder with the tokenizer, by default `hf` in the run's folder, and
+        returns its path.
 
-        With LoRA only the added weights are written, as peft does; a soft prompt is written beside the unchanged
-        weights. This class loads both as model_name_or_path.
+        With LoRA only the added weights are written, as peft does; a soft prompt is written beside
+        the unchanged weights. This class loads both as model_name_or_path.
 
         Args:
             merge_adapter: Merge LoRA weights into the model, in place, and write the whole model.
@@ -427,7 +447,10 @@ class Trainer(BaseTrainer):
             self.model.config = config.with_changes(pad_token_id=pad)
 
     def _make_loss(self) -> WeightedLoss | None:
-        """Returns the loss with the smoothing and weights of the arguments; None if they ask for neither."""
+        """Returns the loss with the smoothing and weights of the arguments;
+
+        None if they ask for neither.
+        """
         arguments, kind = self.arguments, self._data.kind
         weighs = arguments.weight_id is not None and self.task == "text-classification"
         for name, kinds in (("label_smoothing", SMOOTHED), ("class_weights", WEIGHTED)):
@@ -508,7 +531,9 @@ class Trainer(BaseTrainer):
         metrics: Mapping[str, Metric],
         collate: Callable[[Any], Any],
     ) -> dict[str, float]:
-        """Returns the values of an evaluation with the perplexity, and the metrics of predictions or texts."""
+        """Returns the values of an evaluation with the perplexity, and the metrics of predictions
+        or texts.
+        """
         values = super().validate(model, module, dataset, metrics, collate)
         values = {"loss": values["loss"], **self._perplexity(values), **values}
         records, kind = self._measured, self._data.kind

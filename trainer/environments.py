@@ -1,4 +1,5 @@
-"""Lists the environments of training: what `env_type` may be. `engines/registry.py` lists the engines that run in them.
+"""Lists the environments of training: what `env_type` may be. `engines/registry.py` lists the
+engines that run in them.
 
 Importing this file does not import torch.
 """
@@ -17,7 +18,8 @@ class Environment:
         name: Its name in the arguments, which is FlagAI's.
         is_one_process: Whether the run is a single process, on the device `pytorch_device`.
         uses_deepspeed: Whether DeepSpeed's engine trains, with a ZeRO stage.
-        splits_layers: Whether layers may be split over tensor-parallel ranks, and blocks over pipeline stages.
+        splits_layers: Whether layers may be split over tensor-parallel ranks, and blocks over
+            pipeline stages.
     """
 
     name: str

@@ -1,4 +1,6 @@
-"""Evaluates over data-parallel ranks, one micro-batch at a time, so that it needs no more memory than training."""
+"""Evaluates over data-parallel ranks, one micro-batch at a time, so that it needs no more memory
+than training.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from .engines.engine import ForwardStep
 from .launch.phase import phase
 from .launch.ranks import Ranks
 
-# (logits, labels) of a micro-batch -> the mean over its rows, or [sum, count]. The logits have the full vocabulary.
+# (logits, labels) of a micro-batch -> the mean over its rows, or [sum, count]. The logits have the
+# full vocabulary.
 Metric = Callable[[Tensor, Tensor], Any]
 
 
@@ -24,26 +27,30 @@ def metric_functions(
     metrics: Mapping[str, Metric] | Iterable[Sequence[Any]] | None,
 ) -> dict[str, Metric]:
     """Returns metrics by name, from a mapping or from FlagAI's list of [name, function]."""
-    pairs = metrics.items() if isinstance(metrics, Mapping) else metrics
-    named = {}
-    for pair in pairs if isinstance(pairs, Iterable) else () if pairs is None else (pairs,):
-        if (
-            not isinstance(pair, Sequence)
-            or len(pair) != 2
-            or not isinstance(pair[0], str)
-            or not callable(pair[1])
-        ):
+    pairs: Any = metrics
+    if isinstance(metrics, Mapping):
+        pairs = metrics.items()
+    elif metrics is None:
+        pairs = ()
+    elif not isinstance(metrics, Iterable):
+        pairs = (metrics,)
+    named: dict[str, Metric] = {}
+    for pair in pairs:
+        is_pair = isinstance(pair, Sequence) and len(pair) == 2
+        if not is_pair or not isinstance(pair[0], str) or not callable(pair[1]):
             raise ValueError(
-                f"metric_methods must be {{name: function}} or a list of [name, function], not {pair!r}"
+                "metric_methods must be {name: function} or a list of [name, function], not "
+                f"{pair!r}"
             )
-        if pair[0] in named or pair[0] in ("loss", "step"):
-            taken = (
-                "two metrics have"
-                if pair[0] in named
-                else "a value of every evaluation already has"
+        name, function = pair
+        if name in named:
+            raise ValueError(f"two metrics have the name {name!r}; give the metric another one")
+        if name in ("loss", "step"):
+            raise ValueError(
+                f"a value of every evaluation already has the name {name!r}; give the metric "
+                "another one"
             )
-            raise ValueError(f"{taken} the name {pair[0]!r}; give the metric another one")
-        named[pair[0]] = pair[1]
+        named[name] = function
     return named
 
 
@@ -53,13 +60,12 @@ def check_samples(samples: Any) -> None:
         hasattr(samples, "__len__") and hasattr(samples, "__getitem__") and not is_table(samples)
     )
     if not readable or isinstance(samples, (type, str, bytes, Mapping)):
-        kind = (
-            f"the class {samples.__name__}"
-            if isinstance(samples, type)
-            else f"a {type(samples).__name__}"
-        )
+        kind = f"a {type(samples).__name__}"
+        if isinstance(samples, type):
+            kind = f"the class {samples.__name__}"
         raise ValueError(
-            f"validation data must be a dataset with __len__ and __getitem__, such as a list of samples, not {kind}"
+            "validation data must be a dataset with __len__ and __getitem__, such as a list of "
+            f"samples, not {kind}"
         )
     if not len(samples):
         raise ValueError("the validation data is empty")
@@ -79,16 +85,18 @@ def evaluate(
     metrics: Mapping[str, Metric] | None = None,
     collect: Callable[[range, Batch, Any], None] | None = None,
 ) -> dict[str, float]:
-    """Returns the mean loss over all targets of `samples`, in nats per token, and the metrics; the same on every rank.
+    """Returns the mean loss over all targets of `samples`, in nats per token, and the metrics; the
+    same on every rank.
 
-    Each sample is evaluated once. A rank that has no samples left repeats the first ones without counting them,
-    because a forward pass may be collective.
+    Each sample is evaluated once. A rank that has no samples left repeats the first ones without
+    counting them, because a forward pass may be collective.
 
     Args:
         model: The object that runs forward passes: the model, or the engine's wrapper of it.
         module: The model itself.
         batch_size: Samples in one forward pass of a rank.
-        collect: Takes the numbers of a micro-batch's samples, the batch, and the output of its forward pass.
+        collect: Takes the numbers of a micro-batch's samples, the batch, and the output of its
+            forward pass.
     """
     check_samples(samples)
     was_training = module.training
@@ -141,11 +149,9 @@ def _sum_and_count(name: str, value: Any, rows: int) -> tuple[float, float]:
             return float(total), float(count)
         return float(value) * rows, rows
     except (TypeError, ValueError, RuntimeError) as error:
-        found = (
-            f"a tensor of shape {tuple(value.shape)}"
-            if isinstance(value, Tensor)
-            else f"{value!r:.60}"
-        )
+        found = f"{value!r:.60}"
+        if isinstance(value, Tensor):
+            found = f"a tensor of shape {tuple(value.shape)}"
         raise ValueError(
             f"the metric {name} must return a number or [sum, count], not {found}"
         ) from error

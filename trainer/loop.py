@@ -45,7 +45,7 @@ class TrainingLoop:
         evaluate_last: Whether to evaluate after the last step.
 
     Attributes:
-        step: The number of steps that the run has completed.
+        completed_steps: The number of steps that the run has completed.
         validation: The values of the last evaluation, with its `step`.
         best: The name, value and step of the best evaluation, and how many have followed `since`.
     """
@@ -77,7 +77,7 @@ class TrainingLoop:
             self.saver,
         )
         self.global_batch_size = self.training_step.global_batch_size
-        self.step = 0
+        self.completed_steps = 0
         self.best: dict[str, Any] = {}
         self.validation: dict[str, float] = {}
         self._first_groups = group_values(self.engine.optimizer)
@@ -94,23 +94,25 @@ class TrainingLoop:
         state = point.state
         if state.consumed_samples != state.step * self.global_batch_size:
             raise ValueError(
-                f"the run was trained with a global batch of {state.consumed_samples // state.step} sequences and "
-                f"cannot resume with {self.global_batch_size}; set micro_batch_size and global_batch_size to match"
+                "the run was trained with a global batch of "
+                f"{state.consumed_samples // state.step} sequences and cannot resume with "
+                f"{self.global_batch_size}; set micro_batch_size and global_batch_size to match"
             )
         kind = type(self.engine.optimizer).__name__
         if state.optimizer and state.optimizer != kind:
             raise ValueError(
-                f"the run was trained with {state.optimizer} and cannot resume with {kind}; to start another run from "
-                "its weights, set load_dir, load_optim=False and another save_dir"
+                f"the run was trained with {state.optimizer} and cannot resume with {kind}; to "
+                "start another run from its weights, set load_dir, load_optim=False and another "
+                "save_dir"
             )
-        self.step = state.step
+        self.completed_steps = state.step
         self.validation = dict(state.validation)
         if point.own:
             self._saved_at = state.step
             if state.best.get("name") == self.arguments.save_best:
                 self.best = dict(state.best)
             if self._has_lost_patience():
-                self.total_steps = self.step
+                self.total_steps = self.completed_steps
         self.engine.load_counters(state.counters)
         tensors = read_optimizer(point.folder, self.engine.module, self.ranks)
         self.engine.load_optimizer_tensors(tensors)
@@ -132,26 +134,29 @@ class TrainingLoop:
         iterator = iter(self.batches)
         self._position = self.batches.state_dict()
         with StopSignal(arguments.grace_period) as signal, profiler:
-            if 0 < self.step != self.total_steps and self.step % arguments.eval_interval == 0:
+            if (
+                0 < self.completed_steps != self.total_steps
+                and self.completed_steps % arguments.eval_interval == 0
+            ):
                 self._catch_up_on_evaluation()
-            while self.total_steps is None or self.step < self.total_steps:
-                result = training_step.run(self.step, iterator, signal)
+            while self.total_steps is None or self.completed_steps < self.total_steps:
+                result = training_step.run(self.completed_steps, iterator, signal)
                 if result is None:
                     break
-                self.step += 1
+                self.completed_steps += 1
                 self._position = self.batches.state_dict()
                 if self.profiler:
                     self.profiler.step()
-                is_last = self.step == self.total_steps
-                logs = is_last or self.step % arguments.log_interval == 0
-                saves = is_last or self.step % arguments.save_interval == 0
-                evaluates = self.step % arguments.eval_interval == 0 and not is_last
+                is_last = self.completed_steps == self.total_steps
+                logs = is_last or self.completed_steps % arguments.log_interval == 0
+                saves = is_last or self.completed_steps % arguments.save_interval == 0
+                evaluates = self.completed_steps % arguments.eval_interval == 0 and not is_last
                 # What is logged or saved must be known to be finite.
                 if logs or saves or evaluates or training_step.stop_requested:
                     training_step.read_pending()
                 if logs:
-                    values = training_step.values_to_log(self.step, result)
-                    self.reporter.training(self.step, values)
+                    values = training_step.values_to_log(self.completed_steps, result)
+                    self.reporter.training(self.completed_steps, values)
                 if self.evaluate and evaluates and not training_step.stop_requested:
                     is_best = self._evaluate()
                     saves = saves or is_best
@@ -160,7 +165,8 @@ class TrainingLoop:
                 if training_step.stop_requested:
                     self.saver.wait()
                     self.reporter.notice(
-                        f"stopped by a signal after step {self.step}, which has been saved"
+                        f"stopped by a signal after step {self.completed_steps}, which has been "
+                        "saved"
                     )
                     raise SystemExit(143)
             self._finish()
@@ -170,8 +176,8 @@ class TrainingLoop:
         """Starts saving this step. The checkpoint is complete after the saver's `wait`."""
         groups = group_changes(self._first_groups, group_values(self.engine.optimizer))
         state = TrainerState(
-            step=self.step,
-            consumed_samples=self.step * self.global_batch_size,
+            step=self.completed_steps,
+            consumed_samples=self.completed_steps * self.global_batch_size,
             data=self._position,
             schedule=self.schedule.state_dict(),
             counters=self.engine.counters(),
@@ -191,19 +197,19 @@ class TrainingLoop:
             random=self.arguments.save_rng,
             extra_files=self.extra_files,
         )
-        self.reporter.saved(self.step, self.saver.save(snapshot))
-        self._saved_at = self.step
+        self.reporter.saved(self.completed_steps, self.saver.save(snapshot))
+        self._saved_at = self.completed_steps
 
     def _catch_up_on_evaluation(self) -> None:
         """Evaluates this step if that has not been done.
 
         Adds the values to its checkpoint if that exists already.
         """
-        if self.evaluate is None or self.validation.get("step") == self.step:
+        if self.evaluate is None or self.validation.get("step") == self.completed_steps:
             return
         is_best = self._evaluate()
-        if self._saved_at == self.step:
-            self.saver.amend(self.step, validation=self.validation, best=self.best)
+        if self._saved_at == self.completed_steps:
+            self.saver.amend(self.completed_steps, validation=self.validation, best=self.best)
         elif is_best:
             self.save()
 
@@ -215,8 +221,8 @@ class TrainingLoop:
         random_states = random_state_tensors()
         values = {name: float(value) for name, value in self.evaluate().items()}
         restore_random_state(random_states)
-        self.validation = {"step": self.step, **values}
-        self.reporter.evaluation(self.step, values)
+        self.validation = {"step": self.completed_steps, **values}
+        self.reporter.evaluation(self.completed_steps, values)
 
         name = self.arguments.save_best
         if name is None:
@@ -234,7 +240,7 @@ class TrainingLoop:
             if self.arguments.early_stopping_patience is not None:
                 self._count_worse_evaluation(name)
             return False
-        self.best = {"name": name, "value": values[name], "step": self.step}
+        self.best = {"name": name, "value": values[name], "step": self.completed_steps}
         return True
 
     def _count_worse_evaluation(self, name: str) -> None:
@@ -245,9 +251,10 @@ class TrainingLoop:
         self.best = {**self.best, "since": since}
         if self._has_lost_patience():
             self.reporter.notice(
-                f"stopped early after step {self.step}: {since} evaluations without a better {name}"
+                f"stopped early after step {self.completed_steps}: {since} evaluations without a "
+                f"better {name}"
             )
-            self.total_steps = self.step
+            self.total_steps = self.completed_steps
 
     def _has_lost_patience(self) -> bool:
         """Returns whether as many evaluations as the patience have brought nothing better."""
@@ -259,12 +266,13 @@ class TrainingLoop:
 
         It saves first, because the evaluation may fail or be interrupted.
         """
-        if not self.step:
+        if not self.completed_steps:
             raise ValueError(
-                f"train_dataset has fewer samples than the {self.global_batch_size} of one optimizer step"
+                f"train_dataset has fewer samples than the {self.global_batch_size} of one "
+                "optimizer step"
             )
         self.training_step.read_pending()
-        if self._saved_at != self.step:
+        if self._saved_at != self.completed_steps:
             self.save()
         if self.evaluate_last:
             self._catch_up_on_evaluation()

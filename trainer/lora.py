@@ -1,4 +1,6 @@
-"""Adds LoRA weights (Hu et al., 2021, arXiv:2106.09685) to a model of the zoo or of transformers, as arguments say."""
+"""Adds LoRA weights (Hu et al., 2021, arXiv:2106.09685) to a model of the zoo or of transformers,
+as arguments say.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,28 @@ def has_lora(model: Any) -> bool:
 def lora_settings(arguments: TrainingArguments) -> dict[str, Any]:
     """Returns the arguments of peft's LoraConfig that the training arguments name."""
     names = [part.strip() for name in arguments.lora_target_modules for part in _parts(name)]
+    saved = [part for name in arguments.lora_modules_to_save for part in _parts(name)]
+    # peft takes a list of names, or a text: a regular expression, or "all-linear".
     targets: Any = names
-    if len(names) == 1 and (names[0] in ("all", "all-linear") or REGEX & set(names[0])):
-        targets = "all-linear" if names[0] == "all" else names[0]
+    if names in (["all"], ["all-linear"]):
+        targets = "all-linear"
+    elif len(names) == 1 and REGEX & set(names[0]):
+        targets = names[0]
     return {
         "r": arguments.lora_rank,
         "lora_alpha": arguments.lora_alpha,
         "lora_dropout": arguments.lora_dropout,
         "use_rslora": arguments.use_rslora,
         "target_modules": targets or None,
-        "modules_to_save": [
-            part for name in arguments.lora_modules_to_save for part in _parts(name)
-        ]
-        or None,
+        "modules_to_save": saved or None,
     }
 
 
 def _parts(name: str) -> list[str]:
     """Returns the names in a text such as "q_proj,v_proj"; a regular expression stays whole."""
-    return [name] if REGEX & set(name) else [part for part in name.split(",") if part.strip()]
+    if REGEX & set(name):
+        return [name]
+    return [part for part in name.split(",") if part.strip()]
 
 
 def convert_to_lora(
@@ -73,7 +78,9 @@ def convert_to_lora(
 
 
 def take_adapter(model: Any, folder: Path) -> None:
-    """Adds the LoRA weights in a folder of peft, to be trained further, and freezes all other parameters."""
+    """Adds the LoRA weights in a folder of peft, to be trained further, and freezes all other
+    parameters.
+    """
     if isinstance(getattr(model, "config", None), ModelConfig):
         load_adapter(model, folder)
         return
@@ -92,5 +99,6 @@ def apply_lora(model: Any, arguments: TrainingArguments) -> None:
         convert_to_lora(model, lora_settings(arguments), arguments.seed)
     if getattr(model, "lora", None) is not None and arguments.zero_stage == 3:
         raise ValueError(
-            "ZeRO stage 3 does not work with LoRA weights of the zoo's models; use zero_stage 0, 1 or 2"
+            "ZeRO stage 3 does not work with LoRA weights of the zoo's models; use zero_stage 0, "
+            "1 or 2"
         )

@@ -1,4 +1,7 @@
-"""Lists the precisions of parameters, activations and gradients. Importing this file does not import torch."""
+"""Lists the precisions of parameters, activations and gradients.
+
+Importing this file does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class Precision:
 
     @property
     def needs_master_weights(self) -> bool:
-        """Whether updates would be lost in the rounding, so that an optimizer updates fp32 copies."""
+        """Whether the optimizer updates fp32 copies, since rounding would lose small updates."""
         return self.itemsize < 4
 
 

@@ -1,4 +1,6 @@
-"""Manages the folder of a run: the paths of its files, and the rule that two runs never share a folder."""
+"""Manages the folder of a run: the paths of its files, and the rule that two runs never share a
+folder.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,25 @@ BEFORE_RUN = (
 )  # a process killed while it prepared a run leaves these alone
 # What runs write into their folder, besides checkpoints.
 OWN = (
-    NEW_DATA, NEW_ARGUMENTS, "arguments.yaml", "metrics.jsonl", "metrics.partial", ".metrics.jsonl.partial",
-    "tensorboard", "wandb", "loss.png", "data", "tokenizer", "hf", ".hf.shards", ".hf.partial", "report.html",
-    "trace.json", "trackers.json", "comet",
-)  # fmt: skip
+    NEW_DATA,
+    NEW_ARGUMENTS,
+    "arguments.yaml",
+    "metrics.jsonl",
+    "metrics.partial",
+    ".metrics.jsonl.partial",
+    "tensorboard",
+    "wandb",
+    "loss.png",
+    "data",
+    "tokenizer",
+    "hf",
+    ".hf.shards",
+    ".hf.partial",
+    "report.html",
+    "trace.json",
+    "trackers.json",
+    "comet",
+)
 OWN_CHECKPOINT = re.compile(
     r"\.?step-\d{6,}(\.(partial|deleted|abandoned\d*))?|\.(merged|\.merged\.partial|best\.partial)|best"
 )
@@ -119,14 +136,21 @@ class RunFolder:
         write_durably(self.checkpoints / BEST, folder.name + "\n")
 
     def restore_best(self, best: dict[str, Any]) -> None:
-        """Names the best checkpoint of a `TrainerState` again; the run may have been killed before it was named."""
+        """Names the best checkpoint of a `TrainerState` again; the run may have been killed before
+        it was named.
+        """
         folder = self.checkpoint(int(best.get("step", 0)))
         if folder.is_dir():
             self.name_best(folder)
 
     def prune(self, keep: int | None) -> None:
-        """Deletes all but the last `keep` checkpoints and the best one. Each is renamed before it is deleted."""
-        for step in self.steps()[:-keep] if keep else []:
+        """Deletes all but the last `keep` checkpoints and the best one.
+
+        Each is renamed before it is deleted.
+        """
+        if not keep:
+            return
+        for step in self.steps()[:-keep]:
             folder = self.checkpoint(step)
             if folder != self.best_checkpoint():
                 self._delete(folder)
@@ -142,9 +166,9 @@ class RunFolder:
     ) -> int:
         """Returns the step at which a run in this folder begins: 0 for a new run. Changes nothing.
 
-        Raises ValueError if the folder holds another run, but neither `resume` nor `overwrite` is set; if `overwrite`
-        would delete what the run `reads`; if the folder holds files that do not belong to a run; or if there is nothing
-        to resume.
+        Raises ValueError if the folder holds another run, but neither `resume` nor `overwrite` is
+        set; if `overwrite` would delete what the run `reads`; if the folder holds files that do not
+        belong to a run; or if there is nothing to resume.
         """
         if resume and overwrite:
             raise ValueError("--resume continues a run and --overwrite deletes it: use one of them")
@@ -155,7 +179,8 @@ class RunFolder:
                     "start again with --overwrite" if self.arguments_file.exists() else "start one"
                 )
                 raise ValueError(
-                    f"--resume: {self.path} holds no complete checkpoint; {instead} without --resume"
+                    f"--resume: {self.path} holds no complete checkpoint; {instead} without "
+                    "--resume"
                 )
             return step
         if self.path.exists() and not self.path.is_dir():
@@ -164,31 +189,38 @@ class RunFolder:
             return 0
         if not self.arguments_file.exists():
             raise ValueError(
-                f"output_dir {self.path} holds files that do not belong to a run; choose another folder"
+                f"output_dir {self.path} holds files that do not belong to a run; choose another "
+                "folder"
             )
         if not overwrite:
             reached = "with nothing saved yet" if step is None else f"saved at step {step}"
             resume_it = "" if step is None else "resume it with --resume, "
             raise ValueError(
-                f"output_dir {self.path} holds another run ({reached}); {resume_it}replace it with --overwrite, or "
-                "choose another --output-dir"
+                f"output_dir {self.path} holds another run ({reached}); {resume_it}replace it "
+                "with --overwrite, or choose another --output-dir"
             )
         for path in filter(None, reads):
             if Path(path).resolve().is_relative_to(self.path.resolve()):
                 raise ValueError(
-                    f"--overwrite would delete {path}, which this run reads; choose another --output-dir"
+                    f"--overwrite would delete {path}, which this run reads; choose another "
+                    "--output-dir"
                 )
         return 0
 
     def own_files(self) -> list[Path]:
-        """Returns the files and folders here that runs write. Other files in the folder are the user's."""
+        """Returns the files and folders here that runs write.
+
+        Other files in the folder are the user's.
+        """
         entries = [self.path / name for name in OWN]
         checkpoints = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         entries += [entry for entry in checkpoints if OWN_CHECKPOINT.fullmatch(entry.name)]
         return [entry for entry in entries if os.path.lexists(entry)]
 
     def clear(self, keep: Path | None = None) -> None:
-        """Deletes `own_files`, except `keep`; last the arguments, without which the rest is no run's."""
+        """Deletes `own_files`, except `keep`; last the arguments, without which the rest is no
+        run's.
+        """
         for entry in sorted(self.own_files(), key=lambda entry: entry == self.arguments_file):
             if entry != keep:
                 remove(entry)
@@ -201,7 +233,9 @@ class RunFolder:
 
     @contextmanager
     def new_data(self) -> Generator[Path]:
-        """Yields the path of a folder to prepare a corpus in, for `begin`; what is left there is deleted."""
+        """Yields the path of a folder to prepare a corpus in, for `begin`; what is left there is
+        deleted.
+        """
         path = self.path / NEW_DATA
         shutil.rmtree(path, ignore_errors=True)
         try:
@@ -210,7 +244,9 @@ class RunFolder:
             shutil.rmtree(path, ignore_errors=True)
 
     def begin(self, arguments: dict[str, object], data: Path) -> None:
-        """Replaces the files of an earlier run with a new run's, and moves the prepared corpus `data` here."""
+        """Replaces the files of an earlier run with a new run's, and moves the prepared corpus
+        `data` here.
+        """
         self.clear(keep=data)
         self.record_arguments(arguments)
         data.rename(self.data)
@@ -220,7 +256,8 @@ class RunFolder:
         write_durably(self.arguments_file, yaml.safe_dump(arguments, sort_keys=False))
 
     def drop_after(self, step: int, *, evaluated: bool) -> None:
-        """Removes the metrics after `step`, and renames later checkpoints, which are damaged or no longer in the run.
+        """Removes the metrics after `step`, and renames later checkpoints, which are damaged or no
+        longer in the run.
 
         If `step` has not been `evaluated`, the logged values of its evaluation are removed too.
         """
@@ -237,18 +274,15 @@ class RunFolder:
         """Removes the metrics after `step`, and a final evaluation's, because the run goes on."""
         if not self.metrics_file.exists():
             return
-        records = [
-            record
-            for record in self.metrics()
-            if not any(name.startswith("final/") for name in record)
-        ]
-        kept = [record for record in records if record["step"] <= step]
-        if not evaluated:
-            kept = [
-                r
-                for r in kept
-                if r["step"] < step or not any(name.startswith("valid/") for name in r)
-            ]
+        kept = []
+        for record in self.metrics():
+            is_final = any(name.startswith("final/") for name in record)
+            is_evaluation = any(name.startswith("valid/") for name in record)
+            if is_final or record["step"] > step:
+                continue
+            if record["step"] == step and is_evaluation and not evaluated:
+                continue
+            kept.append(record)
         write_durably(self.metrics_file, "".join(json.dumps(record) + "\n" for record in kept))
 
     def delete_unfinished(self) -> None:
@@ -261,7 +295,10 @@ class RunFolder:
                 remove(left)
 
     def metrics(self) -> list[dict[str, float]]:
-        """Returns the logged values, one dict a step. Skips a line that a crash has truncated or damaged."""
+        """Returns the logged values, one dict a step.
+
+        Skips a line that a crash has truncated or damaged.
+        """
         if not self.metrics_file.exists():
             return []
         records = map(metrics_record, self.metrics_file.read_text(errors="replace").splitlines())
@@ -269,7 +306,9 @@ class RunFolder:
 
 
 def metrics_record(line: str | bytes) -> dict[str, Any] | None:
-    """Returns the values of a line of `metrics.jsonl`, or None if a crash has truncated or damaged it."""
+    """Returns the values of a line of `metrics.jsonl`, or None if a crash has truncated or damaged
+    it.
+    """
     with suppress(ValueError, RecursionError):
         record = json.loads(line)
         if isinstance(record, dict) and type(record.get("step")) is int:
@@ -286,7 +325,9 @@ def remove(path: Path) -> None:
 
 
 def make_run_folder(model: str) -> Path:
-    """Creates runs/MODEL-TIME, with a number appended if a run that started in the same second has that name."""
+    """Creates runs/MODEL-TIME, with a number appended if a run that started in the same second has
+    that name.
+    """
     named = Path("runs", f"{Path(model).name}-{datetime.now():%Y%m%d-%H%M%S}")
     named.parent.mkdir(exist_ok=True)
     folder = named

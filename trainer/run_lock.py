@@ -13,10 +13,13 @@ from filelock import SoftFileLease, Timeout
 
 from .launch.heartbeat import process_state
 
-LOCK = ".run.lock"  # names the host and the process that use the folder; its time is refreshed while they live
+# The file that names the host and the process that use the folder; its time is refreshed while they
+# live.
+LOCK = ".run.lock"
 SECONDS_WITHOUT_REFRESH = 60.0  # after which a process on another host counts as dead
 SECONDS_TO_DECIDE = 70.0  # for which another run watches for such a refresh
-NAMESPACE = "?pidns-"  # in the name that filelock records of a host, before the number of a container's processes
+# What precedes the number of a container's processes, in the name that filelock records of a host.
+NAMESPACE = "?pidns-"
 
 
 _taken: dict[Path, SoftFileLease] = {}  # by this process
@@ -25,9 +28,9 @@ _taken: dict[Path, SoftFileLease] = {}  # by this process
 def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
     """Reserves a folder for this process, and creates it. A process may take a folder again.
 
-    The lock of a process that no longer runs is replaced: at once on the same host, else (and if the process table
-    still has it, or the disk cannot exchange two files, as NFS) after a minute without a sign of life, which this call
-    waits for and announces through `notify`.
+    The lock of a process that no longer runs is replaced: at once on the same host, else (and if
+    the process table still has it, or the disk cannot exchange two files, as NFS) after a minute
+    without a sign of life, which this call waits for and announces through `notify`.
 
     Raises ValueError if another process uses the folder, or the folder cannot be created.
     """
@@ -42,11 +45,12 @@ def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
         except Timeout:
             if lease.owner is None or _runs_here(lease.owner):
                 raise
-            notify(f"{folder}: waiting to see whether {_owner(lease)} still runs …")
+            notify(f"{folder}: waiting to see whether {_describe_owner(lease)} still runs …")
             _wait_for(lease)
     except Timeout:
         raise ValueError(
-            f"{folder} is in use by {_owner(lease)}; wait for it or end it, or use another folder"
+            f"{folder} is in use by {_describe_owner(lease)}; wait for it or end it, or use "
+            "another folder"
         ) from None
     except (FileExistsError, NotADirectoryError):
         raise ValueError(
@@ -59,7 +63,10 @@ def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
 
 
 def _wait_for(lease: SoftFileLease) -> None:
-    """Takes the lease once its owner has shown no sign of life for long enough. Raises Timeout if it shows one."""
+    """Takes the lease once its owner has shown no sign of life for long enough.
+
+    Raises Timeout if it shows one.
+    """
     before = _sign_of_life(lease)
     try:
         lease.acquire(timeout=SECONDS_TO_DECIDE, poll_interval=0.25)
@@ -72,7 +79,10 @@ def _wait_for(lease: SoftFileLease) -> None:
 
 
 def _sign_of_life(lease: SoftFileLease) -> tuple[Any, int]:
-    """Returns what changes while the owner of a lease lives. Reading it makes NFS ask the server for the time."""
+    """Returns what changes while the owner of a lease lives.
+
+    Reading it makes NFS ask the server for the time.
+    """
     owner = lease.owner
     with contextlib.suppress(OSError):
         return owner, os.stat(lease.lock_file).st_mtime_ns
@@ -91,16 +101,20 @@ def return_folder(folder: Path) -> None:
 
 
 def check_taken(folder: Path) -> None:
-    """Raises ValueError if this process took a folder and has lost it, because it stood still for too long."""
+    """Raises ValueError if this process took a folder and has lost it, because it stood still for
+    too long.
+    """
     lease = _taken.get(folder.resolve())
     if lease is not None and lease.compromise is not None:
         raise ValueError(
-            f"{folder} is no longer this run's ({lease.compromise.reason}); another run may have taken it"
+            f"{folder} is no longer this run's ({lease.compromise.reason}); another run may have "
+            "taken it"
         )
 
 
 def _runs_here(owner: Any) -> bool:
-    """Returns whether the owner of a lease is a process of this host, and of this container, that has not ended.
+    """Returns whether the owner of a lease is a process of this host, and of this container, that
+    has not ended.
 
     One that is only left in the process table has ended: a container's first process may reap none.
     """
@@ -116,10 +130,8 @@ def _runs_here(owner: Any) -> bool:
     )
 
 
-def _owner(lease: SoftFileLease) -> str:
+def _describe_owner(lease: SoftFileLease) -> str:
     owner = lease.owner
-    return (
-        f"process {owner.pid} on {owner.hostname.partition(NAMESPACE)[0]}"
-        if owner
-        else "another process"
-    )
+    if not owner:
+        return "another process"
+    return f"process {owner.pid} on {owner.hostname.partition(NAMESPACE)[0]}"

@@ -1,4 +1,7 @@
-"""Lists the schedules of the learning rate, as functions of the step. Importing this file does not import torch."""
+"""Lists the schedules of the learning rate, as functions of the step.
+
+Importing this file does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ class ScheduleEntry:
         needs_last_step: Whether its values depend on the number of steps of the run.
         warms_up: Whether it begins with a warm-up.
         deepspeed_types: DeepSpeed's names for it, in lower case.
-        build: Makes it from the numbers of warm-up steps and of all steps. None for transformers' schedule of the name.
+        build: Makes it from the numbers of warm-up steps and of all steps. None for transformers'
+            schedule of the name.
     """
 
     name: str
@@ -57,9 +61,11 @@ def _build_warmup_cosine(warmup_steps: int, total_steps: int) -> Multiplier:
 def warmup_cosine(
     step: int, *, peak: float, warmup_steps: int, total_steps: int, final_ratio: float = 0.1
 ) -> float:
-    """Returns the learning rate: a linear warm-up to `peak`, then a cosine down to `final_ratio * peak`.
+    """Returns the learning rate: a linear warm-up to `peak`, then a cosine down to `final_ratio *
+    peak`.
 
-    Steps count from 0. Step 0 already has a rate above zero, and step `total_steps - 1` has the lowest one.
+    Steps count from 0. Step 0 already has a rate above zero, and step `total_steps - 1` has the
+    lowest one.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

@@ -224,8 +224,8 @@ class TrainingStep:
             )
         if not math.isfinite(norm):
             raise FloatingPointError(
-                f"the gradient norm is {norm} at step {pending.number}, where the loss is {self.loss}; the last "
-                "checkpoint is kept"
+                f"the gradient norm is {norm} at step {pending.number}, where the loss is "
+                f"{self.loss}; the last checkpoint is kept"
             )
 
     def values_to_log(self, step: int, result: StepResult) -> dict[str, float]:

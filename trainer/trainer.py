@@ -1,4 +1,4 @@
-"""Provides `Trainer`, which trains a model of the zoo or of transformers in one process or in many."""
+"""Provides `Trainer`: trains a model of the zoo or of transformers in one process or in many."""
 
 from __future__ import annotations
 
@@ -67,19 +67,21 @@ DEVELOPMENT_STEPS = 10  # of `dev_mode`, as in t2t-tuner
 class Trainer:
     """Trains with the engine that `env_type` names.
 
-        trainer = Trainer(env_type="deepspeed+mpu", model_parallel_size=2, num_gpus=2, epochs=1, batch_size=4)
-        model = shardzoo.from_pretrained(path, mesh=trainer.mesh)
-        trainer.train(model, train_dataset=samples)
+        trainer = Trainer(env_type="deepspeed+mpu", model_parallel_size=2, num_gpus=2, epochs=1,
+        batch_size=4) model = shardzoo.from_pretrained(path, mesh=trainer.mesh) trainer.train(model,
+        train_dataset=samples)
 
-    If the processes of the run do not exist yet, the constructor starts them, waits for them, and ends this process
-    with their exit code. The code after it then runs in each of the started processes.
+    If the processes of the run do not exist yet, the constructor starts them, waits for them, and
+    ends this process with their exit code. The code after it then runs in each of the started
+    processes.
 
     A subclass may override `forward_step`, `run_model`, `validate` and `collect_output`.
 
     Args:
         arguments: How to train.
         mesh: By default a new one of the sizes in the arguments; None in one process.
-        keywords: Instead of `arguments`, the fields of `arguments_class`, also under FlagAI's names.
+        keywords: Instead of `arguments`, the fields of `arguments_class`, also under FlagAI's
+            names.
 
     Attributes:
         arguments: How to train, with the defaults that depend on this machine.
@@ -136,7 +138,9 @@ class Trainer:
 
     @property
     def share(self) -> Share:
-        """Returns this rank's share of a global batch, for a `ResumableLoader` or `ResumableStream`."""
+        """Returns this rank's share of a global batch, for a `ResumableLoader` or
+        `ResumableStream`.
+        """
         return Share(self.arguments.micro_batch_size, self.ranks.dp_rank, self.ranks.dp_size)
 
     # What subclasses may override
@@ -153,16 +157,17 @@ class Trainer:
             mems: GLM's memory of earlier positions, or None.
 
         Returns:
-            A dict or a ModelOutput with `loss`, and with `logits` if there are metrics. The loss of an overriding
-            method is the mean over the micro-batch's targets.
+            A dict or a ModelOutput with `loss`, and with `logits` if there are metrics. The loss of
+            an overriding method is the mean over the micro-batch's targets.
         """
         return self.run_model(data, model, mems)
 
     def run_model(self, data: dict[str, Any], model: Any, mems: Any) -> Any:
         """Runs one forward pass as `forward_step` does.
 
-        Other than there, the loss of an overriding method is what the model's own would be: if the model takes
-        `num_items_in_batch`, the number of targets in the global batch, the loss is a sum divided by it.
+        Other than there, the loss of an overriding method is what the model's own would be: if the
+        model takes `num_items_in_batch`, the number of targets in the global batch, the loss is a
+        sum divided by it.
         """
         return model(**data) if mems is None else model(**data, mems=mems)
 
@@ -215,14 +220,18 @@ class Trainer:
         """Trains `model` in place and returns the last validation values, with `step`.
 
         Args:
-            train_dataset: A map-style dataset or an iterable of dicts, or a resumable loader or stream of batches.
+            train_dataset: A map-style dataset or an iterable of dicts, or a resumable loader or
+                stream of batches.
             valid_dataset: A map-style dataset.
-            metric_methods: Name -> function of the whole logits and the labels: a mean over the rows, or (sum, count).
-            collate_fn: Makes a batch from samples. By default equal lengths are stacked and others padded.
-            reporter: A reporter that the caller has opened. The caller then evaluates after the last step, and calls
-                `write_report`.
-            extra_files: A folder, such as a tokenizer's, whose files are copied into each checkpoint. Without one, each
-                holds the tokenizer of the data, or of the folder that the model was loaded from.
+            metric_methods: Name -> function of the whole logits and the labels: a mean over the
+                rows, or (sum, count).
+            collate_fn: Makes a batch from samples. By default equal lengths are stacked and others
+                padded.
+            reporter: A reporter that the caller has opened. The caller then evaluates after the
+                last step, and calls `write_report`.
+            extra_files: A folder, such as a tokenizer's, whose files are copied into each
+                checkpoint. Without one, each holds the tokenizer of the data, or of the folder that
+                the model was loaded from.
             batch_size: Replaces the micro_batch_size of the arguments.
             dev_mode: Runs 10 steps only.
 
@@ -303,7 +312,9 @@ class Trainer:
         metric_methods: Mapping[str, Metric] | Iterable[Sequence[Any]] | None = None,
         collate_fn: Callable[[Sequence[Any]], Any] | None = None,
     ) -> dict[str, float]:
-        """Returns the mean loss over the targets of a map-style dataset, and the metrics, as in training."""
+        """Returns the mean loss over the targets of a map-style dataset, and the metrics, as in
+        training.
+        """
         if not isinstance(model, nn.Module):
             raise ValueError(f"evaluate needs a model and a dataset, not {model!r}")
         if collate_fn:
@@ -313,10 +324,12 @@ class Trainer:
         return self.validate(model, model, dataset, metric_functions(metric_methods), collate)
 
     def check_arguments(self, names: Sequence[str] | None) -> None:
-        """Raises ValueError unless the arguments say how long to train and `save_best` is a validation value.
+        """Raises ValueError unless the arguments say how long to train and `save_best` is a
+        validation value.
 
         Args:
-            names: Those of the validation values; None if they are unknown before the first evaluation.
+            names: Those of the validation values; None if they are unknown before the first
+                evaluation.
         """
         arguments = self.arguments
         best = arguments.save_best
@@ -344,10 +357,12 @@ class Trainer:
         return RunReporter(self.console, logs, first_step=first_step, total_steps=total_steps)
 
     def write_report(self, sections: Mapping[str, Section] | None = None) -> None:
-        """Writes `report.html` into the run's folder, from the logged values. Called by the first rank.
+        """Writes `report.html` into the run's folder, from the logged values. Called by the first
+        rank.
 
         Args:
-            sections: Further ones, heading -> text or table rows; versions, hardware and command follow them.
+            sections: Further ones, heading -> text or table rows; versions, hardware and command
+                follow them.
         """
         records = self.run_folder.metrics()
         if not records:
@@ -375,7 +390,10 @@ class Trainer:
     def _join_processes(
         self, mesh: ParallelMesh | None
     ) -> tuple[ParallelMesh | None, torch.device]:
-        """Joins the process group, or starts the processes and ends this one. Returns the mesh and the device."""
+        """Joins the process group, or starts the processes and ends this one.
+
+        Returns the mesh and the device.
+        """
         arguments = self.arguments
         launch = ensure_processes_for(arguments)
         if ENVIRONMENTS[arguments.env_type].is_one_process:
@@ -463,7 +481,9 @@ class Trainer:
         point: ResumePoint | None,
         reporting: contextlib.AbstractContextManager[Any],
     ) -> dict[str, float]:
-        """Runs the loop in the context `reporting`, from a checkpoint if given; returns the last validation values."""
+        """Runs the loop in the context `reporting`, from a checkpoint if given; returns the last
+        validation values.
+        """
         succeeded = False
         try:
             if point:
@@ -478,7 +498,7 @@ class Trainer:
             if self.ranks.rank == 0:
                 return_folder(self.run_folder.path)
             loop.engine.close(whole=succeeded)
-        return {**loop.validation, "step": loop.step}
+        return {**loop.validation, "step": loop.completed_steps}
 
     def _resume(self, loop: TrainingLoop, point: ResumePoint) -> None:
         """Loads the parts of the checkpoint besides the weights that the arguments ask for."""
@@ -500,7 +520,9 @@ class Trainer:
 
 
 def _resume_after_restart(arguments: TrainingArguments) -> TrainingArguments:
-    """Returns the arguments of a job that is started again: it resumes its run, or begins it again if none is saved."""
+    """Returns the arguments of a job that is started again: it resumes its run, or begins it again
+    if none is saved.
+    """
     folder = getattr(arguments, "output_dir", None)
     if not folder:
         folder = Path(arguments.save_dir, arguments.experiment_name or "")

@@ -328,7 +328,8 @@ def test_levels_of_forward_derivatives_are_seen():
 
 def test_a_fused_optimizer_can_skip_an_update_and_lists_are_updated_like_their_tensors():
     with needed_by(
-        "trainer/engines/torch_engine.py (takes_found_inf, step, MasterWeights), mpu/grad_clipping.py",
+        "trainer/engines/torch_engine.py (takes_found_inf, step), trainer/engines/master_weights.py, "
+        "mpu/grad_clipping.py",
         breaks="On a GPU, a step whose loss is NaN would change the weights before the host has read the loss.",
         remedy="Find what GradScaler tells fused optimizers now, or set takes_found_inf = False: the loss is then read "
         "before each update.",

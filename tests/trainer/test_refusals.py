@@ -298,8 +298,7 @@ def test_a_dict_is_no_arguments():
     from shardzoo.trainer import Trainer
 
     with pytest.raises(
-        ValueError,
-        match=r"pass TrainingArguments or FinetuningArguments, or keywords as in .*, not a dict",
+        ValueError, match=r"pass TrainingArguments, or keywords as in .*, not a dict"
     ):
         Trainer({"lr": 1e-3})
 

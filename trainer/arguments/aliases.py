@@ -23,9 +23,12 @@ class Spellings:
     Attributes:
         renamed: Name -> our name, where only the name differs.
         switches: Name of a boolean switch -> our argument, and its value when the switch is on.
-        translated: Name, which `renamed` has too -> a function of its value that returns our argument and its value.
-        taken_as_is: Name of something that happens here anyway -> the value that means so, with which it is taken.
-        explained: Name that resembles one of our arguments but means something else -> what to do instead.
+        translated: Name, which `renamed` has too -> a function of its value that returns our
+            argument and its value.
+        taken_as_is: Name of something that happens here anyway -> the value that means so, with
+            which it is taken.
+        explained: Name that resembles one of our arguments but means something else -> what to do
+            instead.
     """
 
     renamed: dict[str, str] = field(default_factory=dict)
@@ -84,7 +87,7 @@ def add_spellings(spellings: Spellings) -> None:
 
 
 def with_argument_aliases(kind: type[Arguments]) -> type[Arguments]:
-    """Lets a dataclass's constructor accept the names above, and suggest a name for an unknown one."""
+    """Lets a dataclass's constructor accept the names above, and suggest a correction."""
     dataclass_type: Any = kind
     plain = dataclass_type.__init__
 
@@ -98,7 +101,9 @@ def with_argument_aliases(kind: type[Arguments]) -> type[Arguments]:
 
 
 def argument_aliases(known: Collection[str]) -> list[str]:
-    """Returns the other names of the `known` arguments, without those that are arguments themselves."""
+    """Returns the other names of the `known` arguments, without those that are arguments
+    themselves.
+    """
     targets = dict(SPELLINGS.renamed)
     for name, (target, _) in SPELLINGS.switches.items():
         targets[name] = target
@@ -143,7 +148,8 @@ def _resolve(name: str, value: Any) -> tuple[str | None, Any]:
 
 
 def hint(name: str, taken: Collection[str], prefix: str = "") -> str:
-    """Returns the end of a message about an unknown argument: what to use instead, if that is known.
+    """Returns the end of a message about an unknown argument: what to use instead, if that is
+    known.
 
     Args:
         taken: The arguments that exist.

@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's JSON file, and translates the settings that are arguments of the trainer too."""
+"""Reads DeepSpeed's JSON file, and translates settings that are arguments of the trainer."""
 
 from __future__ import annotations
 
@@ -40,9 +40,12 @@ UNUSED = {
     "warmup_type": "linear",
 }
 SECTIONS = {
-    "zero_optimization": '{"stage": 2}', "fp16": '{"enabled": true}', "bf16": '{"enabled": true}',
-    "optimizer": '{"type": "AdamW"}', "scheduler": '{"type": "WarmupLR"}',
-}  # fmt: skip
+    "zero_optimization": '{"stage": 2}',
+    "fp16": '{"enabled": true}',
+    "bf16": '{"enabled": true}',
+    "optimizer": '{"type": "AdamW"}',
+    "scheduler": '{"type": "WarmupLR"}',
+}
 AUTO = ("auto", None)  # values that leave a setting to the trainer
 
 
@@ -59,7 +62,10 @@ class Translated(NamedTuple):
 
 
 def read_deepspeed_file(path: str | None) -> dict[str, Any]:
-    """Returns the user's configuration. Raises ValueError if it cannot be read, or is not a JSON object."""
+    """Returns the user's configuration.
+
+    Raises ValueError if it cannot be read, or is not a JSON object.
+    """
     if path is None:
         return {}
     try:
@@ -75,7 +81,8 @@ def read_deepspeed_file(path: str | None) -> dict[str, Any]:
     for name in SECTIONS:
         if not isinstance(config.get(name, {}), dict):
             raise ValueError(
-                f"deepspeed_config: {name} must be an object such as {SECTIONS[name]}, not {config[name]!r}"
+                f"deepspeed_config: {name} must be an object such as {SECTIONS[name]}, not "
+                f"{config[name]!r}"
             )
         if not isinstance(config.get(name, {}).get("params", {}), dict):
             raise ValueError(
@@ -84,10 +91,11 @@ def read_deepspeed_file(path: str | None) -> dict[str, Any]:
     return config
 
 
-def arguments_of_file(
+def take_file_arguments(
     path: str | None, given: dict[str, Any], defaults: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the arguments that a run takes from a DeepSpeed file: those that are not `given` another value.
+    """Returns the arguments that a run takes from a DeepSpeed file: those that are not `given`
+    another value.
 
     Args:
         given: All arguments of the run; one that has its default value counts as not given.
@@ -97,14 +105,20 @@ def arguments_of_file(
         "gradient_accumulation_steps": "global_batch_size",
         "global_batch_size": "gradient_accumulation_steps",
     }
-    return {
-        name: value for name, value in taken.items()
-        if given[name] == defaults[name] and given.get(alternatives.get(name, "")) is None
-    }  # fmt: skip
+    used = {}
+    for name, value in taken.items():
+        is_given = given[name] != defaults[name]
+        alternative_is_given = given.get(alternatives.get(name, "")) is not None
+        if not is_given and not alternative_is_given:
+            used[name] = value
+    return used
 
 
 def deepspeed_notice(path: str | None, given: dict[str, Any]) -> str | None:
-    """Returns what a run takes from a DeepSpeed file, and what the arguments replace; None if neither."""
+    """Returns what a run takes from a DeepSpeed file, and what the arguments replace;
+
+    None if neither.
+    """
     taken = translated(read_deepspeed_file(path)).arguments
     used = [f"{name}={value}" for name, value in taken.items() if given[name] == value]
     replaced = [
@@ -112,18 +126,24 @@ def deepspeed_notice(path: str | None, given: dict[str, Any]) -> str | None:
         for name, value in taken.items()
         if given[name] != value
     ]
-    parts = [f"{path} sets {', '.join(used)}"] * bool(used) + [
-        f"the arguments set {', '.join(replaced)}"
-    ] * bool(replaced)
+    parts = []
+    if used:
+        parts.append(f"{path} sets {', '.join(used)}")
+    if replaced:
+        parts.append(f"the arguments set {', '.join(replaced)}")
     return "; ".join(parts) or None
 
 
 def translated(config: dict[str, Any]) -> Translated:
-    """Translates a DeepSpeed configuration. Raises ValueError for an optimizer or a schedule that the trainer lacks."""
+    """Translates a DeepSpeed configuration.
+
+    Raises ValueError for an optimizer or a schedule that the trainer lacks.
+    """
     others = copy.deepcopy(config)
     taken: dict[str, Any] = {}
     for path, name in RENAMED.items():
-        if (value := _take(others, path)) not in AUTO:
+        value = _take(others, path)
+        if value not in AUTO:
             taken[name] = value
     whole = _take(others, "train_batch_size")
     if (
@@ -145,7 +165,9 @@ def translated(config: dict[str, Any]) -> Translated:
 
 
 def _updates(others: dict[str, Any]) -> dict[str, Any]:
-    """Takes the optimizer and the scheduler, which the trainer creates itself, out of a file; returns their kinds."""
+    """Takes the optimizer and the scheduler, which the trainer creates itself, out of a file;
+    returns their kinds.
+    """
     taken: dict[str, Any] = {}
     for part, name, known in (
         ("optimizer", "optimizer", OPTIMIZER_TYPES),
@@ -167,7 +189,8 @@ def _updates(others: dict[str, Any]) -> dict[str, Any]:
         if kind not in AUTO:
             if str(kind).lower() not in known:
                 raise ValueError(
-                    f"deepspeed_config: there is no {part} {kind!r} here; use one of {', '.join(known)}"
+                    f"deepspeed_config: there is no {part} {kind!r} here; use one of "
+                    f"{', '.join(known)}"
                 )
             taken[name] = known[str(kind).lower()]
         if left.pop("adam_w_mode", True) is False and taken.get("optimizer") == "adamw":
@@ -175,7 +198,8 @@ def _updates(others: dict[str, Any]) -> dict[str, Any]:
         unknown = [key for key, value in left.items() if value != UNUSED.get(key, object())]
         if unknown:
             raise ValueError(
-                f"deepspeed_config sets the {part}'s {unknown[0]}, for which the trainer has no argument; leave it out"
+                f"deepspeed_config sets the {part}'s {unknown[0]}, for which the trainer has no "
+                "argument; leave it out"
             )
     return taken
 

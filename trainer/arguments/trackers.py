@@ -1,4 +1,7 @@
-"""Lists the experiment trackers that `report_to` may name. `logging/trackers.py` has their classes."""
+"""Lists the experiment trackers that `report_to` may name.
+
+`logging/trackers.py` has their classes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Defines the arguments of a training run: one dataclass for `Trainer`, its keywords, and the command line."""
+"""Defines the arguments of a training run: one dataclass for `Trainer`, its keywords, and the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from ..optimizers.registry import OPTIMIZERS, OptimizerName, find_optimizer
 from ..precisions import PRECISIONS, PrecisionName
 from ..schedules import ScheduleName
 from .aliases import with_argument_aliases
-from .deepspeed_file import arguments_of_file
+from .deepspeed_file import take_file_arguments
 from .trackers import checked_trackers
 from .value_types import check_types, texts
 
@@ -21,32 +23,38 @@ Strategy = Literal["steps", "epoch", "no"]
 @with_argument_aliases
 @dataclass(frozen=True)
 class TrainingArguments:
-    """How a model is trained. The constructor checks all values, and its `ValueError` says what would work.
+    """How a model is trained. The constructor checks all values, and its `ValueError` says what
+    would work.
 
-    FlagAI's names are accepted too: batch_size, warm_up, optimizer_type, fp16, bf16, checkpoint_activations.
+    FlagAI's names are accepted too: batch_size, warm_up, optimizer_type, fp16, bf16,
+    checkpoint_activations.
     """
 
     env_type: EnvType = "pytorch"
-    """pytorch: one process. pytorchDDP: data-parallel replicas. deepspeed: data-parallel with ZeRO. deepspeed+mpu: also
-    tensor-parallel, each layer split over `model_parallel_size` processes."""
+    """pytorch: one process. pytorchDDP: data-parallel replicas. deepspeed: data-parallel with ZeRO.
+    deepspeed+mpu: also tensor-parallel, each layer split over `model_parallel_size` processes."""
     pytorch_device: str = "cpu"
     """The device of `env_type="pytorch"`, such as "cpu" or "cuda:0"."""
     model_parallel_size: int = 1
     """Tensor-parallel size: the number of processes that each layer is split over."""
     pipeline_parallel_size: int = 1
-    """Number of pipeline stages: each stage holds a part of the blocks, and micro-batches pass from stage to stage."""
+    """Number of pipeline stages: each stage holds a part of the blocks, and micro-batches pass from
+    stage to stage."""
     pipeline_partition: Literal["uniform", "parameters", "time"] = "uniform"
-    """How blocks are dealt to the stages: equal numbers; or so that the largest stage has as few parameters, or needs
-    as little time, as possible."""
+    """How blocks are dealt to the stages: equal numbers; or so that the largest stage has as few
+    parameters, or needs as little time, as possible."""
     sequence_parallel: bool = False
     """Also split norms, dropouts and residuals along the sequence (when the model is built)."""
     tensor_parallel_reduction: Literal["auto", "native", "fp32"] = "auto"
-    """Who adds the ranks' partial results. native: the backend, such as NCCL, which rounds 16-bit sums at every hop.
-    fp32: the ranks, which exchange them, add in fp32 and round once. auto: native on GPUs, fp32 on CPUs."""
+    """Who adds the ranks' partial results. native: the backend, such as NCCL, which rounds 16-bit
+    sums at every hop. fp32: the ranks, which exchange them, add in fp32 and round once. auto:
+    native on GPUs, fp32 on CPUs."""
     symmetric_memory: bool = False
-    """Fuse sequence parallelism's collectives with products, in torch's symmetric memory. For GPUs of one host."""
+    """Fuse sequence parallelism's collectives with products, in torch's symmetric memory. For GPUs
+    of one host."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """What the ranks communicate by. auto: NCCL on GPUs, else gloo. With gloo several ranks may share one GPU."""
+    """What the ranks communicate by. auto: NCCL on GPUs, else gloo. With gloo several ranks may
+    share one GPU."""
     num_nodes: int = 1
     num_gpus: int = 1
     """Processes on each node, if the trainer starts them itself."""
@@ -59,15 +67,16 @@ class TrainingArguments:
     dry_run: bool = False
     """Print the commands that would start the processes, and start none."""
     stall_timeout: float = 300.0
-    """Seconds after which a job that stands still is ended, with the rank's stack and exit code 75; 0 for never.
-    Saving, and work before and after training, may take longer."""
+    """Seconds after which a job that stands still is ended, with the rank's stack and exit code 75;
+    0 for never. Saving, and work before and after training, may take longer."""
     collective_timeout: float = 1800.0
-    """Seconds that a rank waits for the others in a collective. For rank 0's preparations they wait without limit."""
+    """Seconds that a rank waits for the others in a collective. For rank 0's preparations they wait
+    without limit."""
     grace_period: float = 300.0
     """Seconds after SIGTERM or SIGINT in which a run may save and end before it is killed."""
     max_restarts: int = 0
-    """How often a job whose rank has died or stood still is started again from its last checkpoint, on one machine.
-    With a global_batch_size, a rank that fails twice is left out."""
+    """How often a job whose rank has died or stood still is started again from its last checkpoint,
+    on one machine. With a global_batch_size, a rank that fails twice is left out."""
 
     epochs: int = 0
     """Passes over the training data; ignored if `train_steps` is set."""
@@ -78,7 +87,8 @@ class TrainingArguments:
     gradient_accumulation_steps: int | None = None
     """Micro-batches that each rank accumulates for one optimizer step; by default 1."""
     global_batch_size: int | None = None
-    """Samples in one optimizer step over all ranks; an alternative to `gradient_accumulation_steps`."""
+    """Samples in one optimizer step over all ranks; an alternative to
+    `gradient_accumulation_steps`."""
     num_workers: int = 0
     """Processes of each rank that prepare batches; 0 prepares them between the steps."""
 
@@ -87,8 +97,8 @@ class TrainingArguments:
     lr: float = 1e-3
     """Peak learning rate."""
     lr_schedule: ScheduleName = "warmup_cosine"
-    """warmup_cosine: linear warm-up, then a cosine down to a tenth. The others are transformers' schedules of the same
-    name."""
+    """warmup_cosine: linear warm-up, then a cosine down to a tenth. The others are transformers'
+    schedules of the same name."""
     warmup_ratio: float = 0.1
     """Share of the steps that warm up the learning rate."""
     warmup_steps: int | None = None
@@ -99,44 +109,51 @@ class TrainingArguments:
     beta2: float = 0.999
     adam_eps: float = 1e-8
     relative_step: bool = False
-    """Adafactor computes its learning rate from the step and each parameter's scale, as published; `lr` and its
-    schedule are then unused. Off: it takes `lr` and its schedule."""
+    """Adafactor computes its learning rate from the step and each parameter's scale, as published;
+    `lr` and its schedule are then unused. Off: it takes `lr` and its schedule."""
     scale_parameter: bool | None = None
-    """Adafactor multiplies the rate by the root mean square of each parameter. Default: the same as `relative_step`."""
+    """Adafactor multiplies the rate by the root mean square of each parameter. Default: the same as
+    `relative_step`."""
     clip_grad: float = 1.0
     """Largest gradient norm; 0 turns clipping off."""
 
     lora_rank: int = 0
-    """Rank of LoRA weights. Above 0 these are added to a frozen model, and only they are trained."""
+    """Rank of LoRA weights. Above 0 these are added to a frozen model, and only they are trained.
+    """
     lora_alpha: int = 16
     """The product of the LoRA weights is multiplied by lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
     """Dropout of the inputs of LoRA weights."""
     lora_target_modules: tuple[str, ...] = ()
-    """transformers' names of the linear layers that get LoRA weights, a regular expression, or "all-linear"; by default
-    peft's choice for the model."""
+    """transformers' names of the linear layers that get LoRA weights, a regular expression, or
+    "all-linear"; by default peft's choice for the model."""
     lora_modules_to_save: tuple[str, ...] = ()
-    """transformers' names of modules that are trained whole beside LoRA weights, such as lm_head."""
+    """transformers' names of modules that are trained whole beside LoRA weights, such as lm_head.
+    """
     use_rslora: bool = False
     """Multiply by lora_alpha / √lora_rank instead."""
     adapter: str | None = None
     """A folder of peft whose LoRA weights are trained further; an alternative to `lora_rank`."""
 
     precision: PrecisionName = "fp32"
-    """Precision of the parameters in the forward pass; the optimizer keeps fp32 copies. fp16 scales the loss."""
+    """Precision of the parameters in the forward pass; the optimizer keeps fp32 copies. fp16 scales
+    the loss."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass: those of attention (selective), or of whole blocks (full)."""
+    """Recompute activations in the backward pass: those of attention (selective), or of whole
+    blocks (full)."""
     torch_compile: bool = False
     """Compile the blocks of a model of the zoo, or another model as a whole, with torch.compile."""
     torch_compile_backend: str = "inductor"
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    """DeepSpeed ZeRO: 1 splits the optimizer's state over data-parallel ranks, 2 the gradients too, 3 the parameters
-    too. Default: the stage in `deepspeed_config`, else 1, or 0 for Adafactor and LAMB in fp32."""
+    """DeepSpeed ZeRO: 1 splits the optimizer's state over data-parallel ranks, 2 the gradients too,
+    3 the parameters too. Default: the stage in `deepspeed_config`, else 1, or 0 for Adafactor and
+    LAMB in fp32."""
     offload_optimizer: bool = False
     """DeepSpeed keeps the optimizer's state in CPU memory and updates the parameters there."""
     deepspeed_config: str | None = None
-    """A DeepSpeed JSON file. Its batch sizes, precision, clipping, optimizer, scheduler and offloading become
-    arguments, unless an argument is set to another value; its other keys are passed to DeepSpeed."""
+    """A DeepSpeed JSON file. Its batch sizes, precision, clipping, optimizer, scheduler and
+    offloading become arguments, unless an argument is set to another value; its other keys are
+    passed to DeepSpeed."""
 
     eval_strategy: Strategy = "steps"
     """Evaluate every eval_interval steps, after each epoch, or only at the end (no)."""
@@ -153,15 +170,17 @@ class TrainingArguments:
     save_interval: int = 1000
     """Steps between checkpoints; the last step is always saved."""
     save_dir: str = "checkpoints"
-    """Folder of runs. This run's folder is `save_dir/experiment_name`, or `save_dir` itself without a name."""
+    """Folder of runs. This run's folder is `save_dir/experiment_name`, or `save_dir` itself without
+    a name."""
     experiment_name: str | None = None
     tensorboard_dir: str | None = None
     """Folder of TensorBoard's events; by default `tensorboard` in the run's folder."""
     save_total_limit: int | None = None
     """Number of checkpoints to keep, besides the best one; by default all."""
     save_best: str | None = None
-    """A validation value such as "loss". The checkpoint where it was best is saved, kept, and named `best`. The best
-    loss or perplexity is the lowest one; the best of any other value is the highest."""
+    """A validation value such as "loss". The checkpoint where it was best is saved, kept, and named
+    `best`. The best loss or perplexity is the lowest one; the best of any other value is the
+    highest."""
     save_optim: bool = True
     save_rng: bool = True
     load_dir: str | None = None
@@ -177,11 +196,11 @@ class TrainingArguments:
     tf32: bool | None = None
     """Whether a GPU may multiply fp32 matrices in TF32; by default as PyTorch is set."""
     report_to: tuple[str, ...] = ("tensorboard",)
-    """Experiment trackers that get the arguments and all values: tensorboard, wandb, mlflow, comet; or none. They must
-    be installed."""
+    """Experiment trackers that get the arguments and all values: tensorboard, wandb, mlflow, comet;
+    or none. They must be installed."""
     profile_steps: int = 0
-    """Number of steps to record, after the first two, with torch's profiler; writes a Chrome trace to the run's
-    folder."""
+    """Number of steps to record, after the first two, with torch's profiler; writes a Chrome trace
+    to the run's folder."""
 
     def __post_init__(self) -> None:
         if (
@@ -193,12 +212,13 @@ class TrainingArguments:
         self._check_ranges()
         if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
             raise ValueError(
-                "global_batch_size and gradient_accumulation_steps are alternatives; set one of them"
+                "global_batch_size and gradient_accumulation_steps are alternatives; set one of "
+                "them"
             )
         if self.warmup_steps is not None and self.warmup_ratio != type(self).warmup_ratio:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps} and warm_up={self.warmup_ratio} (warmup_ratio) are alternatives; "
-                "leave warm_up out, or set warmup_steps to None"
+                f"warmup_steps={self.warmup_steps} and warm_up={self.warmup_ratio} (warmup_ratio) "
+                "are alternatives; leave warm_up out, or set warmup_steps to None"
             )
         name = PurePath(self.experiment_name or "")
         if name.is_absolute() or ".." in name.parts:
@@ -207,31 +227,57 @@ class TrainingArguments:
             )
         if self.early_stopping_patience is not None and self.save_best is None:
             raise ValueError(
-                "early_stopping_patience needs save_best, the value that must improve, such as 'loss'"
+                "early_stopping_patience needs save_best, the value that must improve, such as "
+                "'loss'"
             )
         object.__setattr__(self, "report_to", checked_trackers(texts("report_to", self.report_to)))
         self._check_lora()
         self._check_compiler()
         self._check_environment()
+        self._check_optimizer()
 
     def _take_deepspeed_file(self) -> None:
-        """Takes the settings of `deepspeed_config` that are arguments too, unless an argument says otherwise."""
+        """Takes the settings of `deepspeed_config` that are arguments too, unless an argument says
+        otherwise.
+        """
         defaults = {field.name: field.default for field in fields(self)}
-        for name, value in arguments_of_file(self.deepspeed_config, vars(self), defaults).items():
+        for name, value in take_file_arguments(self.deepspeed_config, vars(self), defaults).items():
             object.__setattr__(self, name, value)
         check_types(self)
 
     def _check_ranges(self) -> None:
-        at_least_one = ("model_parallel_size", "pipeline_parallel_size", "train_steps", "micro_batch_size",
-                        "global_batch_size", "gradient_accumulation_steps", "eval_interval", "save_interval",
-                        "log_interval", "save_total_limit", "num_nodes", "num_gpus",
-                        "eval_batch_size", "early_stopping_patience")  # fmt: skip
+        at_least_one = (
+            "model_parallel_size",
+            "pipeline_parallel_size",
+            "train_steps",
+            "micro_batch_size",
+            "global_batch_size",
+            "gradient_accumulation_steps",
+            "eval_interval",
+            "save_interval",
+            "log_interval",
+            "save_total_limit",
+            "num_nodes",
+            "num_gpus",
+            "eval_batch_size",
+            "early_stopping_patience",
+        )
         for name in at_least_one:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("epochs", "num_workers", "weight_decay", "clip_grad", "profile_steps", "warmup_steps", "adam_eps",
-                     "stall_timeout", "grace_period", "max_restarts"):  # fmt: skip
+        for name in (
+            "epochs",
+            "num_workers",
+            "weight_decay",
+            "clip_grad",
+            "profile_steps",
+            "warmup_steps",
+            "adam_eps",
+            "stall_timeout",
+            "grace_period",
+            "max_restarts",
+        ):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must not be negative, but is {value}")
@@ -273,7 +319,8 @@ class TrainingArguments:
             )
         if self.lora_rank and self.adapter is not None:
             raise ValueError(
-                "lora_rank makes new LoRA weights and adapter names a folder of them: use one of them"
+                "lora_rank makes new LoRA weights and adapter names a folder of them: use one of "
+                "them"
             )
 
     def _check_compiler(self) -> None:
@@ -293,40 +340,42 @@ class TrainingArguments:
 
         if self.torch_compile_backend not in list_backends(()):
             raise ValueError(
-                f"torch_compile_backend must be one of {', '.join(list_backends())}, not {self.torch_compile_backend!r}"
+                f"torch_compile_backend must be one of {', '.join(list_backends())}, not "
+                f"{self.torch_compile_backend!r}"
             )
 
     def _check_environment(self) -> None:
         environment = ENVIRONMENTS[self.env_type]
         if self.model_parallel_size > 1 and not environment.splits_layers:
             raise ValueError(
-                f"model_parallel_size={self.model_parallel_size} splits layers, which env_type={self.env_type!r} does "
-                "not; use env_type='deepspeed+mpu'"
+                f"model_parallel_size={self.model_parallel_size} splits layers, which "
+                f"env_type={self.env_type!r} does not; use env_type='deepspeed+mpu'"
             )
         if self.symmetric_memory and (not self.sequence_parallel or self.model_parallel_size == 1):
             raise ValueError(
-                "symmetric_memory fuses the collectives of sequence parallelism; use it with sequence_parallel=True "
-                "and a model_parallel_size above 1"
+                "symmetric_memory fuses the collectives of sequence parallelism; use it with "
+                "sequence_parallel=True and a model_parallel_size above 1"
             )
         if self.pipeline_parallel_size > 1:
             self._check_pipeline()
         if environment.splits_layers and self.zero_stage == 3:
             raise ValueError(
-                "ZeRO stage 3 splits parameters that deepspeed+mpu has already split; use zero_stage 0, 1 or 2, or "
-                "env_type='deepspeed'"
+                "ZeRO stage 3 splits parameters that deepspeed+mpu has already split; use "
+                "zero_stage 0, 1 or 2, or env_type='deepspeed'"
             )
         if environment.is_one_process and max(self.num_gpus, self.num_nodes) > 1:
             raise ValueError(
-                f"env_type={self.env_type!r} runs in one process, but num_gpus={self.num_gpus} and "
-                f"num_nodes={self.num_nodes} ask for more; use 'pytorchDDP', 'deepspeed' or 'deepspeed+mpu'"
+                f"env_type={self.env_type!r} runs in one process, but num_gpus={self.num_gpus} "
+                f"and num_nodes={self.num_nodes} ask for more; use 'pytorchDDP', 'deepspeed' or "
+                "'deepspeed+mpu'"
             )
         if not environment.uses_deepspeed:
             for name in ("zero_stage", "offload_optimizer", "deepspeed_config"):
                 if getattr(self, name):
                     raise ValueError(
-                        f"{name} needs env_type 'deepspeed' or 'deepspeed+mpu', not {self.env_type!r}"
+                        f"{name} needs env_type 'deepspeed' or 'deepspeed+mpu', not "
+                        f"{self.env_type!r}"
                     )
-        self._check_optimizer()
 
     def _check_optimizer(self) -> None:
         """Raises ValueError for an argument that the chosen optimizer does not read."""
@@ -349,8 +398,9 @@ class TrainingArguments:
         }
         for name in (name for name, given in wrong.items() if given):
             raise ValueError(
-                f"pipeline_parallel_size={size} does not work with {name}; use env_type='deepspeed+mpu', fp32 or bf16, "
-                "and zero_stage 0 or 1 without offload_optimizer, or pipeline_parallel_size=1"
+                f"pipeline_parallel_size={size} does not work with {name}; use "
+                "env_type='deepspeed+mpu', fp32 or bf16, and zero_stage 0 or 1 without "
+                "offload_optimizer, or pipeline_parallel_size=1"
             )
 
     def resolved(self) -> TrainingArguments:
@@ -365,8 +415,8 @@ class TrainingArguments:
         if self.global_batch_size % per_pass:
             raise ValueError(
                 f"global_batch_size={self.global_batch_size} is not a multiple of "
-                f"micro_batch_size={self.micro_batch_size} x {data_parallel_size} data-parallel ranks; "
-                f"use a multiple of {per_pass}"
+                f"micro_batch_size={self.micro_batch_size} x {data_parallel_size} data-parallel "
+                f"ranks; use a multiple of {per_pass}"
             )
         return self.global_batch_size // per_pass
 
@@ -378,5 +428,7 @@ class TrainingArguments:
 
     @property
     def length_multiple(self) -> int:
-        """What the length of sequences must be a multiple of: sequence parallelism splits them over the ranks."""
+        """What the length of sequences must be a multiple of: sequence parallelism splits them over
+        the ranks.
+        """
         return self.model_parallel_size if self.sequence_parallel else 1

@@ -43,7 +43,9 @@ def checked_value(name: str, hint: Any, value: Any) -> Any:
 
 
 def texts(name: str, given: Any) -> tuple[str, ...]:
-    """Returns a tuple from the value of a YAML file or the command line, a string or a list of strings."""
+    """Returns a tuple from the value of a YAML file or the command line, a string or a list of
+    strings.
+    """
     found = given
     if isinstance(given, str):
         found = (given,)

@@ -12,11 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from .buckets import bucket_elements
-from .torch_engine import MasterWeights, TorchEngine
+from .master_weights import MasterWeights
+from .torch_engine import TorchEngine
+
+MOST_NAMES = 5  # of parameters in a message
 
 
 class DDPEngine(TorchEngine):
-    """An `Engine` that exchanges gradients during the backward pass of a step's last micro-batch."""
+    """An `Engine` that exchanges gradients in the backward pass of a step's last micro-batch."""
 
     def __init__(
         self,
@@ -26,11 +29,13 @@ class DDPEngine(TorchEngine):
         ranks: Ranks,
     ) -> None:
         super().__init__(model, optimizer, arguments)
-        # DDP averages fp32 gradients over the ranks, but the ranks' losses already add up to the mean.
-        self._scale = ranks.dp_size if arguments.precision == "fp32" else 1
+        # DDP averages fp32 gradients over the ranks, but the ranks' losses already add up to the
+        # mean.
+        self._loss_factor = ranks.dp_size if arguments.precision == "fp32" else 1
         self.model = _FixedBuckets(model, ranks.dp_size)
         if arguments.precision != "fp32":
-            # torch reads the annotations of a hook, and knows them only as types: a lambda has none.
+            # torch reads the annotations of a hook, and knows them only as types: a lambda has
+            # none.
             self.model.register_comm_hook(
                 self._masters, lambda masters, bucket: _sum_in_fp32(masters, bucket)
             )
@@ -48,33 +53,42 @@ class DDPEngine(TorchEngine):
         self.model.require_backward_grad_sync = is_last
 
     def backward(self, loss: Tensor) -> None:
-        super().backward(loss * self._scale)
+        super().backward(loss * self._loss_factor)
         if self.model.require_backward_grad_sync and self._without_gradient:
-            # DDP reports this only in the next step, after an update with gradients that were not exchanged.
+            # DDP reports this only in the next step, after an update with gradients that were not
+            # exchanged.
             names = sorted(self._trained[parameter] for parameter in self._without_gradient)
+            shown = ", ".join(names[:MOST_NAMES])
+            if len(names) > MOST_NAMES:
+                shown += " and others"
             raise ValueError(
-                f"the backward pass gave no gradient to {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}"
-                ", and env_type='pytorchDDP' needs one for each trained parameter; freeze the parameters that the "
-                "loss does not depend on, or use 'deepspeed'"
+                f"the backward pass gave no gradient to {shown}, and env_type='pytorchDDP' needs "
+                "one for each trained parameter; freeze the parameters that the loss does not "
+                "depend on, or use 'deepspeed'"
             )
 
 
 def _sum_in_fp32(masters: MasterWeights, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Adds the ranks' gradients of a bucket, with what earlier micro-batches have left, into the master weights' own.
+    """Adds the ranks' gradients of a bucket, with what earlier micro-batches have left, into the
+    master weights' own.
 
-    So 16-bit gradients are exchanged once in a step, and their sum is rounded as rarely as under ZeRO.
+    So 16-bit gradients are exchanged once in a step, and their sum is rounded as rarely as under
+    ZeRO.
     """
-    own, buffer = masters.take(bucket.parameters(), bucket.gradients()), bucket.buffer()
-    work = cast(Any, dist).all_reduce(own, async_op=True)
+    sums = masters.accumulate_in_one_tensor(bucket.parameters(), bucket.gradients())
+    buffer = bucket.buffer()
+    work = cast(Any, dist).all_reduce(sums, async_op=True)
     return work.get_future().then(lambda _: buffer)
 
 
 class _FixedBuckets(DistributedDataParallel):
-    """DistributedDataParallel whose gradient buckets never change. The model's last parameters come first in them.
+    """DistributedDataParallel whose gradient buckets never change. The model's last parameters come
+    first in them.
 
-    DDP itself rebuilds the buckets after its first backward pass, in the order in which gradients arrived. A gradient's
-    place in a bucket determines the order in which three or more ranks add it up. The first step of a resumed run would
-    therefore differ in the last bit from the same step of an uninterrupted run.
+    DDP itself rebuilds the buckets after its first backward pass, in the order in which gradients
+    arrived. A gradient's place in a bucket determines the order in which three or more ranks add it
+    up. The first step of a resumed run would therefore differ in the last bit from the same step of
+    an uninterrupted run.
     """
 
     def __init__(self, model: nn.Module, replicas: int = 1) -> None:

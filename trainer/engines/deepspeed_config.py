@@ -13,7 +13,8 @@ from .buckets import bucket_elements
 def deepspeed_config(
     arguments: TrainingArguments, data_parallel_size: int, trained: int
 ) -> dict[str, Any]:
-    """Returns the DeepSpeed configuration of a run: the keys that the arguments decide, and the user's file's.
+    """Returns the DeepSpeed configuration of a run: the keys that the arguments decide, and the
+    user's file's.
 
     Args:
         trained: The number of elements that a rank trains.
@@ -35,7 +36,8 @@ def deepspeed_config(
             "zero_allow_untested_optimizer": True,
         }  # all of them can be split
     if arguments.offload_optimizer:
-        # Any torch optimizer can update on the CPU; DeepSpeed's own CPU optimizer would be compiled at run time.
+        # Any torch optimizer can update on the CPU; DeepSpeed's own CPU optimizer would be compiled
+        # at run time.
         zero["offload_optimizer"] = {"device": "cpu"}
         decided["zero_force_ds_cpu_optimizer"] = False
     elif stage:
@@ -47,7 +49,8 @@ def deepspeed_config(
     if not stage and not config.get("torch_autocast", {}).get(
         "enabled"
     ):  # with which DeepSpeed may scale gradients
-        # The engine clips: DeepSpeed returns no norm, and counts what several pipeline stages hold several times.
+        # The engine clips: DeepSpeed returns no norm, and counts what several pipeline stages hold
+        # several times.
         config["gradient_clipping"] = 0.0
     if stage:
         _set_buckets(config, arguments, data_parallel_size, trained)
@@ -57,7 +60,9 @@ def deepspeed_config(
 def _set_buckets(
     config: dict[str, Any], arguments: TrainingArguments, replicas: int, trained: int
 ) -> None:
-    """Lets ZeRO add up gradients in buckets during the backward pass, unless the user's file says otherwise."""
+    """Lets ZeRO add up gradients in buckets during the backward pass, unless the user's file says
+    otherwise.
+    """
     zero = config["zero_optimization"]
     if zero.get("reduce_bucket_size", "auto") == "auto":
         zero["reduce_bucket_size"] = bucket_elements(trained, replicas)
@@ -71,7 +76,10 @@ def _set_buckets(
 
 
 def zero_stage(arguments: TrainingArguments) -> int:
-    """Returns the ZeRO stage of a run. Raises ValueError if the arguments or the user's file do not allow it."""
+    """Returns the ZeRO stage of a run.
+
+    Raises ValueError if the arguments or the user's file do not allow it.
+    """
     of_file = (
         read_deepspeed_file(arguments.deepspeed_config)
         .get("zero_optimization", {})
@@ -86,23 +94,25 @@ def zero_stage(arguments: TrainingArguments) -> int:
         raise ValueError(f"deepspeed_config: there is no ZeRO stage {stage!r}; use 0, 1, 2 or 3")
     if stage == 3 and arguments.env_type == "deepspeed+mpu":
         raise ValueError(
-            f"deepspeed_config {arguments.deepspeed_config} asks for ZeRO stage 3, which splits parameters that "
-            "deepspeed+mpu has already split; use stage 0, 1 or 2, or env_type='deepspeed'"
+            f"deepspeed_config {arguments.deepspeed_config} asks for ZeRO stage 3, which splits "
+            "parameters that deepspeed+mpu has already split; use stage 0, 1 or 2, or "
+            "env_type='deepspeed'"
         )
     if stage > 1 and arguments.pipeline_parallel_size > 1:
         raise ValueError(
-            f"deepspeed_config {arguments.deepspeed_config} asks for ZeRO stage {stage}, which splits the gradients "
-            "that a pipeline accumulates; use stage 0 or 1, or pipeline_parallel_size=1"
+            f"deepspeed_config {arguments.deepspeed_config} asks for ZeRO stage {stage}, which "
+            "splits the gradients that a pipeline accumulates; use stage 0 or 1, or "
+            "pipeline_parallel_size=1"
         )
     if stage == 3 and not elementwise:
         raise ValueError(
-            f"{arguments.optimizer} needs statistics of whole parameters, which ZeRO stage 3 splits without saying "
-            f"where; use stage 0, 1 or 2, or {', '.join(ELEMENTWISE_NAMES)}"
+            f"{arguments.optimizer} needs statistics of whole parameters, which ZeRO stage 3 "
+            f"splits without saying where; use stage 0, 1 or 2, or {', '.join(ELEMENTWISE_NAMES)}"
         )
     if not stage and arguments.precision != "fp32":
         raise ValueError(
-            f"{arguments.precision} needs the ZeRO optimizer, which keeps the fp32 master weights, and zero_stage=0 "
-            "has none; use 1 or 2"
+            f"{arguments.precision} needs the ZeRO optimizer, which keeps the fp32 master "
+            "weights, and zero_stage=0 has none; use 1 or 2"
         )
     if not stage and arguments.offload_optimizer:
         raise ValueError(
@@ -120,7 +130,8 @@ def _merge(decided: dict[str, Any], added: dict[str, Any], where: str = "") -> d
             merged[key] = _merge(decided[key], value, f"{where}{key}.")
         else:
             raise ValueError(
-                f"deepspeed_config sets {where}{key} to {value!r}, but the arguments decide it to be "
+                f"deepspeed_config sets {where}{key} to {value!r}, but the arguments decide it to "
+                "be "
                 f'{decided[key]!r}; leave the key out or set it to "auto"'
             )
     return merged

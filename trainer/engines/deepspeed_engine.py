@@ -45,8 +45,8 @@ ZERO_SUPPORTED_OPTIMIZERS.append(AdamW)  # like the class that it extends; ZeRO 
 class DeepSpeedEngine:
     """An `Engine` that uses DeepSpeed, with any ZeRO stage.
 
-    ZeRO's partitions are flat. Each rank saves its own; DeepSpeed's functions read those of stage 3, and load the
-    states of all three stages.
+    ZeRO's partitions are flat. Each rank saves its own; DeepSpeed's functions read those of stage
+    3, and load the states of all three stages.
     """
 
     def __init__(
@@ -59,15 +59,17 @@ class DeepSpeedEngine:
         self.module = model
         self.optimizer = optimizer
         self.applied_steps = 0
-        self._replicas, self._mesh = ranks.dp_size, ranks.mesh
+        self._replicas = ranks.dp_size
+        self._mesh = ranks.mesh
         self._rank = ranks.dp_rank
-        self._zero, self._saves = zero_stage(arguments), arguments.save_optim
+        self._zero = zero_stage(arguments)
+        self._saves_state = arguments.save_optim
         self._keeps_master_weights = arguments.precision != "fp32"
         self._needs_whole = isinstance(optimizer, WholeMatrixOptimizer)
-        self._states = (
-            optimizer.element_states if isinstance(optimizer, WholeMatrixOptimizer)
-            else ELEMENT_STATES.get(type(optimizer).__name__, ())
-        )  # fmt: skip
+        # The states that ZeRO splits like the parameters.
+        self._states = ELEMENT_STATES.get(type(optimizer).__name__, ())
+        if isinstance(optimizer, WholeMatrixOptimizer):
+            self._states = optimizer.element_states
         _check_device(arguments)
         if self._zero and not self._states and not self._needs_whole:
             raise ValueError(
@@ -84,7 +86,8 @@ class DeepSpeedEngine:
             _check_groups(optimizer, self._zero, set(self._owners))
         self._linear = functional.linear  # DeepSpeed replaces it under stage 3
         self._hooks = [model.register_forward_hook(_as_dict)] if self._zero == 3 else []
-        # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed run leaves behind.
+        # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed
+        # run leaves behind.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _import_muon()
         config = deepspeed_config(
@@ -92,7 +95,8 @@ class DeepSpeedEngine:
         )
         self._clip_grad = 0.0 if config["gradient_clipping"] else arguments.clip_grad
         self._engine: Any = self._initialize(model, arguments, ranks, config)
-        # A forward pass updates buffers from its own samples. As in DDP, those of the first replica are broadcast.
+        # A forward pass updates buffers from its own samples. As in DDP, those of the first replica
+        # are broadcast.
         self._buffers = list(persistent_buffers(model).values()) if ranks.dp_size > 1 else []
         self._replica_group = ranks.mesh.dp_group if ranks.mesh else None
         if self._zero and self._states:
@@ -133,16 +137,19 @@ class DeepSpeedEngine:
     def forward_backward(self, forward: Forward, micro_batches: int) -> Tensor:
         losses: list[Tensor] = []
         for k in range(micro_batches):
-            # DeepSpeed would tell its optimizer in a hook on the model's output, which it does not find in a
-            # `ModelOutput`; the optimizer would then reduce the gradients of the wrong micro-batch.
+            # DeepSpeed would tell its optimizer in a hook on the model's output, which it does not
+            # find in a `ModelOutput`; the optimizer would then reduce the gradients of the wrong
+            # micro-batch.
             self._engine.set_gradient_accumulation_boundary(k == micro_batches - 1)
             loss = forward(k)
             if hasattr(
                 self._engine.optimizer, "clear_lp_grads"
             ):  # bf16, ZeRO 1: each pass is added to fp32 sums
-                # DeepSpeed does so in a hook on the model's output, which it does not find in a `ModelOutput`.
+                # DeepSpeed does so in a hook on the model's output, which it does not find in a
+                # `ModelOutput`.
                 self._engine.optimizer.clear_lp_grads()
-            # DeepSpeed averages over the data-parallel ranks, but the ranks' losses already add up to the mean.
+            # DeepSpeed averages over the data-parallel ranks, but the ranks' losses already add up
+            # to the mean.
             with phase("backward"):
                 self._engine.backward(loss * self._replicas, scale_wrt_gas=False)
             if not self._engine.is_gradient_accumulation_boundary():
@@ -152,21 +159,21 @@ class DeepSpeedEngine:
 
     def step(self, found_inf: Tensor | None = None) -> StepOutcome:
         skipped = self._engine.skipped_steps
-        norm = (
-            clip_gradients(list(self._owners), self._clip_grad, self.optimizer, self._mesh)
-            if not self._zero
-            else None
-        )
+        norm: Any = None
+        if not self._zero:
+            norm = clip_gradients(list(self._owners), self._clip_grad, self.optimizer, self._mesh)
         self._engine.step()
         for buffer in self._buffers:
             dist.broadcast(buffer, group=self._replica_group, group_src=0)
-        # ZeRO also skips a step if gradients are not finite in other precisions, where no loss scale is to blame.
+        # ZeRO also skips a step if gradients are not finite in other precisions, where no loss
+        # scale is to blame.
         applied = self._engine.skipped_steps == skipped or self.loss_scale is None
         self.applied_steps += applied
-        if self.applied_steps == 1 and self._saves and not self._zero:
+        if self.applied_steps == 1 and self._saves_state and not self._zero:
             state_tensors(self.optimizer, self._names)  # raises now if the states cannot be saved
-        norm = self._engine.get_global_grad_norm() if norm is None else norm
-        return StepOutcome(torch.as_tensor(norm) if norm is not None else None, applied)
+        if norm is None:
+            norm = self._engine.get_global_grad_norm()
+        return StepOutcome(None if norm is None else torch.as_tensor(norm), applied)
 
     def model_tensors(self) -> dict[str, Tensor | TensorPart]:
         tensors: dict[str, Tensor | TensorPart] = dict(model_tensors(self.module))
@@ -183,7 +190,8 @@ class DeepSpeedEngine:
             return dict(state_tensors(self.optimizer, self._names))
         if self._zero == 3:
             return self._tensors_split_by_parameter()
-        # What is kept of whole matrices, such as Adafactor's statistics of rows, is the same on all ranks.
+        # What is kept of whole matrices, such as Adafactor's statistics of rows, is the same on all
+        # ranks.
         tensors: dict[str, Tensor | TensorPart] = {}
         tensors |= {} if self._states else state_tensors(self.optimizer, self._names)
         for own, parameters, ranks in self._partitions():
@@ -204,8 +212,8 @@ class DeepSpeedEngine:
         return tensors
 
     def _partitions(self) -> Iterator[tuple[Any, list[Any], dist.ProcessGroup]]:
-        """Yields of each parameter group, under ZeRO 1 and 2: this rank's share of the parameters, concatenated; the
-        parameters; the ranks that share them."""
+        """Yields of each parameter group, under ZeRO 1 and 2: this rank's share of the parameters,
+        concatenated; the parameters; the ranks that share them."""
         zero = self._engine.optimizer
         groups_of_parameters = (
             zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups
@@ -232,7 +240,7 @@ class DeepSpeedEngine:
         return tensors
 
     def _part(self, parameter: Any, partition: Tensor) -> TensorPart:
-        """Returns this rank's partition of a parameter that ZeRO 3 has split, without its padding."""
+        """Returns this rank's part of a parameter that ZeRO 3 has split, without its padding."""
         start = self._rank * partition.numel()
         count = min(max(0, parameter.ds_numel - start), partition.numel())
         return TensorPart(tuple(parameter.ds_shape), start, partition.reshape(-1)[:count])
@@ -275,14 +283,17 @@ class DeepSpeedEngine:
         self._engine.destroy()
         for hook in self._hooks:
             hook.remove()
-        functional.linear, groups.mpu = self._linear, None  # for the next engine of this process
+        # For the next engine of this process.
+        functional.linear = self._linear
+        groups.mpu = None
         for name, value in parameters.items():
             self.module.get_parameter(name).data = value
 
     def _set(self, parameter: Any, value: Tensor, state: str | None = None) -> None:
         """Sets a state of a parameter, or its fp32 value if `state` is None."""
         if self._zero == 3:
-            # DeepSpeed 0.19 can set a whole tensor only if its elements divide evenly, but partitions are padded.
+            # DeepSpeed 0.19 can set a whole tensor only if its elements divide evenly, but
+            # partitions are padded.
             size = parameter.ds_tensor.numel()
             padded = torch.zeros(size * self._replicas, dtype=value.dtype)
             padded[: value.numel()] = value.flatten()
@@ -305,8 +316,9 @@ class DeepSpeedEngine:
                 group["step"] = step
 
     def _create_element_states(self) -> None:
-        # An optimizer would create its state in the first step. DeepSpeed 0.19 then links only the states of the first
-        # parameter group to the parameters. At this point ZeRO has put its flat partitions into the parameter groups.
+        # An optimizer would create its state in the first step. DeepSpeed 0.19 then links only the
+        # states of the first parameter group to the parameters. At this point ZeRO has put its flat
+        # partitions into the parameter groups.
         groups = self.optimizer.param_groups
         counts_by_group = self._needs_whole or type(self.optimizer).__module__.startswith(
             "pytorch_optimizer"
@@ -329,8 +341,8 @@ class DeepSpeedEngine:
 def _as_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Returns the zoo's output as a dict; a forward hook.
 
-    When a gradient of an output arrives, DeepSpeed gathers the parameters that the model uses outside its layers. It
-    finds outputs only in tensors, tuples and dicts.
+    When a gradient of an output arrives, DeepSpeed gathers the parameters that the model uses
+    outside its layers. It finds outputs only in tensors, tuples and dicts.
     """
     if not isinstance(output, ModelOutput):
         return None
@@ -358,8 +370,8 @@ def _check_device(arguments: TrainingArguments) -> None:
     accelerator: Any = get_accelerator()
     if arguments.precision == "fp16" and not accelerator.is_fp16_supported():
         raise ValueError(
-            f"precision='fp16': DeepSpeed does not compute in fp16 on this {accelerator.device_name()}; use "
-            "'bf16' or 'fp32'"
+            "precision='fp16': DeepSpeed does not compute in fp16 on this "
+            f"{accelerator.device_name()}; use 'bf16' or 'fp32'"
         )
 
 
@@ -372,21 +384,23 @@ def _check_groups(optimizer: torch.optim.Optimizer, stage: int, trained: set[nn.
         )
     if any(not group & trained for group in groups):
         raise ValueError(
-            f"a parameter group of the optimizer has no trained parameter, but ZeRO stage {stage} needs one in each; "
-            "leave that group out"
+            f"a parameter group of the optimizer has no trained parameter, but ZeRO stage {stage} "
+            "needs one in each; leave that group out"
         )
     if stage == 3 and trained - set().union(*groups):
         raise ValueError(
-            "ZeRO stage 3 updates all parameters that require gradients; freeze those not in the optimizer"
+            "ZeRO stage 3 updates all parameters that require gradients; freeze those not in the "
+            "optimizer"
         )
 
 
 @contextmanager
 def _bucketing_optimizer() -> Generator[None]:
-    """Lets ZeRO 1 in bf16 use the optimizer of its other precisions, which reduces gradients in the backward pass.
+    """Lets ZeRO 1 in bf16 use the optimizer of its other precisions, which reduces gradients in the
+    backward pass.
 
-    DeepSpeed 0.19 would choose its BF16_Optimizer, which reduces all of them afterwards. Both add up micro-batches in
-    fp32 and keep fp32 master weights.
+    DeepSpeed 0.19 would choose its BF16_Optimizer, which reduces all of them afterwards. Both add
+    up micro-batches in fp32 and keep fp32 master weights.
     """
     kind: Any = deepspeed.DeepSpeedEngine
     original = kind._do_optimizer_sanity_check
@@ -403,8 +417,11 @@ def _bucketing_optimizer() -> Generator[None]:
 
 
 def _import_muon() -> None:
-    """Imports DeepSpeed's Muon, which DeepSpeed needs for any optimizer, without torch's compiler (saves a second)."""
-    original, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    """Imports DeepSpeed's Muon, which DeepSpeed needs for any optimizer, without torch's compiler
+    (saves a second).
+    """
+    original = compiler.compile
+    compiler.compile = lambda: compiler.dummy_decorator
     try:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     finally:

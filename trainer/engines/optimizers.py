@@ -58,7 +58,8 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns parameter groups: matrices decay, biases and norms (fewer than two dimensions) do not.
+    """Returns parameter groups: matrices decay, biases and norms (fewer than two dimensions) do
+    not.
 
     Raises ValueError if no parameter requires gradients.
     """
@@ -92,7 +93,9 @@ def _is_padded(model: nn.Module) -> bool:
 
 
 def check_stages(model: nn.Module, ranks: Ranks) -> None:
-    """Raises ValueError on every rank if a pipeline stage has nothing to train, which DeepSpeed's engine needs."""
+    """Raises ValueError on every rank if a pipeline stage has nothing to train, which DeepSpeed's
+    engine needs.
+    """
     copies = find_copied_parameters(model)
     trains = any(
         parameter.requires_grad
@@ -109,7 +112,9 @@ def check_stages(model: nn.Module, ranks: Ranks) -> None:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module, tensor_parallel_size: int = 1) -> None:
-    """Raises ValueError for an optimizer that the loop cannot step or save, or that does not train `model`."""
+    """Raises ValueError for an optimizer that the loop cannot step or save, or that does not train
+    `model`.
+    """
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             "optimizer must be a torch.optim.Optimizer over the model's parameters, not "

@@ -1,4 +1,6 @@
-"""Trains one stage of a pipeline with DeepSpeed's 1F1B schedule (Narayanan et al., 2019, arXiv:1806.03377)."""
+"""Trains one stage of a pipeline with DeepSpeed's 1F1B schedule (Narayanan et al., 2019,
+arXiv:1806.03377).
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ from .engine import Forward, StepOutcome
 class PipelineEngine(DeepSpeedEngine):
     """An `Engine` for a model that is one stage of a pipeline.
 
-    DeepSpeed's engine moves the hidden states and their gradients. It sees one layer for each stage, because a stage
-    computes masks, positions and labels from its own micro-batch. It differs from DeepSpeed's use in three ways. The
-    update is not part of the schedule: the loop first checks the loss. A parameter that several stages hold is
-    updated by the first of them, which gets the sum of the gradients and sends the result to the others. (DeepSpeed's
-    tied layers are updated on each stage, and may drift apart by rounding.) Shapes may differ between micro-batches.
+    DeepSpeed's engine moves the hidden states and their gradients. It sees one layer for each
+    stage, because a stage computes masks, positions and labels from its own micro-batch. It differs
+    from DeepSpeed's use in three ways. The update is not part of the schedule: the loop first
+    checks the loss. A parameter that several stages hold is updated by the first of them, which
+    gets the sum of the gradients and sends the result to the others. (DeepSpeed's tied layers are
+    updated on each stage, and may drift apart by rounding.) Shapes may differ between
+    micro-batches.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class PipelineEngine(DeepSpeedEngine):
         whole: Any = model
         self._pipeline: StagePlace = whole.stage
         self._shared = SharedParameters(model, self._pipeline)
-        _leave_out(optimizer, self._shared.copies)
+        _remove_from_groups(optimizer, self._shared.copies)
         super().__init__(model, optimizer, arguments, ranks)
         for parameter in self._shared.copies:
             self._owners.pop(parameter, None)
@@ -58,8 +62,10 @@ class PipelineEngine(DeepSpeedEngine):
         self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks, config: dict[str, Any]
     ) -> Any:
         assert ranks.mesh is not None
-        mesh, self.model = ranks.mesh, model
-        # Tensor-parallel ranks would split hidden states between them, as whole tensors of one shape.
+        mesh = ranks.mesh
+        self.model = model
+        # Tensor-parallel ranks would split hidden states between them, as whole tensors of one
+        # shape.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
         self._layer = _StageLayer(
             self._pipeline, ranks.dp_size * config["gradient_accumulation_steps"]
@@ -78,7 +84,7 @@ class PipelineEngine(DeepSpeedEngine):
             engine: Any = deepspeed.initialize(
                 model=stages, optimizer=self.optimizer, config=config
             )[0]
-        self._groups = _groups_of(stages)
+        self._groups = _find_process_groups(stages)
         nothing = torch.zeros(1, device=engine.device)
         engine.set_dataiterator(
             itertools.repeat((nothing, nothing))
@@ -106,7 +112,8 @@ class PipelineEngine(DeepSpeedEngine):
         self._pipeline.transfer = self._layer.transfer
         engine = self._engine
         # What `train_batch` does, without its own sum of the losses and without printing it.
-        engine.total_loss, engine._compute_loss = None, True
+        engine.total_loss = None
+        engine._compute_loss = True
         try:
             engine._exec_schedule(engine._train_schedule())
         finally:
@@ -114,15 +121,14 @@ class PipelineEngine(DeepSpeedEngine):
         return torch.stack(self._layer.losses)
 
     def step(self, found_inf: Tensor | None = None) -> StepOutcome:
-        norm = (
-            clip_gradients(list(self._owners), self._clip_grad, self.optimizer, self._mesh)
-            if not self._zero
-            else None
-        )
+        norm: Any = None
+        if not self._zero:
+            norm = clip_gradients(list(self._owners), self._clip_grad, self.optimizer, self._mesh)
         self._engine._exec_optimizer_step()
         self._shared.send_values()
         self.applied_steps += 1
-        norm = self._engine.get_global_grad_norm() if norm is None else norm
+        if norm is None:
+            norm = self._engine.get_global_grad_norm()
         return StepOutcome(torch.as_tensor(norm), applied=True)
 
     def close(self, *, whole: bool) -> None:
@@ -132,7 +138,9 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 class ScheduledTransfer:
-    """Moves hidden states as DeepSpeed's schedule says, which passes them to a stage's layer and takes its result."""
+    """Moves hidden states as DeepSpeed's schedule says, which passes them to a stage's layer and
+    takes its result.
+    """
 
     def __init__(self) -> None:
         self.received: Tensor | None = None
@@ -156,10 +164,12 @@ class ScheduledTransfer:
 
 
 class _StageLayer(nn.Module):
-    """The only layer that DeepSpeed sees of a stage: hidden states of the previous one -> those for the next one.
+    """The only layer that DeepSpeed sees of a stage: hidden states of the previous one -> those for
+    the next one.
 
-    It runs the micro-batches of a step in their order. The last stage returns losses, multiplied by `scale`, because
-    DeepSpeed averages over micro-batches and data-parallel ranks and the losses already add up to the mean.
+    It runs the micro-batches of a step in their order. The last stage returns losses, multiplied by
+    `scale`, because DeepSpeed averages over micro-batches and data-parallel ranks and the losses
+    already add up to the mean.
     """
 
     def __init__(self, stage: StagePlace, scale: int) -> None:
@@ -171,7 +181,8 @@ class _StageLayer(nn.Module):
 
     def begin(self, forward: Forward) -> None:
         """Begins a step, whose micro-batches `forward` computes."""
-        self._forward, self.losses = forward, []
+        self._forward = forward
+        self.losses = []
 
     def forward(self, received: Tensor) -> Tensor:
         if not self._stage.is_first:
@@ -184,10 +195,12 @@ class _StageLayer(nn.Module):
 
 
 class SharedParameters:
-    """The parameters that several stages hold, such as a word embedding that is also the output head.
+    """The parameters that several stages hold, such as a word embedding that is also the output
+    head.
 
-    The first of the stages owns a parameter. It adds up the gradients and updates the parameter; the others hold a
-    copy, which gets the owner's new values. Copies are in no optimizer, gradient norm or checkpoint.
+    The first of the stages owns a parameter. It adds up the gradients and updates the parameter;
+    the others hold a copy, which gets the owner's new values. Copies are in no optimizer, gradient
+    norm or checkpoint.
     """
 
     def __init__(self, model: nn.Module, stage: StagePlace) -> None:
@@ -208,14 +221,18 @@ class SharedParameters:
 
     def _accumulate(self, parameter: Any) -> None:
         """Adds a copy's gradient to its sum over the micro-batches, in fp32."""
-        grad, parameter.grad = parameter.grad.float(), None
-        self._sums[parameter] = (
-            self._sums[parameter].add_(grad) if parameter in self._sums else grad
-        )
+        gradient = parameter.grad.float()
+        parameter.grad = None
+        if parameter in self._sums:
+            self._sums[parameter].add_(gradient)
+        else:
+            self._sums[parameter] = gradient
 
     @torch.no_grad()
     def sum_gradients(self, gradient: Any) -> None:
-        """Adds the gradients of the copies to `gradient(parameter)` of their owners, in the order of the stages."""
+        """Adds the gradients of the copies to `gradient(parameter)` of their owners, in the order
+        of the stages.
+        """
         for parameter, owner, others in self._exchanges():
             if self._stage.index != owner:
                 zeros = torch.zeros_like(parameter, dtype=torch.float32)
@@ -235,14 +252,16 @@ class SharedParameters:
                 send_to_stage(parameter, other, self._stage.mesh)
 
     def _exchanges(self) -> Generator[tuple[Any, int, tuple[int, ...]]]:
-        """Yields the trained parameters that this stage shares, in the same order on all: the owner, and the others."""
+        """Yields the trained parameters that this stage shares, in the same order on all: the
+        owner, and the others.
+        """
         for name, parameter in self._held.items():
             owner, *others = self._stage.holders[name]
             if parameter.requires_grad:
                 yield parameter, owner, tuple(others)
 
 
-def _leave_out(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter]) -> None:
+def _remove_from_groups(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter]) -> None:
     """Removes parameters from an optimizer's groups."""
     for group in optimizer.param_groups:
         group["params"] = [
@@ -252,7 +271,8 @@ def _leave_out(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter]) 
 
 
 def _even_out_norms(optimizer: Any, ranks: Ranks) -> None:
-    """Lets a stage take part in all sums over the stages that ZeRO makes for a gradient norm, one for each group.
+    """Lets a stage take part in all sums over the stages that ZeRO makes for a gradient norm, one
+    for each group.
 
     A stage may have fewer parameter groups than another one, for example if it trains no bias.
     """
@@ -273,12 +293,14 @@ def _even_out_norms(optimizer: Any, ranks: Ranks) -> None:
     optimizer.scaled_global_norm = scaled_global_norm
 
 
-def _groups_of(stages: Any) -> list[Any]:
-    """Returns the process groups that DeepSpeed has made for a pipeline, to be destroyed with it."""
-    found = [value for holder in (stages, stages.mpu()) for value in vars(holder).values()]
-    return list(
-        {id(group): group for group in found if isinstance(group, dist.ProcessGroup)}.values()
-    )
+def _find_process_groups(stages: Any) -> list[Any]:
+    """Returns the process groups that DeepSpeed made for a pipeline, to destroy them with it."""
+    found: dict[int, Any] = {}
+    for owner in (stages, stages.mpu()):
+        for value in vars(owner).values():
+            if isinstance(value, dist.ProcessGroup):
+                found[id(value)] = value
+    return list(found.values())
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""Prepares a model for training: checks that it fits; sets device, precision and recomputation; compiles it."""
+"""Prepares a model for training: checks that it fits; sets device, precision and recomputation;
+compiles it.
+"""
 
 from __future__ import annotations
 
@@ -21,35 +23,38 @@ def prepare_model(
 ) -> None:
     """Moves and casts the model in place, switches recomputation on, and compiles it.
 
-    Raises ValueError if `model` is no module, has another tensor-parallel size than `arguments`, or cannot be split.
+    Raises ValueError if `model` is no module, has another tensor-parallel size than `arguments`, or
+    cannot be split.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model must be a torch.nn.Module, such as shardzoo.from_pretrained(path), not {model!r}"
+            "model must be a torch.nn.Module, such as shardzoo.from_pretrained(path), not "
+            f"{model!r}"
         )
     wrapper = type(model).__name__
     if wrapper in ("OptimizedModule", "DataParallel", "DistributedDataParallel"):
         raise ValueError(
-            f"the model is wrapped in a {wrapper}, which would change its checkpoints; pass the model itself"
+            f"the model is wrapped in a {wrapper}, which would change its checkpoints; pass the "
+            "model itself"
             + (", compiled in place by model.compile()" if wrapper == "OptimizedModule" else "")
         )
     native = isinstance(getattr(model, "config", None), ModelConfig)
     size = tp_size(getattr(model, "mesh", None))
     if ranks.tp_size > 1 and not native:
         raise ValueError(
-            f"a {type(model).__name__} cannot be split over {ranks.tp_size} processes; build a model of the zoo with "
-            "shardzoo.from_pretrained(path, mesh=trainer.mesh)"
+            f"a {type(model).__name__} cannot be split over {ranks.tp_size} processes; build a "
+            "model of the zoo with shardzoo.from_pretrained(path, mesh=trainer.mesh)"
         )
     if native and size != ranks.tp_size:
         raise ValueError(
-            f"the model is split over {size} processes, but model_parallel_size is {ranks.tp_size}; build it with "
-            "mesh=trainer.mesh"
+            f"the model is split over {size} processes, but model_parallel_size is "
+            f"{ranks.tp_size}; build it with mesh=trainer.mesh"
         )
     stages = getattr(getattr(model, "stage", None), "counts", (1,))
     if len(stages) != ranks.pp_size:
         raise ValueError(
-            f"the model is cut into {len(stages)} pipeline stages, but pipeline_parallel_size is {ranks.pp_size}; "
-            "build a model of the zoo with mesh=trainer.mesh"
+            f"the model is cut into {len(stages)} pipeline stages, but pipeline_parallel_size is "
+            f"{ranks.pp_size}; build a model of the zoo with mesh=trainer.mesh"
         )
     model.to(device, DTYPES[arguments.precision])
     if arguments.recompute != "none":
@@ -75,7 +80,8 @@ def _recompute(model: Any, mode: str) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         raise ValueError(
-            f"recompute={mode!r}: {type(model).__name__} cannot recompute activations; use recompute='none'"
+            f"recompute={mode!r}: {type(model).__name__} cannot recompute activations; use "
+            "recompute='none'"
         )
 
 

@@ -1,7 +1,8 @@
 """Lists the engines, and makes the one of a run.
 
-To add an engine, write its class in a file of this folder, and its entry in `ENGINES`. If it is for a new `env_type`,
-that needs an entry in `environments.py` too, from which arguments, command line and help know it.
+To add an engine, write its class in a file of this folder, and its entry in `ENGINES`. If it is for
+a new `env_type`, that needs an entry in `environments.py` too, from which arguments, command line
+and help know it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ class EngineEntry:
 
     Attributes:
         env_types: The environments that it runs in.
-        build: Makes it. The model already has its device and its precision. Imports it at the first use, because
-            importing DeepSpeed takes seconds.
-        takes_pipelines: Whether it trains models that are cut into pipeline stages; other engines train whole ones.
+        build: Makes it. The model already has its device and its precision. Imports it at the first
+            use, because importing DeepSpeed takes seconds.
+        takes_pipelines: Whether it trains models that are cut into pipeline stages; other engines
+            train whole ones.
     """
 
     name: str
@@ -82,7 +84,8 @@ def find_engine(env_type: str, *, has_pipeline: bool) -> EngineEntry:
         if env_type in entry.env_types and entry.takes_pipelines == has_pipeline:
             return entry
     raise ValueError(
-        f"no engine for env_type={env_type!r} {'with' if has_pipeline else 'without'} pipeline stages"
+        f"no engine for env_type={env_type!r} {'with' if has_pipeline else 'without'} pipeline "
+        "stages"
     )
 
 

@@ -1,4 +1,4 @@
-"""Sets the learning rates of a run: by the schedules of `schedules.py`, or by torch's schedulers."""
+"""Sets learning rates: by the schedules of `schedules.py`, or by torch's schedulers."""
 
 from __future__ import annotations
 
@@ -63,14 +63,21 @@ class TorchSchedule:
         self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the values that have changed since the scheduler was created. The others are the user's choice."""
+        """Returns the values that have changed since the scheduler was created.
+
+        The others are the user's choice.
+        """
         return json_changes(self._first, to_json(self._scheduler.state_dict()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the result of `state_dict`. Raises ValueError if the run was saved without an lr_scheduler."""
+        """Loads the result of `state_dict`.
+
+        Raises ValueError if the run was saved without an lr_scheduler.
+        """
         if not state:
             raise ValueError(
-                "the run was trained without an lr_scheduler, and cannot resume with one; leave lr_scheduler out"
+                "the run was trained without an lr_scheduler, and cannot resume with one; leave "
+                "lr_scheduler out"
             )
         self._scheduler.load_state_dict(apply_changes(self._scheduler.state_dict(), state))
 
@@ -107,7 +114,9 @@ def make_schedule(
 
 
 def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError for an object that the training loop cannot step, or another optimizer's scheduler."""
+    """Raises ValueError for an object that the training loop cannot step, or another optimizer's
+    scheduler.
+    """
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             "lr_scheduler must be a torch.optim.lr_scheduler.LRScheduler whose rate depends on the "

@@ -1,4 +1,6 @@
-"""Converts the state of a model and its optimizer to named tensors for safetensors, and to values for JSON."""
+"""Converts the state of a model and its optimizer to named tensors for safetensors, and to values
+for JSON.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ UNSUPPORTED = object()  # stands for a value that JSON cannot hold, such as a fu
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters, shared ones once, and copies of the persistent buffers, which forward passes change.
+    """Returns the parameters, shared ones once, and copies of the persistent buffers, which forward
+    passes change.
 
     Of a pipeline, the first of the stages that share a parameter returns it.
     """
@@ -48,15 +51,16 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 def state_tensors(optimizer: torch.optim.Optimizer, owners: Mapping[Any, str]) -> dict[str, Tensor]:
     """Returns an optimizer's states by `<state>/<parameter>`.
 
-    Numbers become tensors without dimensions, None becomes an empty tensor, and other types raise ValueError. `owners`
-    maps the tensors that the optimizer updates to the names of their parameters.
+    Numbers become tensors without dimensions, None becomes an empty tensor, and other types raise
+    ValueError. `owners` maps the tensors that the optimizer updates to the names of their
+    parameters.
     """
     tensors = {}
     for parameter, state in optimizer.state.items():
         if not isinstance(state, Mapping) or (state and parameter not in owners):
             raise ValueError(
-                f"{type(optimizer).__name__} keeps {parameter!r:.40} as state, which cannot be saved; use another "
-                "optimizer"
+                f"{type(optimizer).__name__} keeps {parameter!r:.40} as state, which cannot be "
+                "saved; use another optimizer"
             )
         for key, value in state.items():
             tensors[f"{key}/{owners[parameter]}"] = _as_tensor(
@@ -85,7 +89,8 @@ def load_state_tensors(
 ) -> None:
     """Loads the tensors that `state_tensors` returned after `step` steps.
 
-    Another engine may keep a single step count for all parameters; Adam's counts are then set to `step`.
+    Another engine may keep a single step count for all parameters; Adam's counts are then set to
+    `step`.
     """
     by_name = {name: parameter for parameter, name in owners.items()}
     on_device = any(
@@ -123,7 +128,8 @@ def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def group_changes(first: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the values that schedulers, or an optimizer that keeps state in its groups, have changed.
+    """Returns the values that schedulers, or an optimizer that keeps state in its groups, have
+    changed.
 
     The others are the user's choice, which may differ when the run resumes.
     """
@@ -135,8 +141,8 @@ def load_group_changes(optimizer: torch.optim.Optimizer, changes: list[dict[str,
     groups = optimizer.param_groups
     if changes and len(changes) != len(groups):
         raise ValueError(
-            f"the run's optimizer had {len(changes)} parameter groups, and this one has {len(groups)}; create it with "
-            "the same groups as before"
+            f"the run's optimizer had {len(changes)} parameter groups, and this one has "
+            f"{len(groups)}; create it with the same groups as before"
         )
     for group, change in zip(groups, changes, strict=False):
         for name, value in change.items():
@@ -150,8 +156,8 @@ def load_group_changes(optimizer: torch.optim.Optimizer, changes: list[dict[str,
 def to_json(value: Any) -> Any:
     """Returns `value` in a form that JSON can hold, or UNSUPPORTED.
 
-    Types that JSON lacks become a dict with the single key `tuple`, `tensor`, `counter` or `pairs`. A dict loses its
-    unsupported entries; a list with an unsupported item is unsupported itself.
+    Types that JSON lacks become a dict with the single key `tuple`, `tensor`, `counter` or `pairs`.
+    A dict loses its unsupported entries; a list with an unsupported item is unsupported itself.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -165,9 +171,11 @@ def to_json(value: Any) -> Any:
             return UNSUPPORTED
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, dict):
-        entries = {
-            key: item for key, entry in value.items() if (item := to_json(entry)) is not UNSUPPORTED
-        }
+        entries = {}
+        for key, entry in value.items():
+            item = to_json(entry)
+            if item is not UNSUPPORTED:
+                entries[key] = item
         if isinstance(value, Counter):
             return {"counter": [list(entry) for entry in entries.items()]}
         if all(isinstance(key, str) for key in entries):
@@ -199,7 +207,10 @@ def from_json(value: Any) -> Any:
 
 
 def json_changes(first: Any, now: Any) -> Any:
-    """Returns the changes with which `apply_changes` makes `now` from `first`. Both are results of `to_json`."""
+    """Returns the changes with which `apply_changes` makes `now` from `first`.
+
+    Both are results of `to_json`.
+    """
     if _are_dicts(first, now):
         return {
             name: json_changes(first[name], value) if name in first else value
@@ -212,7 +223,7 @@ def json_changes(first: Any, now: Any) -> Any:
 
 
 def apply_changes(current: Any, change: Any) -> Any:
-    """Returns `current`, which is not in JSON form, with the changes from `json_changes` applied."""
+    """Applies the changes from `json_changes` to `current`, which is not in JSON form."""
     if _are_dicts(current, change):
         return {
             **current,
@@ -228,7 +239,10 @@ def _are_dicts(a: Any, b: Any) -> bool:
 
 
 def _are_lists(a: Any, b: Any) -> bool:
-    """Returns whether both are equally long lists of dicts, as of a scheduler's parts. Others change as a whole."""
+    """Returns whether both are equally long lists of dicts, as of a scheduler's parts.
+
+    Others change as a whole.
+    """
     both = isinstance(a, list) and isinstance(b, list) and len(a) == len(b)
     return both and all(_are_dicts(x, y) for x, y in zip(a, b, strict=True))
 

@@ -1,4 +1,4 @@
-"""Trains with plain PyTorch in one process, with fp32 master weights of 16-bit parameters, which `AdamW` rounds."""
+"""Trains with plain PyTorch in one process, with fp32 master weights of 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..launch.phase import phase
 from ..optimizers.adamw import AdamW, clip_gradients
 from ..precisions import PRECISIONS
 from .engine import Forward, StepOutcome
+from .master_weights import MasterWeights
 from .state import load_state_tensors, model_tensors, state_tensors
 
 
@@ -26,24 +27,32 @@ class TorchEngine:
         self.model: Any = model
         self.optimizer = optimizer
         self.applied_steps = 0
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        self._masters = MasterWeights(optimizer)
-        if isinstance(optimizer, AdamW) and all(
-            parameter.is_contiguous() for parameter, _ in self._masters.pairs
-        ):
-            optimizer.rounded = {master: parameter for parameter, master in self._masters.pairs}
-        self._master_names = {master: names[parameter] for parameter, master in self._masters.pairs}
-        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._owners = {p: self._master_names.get(p) or names[p] for p in updated}
         self._clip_grad = arguments.clip_grad
+        self._saves_state = arguments.save_optim
+
+        self._masters = MasterWeights(optimizer)
+        pairs = self._masters.pairs
+        all_contiguous = all(parameter.is_contiguous() for parameter, _ in pairs)
+        if isinstance(optimizer, AdamW) and all_contiguous:
+            # Our AdamW rounds the master weights to the parameters in its pass over memory.
+            optimizer.rounded = {master: parameter for parameter, master in pairs}
+
+        # The names of what the optimizer updates: parameters, and master weights under those of
+        # their parameters.
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._master_names = {master: names[parameter] for parameter, master in pairs}
+        self._names: dict[Any, str] = {}
+        for group in optimizer.param_groups:
+            for updated in group["params"]:
+                self._names[updated] = self._master_names.get(updated) or names[updated]
+
         device = next(model.parameters()).device.type
         scales_loss = PRECISIONS[arguments.precision].scales_loss
         self._scaler = torch.amp.GradScaler(device) if scales_loss else None
-        # Fused optimizers leave everything as it is where their `found_inf` is 1, as GradScaler asks them to.
-        self.takes_found_inf = self._scaler is None and getattr(
-            optimizer, "_step_supports_amp_scaling", False
-        )
-        self._saves = arguments.save_optim
+        # Fused optimizers leave everything as it is where their `found_inf` is 1, as GradScaler
+        # asks them to.
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.takes_found_inf = self._scaler is None and is_fused
 
     @property
     def loss_scale(self) -> float | None:
@@ -62,30 +71,36 @@ class TorchEngine:
         """Is called before the forward pass of each micro-batch of a step."""
 
     def backward(self, loss: Tensor) -> None:
-        loss = self._scaler.scale(loss) if self._scaler else loss
+        """Runs the backward pass of a micro-batch, and adds its gradients to those of the master
+        weights.
+        """
+        if self._scaler:
+            loss = self._scaler.scale(loss)
         with phase("backward"):
             loss.backward()
-        self._masters.take_gradients()
+        self._masters.accumulate_grads()
 
     def step(self, found_inf: Tensor | None = None) -> StepOutcome:
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
-        norm = clip_gradients(list(self._owners), self._clip_grad, self.optimizer)
-        applied = True
+        norm = clip_gradients(list(self._names), self._clip_grad, self.optimizer)
         if found_inf is not None:
-            vars(self.optimizer)["found_inf"] = ((found_inf != 0) | ~norm.isfinite()).float()
+            is_bad = (found_inf != 0) | ~norm.isfinite()
+            vars(self.optimizer)["found_inf"] = is_bad.float()
+
+        applied = True
         if self._scaler:
             scale = self._scaler.get_scale()
             self._scaler.step(self.optimizer)
             self._scaler.update()
-            applied = (
-                self._scaler.get_scale() >= scale
-            )  # a lower scale means that the gradients overflowed
+            # A lower scale means that the gradients overflowed.
+            applied = self._scaler.get_scale() >= scale
         else:
             self.optimizer.step()
         self.applied_steps += applied
-        if self.applied_steps == 1 and self._saves:
-            state_tensors(self.optimizer, self._owners)  # raises now if the states cannot be saved
+
+        if self.applied_steps == 1 and self._saves_state:
+            state_tensors(self.optimizer, self._names)  # raises now if the states cannot be saved
         if not getattr(self.optimizer, "has_rounded", False):
             self._masters.update_parameters()
         self.optimizer.zero_grad(set_to_none=True)
@@ -99,13 +114,14 @@ class TorchEngine:
             f"{MASTER_WEIGHT}/{name}": master.detach()
             for master, name in self._master_names.items()
         }
-        return {**state_tensors(self.optimizer, self._owners), **masters}
+        return {**state_tensors(self.optimizer, self._names), **masters}
 
     @torch.no_grad()
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
-        load_state_tensors(self.optimizer, self._owners, tensors, self.applied_steps)
+        load_state_tensors(self.optimizer, self._names, tensors, self.applied_steps)
         for master, name in self._master_names.items():
-            if f"{MASTER_WEIGHT}/{name}" in tensors:  # missing if the run was in fp32 so far
+            # It is missing if the run was in fp32 so far.
+            if f"{MASTER_WEIGHT}/{name}" in tensors:
                 master.copy_(tensors[f"{MASTER_WEIGHT}/{name}"])
 
     def counters(self) -> dict[str, float]:
@@ -115,85 +131,8 @@ class TorchEngine:
     def load_counters(self, counters: dict[str, float]) -> None:
         self.applied_steps = int(counters["applied_steps"])
         if self._scaler and "scale" in counters:
-            self._scaler.load_state_dict(
-                {name: value for name, value in counters.items() if name != "applied_steps"}
-            )
+            scaling = {name: value for name, value in counters.items() if name != "applied_steps"}
+            self._scaler.load_state_dict(scaling)
 
     def close(self, *, whole: bool) -> None:
         pass
-
-
-class MasterWeights:
-    """fp32 copies that replace the 16-bit parameters in an optimizer's groups.
-
-    Updates smaller than a 16-bit parameter's resolution are not lost, and the gradients of micro-batches add up in fp32
-    (Micikevicius et al. 2018). Without 16-bit parameters the class does nothing.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._taken: set[Tensor] = set()
-        for group in optimizer.param_groups:
-            for place, parameter in enumerate(group["params"]):
-                if parameter.dtype in (torch.bfloat16, torch.float16):
-                    master = nn.Parameter(parameter.detach().float())
-                    vars(master).update(vars(parameter))  # such as its shard
-                    group["params"][place] = master
-                    if (
-                        parameter in optimizer.state
-                    ):  # some optimizers create their state before the first step
-                        state = optimizer.state.pop(parameter)
-                        optimizer.state[master] = {
-                            name: _widened(value) for name, value in state.items()
-                        }
-                    self.pairs.append((parameter, master))
-        self._of: dict[Tensor, nn.Parameter] = dict(self.pairs)
-
-    @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Adds the gradients of the parameters to those of the master weights, and clears them."""
-        first, later = [], []
-        for parameter, master in self.pairs:
-            if parameter.grad is None:
-                continue
-            if parameter in self._taken:
-                pass
-            elif master.grad is None:
-                master.grad = torch.empty_like(master)
-                first.append((master.grad, parameter.grad))
-            else:
-                later.append((master.grad, parameter.grad))
-            parameter.grad = None
-        if first:
-            torch.ops.aten._foreach_copy_(*zip(*first, strict=True))
-        if later:
-            torch.ops.aten._foreach_add_(*zip(*later, strict=True))
-        self._taken.clear()
-
-    @torch.no_grad()
-    def take(self, parameters: list[Tensor], gradients: list[Tensor]) -> Tensor:
-        """Adds `gradients` of `parameters` to those of their master weights, and moves the sums into one tensor.
-
-        Returns the tensor, fp32 [elements]. What is written into it changes the master weights' gradients, to which
-        `take_gradients` then adds nothing.
-        """
-        sums = torch.cat([gradient.flatten().float() for gradient in gradients])
-        for parameter, own in zip(
-            parameters, sums.split([one.numel() for one in parameters]), strict=True
-        ):
-            if (master := self._of.get(parameter)) is not None:  # the optimizer updates it
-                own = own.view_as(master)
-                master.grad = own if master.grad is None else own.add_(master.grad)
-        self._taken.update(parameters)
-        return sums
-
-    @torch.no_grad()
-    def update_parameters(self) -> None:
-        """Copies the master weights, rounded, into the parameters."""
-        if self.pairs:
-            parameters, masters = zip(*self.pairs, strict=True)
-            torch.ops.aten._foreach_copy_(parameters, masters)
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

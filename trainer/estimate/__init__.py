@@ -5,6 +5,13 @@ from .model import Job
 from .pipeline import Partition, bubble, choose_blocks, in_flight
 
 __all__ = [
-    "Estimate", "Job", "Partition", "bubble", "choose_blocks", "estimate", "estimate_stages", "in_flight",
+    "Estimate",
+    "Job",
+    "Partition",
+    "bubble",
+    "choose_blocks",
+    "estimate",
+    "estimate_stages",
+    "in_flight",
     "largest_micro_batch",
-]  # fmt: skip
+]

@@ -1,4 +1,6 @@
-"""Estimates the peak memory of a training step: what the engine keeps, and the moments that can be the peak."""
+"""Estimates the peak memory of a training step: what the engine keeps, and the moments that can be
+the peak.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from .pipeline import stage_memory
 
 MIB = 1 << 20
 FRAMEWORK = {"cuda": 600 * MIB, "cpu": 400 * MIB}
-"""Memory outside of tensors: the CUDA context, kernels and cuBLAS's workspaces, or Python and its imports."""
+"""Memory outside of tensors: the CUDA context, kernels and cuBLAS's workspaces, or Python and its
+imports."""
 PEFT = 150 * MIB
 """What importing peft, and with it transformers' models, adds to a CPU process."""
 LARGEST_MICRO_BATCH = 1 << 20
@@ -35,7 +38,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory of one rank: the elements of all parameters and of the trained ones, and the moments of a step."""
+    """The memory of one rank: the elements of all parameters and of the trained ones, and the
+    moments of a step.
+    """
 
     parameters: int
     trained: int
@@ -59,15 +64,15 @@ def estimate(config: ModelConfig | Any, job: Job) -> Estimate:
 def estimate_stages(config: ModelConfig | Any, job: Job) -> list[Estimate]:
     """Estimates the memory of one rank of each pipeline stage. See `estimate`."""
     if not isinstance(config, ModelConfig):
-        return [estimate_of(hf_model_memory(config, job), job)]
+        return [estimate_rank(hf_model_memory(config, job), job)]
     memory = model_memory(config, job)
     if job.pipeline_parallel_size == 1:
-        return [estimate_of(memory, job)]
+        return [estimate_rank(memory, job)]
     stages = range(job.pipeline_parallel_size)
-    return [estimate_of(stage_memory(memory, config, job, stage), job) for stage in stages]
+    return [estimate_rank(stage_memory(memory, config, job, stage), job) for stage in stages]
 
 
-def estimate_of(model: ModelMemory, job: Job) -> Estimate:
+def estimate_rank(model: ModelMemory, job: Job) -> Estimate:
     """Estimates the memory of one rank from the memory of its model."""
     engine = engine_memory(model, job)
     return Estimate(
@@ -78,15 +83,23 @@ def estimate_of(model: ModelMemory, job: Job) -> Estimate:
 
 
 def largest_micro_batch(fits: Callable[[int], bool]) -> int:
-    """Returns the largest micro-batch for which `fits` is true, or 0. Above some size `fits` must always be false."""
+    """Returns the largest micro-batch for which `fits` is true, or 0.
+
+    Above some size `fits` must always be false.
+    """
     if not fits(1):
         return 0
-    low, high = 1, 2
+    low = 1
+    high = 2
     while high < LARGEST_MICRO_BATCH and fits(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     return low
 
 
@@ -120,8 +133,9 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
         }
         moments.append(Moment(name, fixed | lines))
 
-    # If the head or the decoder uses the embedding table again, its gradient exists from there until the backward pass
-    # of the first embedding. If gradients grow during the backward pass, the head's is counted among them.
+    # If the head or the decoder uses the embedding table again, its gradient exists from there
+    # until the backward pass of the first embedding. If gradients grow during the backward pass,
+    # the head's is counted among them.
     table = e * model.table.local if model.table else 0
     from_head = table if model.is_tied and not engine.grown else 0
     from_decoder = table if not model.is_tied else 0
@@ -145,7 +159,8 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
     )
     gradients = engine.held + grown(head)
     for number in reversed(range(len(model.parts))):
-        part, before = model.parts[number], sum(kept[:number])
+        part = model.parts[number]
+        before = sum(kept[:number])
         used_again = number < len(model.parts) - 1
         working = part.block.working + from_head + (from_decoder if used_again else 0)
         at("the last block's backward", gradients, before + kept[number] + model.ends, 0, working)
@@ -178,9 +193,11 @@ class EngineMemory:
     """The memory of an engine, in bytes.
 
     Attributes:
-        parameters, masters, states: Parameters, fp32 master weights and optimizer state; they always exist.
+        parameters, masters, states: Parameters, fp32 master weights and optimizer state; they
+            always exist.
         held: Gradients that earlier micro-batches have left.
-        grown: Gradients that a backward pass adds, per byte of trained parameters in the model's precision.
+        grown: Gradients that a backward pass adds, per byte of trained parameters in the model's
+            precision.
         stepped: Gradients while the optimizer updates.
         buffers: Buffers of collectives that always exist.
         bucket: Buffers of collectives that exist from the first gradient of a step to the last.
@@ -228,7 +245,7 @@ def _torch(model: ModelMemory, job: Job) -> EngineMemory:
 
 
 def _replicated(model: ModelMemory, job: Job) -> EngineMemory:
-    """Returns the memory of DeepSpeed without ZeRO, in fp32: gradients are summed in flat copies."""
+    """Returns the memory of DeepSpeed without ZeRO: gradients are summed in flat fp32 copies."""
     plain = _torch(model, job)
     trained = sum(size.local for size in model.trained)
     return replace(plain, buffers=FP32 * min(trained, ZERO_0_BUCKET))
@@ -236,7 +253,9 @@ def _replicated(model: ModelMemory, job: Job) -> EngineMemory:
 
 def _zero(model: ModelMemory, job: Job) -> EngineMemory:
     """Returns the memory of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7)."""
-    stage, ranks, e = job.stage or 0, job.data_parallel_size, job.itemsize
+    stage = job.stage or 0
+    ranks = job.data_parallel_size
+    e = job.itemsize
     trained = sum(size.local for size in model.trained)
     every = sum(size.local for size in model.parameters)
     own = -(-trained // ranks)
@@ -247,7 +266,10 @@ def _zero(model: ModelMemory, job: Job) -> EngineMemory:
     exchanges_early = ranks > 1 and job.pipeline_parallel_size == 1
     if stage == 1 and job.precision == "bf16" and not exchanges_early:
         # DeepSpeed's BF16_Optimizer always keeps flat fp32 gradients of everything.
-        held, grown, stepped, bucket = FP32 * trained, 0.0, FP32 * trained, 0
+        held = FP32 * trained
+        grown = 0.0
+        stepped = FP32 * trained
+        bucket = 0
     else:
         accumulates = job.accumulation_steps > 1
         wide = e if stage == 1 and job.precision == "fp16" else FP32  # of sums over micro-batches
@@ -255,7 +277,8 @@ def _zero(model: ModelMemory, job: Job) -> EngineMemory:
         held = (wide * trained if stage == 1 else gradients) if accumulates else 0
         grown = 0.0 if accumulates else gradients / (trained * e)
         stepped = gradients + FP32 * max(flat)
-        # Gradients are copied into a bucket, or into two in turn. A CPU allocates only the pages that are written to.
+        # Gradients are copied into a bucket, or into two in turn. A CPU allocates only the pages
+        # that are written to.
         bucket = (
             bucket_elements(trained, ranks)
             * (wide if stage == 1 else e)

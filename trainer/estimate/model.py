@@ -1,9 +1,10 @@
-"""Computes the memory of a model's parameters and activations, for the zoo's families and other transformers models.
+"""Computes the memory of a model's parameters and activations, for the zoo's families and other
+transformers models.
 
-A family of the zoo has a table of the tensors that a block keeps for the backward pass. Any other model is measured
-without weights, on the meta device: saved-tensor hooks count what autograd keeps, once for the whole model and once
-without its blocks. Its attention is transformers' "eager" implementation, all of whose matmuls are visible. Fused
-attention keeps less.
+A family of the zoo has a table of the tensors that a block keeps for the backward pass. Any other
+model is measured without weights, on the meta device: saved-tensor hooks count what autograd keeps,
+once for the whole model and once without its blocks. Its attention is transformers' "eager"
+implementation, all of whose matmuls are visible. Fused attention keeps less.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ from ..precisions import PRECISIONS, PrecisionName
 
 @dataclass(frozen=True)
 class BlockStack:
-    """Equal blocks of a model: their number, the memory of one block, and the trained parameters of all blocks."""
+    """Equal blocks of a model: their number, the memory of one block, and the trained parameters of
+    all blocks.
+    """
 
     layers: int
     block: BlockBytes
@@ -91,7 +94,8 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
     )
     activations = replace(activations, stacks=tuple(owned))  # an encoder alone has no decoder
     has_target = any(stack.is_decoder for stack in activations.stacks)
-    batch, layout = job.batch(has_target=has_target), job.layout
+    batch = job.batch(has_target=has_target)
+    layout = job.layout
     if not has_target and job.length > config.max_sequence_length:
         raise ValueError(
             f"length {job.length} is more than the model's {config.max_sequence_length} positions"
@@ -150,8 +154,8 @@ def is_frozen(size: ParameterSize, job: Job) -> bool:
 def hf_model_memory(config: Any, job: Job) -> ModelMemory:
     """Returns the memory of a causal language model, from transformers' configuration.
 
-    Raises ValueError if the job needs tensor or sequence parallelism or selective recomputation, which models of
-    transformers do not support here, or if the model is not a decoder.
+    Raises ValueError if the job needs tensor or sequence parallelism or selective recomputation,
+    which models of transformers do not support here, or if the model is not a decoder.
     """
     _check(config, job)
     config = copy.deepcopy(config)
@@ -177,7 +181,8 @@ def hf_model_memory(config: Any, job: Job) -> ModelMemory:
         next((size for size in trained if size.name == names[module.weight]), None)
         for module in (model.get_output_embeddings(), model.get_input_embeddings())
     )
-    # The loss is computed from an fp32 copy of the logits. The log-softmax of the copy is kept, and has a gradient.
+    # The loss is computed from an fp32 copy of the logits. The log-softmax of the copy is kept, and
+    # has a gradient.
     wide = tokens * config.vocab_size * FP32
     return ModelMemory(
         parameters=tuple(sizes),
@@ -199,8 +204,8 @@ def _check(config: Any, job: Job) -> None:
         raise ValueError("lora_rank is estimated for models of the zoo only")
     if job.tensor_parallel_size > 1 or job.sequence_parallel:
         raise ValueError(
-            f"{kind} is not a family of the zoo, so its layers cannot be split; use one tensor-parallel rank and no "
-            "sequence parallelism"
+            f"{kind} is not a family of the zoo, so its layers cannot be split; use one "
+            "tensor-parallel rank and no sequence parallelism"
         )
     if job.recompute == "selective":
         raise ValueError(
@@ -251,7 +256,8 @@ def _sizes(model: nn.Module) -> list[ParameterSize]:
 
 
 def _kept(model: Any, job: Job) -> tuple[int, int]:
-    """Returns the bytes of all storages that a forward pass keeps for backward, and of the largest one.
+    """Returns the bytes of all storages that a forward pass keeps for backward, and of the largest
+    one.
 
     Storages of the model's parameters and buffers do not count.
     """
@@ -276,7 +282,8 @@ def _kept(model: Any, job: Job) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Job:
-    """One process's share of a training run. Raises ValueError for a run that the trainer would refuse.
+    """One process's share of a training run. Raises ValueError for a run that the trainer would
+    refuse.
 
     Attributes:
         micro_batch_size: Sequences in one forward pass of a rank.
@@ -284,11 +291,11 @@ class Job:
         target_length: Tokens in an encoder-decoder's target; by default as many as in the source.
         padded: Whether there is an attention mask.
         accumulation_steps: Micro-batches for one optimizer step.
-        zero_stage: DeepSpeed's ZeRO stage. None means no DeepSpeed. Under tensor or pipeline parallelism it means
-            stage 1, or 0 for Adafactor and LAMB in fp32.
+        zero_stage: DeepSpeed's ZeRO stage. None means no DeepSpeed. Under tensor or pipeline
+            parallelism it means stage 1, or 0 for Adafactor and LAMB in fp32.
         pipeline_blocks: Blocks of each pipeline stage; by default, equal numbers.
-        precision: Precision of parameters, activations and gradients. The optimizer keeps fp32 copies of 16-bit
-            parameters.
+        precision: Precision of parameters, activations and gradients. The optimizer keeps fp32
+            copies of 16-bit parameters.
         lora_rank, lora_target_modules: Those of LoRA weights, which alone are trained; 0 for none.
     """
 
@@ -312,13 +319,20 @@ class Job:
     device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "length", "accumulation_steps", "tensor_parallel_size", "data_parallel_size",
-                     "pipeline_parallel_size"):  # fmt: skip
+        for name in (
+            "micro_batch_size",
+            "length",
+            "accumulation_steps",
+            "tensor_parallel_size",
+            "data_parallel_size",
+            "pipeline_parallel_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.lora_rank < 0 or (self.lora_rank and self.pipeline_parallel_size > 1):
             raise ValueError(
-                f"lora_rank={self.lora_rank} must be 0 or more, and is estimated for one pipeline stage only"
+                f"lora_rank={self.lora_rank} must be 0 or more, and is estimated for one pipeline "
+                "stage only"
             )
         if self.pipeline_parallel_size > 1 and (self.stage or 0) > 1:
             raise ValueError(
@@ -326,17 +340,18 @@ class Job:
             )
         if self.stage == 3 and self.tensor_parallel_size > 1:
             raise ValueError(
-                "ZeRO stage 3 splits parameters that tensor parallelism has already split; use 0, 1 or 2"
+                "ZeRO stage 3 splits parameters that tensor parallelism has already split; use "
+                "0, 1 or 2"
             )
         if not find_optimizer(self.optimizer).is_elementwise and self.stage == 3:
             raise ValueError(
-                f"{self.optimizer} needs statistics of whole parameters, which ZeRO stage 3 splits; use 0, 1 or 2, or "
-                f"{' or '.join(ELEMENTWISE_NAMES)}"
+                f"{self.optimizer} needs statistics of whole parameters, which ZeRO stage 3 "
+                f"splits; use 0, 1 or 2, or {' or '.join(ELEMENTWISE_NAMES)}"
             )
         if self.stage == 0 and self.itemsize == 2:
             raise ValueError(
-                f"{self.precision} under DeepSpeed needs the ZeRO optimizer, which keeps the fp32 master weights, and "
-                "zero_stage=0 has none; use 1, 2 or 3"
+                f"{self.precision} under DeepSpeed needs the ZeRO optimizer, which keeps the fp32 "
+                "master weights, and zero_stage=0 has none; use 1, 2 or 3"
             )
 
     @property

@@ -1,4 +1,6 @@
-"""Checks layouts, deals a model's blocks to pipeline stages, and computes each stage's part of the model's memory."""
+"""Checks layouts, deals a model's blocks to pipeline stages, and computes each stage's part of the
+model's memory.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,16 @@ REPEATS = 3  # of a timed step, after one that is not timed
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Returns the idle share of each rank's time: (P - 1) / (M + P - 1) for P equal stages and M micro-batches."""
+    """Returns the idle share of each rank's time: (P - 1) / (M + P - 1) for P equal stages and M
+    micro-batches.
+    """
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def in_flight(stage: int, stages: int, micro_batches: int) -> int:
-    """Returns how many micro-batches a stage keeps activations of, between their forward and backward passes (1F1B)."""
+    """Returns how many micro-batches a stage keeps activations of, between their forward and
+    backward passes (1F1B).
+    """
     return min(stages - stage, micro_batches)
 
 
@@ -54,11 +60,13 @@ def choose_blocks(
     """Returns the number of blocks of each pipeline stage.
 
     Args:
-        partition: "uniform": equal numbers; "parameters" and "time": so that the largest stage has as few parameters,
-            or as little time for a micro-batch of the job, as possible. Times are measured on this machine.
+        partition: "uniform": equal numbers; "parameters" and "time": so that the largest stage has
+            as few parameters, or as little time for a micro-batch of the job, as possible. Times
+            are measured on this machine.
 
     Raises:
-        ValueError: The blocks cannot be dealt so, or this machine lacks the job's device; the message says what works.
+        ValueError: The blocks cannot be dealt so, or this machine lacks the job's device; the
+            message says what works.
     """
     model = unsplit_on_meta(config)
     if partition == "uniform":
@@ -66,7 +74,8 @@ def choose_blocks(
     blocks = [len(stack) for _, stack in list_stacks(model)]
     if sum(blocks) < stages:
         raise ValueError(
-            f"{sum(blocks)} blocks are too few for {stages} pipeline stages; use at most {sum(blocks)}"
+            f"{sum(blocks)} blocks are too few for {stages} pipeline stages; use at most "
+            f"{sum(blocks)}"
         )
     if partition == "time":
         return balance_blocks(measured_costs(config, blocks, job), stages)
@@ -83,23 +92,23 @@ def check_layout(arguments: TrainingArguments, config: ModelConfig, launch: Rank
     size = arguments.model_parallel_size
     check_heads(config.attention_heads, size)
     parameter_sizes(config, size)
-    stages, partition = arguments.pipeline_parallel_size, arguments.pipeline_partition
+    stages = arguments.pipeline_parallel_size
     started = count_processes(arguments) * max(1, arguments.num_nodes)
     processes = launch.world_size if launch.world_size > 1 else started
     data_parallel_size = validate_layout(processes, size, stages)
     if stages > 1:
-        choose_blocks(
-            config,
-            stages,
-            "parameters" if partition == "time" else partition,
-            Job(tensor_parallel_size=size),
-        )
+        # Times are not measured here: if blocks can be dealt by parameters, they can be by time.
+        partition = arguments.pipeline_partition
+        if partition == "time":
+            partition = "parameters"
+        choose_blocks(config, stages, partition, Job(tensor_parallel_size=size))
     arguments.accumulation_steps(data_parallel_size)
     zero_stage(arguments)
 
 
 def measured_costs(config: ModelConfig, blocks: Sequence[int], job: Job) -> list[float]:
-    """Returns the seconds of each block's forward and backward passes; the last one's with the head and the loss.
+    """Returns the seconds of each block's forward and backward passes; the last one's with the head
+    and the loss.
 
     Models with one and two blocks of a stack are timed; the difference is a block.
     """
@@ -123,13 +132,11 @@ def _seconds(config: ModelConfig, job: Job) -> float:
     """Returns the time of a micro-batch's forward and backward passes, without any split."""
     if job.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "pipeline_partition=time measures blocks on a GPU, and this machine has none; use parameters or "
-            "uniform, or a machine with one"
+            "pipeline_partition=time measures blocks on a GPU, and this machine has none; use "
+            "parameters or uniform, or a machine with one"
         )
-    device, dtype = (
-        torch.device(job.device),
-        torch.bfloat16 if job.precision == "bf16" else torch.float32,
-    )
+    device = torch.device(job.device)
+    dtype = torch.bfloat16 if job.precision == "bf16" else torch.float32
     model: Any = from_config(config, device=device, dtype=dtype).train()
     batch = _batch(config, job, device, encoder_decoder=len(list_stacks(model)) == 2)
     times: list[float] = []
@@ -150,13 +157,13 @@ def _seconds(config: ModelConfig, job: Job) -> float:
 def _batch(
     config: ModelConfig, job: Job, device: torch.device, *, encoder_decoder: bool
 ) -> dict[str, Tensor]:
-    """Returns a micro-batch; without labels if the head predicts no tokens, because what it predicts costs nothing."""
+    """Returns a micro-batch; without labels if the head predicts no tokens, because what it
+    predicts costs nothing.
+    """
     full = partial(torch.full, fill_value=3, dtype=torch.long, device=device)
-    sizes, of_target = (
-        (job.micro_batch_size, job.length),
-        (job.micro_batch_size, job.target_length or job.length),
-    )
-    ids, targets = full(sizes), full(of_target if encoder_decoder else sizes)
+    ids = full((job.micro_batch_size, job.length))  # [B, S]
+    target_length = (job.target_length or job.length) if encoder_decoder else job.length
+    targets = full((job.micro_batch_size, target_length))
     if config.architecture.endswith(
         ("LMHeadModel", "CausalLM", "MaskedLM", "ConditionalGeneration")
     ):
@@ -170,8 +177,8 @@ def _batch(
 def stage_memory(whole: ModelMemory, config: ModelConfig, job: Job, stage: int) -> ModelMemory:
     """Returns the part of a model's memory that is in a pipeline stage.
 
-    Blocks keep their tensors for every micro-batch in flight. A micro-batch in flight also keeps the hidden states that
-    were received, the copy that the blocks read, and those that were sent.
+    Blocks keep their tensors for every micro-batch in flight. A micro-batch in flight also keeps
+    the hidden states that were received, the copy that the blocks read, and those that were sent.
     """
     model = unsplit_on_meta(config)
     counts = job.pipeline_blocks or split_blocks_evenly(model, job.pipeline_parallel_size)
@@ -179,9 +186,13 @@ def stage_memory(whole: ModelMemory, config: ModelConfig, job: Job, stage: int) 
     places = assign_parameters(model, counts)
     held = {name for name, stages in places.items() if stage in stages}
     owned = {name for name, stages in places.items() if stage == stages[0]}
-    flying, last = in_flight(stage, len(counts), job.accumulation_steps), len(counts) - 1
-    first, parts = sum(counts[:stage]), []
-    end, start = first + counts[stage], 0
+    flying = in_flight(stage, len(counts), job.accumulation_steps)
+    last = len(counts) - 1
+    # This stage's blocks are [first, end) of all; each stack's begin at `start`.
+    first = sum(counts[:stage])
+    end = first + counts[stage]
+    start = 0
+    parts = []
     for part, (prefix, blocks) in zip(whole.parts, list_stacks(model), strict=True):
         own = range(max(first - start, 0), max(min(end - start, len(blocks)), 0))
         names = tuple(f"{prefix}blocks.{i}." for i in own)

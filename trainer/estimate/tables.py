@@ -24,7 +24,10 @@ def stage_rows(stages: Sequence[Estimate], job: Job) -> Iterator[tuple[int, Esti
 def stage_table(stages: Sequence[Estimate], job: Job) -> Table:
     """Returns a table of the stages; its title says how long each rank is idle."""
     idle = bubble(len(stages), job.accumulation_steps)
-    title = f"Pipeline: {len(stages)} stages x {job.accumulation_steps} micro-batches, idle {idle:.0%} of the time"
+    title = (
+        f"Pipeline: {len(stages)} stages x {job.accumulation_steps} micro-batches, idle {idle:.0%} "
+        "of the time"
+    )
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     for name in (
         "stage",

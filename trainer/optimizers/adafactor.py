@@ -14,11 +14,13 @@ from .whole_matrix import ParameterGroup, ParameterPart, WholeMatrixOptimizer
 
 
 class Adafactor(WholeMatrixOptimizer):
-    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235, algorithms 4 and 5), without a first moment.
+    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235, algorithms 4 and 5), without a first
+    moment.
 
-    It computes what transformers' class of the same name does on an unsplit parameter, and keeps the same states: the
-    means over columns and rows of the squared gradients, of whole matrices and the same on all ranks; and the squared
-    gradients of vectors, split like the vectors. It overwrites the gradients.
+    It computes what transformers' class of the same name does on an unsplit parameter, and keeps
+    the same states: the means over columns and rows of the squared gradients, of whole matrices and
+    the same on all ranks; and the squared gradients of vectors, split like the vectors. It
+    overwrites the gradients.
 
     Args:
         lr: The learning rate; unused with `relative_step`.
@@ -59,7 +61,8 @@ class Adafactor(WholeMatrixOptimizer):
         work = self.collect_parts()
         if not work:
             return
-        # First collective: sums of squares of rows, columns and weights. Each gradient becomes its update.
+        # First collective: sums of squares of rows, columns and weights. Each gradient becomes its
+        # update.
         for (group, part), sums in zip(work, self._sum_statistics(work), strict=True):
             self._precondition(group, part, *sums)
         # Second collective: norms of the updates, which are clipped by their root mean square.
@@ -78,7 +81,9 @@ class Adafactor(WholeMatrixOptimizer):
     def _sum_statistics(
         self, work: Sequence[tuple[ParameterGroup, ParameterPart]]
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Returns sums of each whole parameter: of squared gradients by row [B, R] and column [B, C], of weights []."""
+        """Returns sums of each whole parameter: of squared gradients by row [B, R] and column [B,
+        C], of weights [].
+        """
         shapes: list[tuple[int, ...]] = []
         for _, part in work:
             matrices, rows, columns = part.shape
@@ -123,7 +128,8 @@ class Adafactor(WholeMatrixOptimizer):
             for tile in part.tiles:
                 tile.view_in(part.tensor.grad).mul_(tile.view_in(factors, -part.start))
             return
-        # The squared gradient of an element is about (mean of its row) * (mean of its column) / (mean of all).
+        # The squared gradient of an element is about (mean of its row) * (mean of its column) /
+        # (mean of all).
         _, row_count, column_count = part.shape
         row_means = (rows / column_count).view(whole[:-1])
         column_means = (columns / row_count).view(*whole[:-2], whole[-1])
@@ -147,7 +153,9 @@ def update_average(state: dict[str, Any], name: str, value: Tensor, decay: float
 
 
 def find_rate(group: ParameterGroup, state: dict[str, Any]) -> Any:
-    """Returns the learning rate of a parameter (section 9 of the paper, with the warm-up of its T5 users)."""
+    """Returns the learning rate of a parameter (section 9 of the paper, with the warm-up of its T5
+    users).
+    """
     rate = group["lr"]
     if group["relative_step"]:
         largest = 1e-6 * state["step"] if group["warmup_init"] else 1e-2

@@ -13,9 +13,11 @@ from ...ops.optimizer import adamw, may_have_adamw_kernel, suits_optimizer_kerne
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW(fused=True)` with the same states, which can scale gradients and round parameters.
+    """`torch.optim.AdamW(fused=True)` with the same states, which can scale gradients and round
+    parameters.
 
-    The gradients themselves stay as they are. Where our kernel does not run, PyTorch's own step does.
+    The gradients themselves stay as they are. Where our kernel does not run, PyTorch's own step
+    does.
 
     Attributes:
         grad_factor: fp32 [], multiplies the gradients of the next step, to clip them; None for 1.

@@ -11,10 +11,12 @@ from .whole_matrix import ParameterGroup, ParameterPart, WholeMatrixOptimizer
 
 
 class Lamb(WholeMatrixOptimizer):
-    """LAMB (You et al. 2020, arXiv:1904.00962, algorithm 2), with the norms of whole parameters in its trust ratios.
+    """LAMB (You et al. 2020, arXiv:1904.00962, algorithm 2), with the norms of whole parameters in
+    its trust ratios.
 
-    It computes what pytorch_optimizer's class of the same name does on an unsplit parameter: the weight decay is
-    decoupled, only the first moment's bias is corrected, and weight norms are cut at 10. It overwrites the gradients.
+    It computes what pytorch_optimizer's class of the same name does on an unsplit parameter: the
+    weight decay is decoupled, only the first moment's bias is corrected, and weight norms are cut
+    at 10. It overwrites the gradients.
     """
 
     element_states = ("exp_avg", "exp_avg_sq")
@@ -57,7 +59,9 @@ class Lamb(WholeMatrixOptimizer):
                 tile.view_in(part.tensor).sub_(tile.view_in(part.tensor.grad).mul_(scale))
 
     def _update_moments(self, group: ParameterGroup, part: ParameterPart) -> None:
-        """Decays a parameter's weights, updates its moments, and replaces its gradient by Adam's update."""
+        """Decays a parameter's weights, updates its moments, and replaces its gradient by Adam's
+        update.
+        """
         beta1, beta2 = group["betas"]
         state = self.state[part.tensor]
         for name in self.element_states:

@@ -1,7 +1,8 @@
 """Lists the optimizers, with all that the rest of the package knows of each.
 
-Arguments, the command line and its help, the memory estimate, the plan, DeepSpeed's files and the engines read this
-list. To add an optimizer, write a function that builds it, and its entry in `OPTIMIZERS`.
+Arguments, the command line and its help, the memory estimate, the plan, DeepSpeed's files and the
+engines read this list. To add an optimizer, write a function that builds it, and its entry in
+`OPTIMIZERS`.
 
 Importing this file is cheap: the functions that build import torch and the libraries.
 """
@@ -23,7 +24,8 @@ Groups = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """What a function that builds an optimizer may read of the run's arguments, and how parameters lie.
+    """What a function that builds an optimizer may read of the run's arguments, and how parameters
+    lie.
 
     Attributes:
         scale_parameter: None to follow `relative_step`.
@@ -120,7 +122,9 @@ def _build_adamw(groups: Groups, settings: OptimizerSettings) -> Optimizer:
 
 
 def _build_adafactor(groups: Groups, settings: OptimizerSettings) -> Optimizer:
-    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) without a first moment, of transformers or our own."""
+    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) without a first moment, of transformers or
+    our own.
+    """
     relative_step = settings.relative_step
     scale_parameter = settings.scale_parameter
     if scale_parameter is None:

@@ -1,12 +1,13 @@
-"""Describes the parts of matrices that a rank updates, for optimizers that need statistics of whole ones.
+"""Describes the parts of matrices that a rank updates, for optimizers that need whole ones.
 
-Tensor parallelism and ZeRO give an optimizer parts of parameters. Adafactor needs means over the rows and columns of a
-whole matrix, and LAMB its norm. Each rank adds up its own part of the statistics of all parameters in one buffer, which
-is summed over the ranks; so the number of collectives does not depend on the number of parameters.
+Tensor parallelism and ZeRO give an optimizer parts of parameters. Adafactor needs means over the
+rows and columns of a whole matrix, and LAMB its norm. Each rank adds up its own part of the
+statistics of all parameters in one buffer, which is summed over the ranks. So the number of
+collectives does not depend on the number of parameters.
 
-A matrix here is one parameter of the model: a fused [Q|K|V] weight is a single one, and so is each weight of a gated
-MLP. Padding enters no statistic and is not updated. A parameter of another shape counts as B matrices of [R, C]: the
-last two dimensions are R and C, and a vector is one matrix of [R, 1].
+A matrix is one parameter of the model: a fused [Q|K|V] weight is a single one, and so is each
+weight of a gated MLP. Padding enters no statistic and is not updated. A parameter of another shape
+counts as B matrices of [R, C], from its last two dimensions; a vector is one matrix of [R, 1].
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ ParameterGroup = dict[str, Any]
 
 @dataclass(frozen=True)
 class MatrixTile:
-    """A box of a parameter that a tensor of the optimizer has: [B', R', C'] of the B matrices of [R, C].
+    """A box of a parameter that a tensor of the optimizer has: [B', R', C'] of the B matrices of
+    [R, C].
 
     Attributes:
         offset: Where its first element is in the flat tensor.
@@ -44,7 +46,9 @@ class MatrixTile:
     where: tuple[slice, ...]
 
     def view_in(self, tensor: Tensor, shift: int = 0) -> Tensor:
-        """Returns this box of a contiguous tensor, or of one that begins `shift` elements later, as a view."""
+        """Returns this box of a contiguous tensor, or of one that begins `shift` elements later, as
+        a view.
+        """
         offset = tensor.storage_offset() + self.offset + shift
         return tensor.as_strided(self.size, self.strides, offset)
 
@@ -65,10 +69,12 @@ class ParameterPart:
 
     Attributes:
         owner: The key of the parameter's statistics in the optimizer's state.
-        tensor: What the optimizer updates: the parameter, its fp32 copy, or ZeRO's share of many parameters.
+        tensor: What the optimizer updates: the parameter, its fp32 copy, or ZeRO's share of many
+            parameters.
         start: The place of the parameter's first element in `tensor`.
         shape: The whole parameter, without padding, as [B, R, C].
-        counts: Whether this rank counts it. A parameter that is not split counts on one tensor-parallel rank.
+        counts: Whether this rank counts it. A parameter that is not split counts on one
+            tensor-parallel rank.
     """
 
     owner: Tensor
@@ -79,10 +85,13 @@ class ParameterPart:
     counts: bool
 
     def squared_norm(self, of: Tensor) -> Tensor:
-        """Returns the squared 2-norm of this part of `of`, which is laid out like `tensor`; 0 if it does not count."""
+        """Returns the squared 2-norm of this part of `of`, which is laid out like `tensor`; 0 if it
+        does not count.
+        """
         squares = []
         for tile in self.tiles if self.counts else ():
-            # By rows: on a CPU, torch adds up the squares of 16 million fp32 numbers with an error of 1e-3.
+            # By rows: on a CPU, torch adds up the squares of 16 million fp32 numbers with an error
+            # of 1e-3.
             row_norms = torch.linalg.vector_norm(tile.view_in(of), dim=-1)
             squares.append(row_norms.square().sum())
         return torch.stack(squares).sum() if squares else of.new_zeros(())
@@ -112,8 +121,9 @@ class WholeMatrixOptimizer(Optimizer):
         """Tells which parameters ZeRO's flat partitions have.
 
         Args:
-            partitions: For each flat tensor in a parameter group, all parameters of that group, with the place of
-                their first element in the tensor: negative, or beyond its end, if other ranks have that element.
+            partitions: For each flat tensor in a parameter group, all parameters of that group,
+                with the place of their first element in the tensor: negative, or beyond its end, if
+                other ranks have that element.
         """
         self._mesh = mesh
         self._is_split_by_zero = True
@@ -123,7 +133,9 @@ class WholeMatrixOptimizer(Optimizer):
         }
 
     def collect_parts(self) -> list[tuple[ParameterGroup, ParameterPart]]:
-        """Returns the parts with gradients and their groups: of the same parameters, in one order, on all ranks."""
+        """Returns the parts with gradients and their groups: of the same parameters, in one order,
+        on all ranks.
+        """
         found = []
         for group in self.param_groups:
             for tensor in group["params"]:
@@ -169,7 +181,8 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int, int]:
 def _find_tiles(
     shape: tuple[int, ...], shard: Shard | None, held: Range, start: int, mesh: ParallelMesh | None
 ) -> Iterator[MatrixTile]:
-    """Yields the tiles, without padding, of the elements `held` of a rank's parameter that a tensor has.
+    """Yields the tiles, without padding, of the elements `held` of a rank's parameter that a tensor
+    has.
 
     Args:
         shape: That of the parameter on this rank.
@@ -179,13 +192,15 @@ def _find_tiles(
     _, rows, columns = matrices
     strides = (rows * columns, columns, 1)
 
-    # Of the axis of [B, R, C] that is split: each range of this rank's parameter, and where it begins in the whole.
+    # Of the axis of [B, R, C] that is split: each range of this rank's parameter, and where it
+    # begins in the whole.
     axis = 0
     pieces: list[tuple[Range, int]] = [((0, matrices[0]), 0)]
     if shard is not None:
         axis, pieces = _find_split_ranges(shape, shard, mesh)
 
-    # A flat range of elements is a few boxes of [B, R, C], and each piece of the split axis cuts a part out of them.
+    # A flat range of elements is a few boxes of [B, R, C], and each piece of the split axis cuts a
+    # part out of them.
     for box in find_boxes(*held, matrices):
         for (piece_first, piece_last), place in pieces:
             first = max(piece_first, box[axis][0])
@@ -206,10 +221,13 @@ def _find_tiles(
 def _find_split_ranges(
     shape: tuple[int, ...], shard: Shard, mesh: ParallelMesh | None
 ) -> tuple[int, list[tuple[Range, int]]]:
-    """Returns the axis of [B, R, C] that a shard splits, and each of this rank's ranges with its begin in the whole."""
+    """Returns the axis of [B, R, C] that a shard splits, and each of this rank's ranges with its
+    begin in the whole.
+    """
     dimensions_behind = len(shape) - 1 - shard.dim
     axis = max(2 - dimensions_behind, 0) if len(shape) > 1 else 1
-    # Dimensions before the last two are one axis, of which an index of the split dimension is several.
+    # Dimensions before the last two are one axis, of which an index of the split dimension is
+    # several.
     width = prod(shape[shard.dim + 1 : -2]) if axis == 0 else 1
     pieces = []
     local = 0
@@ -221,9 +239,11 @@ def _find_split_ranges(
 
 
 def find_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[Range, ...]]:
-    """Yields the boxes of which the elements [start, stop) of a contiguous tensor consist, in order.
+    """Yields the boxes of which the elements [start, stop) of a contiguous tensor consist, in
+    order.
 
-    For example, elements 3 to 14 of a tensor [4, 5] are the end of row 0, the whole row 1, and the begin of row 2.
+    For example, elements 3 to 14 of a tensor [4, 5] are the end of row 0, the whole row 1, and the
+    begin of row 2.
     """
     if not shape:
         yield ()
