@@ -18,7 +18,7 @@ from ..data.indexed.dataset import IndexedDataset
 from ..data.indexed.merge import merge_datasets, split_dataset
 from ..data.text.corpus import check_vocabulary
 from ..data.text.documents import Documents, SourceReport, fail_on_bad, skip_bad
-from ..data.text.encoding import end_token
+from ..data.text.encoding import find_end_token
 from ..data.text.entropy import token_counts
 from ..data.text.prepare import PrepareOptions, PrepareProgress, PrepareReport, prepare_dataset
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -233,7 +233,7 @@ def _description(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Table:
     end = (
         meta.end_token
         if meta
-        else end_token(tokenizer, split_sentences=False)
+        else find_end_token(tokenizer, split_sentences=False)
         if tokenizer
         else None
     )

@@ -1,6 +1,8 @@
-"""Turns text into training samples: tokenizers, Megatron `.bin/.idx` corpora, objectives, fine-tuning data, streams.
+"""Turns text into training samples: tokenizers, Megatron `.bin/.idx` corpora, objectives,
+fine-tuning data, streams.
 
-Each name is imported at its first use, so that reading and writing corpora needs neither torch nor `datasets`.
+Each name is imported at its first use, so that reading and writing corpora needs neither torch nor
+`datasets`.
 """
 
 from __future__ import annotations

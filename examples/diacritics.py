@@ -12,7 +12,7 @@ import tyro
 
 import shardzoo
 from shardzoo.data import DocumentRecords, ResumableStream, load_tokenizer
-from shardzoo.data.pairs.datasets import closed
+from shardzoo.data.pairs.datasets import truncate_with_end
 from shardzoo.trainer import Trainer
 from shardzoo.trainer.arguments.training_arguments import EnvType
 
@@ -68,7 +68,9 @@ def main(
 
     def sample(text, generator):
         pair = tokenizer.encode_batch([strip_diacritics(text), text])
-        source, target = (closed(ids, max_length, tokenizer.eos_token_id) for ids in pair)
+        source, target = (
+            truncate_with_end(ids, max_length, tokenizer.eos_token_id) for ids in pair
+        )
         return {
             "input_ids": source,
             "labels": target,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.pairs.datasets import closed, opened
+from ..data.pairs.datasets import truncate_with_begin, truncate_with_end
 from ..files.strict_json import read_folder_json
 from ..generation.filling import fill_blanks
 from ..models.generation.decoders import Decoder
@@ -104,7 +104,7 @@ class TextGenerator:
     def _complete(self, model: Any, source: str, given: dict[str, Any]) -> list[str]:
         """Returns the second parts that an encoder generates after `[CLS] source [SEP]` (UniLM)."""
         cls, sep = self.tokenizer.ends
-        row = closed([cls, *self.tokenizer.encode(source)], self.max_source_length, sep)
+        row = truncate_with_end([cls, *self.tokenizer.encode(source)], self.max_source_length, sep)
         prompt = torch.from_numpy(row)[None].to(next(model.parameters()).device)  # [1, S]
         settings = {
             **self.defaults,
@@ -127,9 +127,10 @@ class TextGenerator:
         rows, length = self.tokenizer.encode_batch(list(sources)), self.max_source_length
         if answers:
             return [
-                closed(begin + row, length, self.tokenizer.eos_token_id).tolist() for row in rows
+                truncate_with_end(begin + row, length, self.tokenizer.eos_token_id).tolist()
+                for row in rows
             ]
-        return [opened(row, length, begin).tolist() for row in rows]
+        return [truncate_with_begin(row, length, begin).tolist() for row in rows]
 
     def _pad_token_id(self, model: Any) -> int:
         config = model.config

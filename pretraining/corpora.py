@@ -36,7 +36,7 @@ from ..data import (
 )
 from ..data.indexed.meta import CorpusMeta
 from ..data.objectives.objective import PretrainingData, PretrainingSamples
-from ..data.text.encoding import end_token
+from ..data.text.encoding import find_end_token
 from ..data.tokenizers.files import has_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer, save_tokenizer
 from ..data.tokenizers.vocabulary import Vocabulary
@@ -191,7 +191,7 @@ def hold_out(arguments: PretrainingArguments, inputs: Inputs, folder: Path) -> N
         train_tokenizer(kind, texts, size, folder / TOKENIZER)
     tokenizer = place_tokenizer(inputs, folder / TOKENIZER, folder / TOKENIZER)
     split = inputs.objective.split_sentences
-    end = end_token(tokenizer, split_sentences=split)
+    end = find_end_token(tokenizer, split_sentences=split)
     meta = CorpusMeta(Vocabulary.from_tokenizer(tokenizer), end, split)
     pairs: list[CorpusPair] = []
     for number, (stream, share) in enumerate(streams):

@@ -1,4 +1,6 @@
-"""Reads tokenized corpora: Megatron-LM's `.bin`/`.idx` pair, memory-mapped and checked when it is opened."""
+"""Reads tokenized corpora: Megatron-LM's `.bin`/`.idx` pair, memory-mapped and checked when it is
+opened.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +12,36 @@ import numpy as np
 from .format import HEADER, bin_path, idx_path, parse_header
 from .meta import CorpusMeta, read_meta
 
-CHECK_BLOCK = (
-    1 << 22
-)  # index entries checked at a time, so that memory does not grow with the number of sequences
+# Index entries checked at a time, so that memory does not grow with the number of sequences.
+CHECK_BLOCK = 1 << 22
 
 
 class IndexedDataset:
-    """Gives sequences of tokens by number. `len(d)` is the number of sequences; `d[i]` is a read-only array [sizes[i]].
+    """Gives sequences of tokens by number.
 
-    The files are mapped, not read, so the corpus may be larger than memory. Unpickling opens them again.
+    `len(d)` is the number of sequences; `d[i]` is a read-only array [sizes[i]].
+
+    The files are mapped, not read, so the corpus may be larger than memory. Unpickling opens them
+    again.
 
     Attributes:
-        dtype: numpy dtype of a token.
+        dtype: Numpy dtype of a token.
         sizes: int32 [sequences], tokens per sequence.
-        meta: what is recorded beside the pair; None if another tool wrote it.
-        document_indices: int64 [documents + 1]; document k has the sequences from `document_indices[k]` up to, not
-            including, `document_indices[k + 1]`.
+        meta: What is recorded beside the pair; None if another tool wrote it.
+        document_indices: int64 [documents + 1]; document k has the sequences from
+            `document_indices[k]` up to, not including, `document_indices[k + 1]`.
 
     Raises:
-        FileNotFoundError: a file of the pair is missing.
-        ValueError: the pair is damaged; the message names the file and the record.
+        FileNotFoundError: A file of the pair is missing.
+        ValueError: The pair is damaged; the message names the file and the record.
     """
 
     meta: CorpusMeta | None = None
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
-        index, tokens = idx_path(prefix), bin_path(prefix)
+        index = idx_path(prefix)
+        tokens = bin_path(prefix)
         for path in (index, tokens):
             if not path.is_file():
                 raise FileNotFoundError(
@@ -47,13 +52,13 @@ class IndexedDataset:
         expected = HEADER.size + sequences * 12 + documents * 8
         if index.stat().st_size not in (expected, expected + sequences):
             raise ValueError(
-                f"{index} has {index.stat().st_size} bytes, but {sequences} sequences and {documents} document "
-                f"marks need {expected}; it is truncated or damaged"
+                f"{index} has {index.stat().st_size} bytes, but {sequences} sequences and "
+                f"{documents} document marks need {expected}; it is truncated or damaged"
             )
         raw = np.memmap(index, mode="r", dtype=np.uint8)
-        if raw[
-            expected:
-        ].any():  # Megatron-LM's multimodal pairs end with a mode for each sequence; text has 0
+        # Megatron-LM's multimodal pairs end with a mode for each sequence; that of text is 0.
+        modes = raw[expected:]
+        if modes.any():
             raise ValueError(
                 f"{index} has sequences of Megatron-LM's modes other than 0, which are not text"
             )
@@ -79,7 +84,10 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All tokens in file order, memory-mapped: [num_tokens]. There are no gaps between sequences."""
+        """All tokens in file order, memory-mapped: [num_tokens].
+
+        There are no gaps between sequences.
+        """
         return self._tokens
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -97,9 +105,9 @@ class IndexedDataset:
 
     def token_range(self, document: int) -> tuple[int, int]:
         """Returns the position of the document in `tokens`: (start, stop)."""
-        return self._token_at(self.document_indices[document]), self._token_at(
-            self.document_indices[document + 1]
-        )
+        start = self._find_token(self.document_indices[document])
+        stop = self._find_token(self.document_indices[document + 1])
+        return start, stop
 
     def last_tokens(self) -> np.ndarray:
         """Returns the last token of each document that has tokens: [documents]."""
@@ -119,11 +127,12 @@ class IndexedDataset:
 
     def __repr__(self) -> str:
         return (
-            f"IndexedDataset({str(self.prefix)!r}, documents={self.num_documents}, sequences={len(self)}, "
-            f"tokens={self.num_tokens}, dtype={self.dtype})"
+            f"IndexedDataset({str(self.prefix)!r}, documents={self.num_documents}, "
+            f"sequences={len(self)}, tokens={self.num_tokens}, dtype={self.dtype})"
         )
 
-    def _token_at(self, sequence: int) -> int:
+    def _find_token(self, sequence: int) -> int:
+        """Returns the position in `tokens` at which a sequence begins, or the last one ends."""
         if sequence == len(self):
             return self.num_tokens
         return int(self._pointers[sequence]) // self.dtype.itemsize
@@ -131,7 +140,8 @@ class IndexedDataset:
     def _check_index(self, path: Path) -> None:
         """Checks the pointers and document marks.
 
-        All writers store sequences without gaps, so the pointers follow from the sizes unless a bit flipped.
+        All writers store sequences without gaps, so the pointers follow from the sizes unless a bit
+        flipped.
         """
         position = 0
         for first in range(0, len(self.sizes), CHECK_BLOCK):
@@ -146,17 +156,17 @@ class IndexedDataset:
             if wrong.size:
                 record = first + int(wrong[0])
                 raise ValueError(
-                    f"{path}: sequence {record} points at byte {self._pointers[record]}, but the sizes before it "
-                    f"end at byte {expected[wrong[0]]}; the index is damaged"
+                    f"{path}: sequence {record} points at byte {self._pointers[record]}, but the "
+                    f"sizes before it end at byte {expected[wrong[0]]}; the index is damaged"
                 )
             position = int(ends[-1])
         self._bin_bytes = position
         marks = self.document_indices
         if len(marks) == 0 or marks[0] != 0 or marks[-1] != len(self.sizes):
             raise ValueError(
-                f"{path}: the document marks must run from 0 to the {len(self.sizes)} sequences, but are "
-                f"{marks[:1].tolist()} to {marks[-1:].tolist()} (older tools lost them when they merged pairs; merge "
-                "the parts again with `shardzoo data merge`)"
+                f"{path}: the document marks must run from 0 to the {len(self.sizes)} sequences, "
+                f"but are {marks[:1].tolist()} to {marks[-1:].tolist()} (older tools lost them "
+                "when they merged pairs; merge the parts again with `shardzoo data merge`)"
             )
         for first in range(0, len(marks) - 1, CHECK_BLOCK):
             steps = np.diff(marks[first : first + CHECK_BLOCK + 1])
@@ -173,7 +183,7 @@ class IndexedDataset:
                 f"{self._bin_bytes}; the two files do not belong together or one is truncated"
             )
         if actual == 0:
-            return np.empty(0, self.dtype)  # an empty file cannot be mapped
+            return np.empty(0, self.dtype)  # An empty file cannot be mapped.
         return np.asarray(np.memmap(path, mode="r", dtype=self.dtype))
 
 
@@ -181,25 +191,26 @@ class MemoryDataset(IndexedDataset):
     """A tokenized corpus in memory, for all that reads an `IndexedDataset`.
 
     Args:
-        name: what messages call it.
+        name: What messages call it.
         tokens: [tokens], the sequences end to end.
-        sizes: tokens per sequence.
-        sequences: sequences per document; None if each document is one sequence.
+        sizes: Tokens per sequence.
+        sequences: Sequences per document; None if each document is one sequence.
     """
 
     def __init__(
         self, name: str, tokens: np.ndarray, sizes: np.ndarray, sequences: np.ndarray | None = None
     ) -> None:
         self.prefix = Path(name)
-        self.dtype, self._tokens = tokens.dtype, tokens
+        self.dtype = tokens.dtype
+        self._tokens = tokens
         self.sizes = sizes.astype(np.int32)
         self._pointers = (np.cumsum(sizes, dtype=np.int64) - sizes) * tokens.dtype.itemsize
         counts = np.ones(len(sizes), np.int64) if sequences is None else sequences
         self.document_indices = np.append(0, np.cumsum(counts, dtype=np.int64))
-        self._parts = name, tokens, sizes, sequences
+        self._arguments = (name, tokens, sizes, sequences)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"parts": self._parts}
+        return {"arguments": self._arguments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(*state["parts"])
+        self.__init__(*state["arguments"])

@@ -1,8 +1,9 @@
 """Defines Megatron-LM's `.idx` layout, which the reader and the writer share.
 
-Little endian: 9 bytes magic, u64 version, u8 dtype code, u64 sequence count n, u64 document count d,
-i32 sizes [n] (tokens), i64 pointers [n] (byte offsets into `.bin`), i64 document_indices [d] (0, then the end
-of each document as a sequence number). The token stream itself is the `.bin` file, without any header.
+Little endian: 9 bytes magic, u64 version, u8 dtype code, u64 sequence count n, u64 document count
+d, i32 sizes [n] (tokens), i64 pointers [n] (byte offsets into `.bin`), i64 document_indices [d] (0,
+then the end of each document as a sequence number). The token stream itself is the `.bin` file,
+without any header.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ DTYPE_CODES: dict[int, np.dtype] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-LARGEST_UINT16_VOCABULARY = (
-    65499  # Megatron-LM and LiBai write uint16 below 65500 entries, and int32 from 65500 on
-)
+# Megatron-LM and LiBai write uint16 below 65500 entries, and int32 from 65500 on.
+LARGEST_UINT16_VOCABULARY = 65499
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """Returns `corpus.v1.bin` for `corpus.v1`; a prefix may contain dots, so `Path.with_suffix` would be wrong."""
+    """Returns `corpus.v1.bin` for `corpus.v1`.
+
+    A prefix may contain dots, so `Path.with_suffix` would be wrong.
+    """
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
+    """Returns the index of a prefix; see `bin_path`."""
     return Path(f"{prefix}.idx")
 
 
@@ -46,7 +50,10 @@ def dtype_for_vocabulary(vocab_size: int) -> np.dtype:
 
 
 def dtype_code(dtype: np.dtype | type) -> int:
-    """Returns Megatron-LM's code of a dtype. ValueError for a dtype that the format does not support."""
+    """Returns Megatron-LM's code of a dtype.
+
+    ValueError for a dtype that the format does not support.
+    """
     wanted = np.dtype(dtype)
     for code, known in DTYPE_CODES.items():
         if known == wanted:
@@ -56,7 +63,10 @@ def dtype_code(dtype: np.dtype | type) -> int:
 
 
 def parse_header(raw: bytes, path: Path) -> tuple[np.dtype, int, int]:
-    """Returns (token dtype, sequence count, document count). ValueError names the file and the defect."""
+    """Returns (token dtype, sequence count, document count).
+
+    ValueError names the file and the defect.
+    """
     if not raw:
         raise ValueError(f"{path} is empty; an index begins with {MAGIC!r}")
     if raw.startswith(LEGACY_MAGIC):
@@ -76,7 +86,8 @@ def parse_header(raw: bytes, path: Path) -> tuple[np.dtype, int, int]:
         raise ValueError(f"{path} was written on a big-endian machine; the format is little endian")
     if version != VERSION:
         raise ValueError(
-            f"{path} has index version {version}; only version {VERSION} exists in Megatron-LM and LiBai"
+            f"{path} has index version {version}; "
+            f"only version {VERSION} exists in Megatron-LM and LiBai"
         )
     if code not in DTYPE_CODES:
         raise ValueError(

@@ -20,7 +20,8 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
     """Writes the documents of several datasets, one dataset after the other.
 
     Raises:
-        ValueError: the token types differ, or what is recorded of the datasets does (vocabularies, end tokens).
+        ValueError: The token types differ, or what is recorded of the datasets does (vocabularies,
+            end tokens).
     """
     if not prefixes:
         raise ValueError("nothing to merge: give at least one prefix")
@@ -29,12 +30,14 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> None:
     if len(dtypes) > 1:
         described = ", ".join(f"{dataset.prefix}: {dataset.dtype}" for dataset in datasets)
         raise ValueError(f"datasets of different token dtypes cannot be merged ({described})")
-    with IndexedDatasetWriter(output, datasets[0].dtype, meta=_common_meta(datasets)) as writer:
+    with IndexedDatasetWriter(
+        output, datasets[0].dtype, meta=_find_common_meta(datasets)
+    ) as writer:
         for dataset in datasets:
             writer.add_dataset(dataset)
 
 
-def _common_meta(datasets: Sequence[IndexedDataset]) -> CorpusMeta | None:
+def _find_common_meta(datasets: Sequence[IndexedDataset]) -> CorpusMeta | None:
     """Returns what is recorded of all datasets; None if another tool wrote one of them."""
     known = [(dataset.prefix, dataset.meta) for dataset in datasets if dataset.meta is not None]
     for prefix, meta in known[1:]:
@@ -54,11 +57,11 @@ def split_dataset(
 ) -> dict[Path, int]:
     """Assigns every document to one of the outputs at random, in proportion to the shares.
 
-    Documents keep their order within an output. An output with a positive share gets at least one document. Returns
-    the number of documents of each output.
+    Documents keep their order within an output. An output with a positive share gets at least one
+    document. Returns the number of documents of each output.
 
     Raises:
-        ValueError: the shares do not sum to 1, or there are fewer documents than outputs.
+        ValueError: The shares do not sum to 1, or there are fewer documents than outputs.
     """
     names = list(shares)
     weights = np.array([shares[name] for name in names], np.float64)
@@ -68,7 +71,7 @@ def split_dataset(
         )
     if seed < 0:
         raise ValueError(f"the seed is {seed}; it must not be negative")
-    counts = _counts(weights, dataset.num_documents, dataset.prefix)
+    counts = _count_documents(weights, dataset.num_documents, dataset.prefix)
     order = np.random.default_rng([seed, dataset.num_documents]).permutation(dataset.num_documents)
     owner = np.empty(dataset.num_documents, np.int8)
     owner[order] = np.repeat(np.arange(len(names)), counts)
@@ -77,25 +80,30 @@ def split_dataset(
             stack.enter_context(IndexedDatasetWriter(name, dataset.dtype, meta=dataset.meta))
             for name in names
         ]
-        for start, stop in _runs(owner):
+        for start, stop in _iter_runs(owner):
             marks = dataset.document_indices[start : stop + 1]
-            tokens = dataset.tokens[
-                dataset.token_range(start)[0] : dataset.token_range(stop - 1)[1]
-            ]
-            writers[owner[start]].add_sequences(tokens, dataset.sizes[marks[0] : marks[-1]])
-            writers[owner[start]].end_documents(np.diff(marks))
+            first_token, _ = dataset.token_range(start)
+            _, end_token = dataset.token_range(stop - 1)
+            writer = writers[owner[start]]
+            writer.add_sequences(
+                dataset.tokens[first_token:end_token], dataset.sizes[marks[0] : marks[-1]]
+            )
+            writer.end_documents(np.diff(marks))
     return dict(zip(names, counts.tolist(), strict=True))
 
 
-def _runs(owner: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yields runs [start, stop) of neighboring documents with one owner, at most DOCUMENTS_AT_ONCE together."""
+def _iter_runs(owner: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yields runs [start, stop) of neighboring documents with one owner, at most DOCUMENTS_AT_ONCE
+    together.
+    """
     changes = np.flatnonzero(np.diff(owner, prepend=-1, append=-1))
     for first, last in pairwise(changes.tolist()):
         for start in range(first, last, DOCUMENTS_AT_ONCE):
             yield start, min(start + DOCUMENTS_AT_ONCE, last)
 
 
-def _counts(weights: np.ndarray, documents: int, prefix: Path) -> np.ndarray:
+def _count_documents(weights: np.ndarray, documents: int, prefix: Path) -> np.ndarray:
+    """Returns the number of documents of each output: int64 [outputs], with the sum `documents`."""
     needed = int((weights > 0).sum())
     if documents < needed:
         raise ValueError(

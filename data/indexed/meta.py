@@ -1,4 +1,4 @@
-"""Records beside a `.bin/.idx` pair which vocabulary its tokens belong to, in `PREFIX.meta.json`."""
+"""Records in `PREFIX.meta.json` which vocabulary the tokens of a `.bin/.idx` pair belong to."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class CorpusMeta:
     """What the files of a pair do not say about themselves.
 
     Args:
-        vocabulary: the vocabulary of the tokens.
-        end_token: id of the token after every document; None if there is none.
-        split_sentences: whether a sequence is a sentence, rather than a document.
+        vocabulary: The vocabulary of the tokens.
+        end_token: Id of the token after every document; None if there is none.
+        split_sentences: Whether a sequence is a sentence, rather than a document.
     """
 
     vocabulary: Vocabulary
@@ -25,6 +25,7 @@ class CorpusMeta:
     split_sentences: bool = False
 
     def write(self, prefix: str | Path) -> None:
+        """Writes the record of a pair, in one step."""
         path = meta_path(prefix)
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -32,15 +33,20 @@ class CorpusMeta:
 
 
 def read_meta(prefix: str | Path) -> CorpusMeta | None:
-    """Returns what is recorded of a pair; None for a pair of another tool. ValueError if the file is damaged."""
+    """Returns what is recorded of a pair; None for a pair of another tool.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
     path = meta_path(prefix)
     if not path.exists() and not path.is_symlink():
         return None
     values = read_json_object(path, largest=1 << 16)
     vocabulary = Vocabulary.from_json(values.get("vocabulary"), str(path))
-    end, split = values.get("end_token"), values.get("split_sentences", False)
+    end = values.get("end_token")
+    split = values.get("split_sentences", False)
     is_id = isinstance(end, int) and not isinstance(end, bool) and 0 <= end < vocabulary.size
-    if not (end is None or is_id):
+    if end is not None and not is_id:
         raise ValueError(
             f"{path}: end_token must be null or an id below {vocabulary.size}, not {end!r:.100}"
         )
@@ -50,4 +56,5 @@ def read_meta(prefix: str | Path) -> CorpusMeta | None:
 
 
 def meta_path(prefix: str | Path) -> Path:
+    """Returns the file that records what the pair of a prefix does not say about itself."""
     return Path(f"{prefix}.meta.json")

@@ -1,4 +1,6 @@
-"""Writes `.bin`/`.idx` pairs: byte-identical to Megatron-LM's, atomic, resumable, in constant memory."""
+"""Writes `.bin`/`.idx` pairs: byte-identical to Megatron-LM's, atomic, resumable, in constant
+memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ COPY_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class WriterState:
-    """Counts the valid part of an unfinished dataset; `IndexedDatasetWriter(..., resume=state)` continues from it."""
+    """Counts the valid part of an unfinished dataset.
+
+    `IndexedDatasetWriter(..., resume=state)` continues from it.
+    """
 
     tokens: int = 0
     sequences: int = 0
@@ -30,19 +35,20 @@ class WriterState:
 
 
 class IndexedDatasetWriter:
-    """Context manager that collects sequences in `PREFIX.*.partial` files and renames them when it exits.
+    """Context manager that collects sequences in `PREFIX.*.partial` files and renames them when it
+    exits.
 
-    An exception inside the `with` leaves no dataset: the partial files are deleted, unless `keep_partial` is
-    set (for a run that may be resumed). Memory does not grow with the number of sequences. Only one process may
-    write a prefix at a time.
+    An exception inside the `with` leaves no dataset: the partial files are deleted, unless
+    `keep_partial` is set (for a run that may be resumed). Memory does not grow with the number of
+    sequences. Only one process may write a prefix at a time.
 
     Args:
-        prefix: output path without `.bin`/`.idx`.
-        dtype: token dtype; see `dtype_for_vocabulary`. Tokens that it cannot hold raise ValueError and are never
-            wrapped around.
-        resume: continue the partial files from this state; anything after it is truncated.
-        keep_partial: whether to keep the partial files after an exception.
-        meta: what to record beside the pair.
+        prefix: Output path without `.bin`/`.idx`.
+        dtype: Token dtype; see `dtype_for_vocabulary`. Tokens that it cannot hold raise ValueError
+            and are never wrapped around.
+        resume: Continue the partial files from this state; anything after it is truncated.
+        keep_partial: Whether to keep the partial files after an exception.
+        meta: What to record beside the pair.
     """
 
     def __init__(
@@ -75,11 +81,9 @@ class IndexedDatasetWriter:
             for file in self._files.values():
                 file.close()
             raise
-        self._tokens, self._sequences, self._documents = (
-            state.tokens,
-            state.sequences,
-            state.documents,
-        )
+        self._tokens = state.tokens
+        self._sequences = state.sequences
+        self._documents = state.documents
         self._last_mark = self._read_last_mark()
 
     def add_sequence(self, tokens: np.ndarray | list[int]) -> None:
@@ -88,14 +92,17 @@ class IndexedDatasetWriter:
 
     def add_sequences(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Appends several sequences at once: `tokens` [sum(lengths)] is their concatenation."""
-        tokens, lengths = np.asarray(tokens), np.asarray(lengths)
+        tokens = np.asarray(tokens)
+        lengths = np.asarray(lengths)
         if tokens.ndim != 1 or lengths.sum() != len(tokens):
             raise ValueError(
-                f"tokens of shape {tokens.shape} do not match the sum of the lengths, {lengths.sum()}"
+                f"tokens of shape {tokens.shape} do not match the sum of the lengths, "
+                f"{lengths.sum()}"
             )
         if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
             raise ValueError(
-                f"a sequence of {lengths.max()} tokens is too long; the format stores lengths as int32"
+                f"a sequence of {lengths.max()} tokens is too long; "
+                "the format stores lengths as int32"
             )
         self._check_range(tokens)
         self._files["bin"].write(tokens.astype(self.dtype, copy=False).tobytes())
@@ -104,11 +111,16 @@ class IndexedDatasetWriter:
         self._sequences += len(lengths)
 
     def end_document(self) -> None:
-        """Closes the open document, which consists of the sequences added since the last document ended."""
+        """Closes the open document, which consists of the sequences added since the last document
+        ended.
+        """
         self._mark_documents(np.array([self._sequences]))
 
     def end_documents(self, sequences: np.ndarray) -> None:
-        """Closes several documents at once; `sequences` [documents] is the number of sequences of each."""
+        """Closes several documents at once.
+
+        `sequences` [documents] is the number of sequences of each.
+        """
         ends = self._last_mark + np.cumsum(sequences)
         if len(ends) and ends[-1] != self._sequences:
             raise ValueError(
@@ -132,9 +144,11 @@ class IndexedDatasetWriter:
         """Appends all documents of another dataset of the same dtype."""
         if dataset.dtype != self.dtype:
             raise ValueError(
-                f"{dataset.prefix} holds {dataset.dtype} tokens and cannot be appended to {self.dtype}"
+                f"{dataset.prefix} holds {dataset.dtype} tokens and cannot be appended to "
+                f"{self.dtype}"
             )
-        first, step = self._sequences, COPY_BYTES // 8
+        first = self._sequences
+        step = COPY_BYTES // 8
         for start in range(0, dataset.num_tokens, step):
             self._files["bin"].write(dataset.tokens[start : start + step].tobytes())
         for start in range(0, len(dataset), step):
@@ -171,7 +185,8 @@ class IndexedDatasetWriter:
 
     def _abandon(self) -> None:
         for file in self._files.values():
-            with suppress(OSError):  # the disk may be full; that was reported already
+            # A full disk fails here again; the error that ended the `with` has reported it.
+            with suppress(OSError):
                 file.close()
         if not self._keep_partial:
             for name in (*self._names.values(), self._index_partial):
@@ -186,19 +201,19 @@ class IndexedDatasetWriter:
                 HEADER.pack(MAGIC, VERSION, self._code, self._sequences, self._documents + 1)
             )
             position = 0
-            for sizes in self._spooled("sizes", "<i4"):
+            for sizes in self._iter_written("sizes", "<i4"):
                 file.write(sizes.tobytes())
-            for sizes in self._spooled("sizes", "<i4"):
+            for sizes in self._iter_written("sizes", "<i4"):
                 ends = position + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
                 file.write(np.concatenate(([position], ends[:-1])).astype("<i8").tobytes())
                 position = int(ends[-1])
             file.write(np.zeros(1, "<i8").tobytes())
-            for marks in self._spooled("documents", "<i8"):
+            for marks in self._iter_written("documents", "<i8"):
                 file.write(marks.tobytes())
             file.flush()
             os.fsync(file.fileno())
-        # The old index is removed first and the new one comes last, so a reader never pairs an index with the wrong
-        # tokens.
+        # The old index is removed first and the new one comes last, so that a reader never pairs an
+        # index with the wrong tokens.
         idx_path(self.prefix).unlink(missing_ok=True)
         meta_path(self.prefix).unlink(missing_ok=True)
         if self._meta is not None:
@@ -219,7 +234,8 @@ class IndexedDatasetWriter:
             self._lock(descriptor)
         if os.fstat(descriptor).st_size < valid_bytes:
             raise ValueError(
-                f"{path} is shorter than the {valid_bytes} bytes to resume from; start again without resuming"
+                f"{path} is shorter than the {valid_bytes} bytes to resume from; "
+                "start again without resuming"
             )
         file.truncate(valid_bytes)
         file.seek(valid_bytes)
@@ -232,14 +248,11 @@ class IndexedDatasetWriter:
                 f"another process is writing {self.prefix}; wait for it or choose another output"
             ) from None
         except OSError as error:
-            if error.errno not in (
-                errno.ENOLCK,
-                errno.ENOTSUP,
-                errno.ENOSYS,
-            ):  # file systems without locks
+            # Some file systems have no locks.
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
 
-    def _spooled(self, part: str, dtype: str):
+    def _iter_written(self, part: str, dtype: str):
         """Yields the values written so far to a side file, block by block."""
         file = self._files[part]
         file.seek(0)
@@ -264,9 +277,10 @@ class IndexedDatasetWriter:
             return
         if tokens.dtype.kind not in "iu":
             raise ValueError(f"tokens of dtype {tokens.dtype} cannot be stored as {self.dtype}")
-        low, high = int(tokens.min()), int(tokens.max())
+        low = int(tokens.min())
+        high = int(tokens.max())
         if low < self._limits.min or high > self._limits.max:
             raise ValueError(
-                f"token ids {low} to {high} do not fit {self.dtype} ({self._limits.min} to {self._limits.max}); "
-                "use int32 for vocabularies of 65500 entries and more"
+                f"token ids {low} to {high} do not fit {self.dtype} ({self._limits.min} to "
+                f"{self._limits.max}); use int32 for vocabularies of 65500 entries and more"
             )

@@ -1,4 +1,6 @@
-"""Collates samples, which are dicts of arrays, into batches of tensors, and pads those of unequal lengths."""
+"""Collates samples, which are dicts of arrays, into batches of tensors, and pads those of unequal
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CollateFunction = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True)
 class PadBatch:
-    """Stacks samples (dicts of arrays) into `{name: tensor [B, …]}`; the last dimension is padded if lengths differ.
+    """Stacks samples (dicts of arrays) into `{name: tensor [B, …]}`.
+
+    The last dimension is padded if lengths differ.
 
     `input_ids` are padded with `pad_token_id`, labels with −100, and everything else with 0. If the
     samples have no `attention_mask`, one is added: int64 in the shape of `input_ids`, 1 on tokens
@@ -114,7 +118,9 @@ class DataCollator:
 
 
 def with_loss_mask(collate: CollateFunction) -> CollateFunction:
-    """Returns a collate function whose batches have labels of −100 in place of Megatron's `loss_mask` of 0."""
+    """Returns a collate function whose batches have labels of −100 in place of Megatron's
+    `loss_mask` of 0.
+    """
 
     def collate_with_loss_mask(samples: Sequence[Any]) -> Any:
         batch = collate(samples)
@@ -138,7 +144,10 @@ def check_names(samples: Sequence[Mapping[str, Any]]) -> None:
 
 
 def find_common_dtype(values: Sequence[np.ndarray]) -> np.dtype:
-    """Returns the dtype that holds all arrays. Empty ones are ignored, because numpy makes an empty list float64."""
+    """Returns the dtype that holds all arrays.
+
+    Empty ones are ignored, because numpy makes an empty list float64.
+    """
     dtypes = [value.dtype for value in values if value.size]
     if not dtypes:
         dtypes = [value.dtype for value in values]

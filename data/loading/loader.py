@@ -52,7 +52,9 @@ class Share:
 
 
 class GlobalBatches:
-    """Yields the positions of one rank's micro-batches from `consumed` on; a batch sampler for DataLoader.
+    """Yields the positions of one rank's micro-batches from `consumed` on.
+
+    It is a batch sampler for torch's DataLoader.
 
     With a `total`, the last global batch may be incomplete. "drop" leaves it out. "pad" completes
     it on every rank, so that all ranks have the same number of batches: the number `~n` stands for
@@ -144,7 +146,8 @@ class ResumableLoader:
             batch_sampler=batches,  # type: ignore[arg-type]
             num_workers=self.num_workers,
             collate_fn=self.collate,
-            # Without a generator of its own, the loader would advance the one of the caller's dropout.
+            # Without a generator of its own, the loader would advance the one of the caller's
+            # dropout.
             generator=torch.Generator(),
         )
         for batch in loader:

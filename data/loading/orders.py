@@ -1,4 +1,6 @@
-"""Orders the samples of each epoch: shuffled, or shuffled so that the samples of a batch have similar lengths."""
+"""Orders the samples of each epoch: shuffled, or shuffled so that the samples of a batch have
+similar lengths.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,18 @@ import numpy as np
 
 
 class EpochShuffle:
-    """Maps positions of an endless run to `size` sample numbers, shuffled per epoch; for `ResumableLoader(order=…)`."""
+    """Maps positions of an endless run to `size` sample numbers, shuffled per epoch.
+
+    It is an order for `ResumableLoader(order=…)`.
+    """
 
     def __init__(self, size: int, seed: int = 1234) -> None:
         if size < 1:
             raise ValueError("there are no samples to shuffle")
         self.size = size
         self.seed = seed
-        # The order of the latest epoch is kept, because neighboring positions are asked for in turn.
+        # The order of the latest epoch is kept, because neighboring positions are asked for in
+        # turn.
         self._epoch = -1
         self._order = np.empty(0, np.int64)
 

@@ -49,7 +49,9 @@ def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class PackedDataset:
-    """Packs several samples into one of at most `length` tokens; positions and segments separate them.
+    """Packs several samples into one of at most `length` tokens.
+
+    Positions and segments separate them.
 
     Each item has `input_ids`, `labels`, `position_ids` (from 0 in each sample) and `segment_ids`
     (1, 2, …; padding is 0), int64 [n]. A token may attend only within its segment. The first label

@@ -1,4 +1,6 @@
-"""Builds the loader of a pretraining configuration: an objective's samples, padded into batches of one rank."""
+"""Builds the loader of a pretraining configuration: an objective's samples, padded into batches of
+one rank.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def build_loader(
 
 
 def build_pad_batch(config: PretrainingData, tokenizer: Tokenizer) -> PadBatch:
-    """Returns what turns a configuration's samples into a batch: padded to fixed lengths if it says so."""
+    """Returns what turns a configuration's samples into a batch: padded to fixed lengths if it says
+    so.
+    """
     special = tokenizer.special
     pad_token_id = special.get("pad_token", special.get("eos_token", 0))
     if not config.padded:

@@ -1,7 +1,8 @@
 """Loads batches from streams larger than memory, shuffled in windows and resumable at any batch.
 
-Every worker of every rank reads the whole stream and keeps its share. Reading is cheap compared with tokenizing, and
-each worker tokenizes only its share. In return, the order of samples and the end of the stream are the same for all.
+Every worker of every rank reads the whole stream and keeps its share. Reading is cheap compared
+with tokenizing, and each worker tokenizes only its share. In return, the order of samples and the
+end of the stream are the same for all.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ..objectives.labels import without_labels
-from ..text.corpus import as_prefix, document_key
-from ..text.documents import OnBad, describe, fail_on_bad, source_name
+from ..text.corpus import as_prefix, hash_document
+from ..text.documents import OnBad, describe, fail_on_bad, name_source
 from ..text.records import BadRecord, check_text, read_chunk
 from ..text.sources import Source, plan_chunks
 from .collate import CollateFunction, PadBatch
@@ -32,11 +33,14 @@ from .loader import Share, seed_generators
 
 UNSHUFFLED_WINDOW = 256
 
-Transform = Callable[[Any, np.random.Generator], dict[str, Any]]
+RecordTransform = Callable[[Any, np.random.Generator], dict[str, Any]]
 
 
-class Records(Protocol):
-    """A stream that can be read repeatedly, epoch by epoch, from any cursor it yielded before (a JSON-able value)."""
+class RecordSource(Protocol):
+    """A stream that can be read repeatedly, epoch by epoch, from any cursor that it yielded before.
+
+    A cursor is a value that JSON can hold.
+    """
 
     def read(self, epoch: int, cursor: Any) -> Iterator[tuple[Any, Any]]:
         """Yields (record, cursor after it) from `cursor` on; None is the beginning of the epoch."""
@@ -44,7 +48,14 @@ class Records(Protocol):
 
 
 class DocumentRecords:
-    """Reads the texts of a source (see `plan_chunks`); chunks are shuffled in each epoch unless `seed` is None."""
+    """Reads the texts of a source (see `plan_chunks`).
+
+    Args:
+        source: Files and folders.
+        seed: Shuffles the chunks in each epoch; None keeps their order.
+        text_key: Key or column that holds the text.
+        on_bad: Called with every bad record; raises, or returns to skip the record.
+    """
 
     def __init__(
         self,
@@ -55,13 +66,19 @@ class DocumentRecords:
         on_bad: OnBad = fail_on_bad,
     ) -> None:
         self.chunks = plan_chunks(source)
-        self.seed, self.text_key, self.on_bad = seed, text_key, on_bad
+        self.seed = seed
+        self.text_key = text_key
+        self.on_bad = on_bad
 
     @property
     def identity(self) -> str:
-        """A digest of the files' names, sizes and order; not of their folders and times, so that they can be moved."""
+        """A digest of the files' names, sizes and order.
+
+        It does not depend on their folders and times, so that they can be moved.
+        """
         digest = hashlib.blake2b(digest_size=16)
-        for path in dict.fromkeys(path for chunk in self.chunks for path in chunk.paths):
+        paths = dict.fromkeys(path for chunk in self.chunks for path in chunk.paths)
+        for path in paths:
             size = path.stat().st_size if path.is_file() else ""
             digest.update(f"{path.name} {size}/".encode("utf-8", "surrogateescape"))
         for chunk in self.chunks:
@@ -69,28 +86,32 @@ class DocumentRecords:
         return digest.hexdigest()
 
     def read(self, epoch: int, cursor: Any) -> Iterator[tuple[str, list[int]]]:
-        chunk, record = cursor or (0, 0)
+        """Yields (text, cursor after it).
+
+        A cursor is [place of the chunk in the order, record in the chunk].
+        """
+        first_place, first_record = cursor or (0, 0)
         order = np.arange(len(self.chunks))
         if self.seed is not None:
             order = np.random.default_rng([self.seed, 5, epoch]).permutation(len(self.chunks))
-        for place in range(chunk, len(self.chunks)):
-            part = self.chunks[order[place]]
-            text = read_chunk(part, self.text_key)
+        for place in range(first_place, len(self.chunks)):
+            chunk = self.chunks[order[place]]
+            text = read_chunk(chunk, self.text_key)
             for bad in text.bad:
-                where = f" (counted from {part.start} on)" if part.start else ""
+                where = f" (counted from {chunk.start} on)" if chunk.start else ""
                 self.on_bad(replace(bad, reason=bad.reason + where))
-            for number in range(record, len(text.documents)):
-                yield text.documents[number], [place, number + 1]
-            record = 0
+            for record in range(first_record, len(text.documents)):
+                yield text.documents[record], [place, record + 1]
+            first_record = 0
 
 
 class IterableRecords:
     """Reads an iterable made by `make(epoch)`, such as a streaming Hugging Face dataset.
 
-    `make(epoch)` must give the same records in the same order every time, because every worker reads the whole
-    iterable: its randomness must depend on the epoch alone, not on global generators. The iterable cannot see
-    that it runs in a worker. Resuming calls its `skip(n)` if it has one; otherwise the consumed records are read
-    and dropped.
+    `make(epoch)` must give the same records in the same order every time, because every worker
+    reads the whole iterable: its randomness must depend on the epoch alone, not on global
+    generators. The iterable cannot see that it runs in a worker. Resuming calls its `skip(n)` if it
+    has one; otherwise the consumed records are read and dropped.
     """
 
     def __init__(self, make: Callable[[int], Iterable[Any]]) -> None:
@@ -98,41 +119,48 @@ class IterableRecords:
 
     @classmethod
     def from_iterable(cls, dataset: Any) -> IterableRecords:
-        """Returns the records of an iterable that starts again, which is told the epoch if it has a `set_epoch`."""
-        return cls(lambda epoch: _epoch_of(dataset, epoch))
+        """Returns the records of an iterable that starts again, which is told the epoch if it has a
+        `set_epoch`.
+        """
+        return cls(lambda epoch: _set_epoch(dataset, epoch))
 
     def read(self, epoch: int, cursor: Any) -> Iterator[tuple[Any, int]]:
+        """Yields (record, cursor after it); a cursor is the number of records before it."""
         seen = cursor or 0
-        with _without_worker():
-            rest = self._behind(seen, self.make(epoch))
+        with _hide_worker():
+            rest = self._skip(self.make(epoch), seen)
         for number in count(seen + 1):
-            with _without_worker():
+            with _hide_worker():
                 found = list(islice(rest, 1))
             if not found:
                 return
             yield found[0], number
 
     @staticmethod
-    def _behind(seen: int, records: Iterable[Any]) -> Iterator[Any]:
-        # The dataset that Hugging Face's `skip` returns is in epoch 0, and does not shuffle shards for another epoch.
+    def _skip(records: Iterable[Any], seen: int) -> Iterator[Any]:
+        # The dataset that Hugging Face's `skip` returns is in epoch 0, and shuffles no shards for
+        # another epoch, so a dataset with epochs is read from its beginning.
         if seen and hasattr(records, "skip") and not hasattr(records, "set_epoch"):
             return iter(records.skip(seen))  # type: ignore[attr-defined]
         return islice(records, seen, None)
 
 
 class TextStream:
-    """The documents of a source that need not fit on a disk, divided into training documents and held-out ones.
+    """The documents of a source that need not fit on a disk, divided into training documents and
+    held-out ones.
 
-    As in `prepare_corpus`, a hash of its text and the seed decides on which side a document is, wherever it comes in
-    the stream. Records without usable text are skipped; the first one is reported by a warning.
+    As in `prepare_corpus`, a hash of its text and the seed decides on which side a document is,
+    wherever it comes in the stream. Records without usable text are skipped; the first one is
+    reported by a warning.
 
     Args:
-        source: what `plan_chunks` reads; the name of a dataset on the Hugging Face hub, as `owner/name` or
-            `owner/name/configuration`, of which the split `train` is streamed; or an iterable that starts again and
-            gives texts or records, such as a `datasets.IterableDataset`.
-        text_key: key or column that holds the text.
-        held_out_fraction: share of the documents that is held out, from 0 up to, not including, 1.
-        seed: decides the sides, and the order of the chunks or files in each epoch.
+        source: What `plan_chunks` reads; the name of a dataset on the Hugging Face hub, as
+            `owner/name` or `owner/name/configuration`, of which the split `train` is streamed; or
+            an iterable that starts again and gives texts or records, such as a
+            `datasets.IterableDataset`.
+        text_key: Key or column that holds the text.
+        held_out_fraction: Share of the documents that is held out, from 0 up to, not including, 1.
+        seed: Decides the sides, and the order of the chunks or files in each epoch.
     """
 
     def __init__(
@@ -147,33 +175,37 @@ class TextStream:
             raise ValueError(
                 f"held_out_fraction is {held_out_fraction}; it must be at least 0 and less than 1"
             )
-        self.text_key, self.seed = text_key, seed
+        self.text_key = text_key
+        self.seed = seed
         self.held_out_fraction = held_out_fraction
-        self.name = source_name(source) if is_source(source) else f"the {type(source).__name__}"
+        self.name = name_source(source) if is_source(source) else f"the {type(source).__name__}"
         self._warned = False
         self.records = self._open(source)
 
     @property
     def identity(self) -> str:
         """What the meaning of a cursor depends on, as far as it is known."""
-        source = self.records.identity if isinstance(self.records, DocumentRecords) else self.name
+        source = self.name
+        if isinstance(self.records, DocumentRecords):
+            source = self.records.identity
         return f"{source} {self.text_key} {self.seed} {self.held_out_fraction}"
 
     def read(self, epoch: int, cursor: Any) -> Iterator[tuple[str, Any]]:
-        """Yields (training document, cursor after it); see `Records`."""
-        for text, is_held_out, after in self._documents(epoch, cursor):
+        """Yields (training document, cursor after it); see `RecordSource`."""
+        for text, is_held_out, after in self._iter_documents(epoch, cursor):
             if not is_held_out:
                 yield text, after
 
     def beginning(self, characters: int, *, held_out: bool = False) -> list[str]:
-        """Returns the first training documents, or held-out ones, that together have `characters` or are all there are.
+        """Returns the first training documents, or held-out ones, that together have `characters`,
+        or all there are.
 
         Raises:
-            ValueError: there are none.
+            ValueError: There are none.
         """
         found: list[str] = []
         size = 0
-        for text, is_held_out, _ in self._documents(0, None):
+        for text, is_held_out, _ in self._iter_documents(0, None):
             if is_held_out == held_out:
                 found.append(text)
                 size += len(text)
@@ -182,39 +214,42 @@ class TextStream:
         if not found:
             side = "held out" if held_out else "left to train on"
             raise ValueError(
-                f"no document of {self.name} is {side} with held_out_fraction={self.held_out_fraction}; use another "
-                "fraction, or more text"
+                f"no document of {self.name} is {side} with "
+                f"held_out_fraction={self.held_out_fraction}; use another fraction, or more text"
             )
         return found
 
-    def _documents(self, epoch: int, cursor: Any) -> Iterator[tuple[str, bool, Any]]:
+    def _iter_documents(self, epoch: int, cursor: Any) -> Iterator[tuple[str, bool, Any]]:
+        """Yields (text, whether it is held out, cursor after it)."""
         limit = int(self.held_out_fraction * 2**64)
         for record, after in self.records.read(epoch, cursor):
-            text = (
-                record if isinstance(self.records, DocumentRecords) else self._text(record, after)
-            )
+            text = record
+            if not isinstance(self.records, DocumentRecords):
+                text = self._extract_text(record, after)
             if text and not text.isspace():
-                yield text, int.from_bytes(document_key(text, self.seed), "big") < limit, after
+                key = int.from_bytes(hash_document(text, self.seed), "big")
+                yield text, key < limit, after
 
-    def _open(self, source: Any) -> Records:
+    def _open(self, source: Any) -> RecordSource:
         if not is_source(source):
             if isinstance(source, (Iterator, Mapping)) or not hasattr(source, "__iter__"):
                 raise ValueError(
-                    f"a stream cannot read the type {type(source).__name__}: give paths, a name on the Hugging Face "
-                    "hub, or an iterable of texts or records that starts again; of several splits, give one"
+                    f"a stream cannot read the type {type(source).__name__}: give paths, a name on "
+                    "the Hugging Face hub, or an iterable of texts or records that starts again; "
+                    "of several splits, give one"
                 )
             return IterableRecords.from_iterable(source)
         if as_prefix(source) is not None:
             raise ValueError(
-                f"{source} is a .bin/.idx pair, which is tokenized already; train on it without a stream"
+                f"{source} is a .bin/.idx pair, which is tokenized already; "
+                "train on it without a stream"
             )
-        if not isinstance(source, str) or Path(source).exists() or not may_be_on_hub(source):
-            return DocumentRecords(
-                source, seed=self.seed, text_key=self.text_key, on_bad=self._warn
-            )
-        return IterableRecords.from_iterable(open_hub_dataset(source, self.seed))
+        if isinstance(source, str) and not Path(source).exists() and may_be_on_hub(source):
+            return IterableRecords.from_iterable(open_hub_dataset(source, self.seed))
+        return DocumentRecords(source, seed=self.seed, text_key=self.text_key, on_bad=self._warn)
 
-    def _text(self, record: Any, number: int) -> str | None:
+    def _extract_text(self, record: Any, number: int) -> str | None:
+        """Returns the text of a record; None, after a warning, if it has no usable text."""
         if isinstance(record, Mapping):
             if self.text_key not in record:
                 names = ", ".join(map(repr, record))
@@ -239,42 +274,47 @@ class TextStream:
 
 def is_source(value: Any) -> bool:
     """Returns whether a value names files, folders or a dataset, rather than being one."""
+    if value is None:
+        return True
     names = value if isinstance(value, (list, tuple)) else [value]
-    return value is None or (bool(names) and all(isinstance(name, (str, Path)) for name in names))
+    return bool(names) and all(isinstance(name, (str, Path)) for name in names)
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Returns whether a name that is no local file can be that of a dataset, rather than a misspelled path."""
-    return (
-        re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*){1,2}", name) is not None
-        and not Path(name).parent.is_dir()
-    )
+    """Returns whether a name that is no local file can be that of a dataset, rather than a
+    misspelled path.
+    """
+    is_name = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*){1,2}", name) is not None
+    return is_name and not Path(name).parent.is_dir()
 
 
 def open_hub_dataset(name: str, seed: int) -> Any:
-    """Returns the stream of a dataset on the Hugging Face hub, whose files come in another order in each epoch.
+    """Opens the stream of a dataset on the Hugging Face hub, whose files come in another order in
+    each epoch.
 
     Raises:
-        ValueError: there is no such file, folder or dataset, or it cannot be reached.
+        ValueError: There is no such file, folder or dataset, or it cannot be reached.
     """
     import datasets
 
     parts = name.split("/")
+    path = "/".join(parts[:2])
+    configuration = "/".join(parts[2:]) or None
     try:
-        path, configuration = "/".join(parts[:2]), "/".join(parts[2:]) or None
-        return datasets.load_dataset(path, configuration, split="train", streaming=True).shuffle(
-            seed, buffer_size=1
-        )
+        dataset = datasets.load_dataset(path, configuration, split="train", streaming=True)
+        return dataset.shuffle(seed, buffer_size=1)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{name} is no file or folder, and cannot be streamed from the Hugging Face hub "
-            f"({type(error).__name__}: {error}); give a path, or a dataset as owner/name or owner/name/configuration"
+            f"({type(error).__name__}: {error}); give a path, or a dataset as owner/name or "
+            "owner/name/configuration"
         ) from None
 
 
-def _epoch_of(dataset: Any, epoch: int) -> Iterable[Any]:
+def _set_epoch(dataset: Any, epoch: int) -> Iterable[Any]:
+    """Tells an iterable the epoch if it has a `set_epoch`, and returns it."""
     number = getattr(dataset, "_epoch", None)
-    # Hugging Face datasets shares it between workers, which may be in different epochs.
+    # Hugging Face datasets shares the number between workers, which may be in different epochs.
     if isinstance(number, torch.Tensor) and number.is_shared():
         dataset._epoch = number.clone()
     if hasattr(dataset, "set_epoch"):
@@ -283,13 +323,14 @@ def _epoch_of(dataset: Any, epoch: int) -> Iterable[Any]:
 
 
 @contextmanager
-def _without_worker() -> Iterator[None]:
-    """Hides from the iterable that it is read in a worker.
+def _hide_worker() -> Iterator[None]:
+    """Hides from an iterable that it is read in a worker.
 
-    Hugging Face streams, and torch's as its manual writes them, give each worker a different part. Here every
-    worker must read the whole stream and takes its share afterwards.
+    Hugging Face streams, and torch's as its manual writes them, give each worker a different part.
+    Here every worker must read the whole stream and takes its share afterwards.
     """
-    hidden, torch_worker._worker_info = torch_worker._worker_info, None
+    hidden = torch_worker._worker_info
+    torch_worker._worker_info = None
     try:
         yield
     finally:
@@ -300,36 +341,48 @@ class StreamLoader(ABC):
     """The base of what loads batches of streams for one rank, and resumes at a bookmark.
 
     Args:
-        num_workers: processes that read ahead. Each reads the whole stream, and makes every `num_workers`-th batch.
+        share: Micro-batch size, rank and number of data-parallel ranks.
+        num_workers: Processes that read ahead. Each reads the whole stream, and makes every
+            `num_workers`-th batch.
+        bookmark: Where the first sample is read from.
     """
 
     def __init__(self, share: Share, num_workers: int, bookmark: dict[str, Any]) -> None:
-        self.share, self.num_workers = share, num_workers
-        self._consumed, self._bookmark = 0, bookmark
+        self.share = share
+        self.num_workers = num_workers
+        self._consumed = 0
+        self._bookmark = bookmark
 
     def __iter__(self) -> Iterator[Any]:
-        generator = (
-            torch.Generator()
-        )  # else the loader would advance the generator of the caller's dropout
+        # Without a generator of its own, the loader would advance the one of the caller's dropout.
         loader = DataLoader(
-            _StreamBatches(self), batch_size=None, num_workers=self.num_workers, generator=generator
+            _WorkerBatches(self),
+            batch_size=None,
+            num_workers=self.num_workers,
+            generator=torch.Generator(),
         )
         for batch, self._consumed, self._bookmark in loader:
             yield batch
 
     @abstractmethod
-    def share_of(self, worker: int, workers: int) -> Iterator[tuple[Any, int, dict[str, Any]]]:
-        """Yields (batch, global samples consumed, bookmark) of one worker from the current state on, in order."""
+    def iter_worker(self, worker: int, workers: int) -> Iterator[tuple[Any, int, dict[str, Any]]]:
+        """Yields the batches of one of several workers, from the current state on, in order.
+
+        Yields:
+            (batch, samples that all ranks have consumed after it, bookmark to resume from after
+                it).
+        """
 
     @abstractmethod
     def peek(self, count: int) -> list[Any]:
         """Returns the first records of the first epoch."""
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the number of samples that all ranks have consumed, and the bookmark."""
         return {"consumed_samples": self._consumed, "bookmark": dict(self._bookmark)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for the state of another kind of loader."""
+        """Continues from a state. ValueError for the state of another kind of loader."""
         if "bookmark" not in state:
             raise ValueError(
                 "this state is a position in numbered samples; a stream cannot resume from it"
@@ -342,41 +395,49 @@ class StreamLoader(ABC):
         self._bookmark = dict(state["bookmark"])
 
 
-class _StreamBatches(IterableDataset):
-    """Runs in a worker."""
+class _WorkerBatches(IterableDataset):
+    """Gives the process that iterates over it, which may be a worker, its batches of a stream."""
 
     def __init__(self, stream: StreamLoader) -> None:
         self.stream = stream
 
     def __iter__(self) -> Iterator[tuple[Any, int, dict[str, Any]]]:
         info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        yield from self.stream.share_of(worker, workers)
+        if info is None:
+            yield from self.stream.iter_worker(0, 1)
+        else:
+            yield from self.stream.iter_worker(info.id, info.num_workers)
 
 
 class ResumableStream(StreamLoader):
-    """Loads batches of a stream for one rank; a global batch does not depend on the number of workers or ranks.
+    """Loads batches of a stream for one rank.
 
-    Windows of `shuffle_buffer` records are permuted, each with its own seed. The position of a sample in the global
-    batch decides its rank, exactly as in `ResumableLoader`. `state_dict()` holds the number of samples yielded and a
-    bookmark of the window of the next one. Resuming, also with other numbers of ranks and workers, reads that window
-    again; no sample is repeated or lost. In a worker, the global random generators that a transform or collate
-    function may use are seeded from `seed` and the batch's first sample. Randomness in reading the records must
-    depend on the epoch alone.
+    A global batch does not depend on the number of workers or ranks.
+
+    Windows of `shuffle_buffer` records are permuted, each with its own seed. The position of a
+    sample in the global batch decides its rank, exactly as in `ResumableLoader`. `state_dict()`
+    holds the number of samples yielded and a bookmark of the window of the next one. Resuming, also
+    with other numbers of ranks and workers, reads that window again; no sample is repeated or lost.
+    In a worker, the global random generators that a transform or collate function may use are
+    seeded from `seed` and the batch's first sample. Randomness in reading the records must depend
+    on the epoch alone.
 
     Args:
-        transform: turns (record, generator) into a sample; the generator depends on (seed, sample number) alone.
-        shuffle_buffer: records that are permuted together; 0 keeps the order.
-        epochs: passes over the stream; None is endless.
-        last: what to do with an incomplete last global batch: "drop" it, or "pad" it on every rank with
-            copies whose labels are −100. Either way all ranks see the same number of batches.
-        collate: turns samples into a batch; default `PadBatch()`.
+        records: What the samples are made of.
+        transform: Turns (record, generator) into a sample; the generator depends on (seed, sample
+            number) alone.
+        share: Micro-batch size, rank and number of data-parallel ranks.
+        shuffle_buffer: Records that are permuted together; 0 keeps the order.
+        epochs: Passes over the stream; None is endless.
+        last: What to do with an incomplete last global batch: "drop" it, or "pad" it on every rank
+            with copies whose labels are −100. Either way all ranks see the same number of batches.
+        collate: Turns samples into a batch; default `PadBatch()`.
     """
 
     def __init__(
         self,
-        records: Records,
-        transform: Transform,
+        records: RecordSource,
+        transform: RecordTransform,
         share: Share,
         *,
         shuffle_buffer: int = 0,
@@ -389,66 +450,85 @@ class ResumableStream(StreamLoader):
         if shuffle_buffer < 0:
             raise ValueError(f"shuffle_buffer is {shuffle_buffer}; it cannot be negative")
         super().__init__(share, num_workers, {"epoch": 0, "cursor": None, "number": 0})
-        self.records, self.transform = records, transform
-        self.shuffle_buffer, self.seed, self.epochs, self.last = shuffle_buffer, seed, epochs, last
+        self.records = records
+        self.transform = transform
+        self.shuffle_buffer = shuffle_buffer
+        self.seed = seed
+        self.epochs = epochs
+        self.last = last
         self.collate = collate or PadBatch()
 
     def peek(self, count: int) -> list[Any]:
         return [record for record, _ in islice(self.records.read(0, None), count)]
 
-    def share_of(self, worker: int, workers: int) -> Iterator[tuple[Any, int, dict[str, Any]]]:
-        size, start = self.share.global_batch, self._consumed
-        first = start + self.share.rank * self.share.micro_batch_size  # sample of this rank
-        own: list[tuple[int, Any]] = []
-        number, record, bookmark = start, None, self._bookmark
-        for number, record, bookmark in self._numbered():
+    def iter_worker(self, worker: int, workers: int) -> Iterator[tuple[Any, int, dict[str, Any]]]:
+        size = self.share.global_batch
+        start = self._consumed
+        first = start + self.share.rank * self.share.micro_batch_size  # this rank's first sample
+        own: list[tuple[int, Any]] = []  # this rank's (number, record) of the current global batch
+        number = start
+        record = None
+        bookmark = self._bookmark
+        for number, record, bookmark in self._iter_records():
             batch, place = divmod(number - start, size)
             if batch % workers != worker:
                 continue
             if place // self.share.micro_batch_size == self.share.rank:
                 own.append((number, record))
             if place == size - 1:
-                yield self._batch(first + batch * size, own), number + 1, bookmark
+                yield self._build_batch(first + batch * size, own), number + 1, bookmark
                 own = []
-        complete, rest = divmod(number + 1 - start if record is not None else 0, size)
+        # A last global batch that is not complete is left out, or completed with copies.
+        read = 0 if record is None else number + 1 - start
+        complete, rest = divmod(read, size)
         if rest and self.last == "pad" and complete % workers == worker:
-            yield self._batch(first + complete * size, own, (number, record)), number + 1, bookmark
+            padded = self._build_batch(first + complete * size, own, copied=(number, record))
+            yield padded, number + 1, bookmark
 
-    def _numbered(self) -> Iterator[tuple[int, Any, dict[str, Any]]]:
-        """Yields (global number, record, bookmark of its window) of every sample not yet consumed."""
-        window = self.shuffle_buffer or UNSHUFFLED_WINDOW
-        number, cursor = self._bookmark["number"], self._bookmark["cursor"]
+    def _iter_records(self) -> Iterator[tuple[int, Any, dict[str, Any]]]:
+        """Yields (number, record, bookmark of its window) of every sample not yet consumed."""
+        window_size = self.shuffle_buffer or UNSHUFFLED_WINDOW
+        number = self._bookmark["number"]
+        cursor = self._bookmark["cursor"]
         for epoch in count(self._bookmark["epoch"]):
             if self.epochs is not None and epoch >= self.epochs:
                 return
-            before = number
+            is_empty = cursor is None
             reader = self.records.read(epoch, cursor)
-            while part := list(islice(reader, window)):
+            while window := list(islice(reader, window_size)):
                 bookmark = {"epoch": epoch, "cursor": cursor, "number": number}
-                order = np.arange(len(part))
+                order = np.arange(len(window))
                 if self.shuffle_buffer:
-                    order = np.random.default_rng([self.seed, 6, number]).permutation(len(part))
+                    generator = np.random.default_rng([self.seed, 6, number])
+                    order = generator.permutation(len(window))
                 for place, taken in enumerate(order):
                     if number + place >= self._consumed:
-                        yield number + place, part[taken][0], bookmark
-                number += len(part)
-                cursor = part[-1][1]
-            if number == before and cursor is None:
+                        record, _ = window[taken]
+                        yield number + place, record, bookmark
+                number += len(window)
+                cursor = window[-1][1]
+                is_empty = False
+            if is_empty:
                 raise ValueError("the stream holds no records")
             cursor = None
 
-    def _batch(
+    def _build_batch(
         self, first: int, own: list[tuple[int, Any]], copied: tuple[int, Any] | None = None
     ) -> Any:
-        """Returns the batch that begins with sample `first`, completed with copies of `copied` without labels."""
+        """Returns this rank's batch, which begins with sample `first`.
+
+        Args:
+            first: Number of the batch's first sample.
+            own: (number, record) of each sample.
+            copied: (number, record) of the sample whose copies, without labels, complete the batch.
+        """
         if get_worker_info() is not None:
             seed_generators(self.seed, first)
-        samples = [self._sample(number, record) for number, record in own]
+        samples = [self._build_sample(number, record) for number, record in own]
         if copied is not None:
-            samples += [without_labels(self._sample(*copied))] * (
-                self.share.micro_batch_size - len(samples)
-            )
+            missing = self.share.micro_batch_size - len(samples)
+            samples += [without_labels(self._build_sample(*copied))] * missing
         return self.collate(samples)
 
-    def _sample(self, number: int, record: Any) -> dict[str, Any]:
+    def _build_sample(self, number: int, record: Any) -> dict[str, Any]:
         return self.transform(record, np.random.default_rng([self.seed, 7, number]))

@@ -1,7 +1,7 @@
 """Makes BART and mBART samples: text infilling and sentence permutation.
 
-Lewis et al., "BART: Denoising sequence-to-sequence pre-training", 2020, section 2.2; Liu et al., "Multilingual
-denoising pre-training for neural machine translation", 2020, section 2.
+Lewis et al., "BART: Denoising sequence-to-sequence pre-training", 2020, section 2.2; Liu et al.,
+"Multilingual denoising pre-training for neural machine translation", 2020, section 2.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ SENTENCE_MARKS = frozenset(".?!\n。？！…।؟")
 
 @dataclass(frozen=True)
 class TextInfilling:
-    """Permutes the sentences of a text, then replaces random spans by one mask each; the target is the whole text.
+    """Permutes the sentences of a text, then replaces random spans by one mask each.
 
-    `infilling(tokens [n], generator)` returns `input_ids` and `labels`, int64, which both begin with `prefix` and end
-    with `suffix`. The input has at most as many tokens as the labels.
+    The target is the whole text.
+
+    `infilling(tokens [n], generator)` returns `input_ids` and `labels`, int64, which both begin
+    with `prefix` and end with `suffix`. The input has at most as many tokens as the labels.
 
     Args:
-        mask_token_id: id of the mask.
-        prefix: ids before the text.
-        suffix: ids after the text.
-        probability: share of tokens that the spans have together, which is exact except for rounding.
-        mean_span_length: mean of the Poisson distribution of a span's length. A span of length 0 inserts a mask.
+        mask_token_id: Id of the mask.
+        prefix: Ids before the text.
+        suffix: Ids after the text.
+        probability: Share of tokens that the spans have together, which is exact except for
+            rounding.
+        mean_span_length: Mean of the Poisson distribution of a span's length. A span of length 0
+            inserts a mask.
         ends: bool [V], the tokens that end a sentence; None leaves the sentences in their order.
     """
 
@@ -53,34 +57,45 @@ class TextInfilling:
 
     def __call__(self, tokens: np.ndarray, generator: np.random.Generator) -> dict[str, np.ndarray]:
         noisy = self.mask(self.permute(tokens, generator), generator)
-        return {
-            name: np.concatenate([self.prefix, text, self.suffix]).astype(np.int64)
-            for name, text in (("input_ids", noisy), ("labels", tokens))
-        }
+        return {"input_ids": self._frame(noisy), "labels": self._frame(tokens)}
+
+    def _frame(self, text: np.ndarray) -> np.ndarray:
+        return np.concatenate([self.prefix, text, self.suffix]).astype(np.int64)
 
     def permute(self, tokens: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        """Returns the tokens with their sentences in random order. Several ends in a row belong to one sentence."""
+        """Returns the tokens with their sentences in random order.
+
+        Several ends in a row belong to one sentence.
+        """
         if self.ends is None:
             return tokens
         is_end = self.ends[tokens]
-        sentences = np.split(tokens, np.flatnonzero(is_end[:-1] & ~is_end[1:]) + 1)
-        return np.concatenate([sentences[i] for i in generator.permutation(len(sentences))])
+        last_ends = np.flatnonzero(is_end[:-1] & ~is_end[1:])
+        sentences = np.split(tokens, last_ends + 1)
+        order = generator.permutation(len(sentences))
+        return np.concatenate([sentences[number] for number in order])
 
     def mask(self, tokens: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        """Returns the tokens with a mask in place of each span. The spans' places are uniform; no two spans touch."""
-        lengths = self.span_lengths(len(tokens), generator)
+        """Returns the tokens with a mask in place of each span.
+
+        The spans' places are uniform; no two spans touch.
+        """
+        lengths = self.draw_span_lengths(len(tokens), generator)
         kept = len(tokens) - int(lengths.sum())
-        gaps = np.sort(
-            generator.permutation(kept + 1)[: len(lengths)]
-        )  # kept tokens before each span
+        # The number of kept tokens before each span: distinct, so that no two spans touch.
+        kept_before = np.sort(generator.permutation(kept + 1)[: len(lengths)])
+        starts = kept_before + np.cumsum(lengths) - lengths
+        # Spans of length 0 begin and end at the same token, so the borders are added up.
         border = np.zeros(len(tokens) + 1, np.int64)
-        starts = gaps + np.cumsum(lengths) - lengths
         np.add.at(border, starts, 1)
         np.add.at(border, starts + lengths, -1)
-        return np.insert(tokens[np.cumsum(border[:-1]) == 0], gaps, self.mask_token_id)
+        is_kept = np.cumsum(border[:-1]) == 0  # [n]
+        return np.insert(tokens[is_kept], kept_before, self.mask_token_id)
 
-    def span_lengths(self, length: int, generator: np.random.Generator) -> np.ndarray:
-        """Returns the lengths of the spans of a text of `length` tokens, in random order: int64 [spans]."""
+    def draw_span_lengths(self, length: int, generator: np.random.Generator) -> np.ndarray:
+        """Returns the lengths of the spans of a text of `length` tokens, in random order: int64
+        [spans].
+        """
         budget = min(max(round(length * self.probability), 1), length - 1)
         drawn = np.empty(0, np.int64)
         while drawn.sum() < budget:
@@ -88,22 +103,27 @@ class TextInfilling:
         count = int(np.searchsorted(np.cumsum(drawn), budget)) + 1
         lengths = drawn[:count]
         lengths[-1] -= lengths.sum() - budget
-        spans, empty = lengths[lengths > 0], lengths[lengths == 0]
-        # The input must fit the space of the text, and spans that do not touch need kept tokens between them.
+        spans = lengths[lengths > 0]
+        empty = lengths[lengths == 0]
+        # The input must fit the space of the text, and spans that do not touch need kept tokens
+        # between them.
         most = min(budget, length - budget + 1)
-        if len(spans) > most:  # of a short text or with a large share: make the first spans longer
+        if len(spans) > most:
+            # In a short text, or with a large share, the last span takes the tokens of the surplus.
             spans = np.append(spans[: most - 1], spans[most - 1 :].sum())
         return generator.permutation(np.append(spans, empty[: most - len(spans)]))
 
 
 @dataclass(frozen=True)
 class BartObjective(Seq2SeqObjective):
-    """Restores a text whose sentences are permuted and whose spans are masked. A sample is `<s> text </s>`.
+    """Restores a text whose sentences are permuted and whose spans are masked.
+
+    A sample is `<s> text </s>`.
 
     Args:
-        mask_probability: share of tokens that is masked.
-        mean_span_length: mean length of a span in tokens.
-        permute_sentences: whether the sentences are in random order.
+        mask_probability: Share of tokens that is masked.
+        mean_span_length: Mean length of a span in tokens.
+        permute_sentences: Whether the sentences are in random order.
     """
 
     name: ClassVar[str] = "bart"
@@ -128,27 +148,30 @@ class BartObjective(Seq2SeqObjective):
         ends = None
         if self.permute_sentences:
             ends = sentence_end_ids(tokenizer, SENTENCE_MARKS)
-            ends[tokenizer.eos_token_id] = True  # the end of a document
+            ends[tokenizer.eos_token_id] = True  # A document's end is a sentence's end too.
         mask = tokenizer.special_id("mask_token")
         infilling = TextInfilling(
             mask, prefix, suffix, self.mask_probability, self.mean_span_length, ends
         )
-        length = (
-            self.lengths(data.sequence_length, data.target_length)[0] - len(prefix) - len(suffix)
-        )
+        input_length, _ = self.lengths(data.sequence_length, data.target_length)
+        length = input_length - len(prefix) - len(suffix)
         return ObjectiveDataset(indexed, length, infilling, seed=data.seed)
 
     def frame(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the ids before and after each text."""
-        return (tokenizer.special_id("bos_token"),), (tokenizer.eos_token_id,)
+        prefix = (tokenizer.special_id("bos_token"),)
+        suffix = (tokenizer.eos_token_id,)
+        return prefix, suffix
 
 
 @dataclass(frozen=True)
 class MBartObjective(BartObjective):
-    """Restores a text like objective "bart", with mBART's constants. A sample is `text </s> language`.
+    """Restores a text like objective "bart", with mBART's constants.
+
+    A sample is `text </s> language`.
 
     Args:
-        language: code of the text's language, which becomes a token.
+        language: Code of the text's language, which becomes a token.
     """
 
     name: ClassVar[str] = "mbart"

@@ -1,7 +1,8 @@
-"""Makes GLM samples: spans of a text become blanks and are generated one after another, with two-dimensional positions.
+"""Makes GLM samples: spans of a text become blanks and are generated one after another, with
+two-dimensional positions.
 
-Du et al., "GLM: General language model pretraining with autoregressive blank infilling", 2022, section 2.1.
-The rules for choosing spans are those of the published code's ConstructBlockStrategy.
+Du et al., "GLM: General language model pretraining with autoregressive blank infilling", 2022,
+section 2.1. The rules for choosing spans are those of the published code's ConstructBlockStrategy.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ Mode = Literal["token", "sentence", "document"]
 
 @dataclass(frozen=True)
 class BlankInfilling:
-    """Turns a text [n] that begins with [CLS] into part A, with blanks, and part B, the contents of the blanks.
+    """Turns a text [n] that begins with [CLS] into part A, with blanks, and part B, the contents of
+    the blanks.
 
-    `infill(tokens, mode, generator)` returns int64 arrays, with s the length of A and B together: `input_ids` [s];
-    `position_ids` [2, s] (position in A, position in the span); `labels` [s], −100 on A, not shifted;
-    `attention_mask` [], the length of A. A attends to all of A; B attends to A and causally to B.
+    `infill(tokens, mode, generator)` returns int64 arrays, with s the length of A and B together:
+    `input_ids` [s]; `position_ids` [2, s] (position in A, position in the span); `labels` [s], −100
+    on A, not shifted; `attention_mask` [], the length of A. A attends to all of A; B attends to A
+    and causally to B.
 
     Args:
-        tokens: ids of the special tokens.
-        ratio: share of a text that is blanked in the token and sentence modes.
-        block_mask_probability: share of B's inputs that are replaced by dBLOCK in the token mode.
-        least_generated: lower bound of the share of a text that the document mode generates.
-        infill_probability: share of document samples with the blank in the middle rather than at the end.
-        task_masks: whether sentence and document blanks have their own mask tokens (sMASK, gMASK).
+        tokens: Ids of the special tokens.
+        ratio: Share of a text that is blanked in the token and sentence modes.
+        block_mask_probability: Share of B's inputs that are replaced by dBLOCK in the token mode.
+        least_generated: Lower bound of the share of a text that the document mode generates.
+        infill_probability: Share of document samples with the blank in the middle rather than at
+            the end.
+        task_masks: Whether sentence and document blanks have their own mask tokens (sMASK, gMASK).
         sentence_ends: bool [V], needed by the sentence mode (see `sentence_end_ids`).
-        shuffle: whether the spans of B are in random order.
+        shuffle: Whether the spans of B are in random order.
     """
 
     tokens: GLMTokens
@@ -58,33 +62,46 @@ class BlankInfilling:
             )
         if mode == "document":
             return self.document(tokens, generator)
-        spans = self.choose_sentences(tokens, generator) if mode == "sentence" else None
-        mask = self.tokens.smask if self.task_masks else self.tokens.mask
-        if not spans:  # a text of one sentence has no blank in sentence mode
-            spans, mask = self.choose_tokens(tokens, generator), self.tokens.mask
-        order = generator.permutation(len(spans)) if self.shuffle else np.arange(len(spans))
-        hide = self.block_mask_probability if mode == "token" else 0.0
-        return self.build(tokens, spans, order, mask, generator if hide > 0 else None)
+        spans: list[tuple[int, int]] = []
+        mask = self.tokens.mask
+        if mode == "sentence":
+            spans = self.choose_sentences(tokens, generator)
+            if spans and self.task_masks:
+                mask = self.tokens.smask
+        if not spans:
+            # A text without a sentence to choose gets the blanks of the token mode.
+            spans = self.choose_tokens(tokens, generator)
+        order = np.arange(len(spans))
+        if self.shuffle:
+            order = generator.permutation(len(spans))
+        hides_inputs = mode == "token" and self.block_mask_probability > 0
+        return self.build(tokens, spans, order, mask, generator if hides_inputs else None)
 
     def single_span(
         self, tokens: np.ndarray, generator: np.random.Generator
     ) -> dict[str, np.ndarray]:
-        """Makes a sample with one blank of a token-mode length (the published code's single-span mixture)."""
-        room = max(length for _, length in documents_of(tokens, self.tokens))
-        length = min(int(span_lengths(1, generator)[0]), room)
+        """Makes a sample with one blank of a token-mode length (the published code's single-span
+        mixture).
+        """
+        room = max(length for _, length in find_documents(tokens, self.tokens))
+        length = min(draw_span_lengths(1, generator)[0], room)
         spans = place_spans(tokens, [length], self.tokens, self.ratio, generator)
         return self.build(tokens, spans, np.arange(1), self.tokens.mask)
 
     def choose_tokens(
         self, tokens: np.ndarray, generator: np.random.Generator
     ) -> list[tuple[int, int]]:
-        """Returns spans [start, stop) of Poisson(3) lengths that cover `ratio` of the text, in text order."""
+        """Returns spans [start, stop) of Poisson(3) lengths that cover `ratio` of the text, in text
+        order.
+        """
         wanted = max(1, int(self.ratio * len(tokens)))
-        lengths = span_lengths(wanted, generator)
+        lengths = draw_span_lengths(wanted, generator)
         while lengths:
-            if spans := place_spans(tokens, lengths, self.tokens, self.ratio, generator):
+            spans = place_spans(tokens, lengths, self.tokens, self.ratio, generator)
+            if spans:
                 return spans
-            # The reference drops a text that cannot hold all spans; here the longest span is shortened.
+            # The reference drops a text that cannot hold all spans. Here the longest one is
+            # shortened.
             longest = lengths.index(max(lengths))
             lengths[longest] -= 1
             lengths = [length for length in lengths if length]
@@ -95,12 +112,16 @@ class BlankInfilling:
     def choose_sentences(
         self, tokens: np.ndarray, generator: np.random.Generator
     ) -> list[tuple[int, int]]:
-        """Chooses sentences at random until `ratio` of the text is covered; returns them in text order."""
+        """Chooses sentences at random until `ratio` of the text is covered.
+
+        The sentences [start, stop) are returned in text order.
+        """
         if self.sentence_ends is None:
             raise ValueError("the sentence mode needs sentence_ends; see sentence_end_ids")
-        sentences = sentences_of(tokens, self.sentence_ends, self.tokens)
+        sentences = find_sentences(tokens, self.sentence_ends, self.tokens)
         chosen: list[tuple[int, int]] = []
-        covered, wanted = 0, int(self.ratio * len(tokens))
+        covered = 0
+        wanted = int(self.ratio * len(tokens))
         for number in generator.permutation(len(sentences)):
             start, stop = sentences[number]
             chosen.append((start, stop))
@@ -110,30 +131,32 @@ class BlankInfilling:
         return sorted(chosen)
 
     def document(self, tokens: np.ndarray, generator: np.random.Generator) -> dict[str, np.ndarray]:
-        """Makes a sample with one long blank, at the end if the text has several documents, else possibly inside."""
+        """Makes a sample with one long blank, at the end if the text has several documents, else
+        possibly inside.
+        """
         length = len(tokens)
         least = int(self.least_generated * length)
         longest = int(generator.integers(least, max(length - 1, least + 1)))
         generated = max(1, min(longest, length - 2))
-        several = int((tokens[:-1] == self.tokens.eos).sum()) > 0
-        if several or generator.random() < 1 - self.infill_probability:
+        has_several_documents = bool((tokens[:-1] == self.tokens.eos).any())
+        if has_several_documents or generator.random() < 1 - self.infill_probability:
             return self.suffix(tokens, generated)
         span = place_spans(tokens, [generated], self.tokens, self.ratio, generator)
         mask = self.tokens.gmask if self.task_masks else self.tokens.mask
         return self.build(tokens, span, np.arange(1), mask)
 
     def suffix(self, tokens: np.ndarray, generated: int) -> dict[str, np.ndarray]:
-        """Makes a sample that generates the last `generated` tokens, which end without an end-of-piece token."""
+        """Makes a sample that generates the last `generated` tokens, which end without an
+        end-of-piece token.
+        """
         mask = self.tokens.gmask if self.task_masks else self.tokens.mask
         border = len(tokens) - generated
-        inputs = np.concatenate(
-            [tokens[:border], [mask, self.tokens.sop], tokens[border:-1]]
-        ).astype(np.int64)
+        inputs = np.concatenate([tokens[:border], [mask, self.tokens.sop], tokens[border:-1]])
         labels = np.full(len(inputs), IGNORED, np.int64)
         labels[border + 1 :] = tokens[border:]
-        place = np.concatenate([np.arange(border + 1), np.full(generated, border)])
-        inside = np.concatenate([np.zeros(border + 1, np.int64), np.arange(1, generated + 1)])
-        return _sample(inputs, labels, place, inside, border + 1)
+        positions = np.concatenate([np.arange(border + 1), np.full(generated, border)])
+        within = np.concatenate([np.zeros(border + 1, np.int64), np.arange(1, generated + 1)])
+        return _build_sample(inputs, labels, positions, within, border + 1)
 
     def build(
         self,
@@ -143,47 +166,53 @@ class BlankInfilling:
         mask: int,
         generator: np.random.Generator | None = None,
     ) -> dict[str, np.ndarray]:
-        """Makes the sample of given spans [start, stop) in text order, which part B has in the given order.
+        """Makes the sample of given spans [start, stop) in text order, which part B has in the
+        given order.
 
         With a generator, B's inputs are replaced by dBLOCK with `block_mask_probability`.
         """
-        parts: list[np.ndarray] = []
-        targets: list[np.ndarray] = []
-        places: list[np.ndarray] = []
-        insides: list[np.ndarray] = []
-        before, masks_at = 0, []
+        # Part A is the text with a mask in place of each span.
+        inputs: list[np.ndarray] = []
+        mask_positions: list[int] = []
+        before = 0
         for start, stop in spans:
-            parts += [tokens[before:start], np.array([mask])]
-            masks_at.append(sum(map(len, parts)) - 1)
+            inputs += [tokens[before:start], np.array([mask])]
+            mask_positions.append(sum(map(len, inputs)) - 1)
             before = stop
-        parts.append(tokens[before:])
-        length_a = sum(map(len, parts))
-        places.append(np.arange(length_a))
-        insides.append(np.zeros(length_a, np.int64))
-        targets.append(np.full(length_a, IGNORED))
+        inputs.append(tokens[before:])
+        length_a = sum(map(len, inputs))
+        labels = [np.full(length_a, IGNORED)]
+        positions = [np.arange(length_a)]
+        within = [np.zeros(length_a, np.int64)]
+        # Part B is the spans. All tokens of a span have the position of its mask, and count from 1
+        # within the span.
         for number in order:
             start, stop = spans[number]
             content = tokens[start:stop]
             shown = content.copy()
             if generator is not None:
-                shown[generator.random(len(shown)) < self.block_mask_probability] = (
-                    self.tokens.dblock
-                )
-            parts += [np.array([self.tokens.sop]), shown]
-            targets += [content, np.array([self.tokens.eop])]
-            places.append(np.full(stop - start + 1, masks_at[number]))
-            insides.append(np.arange(1, stop - start + 2))
-        join = np.concatenate
-        return _sample(join(parts), join(targets), join(places), join(insides), length_a)
+                is_hidden = generator.random(len(shown)) < self.block_mask_probability
+                shown[is_hidden] = self.tokens.dblock
+            inputs += [np.array([self.tokens.sop]), shown]
+            labels += [content, np.array([self.tokens.eop])]
+            positions.append(np.full(stop - start + 1, mask_positions[number]))
+            within.append(np.arange(1, stop - start + 2))
+        return _build_sample(
+            np.concatenate(inputs),
+            np.concatenate(labels),
+            np.concatenate(positions),
+            np.concatenate(within),
+            length_a,
+        )
 
 
-def _sample(
-    inputs: np.ndarray, labels: np.ndarray, place: np.ndarray, inside: np.ndarray, length_a: int
+def _build_sample(
+    inputs: np.ndarray, labels: np.ndarray, positions: np.ndarray, within: np.ndarray, length_a: int
 ) -> dict[str, np.ndarray]:
     return {
         "input_ids": inputs.astype(np.int64),
         "labels": labels.astype(np.int64),
-        "position_ids": np.stack([place, inside]).astype(np.int64),
+        "position_ids": np.stack([positions, within]).astype(np.int64),
         "attention_mask": np.array(length_a, np.int64),
     }
 
@@ -192,36 +221,39 @@ LONGEST_SPAN = 39
 MEAN_SPAN = 3.0
 
 
-def _cumulative_weights() -> np.ndarray:
+def _compute_cumulative_weights() -> np.ndarray:
+    """Returns the distribution function of a span's length: fp64 [LONGEST_SPAN]."""
     lengths = np.arange(1, LONGEST_SPAN + 1)
-    weights = np.exp(
-        lengths * np.log(MEAN_SPAN) - np.cumsum(np.log(lengths))
-    )  # Poisson, up to a constant
+    log_factorials = np.cumsum(np.log(lengths))
+    weights = np.exp(lengths * np.log(MEAN_SPAN) - log_factorials)  # Poisson, up to a constant
     cumulative = np.cumsum(weights) / weights.sum()
     cumulative[-1] = 1.0
     return cumulative
 
 
-_CUMULATIVE = _cumulative_weights()
+_CUMULATIVE = _compute_cumulative_weights()
 
 
-def span_lengths(least: int, generator: np.random.Generator) -> list[int]:
+def draw_span_lengths(least: int, generator: np.random.Generator) -> list[int]:
     """Draws Poisson(3) lengths, truncated to 1..39, until they sum to `least` or more."""
-    drawn = (
-        np.searchsorted(_CUMULATIVE, generator.random(least), side="right") + 1
-    )  # more than enough
-    return drawn[: int(np.searchsorted(np.cumsum(drawn), least)) + 1].tolist()
+    # Each length is at least 1, so `least` of them are enough.
+    drawn = np.searchsorted(_CUMULATIVE, generator.random(least), side="right") + 1
+    count = int(np.searchsorted(np.cumsum(drawn), least)) + 1
+    return drawn[:count].tolist()
 
 
-def documents_of(tokens: np.ndarray, ids: GLMTokens) -> list[tuple[int, int]]:
+def find_documents(tokens: np.ndarray, ids: GLMTokens) -> list[tuple[int, int]]:
     """Returns (offset, length) of the documents in a text, shortest first.
 
-    Documents are delimited by eos. A [CLS] before a document and the last token of the text are not part of it.
+    Documents are delimited by eos. A [CLS] before a document and the last token of the text are not
+    part of it.
     """
     found: list[tuple[int, int]] = []
     start = 0
     for end in [*np.flatnonzero(tokens == ids.eos).tolist(), len(tokens)]:
-        offset = start + 1 if start < len(tokens) and tokens[start] == ids.cls else start
+        offset = start
+        if start < len(tokens) and tokens[start] == ids.cls:
+            offset += 1
         found.append((offset, max(0, min(end, len(tokens) - 1) - offset)))
         start = end + 1
     return sorted(found, key=lambda document: document[1])
@@ -236,33 +268,43 @@ def place_spans(
 ) -> list[tuple[int, int]]:
     """Places spans of the given lengths at random, at least one token apart.
 
-    The shorter documents of a text take spans up to `ratio` of their length; the longest document takes the rest.
+    The shorter documents of a text take spans up to `ratio` of their length; the longest document
+    takes the rest.
 
     Returns:
         Spans [start, stop) in text order; [] if they do not all fit.
     """
     waiting = [lengths[place] for place in generator.permutation(len(lengths))]
-    documents = documents_of(tokens, ids)
+    documents = find_documents(tokens, ids)
     spans: list[tuple[int, int]] = []
     for number, (offset, length) in enumerate(documents):
-        last = number == len(documents) - 1
+        is_last = number == len(documents) - 1
         here: list[int] = []
         while waiting:
             total = sum(here) + waiting[0]
-            if total + len(here) > length if last else total > int(length * ratio):
+            if is_last:
+                # Every span needs a token between it and the next one.
+                is_full = total + len(here) > length
+            else:
+                is_full = total > int(length * ratio)
+            if is_full:
                 break
             here.append(waiting.pop(0))
-        places = np.sort(generator.integers(0, length - sum(here) - len(here) + 2, len(here)))
+        free = length - sum(here) - len(here) + 1
+        places = np.sort(generator.integers(0, free + 1, len(here)))
         for place, span in zip(places.tolist(), here, strict=True):
             spans.append((offset + place, offset + place + span))
             offset += span + 1
     return [] if waiting else sorted(spans)
 
 
-def sentences_of(
+def find_sentences(
     tokens: np.ndarray, sentence_ends: np.ndarray, ids: GLMTokens
 ) -> list[tuple[int, int]]:
-    """Returns the sentences [start, stop) of a text. An unfinished sentence before an eos is left out."""
+    """Returns the sentences [start, stop) of a text.
+
+    An unfinished sentence before an eos is left out.
+    """
     found: list[tuple[int, int]] = []
     start = 0
     for place, token in enumerate(tokens.tolist()):

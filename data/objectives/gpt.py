@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 
 
 class GPTDataset(PackedTokens):
-    """Endless samples of `sequence_length` tokens; sample i depends on (corpus, sequence length, seed, i) alone.
+    """Endless samples of `sequence_length` tokens.
 
-    Consecutive samples share one token, so that every token is predicted exactly once per epoch. `d[i]` is
-    `{"input_ids": int64 [S], "labels": int64 [S]}`; the labels equal the input because models shift them.
+    Sample i depends on (corpus, sequence length, seed, i) alone.
+
+    Consecutive samples share one token, so that every token is predicted exactly once per epoch.
+    `d[i]` is `{"input_ids": int64 [S], "labels": int64 [S]}`; the labels equal the input because
+    models shift them.
 
     Raises:
-        ValueError: the corpus has no tokens, or the sequence length is below 2.
+        ValueError: The corpus has no tokens, or the sequence length is below 2.
     """
 
     def __init__(self, indexed: IndexedDataset, sequence_length: int, seed: int = 1234) -> None:

@@ -1,4 +1,5 @@
-"""Masks tokens for masked language modeling: BERT's and RoBERTa's 80/10/10, whole-word and n-gram masking.
+"""Masks tokens for masked language modeling: BERT's and RoBERTa's 80/10/10, whole-word and n-gram
+masking.
 
 Devlin et al., "BERT", 2019, section 3.1; n-grams with probability 1/n as in Megatron-LM.
 """
@@ -17,20 +18,21 @@ from .objective import Objective
 
 @dataclass(frozen=True)
 class Masking:
-    """Chooses `probability` of the maskable tokens: 80 % become the mask, 10 % a random token, 10 % are unchanged.
+    """Chooses `probability` of the maskable tokens: 80 % become the mask, 10 % a random token, 10 %
+    are unchanged.
 
-    `masking(tokens [n], generator)` returns `input_ids` and `labels` (−100 at positions that are not chosen), int64
-    [n]. The number of chosen tokens is exact: round(probability × maskable), at least 1; with words or n-grams, as
-    many as fit that number.
+    `masking(tokens [n], generator)` returns `input_ids` and `labels` (−100 at positions that are
+    not chosen), int64 [n]. The number of chosen tokens is exact: round(probability × maskable), at
+    least 1; with words or n-grams, as many as fit that number.
 
     Args:
-        mask_token_id: id of the mask token.
-        vocab_size: random tokens are drawn uniformly from all ids below it that are not special.
-        special_ids: ids that are never masked and never drawn as random tokens.
-        probability: share of maskable tokens that is chosen.
-        continues: bool [vocab_size], whether a token continues the word before it (see `continuation_ids`);
-            words are then chosen whole. None: every token is a word.
-        longest_ngram: words that are chosen together, n with probability proportional to 1/n.
+        mask_token_id: Id of the mask token.
+        vocab_size: Random tokens are drawn uniformly from all ids below it that are not special.
+        special_ids: Ids that are never masked and never drawn as random tokens.
+        probability: Share of maskable tokens that is chosen.
+        continues: bool [vocab_size], whether a token continues the word before it (see
+            `find_continuations`); words are then chosen whole. None: every token is a word.
+        longest_ngram: Words that are chosen together, n with probability proportional to 1/n.
     """
 
     mask_token_id: int
@@ -44,7 +46,8 @@ class Masking:
     def __post_init__(self) -> None:
         if not 0 < self.probability < 1:
             raise ValueError(
-                f"the masking probability is {self.probability}; it must be more than 0 and less than 1"
+                f"the masking probability is {self.probability}; "
+                "it must be more than 0 and less than 1"
             )
         if self.longest_ngram < 1:
             raise ValueError(f"longest_ngram is {self.longest_ngram}; it must be at least 1")
@@ -67,9 +70,8 @@ class Masking:
 
     def choose(self, tokens: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         """Returns the positions to predict, sorted: int64 [chosen]."""
-        maskable = np.flatnonzero(
-            ~np.isin(tokens, np.array([*self.special_ids, self.mask_token_id]))
-        )
+        is_special = np.isin(tokens, np.array([*self.special_ids, self.mask_token_id]))
+        maskable = np.flatnonzero(~is_special)
         if len(maskable) == 0:
             return np.empty(0, np.int64)
         budget = max(1, round(self.probability * len(maskable)))
@@ -80,42 +82,41 @@ class Masking:
     def _choose_words(
         self, tokens: np.ndarray, maskable: np.ndarray, budget: int, generator: np.random.Generator
     ) -> np.ndarray:
-        new_word = np.ones(len(maskable), bool)
+        """Chooses whole words, or runs of words, with at most `budget` tokens together."""
+        begins_word = np.ones(len(maskable), bool)
         if self.continues is not None:
-            adjoining = (
-                np.diff(maskable, prepend=-2) == 1
-            )  # a special token between two pieces ends the word
-            new_word = ~(self.continues[tokens[maskable]] & adjoining)
-        borders = np.append(np.flatnonzero(new_word), len(maskable))  # [words + 1]
+            # A special token between two pieces ends the word.
+            is_neighbor = np.diff(maskable, prepend=-2) == 1
+            begins_word = ~(self.continues[tokens[maskable]] & is_neighbor)
+        borders = np.append(np.flatnonzero(begins_word), len(maskable))  # [words + 1]
         words = len(borders) - 1
-        weights = 1 / np.arange(1, self.longest_ngram + 1)
-        ngrams = generator.choice(
-            np.arange(1, self.longest_ngram + 1), words, p=weights / weights.sum()
-        )
+        sizes = np.arange(1, self.longest_ngram + 1)
+        weights = 1 / sizes
+        ngrams = generator.choice(sizes, words, p=weights / weights.sum())  # [words]
         taken = np.zeros(words, bool)
         left = budget
         for word in generator.permutation(words):
+            # The run from this word is as long as its n, the free words and the budget allow.
+            longest = min(words, word + ngrams[word])
             stop = word
-            while (
-                stop < min(words, word + ngrams[word])
-                and not taken[stop]
-                and borders[stop + 1] - borders[word] <= left
-            ):
+            while stop < longest and not taken[stop]:
+                if borders[stop + 1] - borders[word] > left:
+                    break
                 stop += 1
             taken[word:stop] = True
             left -= int(borders[stop] - borders[word])
             if left == 0:
                 break
-        if not taken.any():  # every word is longer than the budget
+        if not taken.any():  # Every word is longer than the budget.
             taken[generator.integers(words)] = True
         return maskable[np.repeat(taken, np.diff(borders))]
 
 
-def continuation_ids(tokens: list[str]) -> np.ndarray:
+def find_continuations(tokens: list[str]) -> np.ndarray:
     """Returns bool [V]: which tokens of a vocabulary continue the word before them.
 
-    WordPiece marks continuations ("##ing"); SentencePiece and byte-level BPE mark beginnings of words ("▁the",
-    "Ġthe").
+    WordPiece marks continuations ("##ing"); SentencePiece and byte-level BPE mark beginnings of
+    words ("▁the", "Ġthe").
     """
     if any(token.startswith("##") for token in tokens):
         return np.array([token.startswith("##") for token in tokens])
@@ -128,14 +129,15 @@ class MaskedObjective(Objective):
     """Predicts masked tokens.
 
     Args:
-        mask_probability: share of tokens that is masked.
-        whole_words: mask whole words.
-        longest_ngram: mask up to this many words at once.
+        mask_probability: Share of tokens that is masked.
+        whole_words: Mask whole words.
+        longest_ngram: Mask up to this many words at once.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("cls_token", "sep_token", "mask_token")
     tokenizers: ClassVar[str] = (
-        "BERT's or RoBERTa's, or train one: shardzoo data train-tokenizer --kind wordpiece or roberta-bpe"
+        "BERT's or RoBERTa's, or train one: "
+        "shardzoo data train-tokenizer --kind wordpiece or roberta-bpe"
     )
 
     mask_probability: float = 0.15
@@ -144,16 +146,15 @@ class MaskedObjective(Objective):
 
     def masking(self, tokenizer: Tokenizer) -> Masking:
         """Returns a `Masking` with a tokenizer's mask and special tokens."""
-        names = (
-            [token or "" for token in tokenizer.tokens(tokenizer.vocab_size)]
-            if self.whole_words
-            else []
-        )
+        continues = None
+        if self.whole_words and tokenizer.vocab_size:
+            tokens = tokenizer.tokens(tokenizer.vocab_size)
+            continues = find_continuations([token or "" for token in tokens])
         return Masking(
             tokenizer.special_id("mask_token"),
             tokenizer.vocab_size,
             tuple(sorted(set(tokenizer.special.values()))),
             self.mask_probability,
-            continuation_ids(names) if names else None,
+            continues,
             self.longest_ngram,
         )

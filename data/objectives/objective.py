@@ -1,4 +1,6 @@
-"""Defines what a pretraining objective is: its settings, the tokens it needs, and how it makes samples of a corpus."""
+"""Defines what a pretraining objective is: its settings, the tokens it needs, and how it makes
+samples of a corpus.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ class PretrainingSamples(Protocol):
 
     @property
     def samples_per_epoch(self) -> float:
-        """Samples in one pass over the corpus; not an integer if samples may extend into the next pass."""
+        """Samples in one pass over the corpus.
+
+        The number is not an integer if samples may extend into the next pass.
+        """
         ...
 
     @property
@@ -30,7 +35,8 @@ class PretrainingSamples(Protocol):
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """The settings of an objective, which are the fields of its subclass, and how its samples are made.
+    """The settings of an objective, which are the fields of its subclass, and how its samples are
+    made.
 
     Attributes:
         name: The name by which commands and `find_objective` select it.
@@ -56,7 +62,8 @@ class Objective(ABC):
                 raise ValueError(f"{name} is {value}; it must be between 0 and 1")
 
     def add_special_tokens(self, tokenizer: Tokenizer) -> None:
-        """Adds the special tokens that the objective puts into samples to a tokenizer that lacks them.
+        """Adds the special tokens that the objective puts into samples to a tokenizer that lacks
+        them.
 
         Raises:
             ValueError: The tokenizer lacks tokens that cannot be added, because they are part of
@@ -84,13 +91,17 @@ class Objective(ABC):
         return sequence_length, sequence_length
 
     def token_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """Returns ids that the configuration of new weights takes from the objective, such as the decoder's start."""
+        """Returns ids that the configuration of new weights takes from the objective, such as the
+        decoder's start.
+        """
         return {}
 
 
 @dataclass(frozen=True)
 class Seq2SeqObjective(Objective):
-    """The base of the objectives of encoder-decoders, whose input and target end with an end-of-sequence token."""
+    """The base of the objectives of encoder-decoders, whose input and target end with an
+    end-of-sequence token.
+    """
 
     format: ClassVar[Format] = "seq2seq"
     needs: ClassVar[tuple[str, ...]] = ("eos_token",)

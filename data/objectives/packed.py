@@ -12,32 +12,42 @@ from ..indexed.index_building import sample_index
 
 Transform = Callable[[np.ndarray, np.random.Generator], dict[str, np.ndarray]]
 
-EPOCHS_KEPT = (
-    3  # a sample at the border reads two epochs, and a prefetching loader may need the epoch before
-)
+# A sample at the border reads two epochs, and a prefetching loader may need the epoch before.
+EPOCHS_KEPT = 3
 
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The order of one pass over the corpus."""
+    """The order of one pass over the corpus.
 
-    documents: np.ndarray  # [documents], in reading order
-    starts: np.ndarray  # int64 [samples, 2]: where each sample begins (index into `documents`, offset in the document)
-    shuffled: np.ndarray  # [samples], the shuffled order of the samples
+    Attributes:
+        documents: The documents in reading order: int64 [documents].
+        starts: Where each sample begins, as an index into `documents` and an offset in that
+            document: int64 [samples, 2].
+        shuffled: The shuffled order of the samples: int64 [samples].
+    """
+
+    documents: np.ndarray
+    starts: np.ndarray
+    shuffled: np.ndarray
 
 
 class PackedTokens:
-    """Endless runs of `length` tokens; `tokens(i)` depends on (corpus, length, overlap, seed, i) alone.
+    """Endless runs of `length` tokens.
 
-    Each epoch shuffles the documents. Their tokens form one stream over all epochs (the files hold an end-of-text
-    token after every document), and a sample begins every `length - overlap` tokens. The samples that begin in an
-    epoch are shuffled too, so that a batch does not consist of one long document.
+    `tokens(i)` depends on (corpus, length, overlap, seed, i) alone.
+
+    Each epoch shuffles the documents. Their tokens form one stream over all epochs (the files hold
+    an end-of-text token after every document), and a sample begins every `length - overlap` tokens.
+    The samples that begin in an epoch are shuffled too, so that a batch does not consist of one
+    long document.
 
     Attributes:
-        stride: tokens between the beginnings of samples.
+        stride: Tokens between the beginnings of samples.
 
     Raises:
-        ValueError: the corpus has no tokens, the seed is negative, or the overlap is not shorter than a sample.
+        ValueError: The corpus has no tokens, the seed is negative, or the overlap is not shorter
+            than a sample.
     """
 
     def __init__(
@@ -65,10 +75,13 @@ class PackedTokens:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Samples in one pass over the corpus; not an integer, because samples may extend into the next epoch."""
+        """Samples in one pass over the corpus.
+
+        The number is not an integer, because samples may extend into the next epoch.
+        """
         return self.tokens_per_epoch / self.stride
 
-    def epoch_of(self, index: int) -> int:
+    def find_epoch(self, index: int) -> int:
         """Returns the epoch in which sample `index` begins, counted from 0."""
         return index * self.stride // self.tokens_per_epoch
 
@@ -76,27 +89,33 @@ class PackedTokens:
         """Returns sample `index`: int64 [length]."""
         if index < 0:
             raise IndexError(f"sample {index}: samples count from 0 and have no end")
-        epoch = self.epoch_of(index)
-        order = self._epoch(epoch)
-        place, offset = order.starts[order.shuffled[index - self._first_sample(epoch)]]
+        epoch = self.find_epoch(index)
+        order = self._get_epoch(epoch)
+        sample = order.shuffled[index - self._count_samples_before(epoch)]
+        place, offset = order.starts[sample]
         out = np.empty(self.length, np.int64)
         filled = self._copy(order, int(place), int(offset), out)
         while filled < self.length:
             epoch += 1
-            filled += self._copy(self._epoch(epoch), 0, 0, out[filled:])
+            filled += self._copy(self._get_epoch(epoch), 0, 0, out[filled:])
         return out
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in ("indexed", "length", "overlap", "seed")}
+        return {
+            "indexed": self.indexed,
+            "length": self.length,
+            "overlap": self.overlap,
+            "seed": self.seed,
+        }
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__(**state)  # type: ignore[arg-type]
 
-    def _first_sample(self, epoch: int) -> int:
+    def _count_samples_before(self, epoch: int) -> int:
         """Returns the number of samples that begin before `epoch`."""
         return -(-epoch * self.tokens_per_epoch // self.stride)
 
-    def _epoch(self, epoch: int) -> EpochOrder:
+    def _get_epoch(self, epoch: int) -> EpochOrder:
         if epoch not in self._epochs:
             if len(self._epochs) == EPOCHS_KEPT:
                 del self._epochs[next(iter(self._epochs))]
@@ -106,32 +125,37 @@ class PackedTokens:
     def _build_epoch(self, epoch: int) -> EpochOrder:
         generator = np.random.default_rng([self.seed, epoch])
         documents = generator.permutation(len(self._lengths))
-        first, following = self._first_sample(epoch), self._first_sample(epoch + 1)
+        first = self._count_samples_before(epoch)
+        following = self._count_samples_before(epoch + 1)
         begin = first * self.stride - epoch * self.tokens_per_epoch
         starts = sample_index(self._lengths[documents], begin, self.stride, following - first)
         return EpochOrder(documents, starts, generator.permutation(following - first))
 
     def _copy(self, order: EpochOrder, place: int, offset: int, out: np.ndarray) -> int:
-        """Fills `out` from a position in the epoch up to the epoch's end, and returns the number of tokens copied."""
+        """Fills `out` from a position in the epoch up to the epoch's end, and returns the number of
+        tokens copied.
+        """
         filled = 0
         while filled < len(out) and place < len(order.documents):
             start, stop = self.indexed.token_range(int(order.documents[place]))
-            part = self.indexed.tokens[
-                start + offset : min(stop, start + offset + len(out) - filled)
-            ]
+            begin = start + offset
+            part = self.indexed.tokens[begin : min(stop, begin + len(out) - filled)]
             out[filled : filled + len(part)] = part
             filled += len(part)
-            place, offset = place + 1, 0
+            place += 1
+            offset = 0
         return filled
 
 
 class ObjectiveDataset:
-    """Endless samples `objective(tokens, generator)` of packed runs; sample i depends on (corpus, settings, seed, i).
+    """Endless samples `objective(tokens, generator)` of packed runs.
+
+    Sample i depends on (corpus, settings, seed, i).
 
     Args:
-        length: tokens of a sample, including `prefix` and `suffix`.
-        prefix: ids put before the run, such as [CLS].
-        suffix: ids put after the run, such as [SEP].
+        length: Tokens of a sample, including `prefix` and `suffix`.
+        prefix: Ids put before the run, such as [CLS].
+        suffix: Ids put after the run, such as [SEP].
     """
 
     def __init__(
@@ -152,7 +176,8 @@ class ObjectiveDataset:
         self.packed = PackedTokens(indexed, inner, seed=seed)
         self.objective = objective
         self.seed = seed
-        self.prefix, self.suffix = prefix, suffix
+        self.prefix = prefix
+        self.suffix = suffix
 
     @property
     def stride(self) -> int:
@@ -167,7 +192,6 @@ class ObjectiveDataset:
         return self.packed.tokens_per_epoch
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        tokens = np.concatenate([self.prefix, self.packed.tokens(index), self.suffix]).astype(
-            np.int64
-        )
-        return self.objective(tokens, np.random.default_rng([self.seed, 2, index]))
+        tokens = np.concatenate([self.prefix, self.packed.tokens(index), self.suffix])
+        generator = np.random.default_rng([self.seed, 2, index])
+        return self.objective(tokens.astype(np.int64), generator)

@@ -1,7 +1,8 @@
-"""Lists the pretraining objectives by name, and builds the samples of the one that a configuration selects.
+"""Lists the pretraining objectives by name, and builds the samples of the one that a configuration
+selects.
 
-To add an objective, write a subclass of `Objective` with a `name` in a file of this folder, and add the class to
-`OBJECTIVES` below.
+To add an objective, write a subclass of `Objective` with a `name` in a file of this folder, and add
+the class to `OBJECTIVES` below.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def resolve_objective(objective: Objective | str) -> Objective:
 def build_dataset(
     config: PretrainingData, indexed: IndexedDataset, tokenizer: Tokenizer
 ) -> PretrainingSamples:
-    """Builds the endless dataset of a configuration; sample n is a function of (corpus, configuration, n).
+    """Builds the endless dataset of a configuration.
+
+    Sample n is a function of (corpus, configuration, n).
 
     Adds the objective's sentinels and other special tokens to the tokenizer if it lacks them, so
     that its `vocab_size` afterwards is the model's.

@@ -1,4 +1,7 @@
-"""Makes RoBERTa samples: masked words in full sentences (Liu et al., "RoBERTa", 2019, section 4.2)."""
+"""Makes RoBERTa samples: masked words in full sentences.
+
+Liu et al., "RoBERTa", 2019, section 4.2.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ def masked_dataset(
     sep_token_id: int,
     seed: int = 1234,
 ) -> ObjectiveDataset:
-    """Returns samples in RoBERTa's FULL-SENTENCES format: `[CLS] packed text [SEP]`, masked, `length` tokens each."""
+    """Returns samples in RoBERTa's FULL-SENTENCES format: `[CLS] packed text [SEP]`, masked,
+    `length` tokens each.
+    """
     special = (*masking.special_ids, cls_token_id, sep_token_id)
     masking = replace(masking, special_ids=tuple(dict.fromkeys(special)))
     return ObjectiveDataset(
@@ -40,13 +45,11 @@ class RobertaObjective(MaskedObjective):
     def build(
         self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData
     ) -> ObjectiveDataset:
-        cls, sep = tokenizer.special_id("cls_token"), tokenizer.special_id("sep_token")
-        masking = self.masking(tokenizer)
         return masked_dataset(
             indexed,
-            masking,
+            self.masking(tokenizer),
             data.sequence_length,
-            cls_token_id=cls,
-            sep_token_id=sep,
+            cls_token_id=tokenizer.special_id("cls_token"),
+            sep_token_id=tokenizer.special_id("sep_token"),
             seed=data.seed,
         )

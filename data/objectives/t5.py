@@ -23,8 +23,8 @@ def span_corruption_dataset(
 ) -> ObjectiveDataset:
     """Returns T5 samples, all with the same input and target length.
 
-    As in the published T5 code, the raw text is as long as possible for inputs up to `input_length` and targets up to
-    `target_length`.
+    As in the published T5 code, the raw text is as long as possible for inputs up to `input_length`
+    and targets up to `target_length`.
     """
     raw = corruption.raw_length(input_length, target_length)
     return ObjectiveDataset(indexed, raw, corruption, seed=seed)
@@ -35,8 +35,8 @@ class T5Objective(Seq2SeqObjective):
     """Predicts the spans of a text that are replaced by sentinels.
 
     Args:
-        mask_probability: share of tokens that is corrupted.
-        mean_span_length: mean length of a span in tokens.
+        mask_probability: Share of tokens that is corrupted.
+        mean_span_length: Mean length of a span in tokens.
     """
 
     name: ClassVar[str] = "t5"
@@ -51,20 +51,19 @@ class T5Objective(Seq2SeqObjective):
 
     def lengths(self, sequence_length: int, target_length: int | None = None) -> tuple[int, int]:
         if target_length is None:
-            corruption = self._corruption(tuple(range(T5_SENTINELS)), 0)
-            target_length = corruption.lengths(corruption.raw_length(sequence_length))[1]
+            corruption = self._build_corruption(tuple(range(T5_SENTINELS)), 0)
+            raw_length = corruption.raw_length(sequence_length)
+            _, target_length = corruption.lengths(raw_length)
         return sequence_length, target_length
 
     def build(
         self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData
     ) -> ObjectiveDataset:
-        corruption = self._corruption(sentinel_ids(tokenizer), tokenizer.eos_token_id)
+        corruption = self._build_corruption(sentinel_ids(tokenizer), tokenizer.eos_token_id)
+        input_length, target_length = self.lengths(data.sequence_length, data.target_length)
         return span_corruption_dataset(
-            indexed,
-            corruption,
-            *self.lengths(data.sequence_length, data.target_length),
-            seed=data.seed,
+            indexed, corruption, input_length, target_length, seed=data.seed
         )
 
-    def _corruption(self, sentinels: tuple[int, ...], eos_token_id: int) -> SpanCorruption:
+    def _build_corruption(self, sentinels: tuple[int, ...], eos_token_id: int) -> SpanCorruption:
         return SpanCorruption(sentinels, eos_token_id, self.mask_probability, self.mean_span_length)

@@ -1,4 +1,6 @@
-"""Makes fine-tuning samples for models that generate: pairs of texts, conversations and blocks of plain text."""
+"""Makes fine-tuning samples for models that generate: pairs of texts, conversations and blocks of
+plain text.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,29 @@ import numpy as np
 
 from ..objectives.labels import IGNORED
 from ..tokenizers.tokenizer import Tokenizer
-from .pairs import Pair, fields_of, load_records
+from .pairs import Pair, load_records, read_fields
 
 
-def closed(ids: list[int], length: int, end: int) -> np.ndarray:
+def truncate_with_end(ids: list[int], length: int, end: int) -> np.ndarray:
     """Returns `ids` cut to `length - 1` tokens and followed by one `end`: int64."""
     return np.array([*ids[: length - 1], end], np.int64)
 
 
-def opened(ids: list[int], length: int, begin: Sequence[int]) -> np.ndarray:
+def truncate_with_begin(ids: list[int], length: int, begin: Sequence[int]) -> np.ndarray:
     """Returns `begin` followed by as many of the last `ids` as fit `length`: int64."""
     return np.array([*begin, *ids[-max(1, length - len(begin)) :]], np.int64)
 
 
 class Seq2SeqDataset:
-    """Makes `{"input_ids": [s], "labels": [t]}` of a pair, each ending with one end-of-sequence token.
+    """Makes `{"input_ids": [s], "labels": [t]}` of a pair, each ending with one end-of-sequence
+    token.
 
-    The maximum lengths include all tokens. `begin` are ids before both.
+    Args:
+        pairs: (source, target) texts.
+        tokenizer: Encodes both.
+        max_source_length: Most tokens of a source, with its beginning and end.
+        max_target_length: Most tokens of a target, with its beginning and end.
+        begin: Ids before both.
     """
 
     def __init__(
@@ -42,8 +50,11 @@ class Seq2SeqDataset:
             raise ValueError(
                 "max_source_length and max_target_length must be at least 2: a token and its end"
             )
-        self.pairs, self.tokenizer, self.begin = pairs, tokenizer, list(begin)
-        self.max_source_length, self.max_target_length = max_source_length, max_target_length
+        self.pairs = pairs
+        self.tokenizer = tokenizer
+        self.begin = list(begin)
+        self.max_source_length = max_source_length
+        self.max_target_length = max_target_length
         self.end = tokenizer.eos_token_id
 
     def __len__(self) -> int:
@@ -52,16 +63,25 @@ class Seq2SeqDataset:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         source, target = self.tokenizer.encode_batch(list(self.pairs[index]))
         return {
-            "input_ids": closed(self.begin + source, self.max_source_length, self.end),
-            "labels": closed(self.begin + target, self.max_target_length, self.end),
+            "input_ids": truncate_with_end(self.begin + source, self.max_source_length, self.end),
+            "labels": truncate_with_end(self.begin + target, self.max_target_length, self.end),
         }
 
 
 class PromptDataset:
-    """Makes a decoder's sample of a pair: source and target in one sequence, ending with one end-of-sequence token.
+    """Makes a decoder's sample of a pair: source and target in one sequence, ending with one end
+    token.
 
-    Labels are −100 on the source. A source that is too long loses its beginning, because its end holds the
-    instruction. `separator` is text after the source, and `begin` ids before it; max_source_length includes both.
+    Labels are −100 on the source. A source that is too long loses its beginning, because its end
+    holds the instruction.
+
+    Args:
+        pairs: (source, target) texts.
+        tokenizer: Encodes both.
+        max_source_length: Most tokens of a source, with `begin` and `separator`.
+        max_target_length: Most tokens of a target, with its end.
+        separator: Text after the source.
+        begin: Ids before the source.
     """
 
     def __init__(
@@ -78,13 +98,12 @@ class PromptDataset:
             raise ValueError(
                 "max_source_length must be at least 1 and max_target_length at least 2"
             )
-        self.pairs, self.tokenizer, self.separator, self.begin = (
-            pairs,
-            tokenizer,
-            separator,
-            list(begin),
-        )
-        self.max_source_length, self.max_target_length = max_source_length, max_target_length
+        self.pairs = pairs
+        self.tokenizer = tokenizer
+        self.separator = separator
+        self.begin = list(begin)
+        self.max_source_length = max_source_length
+        self.max_target_length = max_target_length
         self.end = tokenizer.eos_token_id
 
     def __len__(self) -> int:
@@ -93,8 +112,8 @@ class PromptDataset:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         source, target = self.pairs[index]
         prompt, answer = self.tokenizer.encode_batch([source + self.separator, target])
-        prompt = opened(prompt, self.max_source_length, self.begin)
-        answer = closed(answer, self.max_target_length, self.end)
+        prompt = truncate_with_begin(prompt, self.max_source_length, self.begin)
+        answer = truncate_with_end(answer, self.max_target_length, self.end)
         return {
             "input_ids": np.concatenate([prompt, answer]),
             "labels": np.concatenate([np.full(len(prompt), IGNORED), answer]),
@@ -102,7 +121,8 @@ class PromptDataset:
 
 
 class BlockDataset:
-    """Makes a decoder's samples of plain text: documents, each followed by the end token, cut into equal blocks.
+    """Makes a decoder's samples of plain text: documents, each followed by the end token, cut into
+    equal blocks.
 
     The remainder after the last block is left out.
     """
@@ -132,15 +152,17 @@ class BlockDataset:
 
 
 class PrefixMaskedDataset:
-    """Makes samples of pairs for an encoder that learns to generate (UniLM, Dong et al., 2019, section 2.3).
+    """Makes samples of pairs for an encoder that learns to generate (UniLM, Dong et al., 2019,
+    section 2.3).
 
-    A sample is `[CLS] source [SEP] target [SEP]`: `input_ids` [s], `token_type_ids` [s] (0 and 1), `labels` [s] (each
-    position from the first [SEP] on predicts the next token; −100 elsewhere) and `attention_mask` [], the length of the
-    first part, which all positions attend to. The second part attends causally to itself.
+    A sample is `[CLS] source [SEP] target [SEP]`: `input_ids` [s], `token_type_ids` [s] (0 and 1),
+    `labels` [s] (each position from the first [SEP] on predicts the next token; −100 elsewhere) and
+    `attention_mask` [], the length of the first part, which all positions attend to. The second
+    part attends causally to itself.
 
     Args:
-        ends: ids of [CLS] and [SEP].
-        segments: whether to make `token_type_ids`.
+        ends: Ids of [CLS] and [SEP].
+        segments: Whether to make `token_type_ids`.
     """
 
     def __init__(
@@ -157,41 +179,39 @@ class PrefixMaskedDataset:
             raise ValueError(
                 "an encoder generates between [CLS] and [SEP], which its tokenizer does not have"
             )
-        self.pairs, self.tokenizer, (self.cls, self.sep), self.segments = (
-            pairs,
-            tokenizer,
-            ends,
-            segments,
-        )
-        self.max_source_length, self.max_target_length = max_source_length, max_target_length
+        self.pairs = pairs
+        self.tokenizer = tokenizer
+        self.cls, self.sep = ends
+        self.segments = segments
+        self.max_source_length = max_source_length
+        self.max_target_length = max_target_length
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         source, target = self.tokenizer.encode_batch(list(self.pairs[index]))
-        first = closed([self.cls, *source], self.max_source_length, self.sep)
-        second = closed(target, self.max_target_length, self.sep)
+        first = truncate_with_end([self.cls, *source], self.max_source_length, self.sep)
+        second = truncate_with_end(target, self.max_target_length, self.sep)
         ids = np.concatenate([first, second])
         labels = np.full(len(ids), IGNORED)
         labels[len(first) - 1 : -1] = second
         sample = {"input_ids": ids, "labels": labels, "attention_mask": np.array(len(first))}
-        segments = (
-            {"token_type_ids": np.repeat([0, 1], [len(first), len(second)])}
-            if self.segments
-            else {}
-        )
-        return {**sample, **segments}
+        if self.segments:
+            sample["token_type_ids"] = np.repeat([0, 1], [len(first), len(second)])
+        return sample
 
 
 class BlankDataset:
-    """Makes GLM's samples of pairs: the target fills the source's blank (Du et al., 2022, section 2.1).
+    """Makes GLM's samples of pairs: the target fills the source's blank (Du et al., 2022, section
+    2.1).
 
-    The blank is the source's first `[MASK]`, `[sMASK]` or `[gMASK]`, or a `[gMASK]` at its end. The format of samples
-    is that of `BlankInfilling`.
+    The blank is the source's first `[MASK]`, `[sMASK]` or `[gMASK]`, or a `[gMASK]` at its end. The
+    format of samples is that of `BlankInfilling`.
 
     Args:
-        text: the `BlankText` of the family: `encode` returns the ids of a source, `tokens` those of special tokens.
+        text: The `BlankText` of the family: `encode` returns the ids of a source, `tokens` those of
+            special tokens.
     """
 
     def __init__(
@@ -202,8 +222,10 @@ class BlankDataset:
         max_source_length: int = 128,
         max_target_length: int = 128,
     ) -> None:
-        self.pairs, self.text = pairs, text
-        self.max_source_length, self.max_target_length = max_source_length, max_target_length
+        self.pairs = pairs
+        self.text = text
+        self.max_source_length = max_source_length
+        self.max_target_length = max_target_length
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -212,27 +234,25 @@ class BlankDataset:
         source, target = self.pairs[index]
         tokens = self.text.tokens
         context = self.text.encode(source)
-        if len(context) > self.max_source_length:  # the blank, which may be at the end, must remain
+        if len(context) > self.max_source_length:
+            # The beginning is cut, because the blank, which may be at the end, must remain.
             context = [context[0], *context[1 - self.max_source_length :]]
-        blanks = [
-            place
-            for place, token in enumerate(context)
-            if token in (tokens.mask, tokens.smask, tokens.gmask)
-        ]
-        if not blanks:
+        masks = (tokens.mask, tokens.smask, tokens.gmask)
+        blank = next((place for place, token in enumerate(context) if token in masks), None)
+        if blank is None:
             raise ValueError(
-                f"the blank of the source {source!r:.60} is not among its last tokens; use a longer limit"
+                f"the blank of the source {source!r:.60} is not among its last tokens; "
+                "use a longer limit"
             )
-        answer = closed(self.text.tokenizer.encode(target), self.max_target_length, tokens.eop)
-        filled = np.arange(len(answer) + 1)[1:]
+        answer = truncate_with_end(
+            self.text.tokenizer.encode(target), self.max_target_length, tokens.eop
+        )
+        # All tokens of the answer have the position of the blank, and count from 1 within it.
+        positions = np.concatenate([np.arange(len(context)), np.full(len(answer), blank)])
+        within = np.concatenate([np.zeros(len(context), np.int64), np.arange(1, len(answer) + 1)])
         return {
             "input_ids": np.concatenate([context, [tokens.sop], answer[:-1]]).astype(np.int64),
-            "position_ids": np.stack(
-                [
-                    np.concatenate([np.arange(len(context)), np.full(len(answer), blanks[0])]),
-                    np.concatenate([np.zeros(len(context), np.int64), filled]),
-                ]
-            ),
+            "position_ids": np.stack([positions, within]),
             "labels": np.concatenate([np.full(len(context), IGNORED), answer]),
             "attention_mask": np.array(len(context)),
         }
@@ -242,18 +262,21 @@ Message = dict[str, str]
 
 
 def load_chats(path: str | Path, *, messages_id: str = "messages") -> Sequence[list[Message]]:
-    """Loads conversations: lists of `{"role": …, "content": …}`, with a message of the assistant in each.
+    """Loads conversations: lists of `{"role": …, "content": …}`, with a message of the assistant in
+    each.
 
-    Raises ValueError as `load_records` does.
+    Raises:
+        ValueError: See `load_records`.
     """
 
     def parse(record: Any) -> list[Message]:
-        (messages,) = fields_of(record, messages_id)
-        for message in messages if isinstance(messages, list) else [None]:
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise ValueError(
-                    f"{messages_id!r} must be a list of objects with 'role' and 'content'"
-                )
+        (messages,) = read_fields(record, messages_id)
+        is_valid = isinstance(messages, list) and all(
+            isinstance(message, dict) and {"role", "content"} <= message.keys()
+            for message in messages
+        )
+        if not is_valid:
+            raise ValueError(f"{messages_id!r} must be a list of objects with 'role' and 'content'")
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{messages_id!r} has no message of the assistant")
         return messages
@@ -264,8 +287,9 @@ def load_chats(path: str | Path, *, messages_id: str = "messages") -> Sequence[l
 class ChatDataset:
     """Makes a decoder's samples of conversations, written by the tokenizer's chat template.
 
-    Labels are −100 except on the assistant's messages, with the end that the template gives them: what the template
-    marks by `{% generation %}`, or what it adds to the text before them. Conversations are cut at `max_length` tokens.
+    Labels are −100 except on the assistant's messages, with the end that the template gives them:
+    what the template marks by `{% generation %}`, or what it adds to the text before them.
+    Conversations are cut at `max_length` tokens.
 
     Args:
         tokenizer: transformers' tokenizer.
@@ -275,10 +299,12 @@ class ChatDataset:
         template = getattr(tokenizer, "chat_template", None)
         if not template or not getattr(tokenizer, "is_fast", False):
             raise ValueError(
-                "conversations need a tokenizer with a chat_template and a tokenizer.json; set chat_template in its "
-                "tokenizer_config.json, or use pairs"
+                "conversations need a tokenizer with a chat_template and a tokenizer.json; "
+                "set chat_template in its tokenizer_config.json, or use pairs"
             )
-        self.chats, self.tokenizer, self.max_length = chats, tokenizer, max_length
+        self.chats = chats
+        self.tokenizer = tokenizer
+        self.max_length = max_length
         self.is_marked = "generation %}" in str(template)
 
     def __len__(self) -> int:
@@ -289,39 +315,49 @@ class ChatDataset:
         if self.is_marked:
             options = {"return_dict": True, "return_assistant_tokens_mask": True}
             encoded = self.tokenizer.apply_chat_template(chat, **options)
-            ids, kept = encoded["input_ids"], encoded["assistant_masks"]
+            is_answer = encoded["assistant_masks"]
         else:
-            text, parts = self.render(chat), self.parts(chat)
+            answers = self.find_answers(chat)
             encoded = self.tokenizer(
-                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+                self.render(chat),
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                verbose=False,
             )
-            ids = encoded["input_ids"]
-            kept = [
-                any(a < end and b > start for start, end in parts)
-                for a, b in encoded["offset_mapping"]
+            is_answer = [
+                any(first < stop and last > start for start, stop in answers)
+                for first, last in encoded["offset_mapping"]
             ]
-        tokens = np.array(ids[: self.max_length], np.int64)
-        return {"input_ids": tokens, "labels": np.where(kept[: self.max_length], tokens, IGNORED)}
+        tokens = np.array(encoded["input_ids"][: self.max_length], np.int64)
+        labels = np.where(is_answer[: self.max_length], tokens, IGNORED)
+        return {"input_ids": tokens, "labels": labels}
 
     def render(self, chat: list[Message], prompt: bool = False) -> str:
-        """Returns the text of a conversation, which ends with the beginning of an answer if it is a `prompt`."""
+        """Returns the text of a conversation, which ends with the beginning of an answer if it is a
+        `prompt`.
+        """
         return self.tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=prompt
         )
 
-    def parts(self, chat: list[Message]) -> list[tuple[int, int]]:
-        """Returns first and last character of each message of the assistant. ValueError if the template hides them."""
-        whole, found = self.render(chat), []
+    def find_answers(self, chat: list[Message]) -> list[tuple[int, int]]:
+        """Returns the characters [start, stop) of each message of the assistant in the rendered
+        text.
+
+        Raises:
+            ValueError: The template changes earlier messages, so that they cannot be found.
+        """
+        whole = self.render(chat)
+        found: list[tuple[int, int]] = []
         for number, message in enumerate(chat):
             if message["role"] == "assistant":
-                before, after = (
-                    self.render(chat[:number], prompt=True),
-                    self.render(chat[: number + 1]),
-                )
+                before = self.render(chat[:number], prompt=True)
+                after = self.render(chat[: number + 1])
                 if not after.startswith(before) or not whole.startswith(after):
                     raise ValueError(
-                        "the chat template changes earlier messages, so that the assistant's cannot be found; mark "
-                        "them in the template by {% generation %} and {% endgeneration %}"
+                        "the chat template changes earlier messages, so that the assistant's "
+                        "cannot be found; mark them in the template by {% generation %} and "
+                        "{% endgeneration %}"
                     )
                 found.append((len(before), len(after)))
         return found

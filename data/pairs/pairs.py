@@ -1,4 +1,4 @@
-"""Loads records for fine-tuning, such as pairs of source and target text, from common file formats."""
+"""Loads records for fine-tuning from common file formats, such as pairs of texts."""
 
 from __future__ import annotations
 
@@ -20,45 +20,48 @@ def load_pairs(
 
     The formats are:
 
-    - JSON lines `{"translation": {"s": …, "t": …}}` (t2t and Hugging Face's translation format), or with the two keys
-      at the top level;
-    - a pair of files `NAME.source` and `NAME.target`, line by line (`path` is either of them, or NAME);
-    - parquet files and folders of `datasets.Dataset.save_to_disk` with a `translation` column, or with two columns of
-      those names.
+    - JSON lines `{"translation": {"s": …, "t": …}}` (t2t and Hugging Face's translation format), or
+      with the two keys at the top level;
+    - a pair of files `NAME.source` and `NAME.target`, line by line (`path` is either of them, or
+      NAME);
+    - parquet files and folders of `datasets.Dataset.save_to_disk` with a `translation` column, or
+      with two columns of those names.
 
     Args:
-        source_id: key of the source texts.
-        target_id: key of the target texts.
-        prefix: text to put before every source.
+        source_id: Key of the source texts.
+        target_id: Key of the target texts.
+        prefix: Text to put before every source.
 
     Raises:
-        ValueError: the file does not exist or holds no pairs, the files have different numbers of lines, or a record
-            lacks a key; the message names file and record.
+        ValueError: The file does not exist or holds no pairs, the files have different numbers of
+            lines, or a record lacks a key; the message names file and record.
     """
 
     def parse(record: Any) -> Pair:
-        source, target = fields_of(record, source_id, target_id)
-        return prefix + check_text(source, f"the value of {source_id!r}"), check_text(
-            target, f"the value of {target_id!r}"
-        )
+        source, target = read_fields(record, source_id, target_id)
+        check_text(source, f"the value of {source_id!r}")
+        check_text(target, f"the value of {target_id!r}")
+        return prefix + source, target
 
-    sides = side_files(Path(path))
+    sides = find_side_files(Path(path))
     if sides is None:
         return load_records(path, parse)
     return [(prefix + source, target) for source, target in read_sides(*sides)]
 
 
 def load_records(path: str | Path, parse: Callable[[Any], Record]) -> Sequence[Record]:
-    """Loads the records of JSON lines, a parquet file or a folder of `datasets.Dataset.save_to_disk`.
+    """Loads the records of JSON lines, a parquet file or a folder of
+    `datasets.Dataset.save_to_disk`.
 
     Args:
-        parse: Returns the record of a JSON object or a row. Its ValueError is raised with file and number.
+        parse: Returns the record of a JSON object or a row. Its ValueError is raised with file and
+            number.
     """
     path = Path(path)
     if path.is_dir() or path.suffix == ".parquet":
-        records: Sequence[Record] = Rows(path, parse)
+        records: Sequence[Record] = RowRecords(path, parse)
     elif path.is_file():
-        records = _lines(
+        records = _read_lines(
             path, lambda raw: parse(json.loads(raw.decode("utf-8-sig"))), skip_blank=True
         )
     else:
@@ -70,8 +73,11 @@ def load_records(path: str | Path, parse: Callable[[Any], Record]) -> Sequence[R
     return records
 
 
-def fields_of(record: Any, *keys: str) -> list[Any]:
-    """Returns the values of a record, or of the object in its `translation`. ValueError names a missing key."""
+def read_fields(record: Any, *keys: str) -> list[Any]:
+    """Returns the values of a record, or of the object in its `translation`.
+
+    ValueError names a missing key.
+    """
     values = record.get("translation", record) if isinstance(record, dict) else record
     if not isinstance(values, dict):
         raise ValueError(
@@ -84,7 +90,7 @@ def fields_of(record: Any, *keys: str) -> list[Any]:
     return [values[key] for key in keys]
 
 
-class Rows(Sequence[Record], Generic[Record]):
+class RowRecords(Sequence[Record], Generic[Record]):
     """Records of a parquet file or a Hugging Face dataset folder, read from disk at each access."""
 
     def __init__(self, path: Path, parse: Callable[[Any], Record]) -> None:
@@ -99,7 +105,8 @@ class Rows(Sequence[Record], Generic[Record]):
             self.rows: Dataset = loaded
         else:
             self.rows = Dataset.from_parquet(str(path))  # type: ignore[assignment]
-        self.path, self.parse = path, parse
+        self.path = path
+        self.parse = parse
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -111,11 +118,18 @@ class Rows(Sequence[Record], Generic[Record]):
             raise ValueError(f"bad record in {self.path}, record {index + 1}: {error}") from None
 
 
-def side_files(path: Path) -> tuple[Path, Path] | None:
-    stem = path.with_suffix("") if path.suffix in (".source", ".target") else path
-    source, target = Path(f"{stem}.source"), Path(f"{stem}.target")
-    if path.is_file() and path.suffix not in (".source", ".target"):
+def find_side_files(path: Path) -> tuple[Path, Path] | None:
+    """Returns NAME.source and NAME.target for one of them or NAME; None if there are no such files.
+
+    Raises:
+        ValueError: One of the two does not exist.
+    """
+    names_a_side = path.suffix in (".source", ".target")
+    if path.is_file() and not names_a_side:
         return None
+    stem = path.with_suffix("") if names_a_side else path
+    source = Path(f"{stem}.source")
+    target = Path(f"{stem}.target")
     if source.is_file() and target.is_file():
         return source, target
     if source.is_file() or target.is_file():
@@ -124,8 +138,13 @@ def side_files(path: Path) -> tuple[Path, Path] | None:
 
 
 def read_sides(source: Path, target: Path) -> list[Pair]:
-    """Returns the pairs of two files, line by line. ValueError if their numbers of lines differ, or there are none."""
-    sources, targets = _lines(source, _plain), _lines(target, _plain)
+    """Returns the pairs of two files, line by line.
+
+    Raises:
+        ValueError: Their numbers of lines differ, or there are none.
+    """
+    sources = _read_lines(source, _decode_line)
+    targets = _read_lines(target, _decode_line)
     if len(sources) != len(targets):
         raise ValueError(f"{source} has {len(sources)} lines, but {target} has {len(targets)}")
     if not sources:
@@ -133,11 +152,13 @@ def read_sides(source: Path, target: Path) -> list[Pair]:
     return list(zip(sources, targets, strict=True))
 
 
-def _plain(raw: bytes) -> str:
+def _decode_line(raw: bytes) -> str:
     return raw.decode("utf-8").rstrip("\r\n")
 
 
-def _lines(path: Path, parse: Callable[[bytes], Any], *, skip_blank: bool = False) -> list[Any]:
+def _read_lines(
+    path: Path, parse: Callable[[bytes], Any], *, skip_blank: bool = False
+) -> list[Any]:
     """Returns every line parsed; errors of `parse` are raised with file and record."""
     values = []
     with path.open("rb") as file:
@@ -150,6 +171,6 @@ def _lines(path: Path, parse: Callable[[bytes], Any], *, skip_blank: bool = Fals
                 raise ValueError(
                     f"bad record in {path}, record {number}: nested too deeply"
                 ) from None
-            except ValueError as error:  # also invalid UTF-8 and JSON
+            except ValueError as error:  # Invalid UTF-8 and JSON are ValueErrors too.
                 raise ValueError(f"bad record in {path}, record {number}: {error}") from None
     return values

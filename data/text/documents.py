@@ -25,6 +25,7 @@ class SourceReport:
     first_bad: list[str] = field(default_factory=list)
 
     def add(self, text: ChunkText, bad: list[BadRecord]) -> None:
+        """Counts the documents of a chunk, and its bad records with their final numbers."""
         self.documents += len(text.documents)
         self.empty += text.empty
         self.bytes += text.bytes
@@ -34,27 +35,34 @@ class SourceReport:
 
 
 class LineNumbers:
-    """Converts line numbers within a chunk to line numbers within the file. Chunks must come in order.
+    """Converts line numbers within a chunk to line numbers within the file.
+
+    Chunks must come in order.
 
     Attributes:
-        path: the current file.
-        lines: lines of the current file in the chunks so far.
+        path: The current file.
+        lines: Lines of the current file in the chunks so far.
     """
 
     def __init__(self, path: str = "", lines: int = 0) -> None:
-        self.path, self.lines = path, lines
+        self.path = path
+        self.lines = lines
 
     def number(self, chunk: Chunk, text: ChunkText) -> list[BadRecord]:
-        if chunk.kind == "files":  # each file is complete, so its numbers are final
+        """Returns the bad records of the next chunk with their numbers within the file."""
+        if chunk.kind == "files":  # Each of its files is complete, so the numbers are final.
             return text.bad
-        if str(chunk.paths[0]) != self.path:
-            self.path, self.lines = str(chunk.paths[0]), 0
+        path = str(chunk.paths[0])
+        if path != self.path:
+            self.path = path
+            self.lines = 0
         before = self.lines
         self.lines += text.lines
         return [replace(record, line=record.line + before) for record in text.bad]
 
 
 def describe(record: BadRecord) -> str:
+    """Returns a bad record's file, number and defect for a message."""
     return f"{record.path}, record {record.line}: {record.reason}"
 
 
@@ -72,26 +80,25 @@ def iter_documents(
 ) -> Iterator[str]:
     """Yields the texts of a source in a fixed order.
 
-    A single text file is cut at blank lines into documents of about 16 KiB; in a folder each file is a document.
-    Documents of white space are left out.
+    A single text file is cut at blank lines into documents of about 16 KiB; in a folder each file
+    is a document. Documents of white space are left out.
 
     Args:
-        source: see `plan_chunks`.
-        text_key: key or column that holds the text.
-        on_bad: called for every bad record; it raises, or returns to skip the record.
-        report: receives the counts.
+        source: See `plan_chunks`.
+        text_key: Key or column that holds the text.
+        on_bad: Called for every bad record; it raises, or returns to skip the record.
+        report: Receives the counts.
 
     Raises:
-        ValueError: the source does not exist or has no text, or `on_bad` raises. A missing source is reported at the
-            call, before the first document.
+        ValueError: The source does not exist or has no text, or `on_bad` raises. A missing source
+            is reported at the call, before the first document.
     """
-    chunks = plan_chunks(
-        source
-    )  # outside the generator, so that a missing path is reported at the call
-    return _read(chunks, text_key, on_bad, report)
+    # A generator runs at the first document; a missing path shall be reported at the call.
+    chunks = plan_chunks(source)
+    return _iter_chunks(chunks, text_key, on_bad, report)
 
 
-def _read(
+def _iter_chunks(
     chunks: list[Chunk], text_key: str, on_bad: OnBad, report: SourceReport | None
 ) -> Iterator[str]:
     numbers = LineNumbers()
@@ -107,10 +114,11 @@ def _read(
 
 @dataclass
 class Documents:
-    """The documents of a source without its bad records; they are read again each time they are iterated over.
+    """The documents of a source without its bad records, read again each time they are iterated
+    over.
 
     Attributes:
-        report: the counts of the last pass.
+        report: The counts of the last pass.
     """
 
     source: Source
@@ -125,11 +133,16 @@ class Documents:
 
 
 def skip_bad(record: BadRecord) -> None:
-    """Skips bad records; the lenient choice for `on_bad`. A `SourceReport` counts and describes them."""
+    """Skips bad records; the lenient choice for `on_bad`.
+
+    A `SourceReport` counts and describes them.
+    """
 
 
-def source_name(source: Source) -> str:
+def name_source(source: Source) -> str:
     """Returns the name of a source for messages."""
     if source is None:
         return "the Python standard library"
-    return str(source) if isinstance(source, (str, Path)) else f"{len(source)} files"
+    if isinstance(source, (str, Path)):
+        return str(source)
+    return f"{len(source)} files"

@@ -8,27 +8,37 @@ from typing import NamedTuple
 import numpy as np
 
 from ..tokenizers.tokenizer import Tokenizer
-from .sentences import split_sentences as sentences_of
+from . import sentences
 
 BATCH_CHARACTERS = 1 << 19  # characters per call of the tokenizer; larger batches only cost memory
 
 
 class Encoded(NamedTuple):
-    """Documents as tokens [tokens], sizes of their sequences, and sequences per document (None: one)."""
+    """Tokenized documents, end to end.
+
+    Attributes:
+        tokens: Token ids [tokens], in the corpus' dtype.
+        sizes: Tokens per sequence: int64 [sequences].
+        sequences: Sequences per document: int64 [documents]; None if each document is one sequence.
+    """
 
     tokens: np.ndarray
     sizes: np.ndarray
     sequences: np.ndarray | None
 
 
-def end_token(tokenizer: Tokenizer, *, split_sentences: bool) -> int | None:
+def find_end_token(tokenizer: Tokenizer, *, split_sentences: bool) -> int | None:
     """Returns the id of the token that ends a document; None if nothing does.
 
-    It is the end-of-sequence token, or in vocabularies without one the separator. The segments of sentence pairs have
-    separators of their own, so nothing ends a document of sentences.
+    It is the end-of-sequence token, or in vocabularies without one the separator. The segments of
+    sentence pairs have separators of their own, so nothing ends a document of sentences.
     """
-    roles = () if split_sentences else ("eos_token", "sep_token")
-    return next((tokenizer.special[role] for role in roles if role in tokenizer.special), None)
+    if split_sentences:
+        return None
+    for role in ("eos_token", "sep_token"):
+        if role in tokenizer.special:
+            return tokenizer.special[role]
+    return None
 
 
 def encode_texts(
@@ -37,11 +47,12 @@ def encode_texts(
     """Returns the concatenated tokens of all texts [total] and their lengths, int64 [texts]."""
     parts: list[np.ndarray] = []
     lengths: list[int] = []
-    for batch in _batches(texts):
+    for batch in _iter_batches(texts):
         for ids in tokenizer.encode_batch(batch):
             parts.append(np.array(ids, dtype))
             lengths.append(len(ids))
-    return np.concatenate(parts) if parts else np.empty(0, dtype), np.array(lengths, np.int64)
+    tokens = np.concatenate(parts) if parts else np.empty(0, dtype)
+    return tokens, np.array(lengths, np.int64)
 
 
 def encode_documents(
@@ -52,27 +63,38 @@ def encode_documents(
     *,
     split_sentences: bool = False,
 ) -> Encoded:
-    """Encodes documents, each followed by the token `end` if given, as one sequence each or one per sentence."""
-    documents = [sentences_of(text) if split_sentences else [text] for text in texts]
-    tokens, lengths = encode_texts(
-        tokenizer, [part for document in documents for part in document], dtype
-    )
+    """Encodes documents as one sequence each, or one per sentence.
+
+    Args:
+        tokenizer: Encodes the texts.
+        texts: The documents.
+        dtype: Token dtype of the corpus.
+        end: Id of the token that follows each document; None for no token.
+        split_sentences: Whether a sequence is a sentence instead of a document.
+    """
+    documents = [[text] for text in texts]
+    if split_sentences:
+        documents = [sentences.split_sentences(text) for text in texts]
+    sequences = [sequence for document in documents for sequence in document]
+    tokens, lengths = encode_texts(tokenizer, sequences, dtype)
     counts = np.array([len(document) for document in documents], np.int64)
     if end is not None and len(counts):
-        last = np.cumsum(counts) - 1
+        last = np.cumsum(counts) - 1  # the last sequence of each document
         tokens = np.insert(tokens, np.cumsum(lengths)[last], end)
         lengths[last] += 1
     return Encoded(tokens, lengths, counts if split_sentences else None)
 
 
-def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+def _iter_batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the texts in groups of at least BATCH_CHARACTERS."""
     batch: list[str] = []
-    weight = 0
+    characters = 0
     for text in texts:
         batch.append(text)
-        weight += len(text)
-        if weight >= BATCH_CHARACTERS:
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
             yield batch
-            batch, weight = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch

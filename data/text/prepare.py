@@ -1,4 +1,6 @@
-"""Tokenizes a source of any size into one `.bin/.idx` pair: parallel, atomic, resumable, in constant memory."""
+"""Tokenizes a source of any size into one `.bin/.idx` pair: parallel, atomic, resumable, in
+constant memory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from ..indexed.meta import CorpusMeta
 from ..indexed.writer import IndexedDatasetWriter, WriterState
 from ..tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..tokenizers.vocabulary import Vocabulary, tokenizer_digest
-from .documents import LineNumbers, OnBad, SourceReport, skip_bad, source_name
+from .documents import LineNumbers, OnBad, SourceReport, name_source, skip_bad
 from .encoding import Encoded, encode_documents
 from .records import ChunkText, read_chunk
 from .sources import Chunk, Source, fingerprint, plan_chunks
@@ -33,11 +35,11 @@ class PrepareOptions:
     """The options that determine a prepared dataset, together with the source.
 
     Args:
-        tokenizer: path of the tokenizer (see `load_tokenizer`).
-        text_key: key or column that holds the text.
-        append_eos: put the end-of-text token after every document.
-        eos_token: the end-of-text token, by name; None for the tokenizer's own.
-        split_sentences: one sequence per sentence (for sentence pairs) instead of one per document.
+        tokenizer: Path of the tokenizer (see `load_tokenizer`).
+        text_key: Key or column that holds the text.
+        append_eos: Put the end-of-text token after every document.
+        eos_token: The end-of-text token, by name; None for the tokenizer's own.
+        split_sentences: One sequence per sentence (for sentence pairs) instead of one per document.
     """
 
     tokenizer: Path
@@ -49,7 +51,10 @@ class PrepareOptions:
 
 @dataclass
 class PrepareReport(SourceReport):
-    """Counts of a whole preparation, including resumed parts; `seconds` is the time of this run alone."""
+    """Counts of a whole preparation, including resumed parts.
+
+    `seconds` is the time of this run alone.
+    """
 
     tokens: int = 0
     seconds: float = 0.0
@@ -66,9 +71,8 @@ class PrepareReport(SourceReport):
         return (self.bytes - self.resumed_bytes) / 1e6 / max(self.seconds, 1e-9)
 
 
-PrepareProgress = Callable[
-    [PrepareReport, int, int], None
-]  # (report so far, chunks done, chunks in total)
+# Called with (report so far, chunks done, chunks in total).
+PrepareProgress = Callable[[PrepareReport, int, int], None]
 
 
 @dataclass
@@ -90,34 +94,42 @@ def prepare_dataset(
     resume: bool = True,
     progress: PrepareProgress | None = None,
 ) -> PrepareReport:
-    """Writes `output.bin` and `output.idx`, readable by Megatron-LM and LiBai, the same for any number of workers.
+    """Writes `output.bin` and `output.idx`, the same for any number of workers.
 
-    `output.meta.json` records the vocabulary and the end-of-text token.
+    Megatron-LM and LiBai read them. `output.meta.json` records the vocabulary and the end-of-text
+    token.
 
-    A run that was stopped or killed leaves `output.*.partial` and `output.progress.json`; the same call resumes it.
-    The token dtype is uint16 below a vocabulary of 65500 entries, otherwise int32.
+    A run that was stopped or killed leaves `output.*.partial` and `output.progress.json`; the same
+    call resumes it. The token dtype is uint16 below a vocabulary of 65500 entries, otherwise int32.
 
     Args:
-        source: see `iter_documents`.
-        output: prefix of the two files.
-        workers: processes that read and tokenize; 1 works in this process, with the threads of the tokenizer.
-        on_bad: called with every bad record; raises (see `fail_on_bad`), or returns to skip the record.
-        resume: whether to resume an interrupted run.
-        progress: called after every chunk.
+        source: See `iter_documents`.
+        output: Prefix of the two files.
+        workers: Processes that read and tokenize; 1 works in this process, with the threads of the
+            tokenizer.
+        on_bad: Called with every bad record; raises (see `fail_on_bad`), or returns to skip the
+            record.
+        resume: Whether to resume an interrupted run.
+        progress: Called after every chunk.
 
     Raises:
-        ValueError: the source or the tokenizer is missing, the source has no text, or `on_bad` raises.
-        RuntimeError: a worker process died.
+        ValueError: The source or the tokenizer is missing, the source has no text, or `on_bad`
+            raises.
+        RuntimeError: A worker process died.
     """
     if workers < 1:
         raise ValueError(f"workers is {workers}; it must be at least 1")
     chunks = plan_chunks(source)
     tokenizer = load_tokenizer(options.tokenizer)
-    end = _end_of_text(tokenizer, options)  # raises a clear error here rather than in a worker
+    end = _find_end_of_text(tokenizer, options)  # raises a clear error here rather than in a worker
     meta = CorpusMeta(Vocabulary.from_tokenizer(tokenizer), end, options.split_sentences)
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
-    journal = _Journal(Path(f"{output}.progress.json"), _settings(source, options, tokenizer))
-    state, report, numbers = journal.read() if resume else journal.fresh()
+    settings = _describe_run(source, options, tokenizer)
+    progress_file = _ProgressFile(Path(f"{output}.progress.json"), settings)
+    saved = progress_file.read() if resume else None
+    if saved is None:
+        saved = WriterState(), PrepareReport(), LineNumbers()
+    state, report, numbers = saved
     started = time.monotonic()
     with IndexedDatasetWriter(output, dtype, resume=state, keep_partial=True, meta=meta) as writer:
         committed = time.monotonic()
@@ -134,36 +146,42 @@ def prepare_dataset(
             done += 1
             report.seconds = time.monotonic() - started
             if time.monotonic() - committed > SECONDS_BETWEEN_COMMITS:
-                journal.write(done, writer.commit(), report, numbers)
+                progress_file.write(done, writer.commit(), report, numbers)
                 committed = time.monotonic()
             if progress is not None:
                 progress(report, done, len(chunks))
         if report.documents == 0:
-            named = f"; the first bad record: {report.first_bad[0]}" if report.first_bad else ""
-            raise ValueError(f"{source_name(source)} holds no document with text{named}")
-    journal.path.unlink(missing_ok=True)
+            named = ""
+            if report.first_bad:
+                named = f"; the first bad record: {report.first_bad[0]}"
+            raise ValueError(f"{name_source(source)} holds no document with text{named}")
+    progress_file.path.unlink(missing_ok=True)
     return report
 
 
 def _encode(chunk: Chunk, options: PrepareOptions, tokenizer: Tokenizer) -> _EncodedChunk:
+    """Reads and tokenizes one chunk."""
     text = read_chunk(chunk, options.text_key)
-    dtype, end = dtype_for_vocabulary(tokenizer.vocab_size), _end_of_text(tokenizer, options)
+    dtype = dtype_for_vocabulary(tokenizer.vocab_size)
+    end = _find_end_of_text(tokenizer, options)
     encoded = encode_documents(
         tokenizer, text.documents, dtype, end, split_sentences=options.split_sentences
     )
     count = len(text.documents)
-    text.documents.clear()  # so that they are not sent back to the main process
+    # A worker sends its result to the main process, which has no use for the texts.
+    text.documents.clear()
     return _EncodedChunk(encoded, text, count)
 
 
-def _end_of_text(tokenizer: Tokenizer, options: PrepareOptions) -> int | None:
+def _find_end_of_text(tokenizer: Tokenizer, options: PrepareOptions) -> int | None:
     """Returns the id of the token after every document, or None if nothing is appended."""
     if not options.append_eos:
         return None
     if options.eos_token is None:
         if "eos_token" not in tokenizer.special:
             raise ValueError(
-                "this tokenizer has no end-of-text token; name one (such as --eos-token '[SEP]') or use --no-append-eos"
+                "this tokenizer has no end-of-text token; "
+                "name one (such as --eos-token '[SEP]') or use --no-append-eos"
             )
         return tokenizer.eos_token_id
     index = tokenizer.token_to_id(options.eos_token)
@@ -175,15 +193,19 @@ def _end_of_text(tokenizer: Tokenizer, options: PrepareOptions) -> int | None:
 def _encode_all(
     chunks: list[Chunk], options: PrepareOptions, tokenizer: Tokenizer, workers: int
 ) -> Iterator[_EncodedChunk]:
-    """Yields encoded chunks in order; at most two per worker are in flight, so memory does not grow."""
+    """Yields encoded chunks in order.
+
+    At most two per worker are in flight, so memory does not grow.
+    """
     if workers == 1:
-        yield from (_encode(chunk, options, tokenizer) for chunk in chunks)
+        for chunk in chunks:
+            yield _encode(chunk, options, tokenizer)
         return
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (options,))
     waiting: deque[Future[_EncodedChunk]] = deque()
     try:
         for chunk in chunks:
-            waiting.append(pool.submit(_work, chunk))
+            waiting.append(pool.submit(_encode_in_worker, chunk))
             if len(waiting) >= 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -201,28 +223,30 @@ _worker: tuple[PrepareOptions, Tokenizer] | None = None  # set in worker process
 
 def _start_worker(options: PrepareOptions) -> None:
     global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # one thread per process; the processes are the parallelism
-    )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles the interrupt
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = options, load_tokenizer(options.tokenizer)
+    # The processes are the parallelism, so each of them tokenizes with one thread.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # The main process handles an interrupt, and ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _worker = (options, load_tokenizer(options.tokenizer))
 
 
-def _end_with_parent() -> None:
-    """Exits with the parent; without this, a pool's workers would wait forever for a parent that was killed."""
+def _exit_with_parent() -> None:
+    """Exits with the parent; a pool's workers would wait forever for a parent that was killed."""
     parent = parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _work(chunk: Chunk) -> _EncodedChunk:
+def _encode_in_worker(chunk: Chunk) -> _EncodedChunk:
     assert _worker is not None
     return _encode(chunk, *_worker)
 
 
-def _settings(source: Source, options: PrepareOptions, tokenizer: Tokenizer) -> dict[str, object]:
+def _describe_run(
+    source: Source, options: PrepareOptions, tokenizer: Tokenizer
+) -> dict[str, object]:
     """Returns the settings that must be unchanged for an interrupted run to be resumed."""
     return {
         **asdict(options),
@@ -231,32 +255,34 @@ def _settings(source: Source, options: PrepareOptions, tokenizer: Tokenizer) -> 
     }
 
 
-class _Journal:
-    """Keeps the progress of a run in `PREFIX.progress.json`, replaced atomically after the data is on disk."""
+class _ProgressFile:
+    """Keeps the progress of a run in `PREFIX.progress.json`, replaced atomically after the data is
+    on disk.
+    """
 
     def __init__(self, path: Path, settings: dict[str, object]) -> None:
         self.path = path
         self.settings = settings
 
-    def fresh(self) -> tuple[WriterState, PrepareReport, LineNumbers]:
-        return WriterState(), PrepareReport(), LineNumbers()
-
-    def read(self) -> tuple[WriterState, PrepareReport, LineNumbers]:
-        """Returns the state of an interrupted run with the same settings, or a fresh state."""
+    def read(self) -> tuple[WriterState, PrepareReport, LineNumbers] | None:
+        """Returns the state of an interrupted run with the same settings, or None."""
         try:
             values = json.loads(self.path.read_text(encoding="utf-8"))
             if values["settings"] != self.settings:
-                return self.fresh()
+                return None
+            state = WriterState(**values["writer"])
             report = PrepareReport(**values["report"])
             report.resumed_chunks = values["chunks"]
-            report.resumed_documents, report.resumed_bytes = report.documents, report.bytes
-            return WriterState(**values["writer"]), report, LineNumbers(**values["lines"])
+            report.resumed_documents = report.documents
+            report.resumed_bytes = report.bytes
+            return state, report, LineNumbers(**values["lines"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return self.fresh()
+            return None
 
     def write(
         self, chunks: int, state: WriterState, report: PrepareReport, numbers: LineNumbers
     ) -> None:
+        """Records that the data of `chunks` chunks is on the disk."""
         values = {
             "settings": self.settings,
             "chunks": chunks,

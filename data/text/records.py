@@ -15,7 +15,10 @@ LARGEST_RECORD_BYTES = 16 << 20  # tokenizing a record takes about 50 times its 
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record without usable text. `line` counts from 1 within the chunk; rows and pieces count as lines."""
+    """A record without usable text.
+
+    `line` counts from 1 within the chunk; rows and pieces count as lines.
+    """
 
     path: Path
     line: int
@@ -27,9 +30,10 @@ class ChunkText:
     """The contents of a chunk.
 
     Attributes:
-        bad: records without usable text.
-        lines: number of lines (or rows), from which a caller can number bad records within the file.
-        empty: number of documents of white space, which are left out.
+        bad: Records without usable text.
+        lines: Number of lines (or rows), from which a caller can number bad records within the
+            file.
+        empty: Number of documents of white space, which are left out.
     """
 
     documents: list[str] = field(default_factory=list)
@@ -39,6 +43,7 @@ class ChunkText:
     bytes: int = 0
 
     def add(self, text: str) -> None:
+        """Adds a document, unless it is white space."""
         if text and not text.isspace():
             self.documents.append(text)
         else:
@@ -46,41 +51,41 @@ class ChunkText:
 
 
 def read_chunk(chunk: Chunk, text_key: str = "text") -> ChunkText:
-    """Reads the documents of one chunk. Bad records are returned, not raised; a missing file raises OSError."""
-    reader = {
-        "jsonl": _jsonl,
-        "text": _text,
-        "files": _files,
-        "parquet": _parquet,
-        "arrow": _arrow,
-    }[chunk.kind]
+    """Reads the documents of one chunk.
+
+    Bad records are returned, not raised; a missing file raises OSError.
+    """
+    readers = {
+        "jsonl": _read_jsonl,
+        "text": _read_text_range,
+        "files": _read_files,
+        "parquet": _read_parquet,
+        "arrow": _read_arrow,
+    }
     found = ChunkText()
-    reader(chunk, text_key, found)
+    readers[chunk.kind](chunk, text_key, found)
     return found
 
 
-def _jsonl(chunk: Chunk, text_key: str, found: ChunkText) -> None:
+def _read_jsonl(chunk: Chunk, text_key: str, found: ChunkText) -> None:
     path = chunk.paths[0]
     with path.open("rb") as file:
         for raw in lines_starting_in(file, chunk.start, chunk.stop):
             found.lines += 1
             found.bytes += len(raw)
             if len(raw) > LARGEST_RECORD_BYTES:
-                found.bad.append(
-                    BadRecord(
-                        path, found.lines, f"line longer than {LARGEST_RECORD_BYTES >> 20} MiB"
-                    )
-                )
+                reason = f"line longer than {LARGEST_RECORD_BYTES >> 20} MiB"
+                found.bad.append(BadRecord(path, found.lines, reason))
             elif raw.isspace():
                 found.empty += 1
             else:
                 try:
-                    found.add(text_of(raw, text_key))
+                    found.add(parse_json_line(raw, text_key))
                 except ValueError as error:
                     found.bad.append(BadRecord(path, found.lines, str(error)))
 
 
-def text_of(raw: bytes, text_key: str) -> str:
+def parse_json_line(raw: bytes, text_key: str) -> str:
     """Returns the text of one JSON line. ValueError gives the defect of a bad line."""
     try:
         value = json.loads(raw.decode("utf-8-sig"))
@@ -95,9 +100,8 @@ def text_of(raw: bytes, text_key: str) -> str:
             f"a JSON {type(value).__name__} instead of an object with the key {text_key!r}"
         )
     if text_key not in value:
-        raise ValueError(
-            f"no key {text_key!r}; the keys are {', '.join(map(repr, list(value)[:8])) or 'none'}"
-        )
+        named = ", ".join(map(repr, list(value)[:8])) or "none"
+        raise ValueError(f"no key {text_key!r}; the keys are {named}")
     return check_text(value[text_key], f"the value of {text_key!r}")
 
 
@@ -113,10 +117,14 @@ def check_text(text: object, described: str) -> str:
 
 
 def lines_starting_in(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
-    """Yields lines whose first byte is in [start, stop), each cut after LARGEST_RECORD_BYTES + 1 bytes."""
+    """Yields lines whose first byte is in [start, stop), each cut after LARGEST_RECORD_BYTES + 1
+    bytes.
+    """
+    # The rest of the line before belongs to the range before. Skipping it from the byte before
+    # `start` keeps a line that begins exactly there.
     file.seek(max(0, start - 1))
     if start > 0:
-        _skip_line(file)  # seeking to the byte before keeps a line that begins exactly at `start`
+        _skip_line(file)
     position = file.tell()
     while position < stop:
         raw = file.readline(LARGEST_RECORD_BYTES + 1)
@@ -129,45 +137,40 @@ def lines_starting_in(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
 
 
 def _skip_line(file: BinaryIO) -> None:
-    while (part := file.readline(1 << 20)) and not part.endswith(b"\n"):
-        pass
+    """Reads up to the end of the line, in parts of bounded size."""
+    while True:
+        part = file.readline(1 << 20)
+        if not part or part.endswith(b"\n"):
+            return
 
 
-def _text(chunk: Chunk, text_key: str, found: ChunkText) -> None:
-    path = chunk.paths[0]
-    with path.open("rb") as file:
-        for number, raw in enumerate(
-            text_pieces(file, chunk.start, chunk.stop, chunk.piece_bytes), 1
-        ):
-            _add_raw(path, number, raw, found)
+def _read_text_range(chunk: Chunk, text_key: str, found: ChunkText) -> None:
+    _read_pieces(chunk.paths[0], chunk.start, chunk.stop, chunk.piece_bytes, found)
 
 
-def _files(chunk: Chunk, text_key: str, found: ChunkText) -> None:
+def _read_files(chunk: Chunk, text_key: str, found: ChunkText) -> None:
     for path in chunk.paths:
-        with path.open("rb") as file:
-            for number, raw in enumerate(
-                text_pieces(file, 0, path.stat().st_size, chunk.piece_bytes), 1
-            ):
-                _add_raw(path, number, raw, found)
+        _read_pieces(path, 0, path.stat().st_size, chunk.piece_bytes, found)
 
 
-def _add_raw(path: Path, number: int, raw: bytes, found: ChunkText) -> None:
-    found.lines += 1
-    found.bytes += len(raw)
-    if b"\0" in raw:
-        found.bad.append(
-            BadRecord(path, number, f"NUL byte at byte {raw.index(0)} of the piece: not text")
-        )
-        return
-    try:
-        found.add(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        found.bad.append(
-            BadRecord(path, number, f"invalid UTF-8 at byte {error.start} of the piece")
-        )
+def _read_pieces(path: Path, start: int, stop: int, piece_bytes: int, found: ChunkText) -> None:
+    """Reads a range of a text file, which is cut into documents of about `piece_bytes`."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(text_pieces(file, start, stop, piece_bytes), 1):
+            found.lines += 1
+            found.bytes += len(raw)
+            if b"\0" in raw:
+                reason = f"NUL byte at byte {raw.index(0)} of the piece: not text"
+                found.bad.append(BadRecord(path, number, reason))
+                continue
+            try:
+                found.add(raw.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                reason = f"invalid UTF-8 at byte {error.start} of the piece"
+                found.bad.append(BadRecord(path, number, reason))
 
 
-def _parquet(chunk: Chunk, text_key: str, found: ChunkText) -> None:
+def _read_parquet(chunk: Chunk, text_key: str, found: ChunkText) -> None:
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(chunk.paths[0]) as file:
@@ -176,20 +179,20 @@ def _parquet(chunk: Chunk, text_key: str, found: ChunkText) -> None:
             raise ValueError(
                 f"{chunk.paths[0]} has no column {text_key!r}; its columns are {names}"
             )
-        for batch in file.iter_batches(
-            row_groups=list(range(chunk.start, chunk.stop)), columns=[text_key]
-        ):
+        groups = list(range(chunk.start, chunk.stop))
+        for batch in file.iter_batches(row_groups=groups, columns=[text_key]):
             _add_rows(chunk.paths[0], batch.column(0).to_pylist(), text_key, found)
 
 
-def _arrow(chunk: Chunk, text_key: str, found: ChunkText) -> None:
+def _read_arrow(chunk: Chunk, text_key: str, found: ChunkText) -> None:
     from datasets import load_from_disk
 
     dataset = load_from_disk(str(chunk.paths[0]))
     if text_key not in dataset.column_names:
         names = ", ".join(map(repr, dataset.column_names))
         raise ValueError(f"{chunk.paths[0]} has no column {text_key!r}; its columns are {names}")
-    _add_rows(chunk.paths[0], dataset[chunk.start : chunk.stop][text_key], text_key, found)
+    rows = dataset[chunk.start : chunk.stop][text_key]
+    _add_rows(chunk.paths[0], rows, text_key, found)
 
 
 def _add_rows(path: Path, rows: list[object], text_key: str, found: ChunkText) -> None:
@@ -204,16 +207,16 @@ def _add_rows(path: Path, rows: list[object], text_key: str, found: ChunkText) -
         found.add(text)
 
 
-HARD_CUT_BYTES = (
-    1 << 20
-)  # about the distance of cuts in a text without line ends; cuts are between characters
+# Cuts of a text without line ends are about this far apart, and between characters.
+HARD_CUT_BYTES = 1 << 20
 
 
 def text_pieces(file: BinaryIO, start: int, stop: int, block: int) -> Iterator[bytes]:
     """Yields pieces whose first byte is in [start, stop), each about `block` bytes long.
 
-    Each block of `block` bytes has one cut: after its first blank line, otherwise after its first line end. A cut
-    thus depends on the file alone, and the pieces of adjoining ranges make up the whole file.
+    Each block of `block` bytes has one cut: after its first blank line, otherwise after its first
+    line end. A cut thus depends on the file alone, and the pieces of adjoining ranges make up the
+    whole file.
     """
     size = file.seek(0, 2)
     cut = _next_cut(file, start, block, size)
@@ -230,14 +233,15 @@ def _next_cut(file: BinaryIO, position: int, block: int, size: int) -> int:
         return 0
     number = max(0, (position - 1) // block)
     while number * block < size:
-        cut = _cut_of_block(file, number, block) if number else 0
+        cut = _find_cut(file, number, block) if number else 0
         if cut is not None and cut >= position:
             return min(cut, size)
         number += 1
     return size
 
 
-def _cut_of_block(file: BinaryIO, number: int, block: int) -> int | None:
+def _find_cut(file: BinaryIO, number: int, block: int) -> int | None:
+    """Returns the cut in block `number` of a file; None if it has no line end and needs no cut."""
     first = number * block
     file.seek(first)
     raw = file.read(block)
@@ -247,7 +251,8 @@ def _cut_of_block(file: BinaryIO, number: int, block: int) -> int | None:
             return first + found + len(separator)
     if number % max(1, HARD_CUT_BYTES // block):
         return None
-    ahead = next(
-        (i for i, byte in enumerate(raw[:4]) if byte & 0xC0 != 0x80), 0
-    )  # not inside a UTF-8 character
-    return first + ahead
+    # A byte 10xxxxxx continues a UTF-8 character, which has at most four bytes.
+    for ahead, byte in enumerate(raw[:4]):
+        if byte & 0xC0 != 0x80:
+            return first + ahead
+    return first

@@ -1,8 +1,9 @@
-"""Finds the text in a source and divides it into chunks that workers read independently, in a fixed order.
+"""Finds the text in a source and divides it into chunks that workers read independently, in a fixed
+order.
 
-A chunk is a few MiB of work: a byte range of a JSON lines or text file, some small files, a parquet row
-group, or a row range of a Hugging Face dataset folder. Chunks depend on the files alone, not on the number
-of workers.
+A chunk is a few MiB of work: a byte range of a JSON lines or text file, some small files, a parquet
+row group, or a row range of a Hugging Face dataset folder. Chunks depend on the files alone, not on
+the number of workers.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pathlib import Path
 CHUNK_BYTES = 4 << 20
 ROWS_PER_CHUNK = 2048
 JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
-# A single text file is cut into documents of PIECE_BYTES, so that some can be held out. In a folder each file is a
-# document; files above FILE_PIECE_BYTES are cut, which bounds the memory of a worker.
+# A single text file is cut into documents of PIECE_BYTES, so that some can be held out. In a folder
+# each file is a document; files above FILE_PIECE_BYTES are cut, which bounds the memory of a
+# worker.
 PIECE_BYTES = 16 << 10
 LEAST_PIECE_BYTES = 512
 FILE_PIECE_BYTES = 1 << 20
@@ -31,7 +33,10 @@ Source = str | Path | Sequence[str | Path] | None
 
 @dataclass(frozen=True)
 class Chunk:
-    """Work for one worker. `start:stop` counts bytes of a file, row groups (parquet) or rows (arrow)."""
+    """Work for one worker.
+
+    `start:stop` counts bytes of a file, row groups (parquet) or rows (arrow).
+    """
 
     kind: str  # "jsonl", "text", "files", "parquet" or "arrow"
     paths: tuple[Path, ...]
@@ -41,13 +46,15 @@ class Chunk:
 
 
 def plan_chunks(source: Source) -> list[Chunk]:
-    """Returns the chunks of a source in reading order. ValueError if it does not exist or has no text.
+    """Returns the chunks of a source in reading order.
+
+    ValueError if it does not exist or has no text.
 
     `source` is a file (text, JSON lines, parquet), a folder of those, a folder written by
     `datasets.Dataset.save_to_disk`, a list of those, or None for the Python standard library.
     """
     if source is None:
-        return _files_chunks(python_stdlib())
+        return _plan_texts(python_stdlib())
     if not isinstance(source, (str, Path)):
         return _plan_list([Path(path) for path in source])
     path = Path(source)
@@ -56,7 +63,7 @@ def plan_chunks(source: Source) -> list[Chunk]:
             f"{path} does not exist; give a text file, JSON lines, parquet, or a folder of those"
         )
     if is_arrow_folder(path):
-        return _arrow_chunks(path)
+        return _plan_arrow(path)
     files = list_files(path) if path.is_dir() else [path]
     return _plan_files(files, str(path))
 
@@ -68,43 +75,51 @@ def is_arrow_folder(path: Path) -> bool:
 
 def list_files(folder: Path) -> list[Path]:
     """Returns the regular files below a folder, sorted, without hidden ones."""
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(
-        path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts)
-    )
+    found: list[Path] = []
+    for path in folder.rglob("*"):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not is_hidden:
+            found.append(path)
+    return sorted(found)
 
 
 def fingerprint(source: Source) -> str:
-    """Returns a hash of the files' names, sizes and times, which detects a changed source without reading it."""
+    """Returns a hash of the files' names, sizes and times, which detects a changed source without
+    reading it.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for chunk in plan_chunks(source):
         digest.update(f"{chunk.kind} {chunk.start} {chunk.stop}".encode())
         for path in chunk.paths:
             stat = path.stat()
-            digest.update(
-                f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode(
-                    "utf-8", "surrogateescape"
-                )
-            )
+            described = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+            digest.update(described.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 
 def is_text(path: Path) -> bool:
-    """Returns whether the beginning of a file has no NUL byte. Other defects are found when the file is read."""
+    """Returns whether the beginning of a file has no NUL byte.
+
+    Other defects are found when the file is read.
+    """
     with path.open("rb") as file:
         return b"\0" not in file.read(SNIFF_BYTES)
 
 
 def _plan_list(paths: list[Path]) -> list[Chunk]:
-    """Plans several sources in turn; neighboring files and folders form one collection of documents."""
+    """Plans several sources in turn.
+
+    Neighboring files and folders form one collection of documents.
+    """
     chunks: list[Chunk] = []
-    for arrow, group in groupby(paths, is_arrow_folder):
-        if arrow:
-            chunks += [chunk for folder in group for chunk in _arrow_chunks(folder)]
+    for is_arrow, group in groupby(paths, is_arrow_folder):
+        if is_arrow:
+            for folder in group:
+                chunks += _plan_arrow(folder)
         else:
-            files = [
-                file for path in group for file in (list_files(path) if path.is_dir() else [path])
-            ]
+            files: list[Path] = []
+            for path in group:
+                files += list_files(path) if path.is_dir() else [path]
             chunks += _plan_files(files, "the given list")
     if not chunks:
         raise ValueError("the list of inputs is empty; give at least one file or folder")
@@ -112,6 +127,10 @@ def _plan_list(paths: list[Path]) -> list[Chunk]:
 
 
 def _plan_files(files: list[Path], described: str) -> list[Chunk]:
+    """Plans the files of one collection.
+
+    ValueError, naming what is `described`, if none has text.
+    """
     for path in files:
         if not path.is_file():
             raise ValueError(f"{path} does not exist or is not a file")
@@ -119,79 +138,86 @@ def _plan_files(files: list[Path], described: str) -> list[Chunk]:
     texts: list[Path] = []
     for path in files:
         if path.suffix in JSON_SUFFIXES:
-            chunks += _range_chunks("jsonl", path, FILE_PIECE_BYTES)
+            chunks += _plan_ranges("jsonl", path, FILE_PIECE_BYTES)
         elif path.suffix == ".parquet":
-            chunks += _parquet_chunks(path)
+            chunks += _plan_parquet(path)
         elif len(files) == 1 and path.suffix in COMPRESSED_SUFFIXES:
             raise ValueError(f"{path} is compressed; unpack it, or give a parquet file")
         elif len(files) == 1 or is_text(path):
             texts.append(path)
     if len(texts) == 1 and not chunks:
-        size = texts[0].stat().st_size
-        chunks = _range_chunks(
-            "text", texts[0], max(LEAST_PIECE_BYTES, min(PIECE_BYTES, size // 64))
-        )
+        # A small file is cut finely, so that some of its documents can be held out.
+        piece_bytes = min(PIECE_BYTES, texts[0].stat().st_size // 64)
+        chunks = _plan_ranges("text", texts[0], max(LEAST_PIECE_BYTES, piece_bytes))
     else:
-        chunks += _files_chunks(texts)
+        chunks += _plan_texts(texts)
     if not chunks:
         raise ValueError(
-            f"{described} holds no text: looked for text files, .jsonl, .ndjson, .json and .parquet, none compressed"
+            f"{described} holds no text: looked for text files, .jsonl, .ndjson, .json and "
+            ".parquet, none compressed"
         )
     return chunks
 
 
-def _range_chunks(kind: str, path: Path, piece_bytes: int) -> list[Chunk]:
+def _plan_ranges(kind: str, path: Path, piece_bytes: int) -> list[Chunk]:
+    """Cuts one file into byte ranges."""
     size = path.stat().st_size
-    starts = range(0, size, CHUNK_BYTES)
-    return [
-        Chunk(kind, (path,), start, min(start + CHUNK_BYTES, size), piece_bytes) for start in starts
-    ]
+    chunks: list[Chunk] = []
+    for start in range(0, size, CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, size)
+        chunks.append(Chunk(kind, (path,), start, stop, piece_bytes))
+    return chunks
 
 
-def _files_chunks(paths: Sequence[Path]) -> list[Chunk]:
-    """Groups small files; a file larger than a chunk is cut into byte ranges like a single text file."""
+def _plan_texts(paths: Sequence[Path]) -> list[Chunk]:
+    """Groups small files.
+
+    A file larger than a chunk is cut into byte ranges like a single text file.
+    """
     chunks: list[Chunk] = []
     group: list[Path] = []
-    weight = 0
+    group_bytes = 0
     for path in paths:
         size = path.stat().st_size
-        if group and weight + size > CHUNK_BYTES:
+        if group and group_bytes + size > CHUNK_BYTES:
             chunks.append(Chunk("files", tuple(group)))
-            group, weight = [], 0
+            group = []
+            group_bytes = 0
         if size > CHUNK_BYTES:
-            chunks += _range_chunks("text", path, FILE_PIECE_BYTES)
+            chunks += _plan_ranges("text", path, FILE_PIECE_BYTES)
         elif size:
             group.append(path)
-            weight += size
+            group_bytes += size
     if group:
         chunks.append(Chunk("files", tuple(group)))
     return chunks
 
 
-def _parquet_chunks(path: Path) -> list[Chunk]:
+def _plan_parquet(path: Path) -> list[Chunk]:
     from pyarrow import ArrowInvalid
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(path) as file:
-            return [
-                Chunk("parquet", (path,), group, group + 1) for group in range(file.num_row_groups)
-            ]
+            groups = range(file.num_row_groups)
     except ArrowInvalid as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from None
+    return [Chunk("parquet", (path,), group, group + 1) for group in groups]
 
 
-def _arrow_chunks(folder: Path) -> list[Chunk]:
+def _plan_arrow(folder: Path) -> list[Chunk]:
     from datasets import Dataset, load_from_disk
 
     dataset = load_from_disk(str(folder))
     if not isinstance(dataset, Dataset):
         raise ValueError(
-            f"{folder} holds several splits ({', '.join(map(str, dataset))}); give one of its subfolders"
+            f"{folder} holds several splits ({', '.join(map(str, dataset))}); "
+            "give one of its subfolders"
         )
-    starts = range(0, len(dataset), ROWS_PER_CHUNK)
+    rows = len(dataset)
     return [
-        Chunk("arrow", (folder,), row, min(row + ROWS_PER_CHUNK, len(dataset))) for row in starts
+        Chunk("arrow", (folder,), row, min(row + ROWS_PER_CHUNK, rows))
+        for row in range(0, rows, ROWS_PER_CHUNK)
     ]
 
 
@@ -202,7 +228,9 @@ SKIPPED_FOLDERS = frozenset(
 
 
 def python_stdlib() -> list[Path]:
-    """Returns all `.py` files of the running interpreter's standard library, sorted (about 13 MB of text)."""
+    """Returns all `.py` files of the running interpreter's standard library, sorted (about 13 MB of
+    text).
+    """
     root = Path(sysconfig.get_path("stdlib"))
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):

@@ -1,7 +1,8 @@
-"""Checks a tokenizer's files before a library reads them, and turns a library's failure into one ValueError.
+"""Checks a tokenizer's files before a library reads them, and turns a library's failure into one
+ValueError.
 
-The libraries raise errors of many types, wait for a pipe, read an endless file, and allocate memory for the largest
-id: an id of 2**32 - 1 makes the Rust library abort the process.
+The libraries raise errors of many types, wait for a pipe, read an endless file, and allocate memory
+for the largest id: an id of 2**32 - 1 makes the Rust library abort the process.
 """
 
 from __future__ import annotations
@@ -36,36 +37,42 @@ OTHER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-TOKENIZER_FILES = (
-    *(name for name in JSON_FILES if name != "config.json"),
-    *OTHER_FILES,
-)  # that is the model's
+# config.json is the model's.
+TOKENIZER_FILES = (*(name for name in JSON_FILES if name != "config.json"), *OTHER_FILES)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Returns whether a folder has a file with a tokenizer's vocabulary, or names ByT5's, which has no such file."""
-    named = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt"))
-    return named or any(folder.glob("*.model")) or _has_byte_tokenizer(folder)
+    """Returns whether a folder has a file with a tokenizer's vocabulary, or names ByT5's, which has
+    no such file.
+    """
+    for name in ("tokenizer.json", "vocab.json", "vocab.txt"):
+        if (folder / name).is_file():
+            return True
+    return any(folder.glob("*.model")) or _names_byte_tokenizer(folder)
 
 
-def _has_byte_tokenizer(folder: Path) -> bool:
+def _names_byte_tokenizer(folder: Path) -> bool:
     for name in ("tokenizer_config.json", "config.json"):
-        with suppress(ValueError):
-            if (folder / name).is_file() and read_json_object(folder / name).get(
-                "tokenizer_class"
-            ) == BYTE_TOKENIZER:
-                return True
+        path = folder / name
+        if path.is_file():
+            with suppress(ValueError):
+                if read_json_object(path).get("tokenizer_class") == BYTE_TOKENIZER:
+                    return True
     return False
 
 
 def remove_tokenizer(folder: Path) -> None:
-    """Removes a folder's tokenizer, whose files could be read in place of those of another tokenizer."""
+    """Removes a folder's tokenizer, whose files could be read in place of those of another
+    tokenizer.
+    """
     for name in TOKENIZER_FILES:
         (folder / name).unlink(missing_ok=True)
 
 
 def check_tokenizer_folder(folder: Path) -> None:
-    """Raises ValueError, naming the file and the cause, if one of the folder's tokenizer files is damaged."""
+    """Raises ValueError, naming the file and the cause, if one of the folder's tokenizer files is
+    damaged.
+    """
     for name in (*JSON_FILES, *OTHER_FILES):
         path = folder / name
         if path.exists() or path.is_symlink():
@@ -83,7 +90,7 @@ def check_tokenizer_file(path: Path) -> None:
         return
     values = read_json_object(path, largest=LARGEST_FILE)
     if path.name == "tokenizer.json":
-        _check_ids(path, _ids_of_backend(path, values))
+        _check_ids(path, _collect_ids(path, values))
     elif path.name in ("vocab.json", "added_tokens.json"):
         _check_ids(path, values)
     elif path.name == "tokenizer_config.json":
@@ -95,16 +102,17 @@ def library_errors(path: Path) -> Iterator[None]:
     """Turns any error of a tokenizer library into a ValueError that names the file or folder."""
     try:
         yield
-    except BaseException as error:  # a Rust panic is not an Exception
+    except BaseException as error:  # A Rust panic is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         cause = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"{path} holds no readable tokenizer: {cause}") from None
 
 
-def _ids_of_backend(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the ids of a `tokenizer.json`: those of its vocabulary and those of its added tokens."""
-    model, added = values.get("model"), values.get("added_tokens", [])
+def _collect_ids(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the ids of a `tokenizer.json`: those of its vocabulary and its added tokens."""
+    model = values.get("model")
+    added = values.get("added_tokens", [])
     if not isinstance(model, dict):
         raise ValueError(f"{path} has no model")
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
@@ -114,13 +122,14 @@ def _ids_of_backend(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{path}: the model's vocab must be an object or a list, not {vocabulary!r:.100}"
         )
-    # A unigram model lists its pieces; a piece's id is its index.
-    ids = (
-        vocabulary
-        if isinstance(vocabulary, dict)
-        else {f"piece {n}": n for n in range(len(vocabulary))}
-    )
-    return ids | {f"added token {place}": token.get("id") for place, token in enumerate(added)}
+    if isinstance(vocabulary, dict):
+        ids = dict(vocabulary)
+    else:
+        # A unigram model lists its pieces; a piece's id is its index.
+        ids = {f"piece {number}": number for number in range(len(vocabulary))}
+    for place, token in enumerate(added):
+        ids[f"added token {place}"] = token.get("id")
+    return ids
 
 
 def _check_ids(path: Path, ids: Mapping[Any, Any]) -> None:
@@ -131,13 +140,14 @@ def _check_ids(path: Path, ids: Mapping[Any, Any]) -> None:
             )
         if index >= len(ids) + MOST_HOLES:
             raise ValueError(
-                f"{path}: {token!r} has the id {index:.0f}, but there are only {len(ids):,} tokens; ids must be below "
-                f"{len(ids) + MOST_HOLES:,}"
+                f"{path}: {token!r} has the id {index:.0f}, but there are only {len(ids):,} "
+                f"tokens; ids must be below {len(ids) + MOST_HOLES:,}"
             )
 
 
 def _check_config(path: Path, values: dict[str, Any]) -> None:
-    if not isinstance(kind := values.get("tokenizer_class"), str | None):
+    kind = values.get("tokenizer_class")
+    if not isinstance(kind, str | None):
         raise ValueError(f"{path}: tokenizer_class must be a string, not {kind!r:.100}")
     count = values.get("extra_ids", 0)
     if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_SENTINELS:
@@ -150,6 +160,7 @@ def _check_config(path: Path, values: dict[str, Any]) -> None:
         for index, token in named.items()
     ):
         raise ValueError(
-            f"{path}: added_tokens_decoder must map ids to objects with a content, not {named!r:.100}"
+            f"{path}: added_tokens_decoder must map ids to objects with a content, "
+            f"not {named!r:.100}"
         )
     _check_ids(path, {token["content"]: int(index) for index, token in named.items()})

@@ -12,13 +12,14 @@ EXTRA_ID = re.compile(r"^(?:▁)?<extra_id_(\d+)>$")
 def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the ids of `<extra_id_0>`, `<extra_id_1>`, …, in the order in which spans use them.
 
-    T5 counts them down from the end of its vocabulary (`<extra_id_0>` = 32099); others count up. Only the
-    names decide. mT5 has none and uses the last ids of its SentencePiece vocabulary, as its published model
-    does.
+    T5 counts them down from the end of its vocabulary (`<extra_id_0>` = 32099); others count up.
+    Only the names decide. mT5 has none and uses the last ids of its SentencePiece vocabulary, as
+    its published model does.
     """
     found: dict[int, int] = {}
     for index, token in enumerate(tokenizer.tokens(tokenizer.vocab_size)):
-        if match := EXTRA_ID.match(token or ""):
+        match = EXTRA_ID.match(token or "")
+        if match:
             found[int(match[1])] = index
     if not found:
         raise ValueError("this vocabulary has no <extra_id_0> …; append them with add_sentinels")
@@ -31,11 +32,12 @@ def sentinel_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def add_sentinels(tokenizer: Tokenizer, count: int = T5_SENTINELS) -> tuple[int, ...]:
-    """Appends `<extra_id_0>` … to a vocabulary, `<extra_id_0>` last as in T5 (32099 there), and returns their ids.
+    """Appends `<extra_id_0>` … to a vocabulary, `<extra_id_0>` last as in T5 (32099 there), and
+    returns their ids.
 
     Those that the vocabulary has keep their ids, also under mT5's names `▁<extra_id_0>` ….
     """
-    tokenizer.add_tokens(
-        [name for name in t5_sentinel_names(count) if tokenizer.token_to_id("▁" + name) is None]
-    )
+    names = t5_sentinel_names(count)
+    missing = [name for name in names if tokenizer.token_to_id("▁" + name) is None]
+    tokenizer.add_tokens(missing)
     return sentinel_ids(tokenizer)

@@ -11,14 +11,16 @@ from ...files.strict_json import is_object
 from .files import TOKENIZER_FILES
 from .tokenizer import Tokenizer
 
-HOLE = (-1).to_bytes(4, "little", signed=True)  # the length that stands for an id without a token
+# The length that stands for an id without a token.
+HOLE = (-1).to_bytes(4, "little", signed=True)
 
 
 @dataclass(frozen=True)
 class Vocabulary:
     """The size of a vocabulary and the SHA-256 of its tokens in the order of their ids.
 
-    T5's `spiece.model` and its `tokenizer.json` hold the same vocabulary, so both give the same digest.
+    T5's `spiece.model` and its `tokenizer.json` hold the same vocabulary, so both give the same
+    digest.
     """
 
     size: int
@@ -29,31 +31,44 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, size: int | None = None) -> Vocabulary:
-        """Returns the vocabulary of a tokenizer, or of its first `size` ids; ids beyond its tokens count as holes."""
-        size = tokenizer.vocab_size if size is None else size
+        """Returns the vocabulary of a tokenizer, or of its first `size` ids.
+
+        Ids beyond its tokens count as holes.
+        """
+        if size is None:
+            size = tokenizer.vocab_size
         parts: list[bytes] = []
         for token in tokenizer.tokens(size):
-            raw = b"" if token is None else token.encode("utf-8", "surrogatepass")
-            parts += [HOLE if token is None else len(raw).to_bytes(4, "little"), raw]
+            if token is None:
+                parts.append(HOLE)
+            else:
+                raw = token.encode("utf-8", "surrogatepass")
+                parts.append(len(raw).to_bytes(4, "little"))
+                parts.append(raw)
         return cls(size, hashlib.sha256(b"".join(parts)).hexdigest())
 
     @classmethod
     def from_json(cls, value: Any, what: str) -> Vocabulary:
-        """Returns the vocabulary of a parsed JSON object. ValueError, naming `what`, if it is none."""
-        size, digest = (
-            (value.get("size"), value.get("sha256")) if is_object(value) else (None, None)
-        )
-        digest = (
-            digest if isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) else None
-        )
-        if digest is not None and type(size) is int and 0 <= size < 1 << 31:
-            return cls(size, digest)
+        """Returns the vocabulary of a parsed JSON object.
+
+        ValueError, naming `what`, if it is none.
+        """
+        if is_object(value):
+            size = value.get("size")
+            digest = value.get("sha256")
+            is_digest = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
+            if is_digest and type(size) is int and 0 <= size < 1 << 31:
+                return cls(size, str(digest))
         raise ValueError(
-            f"{what}: a vocabulary must have a size and the hexadecimal sha256 of its tokens, not {value!r:.100}"
+            f"{what}: a vocabulary must have a size and the hexadecimal sha256 of its tokens, "
+            f"not {value!r:.100}"
         )
 
     def begins(self, tokenizer: Tokenizer) -> bool:
-        """Returns whether the tokenizer's first `size` ids have these tokens; tokens may have been added behind."""
+        """Returns whether the tokenizer's first `size` ids have these tokens.
+
+        Tokens may have been added behind.
+        """
         return (
             tokenizer.vocab_size >= self.size
             and Vocabulary.from_tokenizer(tokenizer, self.size) == self
@@ -61,7 +76,9 @@ class Vocabulary:
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Returns a digest of all that decides how a tokenizer encodes: its files and the tokens added to them."""
+    """Returns a digest of all that decides how a tokenizer encodes: its files and the tokens added
+    to them.
+    """
     path = tokenizer.path
     files = [path] if path.is_file() else [path / name for name in TOKENIZER_FILES]
     digest = hashlib.sha256(Vocabulary.from_tokenizer(tokenizer).sha256.encode())

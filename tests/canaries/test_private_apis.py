@@ -438,7 +438,7 @@ def test_a_worker_of_the_data_loader_can_be_hidden():
     from torch.utils.data._utils import worker
 
     with needed_by(
-        "data/loading/stream.py (_without_worker)",
+        "data/loading/stream.py (_hide_worker)",
         breaks="With num_workers, each worker of a stream reads a part of it only, and takes a share of that: samples "
         "are lost.",
         remedy="Find where torch.utils.data.get_worker_info() reads from now, and hide that.",
@@ -453,7 +453,7 @@ def test_a_worker_of_the_data_loader_can_be_hidden():
 def test_datasets_shares_the_epoch_between_workers():
     datasets = pytest.importorskip("datasets")
     with needed_by(
-        "data/loading/stream.py (_epoch_of)",
+        "data/loading/stream.py (_set_epoch)",
         breaks="Workers that are in different epochs of a shuffled stream of datasets change one another's order.",
         remedy="Find where datasets.IterableDataset keeps its epoch now, and give each worker a copy.",
     ):

@@ -10,10 +10,10 @@ import pytest
 
 from shardzoo.data import BlankInfilling, GLMDataset, GLMMixture, GLMTokens
 from shardzoo.data.objectives.blank_infilling import (
-    documents_of,
+    draw_span_lengths,
+    find_documents,
+    find_sentences,
     place_spans,
-    sentences_of,
-    span_lengths,
 )
 
 SAMPLES = int(os.environ.get("SHARDZOO_TEST_SAMPLES", "20000"))  # run with 100000 before a release
@@ -56,7 +56,7 @@ def test_golden_token_sample():
 
 
 def test_golden_sentence_sample():
-    assert sentences_of(TEXT, ENDS, IDS) == [(1, 10), (10, 20), (20, 30)]
+    assert find_sentences(TEXT, ENDS, IDS) == [(1, 10), (10, 20), (20, 30)]
     sample = INFILL.build(TEXT, [(1, 10)], np.array([0]), IDS.smask)
     a, b, targets = parts(sample)
     assert a == [101, 108, *range(10, 31), 100]
@@ -141,7 +141,7 @@ def test_every_sample_is_its_document(mode, part):
 
 
 def test_span_lengths_follow_the_truncated_poisson():
-    lengths = np.array(span_lengths(300_000, np.random.default_rng(0)))
+    lengths = np.array(draw_span_lengths(300_000, np.random.default_rng(0)))
     weights = np.array([3.0**k / np.prod(np.arange(1.0, k + 1)) for k in range(1, 40)])
     weights /= weights.sum()
     found = np.bincount(lengths, minlength=40)[1:40] / len(lengths)
@@ -151,12 +151,12 @@ def test_span_lengths_follow_the_truncated_poisson():
 def test_spans_leave_a_gap_and_stay_in_documents():
     generator = np.random.default_rng(0)
     text = np.array([101, *range(1, 21), 100, 101, *range(40, 90), 100])
-    assert documents_of(text, IDS) == [
+    assert find_documents(text, IDS) == [
         (74, 0),
         (1, 20),
         (23, 50),
     ]  # nothing stands behind the last end
-    assert documents_of(np.arange(1, 11), IDS) == [(0, 9)]  # the last token is never blanked
+    assert find_documents(np.arange(1, 11), IDS) == [(0, 9)]  # the last token is never blanked
     reached = set()
     for _ in range(2000):
         spans = place_spans(text, [4, 3, 2, 3], IDS, 0.15, generator)
@@ -214,7 +214,7 @@ def test_corpus_samples_rebuild_texts_of_the_corpus(dataset):
     corpus = dataset.indexed.tokens.tolist()
     joined = ",".join(map(str, corpus))
     for number in range(400):
-        text = dataset.text(np.random.default_rng(number))
+        text = dataset.draw_text(np.random.default_rng(number))
         assert 3 <= len(text) <= 128
         assert text[0] == IDS.cls
         for piece in np.split(text, np.flatnonzero(text == IDS.cls))[1:]:
@@ -225,7 +225,7 @@ def test_corpus_samples_rebuild_texts_of_the_corpus(dataset):
 
 
 def test_modes_come_in_their_shares_and_in_blocks(dataset):
-    modes = [dataset._mode(block) for block in range(20_000)]
+    modes = [dataset._draw_mode(block) for block in range(20_000)]
     shares = {
         mode: np.mean([m == mode for m, _ in modes])
         for mode in ("single_span", "token", "sentence", "document")

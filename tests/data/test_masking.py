@@ -9,7 +9,7 @@ import pytest
 
 from shardzoo.data import Masking, SentencePairDataset, SentencePairs, masked_dataset
 from shardzoo.data.objectives.bert import truncate_pair
-from shardzoo.data.objectives.masking import continuation_ids
+from shardzoo.data.objectives.masking import find_continuations
 
 PAD, CLS, SEP, MASK, V = 0, 1, 2, 3, 5000
 MASKING = Masking(MASK, V, (PAD, CLS, SEP))
@@ -98,9 +98,9 @@ def test_texts_with_little_to_mask(tokens):
 
 
 def test_continuations_of_three_kinds_of_vocabulary():
-    assert continuation_ids(["the", "##ing", "[CLS]"]).tolist() == [False, True, False]
-    assert continuation_ids(["▁the", "ing", "<s>"]).tolist() == [False, True, False]
-    assert continuation_ids(["Ġthe", "ing", "Ċ"]).tolist() == [False, True, False]
+    assert find_continuations(["the", "##ing", "[CLS]"]).tolist() == [False, True, False]
+    assert find_continuations(["▁the", "ing", "<s>"]).tolist() == [False, True, False]
+    assert find_continuations(["Ġthe", "ing", "Ċ"]).tolist() == [False, True, False]
 
 
 def test_impossible_settings_are_named():

@@ -47,7 +47,7 @@ MIXTURES = [
 @pytest.mark.parametrize("shares", MIXTURES, ids=str)
 def test_shares_over_every_window_of_ten_thousand(shares):
     mixed = mixture(*shares)
-    owners = np.array([mixed.place(n)[0] for n in range(2 * WINDOW + 77)])
+    owners = np.array([mixed.locate(n)[0] for n in range(2 * WINDOW + 77)])
     for number, share in enumerate(shares):
         taken = np.append(0, np.cumsum(owners == number))
         windows = taken[WINDOW:] - taken[:-WINDOW]  # every window, sliding by one sample
@@ -60,8 +60,8 @@ def test_shares_over_every_window_of_ten_thousand(shares):
 @given(shares=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40), first=st.integers(0, 10**12))
 def test_any_shares_anywhere_in_a_run(shares, first):
     mixed = mixture(*shares)
-    places = [mixed.place(n) for n in range(first, first + 500)]
-    before, after = mixed.counts(first), mixed.counts(first + 500)
+    places = [mixed.locate(n) for n in range(first, first + 500)]
+    before, after = mixed.count_samples(first), mixed.count_samples(first + 500)
     assert (sum(before), sum(after)) == (first, first + 500)
     exact = [Fraction(str(share)) for share in shares]
     for number, share in enumerate(exact):
@@ -71,10 +71,10 @@ def test_any_shares_anywhere_in_a_run(shares, first):
 
 
 def test_equal_shares_take_turns_and_a_single_dataset_is_itself():
-    assert [mixture(1, 1).place(n) for n in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert [mixture(3).place(n) for n in range(3)] == [(0, 0), (0, 1), (0, 2)]
-    assert [mixture(0.7, 0.3).place(n) for n in range(50)] == [
-        mixture(7, 3).place(n) for n in range(50)
+    assert [mixture(1, 1).locate(n) for n in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [mixture(3).locate(n) for n in range(3)] == [(0, 0), (0, 1), (0, 2)]
+    assert [mixture(0.7, 0.3).locate(n) for n in range(50)] == [
+        mixture(7, 3).locate(n) for n in range(50)
     ]
     copy = pickle.loads(pickle.dumps(mixture(0.7, 0.2, 0.1)))
     assert [copy[n]["labels"][0] for n in range(99)] == [
@@ -117,7 +117,7 @@ def test_a_run_resumed_in_mid_epoch_with_other_ranks_repeats_and_skips_nothing(
 def test_the_figures_of_an_epoch():
     mixed = MixedSamples([Component(0, 70.5), Component(1, 60.0)], (0.7, 0.3))
     assert (mixed.samples_per_epoch, mixed.tokens_per_epoch) == (130.5, 564 + 480)
-    assert mixed.counts(100) == [70, 30]
+    assert mixed.count_samples(100) == [70, 30]
     assert mixed.epochs(100) == [70 / 70.5, 0.5]
 
 
@@ -125,7 +125,7 @@ def test_the_figures_of_an_epoch():
 def test_numbers_of_samples_may_be_numpy_s(shares):
     mixed = mixture(*shares)
     for number in (7, 10**6 + 1, 2**53 + 1, 2**62):
-        assert mixed.place(np.int64(number)) == mixed.place(number)
+        assert mixed.locate(np.int64(number)) == mixed.locate(number)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_random_documents_are_corrupted_by_15_percent_and_come_back():
         tokens = np.arange(2, 2 + length) if number % 50 == 0 else np.zeros(length, np.int64) + 7
         sample = CORRUPTION(tokens, generator)
         assert (len(sample["input_ids"]), len(sample["labels"])) == CORRUPTION.lengths(length)
-        _, spans = CORRUPTION.counts(length)
+        _, spans = CORRUPTION.count_spans(length)
         corrupted += len(sample["labels"]) - 1 - spans
         total += length
         if number % 50 == 0:  # all tokens differ
