@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..objectives.labels import IGNORED
+from ..labels import IGNORED
 
 Batch = dict[str, Tensor]
 CollateFunction = Callable[[Sequence[Any]], Any]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from ..objectives.labels import without_labels
+from ..labels import without_labels
 from ..tokenizers.tokenizer import Tokenizer
 from .collate import CollateFunction, PadBatch
 

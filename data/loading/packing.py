@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..objectives.labels import IGNORED
+from ..labels import IGNORED
 
 
 class SizedSamples(Protocol):

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ..objectives.labels import without_labels
+from ..labels import without_labels
 from ..text.corpus import as_prefix, hash_document
 from ..text.documents import OnBad, describe, fail_on_bad, name_source
 from ..text.records import BadRecord, check_text, read_chunk

@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from ..labels import IGNORED
 from ..tokenizers.glm_tokens import GLMTokens
-from .labels import IGNORED
 
 Mode = Literal["token", "sentence", "document"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .labels import IGNORED
+from ..labels import IGNORED
 
 Sample = dict[str, np.ndarray]
 

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..labels import IGNORED
 from ..tokenizers.tokenizer import Tokenizer
-from .labels import IGNORED
 from .objective import Objective
 
 

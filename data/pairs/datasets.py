@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..objectives.labels import IGNORED
+from ..labels import IGNORED
 from ..tokenizers.tokenizer import Tokenizer
 from .pairs import Pair, load_records, read_fields
 

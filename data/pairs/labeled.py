@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..objectives.labels import IGNORED
+from ..labels import IGNORED
 from ..text.records import check_text
 from .pairs import find_side_files, load_records, read_fields, read_sides
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..indexed.dataset import IndexedDataset
-from ..objectives.labels import IGNORED
+from ..labels import IGNORED
 
 BLOCK_TOKENS = 1 << 22
 
