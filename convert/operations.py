@@ -368,7 +368,7 @@ def _build_manifest(plan: ConversionPlan, digests: Digests) -> Manifest:
     model = plan.mapped.model
     names = plan.mapped.names
     target = plan.target
-    current_names = model.new_names()
+    current_names = model.list_hf_names()
     records: dict[str, TensorRecord] = {}
     for name, parameter in model.parameters.items():
         tensors = [part.tensor for part in target.layout.placements[name].slices()]

@@ -28,7 +28,7 @@ from ..models.huggingface import (
     stored_shapes,
     weight_files,
 )
-from ..models.mapping import MappedCheckpoint, megatron_map
+from ..models.mapping import MappedCheckpoint, find_megatron_map
 from ..models.megatron import Style
 
 RELEASE_FOLDER = "release"  # the folder of other programs' rank files, which a tracker file names
@@ -135,7 +135,7 @@ def build_dcp_target(
     for the same bytes. Arguments are those of `build_huggingface_target`.
     """
     model = mapped.model
-    names = model.module_names()
+    names = model.list_module_names()
     extras = mapped.layout.extras
     shapes = stored_shapes(model, names, choose_dtypes(mapped, dtype), extras)
     groups = divide(shapes, largest_file)
@@ -145,8 +145,8 @@ def build_dcp_target(
 
     aliases: dict[str, str] = {}
     for native_alias, native_kept in model.name_map.aliases:
-        alias = model.module_name(native_alias)
-        kept = model.module_name(native_kept)
+        alias = model.to_module_name(native_alias)
+        kept = model.to_module_name(native_kept)
         if kept in tensors and alias not in tensors:
             aliases[alias] = kept
 
@@ -224,7 +224,7 @@ def build_megatron_target(
     """
     model = mapped.model
     dtypes = choose_dtypes(mapped, dtype)
-    megatron = megatron_map(model.config)
+    megatron = find_megatron_map(model.config)
     style = megatron.checked_style(style)
     _refuse_extras(mapped, "Megatron-LM's files")
     model.check_size(size)
@@ -293,7 +293,7 @@ def build_universal_target(
         state: That of the training checkpoint.
     """
     model = mapped.model
-    names = model.first_names()
+    names = model.list_first_module_names()
     if mapped.layout.extras:
         raise ValueError(
             f"a universal checkpoint holds parameters, and {next(iter(mapped.layout.extras))} "

@@ -77,7 +77,7 @@ def find_megatron_map(names: Iterable[str]) -> MegatronMap:
             "it is Megatron-LM's T5, which has learned positions; no T5 of transformers has those"
         )
     for found in filter(None, (family(name).megatron for name in FAMILIES)):
-        if found.owns(found.spell(names)):
+        if found.owns(found.to_local_names(names)):
             return found
     listed = ", ".join(sorted(names)[:5])
     raise ValueError(

@@ -10,7 +10,7 @@ from ..checkpoint.dtypes import item_size
 from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlice
 from ..checkpoint.planned_file import PlannedFile, plan_safetensors_file
 from ..checkpoint.stored_tensor import StoredTensor
-from .mapping import NativeModel, StoredNames, stacked_ranges, stored_shape
+from .mapping import NativeModel, StoredNames, compute_stacked_ranges, compute_stored_shape
 
 LARGEST_FILE = 5 * 10**9  # bytes of one file
 INDEX = "model.safetensors.index.json"
@@ -32,14 +32,14 @@ def stored_shapes(
     known = model.entries()
     shapes: Shapes = {}
     for name, parameter in model.parameters.items():
-        spans = stacked_ranges(parameter, known[name])
-        copies = names.copies(name)
+        spans = compute_stacked_ranges(parameter, known[name])
+        copies = names.list_copies(name)
         for stored in {stored for copy in copies for stored in copy}:
             if stored in shapes:
                 raise ValueError(f"two tensors would have the name {stored}")
         for copy in copies:
             for stored, span in zip(copy, spans, strict=True):
-                shapes[stored] = (dtypes[name], stored_shape(parameter, span, known[name]))
+                shapes[stored] = (dtypes[name], compute_stored_shape(parameter, span, known[name]))
     for name, tensor in extras.items():
         if name in shapes:
             raise ValueError(f"{tensor} is not a parameter, but has the name of one")
@@ -78,13 +78,13 @@ def huggingface_layout(
     known = model.entries()
     placements: dict[str, ParameterPlacement] = {}
     for name, parameter in model.parameters.items():
-        spans, transpose = stacked_ranges(parameter, known[name]), known[name].transpose
+        spans, transpose = compute_stacked_ranges(parameter, known[name]), known[name].transpose
         parts = (
             tuple(
                 TensorSlice(tensors[stored].at_least_1d(), (span,), transpose)
                 for stored, span in zip(copy, spans, strict=True)
             )
-            for copy in names.copies(name)
+            for copy in names.list_copies(name)
         )
         placements[name] = ParameterPlacement(
             name, parameter.shape or (1,), parameter.dim, tuple(parts)

@@ -31,11 +31,11 @@ from .config import ModelConfig
 from .lora import load_adapter
 from .mapping import (
     MappedCheckpoint,
+    NativeModel,
     config_errors,
     have_same_bytes,
     map_checkpoint,
-    native_model,
-    stored_config,
+    read_model_config,
 )
 from .name_map import NameMap
 from .parallel_config import ParallelConfig
@@ -90,13 +90,13 @@ def from_pretrained(
     # A stored head is first loaded into a separate parameter; _tie_equal ties it when both are in memory.
     # Of a pipeline, no stage may have both, so the stored bytes decide.
     in_memory = mesh is None or mesh.pp_size == 1
-    settings = stored_config(
-        checkpoint, given, repeats=(lambda head, embedding: False) if in_memory else None
+    settings = read_model_config(
+        checkpoint, given, is_same=(lambda head, embedding: False) if in_memory else None
     )
     with config_errors():
         model: Any = build_on_meta(settings, mesh, parallel_config)
     absent = _absent_names(model, new)
-    mapped = map_checkpoint(checkpoint, native_model(settings, model), absent)
+    mapped = map_checkpoint(checkpoint, NativeModel.from_config(settings, model), absent)
     slice_pipeline_stage(model, mesh, parallel_config)
     dtypes = {
         torch_dtype(part.tensor)
@@ -133,7 +133,7 @@ def missing_modules(folder: Path, config: ModelConfig) -> list[str]:
     def is_stored(module: str) -> bool:
         entries = [entry for entry in name_map.entries if entry.native.startswith(f"{module}.")]
         names = {name for entry in entries for name in (entry.native, *entry.stored_names())}
-        return any(name_map.todays_name(name, names) in names for name in stored)
+        return any(name_map.to_current_name(name, names) in names for name in stored)
 
     def predicts_words(module: str) -> bool:
         return any(

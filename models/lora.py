@@ -36,8 +36,8 @@ from ..files.strict_json import read_json_object
 from ..mpu import ParallelMesh, gather_from_tp, initialize, tp_rank, tp_size
 from .auto import build_on_meta
 from .blocks.lora import LINEARS, AdaptedRows, Adapter, LoraFactors, attach, detach
-from .mapping import NativeModel, config_errors, native_model, stacked_ranges, stored_shape
-from .name_map import Entry
+from .mapping import NativeModel, compute_stacked_ranges, compute_stored_shape, config_errors
+from .name_map import NameEntry
 from .pipeline import find_copied_parameters
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -209,7 +209,7 @@ def attach_factors(model: Any, config: Any) -> None:
     """Freezes the model and adds factors without values to its layers."""
     if getattr(model, "lora", None) is not None:
         raise ValueError("the model has LoRA weights already; load the base model again for others")
-    native = native_model(model.config)
+    native = NativeModel.from_config(model.config)
     config = copy.copy(config)
     chosen = _choose(model, native, config)
     saved = _saved_parameters(native, config.modules_to_save or ())
@@ -267,8 +267,8 @@ def _modules(native: NativeModel) -> Iterator[LinearModule]:
     for name, entry in native.entries().items():
         spec = native.parameters[name]
         if len(spec.shape) == 2:
-            for order, span in enumerate(stacked_ranges(spec, entry)):
-                stored = native.spell(entry.stored_names()[order]).removesuffix(".weight")
+            for order, span in enumerate(compute_stacked_ranges(spec, entry)):
+                stored = native.to_hf_name(entry.stored_names()[order]).removesuffix(".weight")
                 rows = span if spec.dim == 0 else (0, spec.shape[0])
                 yield LinearModule(stored, spec, rows, entry.transpose)
 
@@ -337,7 +337,7 @@ def _saved_parameters(native: NativeModel, names: Collection[str]) -> dict[str, 
     saved: dict[str, tuple[str, ...]] = {}
     matched: set[str] = set()
     for native_name, entry in native.entries().items():
-        stored = tuple(map(native.spell, entry.stored_names()))
+        stored = tuple(map(native.to_hf_name, entry.stored_names()))
         hits = [[name for name in names if _is_inside(module, name)] for module in stored]
         if not any(hits):
             continue
@@ -372,9 +372,9 @@ def _is_inside(tensor: str, name: str) -> bool:
 
 def stored_modules(model: Any, native_names: Collection[str]) -> list[str]:
     """Returns transformers' names of modules of the zoo's model, such as those of a new head."""
-    native = native_model(model.config)
+    native = NativeModel.from_config(model.config)
     names = [
-        native.spell(stored).rpartition(".")[0]
+        native.to_hf_name(stored).rpartition(".")[0]
         for name, entry in native.entries().items()
         if any(name.startswith(f"{own}.") for own in native_names)
         for stored in entry.stored_names()
@@ -409,7 +409,7 @@ def peft_names(model: Any) -> dict[str, tuple[str, ...]]:
 @torch.no_grad()
 def whole_weights(model: Any) -> dict[str, Tensor]:
     """Returns what LoRA trains, whole and on CPU, under peft's names, on every rank. Collective."""
-    native, names = native_model(model.config), peft_names(model)
+    native, names = NativeModel.from_config(model.config), peft_names(model)
     entries = native.entries()
     copies, found = find_copied_parameters(model), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
@@ -472,9 +472,9 @@ def _gathered(parameter: Any, mesh: ParallelMesh | None) -> Tensor:
     )
 
 
-def _parts(whole: Tensor, spec: ParameterSpec, entry: Entry) -> list[Tensor]:
+def _parts(whole: Tensor, spec: ParameterSpec, entry: NameEntry) -> list[Tensor]:
     """Returns the tensors that are stored for a parameter."""
-    spans = stacked_ranges(spec, entry)
+    spans = compute_stacked_ranges(spec, entry)
     parts = (
         [whole.narrow(spec.dim, start, stop - start) for start, stop in spans]
         if whole.dim()
@@ -570,7 +570,7 @@ def load_adapter(model: Any, folder: str | Path) -> None:
 def load_weights(model: Any, folder: Path) -> None:
     """Reads the values of what LoRA trains from peft's file."""
     stored, names = _stored_weights(model, folder), peft_names(model)
-    entries = native_model(model.config).entries()
+    entries = NativeModel.from_config(model.config).entries()
     with TensorReader() as reader:
         for name, parameter in model.named_parameters():
             if name in names:
@@ -651,12 +651,12 @@ def _check_shape(tensor: StoredTensor, expected: tuple[int, ...]) -> None:
 
 
 def _saved_placement(
-    spec: ParameterSpec, entry: Entry, tensors: list[StoredTensor]
+    spec: ParameterSpec, entry: NameEntry, tensors: list[StoredTensor]
 ) -> ParameterPlacement:
     """Returns where an adapter stores the whole value of a parameter."""
-    spans = stacked_ranges(spec, entry)
+    spans = compute_stacked_ranges(spec, entry)
     for tensor, span in zip(tensors, spans, strict=True):
-        _check_shape(tensor, stored_shape(spec, span, entry))
+        _check_shape(tensor, compute_stored_shape(spec, span, entry))
     parts = (
         TensorSlice(t.at_least_1d(), (span,), entry.transpose)
         for t, span in zip(tensors, spans, strict=True)

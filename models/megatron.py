@@ -15,7 +15,7 @@ from ..checkpoint.layout import ParameterSpec, RowOrder
 from ..checkpoint.stored_tensor import StoredTensor
 from ..mpu import Shard
 from .config import ModelConfig
-from .name_map import Entry, Match, NameMap, refuse_names
+from .name_map import Match, NameEntry, NameMap, refuse_names
 
 Style = Literal["local", "transformer_engine", "legacy"]
 STYLES: tuple[Style, ...] = get_args(Style)
@@ -105,7 +105,7 @@ class MegatronMap:
             )
         return style or self.writable[0]
 
-    def spell(self, stored: Iterable[str]) -> dict[str, str]:
+    def to_local_names(self, stored: Iterable[str]) -> dict[str, str]:
         """Returns name as entries spell it -> name in a checkpoint of any style. ValueError if two are the same."""
         spelled: dict[str, str] = {}
         for name in stored:
@@ -192,7 +192,7 @@ class MegatronMap:
         self, arguments: Mapping[str, Any], ranks: Sequence[Mapping[str, StoredTensor]]
     ) -> ModelConfig:
         """Returns the configuration for the arguments and each rank's tensors; the vocabulary includes its padding."""
-        names = self.spell(ranks[0])
+        names = self.to_local_names(ranks[0])
         self.check(arguments, ranks[0])
         shapes = {name: ranks[0][own].shape for name, own in names.items()}
         for split in (
@@ -289,7 +289,9 @@ def layer_count(names: Iterable[str]) -> int:
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
-def block_entries(stack: str, native: str, norms: tuple[tuple[str, str], ...]) -> tuple[Entry, ...]:
+def block_entries(
+    stack: str, native: str, norms: tuple[tuple[str, str], ...]
+) -> tuple[NameEntry, ...]:
     """Returns the entries of a family's blocks; `norms` are pairs of a native norm and its name in Megatron-LM."""
     pairs = (
         ("attention.qkv", f"{stack}.layers.{{i}}.self_attention.linear_qkv"),
@@ -305,9 +307,11 @@ def block_entries(stack: str, native: str, norms: tuple[tuple[str, str], ...]) -
     )
 
 
-def weight_and_bias(native: str, stored: str) -> tuple[Entry, Entry]:
+def weight_and_bias(native: str, stored: str) -> tuple[NameEntry, NameEntry]:
     """Returns the entries of a weight and its bias."""
-    return Entry(f"{native}.weight", f"{stored}.weight"), Entry(f"{native}.bias", f"{stored}.bias")
+    return NameEntry(f"{native}.weight", f"{stored}.weight"), NameEntry(
+        f"{native}.bias", f"{stored}.bias"
+    )
 
 
 @dataclass(frozen=True)

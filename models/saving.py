@@ -34,7 +34,7 @@ from .config import ModelConfig
 from .huggingface import INDEX, LARGEST_FILE, huggingface_layout, stored_shapes, weight_files
 from .language_model import Backbone
 from .lora import save_adapter
-from .mapping import NativeModel, StoredNames, native_model
+from .mapping import NativeModel, StoredNames
 from .pipeline import find_copied_parameters
 from .registry import family
 
@@ -64,8 +64,8 @@ def save_pretrained(
         _together(mesh, lambda: _check_folder(folder) if _is_first(mesh) else None)
         save_adapter(model, folder)
         return
-    native = native_model(model.config)
-    names = StoredNames(native.new_names(), {})
+    native = NativeModel.from_config(model.config)
+    names = StoredNames(native.list_hf_names(), {})
     files, texts = weight_files(
         stored_shapes(native, names, _dtypes(model), {}), _bytes(max_shard_size)
     )
@@ -218,7 +218,7 @@ def _write_parts(
         return
     tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
     placements = huggingface_layout(
-        native, StoredNames(native.new_names(), {}), tensors, {}
+        native, StoredNames(native.list_hf_names(), {}), tensors, {}
     ).placements
     rank, size, copies = tp_rank(mesh), tp_size(mesh), find_copied_parameters(model)
     with OpenFiles(lambda path: os.open(work / path, os.O_WRONLY | os.O_CLOEXEC)) as opened:
@@ -305,7 +305,7 @@ def _finish(
         sync(folder / name)
     if not (folder / CARD).exists():
         parameters = sum(
-            prod(spec.shape) for spec in native_model(model.config).parameters.values()
+            prod(spec.shape) for spec in NativeModel.from_config(model.config).parameters.values()
         )
         facts = {"parameters": f"{parameters:,}", "type": str(model.dtype).removeprefix("torch.")}
         (folder / CARD).write_text(

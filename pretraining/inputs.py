@@ -23,7 +23,7 @@ from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.vocabulary import Vocabulary
 from ..models import family, find_config, presets
 from ..models.config import ModelConfig
-from ..models.mapping import stored_config
+from ..models.mapping import read_model_config
 from ..trainer.estimate.pipeline import check_layout
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.run_folder import RunFolder
@@ -324,7 +324,7 @@ def open_weights(name: str) -> tuple[Checkpoint, ModelConfig]:
         folder = run.checkpoint(step)
     checkpoint = open_checkpoint(folder)
     try:
-        return checkpoint, stored_config(checkpoint)
+        return checkpoint, read_model_config(checkpoint)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 

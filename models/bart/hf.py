@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from ..name_map import Entry, NameMap
+from ..name_map import NameEntry, NameMap
 
 
-def both(native: str, stored: str) -> tuple[Entry, Entry]:
+def both(native: str, stored: str) -> tuple[NameEntry, NameEntry]:
     """Returns the entries of a weight and its bias."""
-    return Entry(f"{native}.weight", f"{stored}.weight"), Entry(f"{native}.bias", f"{stored}.bias")
+    return NameEntry(f"{native}.weight", f"{stored}.weight"), NameEntry(
+        f"{native}.bias", f"{stored}.bias"
+    )
 
 
-def _projections(native: str, stored: str, names: str) -> tuple[Entry, ...]:
+def _projections(native: str, stored: str, names: str) -> tuple[NameEntry, ...]:
     """Returns the entries of projections that are stacked in one parameter."""
     return tuple(
-        Entry(f"{native}.{kind}", tuple(f"{stored}.{name}_proj.{kind}" for name in names))
+        NameEntry(f"{native}.{kind}", tuple(f"{stored}.{name}_proj.{kind}" for name in names))
         for kind in ("weight", "bias")
     )
 
 
-def _stack(stack: str) -> tuple[Entry, ...]:
+def _stack(stack: str) -> tuple[NameEntry, ...]:
     native, stored = f"{stack}.blocks.{{i}}", f"model.{stack}.layers.{{i}}"
     return (
-        Entry(f"{stack}.position_embeddings.weight", f"model.{stack}.embed_positions.weight"),
+        NameEntry(f"{stack}.position_embeddings.weight", f"model.{stack}.embed_positions.weight"),
         *both(f"{stack}.embedding_norm", f"model.{stack}.layernorm_embedding"),
         *_projections(f"{native}.attention.qkv", f"{stored}.self_attn", "qkv"),
         *both(f"{native}.attention.output", f"{stored}.self_attn.out_proj"),
@@ -39,7 +41,7 @@ _STORED_CROSS = "model.decoder.layers.{i}.encoder_attn"
 NAME_MAP = NameMap(
     prefix="model.",
     entries=(
-        Entry("word_embeddings.weight", "model.shared.weight"),
+        NameEntry("word_embeddings.weight", "model.shared.weight"),
         *_stack("encoder"),
         *_stack("decoder"),
         *both(f"{_CROSS}.query", f"{_STORED_CROSS}.q_proj"),

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from ..name_map import Entry, NameMap
+from ..name_map import NameEntry, NameMap
 
 # Names in files that were converted from TensorFlow checkpoints.
 OLD_NORM_NAMES = ((r"(.*LayerNorm)\.gamma", r"\1.weight"), (r"(.*LayerNorm)\.beta", r"\1.bias"))
 
 
-def both(native: str, stored: str) -> tuple[Entry, Entry]:
+def both(native: str, stored: str) -> tuple[NameEntry, NameEntry]:
     """Returns the entries of a weight and its bias."""
-    return Entry(f"{native}.weight", f"{stored}.weight"), Entry(f"{native}.bias", f"{stored}.bias")
+    return NameEntry(f"{native}.weight", f"{stored}.weight"), NameEntry(
+        f"{native}.bias", f"{stored}.bias"
+    )
 
 
-def encoder_entries(prefix: str) -> tuple[Entry, ...]:
+def encoder_entries(prefix: str) -> tuple[NameEntry, ...]:
     """Returns the entries of the encoder, whose stored names begin with `bert.` or `roberta.`."""
     layer = f"{prefix}encoder.layer.{{i}}"
     separate = [f"{layer}.attention.self.{name}" for name in ("query", "key", "value")]
     return (
-        Entry("encoder.word_embeddings.weight", f"{prefix}embeddings.word_embeddings.weight"),
-        Entry(
+        NameEntry("encoder.word_embeddings.weight", f"{prefix}embeddings.word_embeddings.weight"),
+        NameEntry(
             "encoder.position_embeddings.weight", f"{prefix}embeddings.position_embeddings.weight"
         ),
-        Entry(
+        NameEntry(
             "encoder.token_type_embeddings.weight",
             f"{prefix}embeddings.token_type_embeddings.weight",
         ),
         *both("encoder.embedding_norm", f"{prefix}embeddings.LayerNorm"),
-        Entry(
+        NameEntry(
             "encoder.blocks.{i}.attention.qkv.weight", tuple(f"{name}.weight" for name in separate)
         ),
-        Entry("encoder.blocks.{i}.attention.qkv.bias", tuple(f"{name}.bias" for name in separate)),
+        NameEntry(
+            "encoder.blocks.{i}.attention.qkv.bias", tuple(f"{name}.bias" for name in separate)
+        ),
         *both("encoder.blocks.{i}.attention.output", f"{layer}.attention.output.dense"),
         *both("encoder.blocks.{i}.attention_norm", f"{layer}.attention.output.LayerNorm"),
         *both("encoder.blocks.{i}.mlp.up", f"{layer}.intermediate.dense"),
@@ -45,7 +49,7 @@ NAME_MAP = NameMap(
         *encoder_entries("bert."),
         *both("head.dense", "cls.predictions.transform.dense"),
         *both("head.norm", "cls.predictions.transform.LayerNorm"),
-        Entry("head.decoder.bias", "cls.predictions.bias"),
+        NameEntry("head.decoder.bias", "cls.predictions.bias"),
         *both("pooler", "bert.pooler.dense"),
         *both("next_sentence", "cls.seq_relationship"),
         *both("classifier", "classifier"),

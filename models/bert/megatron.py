@@ -19,7 +19,7 @@ from ..megatron import (
     rates,
     weight_and_bias,
 )
-from ..name_map import Entry, NameMap
+from ..name_map import NameEntry, NameMap
 from .config import BertConfig
 
 _TYPES = "embedding.tokentype_embeddings.weight"
@@ -98,9 +98,9 @@ def _arguments(config: BertConfig) -> dict[str, Any]:
 MEGATRON = MegatronMap(
     name_map=NameMap(
         entries=(
-            Entry("encoder.word_embeddings.weight", EMBEDDING),
-            Entry("encoder.position_embeddings.weight", "embedding.position_embeddings.weight"),
-            Entry("encoder.token_type_embeddings.weight", _TYPES),
+            NameEntry("encoder.word_embeddings.weight", EMBEDDING),
+            NameEntry("encoder.position_embeddings.weight", "embedding.position_embeddings.weight"),
+            NameEntry("encoder.token_type_embeddings.weight", _TYPES),
             *weight_and_bias("encoder.embedding_norm", "encoder.layers.0.input_layernorm"),
             *block_entries(
                 "encoder",
@@ -112,7 +112,7 @@ MEGATRON = MegatronMap(
             ),
             *weight_and_bias("head.dense", "lm_head.dense"),
             *weight_and_bias("head.norm", "lm_head.layer_norm"),
-            Entry("head.decoder.bias", "output_layer.bias"),
+            NameEntry("head.decoder.bias", "output_layer.bias"),
             *weight_and_bias("pooler", "pooler.dense"),
             *weight_and_bias("next_sentence", "binary_head"),
         ),

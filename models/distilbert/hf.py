@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..bert.hf import both
-from ..name_map import Entry, NameMap
+from ..name_map import NameEntry, NameMap
 
 LAYER = "distilbert.transformer.layer.{i}"
 BLOCK = "encoder.blocks.{i}"
@@ -11,13 +11,13 @@ BLOCK = "encoder.blocks.{i}"
 NAME_MAP = NameMap(
     prefix="distilbert.",
     entries=(
-        Entry("encoder.word_embeddings.weight", "distilbert.embeddings.word_embeddings.weight"),
-        Entry(
+        NameEntry("encoder.word_embeddings.weight", "distilbert.embeddings.word_embeddings.weight"),
+        NameEntry(
             "encoder.position_embeddings.weight", "distilbert.embeddings.position_embeddings.weight"
         ),
         *both("encoder.embedding_norm", "distilbert.embeddings.LayerNorm"),
         *(
-            Entry(
+            NameEntry(
                 f"{BLOCK}.attention.qkv.{kind}",
                 tuple(f"{LAYER}.attention.{x}_lin.{kind}" for x in "qkv"),
             )
@@ -30,7 +30,7 @@ NAME_MAP = NameMap(
         *both(f"{BLOCK}.mlp_norm", f"{LAYER}.output_layer_norm"),
         *both("head.dense", "vocab_transform"),
         *both("head.norm", "vocab_layer_norm"),
-        Entry("head.decoder.bias", "vocab_projector.bias"),
+        NameEntry("head.decoder.bias", "vocab_projector.bias"),
         *both("pre_classifier", "pre_classifier"),
         *both("classifier", "classifier"),
         *both("token_classifier", "classifier"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..bert.hf import OLD_NORM_NAMES, both, encoder_entries
-from ..name_map import Entry, NameMap
+from ..name_map import NameEntry, NameMap
 
 NAME_MAP = NameMap(
     prefix="electra.",
@@ -12,7 +12,7 @@ NAME_MAP = NameMap(
         *both("encoder.projection", "electra.embeddings_project"),
         *both("head.dense", "generator_predictions.dense"),
         *both("head.norm", "generator_predictions.LayerNorm"),
-        Entry("head.decoder.bias", "generator_lm_head.bias"),
+        NameEntry("head.decoder.bias", "generator_lm_head.bias"),
         *both("discriminator.dense", "discriminator_predictions.dense"),
         *both("discriminator.output", "discriminator_predictions.dense_prediction"),
         *both("pooler", "classifier.dense"),

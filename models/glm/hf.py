@@ -12,37 +12,43 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...checkpoint.stored_tensor import StoredTensor
-from ..name_map import Entry, NameMap
+from ..name_map import NameEntry, NameMap
 from .config import GLMConfig
 
 _HEAD_SIZE = 64  # the same in every release; checkpoints do not store it
 
 NAME_MAP = NameMap(
     entries=(
-        Entry("word_embeddings.weight", "word_embeddings.weight"),
-        Entry("position_embeddings.weight", "transformer.position_embeddings.weight"),
-        Entry("block_position_embeddings.weight", "transformer.block_position_embeddings.weight"),
-        Entry("blocks.{i}.ln_1.weight", "transformer.layers.{i}.input_layernorm.weight"),
-        Entry("blocks.{i}.ln_1.bias", "transformer.layers.{i}.input_layernorm.bias"),
-        Entry(
+        NameEntry("word_embeddings.weight", "word_embeddings.weight"),
+        NameEntry("position_embeddings.weight", "transformer.position_embeddings.weight"),
+        NameEntry(
+            "block_position_embeddings.weight", "transformer.block_position_embeddings.weight"
+        ),
+        NameEntry("blocks.{i}.ln_1.weight", "transformer.layers.{i}.input_layernorm.weight"),
+        NameEntry("blocks.{i}.ln_1.bias", "transformer.layers.{i}.input_layernorm.bias"),
+        NameEntry(
             "blocks.{i}.attention.qkv.weight",
             "transformer.layers.{i}.attention.query_key_value.weight",
         ),
-        Entry(
+        NameEntry(
             "blocks.{i}.attention.qkv.bias", "transformer.layers.{i}.attention.query_key_value.bias"
         ),
-        Entry(
+        NameEntry(
             "blocks.{i}.attention.output.weight", "transformer.layers.{i}.attention.dense.weight"
         ),
-        Entry("blocks.{i}.attention.output.bias", "transformer.layers.{i}.attention.dense.bias"),
-        Entry("blocks.{i}.ln_2.weight", "transformer.layers.{i}.post_attention_layernorm.weight"),
-        Entry("blocks.{i}.ln_2.bias", "transformer.layers.{i}.post_attention_layernorm.bias"),
-        Entry("blocks.{i}.mlp.up.weight", "transformer.layers.{i}.mlp.dense_h_to_4h.weight"),
-        Entry("blocks.{i}.mlp.up.bias", "transformer.layers.{i}.mlp.dense_h_to_4h.bias"),
-        Entry("blocks.{i}.mlp.down.weight", "transformer.layers.{i}.mlp.dense_4h_to_h.weight"),
-        Entry("blocks.{i}.mlp.down.bias", "transformer.layers.{i}.mlp.dense_4h_to_h.bias"),
-        Entry("final_norm.weight", "transformer.final_layernorm.weight"),
-        Entry("final_norm.bias", "transformer.final_layernorm.bias"),
+        NameEntry(
+            "blocks.{i}.attention.output.bias", "transformer.layers.{i}.attention.dense.bias"
+        ),
+        NameEntry(
+            "blocks.{i}.ln_2.weight", "transformer.layers.{i}.post_attention_layernorm.weight"
+        ),
+        NameEntry("blocks.{i}.ln_2.bias", "transformer.layers.{i}.post_attention_layernorm.bias"),
+        NameEntry("blocks.{i}.mlp.up.weight", "transformer.layers.{i}.mlp.dense_h_to_4h.weight"),
+        NameEntry("blocks.{i}.mlp.up.bias", "transformer.layers.{i}.mlp.dense_h_to_4h.bias"),
+        NameEntry("blocks.{i}.mlp.down.weight", "transformer.layers.{i}.mlp.dense_4h_to_h.weight"),
+        NameEntry("blocks.{i}.mlp.down.bias", "transformer.layers.{i}.mlp.dense_4h_to_h.bias"),
+        NameEntry("final_norm.weight", "transformer.final_layernorm.weight"),
+        NameEntry("final_norm.bias", "transformer.final_layernorm.bias"),
     ),
     # Prefixes of wrappers: the hub's GLMForConditionalGeneration, FlagAI, distributed data parallel.
     renamed=((r"(?:glm|model|module)\.((?:word_embeddings|transformer)\..*)", r"\1"),),
@@ -57,7 +63,7 @@ def has_config(values: Mapping[str, Any]) -> bool:
 def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> GLMConfig:
     """Infers the configuration from the shapes of the tensors. As in every release, each head has 64 hidden units."""
     ranks = [
-        {NAME_MAP.todays_name(name, ()): tensor for name, tensor in tensors.items()}
+        {NAME_MAP.to_current_name(name, ()): tensor for name, tensor in tensors.items()}
         for tensors in ranks
     ]
     try:

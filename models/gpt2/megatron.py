@@ -15,7 +15,7 @@ from ..megatron import (
     rates,
     weight_and_bias,
 )
-from ..name_map import Entry, NameMap
+from ..name_map import NameEntry, NameMap
 from .config import GPT2Config
 
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
@@ -83,8 +83,8 @@ def _arguments(config: GPT2Config) -> dict[str, Any]:
 MEGATRON = MegatronMap(
     name_map=NameMap(
         entries=(
-            Entry("word_embeddings.weight", EMBEDDING),
-            Entry("position_embeddings.weight", "embedding.position_embeddings.weight"),
+            NameEntry("word_embeddings.weight", EMBEDDING),
+            NameEntry("position_embeddings.weight", "embedding.position_embeddings.weight"),
             *block_entries(
                 "decoder",
                 "blocks",
@@ -94,7 +94,7 @@ MEGATRON = MegatronMap(
                 ),
             ),
             *weight_and_bias("final_norm", "decoder.final_layernorm"),
-            Entry("head.weight", TIED_HEAD),
+            NameEntry("head.weight", TIED_HEAD),
         ),
         aliases=((TIED_HEAD, EMBEDDING),),
     ),

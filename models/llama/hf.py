@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..name_map import Entry, NameMap
+from ..name_map import NameEntry, NameMap
 
 LAYER = "model.layers.{i}"
 ATTENTION, MLP = "blocks.{i}.attention", "blocks.{i}.mlp"
@@ -19,31 +19,33 @@ def name_map(norms: dict[str, str], gate_up: tuple[str, ...] = ("gate_proj", "up
     return NameMap(
         prefix="model.",
         entries=(
-            Entry("word_embeddings.weight", "model.embed_tokens.weight"),
+            NameEntry("word_embeddings.weight", "model.embed_tokens.weight"),
             *(
-                Entry(
+                NameEntry(
                     f"{ATTENTION}.qkv.{k}", tuple(f"{LAYER}.self_attn.{x}_proj.{k}" for x in "qkv")
                 )
                 for k in kinds
             ),
-            Entry(f"{ATTENTION}.q_norm.weight", f"{LAYER}.self_attn.q_norm.weight"),
-            Entry(f"{ATTENTION}.k_norm.weight", f"{LAYER}.self_attn.k_norm.weight"),
-            *(Entry(f"{ATTENTION}.output.{k}", f"{LAYER}.self_attn.o_proj.{k}") for k in kinds),
+            NameEntry(f"{ATTENTION}.q_norm.weight", f"{LAYER}.self_attn.q_norm.weight"),
+            NameEntry(f"{ATTENTION}.k_norm.weight", f"{LAYER}.self_attn.k_norm.weight"),
+            *(NameEntry(f"{ATTENTION}.output.{k}", f"{LAYER}.self_attn.o_proj.{k}") for k in kinds),
             *(
-                Entry(f"blocks.{{i}}.{own}.weight", f"{LAYER}.{stored}.weight")
+                NameEntry(f"blocks.{{i}}.{own}.weight", f"{LAYER}.{stored}.weight")
                 for own, stored in norms.items()
             ),
             *(
-                Entry(f"{MLP}.gate_up.{k}", tuple(f"{LAYER}.mlp.{part}.{k}" for part in gate_up))
+                NameEntry(
+                    f"{MLP}.gate_up.{k}", tuple(f"{LAYER}.mlp.{part}.{k}" for part in gate_up)
+                )
                 for k in kinds
             ),
-            *(Entry(f"{MLP}.down.{k}", f"{LAYER}.mlp.down_proj.{k}") for k in kinds),
-            Entry("final_norm.weight", "model.norm.weight"),
-            Entry("head.weight", "lm_head.weight"),
-            Entry("classifier.weight", "score.weight"),
-            Entry("classifier.bias", "score.bias"),
-            Entry("qa_outputs.weight", "qa_outputs.weight"),
-            Entry("qa_outputs.bias", "qa_outputs.bias"),
+            *(NameEntry(f"{MLP}.down.{k}", f"{LAYER}.mlp.down_proj.{k}") for k in kinds),
+            NameEntry("final_norm.weight", "model.norm.weight"),
+            NameEntry("head.weight", "lm_head.weight"),
+            NameEntry("classifier.weight", "score.weight"),
+            NameEntry("classifier.bias", "score.bias"),
+            NameEntry("qa_outputs.weight", "qa_outputs.weight"),
+            NameEntry("qa_outputs.bias", "qa_outputs.bias"),
         ),
         aliases=(("lm_head.weight", "model.embed_tokens.weight"),),
         renamed=((r"transformer\.(.*)", r"model.\1"),),  # question answering

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..blocks.rotary import RopeParameters
 from ..megatron import EMBEDDING, SUPPORTED, TIED_HEAD, MegatronMap, rates
-from ..name_map import Entry, NameMap
+from ..name_map import NameEntry, NameMap
 from .config import DecoderConfig
 
 LAYER = "decoder.layers.{i}"
@@ -75,7 +75,7 @@ def megatron(
     )
 
 
-def _entries() -> tuple[Entry, ...]:
+def _entries() -> tuple[NameEntry, ...]:
     own = {
         "attention_norm": "input_layernorm",
         "attention.qkv": "self_attention.linear_qkv",
@@ -87,14 +87,14 @@ def _entries() -> tuple[Entry, ...]:
         "mlp.down": "mlp.linear_fc2",
     }
     return (
-        Entry("word_embeddings.weight", EMBEDDING),
+        NameEntry("word_embeddings.weight", EMBEDDING),
         *(
-            Entry(f"blocks.{{i}}.{native}.weight", f"{LAYER}.{stored}.weight")
+            NameEntry(f"blocks.{{i}}.{native}.weight", f"{LAYER}.{stored}.weight")
             for native, stored in own.items()
         ),
-        Entry("blocks.{i}.attention.qkv.bias", f"{LAYER}.self_attention.linear_qkv.bias"),
-        Entry("final_norm.weight", "decoder.final_layernorm.weight"),
-        Entry("head.weight", TIED_HEAD),
+        NameEntry("blocks.{i}.attention.qkv.bias", f"{LAYER}.self_attention.linear_qkv.bias"),
+        NameEntry("final_norm.weight", "decoder.final_layernorm.weight"),
+        NameEntry("head.weight", TIED_HEAD),
     )
 
 

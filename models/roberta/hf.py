@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..bert.hf import OLD_NORM_NAMES, both, encoder_entries
-from ..name_map import Entry, NameMap
+from ..name_map import NameEntry, NameMap
 
 NAME_MAP = NameMap(
     prefix="roberta.",
@@ -11,7 +11,7 @@ NAME_MAP = NameMap(
         *encoder_entries("roberta."),
         *both("head.dense", "lm_head.dense"),
         *both("head.norm", "lm_head.layer_norm"),
-        Entry("head.decoder.bias", "lm_head.bias"),
+        NameEntry("head.decoder.bias", "lm_head.bias"),
         *both("pooler", "classifier.dense"),
         *both("classifier", "classifier.out_proj"),
         *both("encoder_pooler", "roberta.pooler.dense"),

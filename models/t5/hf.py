@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from ..name_map import Entry, NameMap
+from ..name_map import NameEntry, NameMap
 
 
-def _self_attention(stack: str, shares_bias: bool) -> tuple[Entry, ...]:
+def _self_attention(stack: str, shares_bias: bool) -> tuple[NameEntry, ...]:
     native, stored = f"{stack}.blocks.{{i}}", f"{stack}.block.{{i}}.layer.0"
     bias = f"{stored}.SelfAttention.relative_attention_bias.weight"
     return (
-        Entry(f"{native}.attention_norm.weight", f"{stored}.layer_norm.weight"),
-        Entry(
+        NameEntry(f"{native}.attention_norm.weight", f"{stored}.layer_norm.weight"),
+        NameEntry(
             f"{native}.attention.qkv.weight",
             tuple(f"{stored}.SelfAttention.{x}.weight" for x in "qkv"),
         ),
-        Entry(f"{native}.attention.output.weight", f"{stored}.SelfAttention.o.weight"),
+        NameEntry(f"{native}.attention.output.weight", f"{stored}.SelfAttention.o.weight"),
         # A bias that all blocks of the stack use is stored in the first.
-        Entry(f"{stack}.relative_bias.weight", bias.replace("{i}", "0"))
+        NameEntry(f"{stack}.relative_bias.weight", bias.replace("{i}", "0"))
         if shares_bias
-        else Entry(f"{native}.relative_bias.weight", bias),
+        else NameEntry(f"{native}.relative_bias.weight", bias),
     )
 
 
-def _feed_forward(stack: str, layer: int) -> tuple[Entry, ...]:
+def _feed_forward(stack: str, layer: int) -> tuple[NameEntry, ...]:
     native, stored = f"{stack}.blocks.{{i}}", f"{stack}.block.{{i}}.layer.{layer}"
     dense = f"{stored}.DenseReluDense"
     return (
-        Entry(f"{native}.mlp_norm.weight", f"{stored}.layer_norm.weight"),
-        Entry(f"{native}.mlp.up.weight", f"{dense}.wi.weight"),
-        Entry(f"{native}.mlp.gate_up.gate", f"{dense}.wi_0.weight"),
-        Entry(f"{native}.mlp.gate_up.up", f"{dense}.wi_1.weight"),
-        Entry(f"{native}.mlp.down.weight", f"{dense}.wo.weight"),
-        Entry(f"{stack}.final_norm.weight", f"{stack}.final_layer_norm.weight"),
+        NameEntry(f"{native}.mlp_norm.weight", f"{stored}.layer_norm.weight"),
+        NameEntry(f"{native}.mlp.up.weight", f"{dense}.wi.weight"),
+        NameEntry(f"{native}.mlp.gate_up.gate", f"{dense}.wi_0.weight"),
+        NameEntry(f"{native}.mlp.gate_up.up", f"{dense}.wi_1.weight"),
+        NameEntry(f"{native}.mlp.down.weight", f"{dense}.wo.weight"),
+        NameEntry(f"{stack}.final_norm.weight", f"{stack}.final_layer_norm.weight"),
     )
 
 
-def _linear(native: str, stored: str) -> tuple[Entry, ...]:
-    return tuple(Entry(f"{native}.{part}", f"{stored}.{part}") for part in ("weight", "bias"))
+def _linear(native: str, stored: str) -> tuple[NameEntry, ...]:
+    return tuple(NameEntry(f"{native}.{part}", f"{stored}.{part}") for part in ("weight", "bias"))
 
 
 _CROSS = "decoder.block.{i}.layer.1"
@@ -46,25 +46,27 @@ def name_map(shares_bias: bool) -> NameMap:
     """Returns the names of a family whose stacks share a relative bias, or whose layers have one each."""
     return NameMap(
         entries=(
-            Entry("word_embeddings.weight", "shared.weight"),
+            NameEntry("word_embeddings.weight", "shared.weight"),
             *_self_attention("encoder", shares_bias),
             *_feed_forward("encoder", 1),
             *_self_attention("decoder", shares_bias),
-            Entry("decoder.blocks.{i}.cross_attention_norm.weight", f"{_CROSS}.layer_norm.weight"),
-            Entry(
+            NameEntry(
+                "decoder.blocks.{i}.cross_attention_norm.weight", f"{_CROSS}.layer_norm.weight"
+            ),
+            NameEntry(
                 "decoder.blocks.{i}.cross_attention.query.weight",
                 f"{_CROSS}.EncDecAttention.q.weight",
             ),
-            Entry(
+            NameEntry(
                 "decoder.blocks.{i}.cross_attention.key_value.weight",
                 (f"{_CROSS}.EncDecAttention.k.weight", f"{_CROSS}.EncDecAttention.v.weight"),
             ),
-            Entry(
+            NameEntry(
                 "decoder.blocks.{i}.cross_attention.output.weight",
                 f"{_CROSS}.EncDecAttention.o.weight",
             ),
             *_feed_forward("decoder", 2),
-            Entry("head.weight", "lm_head.weight"),
+            NameEntry("head.weight", "lm_head.weight"),
             *_linear("pooler", "classification_head.dense"),
             *_linear("classifier", "classification_head.out_proj"),
             *_linear("token_classifier", "classifier"),

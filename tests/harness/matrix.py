@@ -326,7 +326,7 @@ def reference(
             for name, parameter in model.named_parameters()
             if parameter.grad is not None
         }
-        named = {name_map.todays_name(name, stored): grad for name, grad in found.items()}
+        named = {name_map.to_current_name(name, stored): grad for name, grad in found.items()}
         grads = {
             name if name in stored else kept.get(name, name): grad for name, grad in named.items()
         }

@@ -18,7 +18,7 @@ from shardzoo.checkpoint.manifest import Manifest, TensorRecord
 from shardzoo.convert.operations import merge, split
 from shardzoo.models import ParallelConfig, config_from_dict, family
 from shardzoo.models.auto import build_on_meta
-from shardzoo.models.mapping import parameter_specs
+from shardzoo.models.mapping import collect_parameter_specs
 from shardzoo.mpu import materialize
 
 SIZES = {
@@ -157,7 +157,7 @@ def write_manifest(folder, values):
     """For the rank files that are there."""
     ranks = [load_file(path) for path in sorted(folder.glob("rank_*.safetensors"))]
     config, records = config_from_dict(values), {}
-    for name, spec in parameter_specs(build_on_meta(config, None)).items():
+    for name, spec in collect_parameter_specs(build_on_meta(config, None)).items():
         digests = [hashlib.sha256(rank[name].numpy().tobytes()).hexdigest() for rank in ranks]
         shard = spec.shard.to_record() if spec.shard else None
         records[name] = TensorRecord(spec.shape, "float32", shard, tuple(digests))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import shardzoo
 from shardzoo.models import find_config, from_config
-from shardzoo.models.mapping import parameter_specs
+from shardzoo.models.mapping import collect_parameter_specs
 from shardzoo.models.t5.hf import NAME_MAP
 
 RANKS = 4
@@ -79,7 +79,7 @@ def write_huge(folder, config) -> None:
     """The preset's checkpoint in two files full of zeros, which take no room on disk."""
     tensors = {}
     model = from_config(config, device="meta")
-    specs = parameter_specs(model)
+    specs = collect_parameter_specs(model)
     for native, entry in zip(specs, NAME_MAP.resolve(specs), strict=True):
         shape, shard = specs[native].shape, specs[native].shard
         names = entry.stored_names()

@@ -8,7 +8,7 @@ import transformers
 from matrix import architecture_of, load_rows
 
 from shardzoo.models.auto import config_from_dict
-from shardzoo.models.mapping import native_model
+from shardzoo.models.mapping import NativeModel
 
 ROWS = load_rows()
 
@@ -21,16 +21,16 @@ def test_each_parameter_has_the_name_that_the_module_has(name):
         if ROWS[name][1].untied:
             module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.clone())
     config = {**module.config.to_dict(), "architectures": [module_class.__name__]}
-    native = native_model(config_from_dict(config))
+    native = NativeModel.from_config(config_from_dict(config))
     first = {
         stored
-        for stored_names in native.first_names().by_parameter.values()
+        for stored_names in native.list_first_module_names().by_parameter.values()
         for stored in stored_names
     }
     assert first == dict(module.named_parameters()).keys()
     names = {
         stored
-        for stored_names in native.module_names().by_parameter.values()
+        for stored_names in native.list_module_names().by_parameter.values()
         for stored in stored_names
     }
     assert names <= module.state_dict().keys()

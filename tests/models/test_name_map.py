@@ -6,16 +6,16 @@ import pytest
 
 from shardzoo.models import FAMILIES, family, presets
 from shardzoo.models.auto import build_on_meta, model_class
-from shardzoo.models.name_map import Entry, NameMap
+from shardzoo.models.name_map import NameEntry, NameMap
 
 MAP = NameMap(
     prefix="body.",
     entries=(
-        Entry("embedding", "body.emb"),
-        Entry("layers.{i}.qkv", ("body.l.{i}.q", "body.l.{i}.k")),
-        Entry("layers.{i}.out", "body.l.{i}.o", transpose=True),
-        Entry("head", "out"),
-        Entry("pooler", "pool"),
+        NameEntry("embedding", "body.emb"),
+        NameEntry("layers.{i}.qkv", ("body.l.{i}.q", "body.l.{i}.k")),
+        NameEntry("layers.{i}.out", "body.l.{i}.o", transpose=True),
+        NameEntry("head", "out"),
+        NameEntry("pooler", "pool"),
     ),
     aliases=(("out", "body.emb"), ("body.copy", "body.emb")),
     renamed=((r"(.*)\.query", r"\1.q"),),

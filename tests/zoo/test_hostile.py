@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import shardzoo
 from shardzoo.models import config_from_dict, family
-from shardzoo.models.mapping import native_model
+from shardzoo.models.mapping import NativeModel
 
 ROWS = load_rows()
 FIRST = {
@@ -82,7 +82,7 @@ def message_of(call) -> str:
 def attempt(values: dict[str, Any]) -> str:
     """What building the model of a `config.json` says; "" if it works."""
     try:
-        return message_of(lambda: native_model(config_from_dict(values)))
+        return message_of(lambda: NativeModel.from_config(config_from_dict(values)))
     except Exception as error:
         raise AssertionError(f"{type(error).__name__}: {error}") from error
 
