@@ -14,7 +14,7 @@ from torch import nn
 from ..checkpoint.manifest import checked_tokenizer
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..models.loading import missing_modules
-from ..models.lora import merge_lora, stored_modules
+from ..models.lora import list_stored_modules, merge_lora
 from ..mpu import ParallelMesh
 from ..trainer.arguments.training_arguments import TrainingArguments
 from ..trainer.batches.training_data import check_size
@@ -238,7 +238,7 @@ class Trainer(BaseTrainer):
         if self._data.kind in ("texts", "tokens") or not self.source.native:
             return []
         missing = missing_modules(self.source.folder, self.model.config)
-        return stored_modules(self.model, {*label_modules(self.model.config), *missing})
+        return list_stored_modules(self.model, {*label_modules(self.model.config), *missing})
 
     def model_summary(self) -> ModelSummary:
         """Prints and returns the number of parameters and of trainable parameters of the whole

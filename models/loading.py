@@ -92,8 +92,8 @@ def from_pretrained(
     checkpoint = open_checkpoint(folder)
     given = None if config is None else as_config(config)
 
-    # On one stage, a stored head is first loaded into a parameter of its own, and _tie_equal ties it
-    # when both are in memory. No stage of a pipeline may have both, so there the stored bytes decide.
+    # A stored head is first loaded into a parameter of its own; _tie_equal ties it when both are in
+    # memory. No stage of a pipeline may have both, so there the stored bytes decide.
     holds_all_stages = mesh is None or mesh.pp_size == 1
     if holds_all_stages:
         settings = read_model_config(checkpoint, given, is_same=lambda head, embedding: False)
@@ -240,7 +240,7 @@ def _check_digests(
 ) -> None:
     """Raises ValueError if a digest of this rank's share of the tensors is not the recorded one."""
     tensors = {part.tensor for placement in placements for part in placement.slices()}
-    # Tensors that are no parameters belong to no stage of a pipeline, so that every stage checks them.
+    # Tensors that are no parameters belong to no stage of a pipeline, so every stage checks them.
     tensors.update(mapped.layout.extras.values())
     in_order = sorted(tensors, key=lambda tensor: (tensor.file, tensor.offset))
     check_digests(in_order, mapped.digests, rank, size)

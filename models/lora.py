@@ -1,8 +1,9 @@
-"""Adds LoRA weights to a model of the zoo, and exchanges them with peft, under transformers' names of the modules.
+"""Adds LoRA weights to a model of the zoo, and exchanges them with peft, under transformers' names
+of the modules.
 
 The configuration is peft's `LoraConfig`, and the files are peft's: `adapter_config.json` and
-`adapter_model.safetensors`, for transformers' model of the same architecture. Where the zoo stacks several modules of
-transformers in one layer (q, k and v), each has factors of its own, as in peft.
+`adapter_model.safetensors`, for transformers' model of the same architecture. Where the zoo stacks
+several modules of transformers in one layer (q, k and v), each has factors of its own, as in peft.
 """
 
 from __future__ import annotations
@@ -40,17 +41,36 @@ from .mapping import NativeModel, compute_stacked_ranges, compute_stored_shape, 
 from .name_map import NameEntry
 from .pipeline import find_copied_parameters
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of peft's names
-# The fields of peft's LoraConfig that models of the zoo follow, and those that describe the file alone.
+# The fields of LoraConfig that models of the zoo follow, and those that describe the file alone.
 SUPPORTED = frozenset(
-    (
-        "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "modules_to_save",
-        "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
-        "fan_in_fan_out", "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path",
-        "revision", "inference_mode", "runtime_config", "megatron_core",
-    )
-)  # fmt: skip
+    {
+        "r",
+        "target_modules",
+        "exclude_modules",
+        "lora_alpha",
+        "lora_dropout",
+        "use_rslora",
+        "modules_to_save",
+        "init_lora_weights",
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "fan_in_fan_out",
+        "peft_type",
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "runtime_config",
+        "megatron_core",
+    }
+)
 INITIAL_VALUES = (True, "gaussian")
 
 
@@ -63,49 +83,85 @@ def _is_factor(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    return isinstance(value, (list, set, tuple)) and all(
-        isinstance(name, str) for name in cast(list[Any], value)
-    )
+    if not isinstance(value, (list, set, tuple)):
+        return False
+    return all(isinstance(name, str) for name in cast(list[Any], value))
 
 
 def _is_expression(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
     try:
-        return isinstance(value, str) and bool(re.compile(value))
+        re.compile(value)
     except re.error:
         return False
+    return True
 
 
 def _is_pattern(value: Any, is_right: Callable[[Any], bool]) -> bool:
-    items = cast(dict[Any, Any], value).items() if isinstance(value, dict) else [(None, None)]
+    if not isinstance(value, dict):
+        return False
+    items = cast(dict[Any, Any], value).items()
     return all(_is_expression(key) and is_right(entry) for key, entry in items)
 
 
-# Names of fields -> whether a value is right, and what is. peft takes others, and fails at some later place.
+def _is_dropout(value: Any) -> bool:
+    return value == 0 or (_is_factor(value) and value < 1)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _name_modules(value: Any) -> bool:
+    return _are_names(value) or _is_expression(value)
+
+
+def _number_blocks(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(type(block) is int for block in cast(list[Any], value))
+    return type(value) is int
+
+
+# Field -> whether a value is right, and what is. peft takes other values too, and fails later.
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (_is_rank, "a whole number of at least 1"),
     "lora_alpha": (_is_factor, "a finite number above 0"),
-    "lora_dropout": (lambda value: value == 0 or (_is_factor(value) and value < 1), "at least 0 and below 1"),
-    "use_rslora": (lambda value: isinstance(value, bool), "True or False"),
-    "rank_pattern": (partial(_is_pattern, is_right=_is_rank), "a dict of regular expressions and ranks of at least 1"),
-    "alpha_pattern": (partial(_is_pattern, is_right=_is_factor), "a dict of regular expressions and numbers above 0"),
-    "target_modules exclude_modules layers_pattern": (
-        lambda value: _are_names(value) or _is_expression(value), "names of modules or one regular expression"
+    "lora_dropout": (_is_dropout, "at least 0 and below 1"),
+    "use_rslora": (_is_flag, "True or False"),
+    "rank_pattern": (
+        partial(_is_pattern, is_right=_is_rank),
+        "a dict of regular expressions and ranks of at least 1",
     ),
+    "alpha_pattern": (
+        partial(_is_pattern, is_right=_is_factor),
+        "a dict of regular expressions and numbers above 0",
+    ),
+    "target_modules": (_name_modules, "names of modules or one regular expression"),
+    "exclude_modules": (_name_modules, "names of modules or one regular expression"),
+    "layers_pattern": (_name_modules, "names of modules or one regular expression"),
     "modules_to_save": (_are_names, "a list of names of modules"),
-    "layers_to_transform": (
-        lambda value: type(value) is int or (
-            isinstance(value, list) and all(type(block) is int for block in cast(list[Any], value))
-        ),
-        "a number or a list of numbers of blocks",
-    ),
-    "base_model_name_or_path": (lambda value: isinstance(value, str), "a name or a folder"),
-}  # fmt: skip
+    "layers_to_transform": (_number_blocks, "a number or a list of numbers of blocks"),
+    "base_model_name_or_path": (_is_text, "a name or a folder"),
+}
+# The types that the pipeline stages tell one another by their place in this list.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
 class LinearModule:
-    """A module of transformers' model, and the rows of a parameter of the zoo's model that are its weight."""
+    """A linear module of transformers' model, and the part of the zoo's model that is its weight.
+
+    Attributes:
+        name: The module's name in transformers' model.
+        parameter: The parameter of the zoo's model that holds the weight.
+        rows: The range [start, stop) of the parameter's rows that is the weight.
+        transposed: Whether transformers stores the weight as [in, out].
+    """
 
     name: str
     parameter: ParameterSpec
@@ -114,6 +170,7 @@ class LinearModule:
 
     @property
     def layer(self) -> str:
+        """The name of the layer of the zoo's model that holds the parameter."""
         return self.parameter.name.rpartition(".")[0]
 
     @property
@@ -124,12 +181,13 @@ class LinearModule:
 
 @dataclass(frozen=True)
 class Lora:
-    """What has been added to a model: the attribute `lora` of the model.
+    """The LoRA weights of a model, as its attribute `lora` describes them.
 
     Attributes:
         config: peft's LoraConfig.
         modules: The modules with factors, on all pipeline stages.
-        saved: The parameters that are trained besides, whole: name -> names of the tensors that are stored for it.
+        saved: The parameters that are trained besides, whole: name -> names of the tensors that are
+            stored for it.
     """
 
     config: Any
@@ -147,7 +205,10 @@ def import_peft() -> Any:
 
 
 def lora_config(**settings: Any) -> Any:
-    """Returns peft's LoraConfig. ValueError for settings that it refuses, or that the zoo's models do not follow."""
+    """Returns peft's LoraConfig.
+
+    Raises ValueError for settings that peft refuses, or that the zoo's models do not follow.
+    """
     peft = import_peft()
     try:
         config = peft.LoraConfig(**settings)
@@ -158,44 +219,43 @@ def lora_config(**settings: Any) -> Any:
         value = getattr(config, field.name)
         if field.name not in SUPPORTED and value != getattr(plain, field.name):
             raise ValueError(
-                f"LoRA: models of the zoo do not support {field.name}={value!r}; leave it out, or use transformers' "
-                "model in one process"
+                f"LoRA: models of the zoo do not support {field.name}={value!r}; leave it out, or "
+                "use transformers' model in one process"
             )
-    if not any(
-        config.init_lora_weights is value or config.init_lora_weights == value
-        for value in INITIAL_VALUES
-    ):
-        raise ValueError(
-            f"LoRA: init_lora_weights must be True or 'gaussian', not {config.init_lora_weights!r}"
-        )
-    for names, (is_right, wanted) in CHECKS.items():
-        for name in names.split():
-            value = getattr(config, name)
-            if not is_right(value) and value is not getattr(plain, name):
-                raise ValueError(f"LoRA: {name} must be {wanted}, not {reprlib.repr(value)}")
+    initial = config.init_lora_weights
+    if initial not in INITIAL_VALUES:
+        raise ValueError(f"LoRA: init_lora_weights must be True or 'gaussian', not {initial!r}")
+    for name, (is_right, wanted) in CHECKS.items():
+        value = getattr(config, name)
+        if not is_right(value) and value is not getattr(plain, name):
+            raise ValueError(f"LoRA: {name} must be {wanted}, not {reprlib.repr(value)}")
     return config
 
 
 def add_lora(model: Any, config: Any, seed: int = 1234) -> None:
-    """Adds LoRA weights to a model, in place, and freezes all parameters but those and `modules_to_save`.
+    """Adds LoRA weights to a model, in place, and freezes all parameters but those and
+    `modules_to_save`.
 
-    The initial values depend on the seed and the parameters' names, and not on how the model is split: A is uniform as
-    in peft, B is zero.
+    The initial values depend on the seed and the parameters' names, and not on how the model is
+    split: A is uniform as in peft, B is zero.
 
     Args:
         model: The model, or a pipeline stage of it.
-        config: What `lora_config` returns. Without target modules, they are peft's default for the model type.
+        config: What `lora_config` returns. Without target modules, they are peft's default for the
+            model type.
 
     Raises:
-        ValueError: The targets do not exist or are no linear layers, or the model has LoRA weights already.
+        ValueError: The targets do not exist or are no linear layers, or the model has LoRA weights
+        already.
     """
     attach_factors(model, config)
-    for prefix, adapter in adapters(model).items():
-        initialize(adapter, partial(_fill, config), seed, model.mesh, prefix=f"{prefix}.adapter")
+    fill = partial(_fill_factor, config)
+    for path, adapter in find_adapters(model).items():
+        initialize(adapter, fill, seed, model.mesh, prefix=f"{path}.adapter")
 
 
-def _fill(config: Any, name: str, full: Tensor, generator: torch.Generator) -> None:
-    """Sets initial values as peft does: A is uniform (Kaiming with a = √5) or normal, B is zero."""
+def _fill_factor(config: Any, name: str, full: Tensor, generator: torch.Generator) -> None:
+    """Sets initial values as peft does: A is uniform (Kaiming, a = √5) or normal, B is zero."""
     if name.endswith("lora_B"):
         full.zero_()
     elif config.init_lora_weights == "gaussian":
@@ -211,85 +271,89 @@ def attach_factors(model: Any, config: Any) -> None:
         raise ValueError("the model has LoRA weights already; load the base model again for others")
     native = NativeModel.from_config(model.config)
     config = copy.copy(config)
-    chosen = _choose(model, native, config)
-    saved = _saved_parameters(native, config.modules_to_save or ())
+    chosen = _choose_modules(model, native, config)
+    saved = _find_saved_parameters(native, config.modules_to_save or ())
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name in saved
+
     by_layer: dict[str, list[LinearModule]] = {}
     for module in chosen:
         by_layer.setdefault(module.layer, []).append(module)
     for path, modules in by_layer.items():
         layer = model.get_submodule(path)
         weight = getattr(layer, modules[0].parameter.name.rpartition(".")[2])
-        if weight is not None:  # else the layer is in another pipeline stage
-            attach(layer, _adapter(layer, modules, config).to(weight.device))
+        if weight is not None:  # Otherwise another pipeline stage has the layer.
+            attach(layer, _make_adapter(layer, modules, config).to(weight.device))
     model.lora = Lora(config, chosen, saved)
 
 
-def _adapter(layer: Any, modules: list[LinearModule], config: Any) -> Adapter:
+def _make_adapter(layer: Any, modules: list[LinearModule], config: Any) -> Adapter:
+    """Makes the factors of a layer that holds the weights of `modules`."""
     factors: dict[str, LoraFactors] = {}
     for module in modules:
         shape = cast(tuple[int, int], module.parameter.shape)
-        r, alpha = (_pattern_value(patterns, module.name, default) for patterns, default in (
-            (config.rank_pattern, config.r), (config.alpha_pattern, config.lora_alpha),
-        ))  # fmt: skip
-        if r > max(shape):
+        rank = _find_pattern_value(config.rank_pattern, module.name, config.r)
+        alpha = _find_pattern_value(config.alpha_pattern, module.name, config.lora_alpha)
+        if rank > max(shape):
             raise ValueError(
-                f"LoRA: the rank {r} is above both sizes of {module.name}, {shape[0]} x {shape[1]}"
+                f"LoRA: the rank {rank} is above both sizes of {module.name}, "
+                f"{shape[0]} x {shape[1]}"
             )
+        divisor = math.sqrt(rank) if config.use_rslora else rank
         factors[module.key] = LoraFactors(
             AdaptedRows(shape, module.parameter.shard, *module.rows),
-            r,
-            alpha / (math.sqrt(r) if config.use_rslora else r),
+            rank,
+            alpha / divisor,
             config.lora_dropout,
             sequence_parallel=getattr(layer, "sequence_parallel", False),
             mesh=getattr(layer, "mesh", None),
         )
     attributes = [name for name, _ in layer.named_parameters(recurse=False)]
-    several = "weight" not in attributes  # a layer with several outputs has a parameter for each
-    outputs = (
-        [attributes.index(module.parameter.name.rpartition(".")[2]) for module in modules]
-        if several
-        else ()
-    )
-    return Adapter(layer, factors, outputs)
+    if "weight" in attributes:
+        return Adapter(layer, factors, ())
+    # A layer with several outputs has a parameter for each of them.
+    names = [module.parameter.name.rpartition(".")[2] for module in modules]
+    return Adapter(layer, factors, [attributes.index(name) for name in names])
 
 
-def _pattern_value(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+def _find_pattern_value(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
     """Returns the value of a module in peft's `rank_pattern` or `alpha_pattern`."""
     if not patterns:
         return default
     return patterns.get(import_peft().utils.other.get_pattern_key(list(patterns), name), default)
 
 
-def _modules(native: NativeModel) -> Iterator[LinearModule]:
-    """Yields the modules of transformers' model that have a matrix, in the order of the zoo's parameters."""
+def _list_matrices(native: NativeModel) -> Iterator[LinearModule]:
+    """Yields the modules of transformers' model that have a matrix, in the order of the
+    parameters.
+    """
     for name, entry in native.entries().items():
         spec = native.parameters[name]
-        if len(spec.shape) == 2:
-            for order, span in enumerate(compute_stacked_ranges(spec, entry)):
-                stored = native.to_hf_name(entry.stored_names()[order]).removesuffix(".weight")
-                rows = span if spec.dim == 0 else (0, spec.shape[0])
-                yield LinearModule(stored, spec, rows, entry.transpose)
+        if len(spec.shape) != 2:
+            continue
+        ranges = compute_stacked_ranges(spec, entry)
+        for stored, span in zip(entry.stored_names(), ranges, strict=True):
+            module_name = native.to_hf_name(stored).removesuffix(".weight")
+            rows = span if spec.dim == 0 else (0, spec.shape[0])
+            yield LinearModule(module_name, spec, rows, entry.transpose)
 
 
-def _choose(model: Any, native: NativeModel, config: Any) -> tuple[LinearModule, ...]:
+def _choose_modules(model: Any, native: NativeModel, config: Any) -> tuple[LinearModule, ...]:
     """Returns the modules that the configuration names, and completes its target_modules.
 
     Raises ValueError if it names none, or one that is no linear layer.
     """
     peft = import_peft()
-    known = list(_modules(native))
+    known = list(_list_matrices(native))
     linear = [module for module in known if isinstance(model.get_submodule(module.layer), LINEARS)]
     targets: Any = config.target_modules
     if not targets:
-        targets = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(
-            native.config.model_type
-        )
+        defaults = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        targets = defaults.get(native.config.model_type)
         if targets is None:
             raise ValueError(
-                f"LoRA: peft has no default targets for a {native.config.model_type}; name target_modules, of "
-                f"{_listed(linear)}, or 'all-linear'"
+                f"LoRA: peft has no default targets for a {native.config.model_type}; name "
+                f"target_modules, of {_list_keys(linear)}, or 'all-linear'"
             )
     if isinstance(targets, str) and targets.lower() == "all-linear":
         heads: set[str] = set(getattr(model, "head_modules", ()))
@@ -303,18 +367,31 @@ def _choose(model: Any, native: NativeModel, config: Any) -> tuple[LinearModule,
 
 
 def _check_targets(found: list[LinearModule], linear: list[LinearModule], config: Any) -> None:
-    if other := [module.name for module in found if module not in linear]:
+    """Raises ValueError unless each target is a linear layer and each name of a target has one.
+
+    Args:
+        found: The modules that the configuration names.
+        linear: The modules that can have factors.
+    """
+    others = [module.name for module in found if module not in linear]
+    if others:
         raise ValueError(
-            f"LoRA: target_modules match {other[0]}, which is no linear layer inside the model; name it in "
-            "modules_to_save to train it whole"
+            f"LoRA: target_modules match {others[0]}, which is no linear layer inside the model; "
+            "name it in modules_to_save to train it whole"
         )
-    names: str | list[str] = config.target_modules
-    parts = [names] if isinstance(names, str) else names
-    missing = [name for name in parts if not any(_is_part(name, module.name) for module in linear)]
-    if not found or (missing and parts is names):
+    targets: str | list[str] = config.target_modules
+    if isinstance(targets, str):  # a regular expression
+        unmatched = [] if found else [targets]
+    else:
+        unmatched = [
+            name for name in targets if not any(_is_part(name, module.name) for module in linear)
+        ]
+        if not found and not unmatched:
+            unmatched = targets
+    if unmatched:
         raise ValueError(
-            f"LoRA: target_modules {(missing or parts)[0]!r} match no linear layer of the model, which has "
-            f"{_listed(linear)}"
+            f"LoRA: target_modules {unmatched[0]!r} match no linear layer of the model, which has "
+            f"{_list_keys(linear)}"
         )
 
 
@@ -322,44 +399,60 @@ def _is_part(name: str, module: str) -> bool:
     return module == name or module.endswith(f".{name}")
 
 
-def _listed(linear: list[LinearModule]) -> str:
+def _list_keys(linear: list[LinearModule]) -> str:
     return ", ".join(dict.fromkeys(module.key for module in linear))
 
 
-def _saved_parameters(native: NativeModel, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Returns the parameters of the modules of transformers' model whose names end with one of `names`, as in peft.
+def _find_saved_parameters(
+    native: NativeModel, names: Collection[str]
+) -> dict[str, tuple[str, ...]]:
+    """Finds the parameters of modules of transformers' model whose names end with one of `names`.
 
-    Raises ValueError for a name that matches nothing, and for modules that the zoo cannot train alone.
+    That is what peft's `modules_to_save` means.
+
+    Returns:
+        Native name -> names of the tensors that are stored for it.
+
+    Raises:
+        ValueError: A name matches nothing, or a module that the zoo cannot train alone.
     """
-    tied = dict(native.name_map.aliases)
-    own = {stored for entry in native.entries().values() for stored in entry.stored_names()}
-    shared = {name for pair in tied.items() if pair[0] not in own for name in pair}
+    entries = native.entries()
+    own = {stored for entry in entries.values() for stored in entry.stored_names()}
+    tied: set[str] = set()
+    for alias, kept in dict(native.name_map.aliases).items():
+        if alias not in own:
+            tied.update((alias, kept))
+
     saved: dict[str, tuple[str, ...]] = {}
     matched: set[str] = set()
-    for native_name, entry in native.entries().items():
-        stored = tuple(map(native.to_hf_name, entry.stored_names()))
-        hits = [[name for name in names if _is_inside(module, name)] for module in stored]
+    for native_name, entry in entries.items():
+        stored = tuple(native.to_hf_name(name) for name in entry.stored_names())
+        hits = [[name for name in names if _is_inside(tensor, name)] for tensor in stored]
         if not any(hits):
             continue
         matched.update(*hits)
         if not all(hits):
             raise ValueError(
-                f"LoRA: modules_to_save name a part of {', '.join(stored)}, which are one layer here"
+                f"LoRA: modules_to_save name a part of {', '.join(stored)}, which are one layer "
+                "here"
             )
-        if both := sorted(shared.intersection(entry.stored_names())):
+        shared = sorted(tied.intersection(entry.stored_names()))
+        if shared:
             raise ValueError(
-                f"LoRA: modules_to_save name {both[0]}, which the model shares with its output head or another "
-                "embedding, and peft would train only one of them; use a model with weights of their own"
+                f"LoRA: modules_to_save name {shared[0]}, which the model shares with its output "
+                "head or another embedding, and peft would train only one of them; use a model "
+                "with weights of their own"
             )
         saved[native_name] = stored
-    if unknown := sorted(set(names) - matched):
-        tops = ", ".join(
-            dict.fromkeys(
-                name.rpartition(".")[0] for name in own if ".{" not in name and name.count(".") < 3
-            )
-        )
+
+    unknown = sorted(set(names) - matched)
+    if unknown:
+        modules = [
+            name.rpartition(".")[0] for name in own if ".{" not in name and name.count(".") < 3
+        ]
         raise ValueError(
-            f"LoRA: modules_to_save {unknown[0]!r} matches no module of the model; it has {tops}"
+            f"LoRA: modules_to_save {unknown[0]!r} matches no module of the model; it has "
+            f"{', '.join(dict.fromkeys(modules))}"
         )
     return saved
 
@@ -370,155 +463,168 @@ def _is_inside(tensor: str, name: str) -> bool:
     return any(".".join(parts[: end + 1]).endswith(name) for end in range(len(parts)))
 
 
-def stored_modules(model: Any, native_names: Collection[str]) -> list[str]:
+def list_stored_modules(model: Any, native_names: Collection[str]) -> list[str]:
     """Returns transformers' names of modules of the zoo's model, such as those of a new head."""
     native = NativeModel.from_config(model.config)
-    names = [
-        native.to_hf_name(stored).rpartition(".")[0]
-        for name, entry in native.entries().items()
-        if any(name.startswith(f"{own}.") for own in native_names)
-        for stored in entry.stored_names()
-    ]
+    names: list[str] = []
+    for name, entry in native.entries().items():
+        if any(name.startswith(f"{module}.") for module in native_names):
+            names += [
+                native.to_hf_name(stored).rpartition(".")[0] for stored in entry.stored_names()
+            ]
     return list(dict.fromkeys(names))
 
 
-def adapters(model: nn.Module) -> dict[str, Adapter]:
+def find_adapters(model: nn.Module) -> dict[str, Adapter]:
     """Returns the adapters of this rank's layers by the layers' names."""
-    modules = cast(Any, model).named_modules()
-    return {
-        name.removesuffix(".adapter"): module
-        for name, module in modules
-        if isinstance(module, Adapter)
-    }
+    found: dict[str, Adapter] = {}
+    for name, module in cast(Any, model).named_modules():
+        if isinstance(module, Adapter):
+            found[name.removesuffix(".adapter")] = module
+    return found
 
 
-def peft_names(model: Any) -> dict[str, tuple[str, ...]]:
-    """Returns name of a parameter that LoRA trains -> its names in peft's file, on all pipeline stages."""
+def list_peft_names(model: Any) -> dict[str, tuple[str, ...]]:
+    """Returns name of a parameter that LoRA trains -> its names in peft's file, on all stages."""
     lora: Lora = model.lora
     names: dict[str, tuple[str, ...]] = {}
     for module in lora.modules:
         for factor in ("lora_A", "lora_B"):
-            names[f"{module.layer}.adapter.{module.key}.{factor}"] = (
-                f"{PREFIX}{module.name}.{factor}.weight",
-            )
-    return names | {
-        name: tuple(PREFIX + part for part in stored) for name, stored in lora.saved.items()
-    }
+            native = f"{module.layer}.adapter.{module.key}.{factor}"
+            names[native] = (f"{PREFIX}{module.name}.{factor}.weight",)
+    for native, stored in lora.saved.items():
+        names[native] = tuple(PREFIX + name for name in stored)
+    return names
 
 
 @torch.no_grad()
-def whole_weights(model: Any) -> dict[str, Tensor]:
-    """Returns what LoRA trains, whole and on CPU, under peft's names, on every rank. Collective."""
-    native, names = NativeModel.from_config(model.config), peft_names(model)
+def gather_weights(model: Any) -> dict[str, Tensor]:
+    """Returns what LoRA trains, whole and on the CPU, under peft's names, on every rank.
+    Collective.
+    """
+    native = NativeModel.from_config(model.config)
     entries = native.entries()
-    copies, found = find_copied_parameters(model), dict[str, Tensor]()
+    names = list_peft_names(model)
+    copied = find_copied_parameters(model)
+    found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if name in names and name not in copies:
-            whole = _gathered(parameter, model.mesh).cpu()
-            parts = (
-                [whole]
-                if name not in entries
-                else _parts(whole, native.parameters[name], entries[name])
-            )
-            found |= dict(zip(names[name], parts, strict=True))
+        if name not in names or name in copied:
+            continue
+        whole = _gather_parameter(parameter, model.mesh).cpu()
+        if name in entries:
+            parts = _unstack(whole, native.parameters[name], entries[name])
+        else:  # A factor is stored as it is.
+            parts = [whole]
+        found.update(zip(names[name], parts, strict=True))
     mesh: ParallelMesh | None = model.mesh
     if mesh is None or mesh.pp_size == 1:
         return found
-    order = [part for parts in names.values() for part in parts]
-    return _of_all_stages(found, order, mesh, next(model.parameters()).device)
+    in_order = [part for parts in names.values() for part in parts]
+    return _gather_stages(found, in_order, mesh, next(model.parameters()).device)
 
 
-def _of_all_stages(
+def _gather_stages(
     found: dict[str, Tensor], names: list[str], mesh: ParallelMesh, device: torch.device
 ) -> dict[str, Tensor]:
-    """Returns the tensors `names`, each of which one pipeline stage has `found`, on every stage. Collective."""
-    kinds = torch.zeros(len(names), 3, dtype=torch.int64)  # shape, and place of the type
+    """Returns the tensors of all pipeline stages on every stage. Collective.
+
+    Args:
+        found: This stage's tensors, of at most two dimensions.
+        names: The names of the tensors of all stages; one stage has each of them.
+        device: Where the stages exchange tensors.
+    """
+    # A row for each tensor: its shape, with zeros behind, and the place of its type in DTYPES.
+    headers = torch.zeros(len(names), 3, dtype=torch.int64)
     for row, name in enumerate(names):
         if name in found:
             shape = found[name].shape
-            kinds[row, : len(shape)], kinds[row, 2] = (
-                torch.tensor(shape),
-                DTYPES.index(found[name].dtype),
-            )
-    kinds = kinds.to(device)
-    cast(Any, dist).all_reduce(kinds, group=mesh.pp_group)
-    whole: dict[str, Tensor] = {}
-    for name, (rows, columns, number) in zip(
-        names, cast(list[list[int]], cast(Any, kinds).tolist()), strict=True
-    ):
-        own = found.get(
-            name, torch.zeros([size for size in (rows, columns) if size], dtype=DTYPES[number])
-        )
-        bits = own.to(device, copy=True).view(
-            torch.uint8
-        )  # as whole numbers, which zeros do not change
-        cast(Any, dist).all_reduce(bits, group=mesh.pp_group)
-        whole[name] = bits.cpu().view(DTYPES[number])
-    return whole
+            headers[row, : len(shape)] = torch.tensor(shape)
+            headers[row, 2] = DTYPES.index(found[name].dtype)
+    headers = headers.to(device)
+    cast(Any, dist).all_reduce(headers, group=mesh.pp_group)
+
+    gathered: dict[str, Tensor] = {}
+    rows = cast(list[list[int]], cast(Any, headers).tolist())
+    for name, (*shape, number) in zip(names, rows, strict=True):
+        dtype = DTYPES[number]
+        own = found.get(name)
+        if own is None:
+            own = torch.zeros([size for size in shape if size], dtype=dtype)
+        # Sum the bytes as whole numbers, to which the zeros of the other stages add nothing.
+        data = own.to(device, copy=True).view(torch.uint8)
+        cast(Any, dist).all_reduce(data, group=mesh.pp_group)
+        gathered[name] = data.cpu().view(dtype)
+    return gathered
 
 
-def _gathered(parameter: Any, mesh: ParallelMesh | None) -> Tensor:
-    """Returns the full, unpadded value of a parameter."""
-    shard, size = getattr(parameter, "shard", None), tp_size(mesh)
+def _gather_parameter(parameter: Any, mesh: ParallelMesh | None) -> Tensor:
+    """Returns the full, unpadded value of a parameter. Collective over the tensor-parallel
+    ranks.
+    """
+    shard = getattr(parameter, "shard", None)
+    size = tp_size(mesh)
     if shard is None or (size == 1 and tuple(parameter.shape) == shard.shape):
         return parameter.detach().clone()
-    dim, longest = shard.dim, shard.local_shape(0, size)[shard.dim]
-    padded = parameter.new_zeros(shard.local_shape(0, size))
+    # The first rank's part is the longest; the ranks exchange parts of that length.
+    dim = shard.dim
+    longest = shard.local_shape(0, size)
+    padded = parameter.new_zeros(longest)
     padded.narrow(dim, 0, parameter.shape[dim]).copy_(parameter)
-    parts = torch.split(gather_from_tp(padded, mesh, dim), longest, dim)
-    lengths = [shard.local_shape(rank, size)[dim] for rank in range(size)]
-    return shard.merge(
-        [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
-    )
+    gathered = torch.split(gather_from_tp(padded, mesh, dim), longest[dim], dim)
+    parts: list[Tensor] = []
+    for rank, part in enumerate(gathered):
+        parts.append(part.narrow(dim, 0, shard.local_shape(rank, size)[dim]))
+    return shard.merge(parts)
 
 
-def _parts(whole: Tensor, spec: ParameterSpec, entry: NameEntry) -> list[Tensor]:
+def _unstack(whole: Tensor, spec: ParameterSpec, entry: NameEntry) -> list[Tensor]:
     """Returns the tensors that are stored for a parameter."""
-    spans = compute_stacked_ranges(spec, entry)
-    parts = (
-        [whole.narrow(spec.dim, start, stop - start) for start, stop in spans]
-        if whole.dim()
-        else [whole]
-    )
-    return [(part.t() if entry.transpose else part).contiguous() for part in parts]
+    if whole.dim() == 0:
+        return [whole.contiguous()]
+    parts: list[Tensor] = []
+    for start, stop in compute_stacked_ranges(spec, entry):
+        part = whole.narrow(spec.dim, start, stop - start)
+        if entry.transpose:
+            part = part.t()
+        parts.append(part.contiguous())
+    return parts
 
 
 def write_adapter_config(folder: Path, config: Any, base: str) -> None:
     """Writes peft's configuration of an adapter of the model `base`."""
     config = copy.copy(config)
-    config.base_model_name_or_path, config.inference_mode = base, True
+    config.base_model_name_or_path = base
+    config.inference_mode = True
     config.save_pretrained(str(folder))
 
 
 def save_adapter(model: Any, folder: str | Path, base: str = "") -> None:
-    """Writes the LoRA weights of a model as peft's files, which peft loads into transformers' model. Collective.
+    """Writes the LoRA weights of a model as peft's files, for transformers' model. Collective.
 
     Args:
         folder: A new or existing folder, which the first rank writes.
         base: The name of the base model; by default the folder that the model was loaded from.
     """
-    weights = whole_weights(model)
+    weights = gather_weights(model)
     if not dist.is_initialized() or cast(Any, dist).get_rank() == 0:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_adapter_config(
-            Path(folder), model.lora.config, base or getattr(model, "name_or_path", "") or ""
-        )
-        write_tensors(Path(folder) / WEIGHTS_FILE, weights)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        base = base or getattr(model, "name_or_path", "") or ""
+        write_adapter_config(folder, model.lora.config, base)
+        write_tensors(folder / WEIGHTS_FILE, weights)
     if dist.is_initialized():
         cast(Any, dist).barrier()
 
 
-def folder_digest(folder: Path) -> str:
-    """Returns the sha256 of a model on disk: of its manifest, which has those of the tensors, or of its weight files.
+def hash_model(folder: Path) -> str:
+    """Returns the sha256 of a model on disk.
 
-    Names of files and their contents count, other files such as the tokenizer's do not.
+    It is that of its manifest, which has those of the tensors, or of its weight files. Names of
+    files and their contents count; other files such as the tokenizer's do not.
     """
-    manifest = folder / MANIFEST
-    files = (
-        [manifest]
-        if manifest.exists()
-        else sorted(p for p in folder.iterdir() if p.suffix in WEIGHT_SUFFIXES)
-    )
+    files = [folder / MANIFEST]
+    if not files[0].exists():
+        files = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path.name}\0{hash_file(path)}\0".encode())
@@ -526,10 +632,12 @@ def folder_digest(folder: Path) -> str:
 
 
 def check_same_lora(model: Any, folder: Path) -> None:
-    """Raises ValueError if a folder of peft multiplies the products of its weights by other factors than the model."""
-    stored, own = read_adapter_config(folder), model.lora.config
+    """Raises ValueError if a folder of peft has factors of other ranks or scales than the model."""
+    stored = read_adapter_config(folder)
+    own = model.lora.config
     for name in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
-        mine, theirs = getattr(own, name), getattr(stored, name)
+        mine = getattr(own, name)
+        theirs = getattr(stored, name)
         if mine != theirs:
             raise ValueError(
                 f"{folder} was trained with {name}={theirs!r}, and cannot go on with {mine!r}"
@@ -537,7 +645,10 @@ def check_same_lora(model: Any, folder: Path) -> None:
 
 
 def read_adapter_config(folder: Path) -> Any:
-    """Returns the LoraConfig of a folder that peft or `write_adapter` wrote. ValueError if there is none for LoRA."""
+    """Returns the LoraConfig of a folder that peft or `save_adapter` wrote.
+
+    Raises ValueError if there is none, or one of another kind of adapter.
+    """
     values = read_json_object(checked_file(folder, CONFIG_FILE))
     kind = values.get("peft_type")
     if kind != "LORA":
@@ -546,7 +657,8 @@ def read_adapter_config(folder: Path) -> Any:
     for name in values.keys() - known:
         if values[name]:
             raise ValueError(
-                f"{folder / CONFIG_FILE} has {name}={values[name]!r}, which this release of peft lacks"
+                f"{folder / CONFIG_FILE} has {name}={values[name]!r}, which this release of peft "
+                "lacks"
             )
     try:
         return lora_config(**{name: value for name, value in values.items() if name in known})
@@ -555,7 +667,8 @@ def read_adapter_config(folder: Path) -> Any:
 
 
 def load_adapter(model: Any, folder: str | Path) -> None:
-    """Adds the LoRA weights in a folder of peft to a model, in place, and freezes all other parameters.
+    """Adds the LoRA weights in a folder of peft to a model, in place, and freezes all other
+    parameters.
 
     Raises ValueError if the folder is damaged or its weights are not those of the model.
     """
@@ -569,31 +682,34 @@ def load_adapter(model: Any, folder: str | Path) -> None:
 @torch.no_grad()
 def load_weights(model: Any, folder: Path) -> None:
     """Reads the values of what LoRA trains from peft's file."""
-    stored, names = _stored_weights(model, folder), peft_names(model)
+    stored = _read_stored_weights(model, folder)
+    names = list_peft_names(model)
     entries = NativeModel.from_config(model.config).entries()
     with TensorReader() as reader:
         for name, parameter in model.named_parameters():
             if name in names:
+                tensors = [stored[part] for part in names[name]]
                 transposed = name in entries and entries[name].transpose
-                _fill_from(
-                    reader,
-                    [stored[part] for part in names[name]],
-                    parameter,
-                    model.mesh,
-                    transposed,
-                )
+                _fill_parameter(reader, tensors, parameter, model.mesh, transposed)
 
 
-def _stored_weights(model: Any, folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of peft's file. ValueError unless they are those that the model's configuration names."""
+def _read_stored_weights(model: Any, folder: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of peft's file.
+
+    Raises ValueError unless they are those that the model's configuration names.
+    """
+    path = folder / WEIGHTS_FILE
     stored = index_by_name(read_header(checked_file(folder, WEIGHTS_FILE))[0])
-    names = peft_names(model)
-    wanted = {part for parts in names.values() for part in parts}
-    for kind, differing in (("lacks", wanted - stored.keys()), ("has", stored.keys() - wanted)):
-        if differing:
-            few = ", ".join(sorted(differing)[:3])
-            more = ", which the model and the configuration do not name" if kind == "has" else ""
-            raise ValueError(f"{folder / WEIGHTS_FILE} {kind} {few}{more}")
+    wanted = {part for parts in list_peft_names(model).values() for part in parts}
+    missing = sorted(wanted - stored.keys())
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing[:3])}")
+    unexpected = sorted(stored.keys() - wanted)
+    if unexpected:
+        raise ValueError(
+            f"{path} has {', '.join(unexpected[:3])}, which the model and the configuration do not "
+            "name"
+        )
     for tensor in stored.values():
         if tensor.dtype not in FLOATS:
             raise ValueError(
@@ -623,25 +739,27 @@ def open_adapter(native: NativeModel, folder: Path) -> StoredAdapter:
     with torch.device("meta"), config_errors():
         model: Any = build_on_meta(native.config, None)
         attach_factors(model, read_adapter_config(folder))
-    stored, names, layers = _stored_weights(model, folder), peft_names(model), adapters(model)
+    stored = _read_stored_weights(model, folder)
+    names = list_peft_names(model)
+    layers = find_adapters(model)
+
     updates: dict[str, tuple[LowRankUpdate, ...]] = {}
     for module in model.lora.modules:
         factors: LoraFactors = getattr(layers[module.layer], module.key)
-        pair = [
-            stored[names[f"{module.layer}.adapter.{module.key}.{factor}"][0]]
-            for factor in ("lora_A", "lora_B")
-        ]
-        for tensor, parameter in zip(pair, (factors.lora_A, factors.lora_B), strict=True):
-            _check_shape(tensor, tuple(parameter.shape))
-        update = LowRankUpdate(module.rows, factors.scaling, *pair)
-        updates[module.parameter.name] = (*updates.get(module.parameter.name, ()), update)
+        adapter_name = f"{module.layer}.adapter.{module.key}"
+        lora_a = stored[names[f"{adapter_name}.lora_A"][0]]
+        lora_b = stored[names[f"{adapter_name}.lora_B"][0]]
+        _check_shape(lora_a, tuple(factors.lora_A.shape))
+        _check_shape(lora_b, tuple(factors.lora_B.shape))
+        update = LowRankUpdate(module.rows, factors.scaling, lora_a, lora_b)
+        earlier = updates.get(module.parameter.name, ())
+        updates[module.parameter.name] = (*earlier, update)
+
     entries = native.entries()
-    saved = {
-        name: _saved_placement(
-            native.parameters[name], entries[name], [stored[part] for part in names[name]]
-        )
-        for name in model.lora.saved
-    }
+    saved: dict[str, ParameterPlacement] = {}
+    for name in model.lora.saved:
+        tensors = [stored[part] for part in names[name]]
+        saved[name] = _place_saved(native.parameters[name], entries[name], tensors)
     return StoredAdapter((folder / CONFIG_FILE, folder / WEIGHTS_FILE), updates, saved)
 
 
@@ -650,62 +768,67 @@ def _check_shape(tensor: StoredTensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{tensor} has shape {list(tensor.shape)}, but {list(expected)} is needed")
 
 
-def _saved_placement(
+def _place_saved(
     spec: ParameterSpec, entry: NameEntry, tensors: list[StoredTensor]
 ) -> ParameterPlacement:
     """Returns where an adapter stores the whole value of a parameter."""
-    spans = compute_stacked_ranges(spec, entry)
-    for tensor, span in zip(tensors, spans, strict=True):
+    parts: list[TensorSlice] = []
+    for tensor, span in zip(tensors, compute_stacked_ranges(spec, entry), strict=True):
         _check_shape(tensor, compute_stored_shape(spec, span, entry))
-    parts = (
-        TensorSlice(t.at_least_1d(), (span,), entry.transpose)
-        for t, span in zip(tensors, spans, strict=True)
-    )
+        parts.append(TensorSlice(tensor.at_least_1d(), (span,), entry.transpose))
     return ParameterPlacement(spec.name, spec.shape or (1,), spec.dim, (tuple(parts),))
 
 
-def _fill_from(
+def _fill_parameter(
     reader: TensorReader,
     stored: list[StoredTensor],
     parameter: Any,
     mesh: ParallelMesh | None,
     transposed: bool,
 ) -> None:
+    """Sets this rank's part of a parameter to the values of the tensors that are stacked in it.
+
+    Raises ValueError if their shapes are not the parameter's.
+    """
     parts = [reader.whole(tensor) for tensor in stored]
-    parts = [part.t() if transposed else part for part in parts]
+    if transposed:
+        parts = [part.t() for part in parts]
     shard = getattr(parameter, "shard", None)
     expected = tuple(parameter.shape if shard is None else shard.shape)
-    if len({part.shape[1:] for part in parts}) == 1 and (len(parts) == 1 or parts[0].dim()):
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, 0)
-        if tuple(whole.shape) == expected:
-            parameter.copy_(
-                whole if shard is None else shard.slice(whole, tp_rank(mesh), tp_size(mesh))
-            )
-            return
-    raise ValueError(
-        f"{stored[0]} has shape {list(stored[0].shape)}, but {list(expected)} are needed in all"
-    )
+    whole = None
+    if len(parts) == 1:
+        whole = parts[0]
+    elif parts[0].dim() and len({part.shape[1:] for part in parts}) == 1:
+        whole = torch.cat(parts, 0)
+    if whole is None or tuple(whole.shape) != expected:
+        raise ValueError(
+            f"{stored[0]} has shape {list(stored[0].shape)}, but {list(expected)} are needed in all"
+        )
+    if shard is not None:
+        whole = shard.slice(whole, tp_rank(mesh), tp_size(mesh))
+    parameter.copy_(whole)
 
 
 @torch.no_grad()
-def merged_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the values that this rank's adapted weights have with the factors' products added, by name."""
+def compute_merged_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Returns this rank's adapted weights with the factors' products added, by name."""
     merged: dict[str, Tensor] = {}
-    for path, adapter in adapters(model).items():
+    for path, adapter in find_adapters(model).items():
         layer = model.get_submodule(path)
         names = [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]
         outputs = adapter.outputs or [0] * len(adapter.factors)
-        for number, factors in zip(outputs, adapter.factors, strict=True):
-            name = f"{path}.{names[number]}"
-            merged[name] = factors.add_to(merged.get(name, layer.get_parameter(names[number])))
+        for output, factors in zip(outputs, adapter.factors, strict=True):
+            name = f"{path}.{names[output]}"
+            weight = merged.get(name, layer.get_parameter(names[output]))
+            merged[name] = factors.add_to(weight)
     return merged
 
 
 @torch.no_grad()
 def merge_lora(model: Any) -> None:
     """Adds the factors' products to the weights, in place, and removes the factors."""
-    for name, value in merged_parameters(model).items():
+    for name, value in compute_merged_weights(model).items():
         model.get_parameter(name).copy_(value)
-    for path in adapters(model):
+    for path in find_adapters(model):
         detach(model.get_submodule(path))
     model.lora = None

@@ -247,7 +247,8 @@ def _write_parameters(
     mesh: ParallelMesh | None = model.mesh
     if not work.is_dir():
         raise ValueError(
-            f"{work.parent} is not seen by all ranks; name a folder on a file system that they share"
+            f"{work.parent} is not seen by all ranks; name a folder on a file system that they "
+            "share"
         )
     if mesh is not None and mesh.dp_rank > 0:
         return

@@ -16,7 +16,13 @@ from tiny_models import hf_model
 from transformers import AutoModelForCausalLM
 
 from shardzoo.models import ParallelConfig, from_pretrained
-from shardzoo.models.lora import SUPPORTED, check_same_lora, load_adapter, merge_lora, whole_weights
+from shardzoo.models.lora import (
+    SUPPORTED,
+    check_same_lora,
+    gather_weights,
+    load_adapter,
+    merge_lora,
+)
 from shardzoo.mpu import grad_norm
 
 IDS = torch.randint(2, 90, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -107,7 +113,7 @@ def adapted(tmp_path_factory):
 def compute(mesh: Any, folder: Path, parallel: dict[str, Any]) -> dict[str, Any]:
     model: Any = from_pretrained(folder / "base", mesh, parallel_config=ParallelConfig(**parallel))
     load_adapter(model, folder / "adapter")
-    weights = whole_weights(model)
+    weights = gather_weights(model)
     logits = model.gather_logits(model(**inputs(model)).logits)
     loss = (
         logits[MASK[:, : logits.shape[1]].bool()].square().mean()
@@ -120,7 +126,7 @@ def compute(mesh: Any, folder: Path, parallel: dict[str, Any]) -> dict[str, Any]
     norm = grad_norm(trained, mesh).item()
     for parameter in trained:
         parameter.data = parameter.grad
-    grads = whole_weights(model)
+    grads = gather_weights(model)
     again: Any = from_pretrained(folder / "base", mesh, parallel_config=ParallelConfig(**parallel))
     load_adapter(again, folder / "adapter")
     merge_lora(again)

@@ -34,10 +34,10 @@ from ...models.config import ModelConfig
 from ...models.lora import (
     WEIGHTS_FILE,
     check_same_lora,
-    folder_digest,
+    gather_weights,
+    hash_model,
+    list_peft_names,
     load_weights,
-    peft_names,
-    whole_weights,
     write_adapter_config,
 )
 from ..engines.state import persistent_buffers
@@ -155,7 +155,7 @@ class AdapterFiles:
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
         trained = {name for name, value in model.named_parameters() if value.requires_grad}
-        others = trained - peft_names(model).keys()
+        others = trained - list_peft_names(model).keys()
         if others:
             raise ValueError(
                 f"{sorted(others)[0]} is trained besides the LoRA weights, whose files cannot hold it; name its module "
@@ -166,7 +166,7 @@ class AdapterFiles:
         return WEIGHTS_FILE if ranks.tp_rank == ranks.pp_rank == 0 else None
 
     def stored(self, tensors: Tensors) -> Tensors:
-        return whole_weights(self.model)
+        return gather_weights(self.model)
 
     def describe(
         self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None
@@ -198,7 +198,7 @@ class AdapterFiles:
 
     @cached_property  # of files that may be larger than memory, and each save names it
     def _base_digest(self) -> str | None:
-        return self._base and folder_digest(self._base)
+        return self._base and hash_model(self._base)
 
 
 class WholeFiles:
