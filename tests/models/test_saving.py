@@ -89,7 +89,7 @@ def test_every_layout_writes_the_same_folder(case, layout, run_mesh, folders, tm
 
 def save_in_small_blocks(mesh: Any, source: Path, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "BLOCK", 400)  # bytes
+        patch.setattr(saving, "BLOCK_BYTES", 400)  # bytes
         save(mesh, source, folder)
 
 
