@@ -1,4 +1,4 @@
-"""Lets transformers' `Trainer` train a model of the zoo, in one process or in data-parallel ones."""
+"""Lets transformers' `Trainer` train a model of the zoo, in one or more data-parallel processes."""
 
 # pyright: basic, reportIncompatibleMethodOverride=false
 # (transformers' methods are not fully annotated)
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +19,8 @@ from ..mpu import dropout_state
 from .loading import from_pretrained
 from .saving import save_pretrained
 
-LARGEST_FILE = (
-    "50GB"  # of transformers, whose Trainer reads a checkpoint in one file by `load_state_dict`
-)
+# transformers' Trainer reads a checkpoint by `load_state_dict` only if it is in one file.
+LARGEST_FILE = "50GB"
 
 
 class Output(dict[str, Any]):
@@ -31,24 +30,48 @@ class Output(dict[str, Any]):
     """
 
     def __init__(self, output: Any, training: bool) -> None:
-        names = ("loss",) if training and output.loss is not None else output.keys()
-        super().__init__({name: output[name] if name != "loss" else output.loss for name in names})
+        names = ["loss"] if training and output.loss is not None else list(output.keys())
+        super().__init__()
+        for name in names:
+            self[name] = output.loss if name == "loss" else output[name]
         self._output = output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_output"], name)
 
 
-class TransformersModel(PreTrainedModel):
-    """A model of the zoo as a `PreTrainedModel`: `transformers.Trainer(TransformersModel(model), …)`.
+class SignedForward:
+    """Makes the `forward` of a `TransformersModel`, with the signature of the zoo's model inside.
 
-    Checkpoints are Hugging Face folders, which transformers loads as its own class and `from_pretrained` as the zoo's.
-    The Trainer decides by names which parameters decay; those of GPT-2's norms, `ln_1` and `ln_2`, do with it.
+    transformers' Trainer leaves out the columns of a data set that are no parameters of the model's
+    `forward`. Each architecture has its own, so the signature belongs to the model and not to the
+    class.
+    """
+
+    def __get__(self, model: Any, owner: type | None = None) -> Any:
+        """Returns a function that calls `model.run`."""
+        if model is None:
+            return self
+
+        def forward(*inputs: Any, **options: Any) -> Output:
+            return model.run(*inputs, **options)
+
+        cast(Any, forward).__signature__ = model.signature
+        return forward
+
+
+class TransformersModel(PreTrainedModel):
+    """Wraps a model of the zoo for `transformers.Trainer(TransformersModel(model), …)`.
+
+    Checkpoints are Hugging Face folders, which transformers loads as its own class and
+    `from_pretrained` as the zoo's. The Trainer decides by names which parameters decay; those of
+    GPT-2's norms, `ln_1` and `ln_2`, do with it.
 
     Raises ValueError for a model that is split over ranks, which shardzoo's own `Trainer` trains.
     """
 
     supports_gradient_checkpointing = True
+    forward: Any = SignedForward()
 
     def __init__(self, model: Any) -> None:
         if model.mesh is not None:
@@ -57,30 +80,30 @@ class TransformersModel(PreTrainedModel):
             )
         super().__init__(AutoConfig.for_model(**model.config.to_dict()))
         self.model = model
-        self.accepts_loss_kwargs = "num_items_in_batch" in _parameters(model.forward)
+        parameters = _collect_parameters(model.forward)
+        self.accepts_loss_kwargs = "num_items_in_batch" in parameters
+        parameters.update(_collect_parameters(model.run_backbone))
+        self.signature = inspect.Signature(list(parameters.values()))
         if getattr(model, "generates", None) in ("continuation", "answer"):
             self.generation_config = GenerationConfig.from_model_config(self.config)
         self.train(model.training)
-        # The Trainer leaves out the columns of a data set that are no parameters of `forward`.
-        known = {**_parameters(model.forward), **_parameters(model.run_backbone)}
-        cast(Any, self).forward = _with_parameters(self.forward, known)
 
-    def forward(self, *inputs: Any, labels: Tensor | None = None, **options: Any) -> Output:
-        """Calls the model; see its `forward`. In training the dropout masks follow from PyTorch's generator."""
+    def run(self, *inputs: Any, labels: Tensor | None = None, **options: Any) -> Output:
+        """Calls the model; see its `forward`.
+
+        In training the dropout masks follow from PyTorch's generator.
+        """
         if self.training:
             dropout_state.set(int(torch.randint(1 << 32, ())), first_sample=0)
-        return Output(
-            self.model(*inputs, **options, **({} if labels is None else {"labels": labels})),
-            self.training,
-        )
+        if labels is not None:
+            options["labels"] = labels
+        return Output(self.model(*inputs, **options), self.training)
 
     def generate(self, *inputs: Any, **settings: Any) -> Any:
         """Generates sequences; see `shardzoo.generate`."""
-        for name in (
-            "labels",
-            "synced_gpus",
-        ):  # a batch of the Trainer has labels; synced_gpus is for ZeRO 3 and FSDP
-            settings.pop(name, None)
+        # A batch of the Trainer has labels, and synced_gpus is for ZeRO 3 and FSDP.
+        settings.pop("labels", None)
+        settings.pop("synced_gpus", None)
         return self.model.generate(*inputs, **settings)
 
     def tie_weights(self, *arguments: Any, **options: Any) -> None:
@@ -92,17 +115,21 @@ class TransformersModel(PreTrainedModel):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Recomputes the activations of all blocks in the backward pass. ValueError for what the zoo does not have."""
+        """Recomputes the activations of all blocks in the backward pass.
+
+        Raises ValueError for settings that the zoo does not have.
+        """
         if every_n_layers != 1 or offload:
             raise ValueError(
-                f"models of the zoo recompute all blocks: leave out every_n_layers={every_n_layers} and "
-                f"offload={offload} of the activation checkpointing"
+                "models of the zoo recompute all blocks: leave out "
+                f"every_n_layers={every_n_layers} and offload={offload} of the activation "
+                "checkpointing"
             )
-        self._recompute(True)
+        self._set_recompute(True)
 
     def activation_checkpointing_disable(self) -> None:
         """Keeps activations for the backward pass."""
-        self._recompute(False)
+        self._set_recompute(False)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Any = None, **options: Any
@@ -110,7 +137,7 @@ class TransformersModel(PreTrainedModel):
         """The name of `activation_checkpointing_enable` before transformers 5.23."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
-    def _recompute(self, on: bool) -> None:
+    def _set_recompute(self, on: bool) -> None:
         for module in self.model.modules():
             if hasattr(module, "recompute_blocks"):
                 module.recompute_blocks = on
@@ -122,16 +149,21 @@ class TransformersModel(PreTrainedModel):
         state_dict: Any = None,
         **options: Any,
     ) -> None:
-        """Writes a Hugging Face folder. The weights are always the model's own, not those of `state_dict`."""
-        if is_main_process:
-            save_pretrained(self.model, save_directory, max_shard_size=LARGEST_FILE)
-            if (settings := getattr(self, "generation_config", None)) is not None:
-                settings.save_pretrained(save_directory)
+        """Writes a Hugging Face folder. Its weights are the model's, never those of `state_dict`."""
+        if not is_main_process:
+            return
+        save_pretrained(self.model, save_directory, max_shard_size=LARGEST_FILE)
+        settings = getattr(self, "generation_config", None)
+        if settings is not None:
+            settings.save_pretrained(save_directory)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads this module's own state, or the tensors of a Hugging Face folder, of which none may be missing."""
+        """Loads this module's own state, or the tensors of a Hugging Face folder.
+
+        None of the folder's tensors may be missing.
+        """
         if state_dict.keys() <= self.state_dict().keys():
             return super().load_state_dict(state_dict, strict, assign)
         with tempfile.TemporaryDirectory() as folder:
@@ -141,21 +173,10 @@ class TransformersModel(PreTrainedModel):
         return self.model.load_state_dict(loaded.state_dict())
 
 
-def _parameters(function: Any) -> dict[str, inspect.Parameter]:
-    return dict(_named(inspect.signature(function)))
-
-
-def _named(signature: inspect.Signature) -> Iterator[tuple[str, inspect.Parameter]]:
-    for name, parameter in signature.parameters.items():
+def _collect_parameters(function: Any) -> dict[str, inspect.Parameter]:
+    """Returns the parameters of a function that have a name, as keyword parameters."""
+    found: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            yield name, parameter.replace(kind=parameter.KEYWORD_ONLY)
-
-
-def _with_parameters(run: Any, known: Mapping[str, inspect.Parameter]) -> Any:
-    """Returns a function that calls `run`, and whose signature has these parameters."""
-
-    def forward(*inputs: Any, **options: Any) -> Any:
-        return run(*inputs, **options)
-
-    cast(Any, forward).__signature__ = inspect.Signature(list(known.values()))
-    return forward
+            found[name] = parameter.replace(kind=parameter.KEYWORD_ONLY)
+    return found
