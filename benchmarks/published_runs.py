@@ -40,7 +40,7 @@ from statistics import median
 
 import numpy as np
 
-from shardzoo.models.activations import Activations, Block, Stack
+from shardzoo.models.activations import Activations, BlockSpec, StackSpec
 from shardzoo.plan import CLUSTERS, Cluster, Network, PlannedRun, Rates, StepTime, step_time
 from shardzoo.plan.hardware import DEVICES
 
@@ -59,12 +59,12 @@ Fit = tuple[Rates, float]
 
 
 def llama_3(gpus: int, seconds: float) -> tuple[Network, PlannedRun, Cluster, float]:
-    block = Block(
+    block = BlockSpec(
         hidden=16_384, heads=128, head_size=128, feed_forward=53_248, mlp_kept=2, attention_dropout=False, dropouts=0,
         statistics=1, causal=True, gated=True, key_value_heads=8,
     )  # fmt: skip
     model = Network.from_activations(
-        Activations((Stack("", 126, block),)), 128_256, 405_853_388_800
+        Activations((StackSpec("", 126, block),)), 128_256, 405_853_388_800
     )
     layout = {"tensor": 8, "pipeline": 16, "chunks": 8, "sequence_parallel": True}
     return model, PlannedRun(gpus, 2048, 1, 8192, **layout), CLUSTERS[H100], seconds
@@ -73,13 +73,13 @@ def llama_3(gpus: int, seconds: float) -> tuple[Network, PlannedRun, Cluster, fl
 def mt5(
     gpus: int, batch: int, tensor: int, pipeline: int, seconds: float
 ) -> tuple[Network, PlannedRun, Cluster, float]:
-    block = Block(
+    block = BlockSpec(
         hidden=768, heads=12, head_size=64, feed_forward=2048, mlp_kept=2, attention_dropout=False, dropouts=0,
         statistics=1, bias=True, gated=True,
     )  # fmt: skip
     stacks = (
-        Stack("encoder", 12, block),
-        Stack("decoder", 12, replace(block, causal=True, cross=True), is_decoder=True),
+        StackSpec("encoder", 12, block),
+        StackSpec("decoder", 12, replace(block, causal=True, cross=True), is_decoder=True),
     )
     usual = CLUSTERS["a100"]
     layout = {"tensor": tensor, "pipeline": pipeline, "fused_attention": False, "zero_stage": 0}
@@ -121,7 +121,7 @@ def network(row: dict[str, str]) -> Network:
         int(row[name]) for name in ("hidden", "heads", "feed_forward", "layers")
     )
     gated = row["gated"] == "1"
-    block = Block(
+    block = BlockSpec(
         hidden=hidden, heads=heads, head_size=hidden // heads, feed_forward=inner, mlp_kept=2,
         attention_dropout=True, dropouts=2, statistics=2, causal=row["model"] != "bert", gated=gated,
     )  # fmt: skip
@@ -129,7 +129,7 @@ def network(row: dict[str, str]) -> Network:
         layers * (4 * hidden**2 + (2 + gated) * hidden * inner) + int(row["vocabulary"]) * hidden
     )
     return Network.from_activations(
-        Activations((Stack("", layers, block),)), int(row["vocabulary"]), parameters
+        Activations((StackSpec("", layers, block),)), int(row["vocabulary"]), parameters
     )
 
 

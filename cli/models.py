@@ -15,7 +15,7 @@ from rich.table import Table
 from ..models import FAMILIES, family, find_config
 from ..models.auto import build_on_meta
 from ..models.config import ModelConfig
-from ..models.sizes import largest_size, sizes_of, uneven_work
+from ..models.sizes import compute_uneven_work, largest_size, measure_parameters
 from ..trainer.precisions import PRECISIONS, PrecisionName
 from .console import exit_code_of
 from .help import HelpPage, show_help
@@ -64,11 +64,11 @@ def measure(config: ModelConfig, tensor_parallel_size: int) -> Size:
     """Measures the model, which is built on the meta device."""
     model = build_on_meta(config, None)
     largest = largest_size(model)
-    parameters = sum(size.full for size in sizes_of(model, 1))
+    parameters = sum(size.full for size in measure_parameters(model, 1))
     if tensor_parallel_size > largest:
         return Size(parameters, None, largest, None)
-    on_rank = sum(size.local for size in sizes_of(model, tensor_parallel_size))
-    return Size(parameters, on_rank, largest, uneven_work(model, tensor_parallel_size))
+    on_rank = sum(size.local for size in measure_parameters(model, tensor_parallel_size))
+    return Size(parameters, on_rank, largest, compute_uneven_work(model, tensor_parallel_size))
 
 
 def bytes_on_rank(parameters: int, dtype: str, optimizer: str) -> int:

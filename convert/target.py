@@ -24,9 +24,9 @@ from ..checkpoint.stored_tensor import StoredTensor
 from ..models.huggingface import (
     LARGEST_FILE,
     divide,
-    huggingface_layout,
-    stored_shapes,
-    weight_files,
+    lay_out_huggingface,
+    list_stored_shapes,
+    plan_weight_files,
 )
 from ..models.mapping import MappedCheckpoint, find_megatron_map
 from ..models.megatron import Style
@@ -119,10 +119,10 @@ def build_huggingface_target(
     """
     names = mapped.names
     extras = mapped.layout.extras
-    shapes = stored_shapes(mapped.model, names, choose_dtypes(mapped, dtype), extras)
-    files, texts = weight_files(shapes, largest_file)
+    shapes = list_stored_shapes(mapped.model, names, choose_dtypes(mapped, dtype), extras)
+    files, texts = plan_weight_files(shapes, largest_file)
     tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-    layout = huggingface_layout(mapped.model, names, tensors, extras)
+    layout = lay_out_huggingface(mapped.model, names, tensors, extras)
     return Target("huggingface", 1, layout, files, texts)
 
 
@@ -137,7 +137,7 @@ def build_dcp_target(
     model = mapped.model
     names = model.list_module_names()
     extras = mapped.layout.extras
-    shapes = stored_shapes(model, names, choose_dtypes(mapped, dtype), extras)
+    shapes = list_stored_shapes(model, names, choose_dtypes(mapped, dtype), extras)
     groups = divide(shapes, largest_file)
     planned = [plan_dcp_file(number, group) for number, group in enumerate(groups)]
     files = tuple(file for file, _ in planned)
@@ -151,7 +151,7 @@ def build_dcp_target(
             aliases[alias] = kept
 
     texts: dict[str, str | bytes] = {METADATA: build_metadata(planned, aliases)}
-    layout = huggingface_layout(model, names, tensors, extras)
+    layout = lay_out_huggingface(model, names, tensors, extras)
     return Target("dcp", 1, layout, files, texts)
 
 
@@ -299,7 +299,7 @@ def build_universal_target(
             f"a universal checkpoint holds parameters, and {next(iter(mapped.layout.extras))} "
             f"is not one"
         )
-    shapes = stored_shapes(model, names, dict.fromkeys(model.parameters, "F32"), {})
+    shapes = list_stored_shapes(model, names, dict.fromkeys(model.parameters, "F32"), {})
     tag = f"global_step{state['step']}"
     placements: dict[str, ParameterPlacement] = {}
     files: list[PlannedFile] = []
@@ -309,7 +309,7 @@ def build_universal_target(
             file = plan_torch_file(f"{tag}/zero/{name}/{kind}.pt", {"param": shape}, dict)
             files.append(file)
             tensors[name] = file.tensors["param"]
-        layout = huggingface_layout(model, names, tensors, {})
+        layout = lay_out_huggingface(model, names, tensors, {})
         for name, placement in layout.placements.items():
             placements[f"{kind}/{name}"] = placement
 

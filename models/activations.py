@@ -15,14 +15,8 @@ from .parallel_config import ParallelConfig
 
 FP32 = 4
 INT64 = 8
-FUSED_GATES = (
-    "gelu",
-    "gelu_new",
-    "gelu_fast",
-    "gelu_pytorch_tanh",
-    "silu",
-    "swish",
-)  # activations of `GatedMLP`
+# The activations that `GatedMLP` fuses with the product of gate and up.
+FUSED_GATES = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
 NOTHING_SPECIAL = ParallelConfig()
 
 
@@ -52,7 +46,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockSpec:
     """The parts of a transformer block that determine what it keeps.
 
     Attributes:
@@ -94,20 +88,22 @@ class Block:
     window: int | None = None
     borrows: bool = False
 
-    def on_rank(self, size: int) -> Block:
+    def on_rank(self, size: int) -> BlockSpec:
         """Returns the part of the block that the busiest of `size` ranks computes."""
         kept = self.key_value_heads or self.heads
         parts = [
             (find_first_unit(self.heads, rank, size), find_first_unit(self.heads, rank + 1, size))
             for rank in range(size)
         ]
-        served = self.heads // kept  # query heads of a key-value head
+        queries_per_kv = self.heads // kept
         return replace(
             self,
             heads=-(-self.heads // size),
-            key_value_heads=max(-(-stop // served) - start // served for start, stop in parts),
+            key_value_heads=max(
+                -(-stop // queries_per_kv) - start // queries_per_kv for start, stop in parts
+            ),
             feed_forward=-(-self.feed_forward // size),
-            borrows=served > 1 and kept % size > 0,
+            borrows=queries_per_kv > 1 and kept % size > 0,
         )
 
     @property
@@ -117,12 +113,12 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackSpec:
     """A stack of equal blocks."""
 
     path: str  # prefix of the names of the blocks' modules
     layers: int
-    block: Block
+    block: BlockSpec
     is_decoder: bool = False  # whether the stack works on the target's tokens
 
 
@@ -134,21 +130,24 @@ class Activations:
     and target; by default the input and the output of the last norm.
     """
 
-    stacks: tuple[Stack, ...]
+    stacks: tuple[StackSpec, ...]
     ends: int = 2
 
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """The memory of one block in bytes."""
+    """The memory of one block in bytes.
 
-    kept: int  # between the forward and the backward pass
-    working: (
-        int  # in addition during the block's backward pass: recomputed tensors, inner gradients
-    )
+    Attributes:
+        kept: What stays between the forward and the backward pass.
+        working: What the block's backward pass needs besides: recomputed tensors, inner gradients.
+    """
+
+    kept: int
+    working: int
 
 
-def block_bytes(stack: Stack, batch: Batch, layout: Layout) -> BlockBytes:
+def block_bytes(stack: StackSpec, batch: Batch, layout: Layout) -> BlockBytes:
     """Returns the memory of one block of a stack, on the rank with the most heads."""
     stack = replace(stack, block=stack.block.on_rank(layout.tensor_parallel_size))
     everything = _kept(stack, batch, layout, without_core=False)
@@ -164,46 +163,56 @@ def block_bytes(stack: Stack, batch: Batch, layout: Layout) -> BlockBytes:
 def end_bytes(activations: Activations, batch: Batch, layout: Layout) -> int:
     """Returns the bytes kept by the embeddings, the last norm and the head, without the logits."""
     hidden = activations.stacks[0].block.hidden
-    return (
-        activations.ends
-        * batch.size
-        * (batch.length + batch.target_length)
-        * hidden
-        * layout.itemsize
-        // (layout.sequence_split)
-    )
+    tokens = batch.size * (batch.length + batch.target_length)
+    stream = tokens * hidden * layout.itemsize
+    return activations.ends * stream // layout.sequence_split
 
 
 def logit_bytes(columns: int, batch: Batch, layout: Layout) -> int:
-    """Returns the bytes of a rank's logits, [.., columns], that exist at a time; the gradient replaces them."""
+    """Returns the bytes of a rank's logits that exist at a time; the gradient replaces them.
+
+    Args:
+        columns: The rank's part of the vocabulary, Vp.
+    """
     tokens = batch.size * (batch.target_length or batch.length)
-    return (
-        min(tokens * columns, CHUNK_LOGITS) if suits_chunks(tokens, columns) else tokens * columns
-    ) * layout.itemsize
+    elements = tokens * columns
+    if suits_chunks(tokens, columns):
+        elements = min(elements, CHUNK_LOGITS)
+    return elements * layout.itemsize
 
 
 def head_sum_bytes(shape: tuple[int, ...], batch: Batch, layout: Layout) -> int:
-    """Returns the bytes in which the loss sums the gradient of a rank's 16-bit head, [Vp, H], over chunks of logits."""
+    """Returns the bytes in which the loss sums the gradient of a 16-bit head over chunks of logits.
+
+    Args:
+        shape: The rank's part of the head, [Vp, H].
+    """
     tokens = batch.size * (batch.target_length or batch.length)
-    return (
-        FP32 * shape[0] * shape[1]
-        if layout.itemsize < FP32 and suits_chunks(tokens, shape[0])
-        else 0
-    )
+    if layout.itemsize < FP32 and suits_chunks(tokens, shape[0]):
+        return FP32 * shape[0] * shape[1]
+    return 0
 
 
-def _stream(stack: Stack, batch: Batch, layout: Layout) -> int:
+def _stream(stack: StackSpec, batch: Batch, layout: Layout) -> int:
     """Returns the bytes of the residual stream on a rank: n elements in docs/estimate.md."""
     return _tokens(stack, batch) * stack.block.hidden * layout.itemsize // layout.sequence_split
 
 
-def _tokens(stack: Stack, batch: Batch) -> int:
+def _tokens(stack: StackSpec, batch: Batch) -> int:
     return batch.size * (batch.target_length if stack.is_decoder else batch.length)
 
 
-def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> int:
-    block, e, t = stack.block, layout.itemsize, layout.tensor_parallel_size
-    tokens, inner = _tokens(stack, batch), block.heads * block.head_size
+def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool) -> int:
+    """Returns the bytes that a block keeps.
+
+    Args:
+        without_core: Whether the core of attention (scores, weights, dropout) is recomputed.
+    """
+    block = stack.block
+    e = layout.itemsize
+    t = layout.tensor_parallel_size
+    tokens = _tokens(stack, batch)
+    inner = block.heads * block.head_size
     norms = 3 if block.cross else 2
     # The input, the output and the statistics of each norm.
     total = norms * (
@@ -228,15 +237,12 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
         total += block.heads * (2 * lengths[0] - 1) * e
     elif block.own_bias and without_core:  # an input of the recomputed core
         total += block.heads * lengths[0] ** 2 * e
-    if block.borrows:
-        total += (
-            (inner + 2 * block.key_value_size) * block.hidden * e
-        )  # the weight, as it is put together
+    if block.borrows:  # The weight is kept as it is put together from several ranks' rows.
+        total += (inner + 2 * block.key_value_size) * block.hidden * e
     total += block.mlp_kept * tokens * block.feed_forward * e
     if block.gated and not block.fused and t > 1:
-        total += (
-            2 * block.feed_forward * block.hidden * e
-        )  # weights of gate and up, stacked for a single collective
+        # The weights of gate and up are stacked for a single collective.
+        total += 2 * block.feed_forward * block.hidden * e
     if block.attention_dropout:
         dropping = [
             not without_core or _in_blocks(block, layout, lengths[0], keys, crosses=False)
@@ -246,30 +252,39 @@ def _kept(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> 
     return total + block.dropouts * batch.size * INT64
 
 
-def _attention_features(stack: Stack, batch: Batch, layout: Layout, *, without_core: bool) -> int:
+def _attention_features(
+    stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool
+) -> int:
     """Returns the features per token that are kept of q, k, v and the attention output."""
-    block, length = stack.block, _own_length(stack, batch)
-    inner, key_value = block.heads * block.head_size, block.key_value_size
+    block = stack.block
+    length = _own_length(stack, batch)
+    inner = block.heads * block.head_size
+    key_value = block.key_value_size
     qkv = inner + 2 * key_value
     eager = not without_core and _materializes_weights(block, layout, length, length, crosses=False)
     if (eager and (key_value != inner or block.rotary)) or inner % key_value:
-        # k and v are kept with each head repeated, or v as a copy
-        unrotated = qkv if block.qk_norm else qkv - inner  # the norms' inputs, or else q itself
-        return 4 * inner + (unrotated if block.qk_norm or not block.rotary else 0)
-    return (
-        qkv + inner + (inner + key_value if block.rotary else 0)
-    )  # v is a view of qkv, which is kept as a whole
+        # k and v are kept with each head repeated, or v as a copy.
+        kept = 4 * inner
+        if block.qk_norm:
+            return kept + qkv  # the norms' inputs
+        if block.rotary:
+            return kept
+        return kept + qkv - inner
+    # v is a view of qkv, which is kept as a whole.
+    rotated = inner + key_value if block.rotary else 0
+    return qkv + inner + rotated
 
 
-def _own_length(stack: Stack, batch: Batch) -> int:
+def _own_length(stack: StackSpec, batch: Batch) -> int:
     return batch.target_length if stack.is_decoder else batch.length
 
 
 def _core(
-    stack: Stack, batch: Batch, layout: Layout, keys: int, *, crosses: bool, recomputed: bool
+    stack: StackSpec, batch: Batch, layout: Layout, keys: int, *, crosses: bool, recomputed: bool
 ) -> int:
     """Returns the bytes that attention keeps besides queries, keys, values and its output."""
-    block, queries = stack.block, _own_length(stack, batch)
+    block = stack.block
+    queries = _own_length(stack, batch)
     log_sums = batch.size * block.heads * queries * FP32
     if _in_blocks(block, layout, queries, keys, crosses):
         return log_sums
@@ -279,19 +294,17 @@ def _core(
     if _materializes_weights(block, layout, queries, keys, crosses):
         return weights * (2 if block.attention_dropout else 1)
     windowed = block.window is not None and keys > block.window + 1
-    padded = batch.padded and not (
-        stack.is_decoder and not crosses
-    )  # a target's padding is behind its tokens
+    # A decoder's own attention needs no mask for padding: a target's padding is behind its tokens.
+    padded = batch.padded and (crosses or not stack.is_decoder)
     if not (padded or windowed):
         return log_sums
     rows = queries if windowed or (block.causal and not crosses) else 1
-    return (
-        log_sums + (batch.size if padded else 1) * rows * keys * layout.itemsize
-    )  # the additive mask
+    masks = batch.size if padded else 1
+    return log_sums + masks * rows * keys * layout.itemsize  # the additive mask
 
 
 def _materializes_weights(
-    block: Block, layout: Layout, queries: int, keys: int, crosses: bool
+    block: BlockSpec, layout: Layout, queries: int, keys: int, crosses: bool
 ) -> bool:
     """Returns whether attention writes its weights to memory, instead of running a fused kernel."""
     if _in_blocks(block, layout, queries, keys, crosses):
@@ -301,20 +314,21 @@ def _materializes_weights(
     return writes_scores(queries, keys, layout.device, layout.itemsize)
 
 
-def _in_blocks(block: Block, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:
+def _in_blocks(block: BlockSpec, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:
     """Returns whether attention computes a tile or block of the scores at a time and keeps none of its weights."""
     needed = block.attention_dropout or (block.bias and not crosses) or layout.device == "cpu"
     return needed and suits_tiles(queries, keys, layout.device, layout.itemsize)
 
 
-def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) -> int:
+def _working(stack: StackSpec, batch: Batch, layout: Layout, recomputed: int = 0) -> int:
     """Returns the bytes that a block's backward pass needs beyond what the block kept.
 
     These are two gradients of the residual stream, and the larger of the gradients inside the feed-forward block and
     those inside attention, which exist after the feed-forward block's tensors are freed. Recomputing the core of
     attention adds `recomputed` bytes to the latter.
     """
-    block, e = stack.block, layout.itemsize
+    block = stack.block
+    e = layout.itemsize
     tokens = _tokens(stack, batch)
     wide = tokens * block.feed_forward * e
     inner = tokens * block.heads * block.head_size * e
@@ -326,10 +340,10 @@ def _working(stack: Stack, batch: Batch, layout: Layout, recomputed: int = 0) ->
     elif _in_blocks(block, layout, length, length, crosses=False):
         heads = batch.size * block.heads
         if has_attention_kernel(layout.device, e):
-            attention += (
-                heads * (2 * length - 1) * FP32 if block.bias else 0
-            )  # each sample's gradient of the bias
-        else:  # six tensors of a block's scores, and the sums of the gradients of k and v in fp32
+            if block.bias:  # Each sample has its gradient of the bias.
+                attention += heads * (2 * length - 1) * FP32
+        else:
+            # Six tensors of a block's scores, and the sums of the gradients of k and v in fp32.
             scores = heads * min(rows_at_once(heads * length * e, layout.device), length) * length
             attention += 6 * scores * e + 2 * inner // e * FP32
     # By then the feed-forward block's kept tensors, its norm's input and output included, are freed.

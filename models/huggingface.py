@@ -1,4 +1,4 @@
-"""Lays out a Hugging Face folder: the names and shapes of its tensors, its weight files, and where parameters are."""
+"""Lays out a Hugging Face folder: its tensors, its weight files, and where parameters are."""
 
 from __future__ import annotations
 
@@ -17,29 +17,34 @@ INDEX = "model.safetensors.index.json"
 Shapes = dict[str, tuple[str, tuple[int, ...]]]  # name of a tensor -> type, shape
 
 
-def stored_shapes(
+def list_stored_shapes(
     model: NativeModel,
     names: StoredNames,
     dtypes: Mapping[str, str],
     extras: Mapping[str, StoredTensor],
 ) -> Shapes:
-    """Returns the type and shape of each tensor. ValueError if two tensors would have the same name.
+    """Returns the type and shape of each tensor of a Hugging Face folder.
 
     Args:
+        names: The names of the parameters' tensors.
         dtypes: Native name of a parameter -> safetensors name of its type.
         extras: Tensors that are no parameters, and are stored as they are.
+
+    Raises:
+        ValueError: Two tensors would have the same name.
     """
-    known = model.entries()
+    entries = model.entries()
     shapes: Shapes = {}
     for name, parameter in model.parameters.items():
-        spans = compute_stacked_ranges(parameter, known[name])
+        entry = entries[name]
+        spans = compute_stacked_ranges(parameter, entry)
         copies = names.list_copies(name)
         for stored in {stored for copy in copies for stored in copy}:
             if stored in shapes:
                 raise ValueError(f"two tensors would have the name {stored}")
         for copy in copies:
             for stored, span in zip(copy, spans, strict=True):
-                shapes[stored] = (dtypes[name], compute_stored_shape(parameter, span, known[name]))
+                shapes[stored] = (dtypes[name], compute_stored_shape(parameter, span, entry))
     for name, tensor in extras.items():
         if name in shapes:
             raise ValueError(f"{tensor} is not a parameter, but has the name of one")
@@ -47,53 +52,58 @@ def stored_shapes(
     return shapes
 
 
-def weight_files(
+def plan_weight_files(
     shapes: Shapes, largest_file: int
 ) -> tuple[tuple[PlannedFile, ...], dict[str, str | bytes]]:
-    """Returns the weight files of at most `largest_file` bytes, and the index by its name if there are several."""
-    groups = divide(shapes, largest_file)
-    count = len(groups)
-    files = tuple(
-        plan_safetensors_file(
-            "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors",
-            group,
-        )
-        for number, group in enumerate(groups, 1)
-    )
-    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    """Plans the weight files of a Hugging Face folder.
+
+    Returns:
+        The files of at most `largest_file` bytes, and the texts beside them: the index by its name
+        if there are several files.
+    """
+    groups = _divide(shapes, largest_file)
+    if len(groups) == 1:
+        return (plan_safetensors_file("model.safetensors", groups[0]),), {}
+    files: list[PlannedFile] = []
+    tensors: dict[str, StoredTensor] = {}
+    for number, group in enumerate(groups, 1):
+        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = plan_safetensors_file(name, group)
+        files.append(file)
+        tensors.update(file.tensors)
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: str(tensors[name].file) for name in sorted(tensors)},
     }
-    return files, {INDEX: json.dumps(index, indent=2) + "\n"} if count > 1 else {}
+    return tuple(files), {INDEX: json.dumps(index, indent=2) + "\n"}
 
 
-def huggingface_layout(
+def lay_out_huggingface(
     model: NativeModel,
     names: StoredNames,
     tensors: Mapping[str, StoredTensor],
     extras: Mapping[str, StoredTensor],
 ) -> CheckpointLayout:
     """Returns where the tensors of a Hugging Face folder hold the parameters."""
-    known = model.entries()
+    entries = model.entries()
     placements: dict[str, ParameterPlacement] = {}
     for name, parameter in model.parameters.items():
-        spans, transpose = compute_stacked_ranges(parameter, known[name]), known[name].transpose
-        parts = (
-            tuple(
-                TensorSlice(tensors[stored].at_least_1d(), (span,), transpose)
-                for stored, span in zip(copy, spans, strict=True)
-            )
-            for copy in names.list_copies(name)
-        )
-        placements[name] = ParameterPlacement(
-            name, parameter.shape or (1,), parameter.dim, tuple(parts)
-        )
+        entry = entries[name]
+        spans = compute_stacked_ranges(parameter, entry)
+        copies: list[tuple[TensorSlice, ...]] = []
+        for copy in names.list_copies(name):
+            parts: list[TensorSlice] = []
+            for stored, span in zip(copy, spans, strict=True):
+                tensor = tensors[stored].at_least_1d()
+                parts.append(TensorSlice(tensor, (span,), entry.transpose))
+            copies.append(tuple(parts))
+        shape = parameter.shape or (1,)
+        placements[name] = ParameterPlacement(name, shape, parameter.dim, tuple(copies))
     return CheckpointLayout(placements, {name: tensors[name] for name in extras})
 
 
-def divide(shapes: Shapes, largest_file: int) -> list[Shapes]:
-    """Divides tensors among files of at most `largest_file` bytes."""
+def _divide(shapes: Shapes, largest_file: int) -> list[Shapes]:
+    """Divides tensors among files of at most `largest_file` bytes, in their order."""
     groups: list[Shapes] = [{}]
     filled = 0
     for name, (dtype, shape) in shapes.items():

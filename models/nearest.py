@@ -1,4 +1,4 @@
-"""Says which model of the zoo is the nearest to one that it does not have, and what is missing."""
+"""Suggests the nearest model of the zoo for one that it does not have, and says what is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .config import shown
 
 MOST_NAMES = 12  # of architectures that one message lists
 
-# model_type of a family that the zoo does not have -> (the nearest family, the part of it that the zoo lacks).
+# model_type of a family that the zoo does not have -> (the nearest family, what the zoo lacks).
 MISSING: dict[str, tuple[str, str]] = {
     "albert": ("bert", "layers that share their weights, and a factorized word embedding"),
     "big_bird": ("bert", "block-sparse attention"),
@@ -50,10 +50,15 @@ MISSING: dict[str, tuple[str, str]] = {
 _HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel|LMHead|DoubleHeadsModel|EncoderModel|Model)$")
 
 
-def head_of(architecture: str) -> str:
-    """Returns the part of a name that stands for the head: "ForMaskedLM" of BertForMaskedLM, "" if there is none."""
+def find_head(architecture: str) -> str:
+    """Returns the part of a name that stands for the head: "ForMaskedLM" of BertForMaskedLM.
+
+    It is "" if there is none.
+    """
     found = _HEAD.search(architecture)
-    return "" if found is None else found[0].replace("LMHeadModel", "ForCausalLM")
+    if found is None:
+        return ""
+    return found[0].replace("LMHeadModel", "ForCausalLM")
 
 
 def refuse_family(
@@ -65,24 +70,29 @@ def refuse_family(
         model_type, architecture: As a `config.json` names them; the latter may be "".
         zoo: Family -> its architectures.
     """
-    name, wanted = str(model_type), str(architecture or "")
-    close, lacking = MISSING.get(name, ("", ""))
-    if close not in zoo:
-        able = [
+    name = str(model_type)
+    wanted = str(architecture or "")
+    closest, missing = MISSING.get(name, ("", ""))
+    if closest not in zoo:
+        # Of the families with this head, or else of all, take the one with the most similar name.
+        families = [
             family
             for family, known in zoo.items()
-            if not wanted or head_of(wanted) in map(head_of, known)
+            if not wanted or find_head(wanted) in map(find_head, known)
         ]
-        close = _closest(name, able or list(zoo))
-        lacking = "its blocks (docs/adding-a-model.md adds a family)"
+        closest = max(families or list(zoo), key=lambda family: _compare(name, family))
+        missing = "its blocks (docs/adding-a-model.md adds a family)"
     for family, known in zoo.items():
         if wanted in known:
-            close, lacking = family, f"nothing, if model_type becomes {family!r}"
-    of = f" (of {shown(wanted)})" if wanted else ""
-    nearest = _closest_architecture(wanted, zoo[close])
+            closest = family
+            missing = f"nothing, if model_type becomes {family!r}"
+    architecture = _find_closest_architecture(wanted, zoo[closest])
+    described = shown(model_type)
+    if wanted:
+        described += f" (of {shown(wanted)})"
     return (
-        f"there is no model family {shown(model_type)}{of}; use one of {', '.join(zoo)}. The nearest model that works "
-        f"is {nearest} ({close}); missing: {lacking}"
+        f"there is no model family {described}; use one of {', '.join(zoo)}. The nearest model "
+        f"that works is {architecture} ({closest}); missing: {missing}"
     )
 
 
@@ -90,33 +100,32 @@ def refuse_architecture(
     architecture: object, model_type: str, zoo: Mapping[str, Sequence[str]]
 ) -> str:
     """Returns the message for an architecture that a family of the zoo does not have."""
-    known, name = zoo[model_type], str(architecture)
-    owners = [family for family, others in zoo.items() if name in others]
-    listed = ", ".join(known[:MOST_NAMES]) + (", …" if len(known) > MOST_NAMES else "")
+    known = zoo[model_type]
+    name = str(architecture)
+    listed = ", ".join(known[:MOST_NAMES])
+    if len(known) > MOST_NAMES:
+        listed += ", …"
     problem = f"architecture {shown(architecture)} is not supported; use one of {listed}"
+    owners = [family for family, others in zoo.items() if name in others]
     if owners:
         return f"{problem}, or set model_type to {owners[0]!r}, whose architecture it is"
-    head = head_of(name)
-    lacking = (
-        f"the head {head}"
-        if head and head not in map(head_of, known)
-        else f"a class called {shown(name)}"
-    )
-    return f"{problem}. The nearest one that works is {_closest_architecture(name, known)}; missing: {lacking}"
+    head = find_head(name)
+    if head and head not in map(find_head, known):
+        missing = f"the head {head}"
+    else:
+        missing = f"a class called {shown(name)}"
+    closest = _find_closest_architecture(name, known)
+    return f"{problem}. The nearest one that works is {closest}; missing: {missing}"
 
 
-def _closest_architecture(wanted: str, known: Sequence[str]) -> str:
-    """Returns the architecture with the most similar head, and of those the one with the most similar name."""
+def _find_closest_architecture(wanted: str, known: Sequence[str]) -> str:
+    """Returns the architecture with the most similar head, and of those the most similar name."""
     if not wanted:
         return known[0]
-    return max(
-        known, key=lambda name: (_likeness(head_of(name), head_of(wanted)), _likeness(name, wanted))
-    )
+    head = find_head(wanted)
+    return max(known, key=lambda name: (_compare(find_head(name), head), _compare(name, wanted)))
 
 
-def _closest(name: str, names: Sequence[str]) -> str:
-    return max(names, key=lambda other: _likeness(name, other))
-
-
-def _likeness(first: str, second: str) -> float:
+def _compare(first: str, second: str) -> float:
+    """Returns how similar two names are, from 0 to 1."""
     return difflib.SequenceMatcher(None, first.lower(), second.lower()).ratio()

@@ -32,7 +32,13 @@ from ..files.durable import sync
 from ..mpu import ParallelMesh, tp_rank, tp_size
 from ..mpu.collectives import gather_bytes
 from .config import ModelConfig
-from .huggingface import INDEX, LARGEST_FILE, huggingface_layout, stored_shapes, weight_files
+from .huggingface import (
+    INDEX,
+    LARGEST_FILE,
+    lay_out_huggingface,
+    list_stored_shapes,
+    plan_weight_files,
+)
 from .language_model import Backbone
 from .lora import save_adapter
 from .mapping import NativeModel, StoredNames
@@ -71,8 +77,8 @@ def save_pretrained(
 
     native = NativeModel.from_config(model.config)
     names = StoredNames(native.list_hf_names(), {})
-    shapes = stored_shapes(native, names, _collect_dtypes(model), {})
-    files, texts = weight_files(shapes, _parse_size(max_shard_size))
+    shapes = list_stored_shapes(native, names, _collect_dtypes(model), {})
+    files, texts = plan_weight_files(shapes, _parse_size(max_shard_size))
     work = folder / ".weights.partial"
     try:
         _run_on_first(mesh, lambda: _create_files(folder, work, files))
@@ -256,7 +262,7 @@ def _write_parameters(
     for file in files:
         tensors.update(file.tensors)
     names = StoredNames(native.list_hf_names(), {})
-    placements = huggingface_layout(native, names, tensors, {}).placements
+    placements = lay_out_huggingface(native, names, tensors, {}).placements
     rank = tp_rank(mesh)
     size = tp_size(mesh)
     copied = find_copied_parameters(model)

@@ -1,4 +1,4 @@
-"""Computes the sizes of a model's parameters, whole and split over tensor-parallel ranks, on the meta device."""
+"""Computes the sizes of a model's parameters, whole and split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from .config import ModelConfig
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """The size of a parameter."""
+    """The size of a parameter.
+
+    Attributes:
+        shape: That of the whole parameter, without padding.
+        local_shape: That of the largest part that a rank holds, with padding.
+        is_embedding: Whether the parameter belongs to an embedding.
+    """
 
     name: str
-    shape: tuple[int, ...]  # of the whole parameter, without padding
-    local_shape: tuple[int, ...]  # of the largest part that a rank holds, with padding
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
     is_embedding: bool
 
     @property
@@ -32,30 +38,38 @@ class ParameterSize:
 
 
 def parameter_sizes(config: ModelConfig, tensor_parallel_size: int = 1) -> list[ParameterSize]:
-    """Returns the size of each parameter. ValueError, naming the sizes that work, if the model cannot be split so."""
-    return sizes_of(unsplit_on_meta(config), tensor_parallel_size)
+    """Returns the size of each parameter.
+
+    Raises ValueError, naming the sizes that work, if the model cannot be split so.
+    """
+    return measure_parameters(unsplit_on_meta(config), tensor_parallel_size)
 
 
-def sizes_of(model: nn.Module, tensor_parallel_size: int) -> list[ParameterSize]:
-    """Returns the same as `parameter_sizes`, of an unsplit model that is built already; the meta device will do."""
+def measure_parameters(model: nn.Module, tensor_parallel_size: int) -> list[ParameterSize]:
+    """Returns the size of each parameter of an unsplit model, which may be on the meta device.
+
+    Raises ValueError, naming the sizes that work, if the model cannot be split so.
+    """
     largest = largest_size(model)
     if not 1 <= tensor_parallel_size <= largest:
         raise ValueError(
-            f"a {type(model).__name__} of this configuration cannot be split {tensor_parallel_size} ways; use a "
-            f"tensor-parallel size from 1 to {largest}"
+            f"a {type(model).__name__} of this configuration cannot be split "
+            f"{tensor_parallel_size} ways; use a tensor-parallel size from 1 to {largest}"
         )
-    tables = {
-        parameter
-        for module in model.modules()
-        if is_embedding(module)
-        for parameter in module.parameters()
-    }
+    embeddings: set[nn.Parameter] = set()
+    for module in model.modules():
+        if is_embedding(module):
+            embeddings.update(module.parameters())
     sizes: list[ParameterSize] = []
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "shard", None)
-        shape = tuple(shard.shape if shard else parameter.shape)
-        local = tuple(shard.local_shape(0, tensor_parallel_size)) if shard else shape
-        sizes.append(ParameterSize(name, shape, local, parameter in tables))
+        if shard is None:
+            shape = tuple(parameter.shape)
+            local_shape = shape
+        else:
+            shape = tuple(shard.shape)
+            local_shape = tuple(shard.local_shape(0, tensor_parallel_size))
+        sizes.append(ParameterSize(name, shape, local_shape, parameter in embeddings))
     return sizes
 
 
@@ -66,26 +80,32 @@ def full_size(parameter: nn.Parameter) -> int:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Returns whether a module is an embedding of tokens, positions or segments, which "embeddings" freezes."""
+    """Returns whether a module is an embedding of tokens, positions or segments."""
     return isinstance(module, (nn.Embedding, VocabParallelEmbedding))
 
 
 def largest_size(model: nn.Module) -> int:
-    """Returns the largest number of tensor-parallel ranks: a rank holds at least one unit of every parameter."""
-    return min(largest for shard in _shards(model) if (largest := shard.largest_size) is not None)
+    """Returns the largest number of tensor-parallel ranks.
 
-
-def uneven_work(model: nn.Module, tensor_parallel_size: int) -> float:
-    """Returns how much more the busiest rank multiplies than an even share of the split parameters, e.g. 0.04.
-
-    It is the price of heads that do not divide, of key-value heads that several ranks compute, and of padding.
+    Each rank must hold at least one unit, such as a head, of every parameter.
     """
-    shards = _shards(model)
+    sizes = [shard.largest_size for shard in _list_shards(model)]
+    return min(size for size in sizes if size is not None)
+
+
+def compute_uneven_work(model: nn.Module, tensor_parallel_size: int) -> float:
+    """Returns how much more the busiest rank multiplies than an even share, such as 0.04.
+
+    It is the price of heads that do not divide, of key-value heads that several ranks compute, and
+    of padding.
+    """
+    shards = _list_shards(model)
     busiest = sum(prod(shard.compute_shape(0, tensor_parallel_size)) for shard in shards)
-    return tensor_parallel_size * busiest / sum(prod(shard.shape) for shard in shards) - 1
+    total = sum(prod(shard.shape) for shard in shards)
+    return tensor_parallel_size * busiest / total - 1
 
 
-def _shards(model: nn.Module) -> list[Shard]:
+def _list_shards(model: nn.Module) -> list[Shard]:
     return [
         parameter.shard for parameter in model.parameters() if isinstance(parameter, SplitParameter)
     ]

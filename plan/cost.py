@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from ..models.activations import Activations, Block, Stack
+from ..models.activations import Activations, BlockSpec, StackSpec
 from .hardware import Cluster, Link, Rates
 
 Recompute = Literal["none", "selective", "full"]
@@ -28,7 +28,7 @@ Recompute = Literal["none", "selective", "full"]
 class Network:
     """A model as its stacks of equal blocks, the rows of its vocabulary and its parameters."""
 
-    stacks: tuple[Stack, ...]
+    stacks: tuple[StackSpec, ...]
     vocabulary: int
     parameters: int
 
@@ -96,7 +96,7 @@ class PlannedRun:
         """Returns how often a micro-batch goes through a block: forward, backward, recomputation."""
         return 3 if self.recompute == "full" else 2
 
-    def tokens(self, stack: Stack) -> int:
+    def tokens(self, stack: StackSpec) -> int:
         """Returns the tokens of one sequence in a stack."""
         if stack.is_decoder and self.target_length:
             return self.target_length
@@ -300,7 +300,7 @@ def matmul_cost(m: float, k: float, n: float, itemsize: int, count: float = 1.0)
     return PassCost(2 * m * k * n * count, itemsize * (m * k + k * n + m * n) * count, 0.0, 1.0)
 
 
-def block_cost(block: Block, run: PlannedRun, tokens: int, source: int) -> PassCost:
+def block_cost(block: BlockSpec, run: PlannedRun, tokens: int, source: int) -> PassCost:
     """Returns the forward pass of a micro-batch through one block, on the busiest rank.
 
     Args:
@@ -342,7 +342,7 @@ def block_cost(block: Block, run: PlannedRun, tokens: int, source: int) -> PassC
     return sum(products, elementwise) + attention_cost(part, run, tokens, source)
 
 
-def attention_cost(part: Block, run: PlannedRun, tokens: int, source: int) -> PassCost:
+def attention_cost(part: BlockSpec, run: PlannedRun, tokens: int, source: int) -> PassCost:
     """Returns scores, softmax and weighted sum of one block, of self- and cross-attention."""
     total = PassCost()
     key_lengths = (tokens, source) if part.cross else (tokens,)
@@ -379,7 +379,9 @@ def head_cost(network: Network, run: PlannedRun) -> PassCost:
     return matmul_cost(tokens, network.hidden, rows, run.itemsize) + loss
 
 
-def _block_costs(network: Network, run: PlannedRun) -> Iterator[tuple[Stack, PassCost, PassCost]]:
+def _block_costs(
+    network: Network, run: PlannedRun
+) -> Iterator[tuple[StackSpec, PassCost, PassCost]]:
     """Yields each stack with the cost of one of its blocks, and of that block's attention."""
     for stack in network.stacks:
         tokens = run.tokens(stack)
@@ -399,7 +401,7 @@ def ring_all_reduce(size: float, ranks: int, link: Link, rates: Rates) -> float:
     return 2 * (ranks - 1) * (size / ranks / (link.bandwidth * rates.link) + link.latency)
 
 
-def tensor_parallel_time(stack: Stack, run: PlannedRun, hidden: int, cluster: Cluster) -> float:
+def tensor_parallel_time(stack: StackSpec, run: PlannedRun, hidden: int, cluster: Cluster) -> float:
     """Returns the seconds of a block's all-reduces in a micro-batch: one after each part and pass.
 
     Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather of the same

@@ -18,7 +18,7 @@ from rich.table import Table
 from ..models import family
 from ..models.auto import build_on_meta
 from ..models.config import ModelConfig
-from ..models.sizes import parameter_sizes, uneven_work
+from ..models.sizes import compute_uneven_work, parameter_sizes
 from ..trainer.engines.deepspeed_config import zero_stage
 from ..trainer.estimate import Job, choose_blocks, estimate_stages
 from ..trainer.estimate.tables import stage_table
@@ -116,7 +116,7 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Group:
     stages = estimate_stages(config, job)
     peak = max((stage.peak for stage in stages), key=lambda peak: peak.total)
     facts["memory"] = f"about {peak.total / GIB:.2f} GiB on a rank, at the peak in {peak.name}"
-    uneven = uneven_work(build_on_meta(inputs.config, None), tp_size)
+    uneven = compute_uneven_work(build_on_meta(inputs.config, None), tp_size)
     if uneven >= 0.001:
         facts["uneven work"] = (
             f"the busiest tensor-parallel rank computes {uneven:.1%} more than an even share"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ..activations import Activations, Block, Stack
+from ..activations import Activations, BlockSpec, StackSpec
 from .config import BartConfig
 
 
 def activations(config: BartConfig) -> Activations:
     """Returns what a model of this configuration keeps for its backward pass."""
 
-    def block(heads: int, feed_forward: int, is_decoder: bool, crosses: bool = False) -> Block:
+    def block(heads: int, feed_forward: int, is_decoder: bool, crosses: bool = False) -> BlockSpec:
         relu, drops = config.activation_function == "relu", config.activation_dropout > 0
-        return Block(
+        return BlockSpec(
             hidden=config.d_model,
             heads=heads,
             head_size=config.d_model // heads,
@@ -27,9 +27,12 @@ def activations(config: BartConfig) -> Activations:
     has_encoder = not config.architecture.endswith("ForCausalLM")
     encoder = block(config.encoder_attention_heads, config.encoder_ffn_dim, False)
     decoder = block(config.decoder_attention_heads, config.decoder_ffn_dim, True, has_encoder)
-    stacks = [Stack("encoder.blocks.", config.encoder_layers, encoder)] if has_encoder else []
+    stacks = [StackSpec("encoder.blocks.", config.encoder_layers, encoder)] if has_encoder else []
     return Activations(
-        (*stacks, Stack("decoder.blocks.", config.decoder_layers, decoder, is_decoder=has_encoder)),
+        (
+            *stacks,
+            StackSpec("decoder.blocks.", config.decoder_layers, decoder, is_decoder=has_encoder),
+        ),
         # Of the final norm, input and output; without it, of the embedding norm. mBART has both, whose tensors are
         # three, because the embedding norm's output is the first block's input.
         ends=2 + (config.pre_norm and config.embedding_norm),

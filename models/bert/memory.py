@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..activations import Activations, Block, Stack
+from ..activations import Activations, BlockSpec, StackSpec
 from .config import BertConfig
 
 
 def activations(config: BertConfig) -> Activations:
     """Returns what a model of this configuration keeps for its backward pass."""
-    block = Block(
+    block = BlockSpec(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         head_size=config.hidden_size // config.num_attention_heads,
@@ -20,4 +20,4 @@ def activations(config: BertConfig) -> Activations:
     )
     # Five tensors outside the blocks: the embedding norm; in the head, the last block's output and the outputs of the
     # dense layer, the activation and the norm.
-    return Activations((Stack("encoder.blocks.", config.num_hidden_layers, block),), ends=5)
+    return Activations((StackSpec("encoder.blocks.", config.num_hidden_layers, block),), ends=5)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..activations import Activations, Block, Stack
+from ..activations import Activations, BlockSpec, StackSpec
 from .config import GLMConfig
 
 
 def activations(config: GLMConfig) -> Activations:
     """Returns what a model of this configuration keeps for its backward pass."""
-    block = Block(
+    block = BlockSpec(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         head_size=config.hidden_size // config.num_attention_heads,
@@ -19,4 +19,4 @@ def activations(config: GLMConfig) -> Activations:
         statistics=2,
         causal=True,
     )
-    return Activations((Stack("blocks.", config.num_layers, block),))
+    return Activations((StackSpec("blocks.", config.num_layers, block),))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..activations import Activations, Block, Stack
+from ..activations import Activations, BlockSpec, StackSpec
 from .config import GPT2Config
 
 
 def activations(config: GPT2Config) -> Activations:
     """Returns what a model of this configuration keeps for its backward pass."""
-    block = Block(
+    block = BlockSpec(
         hidden=config.n_embd,
         heads=config.n_head,
         head_size=config.n_embd // config.n_head,
@@ -19,4 +19,4 @@ def activations(config: GPT2Config) -> Activations:
         statistics=2,
         causal=True,
     )
-    return Activations((Stack("blocks.", config.n_layer, block),))
+    return Activations((StackSpec("blocks.", config.n_layer, block),))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..activations import Activations, Block, Stack
+from ..activations import Activations, BlockSpec, StackSpec
 from .config import DecoderConfig
 
 
@@ -12,7 +12,7 @@ def activations(config: DecoderConfig) -> Activations:
     If some layers have a window, all blocks count as such, because the mask of a window is the larger one.
     """
     windows = [window for window in config.windows if window is not None]
-    block = Block(
+    block = BlockSpec(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         key_value_heads=config.key_value_heads,
@@ -30,4 +30,4 @@ def activations(config: DecoderConfig) -> Activations:
         output_norms=config.sandwich_norms,
         window=min(windows) - 1 if windows else None,
     )
-    return Activations((Stack("blocks.", config.num_hidden_layers, block),))
+    return Activations((StackSpec("blocks.", config.num_hidden_layers, block),))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..activations import Activations, Block, Stack
+from ..activations import Activations, BlockSpec, StackSpec
 from .config import ModernBertConfig
 
 
@@ -11,7 +11,7 @@ def activations(config: ModernBertConfig) -> Activations:
 
     All blocks count as blocks with local attention, whose mask is the larger one. The first block lacks a norm.
     """
-    block = Block(
+    block = BlockSpec(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         head_size=config.head_size,
@@ -25,4 +25,4 @@ def activations(config: ModernBertConfig) -> Activations:
         rotary=True,
         window=config.local_attention // 2,
     )
-    return Activations((Stack("blocks.", config.num_hidden_layers, block),), ends=5)
+    return Activations((StackSpec("blocks.", config.num_hidden_layers, block),), ends=5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..activations import FUSED_GATES, Activations, Block, Stack
+from ..activations import FUSED_GATES, Activations, BlockSpec, StackSpec
 from .config import T5Config
 
 
@@ -23,11 +23,11 @@ def activations(config: T5Config) -> Activations:
         "own_bias": not config.shares_relative_bias,
         "statistics": 1,
     }
-    encoder = Block(**block, dropouts=3 if drops else 0)
-    decoder = Block(**block, dropouts=4 if drops else 0, causal=True, cross=True)
-    stacks = [Stack("encoder.blocks.", config.num_layers, encoder)]
+    encoder = BlockSpec(**block, dropouts=3 if drops else 0)
+    decoder = BlockSpec(**block, dropouts=4 if drops else 0, causal=True, cross=True)
+    stacks = [StackSpec("encoder.blocks.", config.num_layers, encoder)]
     if config.decoder_layers:
-        stacks.append(Stack("decoder.blocks.", config.decoder_layers, decoder, is_decoder=True))
+        stacks.append(StackSpec("decoder.blocks.", config.decoder_layers, decoder, is_decoder=True))
     return Activations(tuple(stacks))
 
 

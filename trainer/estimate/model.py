@@ -32,7 +32,7 @@ from ...models.language_model import LanguageModel
 from ...models.lora import attach_factors, lora_config
 from ...models.parallel_config import ParallelConfig
 from ...models.registry import family
-from ...models.sizes import ParameterSize, is_embedding, sizes_of
+from ...models.sizes import ParameterSize, is_embedding, measure_parameters
 from ..engines.precision import DTYPES
 from ..optimizers.registry import ELEMENTWISE_NAMES, OptimizerName, find_optimizer
 from ..precisions import PRECISIONS, PrecisionName
@@ -139,7 +139,7 @@ def _sizes_and_trained(
     if job.lora_rank:
         attach_factors(model, lora_config(r=job.lora_rank, target_modules=job.lora_target_modules))
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    sizes = sizes_of(model, job.tensor_parallel_size)
+    sizes = measure_parameters(model, job.tensor_parallel_size)
     return sizes, [size for size in sizes if size.name in trains and not is_frozen(size, job)]
 
 

@@ -24,7 +24,7 @@ from ...models.pipeline import (
     list_stacks,
     split_blocks_evenly,
 )
-from ...models.sizes import parameter_sizes, sizes_of
+from ...models.sizes import measure_parameters, parameter_sizes
 from ...mpu import dropout_state, validate_layout
 from ..arguments.training_arguments import TrainingArguments
 from ..engines.deepspeed_config import zero_stage
@@ -80,7 +80,7 @@ def choose_blocks(
     if partition == "time":
         return balance_blocks(measured_costs(config, blocks, job), stages)
     costs = [0] * sum(blocks)
-    sizes = {size.name: size.local for size in sizes_of(model, job.tensor_parallel_size)}
+    sizes = {size.name: size.local for size in measure_parameters(model, job.tensor_parallel_size)}
     for name, places in assign_parameters(model, [1] * len(costs)).items():
         for place in places:
             costs[place] += sizes[name]
