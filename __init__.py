@@ -1,4 +1,7 @@
-"""shardzoo: a tensor-parallel model zoo. Importing it is cheap; torch is loaded by the parts that need it."""
+"""shardzoo: a tensor-parallel model zoo.
+
+Importing it is cheap; torch is loaded by the parts that need it.
+"""
 
 from __future__ import annotations
 

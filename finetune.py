@@ -1,4 +1,6 @@
-"""`python finetune.py --model-name-or-path DIR --train-file FILE`; also under `deepspeed` or `torchrun`."""
+"""`python finetune.py --model-name-or-path DIR --train-file FILE`; also under `deepspeed` or
+`torchrun`.
+"""
 
 from shardzoo.cli.finetune import run_script
 

@@ -1,4 +1,6 @@
-"""`deepspeed pretrain.py --model-parallel-size 2`; also under `torchrun`, or plain `python pretrain.py`."""
+"""`deepspeed pretrain.py --model-parallel-size 2`; also under `torchrun`, or plain `python
+pretrain.py`.
+"""
 
 from shardzoo.cli.pretrain import run_script
 

@@ -1,4 +1,7 @@
-"""Build script. The checkout is the package: `mpu/` here is `shardzoo.mpu`. Metadata lives in pyproject.toml."""
+"""Build script. The checkout is the package:
+
+`mpu/` here is `shardzoo.mpu`. Metadata lives in pyproject.toml.
+"""
 
 import importlib.util
 from pathlib import Path

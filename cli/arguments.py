@@ -28,10 +28,12 @@ YAML_NAMES = {"true": "True", "false": "False", "null": "None"}
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """Reads floating-point numbers as in YAML 1.2: 1e-4 is a number. In YAML 1.1, PyYAML's version, it is a string.
+    """Reads floating-point numbers as in YAML 1.2: 1e-4 is a number. In YAML 1.1, PyYAML's version,
+    it is a string.
 
-    A few lines of aliases of aliases would stand for billions of values, and arguments need none: they are refused. So
-    is what PyYAML itself lets pass with an error of another type, such as the date 2020-13-45.
+    A few lines of aliases of aliases would stand for billions of values, and arguments need none:
+    they are refused. So is what PyYAML itself lets pass with an error of another type, such as the
+    date 2020-13-45.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -71,12 +73,14 @@ def parse(
 ) -> Arguments:
     """Parses a command line into an object of the dataclass `kind`, whose help is `page`.
 
-    In names, `-` and `_` are equivalent, and the names of FlagAI and transformers are accepted too. An unknown option
-    exits with code 2 after a message, and a question for help with code 0 after the page.
+    In names, `-` and `_` are equivalent, and the names of FlagAI and transformers are accepted too.
+    An unknown option exits with code 2 after a message, and a question for help with code 0 after
+    the page.
 
     Args:
         quiet: Print neither; for every rank except the first.
-        values: The defaults, by the names of fields; by default those of the YAML file that `--config` names.
+        values: The defaults, by the names of fields; by default those of the YAML file that
+            `--config` names.
 
     Raises ValueError if the dataclass refuses a value, or the YAML file cannot be used.
     """
@@ -90,7 +94,9 @@ def parse(
 
 
 def given_value(argv: Sequence[str], name: str) -> str | None:
-    """Returns the last value that a command line gives an option, `True` for one without a value, else None."""
+    """Returns the last value that a command line gives an option, `True` for one without a value,
+    else None.
+    """
     found = None
     for word, following in pairwise((*argv, "--")):
         option, equals, value = word.partition("=")
@@ -100,7 +106,10 @@ def given_value(argv: Sequence[str], name: str) -> str | None:
 
 
 def read_yaml(kind: type, path: Path) -> dict[str, Any]:
-    """Returns a YAML file's values, by `kind`'s fields or their aliases. A dataclass is written as a nested mapping."""
+    """Returns a YAML file's values, by `kind`'s fields or their aliases.
+
+    A dataclass is written as a nested mapping.
+    """
     if "\0" in str(path):
         raise ValueError(f"--config: {str(path)!r} is not the name of a file")
     try:
@@ -137,7 +146,10 @@ def _open_file(path: str, flags: int) -> int:
 
 
 def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
-    """Returns `values` by the names of `kind`'s fields. `part` is the dotted prefix of their keys, for messages."""
+    """Returns `values` by the names of `kind`'s fields.
+
+    `part` is the dotted prefix of their keys, for messages.
+    """
     if not isinstance(values, dict):
         where = f"{part.rstrip('.')} in {path}" if part else path
         raise ValueError(
@@ -162,13 +174,17 @@ def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
 
 
 def _part(kind: Any, value: Any, path: Path, part: str) -> Any:
-    """Returns a field's value. For a field that is a dataclass, it is created from the nested mapping."""
+    """Returns a field's value.
+
+    For a field that is a dataclass, it is created from the nested mapping.
+    """
     nested = isinstance(kind, type) and is_dataclass(kind)
     return kind(**_checked(kind, value, path, part)) if nested else value
 
 
 def overrides_as_options(argv: Sequence[str], kind: type) -> list[str]:
-    """Returns a command line with `--key value` for each `key=value`, whose value is written as in YAML.
+    """Returns a command line with `--key value` for each `key=value`, whose value is written as in
+    YAML.
 
     A word after an option of `kind` that takes a value is that value.
     """
@@ -201,9 +217,10 @@ VALUES = {"True": True, "true": True, "False": False, "false": False, "None": No
 def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
     """Returns the command line with all options in the form that tyro reads.
 
-    Options may have FlagAI's or transformers' names, as in `--learning_rate` and `--bf16`. A boolean may have a value,
-    as in `--bf16=False` or `--bf16 False`; another value raises ValueError. So does an option for something that this
-    package does otherwise, or not. `default` holds the default values.
+    Options may have FlagAI's or transformers' names, as in `--learning_rate` and `--bf16`. A
+    boolean may have a value, as in `--bf16=False` or `--bf16 False`; another value raises
+    ValueError. So does an option for something that this package does otherwise, or not. `default`
+    holds the default values.
     """
     kinds = dict(_kinds(default))
     aliases = argument_aliases(kinds)
@@ -256,7 +273,9 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
 
 
 def _kinds(default: Any, part: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted name and the type of each field of a dataclass object, and of the objects in its fields."""
+    """Yields the dotted name and the type of each field of a dataclass object, and of the objects
+    in its fields.
+    """
     hints = get_type_hints(type(default), include_extras=True)
     for field in fields(default):
         yield f"{part}{field.name}", hints[field.name]
@@ -275,7 +294,10 @@ def _truth(name: str, value: str, optional: bool) -> bool | None:
 def _switched(
     options: list[str], target: str, value: str, on: bool | None, default: Any
 ) -> list[str]:
-    """Returns the options with a switch that sets `target` to `value`. A switch that is off does not change others."""
+    """Returns the options with a switch that sets `target` to `value`.
+
+    A switch that is off does not change others.
+    """
     if on:
         return [*options, f"--{target}={value}"]
     if getattr(default, target) != value:

@@ -52,7 +52,8 @@ class Kernels:
     scale: float = 1.0
     """Factor of the leading dimension, for quick runs."""
     length: tuple[int, ...] = (0,)
-    """Sequence lengths of attention, such as 256 512 1024 2048; 0 for 256 on a CPU, 2,048 on a GPU."""
+    """Sequence lengths of attention, such as 256 512 1024 2048; 0 for 256 on a CPU, 2,048 on a GPU.
+    """
     shape: tuple[str, ...] = ()
     """Rows and columns of norms, activations and residuals, such as 8192x768 65536x4096."""
     compile: bool = True
@@ -90,7 +91,10 @@ def main(argv: list[str]) -> int:
 
 
 def run(options: Kernels) -> int:
-    """Measures, prints, and writes the requested files. Raises ValueError for an unknown operator."""
+    """Measures, prints, and writes the requested files.
+
+    Raises ValueError for an unknown operator.
+    """
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,7 +106,8 @@ def run(options: Kernels) -> int:
     if unknown:
         raise ValueError(f"there is no operator {unknown[0]!r} to measure; use {', '.join(names)}")
     console = Console(width=None if sys.stdout.isatty() else 200)
-    facts, results = environment(device), []
+    facts = environment(device)
+    results = []
     for case in chosen:
         for dtype in options.dtype if not options.op or case.name in options.op else ():
             with console.status(f"{case.name} {dtype}"):
@@ -131,7 +136,9 @@ def run(options: Kernels) -> int:
 
 
 def chosen_cases(options: Kernels, device: str) -> list[Case]:
-    """Returns the cases at their usual sizes, and then those at the other lengths and shapes that are asked for."""
+    """Returns the cases at their usual sizes, and then those at the other lengths and shapes that
+    are asked for.
+    """
     first, *longer = (cases(device, options.scale, length) for length in options.length)
     found = first + [
         case for others in longer for case in others if case.name.startswith("attention")
@@ -159,7 +166,9 @@ def parsed_shape(text: str) -> tuple[int, int]:
 
 
 def attempt(case: Case, device: str, dtype: str, options: Kernels) -> Result:
-    """Measures one case. A failure, such as too little memory, is recorded and does not stop the other cases."""
+    """Measures one case. A failure, such as too little memory, is recorded and does not stop the
+    other cases.
+    """
     settings = {"repetitions": options.repetitions, "compiled": options.compile}
     try:
         return measure(case, device, DTYPES[dtype], **settings)
@@ -195,7 +204,10 @@ def processor() -> str:
 
 
 def table(results: list[Result]) -> Table:
-    """Returns a table with a row per operator and dtype. Times include forward and backward unless stated otherwise."""
+    """Returns a table with a row per operator and dtype.
+
+    Times include forward and backward unless stated otherwise.
+    """
     columns = [
         "op",
         "dtype",
@@ -226,7 +238,8 @@ def row(result: Result) -> list[str]:
     cells = [result.op, result.dtype, "x".join(map(str, result.shape)), result.variant]
     if result.error:
         return [*cells, "FAILED" if result.error.startswith("failed") else "WRONG"]
-    ours, eager = result.timings["ours"], result.timings["eager"]
+    ours = result.timings["ours"]
+    eager = result.timings["eager"]
     cells += [
         f"{ours.median:.2f}",
         f"{ours.spread:.2f}",

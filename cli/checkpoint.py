@@ -35,7 +35,9 @@ HELP = {"verify": HelpPage("shardzoo checkpoint verify", Verify)}
 
 @dataclass(frozen=True)
 class Verdict:
-    """A checkpoint, what is wrong with it, and the files that an earlier version wrote without a digest."""
+    """A checkpoint, what is wrong with it, and the files that an earlier version wrote without a
+    digest.
+    """
 
     checkpoint: str
     files: int
@@ -56,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(command: Verify) -> int:
     """Prints what is found about each checkpoint. Raises ValueError if there is none."""
-    folder, run = command.folder, RunFolder(command.folder)
+    folder = command.folder
+    run = RunFolder(command.folder)
     one = (folder / STATE).exists() or (folder / STATE).is_symlink()
     found = [verdict(path) for path in ([folder] if one else map(run.checkpoint, run.steps()))]
     if not found:
@@ -85,7 +88,9 @@ def report(command: Verify) -> int:
 
 def verdict(folder: Path) -> Verdict:
     """Returns what is found about one checkpoint."""
-    files, problems, recorded = list[Path](), list[str](), set[str]()
+    files = list[Path]()
+    problems = list[str]()
+    recorded = set[str]()
     jobs = min(4, os.cpu_count() or 1)
     try:
         files = [entry for entry in sorted(folder.iterdir()) if entry.is_file()]

@@ -16,7 +16,9 @@ USAGE_ERROR = 2
 
 
 def exit_code_of(work: Callable[[], int], *, quiet: bool = False) -> int:
-    """Runs `work`. A user's error (`ValueError`, or `OSError` of a disk) becomes one line on stderr and exit code 2."""
+    """Runs `work`. A user's error (`ValueError`, or `OSError` of a disk) becomes one line on stderr
+    and exit code 2.
+    """
     try:
         return work()
     except Exception as error:
@@ -29,7 +31,8 @@ def exit_code_of(work: Callable[[], int], *, quiet: bool = False) -> int:
 def users_error(error: Exception) -> ValueError | OSError:
     """Returns an error that is reported in one line. Raises it again if it is of another kind.
 
-    Libraries in Rust, such as tokenizers and safetensors, raise errors of a disk as exceptions of their own.
+    Libraries in Rust, such as tokenizers and safetensors, raise errors of a disk as exceptions of
+    their own.
     """
     if isinstance(error, ValueError | OSError):
         return error
@@ -86,7 +89,8 @@ def gigabytes(count: int) -> str:
 
 @contextmanager
 def transfer_progress(*, as_json: bool) -> Iterator[Callable[[int, int], None]]:
-    """Shows bytes, speed and remaining time on stderr: as a bar on a terminal, elsewhere as a line now and then.
+    """Shows bytes, speed and remaining time on stderr: as a bar on a terminal, elsewhere as a line
+    now and then.
 
     With `as_json`, the lines are JSON objects.
     """
@@ -113,14 +117,19 @@ def transfer_progress(*, as_json: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-JSON_SECONDS, TEXT_SECONDS = 1.0, 10.0  # between two lines of progress
+# Between two lines of progress.
+JSON_SECONDS = 1.0
+TEXT_SECONDS = 10.0
 
 
 class _ProgressLines:
-    """Prints a line of progress each time that `interval` seconds are over; none for work that is done before."""
+    """Prints a line of progress each time that `interval` seconds are over; none for work that is
+    done before.
+    """
 
     def __init__(self, as_json: bool, interval: float) -> None:
-        self._as_json, self._interval = as_json, interval
+        self._as_json = as_json
+        self._interval = interval
         self._started = self._printed = time.monotonic()
         self._first: int | None = (
             None  # bytes that were done before the work began, by an interrupted run
@@ -129,7 +138,8 @@ class _ProgressLines:
     def report(self, done: int, total: int) -> None:
         now = time.monotonic()
         if self._first is None:
-            self._started, self._first = now, done
+            self._started = now
+            self._first = done
         if now - self._printed < self._interval or done == self._first:
             return
         self._printed = now

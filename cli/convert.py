@@ -42,7 +42,9 @@ class Common:
 @dataclass(frozen=True, kw_only=True)
 class Converting(Common):
     source: Positional[Path]
-    """Hugging Face folder, shardzoo folder, training checkpoint, folder of mp_rank files, or a name on the Hub."""
+    """Hugging Face folder, shardzoo folder, training checkpoint, folder of mp_rank files, or a name
+    on the Hub.
+    """
     destination: Positional[Path]
     """The folder to make."""
     overwrite: bool = False
@@ -54,7 +56,10 @@ class Converting(Common):
     workers: int = 1
     """Processes, each with one thread, for folders of hundreds of files; 1 means threads."""
     adapter: Path | None = None
-    """peft's folder of LoRA weights for the model, or its name on the Hub. They are added to the model's weights."""
+    """peft's folder of LoRA weights for the model, or its name on the Hub.
+
+    They are added to the model's weights.
+    """
     keep_adapter: bool = False
     """Keep the adapter in the folder DESTINATION/adapter instead of adding it to the weights."""
     dtype: DType | None = None
@@ -63,7 +68,10 @@ class Converting(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConversion(Common):
-    """Show every tensor, its split and its bytes, and what a conversion would need. Writes nothing."""
+    """Show every tensor, its split and its bytes, and what a conversion would need.
+
+    Writes nothing.
+    """
 
     source: Positional[Path]
     """The folder to inspect."""
@@ -76,14 +84,19 @@ class WritingRanks(Converting):
     tp: int = 2
     """Number of tensor-parallel ranks."""
     to: Format = "shardzoo"
-    """Format of the destination; legacy: mp_rank_XX_model_states.pt files; megatron: Megatron-LM's folders."""
+    """Format of the destination; legacy: mp_rank_XX_model_states.pt files; megatron:
+
+    Megatron-LM's folders.
+    """
     pp: int = 1
     """Number of pipeline stages, for megatron."""
     with_optimizer: bool = False
-    """Of a training checkpoint, move the optimizer's state too, so that a run resumes from the result."""
+    """Of a training checkpoint, move the optimizer's state too, so that a run resumes from the
+    result.
+    """
     names: Names | None = None
-    """Names of the tensors, for megatron: those of Transformer Engine, of megatron-core's local layers, or before
-    megatron-core. By default the first that can hold the model."""
+    """Names of the tensors, for megatron: those of Transformer Engine, of megatron-core's local
+    layers, or before megatron-core. By default the first that can hold the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +106,19 @@ class SplitCheckpoint(WritingRanks):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeShards(Converting):
-    """Merge shards into a Hugging Face folder, torch.distributed.checkpoint's, or DeepSpeed's universal checkpoint."""
+    """Merge shards into a Hugging Face folder, torch.distributed.checkpoint's, or DeepSpeed's
+    universal checkpoint.
+    """
 
     to: Literal["hf", "dcp", "universal"] = "hf"
-    """Format of the destination. A universal checkpoint has weights and optimizer of a training checkpoint in fp32."""
+    """Format of the destination.
+
+    A universal checkpoint has weights and optimizer of a training checkpoint in fp32.
+    """
     step: Literal["int", "tensor"] | None = None
-    """Type of a universal checkpoint's step counts: as DeepSpeed's Adam keeps them, the default, or torch's."""
+    """Type of a universal checkpoint's step counts: as DeepSpeed's Adam keeps them, the default, or
+    torch's.
+    """
     max_file_gb: float = 5.0
     """Largest weight file, in gigabytes of 10^9 bytes."""
 
@@ -110,16 +130,23 @@ class ReshardCheckpoint(WritingRanks):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyCheckpoint(Common):
-    """Check a folder's hashes, or compare the weights of two folders of any formats. Exit code 1 if they differ."""
+    """Check a folder's hashes, or compare the weights of two folders of any formats.
+
+    Exit code 1 if they differ.
+    """
 
     first: Positional[Path]
     """The folder to verify."""
     second: Positional[Path | None] = None
     """Another folder with the same weights."""
     round_trip: bool = False
-    """Prove that converting loses nothing: convert to a temporary folder, and compare it with the original."""
+    """Prove that converting loses nothing: convert to a temporary folder, and compare it with the
+    original.
+    """
     logits: bool = False
-    """Run the split model and transformers on the same tokens, and show the largest difference of the logits."""
+    """Run the split model and transformers on the same tokens, and show the largest difference of
+    the logits.
+    """
     tp: int | None = None
     """Number of ranks for --round-trip and --logits; by default those of the folder, or two."""
     jobs: int | None = None
@@ -171,7 +198,9 @@ HELP = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns 0, 1 if `verify` or `diff` found differences, or 2 after a user's error."""
+    """Runs the command. Returns 0, 1 if `verify` or `diff` found differences, or 2 after a user's
+    error.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     show_commands(
         "shardzoo convert", "Splits, merges, reshards and compares checkpoints.", HELP, argv
@@ -184,7 +213,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(command: Common) -> int:
-    """Runs a command; returns its exit code. An `OSError` of the user's disk becomes a `ValueError`."""
+    """Runs a command; returns its exit code.
+
+    An `OSError` of the user's disk becomes a `ValueError`.
+    """
     try:
         return COMMANDS[type(command)](_with_folders(command))
     except OSError as error:
@@ -192,7 +224,9 @@ def run(command: Common) -> int:
 
 
 def _with_folders(command: Common) -> Common:
-    """Returns the command with folders instead of names on the Hub, `org/name[@revision]`, which are downloaded."""
+    """Returns the command with folders instead of names on the Hub, `org/name[@revision]`, which
+    are downloaded.
+    """
     given = {
         name: getattr(command, name, None)
         for name in ("source", "first", "second", "folder", "adapter")
@@ -328,7 +362,8 @@ def run_diff(command: DiffCheckpoints) -> int:
     from ..checkpoint.checkpoint import open_checkpoint
     from ..convert.inspection import comparable, diff
 
-    first, second = open_checkpoint(command.first), open_checkpoint(command.second)
+    first = open_checkpoint(command.first)
+    second = open_checkpoint(command.second)
     if not comparable(first, second):
         from ..convert.operations import Options
         from ..convert.verification import verify_equal

@@ -30,15 +30,18 @@ from .help import HelpPage, show_commands
 
 @dataclass(frozen=True)
 class Prepare:
-    """Tokenize text into PREFIX.bin and PREFIX.idx. An interrupted run continues when it is started again."""
+    """Tokenize text into PREFIX.bin and PREFIX.idx.
+
+    An interrupted run continues when it is started again.
+    """
 
     output: Path
     """PREFIX of the files to write."""
     tokenizer: Path
     """tokenizer.json, SentencePiece .model, or a folder with one of them."""
     input: tuple[Path, ...] = ()
-    """Text file, JSON lines, parquet, a folder of those, or a Hugging Face dataset folder; by default the Python
-    standard library."""
+    """Text file, JSON lines, parquet, a folder of those, or a Hugging Face dataset folder; by
+    default the Python standard library."""
     workers: int = 1
     """Number of processes."""
     text_key: str = "text"
@@ -95,7 +98,8 @@ class Inspect:
     prefix: Annotated[Path, tyro.conf.Positional]
     """PREFIX of the files."""
     tokenizer: Path | None = None
-    """Tokenizer with which to show the beginning of the first documents; it must be the dataset's."""
+    """Tokenizer with which to show the beginning of the first documents; it must be the dataset's.
+    """
     documents: int = 3
     """Number of documents to show."""
 
@@ -143,7 +147,9 @@ class TrainTokenizer:
     input: tuple[Path, ...] = field(default=())
     """Texts, as for `prepare`."""
     kind: TokenizerKind = "bpe"
-    """Kind of tokenizer; roberta and glm are byte-level BPEs with the special tokens of those models."""
+    """Kind of tokenizer; roberta and glm are byte-level BPEs with the special tokens of those
+    models.
+    """
     vocab_size: int = 32000
     """Number of entries."""
     text_key: str = "text"
@@ -213,7 +219,8 @@ def _print_bad(console: Console, report: SourceReport) -> None:
 
 
 def _description(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Table:
-    lengths, meta = dataset.document_lengths(), dataset.meta
+    lengths = dataset.document_lengths()
+    meta = dataset.meta
     ids, _ = token_counts(dataset)
     rows = {
         "documents": str(dataset.num_documents),

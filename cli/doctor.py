@@ -1,4 +1,6 @@
-"""`shardzoo doctor`: shows what is built, which kernels run on each device, and why the others do not."""
+"""`shardzoo doctor`: shows what is built, which kernels run on each device, and why the others do
+not.
+"""
 
 from __future__ import annotations
 

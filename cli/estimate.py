@@ -49,8 +49,8 @@ class EstimateArguments:
     """
 
     model: Annotated[str, tyro.conf.Positional]
-    """A preset, a folder or file with a Hugging Face config.json, or a name on the Hub, of a family of the zoo or any
-    other decoder."""
+    """A preset, a folder or file with a Hugging Face config.json, or a name on the Hub, of a family
+    of the zoo or any other decoder."""
     device_memory: float | None = None
     """Memory of the device in GiB, as advertised: 24, 40, 80."""
     micro_batch_size: int = 1
@@ -76,7 +76,9 @@ class EstimateArguments:
     sequence_parallel: bool = False
     """Also split norms, dropouts and residuals along the sequence."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass: those of attention (selective), or of whole blocks (full)."""
+    """Recompute activations in the backward pass: those of attention (selective), or of whole
+    blocks (full).
+    """
     precision: PrecisionName = "bf16"
     """Precision of parameters and activations; the optimizer keeps fp32 copies."""
     optimizer: OptimizerName = "adamw"
@@ -85,7 +87,9 @@ class EstimateArguments:
     lora_rank: int = 0
     """Rank of LoRA weights, which alone are trained."""
     lora_target_modules: tuple[str, ...] = ()
-    """transformers' names of the layers that get LoRA weights, or all-linear; by default peft's choice."""
+    """transformers' names of the layers that get LoRA weights, or all-linear; by default peft's
+    choice.
+    """
     device: Literal["cuda", "cpu"] = "cuda"
     json: bool = False
     """Print JSON; sizes are in bytes."""
@@ -115,7 +119,9 @@ class EstimateArguments:
 
 
 def find_any_config(name: str) -> tuple[Any, int]:
-    """Returns the configuration, of a family of the zoo or else transformers' own, and the longest sequence."""
+    """Returns the configuration, of a family of the zoo or else transformers' own, and the longest
+    sequence.
+    """
     path = Path(find_config_folder(name))
     path = path / CONFIG if path.is_dir() else path
     values = read_folder_json(path.parent, path.name) or {}
@@ -129,7 +135,9 @@ def find_any_config(name: str) -> tuple[Any, int]:
 
 
 def result_of(found: Estimate, arguments: EstimateArguments, largest: int | None) -> dict[str, Any]:
-    """Returns the values that `--json` prints: counts of parameters and sequences; all others are bytes."""
+    """Returns the values that `--json` prints: counts of parameters and sequences; all others are
+    bytes.
+    """
     peak = found.peak
     result: dict[str, Any] = {
         "model": arguments.model,
@@ -265,7 +273,9 @@ def run(arguments: EstimateArguments) -> int:
         )
     stages = estimate_stages(config, job)
     found = max(stages, key=lambda stage: stage.peak.total)
-    fits, largest, others = True, None, None
+    fits = True
+    largest = None
+    others = None
     if memory is not None:
         fits = found.peak.total <= memory
         largest = largest_micro_batch(

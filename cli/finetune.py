@@ -102,7 +102,9 @@ def help_page() -> HelpPage:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that failed first."""
+    """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that
+    failed first.
+    """
     launch = RankInfo.from_environment()
     given = sys.argv[1:] if argv is None else argv
 
@@ -121,7 +123,8 @@ def run_script() -> NoReturn:
 def make_trainer(arguments: FinetuneCommand) -> Trainer:
     """Returns a trainer whose files are read and whose model is ready.
 
-    If the processes of the run do not exist yet, it starts them, and ends this process with their exit code.
+    If the processes of the run do not exist yet, it starts them, and ends this process with their
+    exit code.
     """
     if not arguments.model_name_or_path:
         raise ValueError("--model-name-or-path is missing: name the folder of a model")

@@ -1,4 +1,6 @@
-"""`shardzoo generate`: reads prompts from the command line, a file or standard input; prints JSON lines or a stream."""
+"""`shardzoo generate`: reads prompts from the command line, a file or standard input; prints JSON
+lines or a stream.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,29 @@ class GenerateArguments(GenerationSettings):
     """The model, the prompts, and the settings of generation."""
 
     model: str = ""
-    """A Hugging Face folder or a shardzoo folder, with its tokenizer, or org/name[@revision] on the Hub."""
+    """A Hugging Face folder or a shardzoo folder, with its tokenizer, or org/name[@revision] on the
+    Hub.
+    """
     adapter: Path | None = None
-    """A folder of peft with LoRA weights for the model, or its name on the Hub. They are merged into the model."""
+    """A folder of peft with LoRA weights for the model, or its name on the Hub.
+
+    They are merged into the model.
+    """
     tokenizer: Path | None = None
-    """A folder with the tokenizer that the model was trained with, or a name on the Hub; by default the model's."""
+    """A folder with the tokenizer that the model was trained with, or a name on the Hub; by default
+    the model's.
+    """
     prompt: tuple[str, ...] = ()
     """Prompts."""
     file: Path | None = None
-    """A file with a prompt on each line, or JSON lines (.jsonl) with a `prompt` or `text`. Without --file and --prompt,
-    prompts are read from standard input."""
+    """A file with a prompt on each line, or JSON lines (.jsonl) with a `prompt` or `text`. Without
+    --file and --prompt, prompts are read from standard input."""
     tp: int = 1
     """Tensor-parallel size; this command starts the processes."""
     pp: int = 1
-    """Number of pipeline stages, each with equally many blocks; this command starts tp x pp processes."""
+    """Number of pipeline stages, each with equally many blocks; this command starts tp x pp
+    processes.
+    """
     stream: bool = False
     """Show text as it is generated, one prompt at a time, instead of JSON lines."""
     full_text: bool = True
@@ -112,7 +123,10 @@ HELP = HelpPage(
 
 
 def given_settings(arguments: GenerateArguments, argv: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings that the command line or its YAML file names. The model's own file decides the others."""
+    """Returns the settings that the command line or its YAML file names.
+
+    The model's own file decides the others.
+    """
     named = {
         word.partition("=")[0].lstrip("-").replace("-", "_")
         for word in argv
@@ -129,7 +143,9 @@ def given_settings(arguments: GenerateArguments, argv: Sequence[str]) -> dict[st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that failed first."""
+    """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that
+    failed first.
+    """
     from ..trainer.launch.rank_info import RankInfo
 
     launch = RankInfo.from_environment()
@@ -191,7 +207,8 @@ def run(arguments: GenerateArguments, settings: dict[str, Any], launch: RankInfo
     from ..trainer.launch.environment import initialize_distributed
     from ..trainer.launch.ranks import on_first_rank
 
-    mesh, device = None, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    mesh = None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.tp * arguments.pp > 1:
         device = initialize_distributed(launch)
         mesh = ParallelMesh(arguments.tp, arguments.pp)

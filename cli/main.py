@@ -1,4 +1,7 @@
-"""Runs `shardzoo <command>`. It imports only the module of that command, so that simple commands start fast."""
+"""Runs `shardzoo <command>`.
+
+It imports only the module of that command, so that simple commands start fast.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +125,9 @@ def _repeating_interrupts() -> Generator[None]:
 
 
 def _interrupt_after(code: CodeType) -> None:
-    """Interrupts the main thread when it has left a function, in which the interrupt would be lost again."""
+    """Interrupts the main thread when it has left a function, in which the interrupt would be lost
+    again.
+    """
     main = threading.main_thread().ident or 0
     while code in (
         frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames().get(main))

@@ -1,4 +1,6 @@
-"""Implements `shardzoo models`: lists the families, or presets and the memory that each needs on a rank."""
+"""Implements `shardzoo models`: lists the families, or presets and the memory that each needs on a
+rank.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,21 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class ModelsArguments:
-    """Lists the zoo's families, or named models and the memory that weights, gradients and optimizer take on a rank."""
+    """Lists the zoo's families, or named models and the memory that weights, gradients and
+    optimizer take on a rank.
+    """
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Families, presets, folders with a config.json, or names on the Hub; without one, all families with their
-    architectures."""
+    """Families, presets, folders with a config.json, or names on the Hub; without one, all families
+    with their architectures."""
     tp: int = 1
     """Tensor-parallel size."""
     dtype: PrecisionName = "bf16"
     """Data type of weights and gradients."""
     optimizer: Literal["none", "sgd", "momentum", "lion", "adam"] = "adam"
-    """Optimizer; its state is in fp32, and it keeps an fp32 copy of 16-bit weights. "none" is inference."""
+    """Optimizer; its state is in fp32, and it keeps an fp32 copy of 16-bit weights. "none" is
+    inference.
+    """
 
 
 HELP = HelpPage("shardzoo models", ModelsArguments)
@@ -51,7 +57,8 @@ class Size:
         parameters: Elements of the unsplit model, without padding.
         on_rank: Elements of the largest rank, with padding; None if the model cannot be split so.
         largest: The largest tensor-parallel size that the model can be split into.
-        uneven: How much more the busiest rank computes than an even share, e.g. 0.04; None if `on_rank` is.
+        uneven: How much more the busiest rank computes than an even share, e.g. 0.04; None if
+            `on_rank` is.
     """
 
     parameters: int
@@ -72,7 +79,9 @@ def measure(config: ModelConfig, tensor_parallel_size: int) -> Size:
 
 
 def bytes_on_rank(parameters: int, dtype: str, optimizer: str) -> int:
-    """Returns the bytes of the weights; for training also of gradients, optimizer state and fp32 master weights."""
+    """Returns the bytes of the weights; for training also of gradients, optimizer state and fp32
+    master weights.
+    """
     precision = PRECISIONS[dtype]
     each = precision.itemsize
     if optimizer != "none":
@@ -82,7 +91,10 @@ def bytes_on_rank(parameters: int, dtype: str, optimizer: str) -> int:
 
 
 def select(names: Sequence[str]) -> list[tuple[str, ModelConfig]]:
-    """Returns the presets of named families, and named presets and folders. Raises ValueError for any other name."""
+    """Returns the presets of named families, and named presets and folders.
+
+    Raises ValueError for any other name.
+    """
     found = []
     for name in names:
         found += family(name).presets.items() if name in FAMILIES else [(name, find_config(name))]
@@ -90,7 +102,9 @@ def select(names: Sequence[str]) -> list[tuple[str, ModelConfig]]:
 
 
 def families_table() -> Table:
-    """Returns a table of all families: their architectures, and their presets with the number of parameters."""
+    """Returns a table of all families: their architectures, and their presets with the number of
+    parameters.
+    """
     table = Table(title="the zoo", box=box.SIMPLE, pad_edge=False)
     for column in ("family", "kind", "architectures", "presets"):
         table.add_column(column, overflow="fold")

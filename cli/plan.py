@@ -36,7 +36,8 @@ from .console import exit_code_of
 from .help import HelpPage, show_help
 from .pretrain import RECIPES, PretrainCommand
 
-GIB, DAY = 1 << 30, 86400
+GIB = 1 << 30
+DAY = 86400
 NO_LAYOUT_FITS = 1
 STEPS = 5  # simulated with stragglers, and averaged
 
@@ -53,7 +54,9 @@ class PlanArguments:
     gpus: int = 8
     """Devices."""
     device: str = "h100"
-    """v100, a100-40gb, a100, h100, h200, b200, mi300x or cpu, or a YAML file with a device's figures."""
+    """v100, a100-40gb, a100, h100, h200, b200, mi300x or cpu, or a YAML file with a device's
+    figures.
+    """
     tokens: float = 300e9
     """Tokens to train on; in an encoder-decoder, of its sources."""
     global_batch_size: int = 512
@@ -76,9 +79,12 @@ class PlanArguments:
     bandwidth: float | None = None
     """The device's memory bandwidth, in GB/s."""
     inside: str | None = None
-    """The link inside a node, such as nvlink4, or its GB/s in one direction; by default the device's usual server's."""
+    """The link inside a node, such as nvlink4, or its GB/s in one direction; by default the
+    device's usual server's.
+    """
     network: str | None = None
-    """A network adapter, such as infiniband-hdr, or its GB/s; by default that of the usual server."""
+    """A network adapter, such as infiniband-hdr, or its GB/s; by default that of the usual server.
+    """
     node_size: int | None = None
     """Devices in a node; by default 8."""
     adapters: int | None = None
@@ -86,8 +92,9 @@ class PlanArguments:
     best: int = 10
     """How many layouts are shown."""
     calibrate: Path | None = None
-    """Measure this machine, for about a minute, and write a file for `--device`. `--node-size` processes share it, by
-    default one for each GPU, or one on a CPU. With a MODEL, plan with these figures."""
+    """Measure this machine, for about a minute, and write a file for `--device`. `--node-size`
+    processes share it, by default one for each GPU, or one on a CPU. With a MODEL, plan with these
+    figures."""
     write: Path | None = None
     """Write the first layout as a recipe for `pretrain.py --config`."""
     json: bool = False
@@ -97,7 +104,9 @@ class PlanArguments:
     mtbf: float = 50_000.0
     """Simulation: mean hours between failures of one device."""
     save_seconds: float | None = None
-    """Simulation: seconds that a save costs; by default those of copying a rank's state to the host."""
+    """Simulation: seconds that a save costs; by default those of copying a rank's state to the
+    host.
+    """
     restart_seconds: float = 600.0
     """Simulation: seconds from a failure to the first repeated step."""
     slow_share: float = 0.0
@@ -177,7 +186,8 @@ HELP = HelpPage(
 
 def result_of(plan: Plan, cluster: Cluster, tokens: float) -> dict[str, Any]:
     """Returns the values of a layout that `--json` prints."""
-    run, step = plan.run, plan.time.total
+    run = plan.run
+    step = plan.time.total
     rate = run.global_batch * run.length / step
     return {
         "tensor_parallel_size": run.tensor,
@@ -240,8 +250,11 @@ def reason(plans: Sequence[Plan]) -> str:
 def simulated(
     plan: Plan, config: ModelConfig, request: PlanRequest, arguments: PlanArguments
 ) -> dict[str, Any]:
-    """Returns what `--simulate` prints of a layout, in seconds: its step from events, and the run with failures."""
-    network, cluster = build_network(config), arguments.cluster()
+    """Returns what `--simulate` prints of a layout, in seconds: its step from events, and the run
+    with failures.
+    """
+    network = build_network(config)
+    cluster = arguments.cluster()
     stragglers = Stragglers(arguments.slow_share, arguments.slowdown, arguments.jitter)
     samples = STEPS if stragglers.jitter or stragglers.slow_share else 1
     seeds = range(arguments.seed, arguments.seed + samples)
@@ -255,10 +268,8 @@ def simulated(
         if arguments.save_seconds is None
         else arguments.save_seconds
     )
-    failures, devices = (
-        Failures(arguments.mtbf * 3600, save, arguments.restart_seconds),
-        plan.run.gpus,
-    )
+    failures = Failures(arguments.mtbf * 3600, save, arguments.restart_seconds)
+    devices = plan.run.gpus
     work = arguments.tokens / (plan.run.global_batch * plan.run.length) * step
     found = forecast_run(failures, devices, work, seed=arguments.seed)
     return {
@@ -292,11 +303,11 @@ def account(values: dict[str, Any], plan: Plan) -> str:
 
 
 def recipe(plan: Plan, request: PlanRequest, arguments: PlanArguments) -> dict[str, Any]:
-    """Returns the arguments of `pretrain.py`: those of the model's own recipe, if it has one, with layout and nodes."""
-    run, own = (
-        plan.run,
-        {path.stem: path for path in RECIPES.glob("*.yaml")}.get(arguments.model or ""),
-    )
+    """Returns the arguments of `pretrain.py`: those of the model's own recipe, if it has one, with
+    layout and nodes.
+    """
+    run = plan.run
+    own = {path.stem: path for path in RECIPES.glob("*.yaml")}.get(arguments.model or "")
     values: dict[str, Any] = (
         dict(read_yaml(PretrainCommand, own)) if own else {"model": arguments.model}
     )
@@ -333,7 +344,10 @@ def main(argv: list[str]) -> int:
 
 
 def measure(arguments: PlanArguments, path: Path) -> None:
-    """Measures this machine, and writes its figures. ValueError if another kind of file or more processes are asked."""
+    """Measures this machine, and writes its figures.
+
+    ValueError if another kind of file or more processes are asked.
+    """
     if path.suffix not in FILES:
         raise ValueError(
             f"--calibrate writes a YAML file, so its name must end with {' or '.join(FILES)}, not {path}"

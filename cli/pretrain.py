@@ -1,6 +1,7 @@
 """Pretrain a model of the zoo under DeepSpeed, its layers split over several processes.
 
-Without arguments a small GPT-2 learns the source of the Python standard library. `key=value` stands for `--key value`.
+Without arguments a small GPT-2 learns the source of the Python standard library. `key=value` stands
+for `--key value`.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ class PretrainCommand(PretrainingArguments):
     """The arguments of `pretrain.py`."""
 
     objective: Annotated[Objective | None, tyro.conf.AvoidSubcommands] = None
-    """What the model learns to predict: `--objective NAME`, by default the family's own. Its settings:"""
+    """What the model learns to predict:
+
+    `--objective NAME`, by default the family's own. Its settings:
+    """
     config: Path | None = None
-    """YAML file with values for these arguments; the command line takes precedence. By default the recipe of the model,
-    if recipes/ has one."""
+    """YAML file with values for these arguments; the command line takes precedence. By default the
+    recipe of the model, if recipes/ has one."""
     local_rank: Annotated[int, tyro.conf.arg(help="Set by launchers.")] = 0
 
 
@@ -90,7 +94,9 @@ def help_page(objective: str) -> HelpPage:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that failed first."""
+    """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that
+    failed first.
+    """
     launch = RankInfo.from_environment()
 
     def work() -> int:
@@ -105,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.dry_run and launch.is_first:
             print(defaults)
             Console().print(run_plan(arguments, inputs))
-        size, stages = arguments.model_parallel_size, arguments.pipeline_parallel_size
+        size = arguments.model_parallel_size
+        stages = arguments.pipeline_parallel_size
         if launch.world_size < size * stages and not arguments.dry_run and not arguments.hostfile:
             split = f"--model-parallel-size {size}" + (
                 f" x --pipeline-parallel-size {stages}" if stages > 1 else ""
@@ -130,8 +137,8 @@ def run_script() -> NoReturn:
 def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
     """Returns the command line's arguments.
 
-    Where it is silent, those of the file that `--config` names count, or else those of the model's recipe. If a run
-    continues, its saved arguments are the defaults instead of a recipe's.
+    Where it is silent, those of the file that `--config` names count, or else those of the model's
+    recipe. If a run continues, its saved arguments are the defaults instead of a recipe's.
     """
     argv, name = _without_objective(overrides_as_options(argv, PretrainCommand))
     config = given_value(argv, "config")
@@ -154,7 +161,8 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
 
 
 def _of_restart(argv: list[str], values: Mapping[str, Any]) -> list[str]:
-    """Returns the command line of a job that is started again: it resumes its run, or begins it again if none is saved.
+    """Returns the command line of a job that is started again: it resumes its run, or begins it
+    again if none is saved.
 
     The job has begun the run in its output folder before.
     """
@@ -174,7 +182,9 @@ def _recipe(argv: Sequence[str]) -> Path | None:
 
 
 def _saved_values(argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the saved arguments of the run in the output folder, if the command line continues or evaluates it."""
+    """Returns the saved arguments of the run in the output folder, if the command line continues or
+    evaluates it.
+    """
     resume, eval_only = (
         (given_value(argv, name) or str(values.get(name, False))).lower() == "true"
         for name in ("resume", "eval_only")
@@ -197,7 +207,9 @@ def _saved_values(argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, A
 
 
 def _check_unchanged(arguments: PretrainCommand, before: PretrainCommand) -> None:
-    """Raises ValueError if arguments differ from those of the run in a value that a run cannot change."""
+    """Raises ValueError if arguments differ from those of the run in a value that a run cannot
+    change.
+    """
     for name in FIXED:
         if (value := getattr(before, name)) != (now := getattr(arguments, name)):
             raise ValueError(
@@ -208,7 +220,8 @@ def _check_unchanged(arguments: PretrainCommand, before: PretrainCommand) -> Non
 
 def _without_objective(argv: Sequence[str]) -> tuple[list[str], str | None]:
     """Returns the command line without `--objective NAME`, and the name, or None."""
-    rest, name = [], None
+    rest = []
+    name = None
     words = deque(argv)
     while words:
         option, equals, value = (word := words.popleft()).partition("=")
@@ -227,9 +240,11 @@ def _objective(argv: Sequence[str], name: str | None, values: Mapping[str, Any])
 
     Args:
         name: The objective that the command line names.
-        values: The arguments of the file. The objective in them is a name, or settings with or without a name.
+        values: The arguments of the file. The objective in them is a name, or settings with or
+            without a name.
 
-    Raises ValueError if there is no such objective, or it lacks a setting of the command line or the file.
+    Raises ValueError if there is no such objective, or it lacks a setting of the command line or
+    the file.
     """
     settings = _settings(values.get("objective"))
     model, init_from = (given_value(argv, key) or values.get(key) for key in ("model", "init_from"))
@@ -276,7 +291,11 @@ def _settings(value: Any) -> dict[str, Any]:
 
 
 def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of two argument files. The second takes precedence; it may set a part of an objective."""
-    before, after = _settings(low.get("objective")), _settings(high.get("objective"))
+    """Returns the values of two argument files.
+
+    The second takes precedence; it may set a part of an objective.
+    """
+    before = _settings(low.get("objective"))
+    after = _settings(high.get("objective"))
     same = after.get("name", before.get("name")) == before.get("name")
     return {**low, **high, "objective": {**before, **after} if same else after}

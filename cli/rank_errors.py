@@ -17,9 +17,11 @@ REPORT_TIMEOUT = timedelta(
 
 
 def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
-    """Runs `work` on this rank. A user's error (`ValueError`, `OSError`) becomes exit code 2 and a message on stderr.
+    """Runs `work` on this rank. A user's error (`ValueError`, `OSError`) becomes exit code 2 and a
+    message on stderr.
 
-    The first rank reports an error that all ranks raise. An error that only other ranks raise is reported by them.
+    The first rank reports an error that all ranks raise. An error that only other ranks raise is
+    reported by them.
     """
     try:
         return work()
@@ -42,12 +44,11 @@ def _report_once(error: ValueError | OSError, launch: RankInfo) -> None:
         else:  # a launcher stops all ranks as soon as one has failed, which must not be before the report
             time.sleep(REPORT_TIMEOUT.total_seconds())
         return
-    # This uses the group's store instead of a collective, because another rank may be inside a different collective.
+    # This uses the group's store instead of a collective, because another rank may be inside a
+    # different collective.
     store = dist.distributed_c10d._get_default_store()
-    reported, seen = (
-        f"reported: {error}",
-        [f"seen by {rank}: {error}" for rank in range(launch.world_size)],
-    )
+    reported = f"reported: {error}"
+    seen = [f"seen by {rank}: {error}" for rank in range(launch.world_size)]
     if launch.is_first:
         _report(error)
         store.set(reported, "")

@@ -196,7 +196,8 @@ def seq2seq_collate_fn(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.
         for one in samples
     ]
     for row in rows:
-        ids, generated = row["input_ids"], row["token_type_ids"] == 1
+        ids = row["input_ids"]
+        generated = row["token_type_ids"] == 1
         row["labels"] = np.append(np.where(generated[1:], ids[1:], IGNORED), IGNORED)
     prefixes = torch.tensor([int((row["token_type_ids"] == 0).sum()) for row in rows])
     mask = prefix_mask(prefixes, [len(row["input_ids"]) for row in rows])

@@ -23,7 +23,8 @@ class Predictor:
     """
 
     def __init__(self, model: Any, tokenizer: FlagAITokenizer) -> None:
-        self.model, self.tokenizer = model.eval(), tokenizer
+        self.model = model.eval()
+        self.tokenizer = tokenizer
 
     def predict_generate_beamsearch(
         self, text: str, input_max_length: int = 256, out_max_length: int = 100, beam_size: int = 1

@@ -1,7 +1,7 @@
 """The build backend: setuptools, which gets torch where there is something to compile against it.
 
-Without this, an isolated build would have no torch, or one that only packs the sources would download it. Which torch
-it is does not matter: the kernel library works with each one from 2.11 on.
+Without this, an isolated build would have no torch, or one that only packs the sources would
+download it. Which torch it is does not matter: the kernel library works with each one from 2.11 on.
 """
 
 from setuptools import build_meta

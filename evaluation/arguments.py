@@ -10,7 +10,8 @@ from typing import Any
 
 from ..checkpoint.hub import TEXTS, find_model
 
-# The arguments of the harness's own model of transformers, `hf`, that say how it evaluates, not what it loads.
+# The arguments of the harness's own model of transformers, `hf`, that say how it evaluates, not
+# what it loads.
 HARNESS_ARGUMENTS = (
     "add_bos_token", "batch_size", "chat_template_args", "enable_thinking", "logits_cache", "max_batch_size",
     "max_length", "mixed_precision_dtype", "prefix_token_id", "softmax_dtype", "think_end_token", "truncation",
@@ -21,10 +22,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """Which model is evaluated, and over how many ranks it is split. Raises ValueError for a value that cannot work.
+    """Which model is evaluated, and over how many ranks it is split. Raises ValueError for a value
+    that cannot work.
 
     Attributes:
-        pretrained: A Hugging Face folder or a shardzoo folder with its tokenizer, or org/name[@revision] on the Hub.
+        pretrained: A Hugging Face folder or a shardzoo folder with its tokenizer, or
+            org/name[@revision] on the Hub.
         tensor_parallel_size: Number of processes that each layer is split over.
         dtype: Type of the weights; auto: as they are stored.
         tokenizer: A folder with the tokenizer, or a name on the Hub; by default the model's.
@@ -75,7 +78,9 @@ class ModelArguments:
             )
 
     def folders(self) -> tuple[Path, Path, Path | None]:
-        """Returns the folders of the model, its tokenizer and its LoRA weights, downloaded if they are on the Hub."""
+        """Returns the folders of the model, its tokenizer and its LoRA weights, downloaded if they
+        are on the Hub.
+        """
         model = find_model(self.pretrained, "pretrained")
         if not model.is_dir():
             raise ValueError(

@@ -1,7 +1,9 @@
-"""The model `shardzoo` of lm-evaluation-harness: its model `hf` of transformers, with a split model of the zoo inside.
+"""The model `shardzoo` of lm-evaluation-harness: its model `hf` of transformers, with a split model
+of the zoo inside.
 
-The first rank alone runs the harness: it reads the tasks, keeps its caches and reports. What it asks the model for, it
-asks of all ranks, so the others need neither tasks nor data, and cannot disagree about them.
+The first rank alone runs the harness: it reads the tasks, keeps its caches and reports. What it
+asks the model for, it asks of all ranks, so the others need neither tasks nor data, and cannot
+disagree about them.
 """
 
 from __future__ import annotations
@@ -51,14 +53,18 @@ class WholeOutputs(nn.Module):
         from transformers import AutoConfig
 
         super().__init__()
-        self.model, self.generation_config = model, generation_config
+        self.model = model
+        self.generation_config = generation_config
         self.config = AutoConfig.for_model(**model.config.to_dict())
-        self.device, self.dtype = next(model.parameters()).device, model.dtype
+        self.device = next(model.parameters()).device
+        self.dtype = model.dtype
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
     ) -> SimpleNamespace:
-        """Returns an object with the `logits` of the whole vocabulary, [B, S, V], or [B, T, V] for labels [B, T]."""
+        """Returns an object with the `logits` of the whole vocabulary, [B, S, V], or [B, T, V] for
+        labels [B, T].
+        """
         target: dict[str, Tensor] = {}
         if labels is not None:
             target["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
@@ -80,13 +86,16 @@ class WholeOutputs(nn.Module):
 class ShardzooLM(HFLM):
     """A causal language model or an encoder-decoder of the zoo, for lm-evaluation-harness.
 
-    Results are those of the harness's model `hf`, whose way to tokenize, truncate, batch and stop it has. Under tensor
-    parallelism every rank creates it; then the first one evaluates, and the others `serve`. See `simple_evaluate`.
+    Results are those of the harness's model `hf`, whose way to tokenize, truncate, batch and stop
+    it has. Under tensor parallelism every rank creates it; then the first one evaluates, and the
+    others `serve`. See `simple_evaluate`.
 
     Args:
-        given: The fields of `ModelArguments`, and arguments of `hf` that say how it evaluates, such as batch_size.
+        given: The fields of `ModelArguments`, and arguments of `hf` that say how it evaluates, such
+            as batch_size.
 
-    Raises ValueError for an unknown argument, a model that generates no text, or another number of processes.
+    Raises ValueError for an unknown argument, a model that generates no text, or another number of
+    processes.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -113,7 +122,9 @@ class ShardzooLM(HFLM):
         self.pretrained = str(folder)
 
     def serve(self) -> None:
-        """On a rank that is not the first: computes what the first one asks for, until it has finished."""
+        """On a rank that is not the first: computes what the first one asks for, until it has
+        finished.
+        """
         while True:
             request: Any = on_first_rank(lambda: None)
             if request is None:
@@ -156,7 +167,8 @@ def simple_evaluate(model_args: Mapping[str, Any] | str, **options: Any) -> dict
     """Evaluates a model on all ranks; returns the results on the first one, and None on the others.
 
     Args:
-        model_args: See `ShardzooLM`; a mapping, or text such as "pretrained=FOLDER,tensor_parallel_size=2".
+        model_args: See `ShardzooLM`; a mapping, or text such as
+            "pretrained=FOLDER,tensor_parallel_size=2".
         options: Of `lm_eval.simple_evaluate`, such as `tasks`.
     """
     given = dict(
@@ -172,7 +184,9 @@ def simple_evaluate(model_args: Mapping[str, Any] | str, **options: Any) -> dict
 
 @contextmanager
 def leading() -> Generator[None]:
-    """On the first rank: ends `ShardzooLM.serve` of the others after the context, with its user's error if it fails."""
+    """On the first rank: ends `ShardzooLM.serve` of the others after the context, with its user's
+    error if it fails.
+    """
     try:
         yield
     except (ValueError, OSError) as error:
@@ -187,8 +201,12 @@ def _raise(error: Exception) -> None:
 
 
 def _join(arguments: ModelArguments) -> tuple[ParallelMesh | None, torch.device]:
-    """Returns the mesh and the device of this rank. ValueError if the processes are not those of the arguments."""
-    launch, size = RankInfo.from_environment(), arguments.tensor_parallel_size
+    """Returns the mesh and the device of this rank.
+
+    ValueError if the processes are not those of the arguments.
+    """
+    launch = RankInfo.from_environment()
+    size = arguments.tensor_parallel_size
     if launch.world_size != size:
         raise ValueError(
             f"tensor_parallel_size={size} needs {size} processes, but {launch.world_size} were started; use `shardzoo "

@@ -1,4 +1,6 @@
-"""Defines the arguments of fine-tuning: the trainer's, and t2t-tuner's for model, files, lengths and evaluation."""
+"""Defines the arguments of fine-tuning: the trainer's, and t2t-tuner's for model, files, lengths
+and evaluation.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 @with_argument_aliases
 @dataclass(frozen=True)
 class FinetuningArguments(TrainingArguments):
-    """Arguments of fine-tuning. Also accepts FlagAI's and transformers' names of the training arguments.
+    """Arguments of fine-tuning. Also accepts FlagAI's and transformers' names of the training
+    arguments.
 
     All values are checked on construction; a `ValueError` names the values that would work.
     """
@@ -51,31 +54,41 @@ class FinetuningArguments(TrainingArguments):
     log_interval: int = 10
 
     model_name_or_path: str = ""
-    """A Hugging Face folder or a shardzoo folder with its tokenizer, or a name on the Hugging Face Hub."""
+    """A Hugging Face folder or a shardzoo folder with its tokenizer, or a name on the Hugging Face
+    Hub.
+    """
     task: Task | None = None
-    """By default it follows from the model and the training file: text2text-generation for pairs, text-classification
-    for pairs with an encoder, text-generation for plain text, and the others for the keys of their records."""
+    """By default it follows from the model and the training file: text2text-generation for pairs,
+    text-classification for pairs with an encoder, text-generation for plain text, and the others
+    for the keys of their records."""
     problem_type: ProblemType | None = None
-    """Of text-classification; by default it follows from the labels: names and whole numbers, lists, other numbers."""
+    """Of text-classification; by default it follows from the labels: names and whole numbers,
+    lists, other numbers.
+    """
     native: bool | None = None
-    """Train the zoo's model, whose layers can be split, or transformers'; by default the zoo's if it has one."""
+    """Train the zoo's model, whose layers can be split, or transformers'; by default the zoo's if
+    it has one.
+    """
 
     train_file: str | None = None
-    """JSON lines {"translation": {"s": source, "t": target}} or with the two keys at the top, NAME.source beside
-    NAME.target, parquet, or a datasets folder; for text-generation text files, folders, or JSON lines with `text`."""
+    """JSON lines {"translation": {"s": source, "t": target}} or with the two keys at the top,
+    NAME.source beside NAME.target, parquet, or a datasets folder; for text-generation text files,
+    folders, or JSON lines with `text`."""
     validation_file: str | None = None
     """A file like train_file, for evaluations during training."""
     test_file: str | None = None
     """A file like train_file, for a test at the end."""
     validation_split: float = 5
-    """Percent of the training data to use for validation if there is no validation_file; a number below 1 is a share,
-    as in t2t-tuner."""
+    """Percent of the training data to use for validation if there is no validation_file; a number
+    below 1 is a share, as in t2t-tuner."""
     source_id: str = "s"
     """Key of the source texts."""
     target_id: str = "t"
     """Key of the target texts, or of the labels."""
     pair_id: str | None = None
-    """Key of a second text, for text-classification; for multiple-choice, of a text that begins each choice."""
+    """Key of a second text, for text-classification; for multiple-choice, of a text that begins
+    each choice.
+    """
     choices_id: str = "choices"
     """Key of the choices of multiple-choice."""
     messages_id: str = "messages"
@@ -106,15 +119,19 @@ class FinetuningArguments(TrainingArguments):
     generation_max_length: int | None = None
     """Maximum new tokens of generated texts; by default max_target_length."""
     metric: str = "sacrebleu"
-    """Names of metrics, separated by commas; see docs/finetune.md for those of each task. The default is for generated
-    texts; the other tasks have their own, to which the named ones are added."""
+    """Names of metrics, separated by commas; see docs/finetune.md for those of each task. The
+    default is for generated texts; the other tasks have their own, to which the named ones are
+    added."""
 
     label_smoothing: float = 0.0
     """Share of a target's probability that all classes, or all tokens, get equally."""
     class_weights: str | None = None
-    """Factors of the loss of each class: numbers separated by commas, or "balanced" for n / (classes · count)."""
+    """Factors of the loss of each class: numbers separated by commas, or "balanced" for n /
+    (classes · count).
+    """
     packing: bool = False
-    """Put several conversations, or pairs of a decoder, into one row; each attends to itself only."""
+    """Put several conversations, or pairs of a decoder, into one row; each attends to itself only.
+    """
     group_by_length: bool = False
     """Let the samples of a batch have similar lengths."""
     dropout_rate: float | None = None
@@ -208,9 +225,11 @@ class FinetuningArguments(TrainingArguments):
         return "deepspeed+mpu" if several or zero else "pytorch"
 
     def resolved(self) -> FinetuningArguments:
-        """Returns the arguments with defaults resolved for this machine and the number of processes.
+        """Returns the arguments with defaults resolved for this machine and the number of
+        processes.
 
-        Raises ValueError if a named file does not exist. NAME stands for NAME.source with NAME.target.
+        Raises ValueError if a named file does not exist. NAME stands for NAME.source with
+        NAME.target.
         """
         for name in ("train_file", "validation_file", "test_file"):
             path = getattr(self, name)

@@ -60,7 +60,10 @@ class FinetuningData:
         source: ModelSource,
         tokenizer: TextTokenizer,
     ) -> None:
-        self.arguments, self.task, self.source, self.tokenizer = arguments, task, source, tokenizer
+        self.arguments = arguments
+        self.task = task
+        self.source = source
+        self.tokenizer = tokenizer
         self.prompt: list[str] = []
         self.positions: int | None = None
         self._records: Any = None
@@ -158,7 +161,9 @@ class FinetuningData:
             raise ValueError(f"{named} is more than the model's {positions} positions; use less")
 
     def train(self, valid: bool) -> Any:
-        """Returns the records to train on, without those for validation if `valid` and there is no validation_file."""
+        """Returns the records to train on, without those for validation if `valid` and there is no
+        validation_file.
+        """
         if not valid or self.arguments.validation_file is not None:
             return self._train_records()
         return self._split_records().train
@@ -215,14 +220,14 @@ class FinetuningData:
         return load_pairs(path, **keys, prefix=chosen.prefix)
 
     def samples(self, records: Any) -> Any:
-        """Returns the samples that the model is trained on: dicts of arrays, each made when it is accessed."""
-        chosen, lengths = (
-            self.arguments,
-            {
-                "max_source_length": self.arguments.max_source_length,
-                "max_target_length": self.arguments.max_target_length,
-            },
-        )
+        """Returns the samples that the model is trained on: dicts of arrays, each made when it is
+        accessed.
+        """
+        chosen = self.arguments
+        lengths = {
+            "max_source_length": self.arguments.max_source_length,
+            "max_target_length": self.arguments.max_target_length,
+        }
         if self.task == "text-generation":
             return records
         if self.task == "chat":
@@ -247,8 +252,11 @@ class FinetuningData:
         return Seq2SeqDataset(pairs, self.tokenizer, begin=self.tokenizer.begin, **lengths)
 
     def training_samples(self, records: Any) -> Any:
-        """Returns the samples as they are trained on: packed, or in an order by length, if the arguments say so."""
-        samples, chosen = self.samples(records), self.arguments
+        """Returns the samples as they are trained on: packed, or in an order by length, if the
+        arguments say so.
+        """
+        samples = self.samples(records)
+        chosen = self.arguments
         if chosen.packing:
             if (
                 self.source.shape != "decoder"
@@ -313,7 +321,8 @@ def _first(records: Any, most: int | None) -> Any:
 
 
 class TextTokenizer(TransformersTokenizer):
-    """Gives transformers' tokenizer the interface of `shardzoo.data`. It recognizes special tokens in text.
+    """Gives transformers' tokenizer the interface of `shardzoo.data`. It recognizes special tokens
+    in text.
 
     Attributes:
         begin: Ids that the tokenizer puts before every text, such as a beginning-of-sequence token.
@@ -322,7 +331,8 @@ class TextTokenizer(TransformersTokenizer):
     def __init__(self, backend: Any) -> None:
         self.backend = backend
         self.vocab_size = len(backend)
-        whole, bare = backend("a")["input_ids"], backend("a", add_special_tokens=False)["input_ids"]
+        whole = backend("a")["input_ids"]
+        bare = backend("a", add_special_tokens=False)["input_ids"]
         starts = (n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
         self.begin: list[int] = whole[: next(starts, 0)]
         self.ends = (backend.cls_token_id, backend.sep_token_id)  # around the texts of an encoder
@@ -338,7 +348,8 @@ class Chosen(Sequence[Any]):
     """A selection of records, in a given order."""
 
     def __init__(self, records: Sequence[Any], numbers: Sequence[int]) -> None:
-        self.records, self.numbers = records, numbers
+        self.records = records
+        self.numbers = numbers
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -351,7 +362,8 @@ class SourcesChanged(Sequence[tuple[str, str]]):
     """Pairs with a function applied to their sources."""
 
     def __init__(self, pairs: Sequence[tuple[str, str]], change: Callable[[str], str]) -> None:
-        self.pairs, self.change = pairs, change
+        self.pairs = pairs
+        self.change = change
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -387,7 +399,10 @@ class HeldOutSplit:
 
 
 def held_out(records: Any, percent: float, seed: int) -> HeldOutSplit:
-    """Holds out `percent` of the records for validation, at least one unless 0. ValueError if none remains to train."""
+    """Holds out `percent` of the records for validation, at least one unless 0.
+
+    ValueError if none remains to train.
+    """
     if percent == 0:
         return HeldOutSplit(records, None)
     count = max(1, round(len(records) * percent / 100))
@@ -408,8 +423,10 @@ class Collate:
 
     Args:
         multiple_of: Lengths are rounded up to a multiple of this.
-        learn_padding: Whether to pad labels with pad_token_id, which is then predicted, instead of -100.
-        prefixes: Whether the samples' attention_mask is the length of the part that all tokens attend to.
+        learn_padding: Whether to pad labels with pad_token_id, which is then predicted, instead of
+            -100.
+        prefixes: Whether the samples' attention_mask is the length of the part that all tokens
+            attend to.
     """
 
     def __init__(
@@ -420,7 +437,9 @@ class Collate:
         learn_padding: bool = False,
         prefixes: bool = False,
     ) -> None:
-        self.pad_token_id, self.learn_padding, self.prefixes = pad_token_id, learn_padding, prefixes
+        self.pad_token_id = pad_token_id
+        self.learn_padding = learn_padding
+        self.prefixes = prefixes
         self._pad = PadBatch(pad_token_id, multiple_of=multiple_of)
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -439,7 +458,8 @@ class Collate:
 
 
 def prefix_mask(prefixes: Tensor, lengths: Sequence[int], size: int | None = None) -> Tensor:
-    """Returns bool [B, 1, S, S], True where a query attends to a key: to the prefix, and causally to what follows it.
+    """Returns bool [B, 1, S, S], True where a query attends to a key: to the prefix, and causally
+    to what follows it.
 
     Args:
         prefixes: int64 [B], the lengths of the prefixes.
@@ -453,6 +473,8 @@ def prefix_mask(prefixes: Tensor, lengths: Sequence[int], size: int | None = Non
 
 
 def segment_mask(segments: Tensor) -> Tensor:
-    """Returns bool [B, 1, S, S], True where a query attends to a key: causally, within its segment of int64 [B, S]."""
+    """Returns bool [B, 1, S, S], True where a query attends to a key: causally, within its segment
+    of int64 [B, S].
+    """
     same = segments[:, None] == segments[:, :, None]
     return same.tril()[:, None]

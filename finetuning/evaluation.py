@@ -1,4 +1,6 @@
-"""Measures predictions and generated texts by metrics that have the names of the library `evaluate`."""
+"""Measures predictions and generated texts by metrics that have the names of the library
+`evaluate`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ LONGEST_ANSWER = 30  # tokens, as in transformers' run_qa.py
 
 
 def metric_names(given: str, kind: str) -> tuple[str, ...]:
-    """Returns the metrics to compute: those of the `kind` that are named, and its default unless it is of texts.
+    """Returns the metrics to compute: those of the `kind` that are named, and its default unless it
+    is of texts.
 
     Raises ValueError for an unknown metric, or one whose package is missing.
     """
@@ -64,14 +67,13 @@ def text_values(
     """Compares generated texts with their targets; leading and trailing white space is ignored.
 
     Args:
-        metrics: "sacrebleu" is corpus BLEU (Post 2018), "chrf" and "ter" are those of sacrebleu too, 0 to 100. "rouge"
-            gives mean F-measures of ROUGE-1, -2 and -L with stemming, 0 to 100 (Lin 2004). "accuracy" and "exact_match"
-            are the share of texts equal to their target, 0 to 1.
+        metrics: "sacrebleu" is corpus BLEU (Post 2018), "chrf" and "ter" are those of sacrebleu
+            too, 0 to 100. "rouge" gives mean F-measures of ROUGE-1, -2 and -L with stemming, 0 to
+            100 (Lin 2004). "accuracy" and "exact_match" are the share of texts equal to their
+            target, 0 to 1.
     """
-    predictions, targets = (
-        [text.strip() for text in predictions],
-        [text.strip() for text in targets],
-    )
+    predictions = [text.strip() for text in predictions]
+    targets = [text.strip() for text in targets]
     values: dict[str, float] = {}
     for metric in metrics:
         if metric in ("accuracy", "exact_match"):
@@ -101,7 +103,9 @@ def _rouge(predictions: Sequence[str], targets: Sequence[str]) -> dict[str, floa
 def generated_texts(
     generator: TextGenerator, model: Any, sources: Sequence[str], ranks: Ranks
 ) -> list[str]:
-    """Returns the texts generated for the sources, on all ranks; the data-parallel ranks share the sources."""
+    """Returns the texts generated for the sources, on all ranks; the data-parallel ranks share the
+    sources.
+    """
     mine = range(ranks.dp_rank, len(sources), ranks.dp_size)
     texts = generator(model, [sources[number] for number in mine])
     every = ranks.gather(list(zip(mine, texts, strict=True)) if ranks.reports else [])
@@ -110,14 +114,15 @@ def generated_texts(
 
 
 def predictions_of(kind: str, output: Any, batch: Mapping[str, Tensor]) -> list[Any]:
-    """Returns what the metrics of a `kind` need of each row: (prediction, label), for words lists of such pairs, and
-    for answers the logits of the first and the last token."""
+    """Returns what the metrics of a `kind` need of each row: (prediction, label), for words lists
+    of such pairs, and for answers the logits of the first and the last token."""
     if kind == "answers":
         logits = (
             output_field(output, f"{end}_logits").float().cpu().tolist() for end in ("start", "end")
         )
         return list(zip(*logits, strict=True))
-    logits, labels = output_field(output, "logits").float().cpu(), batch["labels"].cpu()
+    logits = output_field(output, "logits").float().cpu()
+    labels = batch["labels"].cpu()
     if kind == "numbers":
         return list(zip(logits.view(-1).tolist(), labels.view(-1).tolist(), strict=True))
     if kind == "several classes":
@@ -136,9 +141,11 @@ def predicted_values(
 ) -> dict[str, float]:
     """Returns the values of metrics of predictions, which `predictions_of` returned.
 
-    Classes: f1, precision and recall are of class 1 if there are two classes, else means over the classes; of several
-    classes they are over all decisions, and accuracy is the share of rows that are right in all classes. Words:
-    accuracy is that of words, and seqeval's values are those of entities (CoNLL-2000's, by BIO labels `names`).
+    Classes: f1, precision and recall are of class 1 if there are two classes, else means over the
+    classes; of several
+    classes they are over all decisions, and accuracy is the share of rows that are right in all
+    classes. Words: accuracy is that of words, and seqeval's values are those of entities
+    (CoNLL-2000's, by BIO labels `names`).
     """
     if kind == "words":
         return _word_values(metrics, found, names)
@@ -170,7 +177,8 @@ def _number_value(metric: str, predicted: np.ndarray, wanted: np.ndarray) -> flo
     ):  # Pearson's correlation of the ranks, of which equal numbers share their mean
         from scipy.stats import rankdata
 
-        predicted, wanted = rankdata(predicted), rankdata(wanted)
+        predicted = rankdata(predicted)
+        wanted = rankdata(wanted)
     if predicted.std() == 0 or wanted.std() == 0:
         return 0.0  # undefined for equal numbers
     return float(np.corrcoef(predicted, wanted)[0, 1])
@@ -195,9 +203,11 @@ def _word_values(
 
 
 def best_answers(spans: AnswerSpans, found: Sequence[Any]) -> list[str]:
-    """Returns the answer to each question: of all its windows, the text with the largest sum of logits.
+    """Returns the answer to each question: of all its windows, the text with the largest sum of
+    logits.
 
-    If some question has no answer, the answer is empty where the sum for the [CLS] token is larger in every window.
+    If some question has no answer, the answer is empty where the sum for the [CLS] token is larger
+    in every window.
 
     Args:
         found: For each window the logits [S] of the first and of the last token.
@@ -221,8 +231,9 @@ def best_answers(spans: AnswerSpans, found: Sequence[Any]) -> list[str]:
 
 
 def answer_values(answers: Sequence[str], records: Sequence[Any]) -> dict[str, float]:
-    """Returns SQuAD's values (Rajpurkar et al., 2016), 0 to 100: the shares of answers that equal one of a question's,
-    and the mean over the questions of the largest F1 of words, both after `normalized`."""
+    """Returns SQuAD's values (Rajpurkar et al., 2016), 0 to 100: the shares of answers that equal
+    one of a question's, and the mean over the questions of the largest F1 of words, both after
+    `normalized`."""
     exact = f1 = 0.0
     for answer, record in zip(answers, records, strict=True):
         wanted = [normalized(text) for text, _ in record.answers] or [""]
@@ -245,8 +256,11 @@ def _word_f1(answer: list[str], wanted: list[str]) -> float:
 
 
 def next_token_accuracy(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Returns (correct tokens, tokens); logits [B, S, V] at a position predict labels int64 [B, S] at the next."""
-    predicted, wanted = logits[:, :-1].argmax(-1), labels[:, 1:]
+    """Returns (correct tokens, tokens); logits [B, S, V] at a position predict labels int64 [B, S]
+    at the next.
+    """
+    predicted = logits[:, :-1].argmax(-1)
+    wanted = labels[:, 1:]
     kept = wanted != IGNORED
     return float((predicted[kept] == wanted[kept]).sum()), float(kept.sum())
 

@@ -1,4 +1,6 @@
-"""Finds the parts of a model that can be frozen (encoder, decoder, embeddings), and counts their parameters."""
+"""Finds the parts of a model that can be frozen (encoder, decoder, embeddings), and counts their
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding, PromptedEmbedding)
 
 
 def embedding_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the tables of tokens, positions and segments by name: embeddings with rows as wide as the model.
+    """Returns the tables of tokens, positions and segments by name: embeddings with rows as wide as
+    the model.
 
     A head that is tied to the token table is the same parameter.
     """
@@ -91,7 +94,8 @@ def head_parameters(model: nn.Module, source: ModelSource) -> dict[str, nn.Param
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """Numbers of parameters of the whole model, independent of how it is split. A shared parameter counts once.
+    """Numbers of parameters of the whole model, independent of how it is split. A shared parameter
+    counts once.
 
     Attributes:
         name: The model's class.
@@ -120,7 +124,8 @@ def summarize(model: nn.Module, source: ModelSource) -> ModelSummary:
     shapes = ("encoder", "decoder") if source.shape == "encoder-decoder" else (source.shape,)
     groups = {part: part_parameters(model, source, part) for part in ("embeddings", *shapes)}
     groups["head"] = head_parameters(model, source)
-    parts, copies = {}, find_copied_parameters(model)
+    parts = {}
+    copies = find_copied_parameters(model)
     for part, parameters in groups.items():
         owned = (p for name, p in parameters.items() if name not in copies)
         distinct = {id(p): (full_size(p), p.requires_grad) for p in owned}

@@ -1,4 +1,6 @@
-"""Finds a model's folder and kind, and loads the zoo's or transformers' model with the head that the task needs."""
+"""Finds a model's folder and kind, and loads the zoo's or transformers' model with the head that
+the task needs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from ..trainer.launch.ranks import on_first_rank
 from .arguments import FinetuningArguments
 
 ADAPTER = "adapter_config.json"
-# Task -> transformers' class that finds the architecture. Those that generate depend on the kind of model too.
+# Task -> transformers' class that finds the architecture. Those that generate depend on the kind of
+# model too.
 AUTO_CLASSES = {
     "text-classification": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
@@ -60,7 +63,10 @@ class ModelSource:
 
 
 def locate(name: str, cache: str | None = None) -> Path:
-    """Returns the folder of a model, downloaded by the first rank if needed. ValueError if there is none."""
+    """Returns the folder of a model, downloaded by the first rank if needed.
+
+    ValueError if there is none.
+    """
     if not name:
         raise ValueError(
             "model_name_or_path is missing: name the folder of a model, or one on the Hugging Face Hub"
@@ -69,11 +75,16 @@ def locate(name: str, cache: str | None = None) -> Path:
 
 
 def find_source(arguments: FinetuningArguments) -> ModelSource:
-    """Finds the model and decides between the zoo's and transformers'. ValueError if it does not fit the arguments."""
-    folder, adapter = locate(arguments.model_name_or_path, arguments.cache_dir), None
+    """Finds the model and decides between the zoo's and transformers'.
+
+    ValueError if it does not fit the arguments.
+    """
+    folder = locate(arguments.model_name_or_path, arguments.cache_dir)
+    adapter = None
     if (folder / ADAPTER).exists():
         base = (read_folder_json(folder, ADAPTER) or {}).get("base_model_name_or_path")
-        adapter, folder = folder, locate(base if isinstance(base, str) else "")
+        adapter = folder
+        folder = locate(base if isinstance(base, str) else "")
     stored = read_folder_json(adapter or folder, CONFIG) or read_folder_json(folder, CONFIG)
     values = with_dropout(stored, arguments.dropout_rate)
     if values is None:
@@ -119,7 +130,9 @@ def _shape(folder: Path, values: dict[str, Any]) -> str:
 
 
 def with_dropout(values: dict[str, Any] | None, rate: float | None) -> dict[str, Any] | None:
-    """Returns the contents of a config.json with another rate of every dropout but a classifier's and of layers."""
+    """Returns the contents of a config.json with another rate of every dropout but a classifier's
+    and of layers.
+    """
     if values is None or rate is None:
         return values
     known = dict(values)
@@ -166,7 +179,8 @@ def _native(
 ) -> nn.Module:
     made: dict[str, Any] = {"device": device, "dtype": DTYPES[arguments.precision]}
     config = task_config(source, task).with_changes(**(head or {}))
-    blocks, architecture = _stage_blocks(config, arguments, mesh, device), config.architecture
+    blocks = _stage_blocks(config, arguments, mesh, device)
+    architecture = config.architecture
     made["parallel_config"] = ParallelConfig(
         arguments.sequence_parallel, arguments.recompute, blocks
     )
@@ -204,7 +218,10 @@ def _stage_blocks(
     mesh: ParallelMesh | None,
     device: torch.device,
 ) -> tuple[int, ...] | None:
-    """Returns the number of blocks of each pipeline stage, if there are several. The first rank may measure them."""
+    """Returns the number of blocks of each pipeline stage, if there are several.
+
+    The first rank may measure them.
+    """
     if mesh is None or mesh.pp_size == 1:
         return None
     job = Job(
@@ -262,7 +279,9 @@ def positions_of(model: nn.Module, source: ModelSource) -> int | None:
 
 
 def _positions_of_padding(model: nn.Module) -> int:
-    """Returns the rows of a transformers model's position table that no token uses, such as RoBERTa's padding rows."""
+    """Returns the rows of a transformers model's position table that no token uses, such as
+    RoBERTa's padding rows.
+    """
     tables = (
         module for name, module in model.named_modules() if name.endswith("position_embeddings")
     )

@@ -46,7 +46,8 @@ class WeightedLoss:
         kind: What the labels are: a key of METRICS.
         native: Whether the model is the zoo's.
         has_decoder: Whether it is an encoder-decoder.
-        smoothing: The share of a target's probability that all classes get equally (Szegedy et al., 2016).
+        smoothing: The share of a target's probability that all classes get equally (Szegedy et al.,
+            2016).
         class_weights: A factor for the loss of each class; None for 1.
     """
 
@@ -64,7 +65,8 @@ class WeightedLoss:
         The batch may have `sample_weight` [B], and the number of targets as `num_items_in_batch`.
         """
         data = dict(data)
-        labels, weights = data.pop("labels"), data.pop("sample_weight", None)
+        labels = data.pop("labels")
+        weights = data.pop("sample_weight", None)
         items = data.pop("num_items_in_batch", None)
         if self.kind == "texts" and self.has_decoder:
             data["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
@@ -92,7 +94,8 @@ class WeightedLoss:
             reduction="none",
             label_smoothing=self.smoothing,
         )
-        losses, kept = flat.view(labels.shape), labels != IGNORED
+        losses = flat.view(labels.shape)
+        kept = labels != IGNORED
         if self.class_weights is not None:
             losses = losses * logits.new_tensor(self.class_weights)[labels.masked_fill(~kept, 0)]
         return losses, kept.sum()

@@ -22,7 +22,9 @@ INVOCATION = ("resume", "overwrite", "config", "local_rank", "dry_run")
 
 
 def check_run(arguments: FinetuningArguments) -> None:
-    """Raises ValueError if output_dir cannot be used for this run, or if load_dir has no checkpoint. Writes nothing."""
+    """Raises ValueError if output_dir cannot be used for this run, or if load_dir has no
+    checkpoint. Writes nothing.
+    """
     if arguments.output_dir:
         folder = RunFolder(Path(arguments.output_dir))
         texts = (arguments.train_file, arguments.validation_file, arguments.test_file)
@@ -35,7 +37,8 @@ def check_run(arguments: FinetuningArguments) -> None:
 
 
 def open_run(arguments: FinetuningArguments, write_companions: Callable[[Path], None]) -> RunFolder:
-    """Takes the run's folder, either output_dir or a new one, for this process. Called by the first rank.
+    """Takes the run's folder, either output_dir or a new one, for this process. Called by the first
+    rank.
 
     Raises:
         ValueError: as for `check_run`, or the folder cannot be made.
@@ -74,7 +77,8 @@ def write_companions(tokenizer: Any, source: ModelSource, folder: Path) -> None:
 
 
 def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path) -> None:
-    """Writes a Hugging Face folder of the whole model with a model card, or of its LoRA weights. Collective.
+    """Writes a Hugging Face folder of the whole model with a model card, or of its LoRA weights.
+    Collective.
 
     Args:
         companions: A folder whose files, such as the tokenizer's, are copied beside the weights.

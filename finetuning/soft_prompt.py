@@ -1,4 +1,6 @@
-"""Implements soft prompts (Lester et al., 2021, arXiv:2104.08691): learned input vectors for a frozen model."""
+"""Implements soft prompts (Lester et al., 2021, arXiv:2104.08691): learned input vectors for a
+frozen model.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class PromptedEmbedding(nn.Module):
         return self._insert(self.base(ids.masked_fill(new, 0)), ids, new)
 
     def embed(self, ids: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the embeddings, and the table for the next lookup or a tied head, as the zoo's embedding does."""
+        """Returns the embeddings, and the table for the next lookup or a tied head, as the zoo's
+        embedding does.
+        """
         new = ids >= self.first_id
         x, shared = self.base.embed(ids.masked_fill(new, 0), table)
         return self._insert(x, ids, new), shared
@@ -97,8 +101,8 @@ def initial_rows(embedding: Any, count: int, vocab_size: int, seed: int) -> Tens
 def add_prompt(model: Any, embedding: Any, first_id: int, rows: Tensor) -> nn.Parameter:
     """Adds new input tokens to the model and freezes everything else. Returns their rows, [P, H].
 
-    Every module with the embedding's weight is replaced, because encoder and decoder of transformers have their own.
-    ValueError with sequence parallelism.
+    Every module with the embedding's weight is replaced, because encoder and decoder of
+    transformers have their own. ValueError with sequence parallelism.
     """
     if getattr(embedding, "sequence_parallel", False):
         raise ValueError(
@@ -122,7 +126,9 @@ def _looks_up(module: Any, embedding: Any) -> bool:
 
 
 def _replace(model: nn.Module, choose: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replaces each submodule by what `choose` returns for it, unless that is None; shared modules stay shared."""
+    """Replaces each submodule by what `choose` returns for it, unless that is None; shared modules
+    stay shared.
+    """
     chosen: dict[int, nn.Module | None] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -151,12 +157,15 @@ def save_prompt(prompt: Tensor, tokens: Sequence[str], first_id: int, folder: Pa
 
 
 def load_prompt(folder: Path) -> tuple[list[str], int, Tensor] | None:
-    """Returns tokens, first id and rows that `save_prompt` wrote into a folder; None if there are none."""
+    """Returns tokens, first id and rows that `save_prompt` wrote into a folder; None if there are
+    none.
+    """
     if not (folder / PROMPT_FILE).exists():
         return None
     try:
         content = read_json_object(checked_file(folder, TOKENS_FILE))
-        tokens, first_id = [str(token) for token in content["tokens"]], int(content["first_id"])
+        tokens = [str(token) for token in content["tokens"]]
+        first_id = int(content["first_id"])
         rows = read_tensors(checked_file(folder, PROMPT_FILE))["prompt"]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{folder} has an unreadable soft prompt: {error}") from None

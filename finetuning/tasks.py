@@ -29,7 +29,10 @@ TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
 
 
 def choose_task(arguments: FinetuningArguments, source: ModelSource) -> Task:
-    """Returns the task given by the arguments, or implied by model and file. ValueError if the model does not fit."""
+    """Returns the task given by the arguments, or implied by model and file.
+
+    ValueError if the model does not fit.
+    """
     fitting = (
         tuple(family(source.model_type).tasks)
         if source.native
@@ -69,7 +72,9 @@ def _implied_task(
 
 
 def _holds_pairs(path: Path, record: dict[str, Any], arguments: FinetuningArguments) -> bool:
-    """Returns whether a file holds sources with targets rather than plain text (records with the key `text`)."""
+    """Returns whether a file holds sources with targets rather than plain text (records with the
+    key `text`).
+    """
     if path.suffix in PAIR_SUFFIXES or Path(f"{path}.source").exists():
         return True
     if not record:
@@ -78,7 +83,9 @@ def _holds_pairs(path: Path, record: dict[str, Any], arguments: FinetuningArgume
 
 
 def first_record(path: Path) -> dict[str, Any]:
-    """Returns the first record of JSON lines, a parquet file or a `datasets` folder; empty if there is none."""
+    """Returns the first record of JSON lines, a parquet file or a `datasets` folder; empty if there
+    is none.
+    """
     if path.suffix == ".parquet" or (path.is_dir() and (path / "dataset_info.json").exists()):
         from datasets import Dataset, load_from_disk
 
@@ -107,14 +114,18 @@ def _whole_file(path: Path) -> Any:
 
 
 def label_names(labels: Iterable[str]) -> list[str]:
-    """Returns the distinct labels in the order of their classes: numbers by value, names alphabetically."""
+    """Returns the distinct labels in the order of their classes: numbers by value, names
+    alphabetically.
+    """
     distinct = set(labels)
     numbers = all(label.isdecimal() for label in distinct)
     return sorted(distinct, key=int) if numbers else sorted(distinct)
 
 
 def stored_labels(source: ModelSource, task: str) -> list[str] | None:
-    """Returns the labels of a stored classifier by class; None if the model has no classifier for the task."""
+    """Returns the labels of a stored classifier by class; None if the model has no classifier for
+    the task.
+    """
     names = source.values.get("id2label")
     architecture = str((source.values.get("architectures") or [""])[0])
     if not architecture.endswith(
@@ -127,8 +138,8 @@ def stored_labels(source: ModelSource, task: str) -> list[str] | None:
 
 
 def problem_of(labels: Sequence[Any]) -> ProblemType:
-    """Returns the problem type that labels imply: names of classes, lists of names, or numbers of which one has a
-    fraction or a point."""
+    """Returns the problem type that labels imply: names of classes, lists of names, or numbers of
+    which one has a fraction or a point."""
     if any(isinstance(label, tuple) for label in labels):
         return "multi_label_classification"
     return (
@@ -148,7 +159,9 @@ class Labels:
     """
 
     def __init__(self, names: Sequence[str], problem: ProblemType, *, stored: bool = True) -> None:
-        self.names, self.problem, self.stored = list(names), problem, stored
+        self.names = list(names)
+        self.problem = problem
+        self.stored = stored
         self._classes = {name: number for number, name in enumerate(self.names)}
         if self.names == [
             f"LABEL_{number}" for number in range(len(self.names))
@@ -165,7 +178,9 @@ class Labels:
         return self._classes[label]
 
     def target(self, label: Any) -> np.ndarray:
-        """Returns a label as the model takes it: int64 [], float32 [] for a number, or float32 [C] for several."""
+        """Returns a label as the model takes it: int64 [], float32 [] for a number, or float32 [C]
+        for several.
+        """
         if self.problem == "regression":
             try:
                 return np.array(float(label), np.float32)
@@ -181,7 +196,9 @@ class Labels:
         return np.array(self.class_of(label), np.int64)
 
     def head(self, task: str) -> dict[str, Any] | None:
-        """Returns the settings of a new classifier in the model's configuration; None if it has one."""
+        """Returns the settings of a new classifier in the model's configuration; None if it has
+        one.
+        """
         if self.stored:
             return None
         names = self.names or ["LABEL_0"]  # of the one output of a regression
@@ -190,7 +207,8 @@ class Labels:
             "id2label": {str(number): name for number, name in enumerate(names)},
             "label2id": {name: number for number, name in enumerate(names)},
         }
-        # transformers writes the problem type of sequences only, and one class of several is its default.
+        # transformers writes the problem type of sequences only, and one class of several is its
+        # default.
         one = self.problem == "single_label_classification"
         return (
             settings
@@ -202,10 +220,12 @@ class Labels:
 def find_labels(
     arguments: FinetuningArguments, task: str, source: ModelSource, labels: Sequence[Any] | None
 ) -> Labels:
-    """Returns the labels of a task: those of the stored classifier if it covers the training data's.
+    """Returns the labels of a task: those of the stored classifier if it covers the training
+    data's.
 
     Args:
-        labels: Of the training data, as its records have them (a list of words' labels is flattened); None without.
+        labels: Of the training data, as its records have them (a list of words' labels is
+            flattened); None without.
 
     Raises ValueError if there are fewer than two classes, or neither data nor a classifier.
     """

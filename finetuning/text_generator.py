@@ -47,16 +47,24 @@ class TextGenerator:
         segments: bool = False,
         is_chat: bool = False,
     ) -> None:
-        self.source, self.tokenizer, self.positions = source, tokenizer, positions
-        self.max_source_length, self.batch_size = max_source_length, batch_size
-        self.blanks, self.segments, self.is_chat = blanks, segments, is_chat
+        self.source = source
+        self.tokenizer = tokenizer
+        self.positions = positions
+        self.max_source_length = max_source_length
+        self.batch_size = batch_size
+        self.blanks = blanks
+        self.segments = segments
+        self.is_chat = is_chat
         self.defaults = {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
         self._stored = (
             read_folder_json(source.folder, "generation_config.json") if source.native else None
         )
 
     def __call__(self, model: Any, sources: Sequence[str], **settings: Any) -> list[str]:
-        """Returns `num_return_sequences` texts for each source. `settings` are those of `generate`."""
+        """Returns `num_return_sequences` texts for each source.
+
+        `settings` are those of `generate`.
+        """
         texts: list[str] = []
         for start in range(0, len(sources), self.batch_size):
             texts += self._generate(model, sources[start : start + self.batch_size], settings)
@@ -124,7 +132,8 @@ class TextGenerator:
     def _encode(self, sources: Sequence[str], answers: bool) -> list[list[int]]:
         """Encodes sources as the samples of training are encoded."""
         begin = [] if self.is_chat else self.tokenizer.begin
-        rows, length = self.tokenizer.encode_batch(list(sources)), self.max_source_length
+        rows = self.tokenizer.encode_batch(list(sources))
+        length = self.max_source_length
         if answers:
             return [
                 truncate_with_end(begin + row, length, self.tokenizer.eos_token_id).tolist()
@@ -146,12 +155,15 @@ class TransformersDecoder(Decoder):
 
     Args:
         mask: int64 [B, S], the attention mask of the prompts.
-        encoded: The encoder's output for the prompts; None for a decoder, whose prompts are padded on the left.
+        encoded: The encoder's output for the prompts; None for a decoder, whose prompts are padded
+            on the left.
     """
 
     def __init__(self, model: Any, mask: Tensor, encoded: Any, copies: int) -> None:
         super().__init__(unsplit(model), 0, copies, None)
-        self.inner, self.mask, self.encoded = model, mask, encoded
+        self.inner = model
+        self.mask = mask
+        self.encoded = encoded
         self.past: Any = None
 
     def next_logits(self, ids: Tensor, cached: int) -> Tensor:
@@ -182,11 +194,15 @@ class TransformersDecoder(Decoder):
 
 
 class PrefixDecoder(Decoder):
-    """Decodes with an encoder that attends to a prefix, and causally to what follows it, without a cache."""
+    """Decodes with an encoder that attends to a prefix, and causally to what follows it, without a
+    cache.
+    """
 
     def __init__(self, model: Any, prefix: int, segments: bool, copies: int) -> None:
         super().__init__(model if hasattr(model, "mesh") else unsplit(model), 0, copies, None)
-        self.inner, self.prefix, self.segments = model, prefix, segments
+        self.inner = model
+        self.prefix = prefix
+        self.segments = segments
 
     def next_logits(self, ids: Tensor, cached: int) -> Tensor:
         rows, length = ids.shape
@@ -199,17 +215,24 @@ class PrefixDecoder(Decoder):
 
 
 def unsplit(model: Any) -> Any:
-    """Returns the attributes of a model that a search needs: the vocabulary size, and that it is not split."""
+    """Returns the attributes of a model that a search needs: the vocabulary size, and that it is
+    not split.
+    """
     width = model.get_output_embeddings().weight.shape[0]
     return SimpleNamespace(config=SimpleNamespace(vocab_size=width), mesh=None)
 
 
 def generate_in_groups(model: Any, ids: Tensor, mask: Tensor, settings: dict[str, Any]) -> Tensor:
-    """Decodes by diverse beam search; returns int64 [B · num_return_sequences, T], as the zoo's `generate` does."""
+    """Decodes by diverse beam search; returns int64 [B · num_return_sequences, T], as the zoo's
+    `generate` does.
+    """
     made: GenerationSettings = make_settings(model.config, model.generation_config, settings)
     with evaluating(model), torch.inference_mode():
-        ids, mask = ids.to(device_of(model)), mask.to(device_of(model))
-        encoded, prompt, visible = None, ids, mask
+        ids = ids.to(device_of(model))
+        mask = mask.to(device_of(model))
+        encoded = None
+        prompt = ids
+        visible = mask
         if model.config.is_encoder_decoder:
             encoded = model.get_encoder()(input_ids=ids, attention_mask=mask)
             start = (
@@ -217,7 +240,8 @@ def generate_in_groups(model: Any, ids: Tensor, mask: Tensor, settings: dict[str
                 if made.decoder_start_token_id is not None
                 else made.bos_token_id
             )
-            prompt, visible = torch.full((len(ids), 1), start or 0, device=ids.device), None
+            prompt = torch.full((len(ids), 1), start or 0, device=ids.device)
+            visible = None
         decoder = TransformersDecoder(model, mask, encoded, made.num_beams)
         limit = made.length_limit(prompt.shape[1])
         found = search(

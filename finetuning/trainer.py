@@ -451,7 +451,8 @@ class Trainer(BaseTrainer):
 
         None if they ask for neither.
         """
-        arguments, kind = self.arguments, self._data.kind
+        arguments = self.arguments
+        kind = self._data.kind
         weighs = arguments.weight_id is not None and self.task == "text-classification"
         for name, kinds in (("label_smoothing", SMOOTHED), ("class_weights", WEIGHTED)):
             if getattr(arguments, name) and kind not in kinds:
@@ -510,7 +511,8 @@ class Trainer(BaseTrainer):
         )
 
     def _measure(self, records: Any) -> None:
-        self._measured, self._predictions = records, {}
+        self._measured = records
+        self._predictions = {}
         self._samples = None if records is None else self._data.samples(records)
 
     def collect_output(self, rows: range, batch: Mapping[str, Any], output: Any) -> None:
@@ -536,7 +538,8 @@ class Trainer(BaseTrainer):
         """
         values = super().validate(model, module, dataset, metrics, collate)
         values = {"loss": values["loss"], **self._perplexity(values), **values}
-        records, kind = self._measured, self._data.kind
+        records = self._measured
+        kind = self._data.kind
         if records is None or kind == "tokens" or (kind == "texts" and not self._measures_texts()):
             return values
         if kind == "texts":
@@ -545,7 +548,8 @@ class Trainer(BaseTrainer):
                 self._generator, module, [source for source, _ in pairs], self.ranks
             )
             return {**values, **text_values(self.metrics, texts, [target for _, target in pairs])}
-        own, self._predictions = self._predictions, {}
+        own = self._predictions
+        self._predictions = {}
         every = dict(pair for part in self.ranks.gather(own) for pair in part.items())
         found = [every[row] for row in range(len(self._samples))]
         if kind == "answers":

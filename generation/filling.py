@@ -1,8 +1,9 @@
 """Fills the masked tokens of a text with an encoder, and the blanks of a text with a GLM.
 
-A GLM fills the blanks of a text one after another from left to right (Du et al., 2021, section 2.1). Every blank is
-decoded after the text and the pieces that were filled before it, with positions in two dimensions: the position of the
-blank, and the position within the piece. `[gMASK]` at the end continues the text.
+A GLM fills the blanks of a text one after another from left to right (Du et al., 2021, section
+2.1). Every blank is decoded after the text and the pieces that were filled before it, with
+positions in two dimensions: the position of the blank, and the position within the piece. `[gMASK]`
+at the end continues the text.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def fill_mask(
 ) -> MaskFills:
     """Predicts the tokens at the masked positions.
 
-    Only the masked positions go through the output head, and only the best tokens of each rank are exchanged.
+    Only the masked positions go through the output head, and only the best tokens of each rank are
+    exchanged.
 
     Args:
         input_ids: [B, S], as the model takes them.
@@ -128,9 +130,9 @@ def fill_blanks(
     A piece ends before the end-of-piece or end-of-text token.
 
     Args:
-        input_ids: int64 [B, S], starting with [CLS]. For glm-10b-chinese, in which [gMASK] has the id of the end of a
-            piece, transformers' id 50009 for [gMASK] is accepted too. It is never generated, because its row of the
-            vocabulary is a copy.
+        input_ids: int64 [B, S], starting with [CLS]. For glm-10b-chinese, in which [gMASK] has the
+            id of the end of a piece, transformers' id 50009 for [gMASK] is accepted too. It is
+            never generated, because its row of the vocabulary is a copy.
         tokens: Ids of the special tokens.
         attention_mask: [B, S], 0 for padding, on any side.
         generation_config: As for `generate`.
@@ -211,7 +213,9 @@ class _Prompt:
     def make(
         cls, text: list[int], blanks: list[int], pieces: list[list[int]], tokens: GLMTokens
     ) -> _Prompt:
-        ids, places, steps = list(text), list(range(len(text))), [0] * len(text)
+        ids = list(text)
+        places = list(range(len(text)))
+        steps = [0] * len(text)
         for blank, piece in zip(blanks, [*pieces, []], strict=False):
             ids += [tokens.sop, *piece]
             places += [blank] * (len(piece) + 1)
@@ -227,7 +231,8 @@ def _fill_next(
     extras: Extras,
 ) -> list[list[int]]:
     """Returns the tokens of the next piece of each prompt."""
-    width, device = max(len(prompt.ids) for prompt in prompts), device_of(model)
+    width = max(len(prompt.ids) for prompt in prompts)
+    device = device_of(model)
     ids = torch.full((len(prompts), width), tokens.pad)
     positions = torch.zeros(len(prompts), 2, width, dtype=torch.int64)
     visible = torch.zeros(len(prompts), width, width, dtype=torch.bool)

@@ -33,15 +33,16 @@ class TextGenerationPipeline:
     Every rank must make the same calls and gets the same results.
 
     Args:
-        path: A Hugging Face folder or a shardzoo folder with its tokenizer. The settings in its generation_config.json
-            apply unless a call overrides them.
+        path: A Hugging Face folder or a shardzoo folder with its tokenizer. The settings in its
+            generation_config.json apply unless a call overrides them.
         dtype: The model's dtype; by default the stored one.
         batch_size: Prompts that are decoded together.
         glm_vocabulary: The base vocabulary of a GLM, if its size does not determine it.
         tokenizer: A folder with the tokenizer; by default the model's.
         adapter: A folder of peft with LoRA weights, which are merged into the model.
 
-    Raises ValueError if there is no tokenizer, or it is not the one that the model was trained with.
+    Raises ValueError if there is no tokenizer, or it is not the one that the model was trained
+    with.
     """
 
     def __init__(
@@ -89,10 +90,11 @@ class TextGenerationPipeline:
     ) -> list[dict[str, Any]]:
         """Returns one entry for each sequence, in the order of the texts.
 
-        `generated_text` is the answer of an encoder-decoder, or a text with its continuation (without
-        `return_full_text` the continuation alone), or a text with its blanks filled by a GLM, whose contents are in
-        `pieces`. BERT and RoBERTa give `masks` instead: for each mask the best `top_k` tokens and their probabilities.
-        `streamer` and `settings` are as for `generate`.
+        `generated_text` is the answer of an encoder-decoder, or a text with its continuation
+        (without `return_full_text` the continuation alone), or a text with its blanks filled by a
+        GLM, whose contents are in `pieces`. BERT and RoBERTa give `masks` instead: for each mask
+        the best `top_k` tokens and their probabilities. `streamer` and `settings` are as for
+        `generate`.
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
         entries: list[dict[str, Any]] = []

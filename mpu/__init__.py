@@ -1,4 +1,6 @@
-"""Tensor parallelism: process mesh, collectives, parameter shards, parallel layers, loss, and dropout state."""
+"""Tensor parallelism: process mesh, collectives, parameter shards, parallel layers, loss, and
+dropout state.
+"""
 
 from .collectives import (
     copy_to_tp,

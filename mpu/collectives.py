@@ -12,21 +12,25 @@ These functions are differentiable. Without a mesh, or with one rank, each retur
 | `scatter_sequence`        | local slice (dim 1) | all-gather                                     |
 | `reduce_scatter_sequence` | reduce-scatter      | all-gather                                     |
 
-Each keeps the dtype, accepts non-contiguous tensors, and leaves its input and its incoming gradient unchanged.
+Each keeps the dtype, accepts non-contiguous tensors, and leaves its input and its incoming gradient
+unchanged.
 
-They are built from the `start_*` functions below, which autograd does not record. A `start_*` function starts a
-collective and returns a function that waits for its result, so that other work can run in between.
+They are built from the `start_*` functions below, which autograd does not record. A `start_*`
+function starts a collective and returns a function that waits for its result, so that other work
+can run in between.
 
-CPU tensors of ranks on one host go through shared memory (`shared_memory.py`); sums are added in rank order in fp32 or
-wider and rounded once. Other tensors go through torch.distributed. There `set_reduction` chooses who adds:
+CPU tensors of ranks on one host go through shared memory (`shared_memory.py`); sums are added in
+rank order in fp32 or
+wider and rounded once. Other tensors go through torch.distributed. There `set_reduction` chooses
+who adds:
 
-- "native", the default on GPUs: the backend's own all-reduce and reduce-scatter. A ring or a tree rounds 16-bit sums
-  after every hop.
-- "fp32", the default on CPUs: a reduce-scatter is an all-to-all of the unsummed pieces followed by a local sum in fp32.
-  It sends as much data as a ring, but rounds the result once for any number of ranks. The all-reduce of 16-bit
-  tensors over more than two ranks works the same way and then gathers the sums. In the other cases the library's
-  all-reduce is as exact. Small CPU tensors are exchanged whole and summed locally, because gloo's ring sends several
-  times as many messages.
+- "native", the default on GPUs: the backend's own all-reduce and reduce-scatter. A ring or a tree
+  rounds 16-bit sums after every hop.
+- "fp32", the default on CPUs: a reduce-scatter is an all-to-all of the unsummed pieces followed by
+  a local sum in fp32. It sends as much data as a ring, but rounds the result once for any number of
+  ranks. The all-reduce of 16-bit tensors over more than two ranks works the same way and then
+  gathers the sums. In the other cases the library's all-reduce is as exact. Small CPU tensors are
+  exchanged whole and summed locally, because gloo's ring sends several times as many messages.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -65,9 +69,11 @@ _reductions: WeakKeyDictionary[dist.ProcessGroup, Reduction] = WeakKeyDictionary
 
 
 def set_reduction(group: dist.ProcessGroup, reduction: Reduction) -> None:
-    """Chooses who adds this group's tensors where they do not go through shared memory (see the top of this file).
+    """Chooses who adds this group's tensors where they do not go through shared memory (see the top
+    of this file).
 
-    Every rank of the group must choose the same. "auto" is "native" for tensors on a GPU, else "fp32".
+    Every rank of the group must choose the same. "auto" is "native" for tensors on a GPU, else
+    "fp32".
     """
     _reductions[group] = reduction
 
@@ -136,7 +142,8 @@ class _Scatter(Function):
 
 
 def copy_to_tp(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """Returns a replicated tensor for use in a tensor-parallel region. Its gradient is the sum over the ranks.
+    """Returns a replicated tensor for use in a tensor-parallel region. Its gradient is the sum over
+    the ranks.
 
     This also suits a replicated parameter that each rank applies to its own part of the sequence.
     """
@@ -146,7 +153,9 @@ def copy_to_tp(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
 
 
 def reduce_from_tp(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """Returns the sum of the ranks' partial results on every rank, to leave a tensor-parallel region."""
+    """Returns the sum of the ranks' partial results on every rank, to leave a tensor-parallel
+    region.
+    """
     if mesh is None or mesh.tp_size == 1:
         return tensor
     return _Reduce.apply(tensor, mesh.tp_group)
@@ -158,8 +167,8 @@ def gather_from_tp(
     """Returns the ranks' tensors concatenated along `dim`.
 
     Args:
-        partial_grad: True when the ranks then compute differently: their gradients are summed. False when every rank
-            runs the same computation.
+        partial_grad: True when the ranks then compute differently: their gradients are summed.
+            False when every rank runs the same computation.
     """
     if mesh is None or mesh.tp_size == 1:
         return tensor
@@ -167,7 +176,10 @@ def gather_from_tp(
 
 
 def scatter_to_tp(tensor: Tensor, mesh: ParallelMesh | None, dim: int = -1) -> Tensor:
-    """Returns this rank's slice of a replicated tensor along `dim`. Raises ValueError if the size is not divisible."""
+    """Returns this rank's slice of a replicated tensor along `dim`.
+
+    Raises ValueError if the size is not divisible.
+    """
     if mesh is None or mesh.tp_size == 1:
         return tensor
     return _Scatter.apply(tensor, dim, mesh.tp_group, False)
@@ -179,8 +191,9 @@ def gather_sequence(
     """Gathers the sequence dimension: [B, S/tp, ...] -> [B, S, ...].
 
     Args:
-        partial_grad: True when tensor-parallel layers follow: each rank then has a partial gradient, and the partial
-            gradients are summed. False when every rank then runs the same computation.
+        partial_grad: True when tensor-parallel layers follow: each rank then has a partial
+            gradient, and the partial gradients are summed. False when every rank then runs the same
+            computation.
     """
     if mesh is None or mesh.tp_size == 1:
         return tensor
@@ -188,12 +201,16 @@ def gather_sequence(
 
 
 def scatter_sequence(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """Returns this rank's slice [B, S/tp, ...] of a replicated [B, S, ...]. Raises ValueError if S is not divisible."""
+    """Returns this rank's slice [B, S/tp, ...] of a replicated [B, S, ...].
+
+    Raises ValueError if S is not divisible.
+    """
     return scatter_to_tp(tensor, mesh, SEQUENCE_DIM)
 
 
 def reduce_scatter_sequence(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """Sums the ranks' partial results [B, S, ...] and returns this rank's slice [B, S/tp, ...] of the sum.
+    """Sums the ranks' partial results [B, S, ...] and returns this rank's slice [B, S/tp, ...] of
+    the sum.
 
     Raises ValueError if tp does not divide S.
     """
@@ -216,7 +233,9 @@ def _finish_after(work: Any, tensor: Tensor) -> Finish:
 
 
 def _start_exchange_and_sum(pieces: Tensor, group: dist.ProcessGroup) -> Finish:
-    """Sends `pieces[r]` to rank r, and sums the pieces that this rank receives in fp32 or wider. pieces: [size, ...]"""
+    """Sends `pieces[r]` to rank r, and sums the pieces that this rank receives in fp32 or wider.
+    pieces: [size, ...]
+    """
     if channel := shared_memory.find(pieces, group):
         out = torch.empty_like(pieces[0])
         return shared_memory.start(channel, shared_memory.REDUCE_SCATTER, pieces, out, out.numel())
@@ -262,7 +281,10 @@ torch.library.register_fake("shardzoo::collective", _allocate, lib=LIBRARY)
 
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
-    """Starts a sum over the group. It may overwrite `tensor`, so the caller must not use `tensor` again."""
+    """Starts a sum over the group.
+
+    It may overwrite `tensor`, so the caller must not use `tensor` again.
+    """
     if records_graph():
         return _compiled("all_reduce", tensor, 0, group)
     size = group.size()
@@ -345,7 +367,8 @@ def local_slice(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Returns the bytes of every rank of the group, by default of all ranks, in rank order.
 
-    Unlike `torch.distributed.all_gather_object` it does not pickle, so nothing that arrives can be executed.
+    Unlike `torch.distributed.all_gather_object` it does not pickle, so nothing that arrives can be
+    executed.
     """
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     own = torch.tensor(bytearray(data), dtype=torch.uint8, device=device)
@@ -363,7 +386,10 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
 
 
 def equal_share(tensor: Tensor, dim: int, size: int) -> int:
-    """Returns the length of a rank's slice of `dim`. Raises ValueError if the ranks cannot have equal slices."""
+    """Returns the length of a rank's slice of `dim`.
+
+    Raises ValueError if the ranks cannot have equal slices.
+    """
     length = tensor.shape[dim]
     if dim == SEQUENCE_DIM and tensor.dim() > 2 and length % size:
         raise ValueError(

@@ -1,7 +1,9 @@
-"""Computes the cross-entropy of logits that are split along the vocabulary, without gathering the logits.
+"""Computes the cross-entropy of logits that are split along the vocabulary, without gathering the
+logits.
 
-Each rank reduces its columns to two or three numbers per token (`ops.cross_entropy` describes the arithmetic). The
-ranks exchange only these numbers ([2 or 3, T] in fp32) and compute the loss of every token from them.
+Each rank reduces its columns to two or three numbers per token (`ops.cross_entropy` describes the
+arithmetic). The ranks exchange only these numbers ([2 or 3, T] in fp32) and compute the loss of
+every token from them.
 """
 
 from __future__ import annotations
@@ -28,25 +30,26 @@ def vocab_parallel_cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     mesh: ParallelMesh | None = None,
 ) -> Tensor:
-    """Computes `torch.nn.functional.cross_entropy` over a vocabulary that is split over the tensor-parallel ranks.
+    """Computes `torch.nn.functional.cross_entropy` over a vocabulary that is split over the
+    tensor-parallel ranks.
 
     The gradient has the dtype of the logits.
 
     Args:
         logits: [..., Vp], this rank's columns.
         labels: [...] integers, the same on every rank.
-        num_classes: The vocabulary size without padding; later columns are padding and never enter the softmax. By
-            default all tp * Vp columns.
+        num_classes: The vocabulary size without padding; later columns are padding and never enter
+            the softmax. By default all tp * Vp columns.
         label_smoothing: See `ops.cross_entropy`.
         z_loss: See `ops.cross_entropy`.
 
     Returns:
-        fp32 (fp64 for fp64 logits), the same on every rank: the mean over the labels that are not ignored (NaN if all
-        labels are ignored, as in PyTorch), their sum, or one loss per label.
+        fp32 (fp64 for fp64 logits), the same on every rank: the mean over the labels that are not
+        ignored (NaN if all labels are ignored, as in PyTorch), their sum, or one loss per label.
 
     Raises:
-        ValueError: The shapes do not match, `num_classes` exceeds the number of columns, or a label is outside
-            [0, num_classes).
+        ValueError: The shapes do not match, `num_classes` exceeds the number of columns, or a label
+            is outside [0, num_classes).
     """
     columns = logits.shape[-1] * tp_size(mesh)
     classes = columns if num_classes is None else num_classes
@@ -88,7 +91,8 @@ def head_losses(
     partial_grad: bool = True,
     mesh: ParallelMesh | None = None,
 ) -> Tensor:
-    """Returns the losses [T] of the logits hidden · weightᵀ + bias. The caller never holds the logits.
+    """Returns the losses [T] of the logits hidden · weightᵀ + bias. The caller never holds the
+    logits.
 
     The other arguments are those of `vocab_parallel_cross_entropy`.
 

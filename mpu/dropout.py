@@ -1,8 +1,10 @@
-"""Applies dropout whose mask depends only on (seed, sample, site, element), and recomputes layers with the same masks.
+"""Applies dropout whose mask depends only on (seed, sample, site, element), and recomputes layers
+with the same masks.
 
-No random generator is advanced, so the mask does not depend on how the model is split over processes, and
-recomputation reproduces it. `ops.dropout` implements the mask function. A site is one `Dropout` module of the model.
-`visit` counts the uses of each site under one key, so a module that runs twice in a forward pass uses two masks.
+No random generator is advanced, so the mask does not depend on how the model is split over
+processes, and recomputation reproduces it. `ops.dropout` implements the mask function. A site is
+one `Dropout` module of the model. `visit` counts the uses of each site under one key, so a module
+that runs twice in a forward pass uses two masks.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ class DropoutKey(NamedTuple):
         seed: The seed of the run.
         first_sample: The global index of the first sample of the micro-batch.
         visits: The number of uses of each site so far under this key.
-        known: The uses that the key before this one saw: their 64-bit keys, and the row of each in a table.
-        tables: The keys of the samples for all known uses, int64 [uses, batch], by first sample, batch and device.
-        rows: The number of samples, and of each row of the tensors its sample and its position, int64 [T], where the
-            tensors [T, 1, ...] leave out some positions.
+        known: The uses that the key before this one saw: their 64-bit keys, and the row of each in
+            a table.
+        tables: The keys of the samples for all known uses, int64 [uses, batch], by first sample,
+            batch and device.
+        rows: The number of samples, and of each row of the tensors its sample and its position,
+            int64 [T], where the tensors [T, 1, ...] leave out some positions.
     """
 
     seed: int
@@ -49,8 +53,9 @@ class DropoutKey(NamedTuple):
 class DropoutState:
     """Holds the key of the current forward pass. Each process has one instance, `dropout_state`.
 
-    The keys of one use are some sixteen operators on as many numbers as there are samples. A pass computes those of all
-    uses that the pass before it made as one table, so that a step launches these operators once instead of per site.
+    The keys of one use are some sixteen operators on as many numbers as there are samples. A pass
+    computes those of all uses that the pass before it made as one table, so that a step launches
+    these operators once instead of per site.
     """
 
     def __init__(self) -> None:
@@ -61,8 +66,9 @@ class DropoutState:
 
         Args:
             seed: The seed of the run.
-            first_sample: The global index of the first sample of this micro-batch; row b is sample first_sample + b.
-                It must never repeat during a run, across epochs either, because masks would repeat with it.
+            first_sample: The global index of the first sample of this micro-batch; row b is sample
+                first_sample + b. It must never repeat during a run, across epochs either, because
+                masks would repeat with it.
         """
         self._key = DropoutKey(int(seed), int(first_sample), {}, self._uses_so_far(), {})
 
@@ -110,7 +116,9 @@ class DropoutState:
 
     @contextmanager
     def packed_rows(self, batch: int, samples: Tensor, positions: Tensor) -> Generator[None]:
-        """Within the context, tensors have a row for each of these positions: see `DropoutKey.rows`."""
+        """Within the context, tensors have a row for each of these positions: see
+        `DropoutKey.rows`.
+        """
         key = self._key
         if key is not None:
             key = key._replace(rows=(batch, samples, positions))
@@ -128,7 +136,10 @@ class DropoutState:
         return keys_from_row(self.visit(site, batch, device)[samples], positions)
 
     def visit(self, site: int, batch: int, device: torch.device) -> Tensor:
-        """Returns the keys of the samples for this use of the site, int64 [batch]. Raises RuntimeError before `set`."""
+        """Returns the keys of the samples for this use of the site, int64 [batch].
+
+        Raises RuntimeError before `set`.
+        """
         if self._key is None:
             raise RuntimeError(
                 "call dropout_state.set(seed, first_sample) before a forward pass with dropout"
@@ -163,9 +174,10 @@ def _allocate_keys(x: Tensor, site: int) -> Tensor:
     return x.new_empty(x.shape[0], dtype=torch.int64)
 
 
-# In a compiled graph, the keys come from an operator, because each step has others: they must not become constants, and
-# an operator is called at the same places of the forward pass in which a module that is not compiled counts its visits.
-# The tag keeps a compiler from calling it once for two uses, or again in the backward pass.
+# In a compiled graph, the keys come from an operator, because each step has others: they must not
+# become constants, and an operator is called at the same places of the forward pass in which a
+# module that is not compiled counts its visits. The tag keeps a compiler from calling it once for
+# two uses, or again in the backward pass.
 cast(Any, LIBRARY).define(
     "keys_of_site(Tensor x, int site) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
 )
@@ -176,16 +188,17 @@ cast(Any, torch).library.register_fake("shardzoo::keys_of_site", _allocate_keys,
 class Dropout(nn.Module):
     """Dropout that zeroes the same elements in every tensor-parallel layout of a model.
 
-    The input is [B, ..., C], with at least two dimensions; the batch is dimension 0. Before the forward pass,
-    `assign_dropout_sites` must set the site (`materialize` and `initialize` call it), and `dropout_state.set` must
-    name the samples.
+    The input is [B, ..., C], with at least two dimensions; the batch is dimension 0. Before the
+    forward pass, `assign_dropout_sites` must set the site (`materialize` and `initialize` call it),
+    and `dropout_state.set` must name the samples.
 
     Args:
         p: The probability of zeroing an element; the other elements are scaled by 1 / (1 - p).
-        split_dim: The dimension of the input that is split over the tensor-parallel ranks (1 for a split sequence,
-            -1 for split features), or None if it is replicated. `scaled_masked_softmax` does not use it.
-        count: The number of features, or for `scaled_masked_softmax` of heads, over all ranks, which may hold unequal
-            parts as `Shard` says; None if all ranks hold equally many.
+        split_dim: The dimension of the input that is split over the tensor-parallel ranks (1 for a
+            split sequence, -1 for split features), or None if it is replicated.
+            `scaled_masked_softmax` does not use it.
+        count: The number of features, or for `scaled_masked_softmax` of heads, over all ranks,
+            which may hold unequal parts as `Shard` says; None if all ranks hold equally many.
     """
 
     def __init__(
@@ -254,7 +267,9 @@ class Dropout(nn.Module):
         }
 
     def find_first(self, local: int) -> int:
-        """Returns the index over all ranks of the first of this rank's `local` heads, features or positions."""
+        """Returns the index over all ranks of the first of this rank's `local` heads, features or
+        positions.
+        """
         if self.mesh is None or self.mesh.tp_size == 1:
             return 0
         if self.count is None:
@@ -307,13 +322,14 @@ def scaled_masked_softmax(
 
     Args:
         scores: [B, Np, Sq, Sk].
-        mask: Broadcastable to scores; either bool, True where a query may attend, or numbers that are added. A row
-            that may attend to no key gives zeros.
+        mask: Broadcastable to scores; either bool, True where a query may attend, or numbers that
+            are added. A row that may attend to no key gives zeros.
         bias: Broadcastable to scores; it may be trained.
         causal: Query i may attend to the keys j <= i + Sk - Sq.
-        prefix: int64 [B], only with `causal`: every query of sample b may also attend to the keys j < prefix[b].
-        dropout: A `Dropout(p, mesh=mesh)`. Whether it keeps an element depends on the sample, head, query and key
-            alone, not on the lengths that the batch is padded to.
+        prefix: int64 [B], only with `causal`: every query of sample b may also attend to the keys j
+            < prefix[b].
+        dropout: A `Dropout(p, mesh=mesh)`. Whether it keeps an element depends on the sample, head,
+            query and key alone, not on the lengths that the batch is padded to.
 
     Returns:
         [B, Np, Sq, Sk] in the dtype of scores.
@@ -323,11 +339,12 @@ def scaled_masked_softmax(
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs `function(*args, **kwargs)`, keeps only its inputs, and runs it again in the backward pass.
+    """Runs `function(*args, **kwargs)`, keeps only its inputs, and runs it again in the backward
+    pass.
 
-    The second run replays the dropout masks of the first exactly, and PyTorch's own random state. Applied to a whole
-    block this is full recomputation; applied to the attention core alone it is selective recomputation
-    (arXiv:2205.05198, section 5).
+    The second run replays the dropout masks of the first exactly, and PyTorch's own random state.
+    Applied to a whole block this is full recomputation; applied to the attention core alone it is
+    selective recomputation (arXiv:2205.05198, section 5).
     """
     key = dropout_state.capture()
     return cast(Any, torch_checkpoint).checkpoint(

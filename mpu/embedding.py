@@ -29,7 +29,8 @@ class VocabParallelEmbedding(SplitLayer):
         sequence_parallel: Return this rank's part of the sequence.
 
     Raises:
-        ValueError: An id is outside [0, num_embeddings), even if the table has a padding row for it.
+        ValueError: An id is outside [0, num_embeddings), even if the table has a padding row for
+            it.
     """
 
     def __init__(
@@ -61,9 +62,9 @@ class VocabParallelEmbedding(SplitLayer):
     def embed(self, ids: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the output, and the table [Vp, H] for its next use in the same forward pass.
 
-        The next use is another call or a tied head. The returned table has the values of the weight.
-        If each use takes the `table` that the previous one returned, all uses share one gradient,
-        which is as large as the table.
+        The next use is another call or a tied head. The returned table has the values of the
+        weight. If each use takes the `table` that the previous one returned, all uses share one
+        gradient, which is as large as the table.
         """
         check_ids(ids, self.num_embeddings, "token id")
         table = self.weight if table is None else table

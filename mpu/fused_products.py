@@ -1,14 +1,18 @@
-"""Multiplies what a collective brings or takes away, so that the product hides the collective (sequence parallelism).
+"""Multiplies what a collective brings or takes away, so that the product hides the collective
+(sequence parallelism).
 
-A product of a gathered tensor needs the whole tensor only in the end: each row of the result needs one row. There are
+A product of a gathered tensor needs the whole tensor only in the end: each row of the result needs
+one row. There are
 two ways to begin earlier, and the layers use the plain collective where neither applies:
 
-- In pieces: the tensor is gathered in up to four pieces, all started at once, and a piece is multiplied while the next
-  ones are on their way. Only the first piece is waited for. On GPUs, where a piece has at least 4 MiB; a smaller one
-  would cost more in launches than it hides. A CPU has no engine that would carry the pieces beside the product.
-- Symmetric memory: torch's fused operators copy each rank's part out of its GPU's memory while the part before it is
-  multiplied, and begin with the rank's own part. They can also hide the sum of the ranks' products, which is then added
-  in fp32 and rounded once. `use_symmetric_memory` turns them on.
+- In pieces: the tensor is gathered in up to four pieces, all started at once, and a piece is
+  multiplied while the next ones are on their way. Only the first piece is waited for. On GPUs,
+  where a piece has at least 4 MiB; a smaller one would cost more in launches than it hides. A CPU
+  has no engine that would carry the pieces beside the product.
+- Symmetric memory: torch's fused operators copy each rank's part out of its GPU's memory while the
+  part before it is multiplied, and begin with the rank's own part. They can also hide the sum of
+  the ranks' products, which is then added in fp32 and rounded once. `use_symmetric_memory` turns
+  them on.
 """
 
 from __future__ import annotations
@@ -31,10 +35,12 @@ _symmetric: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def use_symmetric_memory(group: dist.ProcessGroup) -> None:
-    """Fuses the group's products with their collectives by torch's symmetric memory. Every rank must call it.
+    """Fuses the group's products with their collectives by torch's symmetric memory. Every rank
+    must call it.
 
     Raises:
-        ValueError: The ranks' GPUs cannot reach one another's memory; raised on every rank, with the reason.
+        ValueError: The ranks' GPUs cannot reach one another's memory; raised on every rank, with
+            the reason.
     """
     for find_problem in (_find_missing_gpu, _find_several_hosts, _find_missing_access):
         _agree_on_problem(find_problem, group)
@@ -44,12 +50,14 @@ def use_symmetric_memory(group: dist.ProcessGroup) -> None:
 def gathered_product(
     tensor: Tensor, matrix: Tensor, bias: Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor] | None:
-    """Returns the product of the gathered sequence with `matrix`, and the gathered sequence; outside autograd.
+    """Returns the product of the gathered sequence with `matrix`, and the gathered sequence;
+    outside autograd.
 
     Args:
         tensor: This rank's part [B, S/tp, K] of the sequence.
         matrix: [K, N], in the dtype of `tensor`.
-        bias: [N], added to the product. Symmetric memory rounds a 16-bit product before it adds the bias.
+        bias: [N], added to the product. Symmetric memory rounds a 16-bit product before it adds the
+            bias.
 
     Returns:
         [B, S, N] and [B, S, K], both contiguous; None where the product can hide nothing.
@@ -72,7 +80,8 @@ def gathered_product(
 def scattered_product(
     tensor: Tensor, matrix: Tensor, bias: Tensor | None, group: dist.ProcessGroup
 ) -> Tensor | None:
-    """Returns this rank's part of the sequence of the sum of all ranks' `tensor @ matrix`, plus `bias` on every rank.
+    """Returns this rank's part of the sequence of the sum of all ranks' `tensor @ matrix`, plus
+    `bias` on every rank.
 
     Args:
         tensor: [B, S, K].
@@ -105,7 +114,8 @@ def _count_pieces(tensor: Tensor, group: dist.ProcessGroup) -> int:
 def _multiply_in_pieces(
     tensor: Tensor, matrix: Tensor, bias: Tensor | None, group: dist.ProcessGroup, pieces: int
 ) -> tuple[Tensor, Tensor]:
-    """Implements `gathered_product` with a gather in pieces: of samples, or of the sequence of a single sample.
+    """Implements `gathered_product` with a gather in pieces: of samples, or of the sequence of a
+    single sample.
 
     A product writes the rows of its piece, so rows are neither joined nor rounded differently.
     """
@@ -147,7 +157,9 @@ def _operators() -> Any:
 
 
 def _agree_on_problem(find: Callable[[dist.ProcessGroup], str], group: dist.ProcessGroup) -> None:
-    """Raises ValueError on every rank if one of them finds a problem, so that none waits in a collective alone."""
+    """Raises ValueError on every rank if one of them finds a problem, so that none waits in a
+    collective alone.
+    """
     found = [text.decode() for text in gather_bytes(find(group).encode(), group)]
     problem = next(filter(None, found), None)
     if problem:

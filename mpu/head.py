@@ -23,8 +23,8 @@ class VocabParallelHead(SplitLayer):
 
     Args:
         tied: The embedding whose weight this head shares, as the same parameter.
-        sequence_parallel: The input is this rank's part of the sequence; the logits are those of the
-            whole sequence.
+        sequence_parallel: The input is this rank's part of the sequence; the logits are those of
+            the whole sequence.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Implements the linear layers whose weights are split over the tensor-parallel ranks.
 
-They follow Megatron-LM's tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) and its sequence
-parallelism, which also splits the sequence (Korthikanti et al. 2022, arXiv:2205.05198). With one
-rank, each layer is `ops.linear`.
+They follow Megatron-LM's tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) and its
+sequence parallelism, which also splits the sequence (Korthikanti et al. 2022, arXiv:2205.05198).
+With one rank, each layer is `ops.linear`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ColumnParallelLinear(SplitLayer):
     dtype. Where tp does not divide the units, the ranks' parts differ by one.
 
     Args:
-        groups: Sizes of the groups stacked along the output (fused Q, K, V; gate and up), each split
-            separately.
+        groups: Sizes of the groups stacked along the output (fused Q, K, V; gate and up), each
+            split separately.
         unit: Each rank's part of a group is a whole number of units, e.g. of head sizes.
         shared_kv_groups: Numbers of the groups, the last ones, that are key-value heads of grouped
             queries (see `AxisSplit`). Where ranks share them, a rank computes all heads that it

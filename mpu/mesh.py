@@ -28,8 +28,8 @@ from .process_group import join_process_group
 
 Axis = Literal["pipeline", "data", "context", "expert", "tensor"]
 
-# From the outermost to the innermost: consecutive ranks are neighbors along the tensor axis, because
-# that axis communicates most.
+# From the outermost to the innermost: consecutive ranks are neighbors along the tensor axis,
+# because that axis communicates most.
 AXES: tuple[Axis, ...] = get_args(Axis)
 
 # The ranks that read different samples.
@@ -280,9 +280,9 @@ class ParallelMesh:
 
     # The methods that DeepSpeed calls. "Model parallel" means tensor and pipeline parallelism
     # together, as in DeepSpeed's own grid: DeepSpeed reduces norms and overflow flags over that
-    # group, and numbers checkpoint files by its ranks. "Data parallel" means all ranks that hold the
-    # same parameters: DeepSpeed sums gradients over them, ZeRO divides the optimizer's state among
-    # them, and DeepSpeed finds the ranks of experts among them by itself.
+    # group, and numbers checkpoint files by its ranks. "Data parallel" means all ranks that hold
+    # the same parameters: DeepSpeed sums gradients over them, ZeRO divides the optimizer's state
+    # among them, and DeepSpeed finds the ranks of experts among them by itself.
 
     def get_model_parallel_rank(self) -> int:
         return self.rank_in(*MODEL_AXES)

@@ -91,8 +91,8 @@ class LayerNorm(_Norm):
 
     Args:
         sequence_parallel: The input is this rank's part of the sequence, so the parameters'
-            gradients are summed over the tensor-parallel ranks. Autograd does this, so it works with
-            every training engine.
+            gradients are summed over the tensor-parallel ranks. Autograd does this, so it works
+            with every training engine.
     """
 
     operator = "layer_norm"

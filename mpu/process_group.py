@@ -1,4 +1,6 @@
-"""Joins the process group of torch.distributed that a launcher (torchrun, deepspeed, srun) prepared."""
+"""Joins the process group of torch.distributed that a launcher (torchrun, deepspeed, srun)
+prepared.
+"""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ Range = tuple[int, int]  # [start, stop)
 class AxisSplit:
     """How one dimension of a tensor is split over the ranks of one mesh axis.
 
-    Of n units, rank r of t holds those from ceil(r n / t) to ceil((r + 1) n / t), so ranks differ by
-    at most one unit and the first rank holds the most. No row is on two ranks.
+    Of n units, rank r of t holds those from ceil(r n / t) to ceil((r + 1) n / t), so ranks differ
+    by at most one unit and the first rank holds the most. No row is on two ranks.
 
     Attributes:
         dim: The dimension that is split (a negative number counts from the end).
@@ -377,7 +377,8 @@ class Shard:
         return part
 
     def merge(self, parts: Sequence[Tensor], size: PerAxis | None = None) -> Tensor:
-        """Returns the full tensor, without padding, from all ranks' parts. It inverts `slice` exactly.
+        """Returns the full tensor, without padding, from all ranks' parts. It inverts `slice`
+        exactly.
 
         Args:
             parts: In rank order; the rank along the tensor axis varies fastest.

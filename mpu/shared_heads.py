@@ -1,9 +1,9 @@
 """Gathers the rows of key-value heads that several tensor-parallel ranks compute with.
 
 With grouped queries, a number of ranks that does not divide the key-value heads shares them: each
-row of their weight is held by one rank (`Shard.ranges`), and each rank computes with all rows of the
-heads that its query heads attend to (`Shard.compute_ranges`). The ranks lend one another the rows
-for the time of a layer.
+row of their weight is held by one rank (`Shard.ranges`), and each rank computes with all rows of
+the heads that its query heads attend to (`Shard.compute_ranges`). The ranks lend one another the
+rows for the time of a layer.
 """
 
 from __future__ import annotations

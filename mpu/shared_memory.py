@@ -1,11 +1,12 @@
 """Opens the shared memory through which the ranks of one host exchange CPU tensors.
 
-gloo sends even a few bytes through sockets, which takes some 0.1 ms. Where all ranks of a group are on one host,
-`find` returns a channel of csrc/mpu/shared_memory.cpp, which takes some microseconds. Elsewhere it returns None, and
-torch.distributed does the work.
+gloo sends even a few bytes through sockets, which takes some 0.1 ms. Where all ranks of a group are
+on one host, `find` returns a channel of csrc/mpu/shared_memory.cpp, which takes some microseconds.
+Elsewhere it returns None, and torch.distributed does the work.
 
-The memory has no name: the group's first rank makes an anonymous file, which the others open through /proc. So nothing
-is left in /dev/shm when ranks are killed. A rank that waits for one that has ended raises an error at once.
+The memory has no name: the group's first rank makes an anonymous file, which the others open
+through /proc. So nothing is left in /dev/shm when ranks are killed. A rank that waits for one that
+has ended raises an error at once.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -48,7 +49,8 @@ _timeouts: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary()
 
 
 def find(tensor: Tensor, group: dist.ProcessGroup) -> Channel | None:
-    """Returns the channel through which the group's ranks exchange tensors such as this one, or None.
+    """Returns the channel through which the group's ranks exchange tensors such as this one, or
+    None.
 
     The first call with a group is a collective.
     """
@@ -73,7 +75,8 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 def start(
     channel: Channel, kind: int, tensor: Tensor, out: Tensor, count: int
 ) -> Callable[[], Tensor]:
-    """Starts a collective of contiguous tensors. Returns a function that waits for its end and returns `out`.
+    """Starts a collective of contiguous tensors. Returns a function that waits for its end and
+    returns `out`.
 
     Args:
         count: Elements of the tensor; for a reduce-scatter, of the piece that each rank keeps.
@@ -112,7 +115,9 @@ def _make_file(size: int) -> int:
 
 
 def _map_file(path: str, processes: list[int], group: dist.ProcessGroup) -> Channel | None:
-    """Returns the channel in a file that the group's first rank has made; None if this process cannot open it."""
+    """Returns the channel in a file that the group's first rank has made; None if this process
+    cannot open it.
+    """
     if compiled is None:
         return None
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -131,7 +136,9 @@ def _map_file(path: str, processes: list[int], group: dist.ProcessGroup) -> Chan
 
 
 def _host() -> list[int]:
-    """Returns two numbers that are equal for processes that find each other in /proc, and for no others."""
+    """Returns two numbers that are equal for processes that find each other in /proc, and for no
+    others.
+    """
     try:
         boot = uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).int >> 65
         return [boot, os.stat("/proc/self/ns/pid").st_ino]

@@ -65,7 +65,9 @@ class ScoreRules(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """The scores of the queries [start, end) with the first `columns` keys; no later key is visible to them."""
+    """The scores of the queries [start, end) with the first `columns` keys; no later key is visible
+    to them.
+    """
 
     start: int
     end: int
@@ -75,7 +77,8 @@ class QueryBlock(NamedTuple):
 
 
 def rows_at_once(size: int, device: str) -> int:
-    """Returns the queries of a block, given the bytes of one query's scores over all samples and heads.
+    """Returns the queries of a block, given the bytes of one query's scores over all samples and
+    heads.
 
     `device` is PyTorch's type of device.
     """
@@ -122,7 +125,9 @@ def reference(q, k, v, *arguments):
 
 
 def _log_sum_exp(scores, probs, rules, block):
-    """Returns lse [B, N, R]: the largest probability of a query is exp(z - lse), with the z of its key."""
+    """Returns lse [B, N, R]: the largest probability of a query is exp(z - lse), with the z of its
+    key.
+    """
     largest, key = (x.unsqueeze(-1) for x in probs.to(compute_dtype(probs)).max(-1))
     z = scores.gather(3, key).to(largest.dtype) * rules.scale
     if rules.relative_bias is not None:
@@ -137,7 +142,9 @@ def _log_sum_exp(scores, probs, rules, block):
 
 @torch.no_grad()
 def backward_reference(grad, out, lse, q, k, v, *arguments):
-    """Returns the gradients of q, k, v and of the relative bias, which are summed over the blocks in fp32."""
+    """Returns the gradients of q, k, v and of the relative bias, which are summed over the blocks
+    in fp32.
+    """
     rules = ScoreRules(*arguments)
     k = k.contiguous()
     v = v.contiguous()
@@ -168,7 +175,9 @@ def backward_reference(grad, out, lse, q, k, v, *arguments):
 
 
 def _backward_scores(grad, q, k, v, rules, block, grad_v):
-    """Returns the gradients of a block's scores [B, N, R, columns] and of its bias; adds that of v to `grad_v`."""
+    """Returns the gradients of a block's scores [B, N, R, columns] and of its bias; adds that of v
+    to `grad_v`.
+    """
     probs, dropped = _probabilities(_scores(q, k, block), rules, block)
     weights = dropped if rules.dropout else probs
     grad_out = _fold(grad[:, :, block.start : block.end], k)
@@ -189,7 +198,9 @@ def _scores(q: Tensor, k: Tensor, block: QueryBlock) -> Tensor:
 
 
 def _probabilities(scores: Tensor, rules: ScoreRules, block: QueryBlock) -> tuple[Tensor, Tensor]:
-    """Returns a block's probabilities [B, N, R, columns], and those with dropout (of size 0 without)."""
+    """Returns a block's probabilities [B, N, R, columns], and those with dropout (of size 0
+    without).
+    """
     bias = rules.relative_bias
     if bias is not None:
         # Row i begins at Sq - 1 - i, so the block's last row comes first. (`flip` would put the
@@ -245,7 +256,9 @@ def _slice_mask(rules: ScoreRules, block: QueryBlock) -> Tensor | None:
 
 
 def _visible(rules: ScoreRules, block: QueryBlock, device: torch.device) -> Tensor | None:
-    """Returns which keys the causal rule, the prefix and the lengths allow, broadcastable to the block's scores."""
+    """Returns which keys the causal rule, the prefix and the lengths allow, broadcastable to the
+    block's scores.
+    """
     key = torch.arange(block.columns, device=device)
     visible = None
     if rules.causal:
@@ -260,7 +273,9 @@ def _visible(rules: ScoreRules, block: QueryBlock, device: torch.device) -> Tens
 
 
 def _fold(x: Tensor, k: Tensor) -> Tensor:
-    """Returns [B, N, R, C] as [B * K, N / K * R, C]: the rows of all query heads that share a key-value head."""
+    """Returns [B, N, R, C] as [B * K, N / K * R, C]: the rows of all query heads that share a
+    key-value head.
+    """
     return x.reshape(k.shape[0] * k.shape[1], -1, x.shape[3])
 
 
@@ -291,7 +306,9 @@ def _allocate_backward(grad, out, lse, q, k, v, relative_bias, *rules):
 
 
 def _empty_heads(x):
-    """Returns [B, N, S, D] whose heads of a position are adjacent, so that merging them copies nothing."""
+    """Returns [B, N, S, D] whose heads of a position are adjacent, so that merging them copies
+    nothing.
+    """
     batch, heads, length, size = x.shape
     return empty_pooled(x, batch, length, heads, size).transpose(1, 2)
 
@@ -315,7 +332,9 @@ def _by_rows(x):
 
 
 def _prepared_rules(q, k, relative_bias, mask, prefix, key_lengths, keys, *settings):
-    """Returns the bias in fp32, and the mask with all dimensions, of which a broadcast one has stride 0."""
+    """Returns the bias in fp32, and the mask with all dimensions, of which a broadcast one has
+    stride 0.
+    """
     return (
         None if relative_bias is None else relative_bias.float().contiguous(),
         None if mask is None else mask.expand(*q.shape[:3], k.shape[2]),
@@ -517,7 +536,8 @@ def _check_lengths(batch: int, causal: bool, lengths: dict[str, Tensor | None]) 
 
 
 def suits_tiles(queries: int, keys: int, device: str, itemsize: int) -> bool:
-    """Returns whether attention with dropout or a trained bias should compute a tile or block of the scores at a time.
+    """Returns whether attention with dropout or a trained bias should compute a tile or block of
+    the scores at a time.
 
     Kernels are faster than products and a softmax of whole scores, but for the shortest sequences
     on a CPU. Without them, the scores of shorter sequences are written to memory: the backward pass
@@ -555,7 +575,8 @@ def lacks_fused_attention(q: Tensor) -> bool:
 
 
 def eager_beats_sdpa(q: Tensor, k: Tensor) -> bool:
-    """Returns whether two matrix products and a softmax are faster than `scaled_dot_product_attention` in training.
+    """Returns whether two matrix products and a softmax are faster than
+    `scaled_dot_product_attention` in training.
 
     They are for 16-bit types on a CPU: 12 ms against 26 for 4 × 12 heads of 64 at 256 positions, 53
     against 87 at 512. Longer sequences would need too much memory.

@@ -1,4 +1,6 @@
-"""Provides `torch.autograd.Function` and `once_differentiable` with type annotations, which PyTorch lacks."""
+"""Provides `torch.autograd.Function` and `once_differentiable` with type annotations, which PyTorch
+lacks.
+"""
 
 from __future__ import annotations
 

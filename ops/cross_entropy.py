@@ -46,7 +46,9 @@ SumGrad = Callable[
 
 
 def stats_reference(logits, target, first, columns, with_sum):
-    """Returns (maximum, sum of exp(x - maximum), target logit or 0, sum of logits or a placeholder), each [T]."""
+    """Returns (maximum, sum of exp(x - maximum), target logit or 0, sum of logits or a
+    placeholder), each [T].
+    """
     x = logits[:, :columns].to(compute_dtype(logits))
     here = (target >= first) & (target < first + columns)
     if columns == 0:
@@ -261,7 +263,9 @@ def cross_entropy_loss(
     z_loss: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Returns the losses [T] from the combined statistics of the ranks; 0 where the target is `ignore_index`."""
+    """Returns the losses [T] from the combined statistics of the ranks; 0 where the target is
+    `ignore_index`.
+    """
     loss = log_z - target_logit
     if label_smoothing:
         loss = (1.0 - label_smoothing) * loss + label_smoothing * (log_z - sum_logits / num_classes)
@@ -314,7 +318,9 @@ def cross_entropy(
     z_loss: float = 0.0,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Returns the differentiable losses [T] of whole logits [T, V] and target int64 [T], in fp32 (fp64 for fp64)."""
+    """Returns the differentiable losses [T] of whole logits [T, V] and target int64 [T], in fp32
+    (fp64 for fp64).
+    """
     _check(logits, target)
     return torch.ops.shardzoo.cross_entropy(
         logits, target, float(label_smoothing), float(z_loss), ignore_index
@@ -474,7 +480,9 @@ def suits_chunks(rows: int, columns: int) -> bool:
 
 
 class _SummedGrads:
-    """Sums the gradients of hidden, weight and bias over chunks of rows, those of weight and bias in fp32."""
+    """Sums the gradients of hidden, weight and bias over chunks of rows, those of weight and bias
+    in fp32.
+    """
 
     def __init__(self, ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -524,7 +532,8 @@ class _SummedGrads:
 
 
 def _chunked_losses(ctx, hidden, weight, bias, target, columns, settings) -> tuple[Tensor, Tensor]:
-    """Returns the losses and the logs of the sums, both [T]; the logits of a chunk of rows exist at a time.
+    """Returns the losses and the logs of the sums, both [T]; the logits of a chunk of rows exist at
+    a time.
 
     On a CPU it also computes the gradients of the losses' sum while the logits exist: in most steps
     the losses' own gradients are equal, and the backward pass only has to scale these.
@@ -549,7 +558,9 @@ def _chunked_losses(ctx, hidden, weight, bias, target, columns, settings) -> tup
 
 
 def _chunked_grads(ctx, grad, hidden, weight, bias, target, log_z):
-    """Returns the gradients of hidden, weight and bias; the logits of a chunk of rows exist at a time."""
+    """Returns the gradients of hidden, weight and bias; the logits of a chunk of rows exist at a
+    time.
+    """
     sums = ctx.sums
     ctx.sums = None
     counted = grad[target != ctx.settings[-1]] if sums is not None else grad
@@ -570,7 +581,8 @@ def _columns(width: int, settings: tuple) -> int:
 
 
 def _statistics(logits: Tensor, target: Tensor, settings: tuple, columns: int) -> Tensor:
-    """Returns [2 or 3, T]: the log of the sum of exp, the target's logit and, for smoothing, the sum of logits.
+    """Returns [2 or 3, T]: the log of the sum of exp, the target's logit and, for smoothing, the
+    sum of logits.
 
     They are those of this rank's columns; `settings` are those of `_token_losses`.
     """
@@ -601,7 +613,8 @@ def _token_losses(
     first: int,
     gather: Gather | None,
 ) -> tuple[Tensor, Tensor, tuple]:
-    """Returns, outside autograd, the losses [T], the log of the sum of exp [T], and `cross_entropy_grad`'s settings.
+    """Returns, outside autograd, the losses [T], the log of the sum of exp [T], and
+    `cross_entropy_grad`'s settings.
 
     `stats` and `columns` are those of `_statistics`.
     """
@@ -617,7 +630,9 @@ def _token_losses(
 
 
 def _calls(logits: Tensor) -> Iterator[slice]:
-    """Returns the rows of each call: all of them for a compiled kernel, else few, because the reference widens them."""
+    """Returns the rows of each call: all of them for a compiled kernel, else few, because the
+    reference widens them.
+    """
     rows, width = logits.shape
     return _chunks(rows, width, rows * width if runs_compiled(logits) else CHUNK_ELEMENTS)
 

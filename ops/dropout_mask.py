@@ -30,7 +30,9 @@ _MASK64 = (1 << 64) - 1
 
 
 def _signed(value: int) -> int:
-    """Returns the signed integer with the bits of `value` modulo 2^64, because PyTorch has no unsigned arithmetic."""
+    """Returns the signed integer with the bits of `value` modulo 2^64, because PyTorch has no
+    unsigned arithmetic.
+    """
     value &= _MASK64
     return value - (1 << 64) if value >> 63 else value
 
@@ -53,7 +55,9 @@ def _mix64(z: int) -> int:
 
 
 def use_key(seed: int, site: int, visit: int) -> int:
-    """Returns the 64-bit key of the use `visit` of a dropout: chain(chain(mix64(seed), site), visit)."""
+    """Returns the 64-bit key of the use `visit` of a dropout: chain(chain(mix64(seed), site),
+    visit).
+    """
     key = _mix64(seed & _MASK64)
     for value in (site, visit):
         key = _mix64((key + _GOLDEN * (value + 1)) & _MASK64)
@@ -63,7 +67,8 @@ def use_key(seed: int, site: int, visit: int) -> int:
 def dropout_keys(
     key: int | list[int], first_sample: int, batch: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Returns one key per sample, chain(key, first_sample + b): int64 [batch], or [uses, batch] for several keys.
+    """Returns one key per sample, chain(key, first_sample + b): int64 [batch], or [uses, batch] for
+    several keys.
 
     Args:
         key: The 64-bit key of one use, or those of several.
@@ -94,7 +99,8 @@ def keys_from_row(keys: Tensor, first_row: int | Tensor) -> Tensor:
 
 
 def attention_rows(first_head: int, heads: int, queries: int, device: torch.device | str) -> Tensor:
-    """Returns the row of each (head, query) in attention probabilities, int64 [heads * queries]: head * 2^32 + query.
+    """Returns the row of each (head, query) in attention probabilities, int64 [heads * queries]:
+    head * 2^32 + query.
 
     So the mask of a head does not depend on the number of queries, which padding changes.
     """

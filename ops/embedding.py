@@ -17,7 +17,8 @@ from .cpu.pool import empty_pooled
 def add_embedding_gradient(
     total: Tensor | None, rows: Tensor, ids: Tensor, shape: tuple[int, ...], padding_idx: int | None
 ) -> Tensor:
-    """Returns `total`, or zeros for None, plus the gradient of each looked-up row; it may overwrite `total`.
+    """Returns `total`, or zeros for None, plus the gradient of each looked-up row; it may overwrite
+    `total`.
 
     Args:
         total: The table's gradient from its other uses, [V, H].
@@ -41,7 +42,9 @@ def add_embedding_gradient(
 
 
 def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
-    """Adds rows[i] of [T, H] to total[ids[i]] of [V, H] in place, and rounds the sum of each id once."""
+    """Adds rows[i] of [T, H] to total[ids[i]] of [V, H] in place, and rounds the sum of each id
+    once.
+    """
     if rows.dtype.itemsize >= 4:
         return total.index_add_(0, ids, rows)
     distinct, place = cast(tuple[Tensor, Tensor], cast(Any, ids).unique(return_inverse=True))

@@ -303,7 +303,8 @@ def needs_gradient(*arguments: Any) -> bool:
 
 
 def in_inference_mode() -> bool:
-    """Returns whether this runs eagerly in `torch.inference_mode()`, where nothing differentiates or repeats it.
+    """Returns whether this runs eagerly in `torch.inference_mode()`, where nothing differentiates
+    or repeats it.
 
     `no_grad` is not enough: such a pass may be repeated with gradients later, and must then round
     in the same way.
@@ -312,7 +313,9 @@ def in_inference_mode() -> bool:
 
 
 def flop_counters() -> list[Any]:
-    """Returns the active `FlopCounterMode`s; none in compiled code, which a mode does not see and cannot be traced."""
+    """Returns the active `FlopCounterMode`s; none in compiled code, which a mode does not see and
+    cannot be traced.
+    """
     if torch.compiler.is_compiling():
         return []
     modes: list[Any] = _get_current_dispatch_mode_stack()
@@ -321,7 +324,9 @@ def flop_counters() -> list[Any]:
 
 @functools.cache
 def is_plain(kind: type[torch.Tensor]) -> bool:
-    """Returns whether a tensor class, like `nn.Parameter`, neither intercepts calls nor passes itself to results."""
+    """Returns whether a tensor class, like `nn.Parameter`, neither intercepts calls nor passes
+    itself to results.
+    """
     return kind is torch.Tensor or (
         kind.__torch_function__ is torch.nn.Parameter.__torch_function__
         and torch_dispatch(kind) is torch_dispatch(torch.Tensor)
@@ -332,7 +337,9 @@ def is_plain(kind: type[torch.Tensor]) -> bool:
 
 
 def current_choice() -> str:
-    """Returns the current choice: that of the innermost `kernels` block, else SHARDZOO_KERNELS, else "auto"."""
+    """Returns the current choice: that of the innermost `kernels` block, else SHARDZOO_KERNELS,
+    else "auto".
+    """
     return _forced or choice_of_environment()
 
 
@@ -371,7 +378,8 @@ def _validated(choice: str) -> str:
 
 
 def runs_compiled(tensor: torch.Tensor) -> bool:
-    """Returns whether an op whose first tensor this is runs in a compiled kernel, which widens nothing but registers.
+    """Returns whether an op whose first tensor this is runs in a compiled kernel, which widens
+    nothing but registers.
 
     Tensors without data count as compiled, so that counting a step's operators needs no device.
     """
@@ -487,7 +495,9 @@ def has_cuda_kernels() -> bool:
 
 @functools.cache
 def emulates_cuda() -> bool:
-    """Returns whether the library is that of tests/ops/cuda_emulation, which runs CUDA kernels on CPU tensors."""
+    """Returns whether the library is that of tests/ops/cuda_emulation, which runs CUDA kernels on
+    CPU tensors.
+    """
     return load_error() is None and hasattr(_symbols(), "shardzoo_emulates_cuda")
 
 
@@ -505,7 +515,9 @@ def build_info() -> str:
 
 
 def is_amd_with_avx512_bf16() -> bool:
-    """Returns whether the processor is AMD's and the CPU kernels use AVX512-BF16; False without the library."""
+    """Returns whether the processor is AMD's and the CPU kernels use AVX512-BF16; False without the
+    library.
+    """
     return (
         load_error() is None
         and bool(_symbols().shardzoo_cpu_is_amd())
@@ -515,7 +527,9 @@ def is_amd_with_avx512_bf16() -> bool:
 
 @functools.cache
 def missing_kernels(device_type: str) -> str | None:
-    """Returns None if compiled kernels exist for `device_type` ("cpu" or "cuda"), else the reason why not."""
+    """Returns None if compiled kernels exist for `device_type` ("cpu" or "cuda"), else the reason
+    why not.
+    """
     error = load_error()
     if error is None and device_type == "cuda" and not has_cuda_kernels():
         return "the library was built without CUDA kernels (no working nvcc at build time)"

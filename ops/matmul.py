@@ -26,7 +26,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns `F.linear(x, weight, bias)`, [..., F] in the dtype of x, of x [..., C], weight [F, C] and bias [F].
+    """Returns `F.linear(x, weight, bias)`, [..., F] in the dtype of x, of x [..., C], weight [F, C]
+    and bias [F].
 
     A large product on a CPU can be differentiated only once.
     """
@@ -40,7 +41,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def addmm(bias: Tensor | None, x: Tensor, weight_t: Tensor) -> Tensor:
-    """Returns `bias + x @ weight_t` outside autograd, of bias [F] or None, x [..., C] and weight_t [C, F].
+    """Returns `bias + x @ weight_t` outside autograd, of bias [F] or None, x [..., C] and weight_t
+    [C, F].
 
     Unlike `linear`, it never uses the kernel for few rows, so the bits do not depend on inference
     mode.
@@ -51,7 +53,9 @@ def addmm(bias: Tensor | None, x: Tensor, weight_t: Tensor) -> Tensor:
 
 
 def autocast_arguments(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Casts the arguments of a linear layer like `torch.autocast`, which does not do this for a custom function."""
+    """Casts the arguments of a linear layer like `torch.autocast`, which does not do this for a
+    custom function.
+    """
     device = next(t for t in tensors if t is not None).device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -141,7 +141,9 @@ layer_norm_op.autograd(_layer_norm_setup_context, _layer_norm_backward)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Returns LayerNorm of x [..., H] over its last dimension, in the shape and dtype of x; weight and bias are [H]."""
+    """Returns LayerNorm of x [..., H] over its last dimension, in the shape and dtype of x; weight
+    and bias are [H].
+    """
     if x.shape[-1:] != weight.shape:
         raise _mismatch(x, weight)
     return layer_norm_op(x, None, weight, bias, eps)[0]
@@ -170,7 +172,9 @@ def rms_norm_reference(x, residual, weight, eps):
 
 
 def rms_norm_backward_reference(grad, grad_summed, h, weight, rstd):
-    """Returns the gradients of h (equal to those of x and of the residual) and of the weight, the latter unrounded."""
+    """Returns the gradients of h (equal to those of x and of the residual) and of the weight, the
+    latter unrounded.
+    """
     dtype = compute_dtype(h)
     wide = h.to(dtype)
     dy = grad.to(dtype)
@@ -260,7 +264,9 @@ rms_norm_op.autograd(_rms_norm_setup_context, _rms_norm_backward)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns RMSNorm of x [..., H] over its last dimension, in the shape and dtype of x; weight is [H]."""
+    """Returns RMSNorm of x [..., H] over its last dimension, in the shape and dtype of x; weight is
+    [H].
+    """
     if x.shape[-1:] != weight.shape:
         raise _mismatch(x, weight)
     return rms_norm_op(x, None, weight, eps)[0]
@@ -280,7 +286,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def apply_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (norm of h, h) with h = x + residual; without a residual, the second value has no meaning.
+    """Returns (norm of h, h) with h = x + residual; without a residual, the second value has no
+    meaning.
 
     The caller has checked the shapes, which are those of `layer_norm`. A decoding step on a CPU is
     one call into C++.

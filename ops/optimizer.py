@@ -1,4 +1,5 @@
-"""Computes an AdamW update and sums of squares, each in one pass over memory, where our CPU kernels run.
+"""Computes an AdamW update and sums of squares, each in one pass over memory, where our CPU kernels
+run.
 
 The reference is PyTorch's own: `torch.optim.AdamW` and `torch._foreach_norm`. The kernel of AdamW
 also scales the gradient and rounds the new fp32 parameter to a 16-bit copy. Both sum in an order

@@ -64,7 +64,9 @@ def visible_keys(scores, mask, prefix, causal):
 
 
 def backward_reference(grad, probs, keys, scale, dropout, first_head, bias_batch):
-    """Returns the gradients of the scores and, if bias_batch is 1 or B, of a bias [bias_batch, N, Sq, Sk]."""
+    """Returns the gradients of the scores and, if bias_batch is 1 or B, of a bias [bias_batch, N,
+    Sq, Sk].
+    """
     dtype = compute_dtype(probs)
     grad = grad.to(dtype)
     p = probs.to(dtype)
@@ -94,7 +96,9 @@ def _allocate_backward(grad, probs, keys, scale, dropout, first_head, bias_batch
 
 
 def _expanded(tensor, like):
-    """Returns `tensor` expanded to the scores' shape with unit stride along the keys; usual masks need no copy."""
+    """Returns `tensor` expanded to the scores' shape with unit stride along the keys; usual masks
+    need no copy.
+    """
     if tensor is None:
         return None
     tensor = tensor.expand(like.shape)
@@ -200,7 +204,8 @@ def masked_softmax(
     keys: torch.Tensor | None = None,
     first_head: int = 0,
 ) -> torch.Tensor:
-    """Returns the attention probabilities softmax(scale * scores + bias + mask), with dropout applied.
+    """Returns the attention probabilities softmax(scale * scores + bias + mask), with dropout
+    applied.
 
     Args:
         scores: [B, N, Sq, Sk], fp32, bf16, fp16 or fp64.
@@ -253,7 +258,8 @@ def masked_softmax(
 
 
 def lay_out_diagonals(values: Tensor, queries: int, keys: int) -> Tensor:
-    """Copies one value per distance, [N, Sq + Sk - 1], along the diagonals of a bias on scores, [N, Sq, Sk].
+    """Copies one value per distance, [N, Sq + Sk - 1], along the diagonals of a bias on scores, [N,
+    Sq, Sk].
 
     The distances go from 1 - Sk to Sq - 1; element (i, j) has distance j - i - (Sk - Sq).
     """

@@ -1,4 +1,6 @@
-"""Predicts how long a training step takes on a cluster, and finds the fastest layout; see docs/scale.md."""
+"""Predicts how long a training step takes on a cluster, and finds the fastest layout; see
+docs/scale.md.
+"""
 
 from .cost import Network, PlannedRun, StepTime, step_time
 from .hardware import CLUSTERS, Cluster, Device, Link, Rates, find_cluster

@@ -1,8 +1,9 @@
 """Measures what a machine reaches, so that `plan` predicts steps on it.
 
-Each process of a node trains small models, all at once, because they share cores and memory. Their steps are the sums
-of what `cost` counts: FLOPs, bytes, kernels. The rates are the non-negative least-squares solution for these sums.
-Collectives of two sizes give the bandwidth and the latency of the link between the processes.
+Each process of a node trains small models, all at once, because they share cores and memory. Their
+steps are the sums of what `cost` counts: FLOPs, bytes, kernels. The rates are the non-negative
+least-squares solution for these sums. Collectives of two sizes give the bandwidth and the latency
+of the link between the processes.
 """
 
 from __future__ import annotations
@@ -128,10 +129,10 @@ def calibrate(
     """Returns what a file for `find_cluster` says of this machine, as a node.
 
     Args:
-        processes: Processes of the node, each with its own GPU, or with an equal part of the cores where there is none.
-            By default as many as GPUs, or 1.
-        precision: Of the models that are trained, by default bf16 on GPUs and fp32 on CPUs. fp16 is taken for bf16. The
-            figures hold for elements of this size.
+        processes: Processes of the node, each with its own GPU, or with an equal part of the cores
+            where there is none. By default as many as GPUs, or 1.
+        precision: Of the models that are trained, by default bf16 on GPUs and fp32 on CPUs. fp16 is
+            taken for bf16. The figures hold for elements of this size.
         measured: The models that are trained, by default `cases`.
 
     Raises ValueError if there are fewer GPUs or cores than processes.
@@ -212,7 +213,9 @@ def _step_seconds(
     together: Callable[[], float],
     now: Callable[[], float],
 ) -> tuple[float, float]:
-    """Returns the seconds of the passes of a training step and of its update, by the trainer's own engine."""
+    """Returns the seconds of the passes of a training step and of its update, by the trainer's own
+    engine.
+    """
     dtype = torch.float32 if itemsize == 4 else torch.bfloat16
     arguments = TrainingArguments(
         precision="fp32" if itemsize == 4 else "bf16",
@@ -257,7 +260,10 @@ def _message_seconds(
 
 
 def figures(processes: int, itemsize: int, solution: np.ndarray) -> dict[str, Any]:
-    """Returns what a file says, in its units. The peak and the bandwidth are those that were reached, whole."""
+    """Returns what a file says, in its units.
+
+    The peak and the bandwidth are those that were reached, whole.
+    """
     flop, fused, byte, kernel, masked, updated, step = solution.tolist()
     gpus = torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(0).total_memory if gpus else HOST_MEMORY / processes
@@ -286,7 +292,9 @@ def figures(processes: int, itemsize: int, solution: np.ndarray) -> dict[str, An
 
 
 def _link(processes: int, messages: Sequence[float]) -> dict[str, float]:
-    """Returns bandwidth and latency: an all-reduce of B bytes over r ranks has 2 (r - 1) messages of B / r bytes."""
+    """Returns bandwidth and latency: an all-reduce of B bytes over r ranks has 2 (r - 1) messages
+    of B / r bytes.
+    """
     small, large = (seconds / (2 * (processes - 1)) for seconds in messages)
     byte = (large - small) / (MESSAGES[1] - MESSAGES[0]) * processes
     return {"bandwidth": 1 / byte / GB, "latency": max(small - byte * MESSAGES[0] / processes, 0.0)}
@@ -295,10 +303,12 @@ def _link(processes: int, messages: Sequence[float]) -> dict[str, float]:
 def solve(
     measured: Sequence[MeasuredModel], steps: Sequence[Sequence[float]], itemsize: int
 ) -> np.ndarray:
-    """Returns the seconds of a FLOP, a FLOP of attention, a byte, a kernel, a masked element, an updated byte, a step.
+    """Returns the seconds of a FLOP, a FLOP of attention, a byte, a kernel, a masked element, an
+    updated byte, a step.
 
-    Each measured step is two equations, one without its update and one of it, relative to its seconds. What is not
-    seen in any gets a millionth of what it would need to be all of the largest step.
+    Each measured step is two equations, one without its update and one of it, relative to its
+    seconds. What is not seen in any gets a millionth of what it would need to be all of the largest
+    step.
     """
     rows: list[list[float]] = []
     seconds: list[float] = []

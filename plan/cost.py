@@ -278,7 +278,9 @@ def _blocks_per_stage(network: Network, stages: int) -> Iterator[tuple[int, ...]
 
 
 def seconds(work: PassCost, run: PlannedRun, cluster: Cluster) -> tuple[float, float, float]:
-    """Returns the seconds of products, of memory traffic, and of launches that the device waits for."""
+    """Returns the seconds of products, of memory traffic, and of launches that the device waits
+    for.
+    """
     device = cluster.device
     rates = cluster.rates
     bandwidth = device.bandwidth * rates.memory

@@ -19,7 +19,8 @@ class Device:
         peak: Dense 16-bit matrix products with fp32 sums, in FLOP/s.
         memory: Bytes of device memory.
         bandwidth: Bytes per second from and to device memory.
-        peak_fp32: Matrix products of fp32 (not TF32, which the trainer does not turn on), in FLOP/s.
+        peak_fp32: Matrix products of fp32 (not TF32, which the trainer does not turn on), in
+            FLOP/s.
         sustained: Share of the peaks that long products keep up under the device's power limit,
             relative to an A100.
     """
@@ -165,8 +166,8 @@ class Cluster:
     def link(self, ranks: int, stride: int) -> Link:
         """Returns the link of each rank of a ring over `ranks` ranks that are `stride` apart.
 
-        A node of n devices holds k = n / stride ranks of the ring, and n / k rings cross its network
-        at once. So each ring has the k-th part of all adapters: k adapters of n.
+        A node of n devices holds k = n / stride ranks of the ring, and n / k rings cross its
+        network at once. So each ring has the k-th part of all adapters: k adapters of n.
         """
         if ranks * stride <= self.node_size:
             return self.inside.within(ranks) if stride == 1 else self.inside

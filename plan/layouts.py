@@ -19,7 +19,9 @@ from .cost import Network, PlannedRun, Recompute, StepTime, step_time
 from .hardware import Cluster
 
 SPARE = 0.05
-"""Share of the device's memory left to NCCL's buffers and the allocator's fragments (docs/estimate.md)."""
+"""Share of the device's memory left to NCCL's buffers and the allocator's fragments
+(docs/estimate.md).
+"""
 HOST_BANDWIDTH = 10e9
 """Bytes per second from a device to pageable memory of the host, over PCIe 4 or 5."""
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")

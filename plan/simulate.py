@@ -1,4 +1,5 @@
-"""Runs a step as events over ranks and links, and a long run with failures, on the cost model's times.
+"""Runs a step as events over ranks and links, and a long run with failures, on the cost model's
+times.
 
 An event is a pass of one micro-batch through one stage of a replica, a message between stages, or
 one round of a ring. Ranks that wait for each other at every event are one row of an array: the
@@ -21,7 +22,8 @@ from .hardware import Cluster
 LONGEST_RESTART = 3.0
 """Mean times between failures that a restart and a save may take; above, hardly any succeeds."""
 FAILURES = 1000
-"""Failures by which intervals are compared, and the most that are drawn; longer runs are scaled up."""
+"""Failures by which intervals are compared, and the most that are drawn; longer runs are scaled up.
+"""
 INTERVALS = np.geomspace(0.25, 2.5, 24)
 """Intervals between saves that are tried, as multiples of Daly's."""
 
@@ -220,12 +222,18 @@ class Failures:
 
 
 def young_interval(failures: Failures, devices: int) -> float:
-    """Returns the seconds of training between two saves that lose least in first order: Young (1974)."""
+    """Returns the seconds of training between two saves that lose least in first order:
+
+    Young (1974).
+    """
     return sqrt(2 * failures.save * failures.device_mtbf / devices)
 
 
 def save_interval(failures: Failures, devices: int) -> float:
-    """Returns the seconds of training between two saves that lose least: Daly (2006), equation 37, else the mean."""
+    """Returns the seconds of training between two saves that lose least:
+
+    Daly (2006), equation 37, else the mean.
+    """
     mean = failures.device_mtbf / devices
     save = failures.save
     if save >= 2 * mean:
@@ -281,8 +289,8 @@ def run_seconds(
 ) -> np.ndarray:
     """Returns how long runs of `work` seconds of training take with failures, [intervals, runs].
 
-    A failure loses what was trained since the last save, and the restart; a failure within a restart begins it again.
-    All intervals meet the same failures.
+    A failure loses what was trained since the last save, and the restart; a failure within a
+    restart begins it again. All intervals meet the same failures.
     """
     mean = failures.device_mtbf / devices
     draw = np.random.default_rng(seed)

@@ -13,7 +13,9 @@ from ..trainer.environments import EnvType
 
 @dataclass(frozen=True)
 class PretrainingArguments(TrainingArguments):
-    """Arguments of pretraining: the trainer's arguments, the model, the corpus and the run's folder."""
+    """Arguments of pretraining: the trainer's arguments, the model, the corpus and the run's
+    folder.
+    """
 
     env_type: EnvType = "deepspeed+mpu"
     train_steps: int | None = 1600
@@ -35,11 +37,14 @@ class PretrainingArguments(TrainingArguments):
     eval_sequences: int = 64
     """Held-out sequences for each evaluation during training."""
     final_eval_sequences: int | None = None
-    """Held-out sequences for the final evaluation and the comparison with the exported model; by default all."""
+    """Held-out sequences for the final evaluation and the comparison with the exported model; by
+    default all.
+    """
 
     model: str | None = None
-    """A preset, or a folder or file with a Hugging Face config.json; by default that of `init_from`, else
-    gpt2-quickstart. The tokenizer determines the vocabulary size of a model with new weights."""
+    """A preset, or a folder or file with a Hugging Face config.json; by default that of
+    `init_from`, else gpt2-quickstart. The tokenizer determines the vocabulary size of a model with
+    new weights."""
     hidden_size: int | None = None
     """Overrides the model's."""
     num_hidden_layers: int | None = None
@@ -47,18 +52,18 @@ class PretrainingArguments(TrainingArguments):
     num_attention_heads: int | None = None
     """Overrides the model's."""
     init_from: str | None = None
-    """Weights to start from, with their tokenizer: a Hugging Face folder, a shardzoo folder or checkpoint, or a name on
-    the Hugging Face Hub; by default new weights."""
+    """Weights to start from, with their tokenizer: a Hugging Face folder, a shardzoo folder or
+    checkpoint, or a name on the Hugging Face Hub; by default new weights."""
     tokenizer: str | None = None
-    """A tokenizer's file or folder, or a name on the Hugging Face Hub; by default that of `init_from` or of a prepared
-    corpus, else one of the family's kind is trained on the corpus."""
+    """A tokenizer's file or folder, or a name on the Hugging Face Hub; by default that of
+    `init_from` or of a prepared corpus, else one of the family's kind is trained on the corpus."""
 
     objective: Objective | None = None
     """What the model learns to predict; by default the family's own objective."""
     data: tuple[str, ...] = ()
-    """Text files, folders of text, JSON lines with a `text` key, parquet files, datasets folders, or prefixes of
-    prepared .bin/.idx pairs; `name:0.7 name:0.3` mixes two by these shares. By default the source of the Python
-    standard library."""
+    """Text files, folders of text, JSON lines with a `text` key, parquet files, datasets folders,
+    or prefixes of prepared .bin/.idx pairs; `name:0.7 name:0.3` mixes two by these shares. By
+    default the source of the Python standard library."""
     stream: bool = False
     """Read and tokenize the text during training instead of preparing a corpus first."""
     vocab_size: int | None = None
@@ -75,11 +80,15 @@ class PretrainingArguments(TrainingArguments):
     fast_dev_run: bool = False
     """Run only 20 steps, with an evaluation after the tenth and one at the end."""
     eval_only: bool = False
-    """Only evaluate, on held-out text: the last checkpoint in output_dir, or the weights of `init_from`."""
+    """Only evaluate, on held-out text: the last checkpoint in output_dir, or the weights of
+    `init_from`.
+    """
     tf32: bool = False
     """Multiply fp32 matrices as TensorFloat-32 on a GPU that supports it."""
     sample_prompt: str | None = None
-    """Text that the exported model continues, or whose spans, masks or blanks it fills; by default held-out text."""
+    """Text that the exported model continues, or whose spans, masks or blanks it fills; by default
+    held-out text.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -99,7 +99,8 @@ class PaddedSamples:
 
 @dataclass(frozen=True)
 class CorpusPair:
-    """The training and the held-out text of a component of the corpus, and its share of the samples.
+    """The training and the held-out text of a component of the corpus, and its share of the
+    samples.
 
     A stream has no training pair.
     """
@@ -140,7 +141,9 @@ def read_pairs(folder: Path) -> list[CorpusPair]:
 def prepare_data(
     arguments: PretrainingArguments, inputs: Inputs, folder: Path, console: Console
 ) -> None:
-    """Writes the corpora and the tokenizer, and tries whether the objective can make samples of them."""
+    """Writes the corpora and the tokenizer, and tries whether the objective can make samples of
+    them.
+    """
     folder.mkdir()
     if arguments.stream:
         hold_out(arguments, inputs, folder)
@@ -214,8 +217,8 @@ def place_tokenizer(inputs: Inputs, trained: Path, folder: Path) -> Tokenizer:
     """Writes the model's tokenizer, with the objective's special tokens, to the folder.
 
     Args:
-        trained: Where the tokenizer is that was trained, or found beside a corpus. It is used unless
-            one was chosen before.
+        trained: Where the tokenizer is that was trained, or found beside a corpus. It is used
+            unless one was chosen before.
 
     Returns:
         The tokenizer.

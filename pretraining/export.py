@@ -22,7 +22,9 @@ from ..trainer.evaluation import evaluate
 from ..trainer.launch.ranks import Ranks
 
 TOLERANCE = 1e-4
-"""Largest difference in nats between the losses of the sharded and the exported model, both in fp32."""
+"""Largest difference in nats between the losses of the sharded and the exported model, both in
+fp32.
+"""
 NEW_TOKENS = 120
 # Small models repeat themselves when they are decoded greedily.
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 40}

@@ -54,7 +54,8 @@ class Inputs:
         config: The configuration of the objective's architecture. That of new weights gets the
             tokenizer's vocabulary.
         weights: None for new weights.
-        tokenizer: Has the objective's special tokens. None if one of the family's kind is trained on the corpus.
+        tokenizer: Has the objective's special tokens. None if one of the family's kind is trained
+            on the corpus.
         tokenizer_name: Where the tokenizer is from, for messages.
         sequence_length, target_length: As in `PretrainingData`.
         continues: Whether the weights are the last checkpoint of a run, which has its own corpora.
@@ -287,7 +288,9 @@ def choose_lengths(
 
 
 def default_objective(model: str | None, init_from: str | None) -> str:
-    """Returns the name of the objective that the family of a model, or of weights, is pretrained with."""
+    """Returns the name of the objective that the family of a model, or of weights, is pretrained
+    with.
+    """
     if model or not init_from:
         return family(find_config(model or DEFAULT_MODEL).model_type).objective
     # The family of a preset's name on the Hub is known without a download.

@@ -233,7 +233,10 @@ class Pretraining:
         return 0
 
     def _plan_stages(self) -> Job:
-        """Returns the job of a rank, with the blocks of each pipeline stage. The first rank may measure them."""
+        """Returns the job of a rank, with the blocks of each pipeline stage.
+
+        The first rank may measure them.
+        """
         arguments = self.arguments
         _, job = estimated_job(arguments, self.inputs, self.trainer.ranks.dp_size)
         blocks = on_first_rank(lambda: with_stages(arguments, self.config, job).pipeline_blocks)

@@ -51,7 +51,9 @@ def run_facts(
     dp_size: int,
     first_step: int = 0,
 ) -> dict[str, str]:
-    """Returns what is known of a run before its corpus: the model, how it is split, the objective, the steps."""
+    """Returns what is known of a run before its corpus: the model, how it is split, the objective,
+    the steps.
+    """
     sizes = parameter_sizes(config, tp_size)
     full = sum(size.full for size in sizes)
     local = sum(size.local for size in sizes)
@@ -223,7 +225,9 @@ def run_files(folder: RunFolder, architecture: str) -> dict[str, str]:
 
 @contextmanager
 def corpus_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Shows a progress bar for each stage of preparing a corpus, or a line for each without a terminal."""
+    """Shows a progress bar for each stage of preparing a corpus, or a line for each without a
+    terminal.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),

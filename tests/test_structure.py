@@ -8,7 +8,6 @@ package, and those that are made at run time from a string. Nothing here limits 
 from __future__ import annotations
 
 import ast
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -267,10 +266,6 @@ def family_names() -> set[str]:
     return folders
 
 
-# The rooms are being brought to these properties one by one; the last of them removes this mark.
-whole_house = pytest.mark.skipif("SHARDZOO_WHOLE_HOUSE" not in os.environ, reason="not reached yet")
-
-
 @pytest.fixture(scope="module")
 def package() -> Package:
     return Package.from_checkout()
@@ -280,23 +275,19 @@ def test_imports_run_downwards(package):
     assert not package.upward_imports()
 
 
-@whole_house
 def test_no_files_import_one_another_in_a_circle(package):
     assert package.circle() is None
 
 
-@whole_house
 def test_inner_rooms_do_not_import_one_another_in_a_circle(package):
     circles = {str(folder): package.circle_of_rooms(folder) for folder in package.folders()}
     assert not {folder: circle for folder, circle in circles.items() if circle}
 
 
-@whole_house
 def test_no_module_of_ours_is_imported_from_a_string(package):
     assert not package.imports_from_strings()
 
 
-@whole_house
 def test_no_class_or_method_is_made_at_run_time(package):
     assert not package.made_at_run_time()
 

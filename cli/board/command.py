@@ -1,4 +1,6 @@
-"""`shardzoo board`: a local page with the curves, checkpoints and shards of several runs, while they go on."""
+"""`shardzoo board`: a local page with the curves, checkpoints and shards of several runs, while
+they go on.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ class Board:
     port: int = 6007
     """The port of the page; 0 for any free one."""
     host: str = "127.0.0.1"
-    """The address to listen on. With any other than this machine's own, everybody in the network can read the page."""
+    """The address to listen on.
+
+    With any other than this machine's own, everybody in the network can read the page.
+    """
 
 
 HELP = HelpPage("shardzoo board", Board, required=("runs",))
@@ -117,13 +122,16 @@ class Metrics:
     def __init__(self, path: Path) -> None:
         self.curves: dict[str, Curve] = {}
         self.changes = 0
-        self._path, self._offset, self._before = path, 0, b""
+        self._path = path
+        self._offset = 0
+        self._before = b""
 
     def read(self, deadline: float) -> bool:
-        """Reads the lines that were added, until `deadline` of `time.monotonic`. Returns whether more are left.
+        """Reads the lines that were added, until `deadline` of `time.monotonic`. Returns whether
+        more are left.
 
-        A last line without its end waits for the rest. A damaged line is skipped. A run that was resumed or
-        overwritten has another file, which is read from its beginning.
+        A last line without its end waits for the rest. A damaged line is skipped. A run that was
+        resumed or overwritten has another file, which is read from its beginning.
         """
         if not self._path.is_file():
             self._begin()
@@ -146,7 +154,9 @@ class Metrics:
     def _begin(self) -> None:
         if self._offset:
             self.changes += 1
-        self.curves, self._offset, self._before = {}, 0, b""
+        self.curves = {}
+        self._offset = 0
+        self._before = b""
 
     def _follow(self, file: BinaryIO) -> None:
         """Goes to the place that was read to, or to the beginning of another file."""
@@ -176,10 +186,11 @@ class Metrics:
 def on_one_axis(
     curves: Sequence[Curve | None], width: int, first: float = -math.inf, last: float = math.inf
 ) -> tuple[list[float], list[list[Any]]]:
-    """Returns steps from `first` to `last`, and the values of each curve at them, None where it has none.
+    """Returns steps from `first` to `last`, and the values of each curve at them, None where it has
+    none.
 
-    If there are more than `2 * width` steps, these are `width` intervals of equal lengths: two points for each, with
-    the smallest and the largest value in it, so that no peak is lost.
+    If there are more than `2 * width` steps, these are `width` intervals of equal lengths: two
+    points for each, with the smallest and the largest value in it, so that no peak is lost.
     """
     parts = [_between(curve or Curve(), first, last) for curve in curves]
     longest = max((len(steps) for steps, _ in parts), default=0)
@@ -195,10 +206,12 @@ def on_one_axis(
 
 def _between(curve: Curve, first: float, last: float) -> tuple[np.ndarray, np.ndarray]:
     """Returns copies, because an array whose memory is lent cannot grow."""
-    steps, values = np.array(curve.steps), np.array(curve.values)
+    steps = np.array(curve.steps)
+    values = np.array(curve.values)
     if (steps[1:] < steps[:-1]).any():
         order = np.argsort(steps, kind="stable")
-        steps, values = steps[order], values[order]
+        steps = steps[order]
+        values = values[order]
     kept = slice(np.searchsorted(steps, first), np.searchsorted(steps, last, side="right"))
     return steps[kept], values[kept]
 
@@ -271,7 +284,9 @@ class Run:
 
 
 def _split(name: str, record: TensorRecord, size: int) -> dict[str, Any]:
-    """Returns the row of a parameter: one shape for each of the first ranks, or none if all hold it whole."""
+    """Returns the row of a parameter: one shape for each of the first ranks, or none if all hold it
+    whole.
+    """
     parts = []
     if record.shard is not None:
         shard = Shard.from_record(record.shard)
@@ -296,12 +311,14 @@ class Runs:
         self._revision = ""
 
     def data(self, query: dict[str, str]) -> dict[str, Any]:
-        """Returns the table and the charts, or only the revision if it is the one that the page has.
+        """Returns the table and the charts, or only the revision if it is the one that the page
+        has.
 
         Raises ValueError if the query is malformed.
         """
         width = min(max(int(query.get("width", "800")), 1), MOST_POINTS)
-        first, last = float(query.get("first", "-inf")), float(query.get("last", "inf"))
+        first = float(query.get("first", "-inf"))
+        last = float(query.get("last", "inf"))
         with self._lock:
             deadline = time.monotonic() + READING_SECONDS
             is_more = any(run.metrics.read(deadline) for run in self.runs)
@@ -355,13 +372,13 @@ class Handler(BaseHTTPRequestHandler):
         try:
             status, kind, body = self._answer()
         except ValueError as error:
-            status, kind, body = 400, "text/plain; charset=utf-8", str(error).encode()
+            status = 400
+            kind = "text/plain; charset=utf-8"
+            body = str(error).encode()
         except OSError as error:
-            status, kind, body = (
-                500,
-                "text/plain; charset=utf-8",
-                message_of(error).encode(errors="replace"),
-            )
+            status = 500
+            kind = "text/plain; charset=utf-8"
+            body = message_of(error).encode(errors="replace")
         with suppress(ConnectionError):  # the page was closed
             self.send_response(status)
             for name, value in {
@@ -387,7 +404,8 @@ class Handler(BaseHTTPRequestHandler):
         if url.path == "/data":
             content = self.server.runs.data(query)
         elif url.path == "/layout":
-            number, runs = int(query.get("run", "")), self.server.runs.runs
+            number = int(query.get("run", ""))
+            runs = self.server.runs.runs
             if not 0 <= number < len(runs):
                 raise ValueError(f"run must be from 0 to {len(runs) - 1}, not {number}")
             content = runs[number].layout()

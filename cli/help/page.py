@@ -1,7 +1,8 @@
-"""Prints the help page of a command: what is required first, then its options by topic, on one screen.
+"""Prints the help page of a command: what is required first, then its options by topic, on one
+screen.
 
-`--help` has a line for each option. A command with more options than fit shows the most used ones. `--help-all` shows
-every one, with its whole text.
+`--help` has a line for each option. A command with more options than fit shows the most used ones.
+`--help-all` shows every one, with its whole text.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import docstring_parser
 import tyro
 
-SHORT, WHOLE = ("-h", "--help"), "--help-all"
-REQUIRED, POSITIONAL = "required", "arguments"  # topics
-NARROWEST, WIDEST = 60, 110  # columns of a page
+SHORT = ("-h", "--help")
+WHOLE = "--help-all"
+# Topics.
+REQUIRED = "required"
+POSITIONAL = "arguments"
+# Columns of a page.
+NARROWEST = 60
+WIDEST = 110
 WIDEST_NAME = 33  # columns of an option and its value, where its text begins beside it
 SHORTEST = 20  # characters that a shortened text has at least
 SIMPLE = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
@@ -35,11 +41,14 @@ class HelpPage:
     Args:
         usage: What the line of usage shows after the program; by default the required arguments.
         description: By default the docstring of `arguments`.
-        required: Fields that are needed although they have a default: the command asks for one of them.
-        sections: The topics in the order of the page: the first field of each, in the order in which the fields are
-            declared, and its title. Fields before the first one belong to "options".
+        required: Fields that are needed although they have a default: the command asks for one of
+            them.
+        sections: The topics in the order of the page: the first field of each, in the order in
+            which the fields are declared, and its title. Fields before the first one belong to
+            "options".
         common: The fields that the short page shows, in this order within a topic; by default all.
-        names: Other spellings of an option that the page shows too, such as {"model_parallel_size": "--tp"}.
+        names: Other spellings of an option that the page shows too, such as {"model_parallel_size":
+            "--tp"}.
         texts: Texts in place of the fields' own.
     """
 
@@ -56,7 +65,9 @@ class HelpPage:
 
 @dataclass(frozen=True)
 class Entry:
-    """An argument on a page: its name with what it takes, its text, its default value, and its topic."""
+    """An argument on a page: its name with what it takes, its text, its default value, and its
+    topic.
+    """
 
     field: str
     name: str
@@ -66,7 +77,8 @@ class Entry:
 
     def lines(self, indent: int, width: int, *, whole: bool) -> list[str]:
         """Returns the lines of the argument; its text begins at column `indent`."""
-        name, default = f"  {self.name}", f" [{self.default}]" if self.default else ""
+        name = f"  {self.name}"
+        default = f" [{self.default}]" if self.default else ""
         if not whole:
             name = f"{name:<{indent - 2}}  "
             return [
@@ -84,10 +96,12 @@ class Entry:
 def show_help(
     page: HelpPage, argv: Sequence[str], default: Any = None, *, quiet: bool = False
 ) -> None:
-    """Prints the page and raises SystemExit(0), if the command line asks for help; otherwise returns.
+    """Prints the page and raises SystemExit(0), if the command line asks for help; otherwise
+    returns.
 
     Args:
-        default: An object with the values that arguments have if they are not given; by default those of the class.
+        default: An object with the values that arguments have if they are not given; by default
+            those of the class.
         quiet: Print nothing; for every rank except the first.
     """
     asked = next((word for word in argv if word in (*SHORT, WHOLE)), None)
@@ -108,7 +122,9 @@ def show_help(
 def show_commands(
     program: str, description: str, pages: Mapping[str, HelpPage], argv: Sequence[str]
 ) -> None:
-    """Prints the help of a command that has commands of its own, or of one of these, like `show_help`."""
+    """Prints the help of a command that has commands of its own, or of one of these, like
+    `show_help`.
+    """
     if argv and argv[0] in pages:
         show_help(pages[argv[0]], argv[1:])
     elif argv and argv[0] in (*SHORT, WHOLE):
@@ -133,7 +149,8 @@ def render(page: HelpPage, default: Any = None, *, whole: bool = False, width: i
     """Returns a page's text.
 
     Args:
-        whole: With every option and its whole text, instead of a line for each of the most used ones.
+        whole: With every option and its whole text, instead of a line for each of the most used
+            ones.
         width: Columns of the terminal.
     """
     width = min(max(width, NARROWEST), WIDEST)
@@ -198,7 +215,9 @@ def entries(page: HelpPage, default: Any = None) -> Iterator[Entry]:
 
 
 def shortened(text: str, room: int) -> str:
-    """Returns the first sentence of a text, or as many of its clauses or words as there is room for."""
+    """Returns the first sentence of a text, or as many of its clauses or words as there is room
+    for.
+    """
     sentence = text.partition(". ")[0].removesuffix(".")
     if len(sentence) <= room:
         return sentence
@@ -211,7 +230,9 @@ def shortened(text: str, room: int) -> str:
 
 
 def _declared(kind: type) -> Iterator[tuple[Field[Any], Any, str]]:
-    """Yields the fields of a dataclass, their types, and their texts, which those of a base class may lend."""
+    """Yields the fields of a dataclass, their types, and their texts, which those of a base class
+    may lend.
+    """
     parts = [part for part in reversed(kind.__mro__) if is_dataclass(part)]
     found = chain.from_iterable(docstring_parser.parse_from_object(part).params for part in parts)
     texts = {param.arg_name: " ".join((param.description or "").split()) for param in found}

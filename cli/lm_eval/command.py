@@ -1,4 +1,6 @@
-"""`shardzoo lm-eval`: lm-evaluation-harness's own command, in which `--model shardzoo` is a model split over ranks."""
+"""`shardzoo lm-eval`: lm-evaluation-harness's own command, in which `--model shardzoo` is a model
+split over ranks.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ and `shardzoo lm-eval ls tasks` its tasks.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that failed first."""
+    """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that
+    failed first.
+    """
     launch = RankInfo.from_environment()
     given = sys.argv[1:] if argv is None else list(argv)
     return exit_code_of(lambda: start(given, launch), quiet=not launch.is_first)
@@ -71,7 +75,8 @@ def start(given: list[str], launch: RankInfo) -> int:
 
 def parse(harness: Any, given: list[str]) -> Namespace:
     """Parses a command line as the harness does, which reads `sys.argv`."""
-    before, sys.argv = sys.argv, ["lm-eval", *given]
+    before = sys.argv
+    sys.argv = ["lm-eval", *given]
     try:
         return harness.parse_args()
     finally:
@@ -79,7 +84,9 @@ def parse(harness: Any, given: list[str]) -> Namespace:
 
 
 def choose_model(parsed: Namespace) -> dict[str, Any] | None:
-    """Returns the arguments of a model of ours, which is the default; None for another of the harness's models."""
+    """Returns the arguments of a model of ours, which is the default; None for another of the
+    harness's models.
+    """
     import lm_eval.models  # noqa: F401  (registers the harness's own models)
     from lm_eval.api.registry import model_registry
     from lm_eval.config.evaluate_config import EvaluatorConfig

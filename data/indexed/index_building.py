@@ -1,4 +1,5 @@
-"""Builds sample and sentence indexes: the numpy reference, and the compiled builders where they are built.
+"""Builds sample and sentence indexes: the numpy reference, and the compiled builders where they are
+built.
 
 Both give equal results. The reference is the ground truth of csrc/data/index.cpp.
 """
@@ -22,8 +23,9 @@ _MASK = (1 << 64) - 1
 def reference_sample_index(lengths: np.ndarray, first: int, stride: int, count: int) -> np.ndarray:
     """Returns where samples begin in the concatenation of documents.
 
-    Sample k begins at token `first + k * stride`. With a stride of S - 1 and first 0 this is Megatron-LM's
-    sample index for sequences of S - 1 tokens and one extra token. `lengths` int64 [documents] are in reading order.
+    Sample k begins at token `first + k * stride`. With a stride of S - 1 and first 0 this is
+    Megatron-LM's sample index for sequences of S - 1 tokens and one extra token. `lengths` int64
+    [documents] are in reading order.
 
     Returns:
         int64 [count, 2]: (document, offset in it) of each sample.
@@ -39,7 +41,10 @@ def reference_sample_index(lengths: np.ndarray, first: int, stride: int, count: 
 
 
 def draw(seed: int, n: int) -> int:
-    """Returns number `n` of a seed's splitmix64 stream (Steele, Lea, Flood: Fast splittable generators, 2014)."""
+    """Returns number `n` of a seed's splitmix64 stream (Steele, Lea, Flood:
+
+    Fast splittable generators, 2014).
+    """
     z = (seed + (n + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -56,10 +61,11 @@ def reference_sentence_index(
 ) -> np.ndarray:
     """Cuts documents into runs of consecutive sentences; each run is a sample.
 
-    A run grows until it has its target number of tokens and `least_sentences`, unless too few sentences would
-    be left for another run. The target is `max_length`, or with `short_probability` uniform in 2..max_length
-    (BERT's short sequences). Documents with fewer sentences are left out, as in Megatron-LM's build_mapping.
-    `sizes` are the tokens of each sentence, `marks` [documents + 1] the first sentence of each document and the end.
+    A run grows until it has its target number of tokens and `least_sentences`, unless too few
+    sentences would be left for another run. The target is `max_length`, or with `short_probability`
+    uniform in 2..max_length (BERT's short sequences). Documents with fewer sentences are left out,
+    as in Megatron-LM's build_mapping. `sizes` are the tokens of each sentence, `marks` [documents +
+    1] the first sentence of each document and the end.
 
     Returns:
         int64 [samples, 3]: (first sentence, last sentence + 1, target number of tokens).
@@ -78,10 +84,12 @@ def reference_sentence_index(
 
     rows: list[tuple[int, int, int]] = []
     for document in range(len(marks) - 1):
-        first, last = int(marks[document]), int(marks[document + 1])
+        first = int(marks[document])
+        last = int(marks[document + 1])
         if last - first < least_sentences:
             continue
-        tokens, target = 0, next_target()
+        tokens = 0
+        target = next_target()
         for sentence in range(first, last):
             tokens += int(sizes[sentence])
             rest = last - sentence - 1
@@ -93,7 +101,9 @@ def reference_sentence_index(
             if full or rest == 0:
                 if tokens > 0:
                     rows.append((first, sentence + 1, target))
-                first, tokens, target = sentence + 1, 0, next_target()
+                first = sentence + 1
+                tokens = 0
+                target = next_target()
     return np.array(rows, np.int64).reshape(-1, 3)
 
 

@@ -1,4 +1,6 @@
-"""Defines the measured cases: an op's inputs, the PyTorch code it replaces, and the fewest bytes it must move."""
+"""Defines the measured cases: an op's inputs, the PyTorch code it replaces, and the fewest bytes it
+must move.
+"""
 
 from __future__ import annotations
 
@@ -257,7 +259,8 @@ def _cross_entropy(rows: int, columns: int) -> Case:
 
 
 def _attention(name: str, size: tuple[int, int, int, int]) -> Case:
-    """Attention of q, k and v [B, N, S, D]: of all positions, causal, or with a trained bias by distance and dropout.
+    """Attention of q, k and v [B, N, S, D]: of all positions, causal, or with a trained bias by
+    distance and dropout.
 
     The others get the bias written out [1, N, S, S] and differentiate that, as a stack of T5's
     layers does.
@@ -315,7 +318,8 @@ def _attention(name: str, size: tuple[int, int, int, int]) -> Case:
 def cases(
     device: str, scale: float = 1.0, length: int = 0, shape: tuple[int, int] | None = None
 ) -> list[Case]:
-    """Returns all cases, with the sizes of a training step on a CPU, or well beyond the L2 cache on a GPU.
+    """Returns all cases, with the sizes of a training step on a CPU, or well beyond the L2 cache on
+    a GPU.
 
     Args:
         scale: Multiplies the leading size, for quick runs.

@@ -59,7 +59,9 @@ class Result:
 
     @property
     def rivals(self) -> list[str]:
-        """The names of the measured contenders besides ours, eager and compiled PyTorch and the copy."""
+        """The names of the measured contenders besides ours, eager and compiled PyTorch and the
+        copy.
+        """
         return [
             name
             for name in self.timings
@@ -81,7 +83,9 @@ class Result:
         return self.bandwidth(contender) / self.bandwidth("copy")
 
     def of_copy_both(self) -> float:
-        """Returns the share of the copy's bandwidth that forward and backward with `out` reach together."""
+        """Returns the share of the copy's bandwidth that forward and backward with `out` reach
+        together.
+        """
         spent = self.timings["ours forward out"].median + self.timings["ours backward out"].median
         return (
             1000
@@ -124,7 +128,9 @@ def gradients(
 
 
 def check(case: Case, tensors: Tensors, dtype: torch.dtype, cotangent: torch.Tensor) -> str | None:
-    """Returns None if ours agrees with the fp64 reference in outputs and gradients, else the difference."""
+    """Returns None if ours agrees with the fp64 reference in outputs and gradients, else the
+    difference.
+    """
     wide = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
     output, grads = gradients(case.ours, tensors, case.leaves, cotangent)
     with library.kernels("reference"):

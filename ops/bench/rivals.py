@@ -32,15 +32,17 @@ def liger_layer_norm(t):
 
 
 def liger_rms_norm(t):
-    """Liger's RMSNorm in its default rounding order, casting mode 0: it normalizes in fp32 and rounds before it applies
-    the weight."""
+    """Liger's RMSNorm in its default rounding order, casting mode 0: it normalizes in fp32 and
+    rounds before it applies the weight."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     return LigerRMSNormFunction.apply(t["x"], t["weight"], 1e-6, 0.0, 0, False)
 
 
 def liger_cross_entropy(t):
-    """Liger's cross-entropy, on a copy of the input, because it overwrites its input with the gradient."""
+    """Liger's cross-entropy, on a copy of the input, because it overwrites its input with the
+    gradient.
+    """
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
     result = LigerCrossEntropyFunction.apply(
@@ -79,9 +81,11 @@ def attention(causal: bool, dropout: float) -> tuple[Run, dict[str, Run]]:
     a scale of 1/8.
 
     - `written_out`: this package's operators with the scores of a whole sequence in memory.
-    - `sdpa`: PyTorch's fused attention as it chooses; without a bias on a GPU each of its kernels by itself too.
+    - `sdpa`: PyTorch's fused attention as it chooses; without a bias on a GPU each of its kernels
+      by itself too.
     - `flex`: FlexAttention, compiled. It has no dropout, and no backward pass on CPUs.
-    - `t5_eager` and `t5_sdpa`: what transformers' T5 calls. `measure.warm_up` removes those that cannot run here.
+    - `t5_eager` and `t5_sdpa`: what transformers' T5 calls. `measure.warm_up` removes those that
+      cannot run here.
     """
 
     def eager(t):

@@ -1,4 +1,5 @@
-"""What only a CPU needs: pooled memory, large matrix products, and the operators of a decoding step.
+"""What only a CPU needs: pooled memory, large matrix products, and the operators of a decoding
+step.
 
     pool.py       large results reuse the memory of freed results
     products.py   large matrix products use the pool, and our kernel where PyTorch's is slower

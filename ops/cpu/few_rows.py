@@ -1,4 +1,5 @@
-"""Computes what a decoding step needs, for few rows or queries, each as one call into C++ (csrc/matmul/few_rows.h).
+"""Computes what a decoding step needs, for few rows or queries, each as one call into C++
+(csrc/matmul/few_rows.h).
 
 A decoding step of one row calls a hundred operators that run for microseconds, so the time of
 Python counts. These kernels have no gradient formula and run only in inference mode. Each function
@@ -53,7 +54,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
 
 @functools.cache
 def max_gemv_rows(dtype: torch.dtype) -> int:
-    """Returns the most rows that our kernel multiplies faster than BLAS on this processor; 0 for none."""
+    """Returns the most rows that our kernel multiplies faster than BLAS on this processor; 0 for
+    none.
+    """
     has_bf16 = library.load_error() is None and library.cpu_isa() == "x86-64-v4+bf16"
     if dtype == torch.bfloat16 and has_bf16:
         return MAX_GEMV_ROWS_BF16
@@ -69,7 +72,8 @@ def norm(
     *,
     centered: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns (norm of h, h) with h = x + residual, in the shapes of `add_layer_norm`; (None, None) for None.
+    """Returns (norm of h, h) with h = x + residual, in the shapes of `add_layer_norm`; (None, None)
+    for None.
 
     Args:
         centered: Whether this is LayerNorm, which subtracts the mean, instead of RMSNorm.

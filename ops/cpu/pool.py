@@ -38,12 +38,15 @@ def recycled(like: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def fits_pool(elements: int, first: Tensor, *others: Tensor | None) -> bool:
-    """Returns whether a result of `elements` elements, computed from these tensors, should use memory of the pool."""
+    """Returns whether a result of `elements` elements, computed from these tensors, should use
+    memory of the pool.
+    """
     return elements * first.itemsize >= MIN_POOLED_BYTES and is_plain_call(first, *others)
 
 
 def is_plain_call(first: Tensor, *others: Tensor | None) -> bool:
-    """Returns whether a call has real, dense CPU tensors of one floating-point dtype, and nothing intercepts it.
+    """Returns whether a call has real, dense CPU tensors of one floating-point dtype, and nothing
+    intercepts it.
 
     Tracers, transforms, autocast and forward-mode differentiation intercept calls.
     """

@@ -1,4 +1,5 @@
-"""Computes large matrix products of CPU tensors, in memory of the pool and with our kernel (csrc/matmul/).
+"""Computes large matrix products of CPU tensors, in memory of the pool and with our kernel
+(csrc/matmul/).
 
 Our kernel runs where PyTorch has no library for a 16-bit type, as on processors without AVX-512,
 and on AMD processors with AVX512-BF16, where PyTorch's libraries run AVX2 in fp32 and are slower
@@ -31,7 +32,9 @@ MIN_PRODUCT_WITHOUT_LIBRARY = 1 << 18
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Returns `a @ b` of CPU tensors a [..., M, K] and b [..., K, N], with equal leading dimensions."""
+    """Returns `a @ b` of CPU tensors a [..., M, K] and b [..., K, N], with equal leading
+    dimensions.
+    """
     compiling = torch.compiler.is_compiling()
     if compiling and a.dim() == 2 and _is_operator(_count_multiplications(a, b), a):
         return torch.ops.shardzoo.product(a, b, None)
@@ -44,7 +47,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns `F.linear(x, weight, bias)` of CPU tensors x [..., C], weight [F, C] and bias [F] or None."""
+    """Returns `F.linear(x, weight, bias)` of CPU tensors x [..., C], weight [F, C] and bias [F] or
+    None.
+    """
     multiplications = x.numel() * weight.shape[0]
     compiling = torch.compiler.is_compiling()
     if compiling and _is_one_product(x, bias) and _is_operator(multiplications, x):
@@ -151,7 +156,9 @@ def compute_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _is_ours(elements: int, multiplications: int, first: Tensor, *others: Tensor | None) -> bool:
-    """Returns whether this module computes a product: in memory of the pool, with our kernel, or both."""
+    """Returns whether this module computes a product: in memory of the pool, with our kernel, or
+    both.
+    """
     fills_pool = elements * first.itemsize >= MIN_POOLED_BYTES
     worthwhile = fills_pool or multiplications >= _min_product(first.dtype)
     # The kernel is asked for last, because a compiler cannot trace that.
@@ -172,7 +179,9 @@ def _count_elements(rows: Tensor, columns: int) -> int:
 
 
 def _count_multiplications(a: Tensor, b: Tensor) -> int:
-    """Counts those of one product, or of a batch that we compute in fp32; 0 for PyTorch's other batches."""
+    """Counts those of one product, or of a batch that we compute in fp32; 0 for PyTorch's other
+    batches.
+    """
     is_single = a.dim() == b.dim() == 2
     if is_single or not _has_library(a.dtype):
         return a.numel() * b.shape[-1]
@@ -180,7 +189,9 @@ def _count_multiplications(a: Tensor, b: Tensor) -> int:
 
 
 def _empty_laid_out_as(b: Tensor, like: Tensor, *size: int) -> Tensor:
-    """Returns an empty [B, N, M, K], in the memory layout of b if b stores the N heads of each row side by side."""
+    """Returns an empty [B, N, M, K], in the memory layout of b if b stores the N heads of each row
+    side by side.
+    """
     if len(size) == 4 and b.stride(-1) == 1 and b.stride(1) < b.stride(2):
         return empty_pooled(like, size[0], size[2], size[1], size[3]).transpose(1, 2)
     return empty_pooled(like, *size)
@@ -215,7 +226,9 @@ def _flatten_batch(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _types_without_library() -> tuple[torch.dtype, ...]:
-    """Returns the types that PyTorch multiplies by its own loops here, which are up to 100 times slower."""
+    """Returns the types that PyTorch multiplies by its own loops here, which are up to 100 times
+    slower.
+    """
     checks = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
         torch.float16: "_is_mkldnn_fp16_supported",
@@ -249,7 +262,9 @@ def _suits_kernel(multiplications: int, a: Tensor) -> bool:
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Returns `a @ b + bias` outside autograd, or None if our kernel cannot or should not compute it."""
+    """Returns `a @ b + bias` outside autograd, or None if our kernel cannot or should not compute
+    it.
+    """
     if not _suits_kernel(_count_multiplications(a, b), a):
         return None
     for counter in flop_counters():

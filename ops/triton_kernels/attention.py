@@ -1,4 +1,5 @@
-"""Attention and its gradients in Triton, a tile of scores at a time, in the order of FlashAttention-2 (Dao 2023).
+"""Attention and its gradients in Triton, a tile of scores at a time, in the order of
+FlashAttention-2 (Dao 2023).
 
     forward         a program computes a block of queries, walking over the keys with an online softmax
     query_gradient  the same order: the gradient of q, and what the next kernels need of a query (delta, dropout's key)
@@ -78,7 +79,8 @@ def load_rows(x_ptr, stride, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexp
 
     No rows means no limit.
     """
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, D)[None, :]
     at = x_ptr + tl.cast(first, tl.int64) * stride + (row * stride + column)
     if rows is not None:
         value = tl.load(at, mask=(row < rows - first) & (column < WIDTH), other=0.0)
@@ -93,7 +95,8 @@ def load_rows(x_ptr, stride, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexp
 def store_rows(
     x_ptr, stride, value, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
 ):
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, D)[None, :]
     at = x_ptr + tl.cast(first, tl.int64) * stride + (row * stride + column)
     tl.store(at, value.to(x_ptr.dtype.element_ty), mask=(row < rows - first) & (column < WIDTH))
 
@@ -147,7 +150,9 @@ def block_of_head(rows, heads, ROWS: tl.constexpr):
 def keys_of_block(
     first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, b, sizes, rules, CAUSAL: tl.constexpr
 ):
-    """Returns the start of the tiles whose keys only some of the queries from `first` see, and the end of all tiles."""
+    """Returns the start of the tiles whose keys only some of the queries from `first` see, and the
+    end of all tiles.
+    """
     limit = key_limit(b, sizes, rules)
     last = tl.minimum(first + ROWS, sizes.queries) - 1
     cut = tl.maximum(visible_end(first, b, limit, sizes, rules, CAUSAL), 0) // COLUMNS * COLUMNS
@@ -199,7 +204,9 @@ def attend(
     state, q, k_ptr, v_ptr, strides, start, stop, row, row_keys, b, n, sizes, rules, CAUSAL: tl.constexpr, CUT:
     tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys [start, stop) to an online softmax: the largest z, the sum of exponentials, and that of p·v."""
+    """Adds the keys [start, stop) to an online softmax: the largest z, the sum of exponentials, and
+    that of p·v.
+    """
     top, total, out = state
     end = visible_end(row, b, key_limit(b, sizes, rules), sizes, rules, CAUSAL)[:, None]
     for j in tl.range(start, stop, COLUMNS):
@@ -261,7 +268,8 @@ def tile_gradient(
     left, right, left_grad, right_grad, row, column, end, lse, delta, row_keys, b, n, sizes, rules, CUT:
     tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Returns a tile's probabilities, with dropout but for its factor, and the gradient of its scores.
+    """Returns a tile's probabilities, with dropout but for its factor, and the gradient of its
+    scores.
 
     The products of `left` and `right` (q and k, or k and q) are the scores; those of `left_grad`
     and `right_grad` (the gradient of the output and v, or the reverse), the gradients of the
@@ -333,7 +341,8 @@ def query_gradient(
             row_keys.to(tl.int64),
             mask=row[:, None] < sizes.queries,
         )
-    lse, delta = load_lse(lse_ptr, at + row, row < sizes.queries)[:, None], delta[:, None]
+    lse = load_lse(lse_ptr, at + row, row < sizes.queries)[:, None]
+    delta = delta[:, None]
     q = load_rows(
         head_start(q_ptr, strides[0], b, n), strides[0][2], first, sizes.queries, WIDTH, ROWS, D
     )
@@ -387,8 +396,9 @@ def add_key_gradients(
 def queries_of_block(
     first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, limit, b, sizes, rules, CAUSAL: tl.constexpr
 ):
-    """Returns the first query that sees one of the keys from `first`, and, with that as its origin, the first block of
-    queries from which on every query sees all of them; the number of queries where none is seen."""
+    """Returns the first query that sees one of the keys from `first`, and, with that as its origin,
+    the first block of queries from which on every query sees all of them; the number of queries
+    where none is seen."""
     start = tl.cast(0, tl.int32)
     whole = tl.cast(0, tl.int32)
     if CAUSAL:
@@ -416,7 +426,8 @@ def key_gradient(
     groups = sizes.heads // sizes.served
     blocks = tl.cdiv(sizes.keys, COLUMNS)
     first = tl.program_id(0) % blocks * COLUMNS
-    b, group = tl.program_id(0) // blocks // groups, tl.program_id(0) // blocks % groups
+    b = tl.program_id(0) // blocks // groups
+    group = tl.program_id(0) // blocks % groups
     column = first + tl.arange(0, COLUMNS)[:, None]
     k = load_rows(
         head_start(k_ptr, strides[1], b, group), strides[1][2], first, sizes.keys, WIDTH, COLUMNS, D
@@ -429,10 +440,8 @@ def key_gradient(
     sums = (tl.zeros([COLUMNS, D], tl.float32), tl.zeros([COLUMNS, D], tl.float32))
     for n in range(group * sizes.served, (group + 1) * sizes.served):
         of_head = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries
-        q_head, grad_head = (
-            head_start(q_ptr, strides[0], b, n),
-            head_start(grad_ptr, strides[3], b, n),
-        )
+        q_head = head_start(q_ptr, strides[0], b, n)
+        grad_head = head_start(grad_ptr, strides[3], b, n)
         keys_head = None if row_keys_ptr is None else row_keys_ptr + of_head
         sums = add_key_gradients(
             sums, k, v, q_head, grad_head, lse_ptr + of_head, delta_ptr + of_head, keys_head, strides, start, whole,
@@ -443,7 +452,8 @@ def key_gradient(
             sizes.queries, column, limit, b, n, sizes, rules, CAUSAL, False, PRECISION, WIDTH, D, ROWS,
         )  # fmt: skip
     grad_k, grad_v = sums
-    at, stride = (tl.cast(b, tl.int64) * sizes.keys * groups + group) * WIDTH, groups * WIDTH
+    at = (tl.cast(b, tl.int64) * sizes.keys * groups + group) * WIDTH
+    stride = groups * WIDTH
     store_rows(grad_k_ptr + at, stride, grad_k * rules.scale, first, sizes.keys, WIDTH, COLUMNS, D)
     store_rows(
         grad_v_ptr + at, stride, grad_v * rules.keep_scale, first, sizes.keys, WIDTH, COLUMNS, D
@@ -452,7 +462,9 @@ def key_gradient(
 
 @triton.jit
 def tiles_of_diagonal(offset, b, sizes, rules, CAUSAL: tl.constexpr, T: tl.constexpr):
-    """Returns the first tile row of a diagonal of tiles, and the last that holds a visible key, plus 1."""
+    """Returns the first tile row of a diagonal of tiles, and the last that holds a visible key,
+    plus 1.
+    """
     limit = key_limit(b, sizes, rules)
     if CAUSAL:
         seen = tl.cast(0, tl.int32)
@@ -468,8 +480,11 @@ def tiles_of_diagonal(offset, b, sizes, rules, CAUSAL: tl.constexpr, T: tl.const
 
 @triton.jit
 def fold(tile, T: tl.constexpr):
-    """Returns the sums of the diagonals of a tile [T, T], from the lower left corner on, and a 0: [2 T]."""
-    row, diagonal = tl.arange(0, T)[:, None], tl.arange(0, 2 * T)[None, :]
+    """Returns the sums of the diagonals of a tile [T, T], from the lower left corner on, and a 0:
+    [2 T].
+    """
+    row = tl.arange(0, T)[:, None]
+    diagonal = tl.arange(0, 2 * T)[None, :]
     column = diagonal + row - (T - 1)
     inside = (column >= 0) & (column < T)
     return tl.sum(
@@ -483,7 +498,8 @@ def diagonal_tile(
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Returns the gradient of the scores of the queries from i and the keys from j, [T, T]."""
-    row, column = i + tl.arange(0, T)[:, None], j + tl.arange(0, T)[None, :]
+    row = i + tl.arange(0, T)[:, None]
+    column = j + tl.arange(0, T)[None, :]
     q = load_rows(head_start(q_ptr, strides[0], b, n), strides[0][2], i, sizes.queries, WIDTH, T, D)
     grad = load_rows(
         head_start(grad_ptr, strides[3], b, n), strides[3][2], i, sizes.queries, WIDTH, T, D
@@ -526,7 +542,9 @@ def bias_gradient(
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sums a head's diagonal of tiles over the `share` samples of a part; tiles are square, so COLUMNS is ROWS."""
+    """Sums a head's diagonal of tiles over the `share` samples of a part; tiles are square, so
+    COLUMNS is ROWS.
+    """
     rows = tl.cdiv(sizes.queries, ROWS)
     diagonals = rows + tl.cdiv(sizes.keys, COLUMNS) - 1
     offset = tl.program_id(0) % diagonals - (rows - 1)
@@ -555,7 +573,8 @@ def bias_gradient(
 # Tiles by the bytes of a head's row, padded to a power of two, and doubled for fp32, whose factors
 # are split in two: as many products for a loaded byte as fit into the registers, whatever the
 # rules, on sm_80 and sm_90.
-LARGE, SMALL = TileShape(64, 32, 8, 2), TileShape(16, 16, 4, 1)
+LARGE = TileShape(64, 32, 8, 2)
+SMALL = TileShape(16, 16, 4, 1)
 TILES = {
     forward: {128: TileShape(128, 64, 8, 2), 256: LARGE, 512: TileShape(32, 32, 4, 1), 1024: SMALL},
     query_gradient: {
@@ -608,7 +627,9 @@ def _launch(kernel, tile, programs, tensors, strided, sizes, rules, causal):
 
 
 def _precision(device: torch.device) -> str:
-    """Returns how fp32 factors are multiplied: to fp32's precision, unless PyTorch's matrix products use TF32."""
+    """Returns how fp32 factors are multiplied: to fp32's precision, unless PyTorch's matrix
+    products use TF32.
+    """
     if device.type == "cpu":
         return "interpreted"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"

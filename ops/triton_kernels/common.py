@@ -40,7 +40,9 @@ def pointer(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def row_key(sample_key, row):
-    """Returns the dropout key of a row, chain(sample_key, row) of ops/dropout_mask.py; both are int64."""
+    """Returns the dropout key of a row, chain(sample_key, row) of ops/dropout_mask.py; both are
+    int64.
+    """
     z = sample_key.to(tl.uint64) + (row + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -50,7 +52,8 @@ def row_key(sample_key, row):
 @triton.jit
 def is_kept(key, column, threshold):
     """Returns whether the dropout hash keeps the element. `key` is the row's key."""
-    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    low = key.to(tl.uint32)
+    high = (key >> 32).to(tl.uint32)
     h = low + column.to(tl.uint32)
     h = h ^ (h >> 16)
     h = h * 0x21F0AAAD

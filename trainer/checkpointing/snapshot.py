@@ -73,8 +73,9 @@ class Snapshot:
     """What this rank writes of a checkpoint.
 
     Attributes:
-        tensors: The tensors of each file, which are the model's and the optimizer's own; the data-parallel ranks that
-            write the file, by their number and this rank's place among them.
+        tensors: The tensors of each file, which are the model's and the optimizer's own; the
+            data-parallel ranks that write the file, by their number and this rank's place among
+            them.
         weights: The name of the file with the model's parameters, if this rank has one.
         extra_files: Further files, such as the tokenizer's.
         files: The rank's share of each file, after `divide` or `copy`.

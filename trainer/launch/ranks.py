@@ -47,7 +47,9 @@ class Ranks:
             self.pp_rank = mesh.pp_rank
             self.pp_size = mesh.pp_size
         self.reports = self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
-        """Whether this rank's results count for its replica: the first tensor-parallel rank of the last stage."""
+        """Whether this rank's results count for its replica: the first tensor-parallel rank of the
+        last stage.
+        """
 
     def sum_replicas(self, *values: float) -> list[float]:
         """Returns sums over the data-parallel ranks, in fp64.

@@ -244,8 +244,8 @@ class NeverFailing:
             )
 
 
-# The trackers that may fail without ending a run. TensorBoard's events are files of the run's folder,
-# whose disk the run needs itself. `arguments/trackers.py` has their packages.
+# The trackers that may fail without ending a run. TensorBoard's events are files of the run's
+# folder, whose disk the run needs itself. `arguments/trackers.py` has their packages.
 SERVICES: dict[str, Callable[[TrackedRun], Tracker]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
