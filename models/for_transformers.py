@@ -49,9 +49,9 @@ class SignedForward:
     """
 
     def __get__(self, model: Any, owner: type | None = None) -> Any:
-        """Returns a function that calls `model.run`."""
+        """Returns a function that calls `model.run`; of the class, `run` itself."""
         if model is None:
-            return self
+            return TransformersModel.run
 
         def forward(*inputs: Any, **options: Any) -> Output:
             return model.run(*inputs, **options)
