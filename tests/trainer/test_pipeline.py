@@ -639,11 +639,11 @@ MANY = 512  # micro-batches: in bf16 a sum of gradients of one size stalls at 25
 
 def sum_of_tied_gradients(mesh, gradients):
     """The owner's gradient of a bf16 weight of both stages, after a backward pass of each gradient on the last."""
-    from shardzoo.models.pipeline import Stage
+    from shardzoo.models.pipeline import StagePlace
     from shardzoo.trainer.engines.pipeline_engine import SharedParameters
 
     model = torch.nn.Linear(3, 2, bias=False).bfloat16()
-    stage = Stage(mesh, (1, 1))
+    stage = StagePlace(mesh, (1, 1))
     stage.holders["weight"] = (0, 1)
     model.stage = stage
     shared = SharedParameters(model, stage)
