@@ -23,7 +23,7 @@ from ..checkpoint.planned_file import PlannedFile, plan_safetensors_file
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.huggingface import (
     LARGEST_FILE,
-    divide,
+    divide_tensors,
     lay_out_huggingface,
     list_stored_shapes,
     plan_weight_files,
@@ -138,7 +138,7 @@ def build_dcp_target(
     names = model.list_module_names()
     extras = mapped.layout.extras
     shapes = list_stored_shapes(model, names, choose_dtypes(mapped, dtype), extras)
-    groups = divide(shapes, largest_file)
+    groups = divide_tensors(shapes, largest_file)
     planned = [plan_dcp_file(number, group) for number, group in enumerate(groups)]
     files = tuple(file for file, _ in planned)
     tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}

@@ -61,7 +61,7 @@ def plan_weight_files(
         The files of at most `largest_file` bytes, and the texts beside them: the index by its name
         if there are several files.
     """
-    groups = _divide(shapes, largest_file)
+    groups = divide_tensors(shapes, largest_file)
     if len(groups) == 1:
         return (plan_safetensors_file("model.safetensors", groups[0]),), {}
     files: list[PlannedFile] = []
@@ -102,7 +102,7 @@ def lay_out_huggingface(
     return CheckpointLayout(placements, {name: tensors[name] for name in extras})
 
 
-def _divide(shapes: Shapes, largest_file: int) -> list[Shapes]:
+def divide_tensors(shapes: Shapes, largest_file: int) -> list[Shapes]:
     """Divides tensors among files of at most `largest_file` bytes, in their order."""
     groups: list[Shapes] = [{}]
     filled = 0
