@@ -1,7 +1,8 @@
-"""Computes the bytes per rank that a model keeps for its backward pass, from its configuration; see docs/estimate.md.
+"""Computes the bytes per rank that a model keeps for its backward pass, from its configuration; see
+docs/estimate.md.
 
-Each family describes its blocks (`Family.activations`). One formula gives the bytes that such a block keeps; tests
-check that it equals what autograd saves, to the byte.
+Each family describes its blocks (`Family.activations`). One formula gives the bytes that such a
+block keeps; tests check that it equals what autograd saves, to the byte.
 """
 
 from __future__ import annotations
@@ -55,16 +56,20 @@ class BlockSpec:
         dropouts: The number of dropouts on the residual stream; each keeps a key.
         statistics: Numbers that a norm keeps per token: 2 for a LayerNorm, 1 for an RMSNorm.
         bias: Whether a trained bias is added to the scores.
-        own_bias: Whether each block computes its own bias; otherwise the blocks of a stack share one.
+        own_bias: Whether each block computes its own bias; otherwise the blocks of a stack share
+            one.
         cross: Whether the block also attends to a source.
         gated: Whether the feed-forward block has a gate.
         fused: Whether the gate and the up projection are one parameter.
-        key_value_heads: The number of key and value heads for grouped-query attention; by default `heads`.
+        key_value_heads: The number of key and value heads for grouped-query attention; by default
+            `heads`.
         rotary: Whether queries and keys are rotated.
         qk_norm: Whether each head's queries and keys pass through an RMSNorm.
-        output_norms: Whether the outputs of attention and feed-forward block pass through a norm before they are added.
+        output_norms: Whether the outputs of attention and feed-forward block pass through a norm
+            before they are added.
         window: Each position attends only to those at most so far away; None for all positions.
-        borrows: Whether the projection of queries, keys and values is put together from rows of several ranks.
+        borrows: Whether the projection of queries, keys and values is put together from rows of
+            several ranks.
     """
 
     hidden: int
@@ -126,8 +131,8 @@ class StackSpec:
 class Activations:
     """The stacks of a model, in the order of the forward pass.
 
-    `ends` is the number of tensors as large as the residual stream that are kept outside the blocks, for each of source
-    and target; by default the input and the output of the last norm.
+    `ends` is the number of tensors as large as the residual stream that are kept outside the
+    blocks, for each of source and target; by default the input and the output of the last norm.
     """
 
     stacks: tuple[StackSpec, ...]
@@ -315,7 +320,9 @@ def _materializes_weights(
 
 
 def _in_blocks(block: BlockSpec, layout: Layout, queries: int, keys: int, crosses: bool) -> bool:
-    """Returns whether attention computes a tile or block of the scores at a time and keeps none of its weights."""
+    """Returns whether attention computes a tile or block of the scores at a time and keeps none of
+    its weights.
+    """
     needed = block.attention_dropout or (block.bias and not crosses) or layout.device == "cpu"
     return needed and suits_tiles(queries, keys, layout.device, layout.itemsize)
 
@@ -323,9 +330,9 @@ def _in_blocks(block: BlockSpec, layout: Layout, queries: int, keys: int, crosse
 def _working(stack: StackSpec, batch: Batch, layout: Layout, recomputed: int = 0) -> int:
     """Returns the bytes that a block's backward pass needs beyond what the block kept.
 
-    These are two gradients of the residual stream, and the larger of the gradients inside the feed-forward block and
-    those inside attention, which exist after the feed-forward block's tensors are freed. Recomputing the core of
-    attention adds `recomputed` bytes to the latter.
+    These are two gradients of the residual stream, and the larger of the gradients inside the
+    feed-forward block and those inside attention, which exist after the feed-forward block's
+    tensors are freed. Recomputing the core of attention adds `recomputed` bytes to the latter.
     """
     block = stack.block
     e = layout.itemsize
@@ -335,7 +342,8 @@ def _working(stack: StackSpec, batch: Batch, layout: Layout, recomputed: int = 0
     length = _own_length(stack, batch)
     attention = 4 * inner
     if _materializes_weights(block, layout, length, length, crosses=False):
-        # While the gradient of the weights exists, the only others are those of the output and of the values.
+        # While the gradient of the weights exists, the only others are those of the output and of
+        # the values.
         attention = max(batch.size * block.heads * length**2 * e + 2 * inner, attention)
     elif _in_blocks(block, layout, length, length, crosses=False):
         heads = batch.size * block.heads
@@ -346,6 +354,7 @@ def _working(stack: StackSpec, batch: Batch, layout: Layout, recomputed: int = 0
             # Six tensors of a block's scores, and the sums of the gradients of k and v in fp32.
             scores = heads * min(rows_at_once(heads * length * e, layout.device), length) * length
             attention += 6 * scores * e + 2 * inner // e * FP32
-    # By then the feed-forward block's kept tensors, its norm's input and output included, are freed.
+    # By then the feed-forward block's kept tensors, its norm's input and output included, are
+    # freed.
     attention += recomputed - block.mlp_kept * wide - 2 * _stream(stack, batch, layout)
     return 2 * tokens * block.hidden * e + max(wide * (2 if block.gated else 1), attention)

@@ -28,7 +28,8 @@ from .registry import FAMILIES, architectures, family, find_family, presets
 def find_config(name: str) -> ModelConfig:
     """Returns the configuration of a preset, a folder with a `config.json`, or such a file.
 
-    Of `org/name[@revision]`, a name on the Hub, `config.json` is downloaded. Raises ValueError if none fits.
+    Of `org/name[@revision]`, a name on the Hub, `config.json` is downloaded. Raises ValueError if
+    none fits.
     """
     for preset, config in presets():
         if preset == name:
@@ -54,7 +55,8 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
 def infer_config(
     ranks: Sequence[Mapping[str, StoredTensor]], saved: SavedRun | None = None
 ) -> ModelConfig:
-    """Infers the configuration of a model without a `config.json` from each rank's tensors, or raises ValueError.
+    """Infers the configuration of a model without a `config.json` from each rank's tensors, or
+    raises ValueError.
 
     `saved` is what is known about the program that wrote them.
     """
@@ -70,7 +72,9 @@ def infer_config(
 
 
 def find_megatron_map(names: Iterable[str]) -> MegatronMap:
-    """Returns the map of the family to which tensors of these names, in Megatron-LM's files, belong."""
+    """Returns the map of the family to which tensors of these names, in Megatron-LM's files,
+    belong.
+    """
     names = list(names)
     if any("cross_attention" in name or "inter_attention" in name for name in names):
         raise ValueError(
@@ -86,8 +90,8 @@ def find_megatron_map(names: Iterable[str]) -> MegatronMap:
 
 
 def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:
-    """Returns a family's configuration from itself, the contents of a `config.json`, a preset's name, a path, or a
-    configuration object of transformers."""
+    """Returns a family's configuration from itself, the contents of a `config.json`, a preset's
+    name, a path, or a configuration object of transformers."""
     if isinstance(config, ModelConfig):
         return config
     if isinstance(config, (str, Path)):
@@ -102,7 +106,10 @@ def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:
 
 
 def model_class(config: ModelConfig) -> type[nn.Module]:
-    """Returns the class that `config.architecture` names. Raises ValueError if the family does not have it."""
+    """Returns the class that `config.architecture` names.
+
+    Raises ValueError if the family does not have it.
+    """
     known = family(config.model_type).architectures
     if config.architecture not in known:
         raise ValueError(
@@ -114,7 +121,9 @@ def model_class(config: ModelConfig) -> type[nn.Module]:
 def build_on_meta(
     config: ModelConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig | None = None
 ) -> nn.Module:
-    """Builds this rank's part of the model on the meta device: parameters have their `.shard` but no storage."""
+    """Builds this rank's part of the model on the meta device: parameters have their `.shard` but
+    no storage.
+    """
     with torch.device("meta"):
         return model_class(config)(
             config, mesh=mesh, parallel_config=parallel_config or ParallelConfig()
@@ -130,7 +139,9 @@ class _Described:
 
 
 def unsplit_on_meta(config: ModelConfig) -> nn.Module:
-    """Returns the unsplit model on the meta device, which is built once for equal configurations: do not change it."""
+    """Returns the unsplit model on the meta device, which is built once for equal configurations:
+    do not change it.
+    """
     return _unsplit(_Described(repr(config), config))
 
 
@@ -140,7 +151,9 @@ def _unsplit(described: _Described) -> nn.Module:
 
 
 def whole_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """Returns a model's parameters; of a pipeline stage, those of the other stages too, without storage."""
+    """Returns a model's parameters; of a pipeline stage, those of the other stages too, without
+    storage.
+    """
     own = dict(model.named_parameters())
     if getattr(model, "stage", None) is None:
         return own
@@ -160,10 +173,11 @@ def from_config(
     """Builds a model with newly initialized weights; under a mesh, this rank's part of it.
 
     Args:
-        config: A family's configuration, the contents of a `config.json`, the name of a preset, a path, or a
-            configuration object of transformers.
+        config: A family's configuration, the contents of a `config.json`, the name of a preset, a
+            path, or a configuration object of transformers.
         mesh: The mesh over whose tensor-parallel ranks the model is split.
-        device: Where the parameters are. "meta" gives parameters with their `.shard` but without storage.
+        device: Where the parameters are. "meta" gives parameters with their `.shard` but without
+            storage.
         dtype: The type of the parameters; by default PyTorch's default type.
         seed: Determines the weights together with the parameters' names, independently of the mesh.
         parallel_config: How the model runs.

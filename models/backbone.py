@@ -17,9 +17,10 @@ from .pipeline import PipelineStage
 class Backbone(PipelineStage):
     """Base of the models: embeddings and blocks, without a head.
 
-    A family's backbone sets the attributes and gives `run_backbone` and `init_weights`. `run_backbone` has three parts:
-    the embeddings (a method `embed`), the blocks with what follows from the batch (masks, rotary positions, caches),
-    and the final norm. Only hidden states pass from part to part.
+    A family's backbone sets the attributes and gives `run_backbone` and `init_weights`.
+    `run_backbone` has three parts: the embeddings (a method `embed`), the blocks with what follows
+    from the batch (masks, rotary positions, caches), and the final norm. Only hidden states pass
+    from part to part.
     """
 
     config: Any  # the family's ModelConfig
@@ -28,7 +29,10 @@ class Backbone(PipelineStage):
     word_embeddings: VocabParallelEmbedding
 
     def run_backbone(self, *inputs: Any, **options: Any) -> BackboneOutput | StageOutput:
-        """Runs the embeddings and blocks. The first two arguments are `input_ids` and `attention_mask`."""
+        """Runs the embeddings and blocks.
+
+        The first two arguments are `input_ids` and `attention_mask`.
+        """
         raise NotImplementedError
 
     @property
@@ -56,7 +60,9 @@ class Backbone(PipelineStage):
         return logits
 
     def gather_hidden_states(self, x: Tensor) -> Tensor:
-        """Returns the whole hidden states [B, S, H], of which each rank may hold a part [B, S/tp, H]."""
+        """Returns the whole hidden states [B, S, H], of which each rank may hold a part [B, S/tp,
+        H].
+        """
         if not self.parallel_config.sequence_parallel:
             return x
         return gather_sequence(x, self.mesh, partial_grad=False)
@@ -75,7 +81,8 @@ class Backbone(PipelineStage):
         """Returns the fields of an output that hold hidden states.
 
         Args:
-            output_hidden_states: Whether the caller wants those of all blocks; otherwise these fields are None.
+            output_hidden_states: Whether the caller wants those of all blocks; otherwise these
+                fields are None.
         """
         states = None
         if output_hidden_states:

@@ -1,7 +1,8 @@
-"""Defines the base class of the model configurations, which read and write Hugging Face's `config.json`.
+"""Defines the base class of the model configurations, which read and write Hugging Face's
+`config.json`.
 
-A family annotates each field with one of the types below, which state the type and the range. `ModelConfig` checks all
-fields when a configuration is created.
+A family annotates each field with one of the types below, which state the type and the range.
+`ModelConfig` checks all fields when a configuration is created.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Range:
         )
 
     def __str__(self) -> str:
-        low, high = ("above" if self.above else "at least"), ("below" if self.below else "at most")
+        low = "above" if self.above else "at least"
+        high = "below" if self.below else "at most"
         return f"{low} {self.low:,} and {high} {self.high:,}"
 
 
@@ -68,7 +70,8 @@ class OneOf:
         return f"one of {', '.join(self.choices)}"
 
 
-# The upper bounds are far above any published model. They reject a damaged file before it creates millions of modules.
+# The upper bounds are far above any published model. They reject a damaged file before it creates
+# millions of modules.
 LayerCount = Annotated[int, Range(1, 512)]
 HeadCount = Annotated[int, Range(1, 2**16)]
 HiddenSize = Annotated[int, Range(1, 2**20)]
@@ -88,13 +91,16 @@ class ModelConfig:
     """Base of the families' frozen configurations.
 
     Raises:
-        ValueError: A field's annotation does not allow its value, or the values of several fields conflict.
+        ValueError: A field's annotation does not allow its value, or the values of several fields
+            conflict.
     """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     attribute_map: ClassVar[dict[str, str]] = {}
-    """Maps a common name (`hidden_size`) to this family's key (`n_embd`), like transformers' `attribute_map`."""
+    """Maps a common name (`hidden_size`) to this family's key (`n_embd`), like transformers'
+    `attribute_map`.
+    """
 
     vocab_size: VocabSize
 
@@ -121,7 +127,10 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Returns a configuration from the keys of a `config.json`. It ignores keys that this family does not use."""
+        """Returns a configuration from the keys of a `config.json`.
+
+        It ignores keys that this family does not use.
+        """
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
@@ -130,7 +139,9 @@ class ModelConfig:
         return {"architectures": [self.architecture], "model_type": self.model_type, **asdict(self)}
 
     def fitted_to(self, stored_names: Collection[str]) -> Self:
-        """Returns the configuration of the model whose tensors have these names, if the names decide a setting."""
+        """Returns the configuration of the model whose tensors have these names, if the names
+        decide a setting.
+        """
         return self
 
     def save(self, folder: Path) -> None:
@@ -139,7 +150,9 @@ class ModelConfig:
         )
 
     def with_changes(self, **changes: Any) -> Self:
-        """Returns a copy with other values, which are named by this family's keys or by the common names."""
+        """Returns a copy with other values, which are named by this family's keys or by the common
+        names.
+        """
         own = {self.attribute_map.get(name, name): value for name, value in changes.items()}
         known = [field.name for field in fields(self)]
         if unknown := [name for name in own if name not in known]:
@@ -149,7 +162,9 @@ class ModelConfig:
         return replace(self, **own)
 
     def check_heads(self, hidden_size: int, heads: int) -> None:
-        """Raises ValueError, with this family's keys, if the number of heads does not divide the hidden size."""
+        """Raises ValueError, with this family's keys, if the number of heads does not divide the
+        hidden size.
+        """
         if hidden_size % heads:
             width, number = (
                 self.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads")
@@ -169,8 +184,8 @@ class HeadsConfig(ModelConfig):
 
     Attributes:
         architecture: The transformers class name, which selects the head.
-        num_labels, problem_type: Settings of the classification heads; `config.json` stores the number of labels as
-            the length of `id2label`.
+        num_labels, problem_type: Settings of the classification heads; `config.json` stores the
+            number of labels as the length of `id2label`.
         id2label, label2id: The names of the labels; `LABEL_0`, … by default.
     """
 
@@ -242,8 +257,11 @@ _NAMES = {
 
 
 def _mismatch(annotation: Any, value: Any) -> str | None:
-    """Returns what a value must be if the annotation does not allow it, or None if the annotation allows it."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    """Returns what a value must be if the annotation does not allow it, or None if the annotation
+    allows it.
+    """
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Annotated:
         kind, constraint = arguments
         return _mismatch(kind, value) or (None if value in constraint else str(constraint))

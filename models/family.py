@@ -32,7 +32,9 @@ class BlankText(Protocol):
     tokens: Any  # ids of the special tokens
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a text whose blanks are written as `[MASK]`, `[sMASK]` or `[gMASK]`."""
+        """Returns the token ids of a text whose blanks are written as `[MASK]`, `[sMASK]` or
+        `[gMASK]`.
+        """
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -47,23 +49,31 @@ class Family:
     How a model generates is declared by its class: see `LanguageModel.generates`.
 
     Attributes:
-        config: The configuration class. Its `model_type` is the folder's name, with hyphens for underscores.
-        architectures: Name of an architecture, as in `config.json` -> its class. The first is the default.
+        config: The configuration class. Its `model_type` is the folder's name, with hyphens for
+            underscores.
+        architectures: Name of an architecture, as in `config.json` -> its class. The first is the
+            default.
         name_map: Where a Hugging Face checkpoint stores each parameter.
         presets: Name of a preset -> its configuration.
         kind: Which stacks of blocks the models have.
         objective: Name of the default pretraining objective in `shardzoo.data`.
         pretrains: Format of an objective's samples -> the architecture that is pretrained on them.
-        tokenizer: Kind of tokenizer that is trained for a new model; see `shardzoo.data.train_tokenizer`.
-        tokenizers: A configuration's `tokenizer_class` -> the kind for it, where that is another one.
-        activations: Returns what a model of a configuration keeps for its backward pass; see docs/estimate.md.
-        tasks: Name of a fine-tuning task -> the architecture that is trained for it. Those that follow from the names
-            of the architectures are added.
+        tokenizer: Kind of tokenizer that is trained for a new model; see
+            `shardzoo.data.train_tokenizer`.
+        tokenizers: A configuration's `tokenizer_class` -> the kind for it, where that is another
+            one.
+        activations: Returns what a model of a configuration keeps for its backward pass; see
+            docs/estimate.md.
+        tasks: Name of a fine-tuning task -> the architecture that is trained for it. Those that
+            follow from the names of the architectures are added.
         in_transformers: Whether transformers has this family under the same `model_type`.
         masks_padding: Whether a 0 in `attention_mask` [B, S] means padding, as in transformers.
-        blank_text: Makes the `BlankText` of a folder. Its second argument names the vocabulary; None finds it.
-        has_config: Returns whether the contents of a `config.json` without a `model_type` belong to this family.
-        infer_config: Infers the configuration from the tensors of each rank's file, for files without a `config.json`.
+        blank_text: Makes the `BlankText` of a folder. Its second argument names the vocabulary;
+            None finds it.
+        has_config: Returns whether the contents of a `config.json` without a `model_type` belong to
+            this family.
+        infer_config: Infers the configuration from the tensors of each rank's file, for files
+            without a `config.json`.
         megatron: How Megatron-LM stores the models, if it has the family.
     """
 

@@ -149,7 +149,10 @@ class TransformersModel(PreTrainedModel):
         state_dict: Any = None,
         **options: Any,
     ) -> None:
-        """Writes a Hugging Face folder. Its weights are the model's, never those of `state_dict`."""
+        """Writes a Hugging Face folder.
+
+        Its weights are the model's, never those of `state_dict`.
+        """
         if not is_main_process:
             return
         save_pretrained(self.model, save_directory, max_shard_size=LARGEST_FILE)

@@ -4,10 +4,10 @@ An architecture is a class of its family that inherits from a head and from the 
 
     class BertForSequenceClassification(SequenceClassification, BertBackbone): ...
 
-The class attributes of a head are settings, which the architecture may change. All matrices of a head but the
-vocabulary's are replicated. Losses are transformers': the mean over the labels, or the sum divided by
-`num_items_in_batch`. The outputs have Hugging Face's field names; logits without a vocabulary are the same on every
-rank.
+The class attributes of a head are settings, which the architecture may change. All matrices of a
+head but the vocabulary's are replicated. Losses are transformers': the mean over the labels, or the
+sum divided by `num_items_in_batch`. The outputs have Hugging Face's field names; logits without a
+vocabulary are the same on every rank.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -40,11 +40,13 @@ def class_loss(
 ) -> Tensor:
     """Returns the fp32 cross-entropy of replicated logits [..., C] with classes int64 [...].
 
-    The result is the mean over the labels that are not `ignored`, or the sum divided by `num_items`. Raises ValueError
-    for a class that the logits do not have; on an accelerator, where a check would wait, PyTorch stops the process.
+    The result is the mean over the labels that are not `ignored`, or the sum divided by
+    `num_items`. Raises ValueError for a class that the logits do not have; on an accelerator, where
+    a check would wait, PyTorch stops the process.
     """
     reduction = "mean" if num_items is None else "sum"
-    rows, classes = widen(logits).view(-1, logits.shape[-1]), labels.reshape(-1)
+    rows = widen(logits).view(-1, logits.shape[-1])
+    classes = labels.reshape(-1)
     try:
         loss = F.cross_entropy(rows, classes, ignore_index=ignored, reduction=reduction)
     except IndexError:
@@ -60,7 +62,9 @@ def widen(logits: Tensor) -> Tensor:
 
 
 def first_token(x: Tensor, *, sequence_parallel: bool, mesh: ParallelMesh | None) -> Tensor:
-    """Returns the first position's hidden state on every rank: [B, S, H], or [B, S/tp, H] -> [B, H]."""
+    """Returns the first position's hidden state on every rank: [B, S, H], or [B, S/tp, H] -> [B,
+    H].
+    """
     if sequence_parallel:
         x = gather_sequence(
             x[:, :1], mesh, partial_grad=False
@@ -72,7 +76,9 @@ class BareModel(Head):
     """The embeddings and blocks without a head."""
 
     pooler_name: ClassVar[str | None] = None
-    """The name of the module that pools the first token's state, which `config.add_pooling_layer` may leave out."""
+    """The name of the module that pools the first token's state, which `config.add_pooling_layer`
+    may leave out.
+    """
 
     def add_head(self) -> None:
         if self.pooler_name is not None and self.config.add_pooling_layer:
@@ -122,14 +128,15 @@ class PreTraining(MaskedLM):
         output_hidden_states: bool = False,
         **options: Any,
     ) -> PreTrainingOutput | StageOutput:
-        """Returns both kinds of logits and, with both kinds of labels, the loss, as in transformers.
+        """Returns both kinds of logits and, with both kinds of labels, the loss, as in
+        transformers.
 
-        The loss is the sum of the two mean losses, or of the two summed losses divided by `num_items_in_batch` labels
-        and `num_sequences_in_batch` sequences.
+        The loss is the sum of the two mean losses, or of the two summed losses divided by
+        `num_items_in_batch` labels and `num_sequences_in_batch` sequences.
 
         Args:
-            next_sentence_label: int64 [B], 0 if the second sentence follows the first, else 1. For the other
-                arguments see `MaskedLM`.
+            next_sentence_label: int64 [B], 0 if the second sentence follows the first, else 1. For
+                the other arguments see `MaskedLM`.
         """
         if labels is None or next_sentence_label is None:
             labels = next_sentence_label = None
@@ -198,7 +205,10 @@ class Classifier(Head):
         output_hidden_states: bool = False,
         **options: Any,
     ) -> ModelOutput:
-        """Returns the logits and, with labels, the loss. See `loss` and the family's `run_backbone` for the inputs."""
+        """Returns the logits and, with labels, the loss.
+
+        See `loss` and the family's `run_backbone` for the inputs.
+        """
         hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
         if isinstance(hidden, StageOutput):
             return hidden
@@ -209,13 +219,16 @@ class Classifier(Head):
         )
 
     def make_logits(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Returns the logits of the last hidden states, [B, S, H] or [B, S/tp, H]: by default those of each token."""
+        """Returns the logits of the last hidden states, [B, S, H] or [B, S/tp, H]: by default those
+        of each token.
+        """
         return self.score(self.gather_hidden_states(x))
 
     def loss(
         self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Returns the mean cross-entropy with the classes `labels`, or the sum divided by `num_items_in_batch`.
+        """Returns the mean cross-entropy with the classes `labels`, or the sum divided by
+        `num_items_in_batch`.
 
         Labels of -100 are ignored.
         """
@@ -227,14 +240,16 @@ class Classifier(Head):
 
 
 class SequenceClassification(Classifier):
-    """Classifies sequences: with one label, several labels or numbers for each, by `config.problem_type`.
+    """Classifies sequences: with one label, several labels or numbers for each, by
+    `config.problem_type`.
 
-    The pooled state passes through a dropout, a dense layer and its activation, another dropout and the classifier.
+    The pooled state passes through a dropout, a dense layer and its activation, another dropout and
+    the classifier.
     """
 
     pooling: Literal["first", "last", "eos", "mean"] = "first"
-    """Which states represent a sequence: those of its first, its last (that is not padding) or its last end-of-sequence
-    token, or the mean over its attention mask."""
+    """Which states represent a sequence: those of its first, its last (that is not padding) or its
+    last end-of-sequence token, or the mean over its attention mask."""
     dense_name: ClassVar[str | None] = None
     """The name of the dense layer; None for none."""
     activation: ClassVar[str] = "tanh"
@@ -285,7 +300,9 @@ class SequenceClassification(Classifier):
         return x[torch.arange(len(x), device=x.device), last]
 
     def tokens(self, input_ids: Tensor) -> Tensor:
-        """Returns which ids are not padding, bool [B, S]; without a padding token, a batch is one sequence."""
+        """Returns which ids are not padding, bool [B, S]; without a padding token, a batch is one
+        sequence.
+        """
         if self.config.pad_token_id is not None:
             return input_ids != self.config.pad_token_id
         if len(input_ids) > 1:
@@ -296,7 +313,10 @@ class SequenceClassification(Classifier):
         return torch.ones_like(input_ids, dtype=torch.bool)
 
     def ends(self, input_ids: Tensor) -> Tensor:
-        """Returns which ids end a sequence, bool [B, S]. Raises ValueError if a sequence has no end."""
+        """Returns which ids end a sequence, bool [B, S].
+
+        Raises ValueError if a sequence has no end.
+        """
         ends = torch.isin(
             input_ids, torch.tensor(self.config.eos_token_id, device=input_ids.device)
         )
@@ -308,7 +328,9 @@ class SequenceClassification(Classifier):
         return ends
 
     def problem_type(self, labels: Tensor) -> str:
-        """Returns the configured problem type, or infers it like transformers: integer labels are classes."""
+        """Returns the configured problem type, or infers it like transformers: integer labels are
+        classes.
+        """
         if self.config.problem_type is not None:
             return self.config.problem_type
         if self.config.num_labels == 1:
@@ -328,7 +350,8 @@ class SequenceClassification(Classifier):
 
         Args:
             logits: [B, num_labels].
-            labels: Classes int64 [B] (-100 is ignored), or floats [B, num_labels] (or [B] for one output).
+            labels: Classes int64 [B] (-100 is ignored), or floats [B, num_labels] (or [B] for one
+                output).
         """
         problem = self.problem_type(labels)
         if problem == "single_label_classification":
@@ -393,10 +416,12 @@ class MultipleChoice(SequenceClassification):
         num_items_in_batch: Tensor | int | None = None,
         **options: Any,
     ) -> ModelOutput:
-        """Returns the logits [B, C] and, with labels, the loss. BackboneOutput states are those of all B · C sequences.
+        """Returns the logits [B, C] and, with labels, the loss. BackboneOutput states are those of
+        all B · C sequences.
 
         Args:
-            input_ids: int64 [B, C, S]; the other inputs of the family's `run_backbone` have the same shape.
+            input_ids: int64 [B, C, S]; the other inputs of the family's `run_backbone` have the
+                same shape.
             labels: int64 [B], the number of the right choice; -100 is ignored.
         """
 
@@ -447,7 +472,8 @@ class QuestionAnswering(Classifier):
 
         Args:
             input_ids, attention_mask, inputs, options: See the family's `run_backbone`.
-            start_positions, end_positions: int64 [B]; as in transformers, positions after the sequence are ignored.
+            start_positions, end_positions: int64 [B]; as in transformers, positions after the
+                sequence are ignored.
         """
         hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
         if isinstance(hidden, StageOutput):

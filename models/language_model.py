@@ -1,4 +1,7 @@
-"""Provides the models of language: their loss, and the heads that predict tokens. Logits stay vocabulary-parallel."""
+"""Provides the models of language: their loss, and the heads that predict tokens.
+
+Logits stay vocabulary-parallel.
+"""
 
 # pyright: reportUnknownMemberType=false
 # (torch does not annotate many of its methods)
@@ -36,15 +39,19 @@ IGNORED = -100  # the label of positions without a prediction
 
 
 class LanguageModel(GenerationMixin, Backbone):
-    """Base of the models that predict the label at each position from the logits at the same position.
+    """Base of the models that predict the label at each position from the logits at the same
+    position.
 
-    These are masked language models, and decoders whose labels are already shifted. The logits are vocabulary-parallel.
+    These are masked language models, and decoders whose labels are already shifted. The logits are
+    vocabulary-parallel.
     """
 
     sparse_labels: ClassVar[bool] = False
     """Whether most positions have no label, as in masked language models."""
     extra_input_ids: int = 0
-    """The number of ids after the vocabulary that the input embedding accepts, such as those of a soft prompt."""
+    """The number of ids after the vocabulary that the input embedding accepts, such as those of a
+    soft prompt.
+    """
 
     def loss_and_logits(
         self,
@@ -56,9 +63,9 @@ class LanguageModel(GenerationMixin, Backbone):
     ) -> tuple[Tensor | None, Any]:
         """Returns the loss and the logits [B, S, Vp].
 
-        As in transformers, the loss is the mean over the labels that are not -100, or their sum divided by
-        `num_items_in_batch`; it is None without labels. With labels the logits are `LazyLogits`, because the loss
-        needs only some of them and keeps none.
+        As in transformers, the loss is the mean over the labels that are not -100, or their sum
+        divided by `num_items_in_batch`; it is None without labels. With labels the logits are
+        `LazyLogits`, because the loss needs only some of them and keeps none.
 
         Args:
             hidden: [B, S, H], or [B, S/tp, H] under sequence parallelism.
@@ -95,7 +102,9 @@ class LanguageModel(GenerationMixin, Backbone):
         return (self.targets(labels) != IGNORED).sum()
 
     def unpad_logits(self, logits: Tensor) -> Tensor:
-        """Returns the logits [B, S, Vp] as a forward pass returns them: without padding, [B, S, V], in one process."""
+        """Returns the logits [B, S, Vp] as a forward pass returns them: without padding, [B, S, V],
+        in one process.
+        """
         return logits[..., : self.config.vocab_size] if tp_size(self.mesh) == 1 else logits
 
     def gather_logits(self, logits: Tensor) -> Tensor:
@@ -104,7 +113,9 @@ class LanguageModel(GenerationMixin, Backbone):
 
 
 def note_target_count(labels: Tensor, count: int) -> None:
-    """Notes on `labels` how many of them are not -100, so that a head need not wait for the device to learn it."""
+    """Notes on `labels` how many of them are not -100, so that a head need not wait for the device
+    to learn it.
+    """
     vars(labels)["target_count"] = count
 
 
@@ -117,19 +128,21 @@ def head_loss(
     num_items: Tensor | int | None = None,
     sparse_labels: bool = False,
 ) -> Tensor:
-    """Returns the cross-entropy of the head's logits in fp32: the mean, or the sum divided by `num_items`.
+    """Returns the cross-entropy of the head's logits in fp32: the mean, or the sum divided by
+    `num_items`.
 
     Args:
         hidden: [B, S, H], or [B, S/tp, H] under sequence parallelism.
         labels: int64 [B, S]; -100 is ignored. The mean is NaN if all labels are ignored.
         table: See `VocabParallelHead.forward`.
-        sparse_labels: Select the labeled positions on an accelerator too, although the host must wait for it there,
-            unless `note_target_count` has told their number.
+        sparse_labels: Select the labeled positions on an accelerator too, although the host must
+            wait for it there, unless `note_target_count` has told their number.
 
     Raises:
         ValueError: The shapes do not match, or a label is outside the vocabulary.
     """
-    # A compiler can trace neither a gradient that overwrites the logits nor a number of rows that depends on data.
+    # A compiler can trace neither a gradient that overwrites the logits nor a number of rows that
+    # depends on data.
     if not can_overwrite_gradients():
         logits = head(hidden, table)
         reduction = "mean" if num_items is None else "sum"
@@ -143,7 +156,8 @@ def head_loss(
         raise ValueError(
             f"labels {tuple(labels.shape)} do not match the positions {tuple(hidden.shape[:-1])}"
         )
-    rows, target = hidden.flatten(0, -2), labels.reshape(-1)
+    rows = hidden.flatten(0, -2)
+    target = labels.reshape(-1)
     labeled = target != IGNORED
     count = labeled.sum() if num_items is None else num_items
     if host_can_read(hidden) or sparse_labels:
@@ -153,7 +167,8 @@ def head_loss(
         if len(chosen) < len(target):
             # Without labels, keep one ignored position, so that the gradients are zeros.
             chosen = chosen if len(chosen) else torch.zeros_like(target[:1])
-            rows, target = rows[chosen], target[chosen]
+            rows = rows[chosen]
+            target = target[chosen]
     return head.losses(rows, target, table, ignore_index=IGNORED).sum() / count
 
 
@@ -169,7 +184,10 @@ def vocabulary_head(model: Backbone) -> VocabParallelHead:
 
 
 class CausalLM(Head, LanguageModel):
-    """Predicts each token from the tokens before it. The head is the word embedding if the configuration ties them."""
+    """Predicts each token from the tokens before it.
+
+    The head is the word embedding if the configuration ties them.
+    """
 
     generates = "continuation"
 
@@ -191,7 +209,8 @@ class CausalLM(Head, LanguageModel):
         logits_to_keep: int = 0,
         **options: Any,
     ) -> CausalLMOutput | StageOutput:
-        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
+        """Returns the logits and, with labels, the mean loss, or the summed loss divided by
+        `num_items_in_batch`.
 
         Args:
             input_ids, attention_mask, inputs, options: See the family's `run_backbone`.
@@ -229,7 +248,8 @@ class MaskedLMHead(nn.Module):
         decoder_bias: bool = True,
     ) -> None:
         super().__init__()
-        size, words = embedding.weight.shape[1], embedding.num_embeddings
+        size = embedding.weight.shape[1]
+        words = embedding.num_embeddings
         self.activation = find_activation(activation)
         self.dense = ReplicatedLinear(hidden_size, size, bias=dense_bias, **shared)
         self.norm = LayerNorm(size, eps, bias=norm_bias, **shared)
@@ -264,7 +284,8 @@ class MaskedLM(Head, LanguageModel):
         output_hidden_states: bool = False,
         **options: Any,
     ) -> ModelOutput | StageOutput:
-        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
+        """Returns the logits and, with labels, the mean loss, or the summed loss divided by
+        `num_items_in_batch`.
 
         Args:
             input_ids, attention_mask, inputs, options: See the family's `run_backbone`.

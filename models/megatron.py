@@ -1,7 +1,8 @@
 """Maps a family's parameters to the names that Megatron-LM gives them, in all its styles.
 
-The styles are `local`, megatron-core's names without Transformer Engine; `transformer_engine`, with its names of the
-norms; and `legacy`, the names of Megatron-LM before megatron-core. Entries use those of `local`; others are renamed.
+The styles are `local`, megatron-core's names without Transformer Engine; `transformer_engine`, with
+its names of the norms; and `legacy`, the names of Megatron-LM before megatron-core. Entries use
+those of `local`; others are renamed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _OLDER = (
     (r"(.*)\.final_norm\.(.*)", r"\1.final_layernorm.\2"),
     (r"lm_head\.norm\.(.*)", r"lm_head.layernorm.\1"),
 )
-# Argument -> the values that the zoo's models have. The first one is meant if none is stored, and is written.
+# Argument -> the values that the zoo's models have. The first one is meant if none is stored, and
+# is written.
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "absolute"),
     "use_rotary_position_embeddings": (False,),
@@ -78,12 +80,15 @@ class MegatronMap:
         name_map: Native name -> name in the style `local`. A tied head repeats the word embedding.
         stack: First part of the names of the layers: `decoder` or `encoder`.
         fused_qkv: Ends of the native names of fused QKV parameters.
-        supported: Argument -> the values that the family has; the first one is meant if none is stored, and is written.
+        supported: Argument -> the values that the family has; the first one is meant if none is
+            stored, and is written.
         writable: The styles in which a new checkpoint can be written; the first one is the default.
-        post_norm: A layer's input norm is the output norm of the one before, as in the original BERT: Megatron-LM's
-            `--apply-residual-connection-post-layernorm`. The final norm then counts as input norm of one more layer.
+        post_norm: A layer's input norm is the output norm of the one before, as in the original
+            BERT: Megatron-LM's `--apply-residual-connection-post-layernorm`. The final norm then
+            counts as input norm of one more layer.
         owns: Returns whether tensors of these names, as entries spell them, are of this family.
-        infer: Returns the configuration for the arguments, the tensors' full shapes, and the number of layers.
+        infer: Returns the configuration for the arguments, the tensors' full shapes, and the number
+            of layers.
         arguments: Returns those of Megatron-LM's arguments that only this family sets.
     """
 
@@ -106,7 +111,10 @@ class MegatronMap:
         return style or self.writable[0]
 
     def to_local_names(self, stored: Iterable[str]) -> dict[str, str]:
-        """Returns name as entries spell it -> name in a checkpoint of any style. ValueError if two are the same."""
+        """Returns name as entries spell it -> name in a checkpoint of any style.
+
+        ValueError if two are the same.
+        """
         spelled: dict[str, str] = {}
         for name in stored:
             found = name
@@ -135,11 +143,14 @@ class MegatronMap:
         for local, fused, legacy in _IN_LAYER:
             for other in {fused, legacy} - {local}:
                 pairs.append((rf"({stack}\.layers\.\d+\.){re.escape(other)}(.*)", rf"\1{local}\2"))
-        # the names of Transformer Engine's norms begin like those of its matrices, so they come first
+        # the names of Transformer Engine's norms begin like those of its matrices, so they come
+        # first
         return sorted(pairs, key=lambda pair: "layer_norm_" not in pair[0])
 
     def written_name(self, name: str, style: Style, layers: int) -> str:
-        """Returns the name that a checkpoint of this style has in place of an entry's; the model has so many layers."""
+        """Returns the name that a checkpoint of this style has in place of an entry's; the model
+        has so many layers.
+        """
         name = name.replace(
             f"{self.stack}.layers.{layers}.input_layernorm.", f"{self.stack}.final_layernorm."
         )
@@ -157,9 +168,11 @@ class MegatronMap:
     def stored_spec(
         self, parameter: ParameterSpec, order: RowOrder, rows: int | None = None
     ) -> ParameterSpec:
-        """Returns the parameter as Megatron-LM stores it: with this order of the rows of a fused QKV.
+        """Returns the parameter as Megatron-LM stores it: with this order of the rows of a fused
+        QKV.
 
-        If the vocabulary is padded, each rank has a multiple of `rows`: the stored number, or by default 128.
+        If the vocabulary is padded, each rank has a multiple of `rows`: the stored number, or by
+        default 128.
         """
         shard = parameter.shard
         if shard is not None and shard.pad_multiple:
@@ -171,7 +184,9 @@ class MegatronMap:
         )
 
     def check(self, arguments: Mapping[str, Any], names: Iterable[str]) -> None:
-        """Raises ValueError, with the reason, if the zoo's family is not the model that the arguments describe."""
+        """Raises ValueError, with the reason, if the zoo's family is not the model that the
+        arguments describe.
+        """
         supported = {
             **self.supported,
             **_SUPPORTED_BY_NEOX,
@@ -191,7 +206,9 @@ class MegatronMap:
     def infer_config(
         self, arguments: Mapping[str, Any], ranks: Sequence[Mapping[str, StoredTensor]]
     ) -> ModelConfig:
-        """Returns the configuration for the arguments and each rank's tensors; the vocabulary includes its padding."""
+        """Returns the configuration for the arguments and each rank's tensors; the vocabulary
+        includes its padding.
+        """
         names = self.to_local_names(ranks[0])
         self.check(arguments, ranks[0])
         shapes = {name: ranks[0][own].shape for name, own in names.items()}
@@ -207,7 +224,8 @@ class MegatronMap:
         return self.infer(arguments, shapes, layer_count(ranks[0]))
 
     def match(self, parameters: Iterable[str], spelled: Iterable[str]) -> Match:
-        """Matches a model's parameters with a checkpoint's tensors, whose names are spelled as entries do.
+        """Matches a model's parameters with a checkpoint's tensors, whose names are spelled as
+        entries do.
 
         Raises ValueError if one of both has something that the other lacks.
         """
@@ -219,9 +237,11 @@ class MegatronMap:
         return found
 
     def divide(self, parameters: Iterable[str], stages: int, style: Style) -> list[dict[str, str]]:
-        """Returns, for each pipeline stage, the names in its files of the parameters that it holds -> native names.
+        """Returns, for each pipeline stage, the names in its files of the parameters that it holds
+        -> native names.
 
-        The last of several stages repeats a tied embedding. Raises ValueError if the stages cannot have as many layers.
+        The last of several stages repeats a tied embedding. Raises ValueError if the stages cannot
+        have as many layers.
         """
         stored = {
             entry.native: entry.stored_names()[0] for entry in self.name_map.resolve(parameters)
@@ -255,7 +275,9 @@ class MegatronMap:
         ranks: tuple[int, int],
         style: Style,
     ) -> dict[str, Any]:
-        """Returns Megatron-LM's arguments for a model that is stored as `specs` over these ranks and stages."""
+        """Returns Megatron-LM's arguments for a model that is stored as `specs` over these ranks
+        and stages.
+        """
         own = self.arguments(config)
         stored = {
             entry.stored_names()[0]: specs[entry.native] for entry in self.name_map.resolve(specs)
@@ -292,7 +314,9 @@ def layer_count(names: Iterable[str]) -> int:
 def block_entries(
     stack: str, native: str, norms: tuple[tuple[str, str], ...]
 ) -> tuple[NameEntry, ...]:
-    """Returns the entries of a family's blocks; `norms` are pairs of a native norm and its name in Megatron-LM."""
+    """Returns the entries of a family's blocks; `norms` are pairs of a native norm and its name in
+    Megatron-LM.
+    """
     pairs = (
         ("attention.qkv", f"{stack}.layers.{{i}}.self_attention.linear_qkv"),
         ("attention.output", f"{stack}.layers.{{i}}.self_attention.linear_proj"),
@@ -329,7 +353,8 @@ class Sizes:
     def find(
         cls, arguments: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], stack: str
     ) -> Sizes:
-        """Finds the sizes. The tensors decide, except for the number of heads, which they do not show.
+        """Finds the sizes. The tensors decide, except for the number of heads, which they do not
+        show.
 
         Raises:
             ValueError: A tensor is missing or is no matrix, or the number of heads is not stored.
@@ -362,11 +387,15 @@ class Sizes:
 
 
 def rates(arguments: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Returns key of a configuration -> value of the argument that `keys` names for it, for those that are stored."""
+    """Returns key of a configuration -> value of the argument that `keys` names for it, for those
+    that are stored.
+    """
     found = {key: arguments.get(name) for key, name in keys.items()}
     return {key: float(value) for key, value in found.items() if isinstance(value, (int, float))}
 
 
 def has_tanh_gelu(arguments: Mapping[str, Any]) -> bool:
-    """Returns whether the blocks have the tanh approximation of GELU; Megatron-LM's fused kernel has it too."""
+    """Returns whether the blocks have the tanh approximation of GELU; Megatron-LM's fused kernel
+    has it too.
+    """
     return bool(arguments.get("openai_gelu")) or bool(arguments.get("bias_gelu_fusion", True))

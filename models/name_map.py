@@ -178,7 +178,8 @@ class NameMap:
         entries = {entry.native: entry for entry in self.resolve(native_names)}
         wanted = {name for entry in entries.values() for name in entry.stored_names()}
 
-        # Tensors of other heads, and of stacks that this model lacks, may be there and are not read.
+        # Tensors of other heads, and of stacks that this model lacks, may be there and are not
+        # read.
         heads: set[str] = set()
         for entry in self.entries:
             if "{i}" not in entry.native:

@@ -16,10 +16,11 @@ class BackboneOutput(NamedTuple):
     """What the embeddings and blocks of a model compute for its head.
 
     Attributes:
-        states: The embedding output and each block's output, the last one after the final norm if there is one,
-            [B, S, H], or [B, S/tp, H] under sequence parallelism.
+        states: The embedding output and each block's output, the last one after the final norm if
+            there is one, [B, S, H], or [B, S/tp, H] under sequence parallelism.
         table: The word embedding table for a tied head; see `VocabParallelHead.forward`.
-        encoder_states: The same of the encoder, if `states` are those of a decoder that attends to it.
+        encoder_states: The same of the encoder, if `states` are those of a decoder that attends to
+            it.
         encoder_tokens: If given, the encoder's states are the rows of these tokens, [T, 1, H].
     """
 
@@ -31,9 +32,11 @@ class BackboneOutput(NamedTuple):
 
 @dataclass
 class ModelOutput:
-    """Base of the outputs: dataclasses whose fields, except those that are None, also have an index and a key.
+    """Base of the outputs: dataclasses whose fields, except those that are None, also have an index
+    and a key.
 
-    A field without a default may be `LazyLogits`. Reading it computes it, so all tensor-parallel ranks must read it.
+    A field without a default may be `LazyLogits`. Reading it computes it, so all tensor-parallel
+    ranks must read it.
     """
 
     def __post_init__(self) -> None:
@@ -83,8 +86,8 @@ class ModelOutput:
 class LazyLogits:
     """Logits that are computed only when they are read.
 
-    The computation uses the gradient mode and the autocast setting of the forward pass. `parameters` must not change
-    between the forward pass and the reading.
+    The computation uses the gradient mode and the autocast setting of the forward pass.
+    `parameters` must not change between the forward pass and the reading.
     """
 
     def __init__(self, calculate: Callable[[], Tensor], parameters: Iterable[Tensor]) -> None:
@@ -98,7 +101,9 @@ class LazyLogits:
         )
 
     def read(self, name: str) -> Tensor:
-        """Returns the logits. Raises RuntimeError if the weights have changed since the forward pass."""
+        """Returns the logits. Raises RuntimeError if the weights have changed since the forward
+        pass.
+        """
         if versions(self.parameters) != self.versions:
             raise RuntimeError(
                 f"{name} is computed when it is first read, but the weights have changed since the forward pass; "
@@ -115,7 +120,8 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 @dataclass
 class StageOutput(ModelOutput):
-    """The output of a pipeline stage that is not the last: the loss is a zero, and there are no logits.
+    """The output of a pipeline stage that is not the last: the loss is a zero, and there are no
+    logits.
 
     The hidden states have been handed to the next stage.
     """
@@ -130,9 +136,10 @@ class CausalLMOutput(ModelOutput):
     Attributes:
         loss: Scalar fp32, the mean over the labels that are not -100; None without labels.
         logits: [B, S, Vp], this rank's columns of the padded vocabulary ([B, S, V] in one process);
-            `model.gather_logits` returns [B, S, V]. With labels they are computed when they are first read.
-        hidden_states: The embedding output and each block's output, [B, S, H] each (the last one after the final
-            norm, as in transformers); None unless requested.
+            `model.gather_logits` returns [B, S, V]. With labels they are computed when they are
+            first read.
+        hidden_states: The embedding output and each block's output, [B, S, H] each (the last one
+            after the final norm, as in transformers); None unless requested.
     """
 
     loss: Tensor | None
@@ -159,8 +166,8 @@ class Seq2SeqLMOutput(ModelOutput):
 
     Attributes:
         loss, logits: As in `CausalLMOutput`; logits are [B, T, Vp].
-        decoder_hidden_states, encoder_hidden_states: The embedding output and each block's output, [B, T, H] and
-            [B, S, H] each, the last one after the final norm; None unless requested.
+        decoder_hidden_states, encoder_hidden_states: The embedding output and each block's output,
+            [B, T, H] and [B, S, H] each, the last one after the final norm; None unless requested.
         encoder_last_hidden_state: [B, S, H]; a later call takes it as `encoder_outputs`.
     """
 
@@ -178,7 +185,8 @@ class BaseModelOutput(ModelOutput):
     Attributes:
         last_hidden_state: [B, S, H].
         pooler_output: [B, H], the pooled state of the first token, of a model that has a pooler.
-        hidden_states: The embedding output and each block's output, [B, S, H] each; None unless requested.
+        hidden_states: The embedding output and each block's output, [B, S, H] each; None unless
+            requested.
     """
 
     last_hidden_state: Tensor
@@ -203,9 +211,12 @@ class PreTrainingOutput(ModelOutput):
     """The output of `PreTraining`.
 
     Attributes:
-        loss: Masked-language-model loss + next-sentence loss; None unless both kinds of labels are given.
-        prediction_logits: [B, S, Vp], vocabulary-parallel; with both kinds of labels computed when first read.
-        seq_relationship_logits: [B, 2], replicated; class 0 means that the second sentence follows the first.
+        loss: Masked-language-model loss + next-sentence loss; None unless both kinds of labels are
+            given.
+        prediction_logits: [B, S, Vp], vocabulary-parallel; with both kinds of labels computed when
+            first read.
+        seq_relationship_logits: [B, 2], replicated; class 0 means that the second sentence follows
+            the first.
     """
 
     loss: Tensor | None
@@ -233,7 +244,9 @@ class ClassifierOutput(ModelOutput):
 
 @dataclass
 class QuestionAnsweringOutput(ModelOutput):
-    """The output of `QuestionAnswering`: a scalar loss, and scores of each position as an answer's ends, [B, S]."""
+    """The output of `QuestionAnswering`: a scalar loss, and scores of each position as an answer's
+    ends, [B, S].
+    """
 
     loss: Tensor | None
     start_logits: Tensor

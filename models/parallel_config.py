@@ -13,8 +13,10 @@ class ParallelConfig:
     """How a model's blocks run.
 
     Attributes:
-        sequence_parallel: Each rank's norms, dropouts and residuals process a slice of the sequence.
-        recompute: What the backward pass recomputes to save memory: nothing, the attention core, or whole blocks.
+        sequence_parallel: Each rank's norms, dropouts and residuals process a slice of the
+            sequence.
+        recompute: What the backward pass recomputes to save memory: nothing, the attention core, or
+            whole blocks.
         pipeline_blocks: The number of blocks of each pipeline stage; by default, equal numbers.
     """
 

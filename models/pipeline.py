@@ -1,9 +1,9 @@
 """Cuts a model into pipeline stages, and passes hidden states from one stage to the next.
 
-Every model of the zoo is a `PipelineStage`. Without a pipeline it is the only one. `slice_pipeline_stage` leaves a
-model only the parameters of its stage, so parameters and dropout sites keep the names that they have in the whole
-model. Each stage reads the same micro-batches and computes masks, positions and labels itself; only hidden states
-travel.
+Every model of the zoo is a `PipelineStage`. Without a pipeline it is the only one.
+`slice_pipeline_stage` leaves a model only the parameters of its stage, so parameters and dropout
+sites keep the names that they have in the whole model. Each stage reads the same micro-batches and
+computes masks, positions and labels itself; only hidden states travel.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from .parallel_config import ParallelConfig
 
 
 class PipelineStage(nn.Module):
-    """A model, or one stage's part of it: of the embedding, of the blocks, and of what follows them.
+    """A model, or one stage's part of it: of the embedding, of the blocks, and of what follows
+    them.
 
-    The first stage computes the embedding and the last one the head. `forward` takes the same arguments on all stages.
-    On a stage that is not the last, it hands the hidden states to the next stage and returns a `StageOutput`.
+    The first stage computes the embedding and the last one the head. `forward` takes the same
+    arguments on all stages. On a stage that is not the last, it hands the hidden states to the next
+    stage and returns a `StageOutput`.
 
     Attributes:
         stage: The place in a pipeline; None for a model that is not cut.
@@ -46,8 +48,9 @@ class PipelineStage(nn.Module):
 
         Args:
             blocks: All blocks of the model.
-            embed: Computes the first block's input [B, S, H] and the word embedding table for a tied head. It is called
-                on the stage of the first block; the others receive their input.
+            embed: Computes the first block's input [B, S, H] and the word embedding table for a
+                tied head. It is called on the stage of the first block; the others receive their
+                input.
             block_arguments: Returns the arguments of a block after its input.
             final_norm: The norm after the last block.
         """
@@ -69,7 +72,9 @@ class PipelineStage(nn.Module):
         return self.stage.transfer.receive()
 
     def send_hidden_states(self, *tensors: Tensor) -> StageOutput:
-        """Sends tensors [B, S, H] to the next stage, joined along S, and returns what `forward` returns then."""
+        """Sends tensors [B, S, H] to the next stage, joined along S, and returns what `forward`
+        returns then.
+        """
         assert self.stage is not None
         if not tensors:
             return StageOutput(torch.zeros(()))
@@ -112,11 +117,13 @@ class StagePlace:
     """The place of a stage in its pipeline.
 
     Attributes:
-        counts: The number of blocks of each stage, over all stacks in the order of the forward pass.
+        counts: The number of blocks of each stage, over all stacks in the order of the forward
+            pass.
         index, last: The number of this stage, and that of the last one.
-        holders: The stages that hold each parameter that several of them hold, by name. The first one owns it.
-        transfer: How hidden states reach this stage and leave it. An engine with a schedule of its own replaces it
-            during its passes.
+        holders: The stages that hold each parameter that several of them hold, by name. The first
+            one owns it.
+        transfer: How hidden states reach this stage and leave it. An engine with a schedule of its
+            own replaces it during its passes.
     """
 
     def __init__(self, mesh: ParallelMesh, counts: Sequence[int]) -> None:
@@ -139,10 +146,12 @@ class StagePlace:
 def slice_pipeline_stage(
     model: nn.Module, mesh: ParallelMesh | None, parallel_config: ParallelConfig | None = None
 ) -> None:
-    """Leaves a model without storage only this rank's stage of a pipeline, if the mesh has several stages.
+    """Leaves a model without storage only this rank's stage of a pipeline, if the mesh has several
+    stages.
 
     Args:
-        parallel_config: Its `pipeline_blocks` are the number of blocks of each stage; by default, equal numbers.
+        parallel_config: Its `pipeline_blocks` are the number of blocks of each stage; by default,
+            equal numbers.
 
     Raises:
         ValueError: The blocks cannot be dealt to the stages.
@@ -188,13 +197,17 @@ def _refuse_hidden_states(
 
 
 def is_last_stage(model: Any) -> bool:
-    """Returns whether a model computes logits and losses: it is whole, or the last stage of a pipeline."""
+    """Returns whether a model computes logits and losses: it is whole, or the last stage of a
+    pipeline.
+    """
     stage: StagePlace | None = getattr(model, "stage", None)
     return stage is None or stage.is_last
 
 
 def find_copied_parameters(model: Any) -> set[str]:
-    """Returns the names of a stage's parameters that an earlier stage owns, which updates and saves them."""
+    """Returns the names of a stage's parameters that an earlier stage owns, which updates and saves
+    them.
+    """
     stage: StagePlace | None = getattr(model, "stage", None)
     if stage is None:
         return set()
@@ -216,9 +229,10 @@ def list_stacks(model: nn.Module) -> list[tuple[str, BlockList]]:
 def assign_parameters(model: nn.Module, counts: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Returns the stages that use each parameter, by name; the first of them owns it.
 
-    What is registered before a stack's blocks belongs to the stage of its first block, and what follows them to that of
-    its last. Encoder and decoder may share what precedes both. A tied parameter is where each of its names is, and what
-    the owner of the blocks lists in `shared_by_blocks` is on all stages of the stack.
+    What is registered before a stack's blocks belongs to the stage of its first block, and what
+    follows them to that of its last. Encoder and decoder may share what precedes both. A tied
+    parameter is where each of its names is, and what the owner of the blocks lists in
+    `shared_by_blocks` is on all stages of the stack.
     """
     stacks = list_stacks(model)
     stages_of_blocks: list[list[int]] = []  # [stack][block] -> stage
@@ -251,14 +265,18 @@ def _find_stages_outside_blocks(
     stages_of_blocks: list[list[int]],
     passed: set[int],
 ) -> set[int]:
-    """Returns the stages of a parameter that is in no block. `passed` are the stacks registered before it."""
+    """Returns the stages of a parameter that is in no block.
+
+    `passed` are the stacks registered before it.
+    """
     home = None
     for number, (prefix, _) in enumerate(stacks):
         if prefix and name.startswith(prefix):
             home = number
             break
     if home is None:
-        # It belongs to no stack: to the first stages of all stacks that follow, or to the end of the model.
+        # It belongs to no stack: to the first stages of all stacks that follow, or to the end of
+        # the model.
         following = [stages_of_blocks[s] for s in range(len(stacks)) if s not in passed]
         return {stack[0] for stack in following} or {stages_of_blocks[-1][-1]}
     prefix = stacks[home][0]
@@ -277,7 +295,10 @@ def find_stage(block: int, counts: Sequence[int]) -> int:
 
 
 def split_blocks_evenly(model: nn.Module, stages: int) -> tuple[int, ...]:
-    """Returns equal numbers of blocks for all stages. Raises ValueError if the number of blocks is no multiple."""
+    """Returns equal numbers of blocks for all stages.
+
+    Raises ValueError if the number of blocks is no multiple.
+    """
     blocks = sum(len(stack) for _, stack in list_stacks(model))
     if blocks % stages:
         raise ValueError(
@@ -297,12 +318,16 @@ def check_block_counts(model: nn.Module, counts: Sequence[int], stages: int) -> 
 
 
 def balance_blocks(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Returns the number of consecutive blocks of each stage, so that the largest sum of a stage's costs is least."""
+    """Returns the number of consecutive blocks of each stage, so that the largest sum of a stage's
+    costs is least.
+    """
     ends = [0.0, *accumulate(costs)]
 
     @cache
     def find_best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Returns the largest cost and the counts of the best way to deal the blocks from `first` to `left` stages."""
+        """Returns the largest cost and the counts of the best way to deal the blocks from `first`
+        to `left` stages.
+        """
         if left == 1:
             return ends[-1] - ends[first], (len(costs) - first,)
         options: list[tuple[float, tuple[int, ...]]] = []

@@ -62,7 +62,8 @@ def family(model_type: str, architecture: str = "") -> Family:
     """Returns the facts about a family.
 
     Args:
-        architecture: The name of a class, which helps to find the nearest model if the zoo lacks the family.
+        architecture: The name of a class, which helps to find the nearest model if the zoo lacks
+            the family.
 
     Raises:
         ValueError: The zoo does not have the family. The message names the nearest model.

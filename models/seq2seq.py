@@ -1,4 +1,6 @@
-"""Provides what encoder-decoders share: how their stacks follow each other, and their language-modeling head."""
+"""Provides what encoder-decoders share: how their stacks follow each other, and their
+language-modeling head.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ from .language_model import IGNORED, LanguageModel, vocabulary_head
 from .outputs import BackboneOutput, EncoderOutput, Seq2SeqLMOutput, StageOutput
 from .pipeline import find_stage
 
-# The share of padding from which leaving it out pays. With less, the copies around attention take more memory than the
-# rows save.
+# The share of padding from which leaving it out pays. With less, the copies around attention take
+# more memory than the rows save.
 MIN_PADDING = 1 / 8
 
 
 class Seq2SeqStack(nn.Module):
-    """Base of the encoders and decoders: what is before the blocks, the blocks, and what is after them."""
+    """Base of the encoders and decoders: what is before the blocks, the blocks, and what is after
+    them.
+    """
 
     blocks: BlockList
 
@@ -61,14 +65,16 @@ class Seq2SeqStack(nn.Module):
         """Runs this pipeline stage's part of the stack; without a pipeline, all of it.
 
         Args:
-            x: The word embeddings [B, S, H]; or the hidden states of the previous stage, if it has the first block.
+            x: The word embeddings [B, S, H]; or the hidden states of the previous stage, if it has
+                the first block.
             ids: int64 [B, S].
             mask, source_mask: See `SelfAttention` and `CrossAttention`.
             source: The encoder's output, for a decoder.
 
         Returns:
-            The input of the stage's first block, and each block's output, the stack's last one as `finish` returns it.
-            They are [B, S, H] like x, or [T, 1, H] if `Tokens` stand for the mask.
+            The input of the stage's first block, and each block's output, the stack's last one as
+            `finish` returns it. They are [B, S, H] like x, or [T, 1, H] if `Tokens` stand for the
+            mask.
         """
         cached = 0 if cache is None else cache.length
         shared = (mask, *self.shared_arguments(ids, cached), source, source_mask)
@@ -90,7 +96,10 @@ class Seq2SeqStack(nn.Module):
 
 @contextmanager
 def without_padding(x: Tensor, mask: Tensor | Tokens | None) -> Generator[Tensor]:
-    """Yields x [B, S, H], or the rows of its tokens if they stand for the mask. Dropout within knows which they are."""
+    """Yields x [B, S, H], or the rows of its tokens if they stand for the mask.
+
+    Dropout within knows which they are.
+    """
     if not isinstance(mask, Tokens):
         yield x
         return
@@ -102,9 +111,11 @@ def without_padding(x: Tensor, mask: Tensor | Tokens | None) -> Generator[Tensor
 
 
 def find_tokens(mask: Tensor | None, ids: Tensor, blocks: nn.ModuleList) -> Tensor | Tokens | None:
-    """Returns the tokens that stand for the mask of an encoder's keys in training, or the mask itself.
+    """Returns the tokens that stand for the mask of an encoder's keys in training, or the mask
+    itself.
 
-    They do on a CPU if enough of the batch is padding. Compiled code needs shapes that do not depend on the batch.
+    They do on a CPU if enough of the batch is padding. Compiled code needs shapes that do not
+    depend on the batch.
 
     Args:
         ids: [B, S].
@@ -126,8 +137,8 @@ def find_tokens(mask: Tensor | None, ids: Tensor, blocks: nn.ModuleList) -> Tens
 class Seq2SeqBackbone(Backbone):
     """Base of the encoder-decoders, without a head, whose stacks share the word embedding.
 
-    In a pipeline, the blocks of the encoder and then those of the decoder lie in a row of stages. From the encoder's
-    last stage on, its output travels along, behind the decoder's hidden states.
+    In a pipeline, the blocks of the encoder and then those of the decoder lie in a row of stages.
+    From the encoder's last stage on, its output travels along, behind the decoder's hidden states.
 
     `config` has `pad_token_id` and `decoder_start_token_id`.
     """
@@ -152,8 +163,9 @@ class Seq2SeqBackbone(Backbone):
             decoder_input_ids: int64 [B, T]; by default input_ids, shifted right by one.
             decoder_attention_mask: [B, T], or [B, M + T] with a cache; 0 for padding.
             encoder_outputs: The result of `encode`, instead of input_ids.
-            cache: The keys and values of M earlier decoder positions and of the encoder's output; not supported under
-                sequence parallelism. With a cache, the decoder may have n rows for each row of the encoder.
+            cache: The keys and values of M earlier decoder positions and of the encoder's output;
+                not supported under sequence parallelism. With a cache, the decoder may have n rows
+                for each row of the encoder.
         """
         if decoder_input_ids is None:
             if input_ids is None:
@@ -204,7 +216,9 @@ class Seq2SeqBackbone(Backbone):
         return BackboneOutput(states, table, encoder_states, tokens)
 
     def _split_received(self, received: Tensor, source_length: int) -> tuple[Tensor, Tensor]:
-        """Returns the decoder's hidden states and the encoder's output, which an earlier stage has joined."""
+        """Returns the decoder's hidden states and the encoder's output, which an earlier stage has
+        joined.
+        """
         if self.parallel_config.sequence_parallel and self.mesh is not None:
             source_length //= self.mesh.tp_size
         hidden, source = torch.split(
@@ -249,7 +263,8 @@ class Seq2SeqBackbone(Backbone):
         """Runs the encoder, or this pipeline stage's part of it.
 
         Returns:
-            The states of the encoder, as the mask says, and the word embedding table for its next use.
+            The states of the encoder, as the mask says, and the word embedding table for its next
+            use.
         """
         if input_ids is None:
             raise ValueError("pass input_ids, or the encoder_outputs of an earlier call")
@@ -266,7 +281,9 @@ class Seq2SeqBackbone(Backbone):
         return self.word_embeddings
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """Returns int64 [B, T]: the start token, then all labels but the last. -100 becomes padding."""
+        """Returns int64 [B, T]: the start token, then all labels but the last. -100 becomes
+        padding.
+        """
         ids = labels.roll(1, dims=1)
         ids[:, 0] = self.config.decoder_start_token_id
         return ids.masked_fill(ids == IGNORED, self.config.pad_token_id)
@@ -304,12 +321,14 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Seq2SeqLMOutput | StageOutput:
-        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
+        """Returns the logits and, with labels, the mean loss, or the summed loss divided by
+        `num_items_in_batch`.
 
         Args:
             decoder_input_ids: int64 [B, T]; by default the labels, shifted right by one.
             labels: int64 [B, T]; -100 is ignored.
-            logits_to_keep: The number of last decoder positions whose logits are returned; 0 means all.
+            logits_to_keep: The number of last decoder positions whose logits are returned; 0 means
+                all.
 
         The other arguments are those of `Seq2SeqBackbone.run_backbone`.
         """

@@ -1,4 +1,6 @@
-"""Defines BART's configuration, with the keys of Hugging Face's `config.json`. mBART and M2M100 have the same keys."""
+"""Defines BART's configuration, with the keys of Hugging Face's `config.json`. mBART and M2M100
+have the same keys.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,12 @@ class BartConfig(HeadsConfig):
     The class variables are what distinguishes the families.
 
     Attributes:
-        pre_norm: Whether the norms are before attention and MLP, with one more after the last block.
+        pre_norm: Whether the norms are before attention and MLP, with one more after the last
+            block.
         embedding_norm: Whether the embeddings are normalized.
         learned_positions: Whether the positions are learned; otherwise they are sinusoids.
-        encoder_layerdrop, decoder_layerdrop: The share of blocks that a training step leaves out. The zoo computes all
-            blocks, so training needs 0.
+        encoder_layerdrop, decoder_layerdrop: The share of blocks that a training step leaves out.
+            The zoo computes all blocks, so training needs 0.
     """
 
     model_type: ClassVar[str] = "bart"

@@ -16,7 +16,10 @@ from .model import BartEmbeddings, BartStack
 
 
 class BartDecoderBackbone(BartEmbeddings):
-    """The decoder without a head. Its attention to an encoder is unused and frozen; it is there for the files."""
+    """The decoder without a head.
+
+    Its attention to an encoder is unused and frozen; it is there for the files.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,8 @@ class BartDecoderBackbone(BartEmbeddings):
             input_ids: int64 [B, S].
             attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
             position_ids: Not used: padding has positions like other tokens, as in transformers.
-            cache: The keys and values of M earlier positions; not supported under sequence parallelism.
+            cache: The keys and values of M earlier positions; not supported under sequence
+                parallelism.
         """
         if self.blocks.has_first:
             x, table = self.word_embeddings.embed(input_ids)
@@ -61,7 +65,10 @@ class BartDecoderBackbone(BartEmbeddings):
 
 
 class AlignedCausalLM(CausalLM):
-    """Predicts each token from the tokens before it. As in transformers, the caller shifts the labels."""
+    """Predicts each token from the tokens before it.
+
+    As in transformers, the caller shifts the labels.
+    """
 
     def targets(self, labels: Tensor) -> Tensor:
         return labels

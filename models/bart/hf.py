@@ -1,4 +1,6 @@
-"""Maps each native parameter of BART to its tensors in Hugging Face's checkpoints. mBART and M2M100 have the same."""
+"""Maps each native parameter of BART to its tensors in Hugging Face's checkpoints. mBART and M2M100
+have the same.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def _projections(native: str, stored: str, names: str) -> tuple[NameEntry, ...]:
 
 
 def _stack(stack: str) -> tuple[NameEntry, ...]:
-    native, stored = f"{stack}.blocks.{{i}}", f"model.{stack}.layers.{{i}}"
+    native = f"{stack}.blocks.{{i}}"
+    stored = f"model.{stack}.layers.{{i}}"
     return (
         NameEntry(f"{stack}.position_embeddings.weight", f"model.{stack}.embed_positions.weight"),
         *both(f"{stack}.embedding_norm", f"model.{stack}.layernorm_embedding"),

@@ -1,4 +1,6 @@
-"""Describes BART's blocks for the memory estimate. mBART's and M2M100's blocks are the same, except for the norms."""
+"""Describes BART's blocks for the memory estimate. mBART's and M2M100's blocks are the same, except
+for the norms.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ def activations(config: BartConfig) -> Activations:
     """Returns what a model of this configuration keeps for its backward pass."""
 
     def block(heads: int, feed_forward: int, is_decoder: bool, crosses: bool = False) -> BlockSpec:
-        relu, drops = config.activation_function == "relu", config.activation_dropout > 0
+        relu = config.activation_function == "relu"
+        drops = config.activation_dropout > 0
         return BlockSpec(
             hidden=config.d_model,
             heads=heads,
@@ -33,7 +36,7 @@ def activations(config: BartConfig) -> Activations:
             *stacks,
             StackSpec("decoder.blocks.", config.decoder_layers, decoder, is_decoder=has_encoder),
         ),
-        # Of the final norm, input and output; without it, of the embedding norm. mBART has both, whose tensors are
-        # three, because the embedding norm's output is the first block's input.
+        # Of the final norm, input and output; without it, of the embedding norm. mBART has both,
+        # whose tensors are three, because the embedding norm's output is the first block's input.
         ends=2 + (config.pre_norm and config.embedding_norm),
     )

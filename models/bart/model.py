@@ -1,8 +1,12 @@
-"""BART (Lewis et al., 2020, "BART: Denoising Sequence-to-Sequence Pre-training for Natural Language Generation, ...").
+"""BART (Lewis et al., 2020, "BART: Denoising Sequence-to-Sequence Pre-training for Natural Language
+Generation, ...").
 
-- encoder and decoder share the word embedding, which is also the output head; each has its own learned positions
-- the sum of both embeddings is normalized; mBART and M2M100 may multiply the word embeddings by √H first
-- post-LayerNorm blocks: norm(x + attention(x)), in the decoder norm(x + cross_attention(x)), norm(x + mlp(x))
+- encoder and decoder share the word embedding, which is also the output head; each has its own
+  learned positions
+- the sum of both embeddings is normalized; mBART and M2M100 may multiply the word embeddings by √H
+  first
+- post-LayerNorm blocks: norm(x + attention(x)), in the decoder norm(x + cross_attention(x)), norm(x
+  + mlp(x))
 - mBART and M2M100: pre-LayerNorm blocks, x + attention(norm(x)), and a final norm after each stack
 - M2M100 and NLLB: sinusoidal positions that skip padding, and no norm of the embeddings
 - biases everywhere; exact GELU, in M2M100 ReLU
@@ -35,7 +39,10 @@ from .positions import LearnedPositions, SinusoidalPositions
 
 
 class BartBlock(nn.Module):
-    """One layer of the encoder or of the decoder. The decoder also attends to the encoder's output."""
+    """One layer of the encoder or of the decoder.
+
+    The decoder also attends to the encoder's output.
+    """
 
     def __init__(
         self,
@@ -83,7 +90,8 @@ class BartBlock(nn.Module):
 
         Args:
             x: [B, S, H].
-            source: The encoder's output [B, T, H]. For the other arguments see `SelfAttention` and `CrossAttention`.
+            source: The encoder's output [B, T, H]. For the other arguments see `SelfAttention` and
+                `CrossAttention`.
         """
         attention = partial(self.attention, mask=mask, causal=self.is_decoder, cache=cache)
         layers: list[tuple[LayerNorm, Callable[[Tensor], Tensor], Dropout]]

@@ -1,4 +1,6 @@
-"""Computes the position embeddings of BART and its relatives: learned, or sinusoids that skip padding."""
+"""Computes the position embeddings of BART and its relatives: learned, or sinusoids that skip
+padding.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ OFFSET = 2  # the first rows of the learned table belong to no position, as in f
 
 
 class LearnedPositions(PositionEmbedding):
-    """A learned table, in which padding is counted like other tokens. Weight [OFFSET + positions, H]."""
+    """A learned table, in which padding is counted like other tokens.
+
+    Weight [OFFSET + positions, H].
+    """
 
     def __init__(
         self,
@@ -29,12 +34,14 @@ class LearnedPositions(PositionEmbedding):
         )
 
     def of(self, ids: Tensor, cached: int, dtype: torch.dtype) -> Tensor:
-        """Returns [1, S, H], or [1, S/tp, H] under sequence parallelism, for ids [B, S] after `cached` positions.
+        """Returns [1, S, H], or [1, S/tp, H] under sequence parallelism, for ids [B, S] after
+        `cached` positions.
 
         Raises:
             ValueError: The table has too few positions.
         """
-        length, most = cached + ids.shape[1], self.num_embeddings - OFFSET
+        length = cached + ids.shape[1]
+        most = self.num_embeddings - OFFSET
         if length > most:
             raise ValueError(
                 f"the sequence has {length} tokens, but the model has only {most} positions"
@@ -43,10 +50,11 @@ class LearnedPositions(PositionEmbedding):
 
 
 class SinusoidalPositions(nn.Module):
-    """Sinusoids of the number of tokens so far; padding gets zeros. There is no limit to the length.
+    """Sinusoids of the number of tokens so far; padding gets zeros. There is no limit to the
+    length.
 
-    The formula is that of tensor2tensor and transformers: the sines of all frequencies, then the cosines, where
-    frequency i of H/2 is 10000^(-i / (H/2 - 1)).
+    The formula is that of tensor2tensor and transformers: the sines of all frequencies, then the
+    cosines, where frequency i of H/2 is 10000^(-i / (H/2 - 1)).
     """
 
     def __init__(
@@ -58,11 +66,15 @@ class SinusoidalPositions(nn.Module):
         mesh: ParallelMesh | None = None,
     ) -> None:
         super().__init__()
-        self.hidden_size, self.padding = hidden_size, padding
-        self.sequence_parallel, self.mesh = sequence_parallel, mesh
+        self.hidden_size = hidden_size
+        self.padding = padding
+        self.sequence_parallel = sequence_parallel
+        self.mesh = mesh
 
     def of(self, ids: Tensor, cached: int, dtype: torch.dtype) -> Tensor:
-        """Returns [B, S, H], or [B, S/tp, H] under sequence parallelism, for ids [B, S] after `cached` positions."""
+        """Returns [B, S, H], or [B, S/tp, H] under sequence parallelism, for ids [B, S] after
+        `cached` positions.
+        """
         is_token = ids != self.padding  # [B, S]
         positions = (is_token.cumsum(1) + cached) * is_token + self.padding
         half = self.hidden_size // 2

@@ -30,7 +30,8 @@ class BertConfig(HeadsConfig):
     """The sizes and constants of a BERT. Names, meanings and defaults are those of transformers.
 
     Attributes:
-        add_pooling_layer: Whether the bare model pools the first token's state; the files decide when it is loaded.
+        add_pooling_layer: Whether the bare model pools the first token's state; the files decide
+            when it is loaded.
     """
 
     model_type: ClassVar[str] = "bert"
@@ -100,7 +101,9 @@ class BertConfig(HeadsConfig):
 
     @property
     def position_padding_idx(self) -> int | None:
-        """The position of padding, which is not learned; None if padding has the same positions as other tokens."""
+        """The position of padding, which is not learned; None if padding has the same positions as
+        other tokens.
+        """
         return None
 
     def fitted_to(self, stored_names: Collection[str]) -> Self:

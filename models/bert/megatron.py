@@ -1,7 +1,8 @@
-"""Maps BERT's parameters to those of Megatron-LM's BERT with the original order of norms and residuals.
+"""Maps BERT's parameters to those of Megatron-LM's BERT with the original order of norms and
+residuals.
 
-Only Megatron-LM before megatron-core has it, with `--apply-residual-connection-post-layernorm`. All others are another
-model, transformers' `megatron-bert`.
+Only Megatron-LM before megatron-core has it, with `--apply-residual-connection-post-layernorm`. All
+others are another model, transformers' `megatron-bert`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def _owns(names: Iterable[str]) -> bool:
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises ValueError if the arguments leave open which model it is, or if it has no twin in transformers."""
+    """Raises ValueError if the arguments leave open which model it is, or if it has no twin in
+    transformers.
+    """
     if "apply_residual_connection_post_layernorm" not in arguments:
         raise ValueError(
             "its arguments lack apply_residual_connection_post_layernorm; if it was set, name a config.json by --config"

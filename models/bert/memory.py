@@ -18,6 +18,6 @@ def activations(config: BertConfig) -> Activations:
         dropouts=2 if config.hidden_dropout_prob else 0,
         statistics=2,
     )
-    # Five tensors outside the blocks: the embedding norm; in the head, the last block's output and the outputs of the
-    # dense layer, the activation and the norm.
+    # Five tensors outside the blocks: the embedding norm; in the head, the last block's output and
+    # the outputs of the dense layer, the activation and the norm.
     return Activations((StackSpec("encoder.blocks.", config.num_hidden_layers, block),), ends=5)

@@ -1,11 +1,14 @@
-"""BERT (Devlin et al., 2018, "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding").
+"""BERT (Devlin et al., 2018, "BERT: Pre-training of Deep Bidirectional Transformers for Language
+Understanding").
 
 - word, position and segment embeddings, added and normalized
-- post-LayerNorm blocks: norm(x + attention(x)), then norm(x + mlp(x)); every token attends to all but padding
+- post-LayerNorm blocks: norm(x + attention(x)), then norm(x + mlp(x)); every token attends to all
+  but padding
 - fused qkv with biases, exact GELU
-- masked-language-model head: a replicated dense layer and norm, then the word embedding and a separate bias, both
-  split over the vocabulary
-- a tanh layer pools the first token's state to represent the sequence, for next-sentence prediction and classification
+- masked-language-model head: a replicated dense layer and norm, then the word embedding and a
+  separate bias, both split over the vocabulary
+- a tanh layer pools the first token's state to represent the sequence, for next-sentence prediction
+  and classification
 - initial weights N(0, 0.02); the padding token's embedding and all biases zero
 """
 
@@ -109,7 +112,9 @@ class BertEncoder(nn.Module):
     def embed(
         self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""
+        """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the
+        table for a head.
+        """
         if position_ids is None:
             position_ids = self.default_position_ids(input_ids)
         x, table = self.word_embeddings.embed(input_ids)
@@ -122,8 +127,8 @@ class BertEncoder(nn.Module):
     def default_position_ids(self, input_ids: Tensor) -> Tensor:
         """Returns position ids, int64 [1, S], or [B, S] if padding has a separate position.
 
-        In that case the other tokens are counted from the padding position, wherever the padding is:
-        cumsum(token is not padding) + padding position, as in fairseq and transformers.
+        In that case the other tokens are counted from the padding position, wherever the padding
+        is: cumsum(token is not padding) + padding position, as in fairseq and transformers.
 
         Raises:
             ValueError: There are more tokens than positions.

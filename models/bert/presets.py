@@ -1,4 +1,5 @@
-"""Lists the released BERT sizes under Hugging Face's names, and a small model that two CPU cores train in minutes.
+"""Lists the released BERT sizes under Hugging Face's names, and a small model that two CPU cores
+train in minutes.
 
 The cased vocabularies are smaller.
 """

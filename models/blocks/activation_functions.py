@@ -12,7 +12,8 @@ from ...ops import relu
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
 
-# The names are transformers'. "gelu_new", "gelu_fast" and "gelu_pytorch_tanh" are the tanh approximation.
+# The names are transformers'. "gelu_new", "gelu_fast" and "gelu_pytorch_tanh" are the tanh
+# approximation.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": gelu_tanh,
@@ -25,7 +26,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def find_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """Returns the activation with this name in transformers. Raises ValueError for an unknown name."""
+    """Returns the activation with this name in transformers.
+
+    Raises ValueError for an unknown name.
+    """
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

@@ -1,4 +1,7 @@
-"""Self- and cross-attention, whose heads are split over the tensor-parallel ranks. See masks.py for the masks."""
+"""Self- and cross-attention, whose heads are split over the tensor-parallel ranks.
+
+See masks.py for the masks.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +39,19 @@ from .rotary import Rotary, rotate
 class Attention(nn.Module):
     """Base of self- and cross-attention: input projections, attention core and output projection.
 
-    A subclass lists its input projections in `projections`: name -> the blocks "q", "k" and "v" stacked in the weight.
+    A subclass lists its input projections in `projections`: name -> the blocks "q", "k" and "v"
+    stacked in the weight.
 
     Args:
-        num_key_value_heads: For grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245); num_heads by default.
+        num_key_value_heads: For grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245);
+            num_heads by default.
         head_size: hidden_size / num_heads by default.
-        qkv_bias, output_bias: Whether the input projections, and the output projection, have biases.
+        qkv_bias, output_bias: Whether the input projections, and the output projection, have
+            biases.
 
     Raises:
-        ValueError: The tensor-parallel size is larger than the number of heads; a head is never split.
+        ValueError: The tensor-parallel size is larger than the number of heads; a head is never
+            split.
     """
 
     projections: ClassVar[dict[str, str]]
@@ -115,8 +122,9 @@ class SelfAttention(Attention):
     """Attention of a sequence to itself, with one fused projection [Q|K|V].
 
     Args:
-        qk_norm_eps: The epsilon of an RMSNorm over the features of each query head, and of each key head, before they
-            are rotated; None for no such norms. The other arguments are those of `Attention`.
+        qk_norm_eps: The epsilon of an RMSNorm over the features of each query head, and of each key
+            head, before they are rotated; None for no such norms. The other arguments are those of
+            `Attention`.
     """
 
     projections: ClassVar = {"qkv": "qkv"}
@@ -144,18 +152,22 @@ class SelfAttention(Attention):
         cache: LayerKVCache | None = None,
         rotary: Rotary | None = None,
     ) -> Tensor:
-        """Returns [B, S, H]. With memory or a cache of M earlier positions there are M + S keys, else S.
+        """Returns [B, S, H]. With memory or a cache of M earlier positions there are M + S keys,
+        else S.
 
         Args:
             x: [B, S, H].
-            mask: bool, broadcastable to [B, Np, S, S], True where a query attends to a key; None for all; or prefixes;
-                or `Tokens`, whose rows [T, 1, H] x and the result then are.
-            position_bias: Added to the scaled scores, and perhaps trained: from `RelativeBias`, or [1 or B, Np, S, S].
-            causal: Each position attends to itself and to earlier positions only, unless the mask is complete.
-            memory: [B, M, H], the hidden states of the positions before x, which x attends to as well. Not supported
-                under sequence parallelism, where x is a part of the sequence.
+            mask: bool, broadcastable to [B, Np, S, S], True where a query attends to a key; None
+                for all; or prefixes; or `Tokens`, whose rows [T, 1, H] x and the result then are.
+            position_bias: Added to the scaled scores, and perhaps trained: from `RelativeBias`, or
+                [1 or B, Np, S, S].
+            causal: Each position attends to itself and to earlier positions only, unless the mask
+                is complete.
+            memory: [B, M, H], the hidden states of the positions before x, which x attends to as
+                well. Not supported under sequence parallelism, where x is a part of the sequence.
             cache: The keys and values of M earlier positions; those of x are appended to it.
-            rotary: The rotation to the positions of x, from `rotary_embedding`; not supported with memory.
+            rotary: The rotation to the positions of x, from `rotary_embedding`; not supported with
+                memory.
         """
         tokens, mask = split_mask(mask)
         qkv = self.qkv(x if memory is None else torch.cat([memory, x], dim=1))
@@ -195,8 +207,9 @@ class CrossAttention(Attention):
             x: [B, S, H].
             source: [B, T, H], the sequence that x attends to.
             mask: bool, broadcastable to [B, Np, S, T]; or `Tokens`, whose rows the source then is.
-            cache: The first call stores the source's keys and values in it, and later calls use them. With a cache, x
-                may have n consecutive rows for each row of the source, and mask must be the same for all queries.
+            cache: The first call stores the source's keys and values in it, and later calls use
+                them. With a cache, x may have n consecutive rows for each row of the source, and
+                mask must be the same for all queries.
         """
         tokens, mask = split_mask(mask)
         q = torch.unflatten(self.query(x), -1, (-1, self.head_size))  # [B, S, Np, D]
@@ -215,10 +228,11 @@ class CrossAttention(Attention):
 
 
 class CoreAttention(nn.Module):
-    """Computes softmax(scale · q·kᵀ + position_bias)·v for this rank's heads, over the keys that the mask allows.
+    """Computes softmax(scale · q·kᵀ + position_bias)·v for this rank's heads, over the keys that
+    the mask allows.
 
-    A query without any allowed key gets zeros, as in `scaled_dot_product_attention`. Selective recomputation keeps only
-    q, k and v for the backward pass, and so does attention in tiles.
+    A query without any allowed key gets zeros, as in `scaled_dot_product_attention`. Selective
+    recomputation keeps only q, k and v for the backward pass, and so does attention in tiles.
     """
 
     def __init__(
@@ -237,7 +251,8 @@ class CoreAttention(nn.Module):
         first = find_first_unit(num_heads, tp_rank(mesh), tp_size(mesh))
         last = find_first_unit(num_heads, tp_rank(mesh) + 1, tp_size(mesh))
         counts = Counter(head * num_key_value_heads // num_heads for head in range(first, last))
-        # The number of query heads of each of this rank's key-value heads; empty if the numbers are equal.
+        # The number of query heads of each of this rank's key-value heads; empty if the numbers are
+        # equal.
         self.queries_per_kv: tuple[int, ...] = ()
         if len(set(counts.values())) > 1:
             self.queries_per_kv = tuple(counts.values())
@@ -306,8 +321,8 @@ class CoreAttention(nn.Module):
                 is_causal=is_causal,
                 enable_gqa=is_grouped,
             )
-        # Compute the probabilities explicitly, for one of three reasons: the gradient of a trained bias, a dropout mask
-        # that does not depend on the layout, or speed.
+        # Compute the probabilities explicitly, for one of three reasons: the gradient of a trained
+        # bias, a dropout mask that does not depend on the layout, or speed.
         k = repeat_heads(k, q.shape[1])
         v = repeat_heads(v, q.shape[1])
         scores = matmul(q, k.mT)  # [B, Np, Sq, Sk]
@@ -325,8 +340,8 @@ class CoreAttention(nn.Module):
     def uses_tiles(self, q: Tensor, k: Tensor, position_bias: Tensor | None) -> bool:
         """Whether attention computes the scores in tiles (Dao et al., 2022, arXiv:2205.14135).
 
-        Without gradients too, so that a pass that is repeated with them rounds alike. On an accelerator PyTorch's own
-        fused attention serves where it can.
+        Without gradients too, so that a pass that is repeated with them rounds alike. On an
+        accelerator PyTorch's own fused attention serves where it can.
         """
         if position_bias is not None:
             return position_bias.dim() == 2  # as `RelativeBias` decided
@@ -402,8 +417,9 @@ def _split_blocks(x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Te
 class _SplitFusedHeads(Function):
     """Implements `split_fused_heads`.
 
-    The backward pass writes each block's gradient into its place. A concatenation, which is autograd's way and one
-    launch on an accelerator, would on a CPU first copy each gradient to merge its heads.
+    The backward pass writes each block's gradient into its place. A concatenation, which is
+    autograd's way and one launch on an accelerator, would on a CPU first copy each gradient to
+    merge its heads.
     """
 
     @staticmethod
@@ -423,7 +439,9 @@ class _SplitFusedHeads(Function):
 
 
 def fold_beams(queries: Tensor, rows: int) -> tuple[Tensor, int]:
-    """Folds n sequences for each of B = `rows` sources into one: [B·n, Np, S, D] -> ([B, Np, n·S, D], n)."""
+    """Folds n sequences for each of B = `rows` sources into one: [B·n, Np, S, D] -> ([B, Np, n·S,
+    D], n).
+    """
     copies = queries.shape[0] // rows
     if copies == 1:
         return queries, 1

@@ -1,4 +1,6 @@
-"""Holds the key-value cache of decoding: the keys and values of earlier positions, for this rank's heads."""
+"""Holds the key-value cache of decoding: the keys and values of earlier positions, for this rank's
+heads.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from torch import Tensor
 
 
 class LayerKVCache:
-    """The keys and values of one attention layer, in buffers that are allocated once for `capacity` positions.
+    """The keys and values of one attention layer, in buffers that are allocated once for `capacity`
+    positions.
 
     Attributes:
         capacity: The number of positions that fit.
@@ -22,7 +25,8 @@ class LayerKVCache:
         self.values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends the keys and values of new positions, [B, Np, S, D], and returns those of all positions so far.
+        """Appends the keys and values of new positions, [B, Np, S, D], and returns those of all
+        positions so far.
 
         Raises ValueError if they exceed the capacity.
         """
@@ -76,8 +80,8 @@ class Cache:
     Args:
         layers: The number of layers.
         capacity: The number of positions to reserve.
-        source_length: The length of the encoder's output, for a decoder that attends to it. Its keys and values are
-            computed once, for as many rows as the encoder had.
+        source_length: The length of the encoder's output, for a decoder that attends to it. Its
+            keys and values are computed once, for as many rows as the encoder had.
     """
 
     def __init__(self, layers: int, capacity: int, source_length: int | None = None) -> None:
@@ -88,11 +92,17 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """The number of positions so far. A pipeline stage fills only the layers of its own blocks."""
+        """The number of positions so far.
+
+        A pipeline stage fills only the layers of its own blocks.
+        """
         return max(layer.length for layer in self.layers)
 
     def select(self, rows: Tensor) -> None:
-        """Replaces sequence i by the previous sequence rows[i]. The sources stay, because they belong to the batch."""
+        """Replaces sequence i by the previous sequence rows[i].
+
+        The sources stay, because they belong to the batch.
+        """
         for layer in self.layers:
             layer.select(rows)
 

@@ -10,7 +10,8 @@ from ...mpu import ParallelMesh, scatter_sequence
 
 
 class PositionEmbedding(nn.Embedding):
-    """A learned, replicated table of positions or segments. The row of `padding_idx` gets no gradient.
+    """A learned, replicated table of positions or segments. The row of `padding_idx` gets no
+    gradient.
 
     Under sequence parallelism, each rank gets its slice of the output.
     """
@@ -29,10 +30,14 @@ class PositionEmbedding(nn.Embedding):
         self.mesh = mesh
 
     def reset_parameters(self) -> None:
-        """Does nothing: `initialize` sets the values, and sampling on the meta device would load PyTorch's compiler."""
+        """Does nothing: `initialize` sets the values, and sampling on the meta device would load
+        PyTorch's compiler.
+        """
 
     def forward(self, input: Tensor | range) -> Tensor:
-        """Maps position ids [B, S] to [B, S, H], or [B, S/tp, H] under sequence parallelism; a range to [1, S, H]."""
+        """Maps position ids [B, S] to [B, S, H], or [B, S/tp, H] under sequence parallelism; a
+        range to [1, S, H].
+        """
         x = (
             self.weight[input.start : input.stop][None]
             if isinstance(input, range)

@@ -16,8 +16,8 @@ class ReplicatedLinear(nn.Linear):
 
     Args:
         bias: Whether there is a b.
-        sequence_parallel: The input is this rank's part of the sequence, so the parameters' gradients are summed over
-            the tensor-parallel ranks.
+        sequence_parallel: The input is this rank's part of the sequence, so the parameters'
+            gradients are summed over the tensor-parallel ranks.
     """
 
     def __init__(
@@ -36,7 +36,8 @@ class ReplicatedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return F.linear(input, self.weight, self.bias)
-        # The gradients of the weight and of the bias, if there is one, are summed by one all-reduce.
+        # The gradients of the weight and of the bias, if there is one, are summed by one
+        # all-reduce.
         own = list(self.parameters(recurse=False))
         joined = copy_to_tp(torch.cat([parameter.flatten() for parameter in own]), self.mesh)
         weight, *bias = torch.split(joined, [parameter.numel() for parameter in own])

@@ -1,9 +1,11 @@
-"""Implements LoRA (Hu et al., 2021, arXiv:2106.09685) for linear layers that are split over the tensor-parallel ranks.
+"""Implements LoRA (Hu et al., 2021, arXiv:2106.09685) for linear layers that are split over the
+tensor-parallel ranks.
 
-An adapter adds x·Aᵀ·Bᵀ·scaling to the output of a layer whose own weight is frozen. The factors are split like the
-layer: of a column-parallel layer A is replicated and B is split, of a row-parallel layer A is split and B is
-replicated. The ranks exchange only x·Aᵀ, which is as wide as the ranks of the factors. Replicated factors get the same
-gradient on every rank.
+An adapter adds x·Aᵀ·Bᵀ·scaling to the output of a layer whose own weight is frozen. The factors are
+split like the
+layer: of a column-parallel layer A is replicated and B is split, of a row-parallel layer A is split
+and B is replicated. The ranks exchange only x·Aᵀ, which is as wide as the ranks of the factors.
+Replicated factors get the same gradient on every rank.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -47,7 +49,8 @@ def split_of(layer: nn.Module) -> Split:
 
 @dataclass(frozen=True)
 class AdaptedRows:
-    """The rows [first, stop) of a layer's weight that one pair of factors adapts, e.g. q of a fused QKV projection.
+    """The rows [first, stop) of a layer's weight that one pair of factors adapts, e.g. q of a fused
+    QKV projection.
 
     Attributes:
         shape: The weight's full shape [out, in].
@@ -97,9 +100,11 @@ class AdaptedRows:
         ]
 
     def local(self, rank: int, size: int, *, needed: bool) -> tuple[int, list[tuple[int, int]]]:
-        """Returns where a rank's adapted rows begin among all its rows, and their ranges, counted from `first`.
+        """Returns where a rank's adapted rows begin among all its rows, and their ranges, counted
+        from `first`.
 
-        `needed` are the rows that the rank computes with, else those that it holds. Padding is left out.
+        `needed` are the rows that the rank computes with, else those that it holds. Padding is left
+        out.
         """
         if self.shard is None or self.shard.dim == 1:
             return self.first, [(0, self.stop - self.first)]
@@ -135,7 +140,8 @@ class _InputDropout(Dropout):
 
 
 class LoraFactors(nn.Module):
-    """The two factors for some rows of a layer's weight, filled with NaN until they are initialized or loaded.
+    """The two factors for some rows of a layer's weight, filled with NaN until they are initialized
+    or loaded.
 
     Attributes:
         lora_A: [r, in], or [r, in/tp] of a row-parallel layer.
@@ -154,8 +160,11 @@ class LoraFactors(nn.Module):
         mesh: ParallelMesh | None,
     ) -> None:
         super().__init__()
-        self.rows, self.scaling, self.mesh = rows, scaling, mesh
-        first, second = rows.first_factor(r), rows.second_factor(r)
+        self.rows = rows
+        self.scaling = scaling
+        self.mesh = mesh
+        first = rows.first_factor(r)
+        second = rows.second_factor(r)
         self.lora_A = _parameter(first, mesh)
         self.lora_B = _parameter(second, mesh)
         if isinstance(first, Shard):
@@ -174,7 +183,10 @@ class LoraFactors(nn.Module):
         return self.lora_A.shape[0]
 
     def project(self, x: Tensor, *, partial: bool) -> Tensor:
-        """Returns x·Aᵀ·scaling, [..., in] -> [..., r]. `partial`: each rank applies A to a part of the sequence."""
+        """Returns x·Aᵀ·scaling, [..., in] -> [..., r].
+
+        `partial`: each rank applies A to a part of the sequence.
+        """
         first = self.lora_A.to(x.dtype)
         return (
             linear(self.dropout(x), copy_to_tp(first, self.mesh) if partial else first)
@@ -188,7 +200,9 @@ class LoraFactors(nn.Module):
         return linear(hidden, self._own_rows(second, needed=True))
 
     def place(self) -> tuple[int, int]:
-        """Returns where the rows that this rank computes with begin in the layer's output, and their number."""
+        """Returns where the rows that this rank computes with begin in the layer's output, and
+        their number.
+        """
         start, ranges = self.rows.local(tp_rank(self.mesh), tp_size(self.mesh), needed=True)
         return start, sum(
             stop - begin for begin, stop in ranges
@@ -196,7 +210,9 @@ class LoraFactors(nn.Module):
 
     @torch.no_grad()
     def add_to(self, weight: Tensor) -> Tensor:
-        """Returns this rank's part of a layer's weight with the product of the factors added, rounded once."""
+        """Returns this rank's part of a layer's weight with the product of the factors added,
+        rounded once.
+        """
         start, _ = self.rows.local(tp_rank(self.mesh), tp_size(self.mesh), needed=False)
         second = self._own_rows(self.lora_B.float(), needed=False)
         merged = weight.float().clone()
@@ -214,11 +230,13 @@ class LoraFactors(nn.Module):
 
 
 class Adapter(nn.Module):
-    """All factors of one layer. It is the submodule `adapter` of the layer, and runs in the layer's forward hook.
+    """All factors of one layer. It is the submodule `adapter` of the layer, and runs in the layer's
+    forward hook.
 
     Args:
         layer: One of `LINEARS`.
-        factors: Name -> the factors, in the order of their rows. Those of `GateUpLinear` are named by `outputs`.
+        factors: Name -> the factors, in the order of their rows. Those of `GateUpLinear` are named
+            by `outputs`.
         outputs: For a layer with several outputs, the number of the output of each pair of factors.
     """
 

@@ -1,9 +1,10 @@
 """Makes the masks that say which keys a query attends to.
 
-An attention mask is bool and broadcastable to [B, N, Sq, Sk]. True means that the query attends to the key, and None
-stands for True everywhere. With `causal=True` in attention's call, a query does not attend to later keys, unless the
-mask has a row for each query: such a mask is complete. In place of a mask, int64 [B] with `causal=True` is the length
-of each sample's prefix, whose keys every query attends to.
+An attention mask is bool and broadcastable to [B, N, Sq, Sk]. True means that the query attends to
+the key, and None stands for True everywhere. With `causal=True` in attention's call, a query does
+not attend to later keys, unless the mask has a row for each query: such a mask is complete. In
+place of a mask, int64 [B] with `causal=True` is the length of each sample's prefix, whose keys
+every query attends to.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ def key_mask(attention_mask: Tensor | None) -> Tensor | None:
     """Returns the mask of bidirectional attention and cross-attention, which excludes padding.
 
     Args:
-        attention_mask: None; or [B, Sk], nonzero for tokens and 0 for padding, as in transformers; or a complete mask
-            [B or 1, N or 1, Sq, Sk], nonzero where a query attends to a key.
+        attention_mask: None; or [B, Sk], nonzero for tokens and 0 for padding, as in transformers;
+            or a complete mask [B or 1, N or 1, Sq, Sk], nonzero where a query attends to a key.
 
     Raises:
-        ValueError: The shape is another one, or a 4-D mask has floats, which may be meant to be added.
+        ValueError: The shape is another one, or a 4-D mask has floats, which may be meant to be
+            added.
     """
     if attention_mask is None:
         return None
@@ -44,7 +46,8 @@ def split_mask(mask: Tensor | Tokens | None) -> tuple[Tokens | None, Tensor | No
 
 
 def causal_mask(attention_mask: Tensor | None, sequence_length: int) -> Tensor | None:
-    """Returns the mask for S queries and `causal=True`: None, of the keys [B, 1, 1, Sk], or a complete one.
+    """Returns the mask for S queries and `causal=True`: None, of the keys [B, 1, 1, Sk], or a
+    complete one.
 
     See `key_mask` for `attention_mask`.
     """
@@ -63,15 +66,17 @@ def window_mask(
     causal: bool,
     device: torch.device,
 ) -> Tensor | None:
-    """Returns the mask of attention within a window, over `cached` earlier positions and the S new ones.
+    """Returns the mask of attention within a window, over `cached` earlier positions and the S new
+    ones.
 
-    As in transformers, the window counts padding too, and a complete mask is returned unchanged (see `key_mask`). The
-    result is None if there is no padding and the window excludes nothing.
+    As in transformers, the window counts padding too, and a complete mask is returned unchanged
+    (see `key_mask`). The result is None if there is no padding and the window excludes nothing.
 
     Args:
         attention_mask: As in `causal_mask`.
-        window: If causal, each position attends to itself and to the `window - 1` positions before it (the
-            `sliding_window` of Mistral and Qwen); else to the positions at most `window` away on either side.
+        window: If causal, each position attends to itself and to the `window - 1` positions before
+            it (the `sliding_window` of Mistral and Qwen); else to the positions at most `window`
+            away on either side.
         device: Where the mask is made if `attention_mask` is None.
     """
     keys = key_mask(attention_mask)
@@ -91,7 +96,9 @@ def window_mask(
 
 
 def lower_triangular_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Returns bool [Sq, Sk]: each query attends to its own and earlier positions; the last query is at the last key."""
+    """Returns bool [Sq, Sk]: each query attends to its own and earlier positions; the last query is
+    at the last key.
+    """
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -111,7 +118,9 @@ class AttentionMask(NamedTuple):
         return cls(mask, causal and (mask is None or mask.shape[-2] == 1))
 
     def to_tensor(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Returns all rules as one mask, broadcastable to [B, N, Sq, Sk]; None stands for True everywhere."""
+        """Returns all rules as one mask, broadcastable to [B, N, Sq, Sk]; None stands for True
+        everywhere.
+        """
         if not self.causal:
             return self.mask
         mask = lower_triangular_mask(queries, keys, device)

@@ -67,7 +67,8 @@ class MLP(nn.Module):
         """[B, S, H] -> [B, S, H]"""
         bias = self.up.bias
         add_bias_and_activate = None if bias is None else WITH_BIAS.get(self.activation)
-        # An adapter adds to the output of `up`, so the bias cannot wait for the activation (see `lora.Adapter`).
+        # An adapter adds to the output of `up`, so the bias cannot wait for the activation (see
+        # `lora.Adapter`).
         if bias is None or add_bias_and_activate is None or hasattr(self.up, "adapter"):
             return self.down(self.dropout(self.activation(self.up(x))))
         y = column_parallel(
@@ -81,8 +82,8 @@ class GatedMLP(nn.Module):
     """down(dropout(activation(gate(x)) · up(x))) (Shazeer 2020, arXiv:2002.05202).
 
     Args:
-        fused: Whether gate and up are one parameter, [gate|up], as the files of some families store them. Otherwise any
-            number of ranks can share the inner width.
+        fused: Whether gate and up are one parameter, [gate|up], as the files of some families store
+            them. Otherwise any number of ranks can share the inner width.
         bias: Whether the projections have biases; only of a fused one.
     """
 
@@ -140,7 +141,10 @@ def split_in_halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Halves(Function):
-    """Implements `split_in_halves` on a CPU. The backward pass writes both gradients into their places."""
+    """Implements `split_in_halves` on a CPU.
+
+    The backward pass writes both gradients into their places.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -157,11 +161,12 @@ class _Halves(Function):
 
 
 class GateUpLinear(nn.Module):
-    """Computes x·gateᵀ and x·upᵀ, without biases, with the inner features split over the ranks and one exchange.
+    """Computes x·gateᵀ and x·upᵀ, without biases, with the inner features split over the ranks and
+    one exchange.
 
-    If the number of ranks does not divide the inner width (1024 in mT5-small over 3), the last rank's rows end with
-    zeros. They stay zero: the gated product of zeros is zero, so neither they nor the columns of `DownLinear` that
-    multiply them get a gradient.
+    If the number of ranks does not divide the inner width (1024 in mT5-small over 3), the last
+    rank's rows end with zeros. They stay zero: the gated product of zeros is zero, so neither they
+    nor the columns of `DownLinear` that multiply them get a gradient.
     """
 
     def __init__(
@@ -183,7 +188,8 @@ class GateUpLinear(nn.Module):
         """Maps [B, S, H], or [B, S/tp, H] under sequence parallelism, to two tensors [B, S, Fp]."""
         if tp_size(self.mesh) == 1 or (in_inference_mode() and not self.sequence_parallel):
             return linear(x, self.gate), linear(x, self.up)  # no exchange is needed
-        # Joining the weights is cheap compared with the products, and there is one exchange instead of two.
+        # Joining the weights is cheap compared with the products, and there is one exchange instead
+        # of two.
         weight = torch.cat([self.gate, self.up])
         both = column_parallel(
             x, weight, None, sequence_parallel=self.sequence_parallel, mesh=self.mesh
@@ -196,7 +202,9 @@ class GateUpLinear(nn.Module):
 
 
 class DownLinear(RowParallelLinear):
-    """The output projection of `GatedMLP`, without a bias; its input is split like the output of `GateUpLinear`."""
+    """The output projection of `GatedMLP`, without a bias; its input is split like the output of
+    `GateUpLinear`.
+    """
 
     def __init__(
         self,

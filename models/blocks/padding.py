@@ -1,8 +1,9 @@
 """Leaves padding out of the layers of an encoder, like `unpad_input` and `pad_input` of flash-attn.
 
-Norms, linear layers, activations and dropout treat each position by itself, and nothing in training reads what an
-encoder-decoder's encoder computes for padding: attention masks it, and the loss is the decoder's. So these layers get
-the rows of the tokens alone, [T, 1, H], and attention gets [B, S, ...] with zeros at padding.
+Norms, linear layers, activations and dropout treat each position by itself, and nothing in training
+reads what an encoder-decoder's encoder computes for padding: attention masks it, and the loss is
+the decoder's. So these layers get the rows of the tokens alone, [T, 1, H], and attention gets [B,
+S, ...] with zeros at padding.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Tokens(NamedTuple):
         mask: bool [B, 1, 1, S], False for padding.
         rows: The tokens' places in the flattened batch, ascending, int64 [T].
         padding: The places of the padding, int64 [B·S - T].
-        sources: For each place the number of its token; for padding, that of some token; int64 [B·S].
+        sources: For each place the number of its token; for padding, that of some token; int64
+            [B·S].
     """
 
     mask: Tensor

@@ -1,4 +1,6 @@
-"""Relative position biases on attention scores, whose heads are split over the tensor-parallel ranks."""
+"""Relative position biases on attention scores, whose heads are split over the tensor-parallel
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ from .attention import check_heads
 
 
 class RelativeBias(nn.Module):
-    """A relative position bias on attention scores, of one layer or shared by a stack (Raffel et al., 2020,
-    arXiv:1910.10683). Weight [buckets, N], split by heads: a learned number for each head and bucket of distances.
+    """A relative position bias on attention scores, of one layer or shared by a stack (Raffel et
+    al., 2020, arXiv:1910.10683). Weight [buckets, N], split by heads: a learned number for each
+    head and bucket of distances.
 
     Args:
-        bidirectional: Keys after the query have separate buckets (half of all buckets); otherwise they share bucket 0.
+        bidirectional: Keys after the query have separate buckets (half of all buckets); otherwise
+            they share bucket 0.
     """
 
     def __init__(
@@ -41,8 +45,8 @@ class RelativeBias(nn.Module):
         self.weight = split_parameter(self.shard, mesh)  # [buckets, Np]
 
     def forward(self, queries: int, keys: int, buckets: Tensor | None = None) -> Tensor:
-        """Returns the bias [1, Np, Sq, Sk], or of each distance, [Np, Sq + Sk - 1], where attention takes it so (see
-        `suits_tiles`). The last query is at the last key's position.
+        """Returns the bias [1, Np, Sq, Sk], or of each distance, [Np, Sq + Sk - 1], where attention
+        takes it so (see `suits_tiles`). The last query is at the last key's position.
 
         `buckets` is the result of `distance_buckets`, which is the same for all layers of a stack.
         """
@@ -76,7 +80,8 @@ def distance_buckets(
 ) -> Tensor:
     """Returns the bucket of each distance key - query from 1 - Sk to Sq - 1, int64 [Sq + Sk - 1].
 
-    The bias depends only on the distance, so `RelativeBias` looks each up once and copies it along its diagonal.
+    The bias depends only on the distance, so `RelativeBias` looks each up once and copies it along
+    its diagonal.
     """
     return relative_buckets(
         torch.arange(1 - keys, queries, device=device), buckets, max_distance, bidirectional
@@ -88,8 +93,8 @@ def relative_buckets(
 ) -> Tensor:
     """Returns the bucket of each distance key - query.
 
-    Short distances have one bucket each, longer ones share buckets of logarithmic width, and all distances from
-    `max_distance` share the last bucket.
+    Short distances have one bucket each, longer ones share buckets of logarithmic width, and all
+    distances from `max_distance` share the last bucket.
     """
     first = torch.zeros_like(distances)
     if bidirectional:
@@ -99,8 +104,8 @@ def relative_buckets(
     else:
         distances = (-distances).clamp(min=0)
     exact = buckets // 2
-    # Distances below `exact` do not use this value; the clamp keeps their log finite. The order of operations is that
-    # of transformers, so that rounding gives the same bucket edges.
+    # Distances below `exact` do not use this value; the clamp keeps their log finite. The order of
+    # operations is that of transformers, so that rounding gives the same bucket edges.
     steps = (
         torch.log(distances.clamp(min=1).float() / exact)
         / math.log(max_distance / exact)

@@ -12,7 +12,10 @@ from ..parallel_config import ParallelConfig
 def add_and_norm(
     norm: nn.Module, dropout: Dropout, branch: Tensor, residual: Tensor, *, clamp_fp16: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns (norm(h), h) with h = residual + dropout(branch). If nothing is dropped, the norm's operator adds."""
+    """Returns (norm(h), h) with h = residual + dropout(branch).
+
+    If nothing is dropped, the norm's operator adds.
+    """
     clamps = clamp_fp16 and residual.dtype == torch.float16
     if not dropout.drops and not clamps:
         return norm(branch, residual, return_residual=True)
@@ -31,5 +34,7 @@ def clamp_fp16_overflow(x: Tensor) -> Tensor:
 def residual_dropout(
     p: float, mesh: ParallelMesh | None, parallel_config: ParallelConfig
 ) -> Dropout:
-    """Returns the dropout of a tensor [B, S, H], whose sequence is split under sequence parallelism."""
+    """Returns the dropout of a tensor [B, S, H], whose sequence is split under sequence
+    parallelism.
+    """
     return Dropout(p, split_dim=1 if parallel_config.sequence_parallel else None, mesh=mesh)

@@ -1,8 +1,10 @@
-"""Computes rotary positions (Su et al., 2021, arXiv:2104.09864) with the published scalings of their frequencies.
+"""Computes rotary positions (Su et al., 2021, arXiv:2104.09864) with the published scalings of
+their frequencies.
 
-Pairs of features turn by an angle that is the position times the pair's frequency. As in Hugging Face, features i and
-i + R/2 are a pair, or features 2i and 2i + 1 if `interleaved`, where R ≤ D features of each head rotate. The angles are
-computed in fp32 and their cosines and sines are rounded to the dtype of the model.
+Pairs of features turn by an angle that is the position times the pair's frequency. As in Hugging
+Face, features i and i + R/2 are a pair, or features 2i and 2i + 1 if `interleaved`, where R ≤ D
+features of each head rotate. The angles are computed in fp32 and their cosines and sines are
+rounded to the dtype of the model.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from ...ops.library import can_bypass_dispatcher
 
 RopeValue = str | float | bool | list[float] | None
 RopeParameters = dict[str, RopeValue]
-"""The `rope_parameters` of a `config.json` of transformers: `rope_type`, `rope_theta` and the scaling's numbers."""
+"""The `rope_parameters` of a `config.json` of transformers:
+
+`rope_type`, `rope_theta` and the scaling's numbers.
+"""
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -74,10 +79,14 @@ def rotary_embedding(
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotates queries or keys [B, N, S, D] to their positions. Each product is rounded, as in transformers."""
+    """Rotates queries or keys [B, N, S, D] to their positions.
+
+    Each product is rounded, as in transformers.
+    """
     if can_bypass_dispatcher(x):
         return _Rotation.apply(x, *rotary)
-    # The result is [B, S, N, D] in memory, so that attention's output is too and needs no copy to merge its heads.
+    # The result is [B, S, N, D] in memory, so that attention's output is too and needs no copy to
+    # merge its heads.
     x, cos, sin = (tensor.transpose(1, 2) for tensor in (x, rotary.cos, rotary.sin))
     first, second, rest = _pairs(x, 2 * cos.shape[-1], rotary.interleaved)
     pairs = (first * cos - second * sin, second * cos + first * sin)
@@ -86,8 +95,11 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def _pairs(x: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns views of the first and the second feature of each pair, and of the features that do not rotate."""
-    turning, rest = x[..., :rotated], x[..., rotated:]
+    """Returns views of the first and the second feature of each pair, and of the features that do
+    not rotate.
+    """
+    turning = x[..., :rotated]
+    rest = x[..., rotated:]
     first, second = (
         (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
     )
@@ -97,7 +109,8 @@ def _pairs(x: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor, 
 class _Rotation(Function):
     """Implements `rotate` with the same bits. The backward pass rotates by the opposite angles.
 
-    Both passes write each feature into its place. Autograd would pad the gradient of each slice and sum them.
+    Both passes write each feature into its place. Autograd would pad the gradient of each slice and
+    sum them.
     """
 
     @staticmethod
@@ -115,7 +128,8 @@ class _Rotation(Function):
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, forward: bool) -> Tensor:
     x, cos, sin = (tensor.transpose(1, 2) for tensor in (x, cos, sin))
-    turned, rotated = empty_pooled(x), 2 * cos.shape[-1]
+    turned = empty_pooled(x)
+    rotated = 2 * cos.shape[-1]
     first, second, rest = _pairs(x, rotated, interleaved)
     turned_first, turned_second, turned_rest = _pairs(turned, rotated, interleaved)
     torch.mul(first, cos, out=turned_first)
@@ -132,8 +146,8 @@ def read_rope_parameters(
 ) -> RopeParameters:
     """Returns the `rope_parameters` of the contents of a `config.json`.
 
-    Files of transformers 4 have `rope_theta`, `rope_scaling` (whose `type` is today's `rope_type`) and
-    `partial_rotary_factor` instead.
+    Files of transformers 4 have `rope_theta`, `rope_scaling` (whose `type` is today's `rope_type`)
+    and `partial_rotary_factor` instead.
 
     Args:
         max_positions: The model's `max_position_embeddings`.
@@ -191,7 +205,8 @@ def check_rope_parameters(parameters: Mapping[str, Any], head_size: int) -> None
 
 def _check_rotated(parameters: Mapping[str, Any], head_size: int) -> None:
     rotated = head_size * parameters.get("partial_rotary_factor", 1.0)
-    pairs, least = (int(rotated) + 1) // 2, 3 if parameters["rope_type"] == "dynamic" else 1
+    pairs = (int(rotated) + 1) // 2
+    least = 3 if parameters["rope_type"] == "dynamic" else 1
     if int(rotated) < least or 2 * pairs > head_size:
         raise ValueError(
             f"rotary positions turn pairs of a head's features: partial_rotary_factor times the head size {head_size} "
@@ -222,7 +237,9 @@ def _linear(rotated: int, parameters: Mapping[str, Any], *call: Any) -> tuple[Te
 def _dynamic(
     rotated: int, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
 ) -> tuple[Tensor, float]:
-    """Dynamic NTK scaling: theta grows with the longest sequence of the call beyond `max_positions`."""
+    """Dynamic NTK scaling: theta grows with the longest sequence of the call beyond
+    `max_positions`.
+    """
     factor = parameters["factor"]
     length = (position_ids.max() + 1).clamp(min=max_positions)
     stretch = factor * length / max_positions - (factor - 1)
@@ -235,14 +252,12 @@ def _yarn(
 ) -> tuple[Tensor, float]:
     """YaRN (Peng et al., 2023, arXiv:2309.00071), sections 3.2 to 3.4.
 
-    Pairs that turn more than `beta_fast` times within the original length keep their frequency, those that turn less
-    than `beta_slow` times are interpolated, and a ramp joins them.
+    Pairs that turn more than `beta_fast` times within the original length keep their frequency,
+    those that turn less than `beta_slow` times are interpolated, and a ramp joins them.
     """
-    theta, factor, exponents = (
-        parameters["rope_theta"],
-        parameters["factor"],
-        _exponents(rotated, position_ids),
-    )
+    theta = parameters["rope_theta"]
+    factor = parameters["factor"]
+    exponents = _exponents(rotated, position_ids)
     original = parameters["original_max_position_embeddings"]
 
     def pair_of(turns: float) -> float:
@@ -253,8 +268,10 @@ def _yarn(
         for name, default in (("beta_fast", 32), ("beta_slow", 1))
     )
     if parameters.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotated - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rotated - 1)
     ramp = torch.arange(len(exponents), device=exponents.device, dtype=torch.float32) - low
     kept = 1 - (ramp / (high - low if high != low else 0.001)).clamp(0, 1)
     powers = theta**exponents
@@ -281,12 +298,12 @@ def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
 def _longrope(
     rotated: int, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
 ) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al., 2024, arXiv:2402.13753): a divisor for each pair, others beyond the original length."""
+    """LongRoPE (Ding et al., 2024, arXiv:2402.13753): a divisor for each pair, others beyond the
+    original length.
+    """
     original = parameters["original_max_position_embeddings"]
-    factor, attention = (
-        parameters.get("factor") or max_positions / original,
-        parameters.get("attention_factor"),
-    )
+    factor = parameters.get("factor") or max_positions / original
+    attention = parameters.get("attention_factor")
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     exponents = _exponents(rotated, position_ids)
@@ -298,9 +315,13 @@ def _longrope(
 
 
 def _llama3(rotated: int, parameters: Mapping[str, Any], *call: Any) -> tuple[Tensor, float]:
-    """Llama 3.1 (Dubey et al., 2024, arXiv:2407.21783): long wavelengths are stretched, those between are blended."""
-    frequencies, factor = _default(rotated, parameters, *call)[0], parameters["factor"]
-    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    """Llama 3.1 (Dubey et al., 2024, arXiv:2407.21783): long wavelengths are stretched, those
+    between are blended.
+    """
+    frequencies = _default(rotated, parameters, *call)[0]
+    factor = parameters["factor"]
+    low = parameters["low_freq_factor"]
+    high = parameters["high_freq_factor"]
     original = parameters["original_max_position_embeddings"]
     wavelengths = 2 * math.pi / frequencies
     kept = (original / wavelengths - low) / (high - low)

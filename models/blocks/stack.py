@@ -17,11 +17,14 @@ BlockArguments = Callable[[int], tuple[Any, ...]]
 class BlockList(nn.ModuleList):
     """The blocks of a stack, each of which maps (its input, *its arguments) to its output.
 
-    A pipeline stage has all blocks, so that each keeps its name, but parameters only in those of `own`.
+    A pipeline stage has all blocks, so that each keeps its name, but parameters only in those of
+    `own`.
 
     Attributes:
-        own: The numbers of the blocks that are in this pipeline stage; all of them without a pipeline.
-        recompute_blocks: Whether to keep only each block's input for the backward pass, which computes it again.
+        own: The numbers of the blocks that are in this pipeline stage; all of them without a
+            pipeline.
+        recompute_blocks: Whether to keep only each block's input for the backward pass, which
+            computes it again.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], parallel_config: ParallelConfig) -> None:
@@ -43,7 +46,8 @@ class BlockList(nn.ModuleList):
         """Runs the blocks of this pipeline stage.
 
         Args:
-            x: The input of the first of them, [B, S, H], or [B, S/tp, H] under sequence parallelism.
+            x: The input of the first of them, [B, S, H], or [B, S/tp, H] under sequence
+                parallelism.
 
         Returns:
             That input, and each block's output in the same shape.

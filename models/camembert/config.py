@@ -11,7 +11,10 @@ from ..roberta.config import RobertaConfig
 
 @dataclass(frozen=True)
 class CamembertConfig(RobertaConfig):
-    """The sizes and constants of a CamemBERT. Names, meanings and defaults are those of transformers."""
+    """The sizes and constants of a CamemBERT.
+
+    Names, meanings and defaults are those of transformers.
+    """
 
     model_type: ClassVar[str] = "camembert"
 

@@ -1,4 +1,7 @@
-"""DistilBERT (Sanh et al., 2019): BERT without segments and pooler, and with its own names for everything."""
+"""DistilBERT (Sanh et al., 2019):
+
+BERT without segments and pooler, and with its own names for everything.
+"""
 
 from ..bert.memory import activations
 from ..family import Family, by_name

@@ -11,7 +11,8 @@ from ..config import HeadCount, HiddenSize, InnerSize, Probability
 
 @dataclass(frozen=True)
 class ElectraConfig(BertConfig):
-    """The sizes and constants of an ELECTRA. Names, meanings and defaults are those of transformers.
+    """The sizes and constants of an ELECTRA. Names, meanings and defaults are those of
+    transformers.
 
     Attributes:
         summary_last_dropout: The dropout of the head for multiple choice.

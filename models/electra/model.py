@@ -1,4 +1,5 @@
-"""ELECTRA (Clark et al., 2020, "ELECTRA: Pre-training Text Encoders as Discriminators Rather Than Generators").
+"""ELECTRA (Clark et al., 2020, "ELECTRA: Pre-training Text Encoders as Discriminators Rather Than
+Generators").
 
 ELECTRA is BERT with these differences:
 - the embeddings may be narrower than the hidden states, and are then projected
@@ -43,7 +44,9 @@ class Discriminator(nn.Module):
 
 
 class ReplacedTokenDetection(Classifier):
-    """Tells the tokens that were replaced (1) from the original ones (0): labels int64 [B, S], logits [B, S]."""
+    """Tells the tokens that were replaced (1) from the original ones (0): labels int64 [B, S],
+    logits [B, S].
+    """
 
     def add_head(self) -> None:
         self.discriminator = Discriminator(self.config)
@@ -74,7 +77,8 @@ class ReplacedTokenDetection(Classifier):
         self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Returns the mean binary cross-entropy, or the sum divided by `num_items_in_batch`."""
-        counted, wide = labels != IGNORED, widen(logits)
+        counted = labels != IGNORED
+        wide = widen(logits)
         losses = F.binary_cross_entropy_with_logits(wide, labels.to(wide.dtype), reduction="none")
         return (losses * counted).sum() / (
             counted.sum() if num_items_in_batch is None else num_items_in_batch

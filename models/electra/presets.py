@@ -1,4 +1,7 @@
-"""Lists the released ELECTRA sizes under Hugging Face's names. A generator is the smaller model of a pair."""
+"""Lists the released ELECTRA sizes under Hugging Face's names.
+
+A generator is the smaller model of a pair.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""Decodes sequences under tensor parallelism: the `generate` of every language model, and its parts."""
+"""Decodes sequences under tensor parallelism: the `generate` of every language model, and its
+parts.
+"""

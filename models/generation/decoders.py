@@ -34,7 +34,8 @@ class Decoder(ABC):
         capacity: int | None,
         source_length: int | None = None,
     ) -> None:
-        self.model, self.copies = model, copies
+        self.model = model
+        self.copies = copies
         self.cache = None if capacity is None else Cache(layers, capacity, source_length)
         self.is_first = True
 
@@ -42,7 +43,8 @@ class Decoder(ABC):
         """Returns fp32 [R, Vp], this rank's columns; -inf in the padding of the vocabulary.
 
         Args:
-            ids: int64 [R, T], all tokens so far. Only `select` may change the order of rows between calls.
+            ids: int64 [R, T], all tokens so far. Only `select` may change the order of rows between
+                calls.
         """
         if self.is_first and self.copies > 1:
             logits = self.next_logits(ids[:: self.copies], 0).repeat_interleave(self.copies, 0)
@@ -54,7 +56,9 @@ class Decoder(ABC):
 
     @abstractmethod
     def next_logits(self, ids: Tensor, cached: int) -> Tensor:
-        """Returns logits [R, Vp] for ids [R, T], of which the first `cached` tokens are in the cache."""
+        """Returns logits [R, Vp] for ids [R, T], of which the first `cached` tokens are in the
+        cache.
+        """
 
     def last_logits(self, output: Any) -> Tensor:
         """Returns the logits [R, Vp] of the last position, on each stage of a pipeline."""
@@ -78,7 +82,8 @@ class CausalDecoder(Decoder):
     """Decodes with a causal language model.
 
     Args:
-        attention_mask: int64 [B, T0] of the prompts, which are padded on the left; None without padding.
+        attention_mask: int64 [B, T0] of the prompts, which are padded on the left; None without
+            padding.
     """
 
     def __init__(
@@ -129,7 +134,9 @@ class Seq2SeqDecoder(Decoder):
         super().__init__(
             model, len(model.decoder_blocks), copies, capacity, encoded.last_hidden_state.shape[1]
         )
-        self.encoded, self.mask, self.decoder_mask = encoded, attention_mask, decoder_mask
+        self.encoded = encoded
+        self.mask = attention_mask
+        self.decoder_mask = decoder_mask
 
     def next_logits(self, ids: Tensor, cached: int) -> Tensor:
         mask = self.decoder_mask
@@ -155,8 +162,8 @@ class BlankDecoder(Decoder):
     """Fills one blank of each row with a GLM. The prompts end with the token that starts a piece.
 
     Args:
-        positions: int64 [B, 2, T0] of the prompts: position in the text, and within the span. For new tokens the
-            first stays that of the prompt's last token, and the second counts up.
+        positions: int64 [B, 2, T0] of the prompts: position in the text, and within the span. For
+            new tokens the first stays that of the prompt's last token, and the second counts up.
         visible: bool [B, T0, T0], the keys that each query of the prompt attends to.
     """
 
@@ -170,18 +177,20 @@ class BlankDecoder(Decoder):
         capacity: int | None,
     ) -> None:
         super().__init__(model, len(model.decoder_blocks), copies, capacity)
-        self.positions, self.visible = positions, visible
+        self.positions = positions
+        self.visible = visible
 
     def next_logits(self, ids: Tensor, cached: int) -> Tensor:
-        length, prompt = ids.shape[1], self.visible.shape[1]
+        length = ids.shape[1]
+        prompt = self.visible.shape[1]
         steps = torch.arange(1, length - prompt + 1, device=ids.device)
         last = self.positions[:, :, -1:]
         later = torch.stack(
             [last[:, 0].expand(-1, len(steps)), last[:, 1] + steps], 1
         )  # [B, 2, T - T0]
         positions = torch.cat([self.positions, later], 2)[:, :, cached:]
-        # A prompt's last token attends to all of the prompt except padding. New tokens attend to the same, and causally
-        # to new tokens.
+        # A prompt's last token attends to all of the prompt except padding. New tokens attend to
+        # the same, and causally to new tokens.
         keys = F.pad(self.visible[:, -1], (0, length - prompt), value=True)  # [B, T]
         new = (
             lower_triangular_mask(length - prompt, length, ids.device) & keys[:, None]

@@ -20,7 +20,9 @@ from .strategies import beam_search, decode, group_beam_search
 
 @dataclass
 class GenerateOutput(ModelOutput):
-    """Sequences, int64 [B · num_return_sequences, T], and after beam search their scores, fp32 of each."""
+    """Sequences, int64 [B · num_return_sequences, T], and after beam search their scores, fp32 of
+    each.
+    """
 
     sequences: Tensor
     sequences_scores: Tensor | None = None
@@ -28,7 +30,9 @@ class GenerateOutput(ModelOutput):
 
 @dataclass(frozen=True)
 class Extras:
-    """The arguments of `generate` that are objects with transformers' interfaces. stop_strings needs the tokenizer."""
+    """The arguments of `generate` that are objects with transformers' interfaces. stop_strings
+    needs the tokenizer.
+    """
 
     logits_processor: Sequence[Any] = ()
     stopping_criteria: Sequence[Any] = ()
@@ -58,24 +62,29 @@ def generate(
 ) -> Tensor | GenerateOutput:
     """Generates sequences. The model's class attribute `generates` determines what they are.
 
-    These are continuations of the prompts (GPT-2), answers to them (T5, mT5), or the contents of their first blank
-    (GLM). Arguments that are not listed have transformers' meaning.
+    These are continuations of the prompts (GPT-2), answers to them (T5, mT5), or the contents of
+    their first blank (GLM). Arguments that are not listed have transformers' meaning.
 
     Args:
-        input_ids: int64 [B, S], the same on every tensor-parallel rank; None starts from the bos token.
+        input_ids: int64 [B, S], the same on every tensor-parallel rank; None starts from the bos
+            token.
         attention_mask: [B, S], 0 for padding, which is on the left of prompts to be continued.
-        position_ids: for a GLM, as its tokenizer's `build_inputs_for_generation` makes them; not for `fill_blanks`.
+        position_ids: for a GLM, as its tokenizer's `build_inputs_for_generation` makes them; not
+            for `fill_blanks`.
         generation_attention_mask: The same.
-        generation_config: transformers' object, the contents of its file, or `GenerationSettings`. It overrides the
-            model's configuration.
-        settings: fields of `GenerationSettings`, with transformers' names. They override generation_config.
+        generation_config: transformers' object, the contents of its file, or `GenerationSettings`.
+            It overrides the model's configuration.
+        settings: fields of `GenerationSettings`, with transformers' names. They override
+            generation_config.
 
     Returns:
-        int64 [B * num_return_sequences, T] on every rank: prompt and continuation, or the decoder's sequence. A
-        `GenerateOutput` with return_dict_in_generate. With max_new_tokens=0 the result is the prompt.
+        int64 [B * num_return_sequences, T] on every rank: prompt and continuation, or the decoder's
+        sequence. A `GenerateOutput` with return_dict_in_generate. With max_new_tokens=0 the result
+        is the prompt.
 
     Raises:
-        ValueError: an unknown argument, a token outside the vocabulary, or too few positions for the sequences.
+        ValueError: an unknown argument, a token outside the vocabulary, or too few positions for
+            the sequences.
     """
     check_model(model)
     made = make_settings(model.config, generation_config, settings)
@@ -86,7 +95,8 @@ def generate(
         streamer,
         tokenizer,
     )
-    # Inference mode saves a few percent of a step; the results are copied into ordinary tensors afterwards.
+    # Inference mode saves a few percent of a step; the results are copied into ordinary tensors
+    # afterwards.
     with evaluating(model), torch.inference_mode():
         kind = getattr(model, "generates", None)
         if kind == "answer":
@@ -124,7 +134,8 @@ def _continue(
                 "the prompt is empty and the model has no bos_token_id to start with: pass bos_token_id=…"
             )
         rows = 1 if ids is None else len(ids)
-        ids, mask = torch.full((rows, 1), settings.bos_token_id, device=device_of(model)), None
+        ids = torch.full((rows, 1), settings.bos_token_id, device=device_of(model))
+        mask = None
     ids = ids.to(device_of(model))
     check_ids(ids, model.config.vocab_size + model.extra_input_ids)
     mask = left_padding(ids, None if mask is None else mask.to(ids.device), settings)
@@ -146,7 +157,8 @@ def _answer(
     settings: GenerationSettings,
     extras: Extras,
 ) -> GenerateOutput:
-    device, copies = device_of(model), sequences_per_prompt(settings)
+    device = device_of(model)
+    copies = sequences_per_prompt(settings)
     if ids is None and encoded is None:
         raise ValueError("an encoder-decoder answers input_ids: pass them, or encoder_outputs")
     if ids is not None:
@@ -195,7 +207,8 @@ def _fill(
             "a GLM needs input_ids, position_ids and generation_attention_mask, which its tokenizer's "
             "build_inputs_for_generation makes; shardzoo.generation.fill_blanks needs only the tokens of a text"
         )
-    device, length = device_of(model), ids.shape[1]
+    device = device_of(model)
+    length = ids.shape[1]
     ids = ids.to(device)
     check_ids(ids, model.config.vocab_size)
     if (
@@ -227,8 +240,12 @@ def fill(
     settings: GenerationSettings,
     extras: Extras,
 ) -> GenerateOutput:
-    """Fills one blank of each row of ids [B, T0], as `BlankDecoder`. ValueError if the positions do not suffice."""
-    limit, most = settings.length_limit(ids.shape[1]), model.config.max_sequence_length + 1
+    """Fills one blank of each row of ids [B, T0], as `BlankDecoder`.
+
+    ValueError if the positions do not suffice.
+    """
+    limit = settings.length_limit(ids.shape[1])
+    most = model.config.max_sequence_length + 1
     last = int(positions[:, 1, -1].max()) + limit - ids.shape[1] - 1
     if int(positions.max()) >= most or last >= most:
         raise ValueError(
@@ -252,9 +269,11 @@ def search(
     encoder_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
 ) -> GenerateOutput:
-    """Decodes from prompts int64 [B, T] to at most `limit` tokens, with the strategy that the settings select.
+    """Decodes from prompts int64 [B, T] to at most `limit` tokens, with the strategy that the
+    settings select.
 
-    `encoder_ids` [B, S] are the encoder's input; `attention_mask` [B, T] is that of prompts that are continued.
+    `encoder_ids` [B, S] are the encoder's input; `attention_mask` [B, T] is that of prompts that
+    are continued.
     """
     ids = prompt.repeat_interleave(decoder.copies, 0)
     model = decoder.model
@@ -298,7 +317,10 @@ def sequences_per_prompt(settings: GenerationSettings) -> int:
 
 
 def fit_positions(prompt: int, limit: int, positions: int, settings: GenerationSettings) -> int:
-    """Returns `limit`, reduced to the positions if it is the default. ValueError if the positions do not suffice."""
+    """Returns `limit`, reduced to the positions if it is the default.
+
+    ValueError if the positions do not suffice.
+    """
     if prompt > positions:
         raise ValueError(
             f"the prompt has {prompt} tokens, but the model has only {positions} positions; shorten it"
@@ -315,7 +337,9 @@ def fit_positions(prompt: int, limit: int, positions: int, settings: GenerationS
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises ValueError for models with sequence parallelism, and for models that are not of the zoo."""
+    """Raises ValueError for models with sequence parallelism, and for models that are not of the
+    zoo.
+    """
     if getattr(getattr(model, "parallel_config", None), "sequence_parallel", False):
         raise ValueError(
             "decoding needs complete sequences on each rank: load the model without sequence parallelism"
@@ -332,7 +356,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Puts the model in evaluation mode for the duration of the context, in which its weights must not change."""
+    """Puts the model in evaluation mode for the duration of the context, in which its weights must
+    not change.
+    """
     was_training = model.training
     model.eval()
     try:

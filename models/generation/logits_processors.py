@@ -1,6 +1,8 @@
-"""Applies transformers' logits processors and stopping criteria to logits that are split over the ranks.
+"""Applies transformers' logits processors and stopping criteria to logits that are split over the
+ranks.
 
-The order is that of transformers' `generate`. Rows are gathered only for processors that need complete rows.
+The order is that of transformers' `generate`. Rows are gathered only for processors that need
+complete rows.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class LogitsProcessors:
         prompt: int64 [R, T], the beginning of every sequence.
         encoder_ids: [R, S], the encoder's input.
         attention_mask: [R, T] of the prompts.
-        processors: The caller's processors. They replace those of the settings that have the same class.
+        processors: The caller's processors. They replace those of the settings that have the same
+            class.
         criteria: The caller's stopping criteria, likewise.
     """
 
@@ -52,7 +55,8 @@ class LogitsProcessors:
         prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
         tokenizer: Any = None,
     ) -> None:
-        self.vocab_size, self.mesh = vocab_size, mesh
+        self.vocab_size = vocab_size
+        self.mesh = mesh
         eos = (
             torch.tensor(settings.eos_token_ids, device=prompt.device)
             if settings.eos_token_ids
@@ -95,7 +99,9 @@ class LogitsProcessors:
         return scores, self.mesh
 
     def stops(self, ids: Tensor) -> Tensor:
-        """Returns which sequences [R, T] end with their last token: bool [R], the same on every rank."""
+        """Returns which sequences [R, T] end with their last token: bool [R], the same on every
+        rank.
+        """
         stops = self.criteria(ids, None)
         if self.may_disagree:  # clocks differ, and a caller's criterion may be anything
             stops = of_first_rank(stops.to(torch.uint8), self.mesh).bool()
@@ -175,7 +181,9 @@ def _edits(
 
 
 def _warpers(s: GenerationSettings, eos: Tensor | None, device: Any) -> list[Any]:
-    """Returns the processors of sampling; for beam search they keep one token besides the end tokens."""
+    """Returns the processors of sampling; for beam search they keep one token besides the end
+    tokens.
+    """
     keep = {"min_tokens_to_keep": 1 if s.num_beams == 1 else 2 if eos is None else len(eos) + 1}
     made: list[Any] = []
     if s.temperature != 1.0:

@@ -18,8 +18,8 @@ class GenerationMixin:
     """A base of the models that generate tokens."""
 
     generates: ClassVar[Generates]
-    """What the model generates: the continuation of a prompt, an encoder-decoder's answer to a prompt, the text of
-    blanks, or the tokens at masked positions."""
+    """What the model generates: the continuation of a prompt, an encoder-decoder's answer to a
+    prompt, the text of blanks, or the tokens at masked positions."""
 
     @property
     def decoder_blocks(self) -> BlockList:
@@ -29,7 +29,9 @@ class GenerationMixin:
     def generate(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any
     ) -> Tensor | GenerateOutput:
-        """Generates sequences, like transformers' `generate`; see `shardzoo.generation.generate` for the options."""
+        """Generates sequences, like transformers' `generate`; see `shardzoo.generation.generate`
+        for the options.
+        """
         from .generate import generate
 
         return generate(self, input_ids, attention_mask, **options)

@@ -1,4 +1,7 @@
-"""Pads prompts to one length, and checks them before any is decoded. Every rank raises the same errors."""
+"""Pads prompts to one length, and checks them before any is decoded.
+
+Every rank raises the same errors.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from .settings import GenerationSettings
 def pad_prompts(
     rows: Sequence[Sequence[int]], pad: int, *, left: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Returns the token ids of several prompts, padded on one side, and their mask, int64 [B, T] each."""
+    """Returns the token ids of several prompts, padded on one side, and their mask, int64 [B, T]
+    each.
+    """
     width = max(map(len, rows))
-    ids, mask = (
-        torch.full((len(rows), width), pad),
-        torch.zeros(len(rows), width, dtype=torch.int64),
-    )
+    ids = torch.full((len(rows), width), pad)
+    mask = torch.zeros(len(rows), width, dtype=torch.int64)
     for number, row in enumerate(rows):
         place = slice(width - len(row), None) if left else slice(len(row))
         ids[number, place], mask[number, place] = torch.tensor(row, dtype=torch.int64), 1
@@ -26,7 +29,9 @@ def pad_prompts(
 
 
 def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
-    """Raises ValueError unless ids are integers [B, T] with at least one row, all in the vocabulary."""
+    """Raises ValueError unless ids are integers [B, T] with at least one row, all in the
+    vocabulary.
+    """
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not len(ids):
         raise ValueError(
             f"{name} must be integers [batch, length], not {ids.dtype} {tuple(ids.shape)}"
@@ -54,10 +59,12 @@ def check_mask(mask: Tensor, ids: Tensor, name: str = "attention_mask") -> None:
 
 
 def left_padding(ids: Tensor, mask: Tensor | None, settings: GenerationSettings) -> Tensor | None:
-    """Returns the attention mask of prompts to be continued, int64 [B, T]; None if nothing is padded.
+    """Returns the attention mask of prompts to be continued, int64 [B, T]; None if nothing is
+    padded.
 
-    Without a mask, the padding token marks padding unless it also ends sequences, as in transformers. ValueError for
-    padding on the right, because a continuation would not follow the prompt.
+    Without a mask, the padding token marks padding unless it also ends sequences, as in
+    transformers. ValueError for padding on the right, because a continuation would not follow the
+    prompt.
     """
     if mask is None:
         pad = settings.pad_token_id

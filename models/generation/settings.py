@@ -21,7 +21,9 @@ _ASIDE = {"transformers_version", "_from_model_config", "cache_implementation", 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Arguments of `generate`; those without a description are as in transformers' `GenerationConfig`."""
+    """Arguments of `generate`; those without a description are as in transformers'
+    `GenerationConfig`.
+    """
 
     max_new_tokens: int | None = None
     """Maximum number of new tokens; by default 20, or what max_length leaves."""
@@ -39,16 +41,20 @@ class GenerationSettings:
     do_sample: bool = False
     """Sample tokens by their probability instead of taking the most likely one."""
     seed: int | None = None
-    """Seed of sampling, the same for every tensor-parallel size; by default from the first rank's torch generator."""
+    """Seed of sampling, the same for every tensor-parallel size; by default from the first rank's
+    torch generator.
+    """
     num_beams: int = 1
     """Number of beams; 1 is greedy decoding or sampling."""
     num_beam_groups: int = 1
     """Number of groups of diverse beam search, which avoid each other's tokens."""
     diversity_penalty: float = 0.0
-    """Subtracted from the score of a token for each beam of an earlier group that has just chosen it."""
+    """Subtracted from the score of a token for each beam of an earlier group that has just chosen
+    it.
+    """
     early_stopping: bool | Literal["never"] = False
-    """When beam search ends: once num_beams are finished (True), once better ones are unlikely (False), or once they
-    are impossible (never)."""
+    """When beam search ends: once num_beams are finished (True), once better ones are unlikely
+    (False), or once they are impossible (never)."""
     length_penalty: float = 1.0
     """Beams are compared by their log-probability divided by their length to this power."""
     num_return_sequences: int = 1
@@ -94,14 +100,17 @@ class GenerationSettings:
     forced_eos_token_id: int | list[int] | None = None
     """The last token of a sequence that max_length ends."""
     exponential_decay_length_penalty: tuple[int, float] | None = None
-    """(start, factor): after `start` new tokens, the end token becomes likelier exponentially with this factor."""
+    """(start, factor): after `start` new tokens, the end token becomes likelier exponentially with
+    this factor.
+    """
     remove_invalid_values: bool = False
     """Replace infinities and NaN in the scores."""
     renormalize_logits: bool = False
     """Normalize the processed scores to log-probabilities."""
 
     pad_token_id: int | None = None
-    """Fills sequences after their end; by default the model's, or its first end-of-sequence token."""
+    """Fills sequences after their end; by default the model's, or its first end-of-sequence token.
+    """
     bos_token_id: int | None = None
     """Starts an empty prompt; by default the model's."""
     eos_token_id: int | list[int] | None = None
@@ -133,7 +142,8 @@ class GenerationSettings:
         self._check_groups()
 
     def _check_groups(self) -> None:
-        beams, groups = self.num_beams, self.num_beam_groups
+        beams = self.num_beams
+        groups = self.num_beam_groups
         if beams % groups:
             fitting = [n for n in range(1, beams + 1) if beams % n == 0]
             raise ValueError(
@@ -158,7 +168,10 @@ class GenerationSettings:
         )
 
     def length_limit(self, prompt: int) -> int:
-        """Returns the maximum length of a sequence with this prompt length. ValueError if it leaves no new token."""
+        """Returns the maximum length of a sequence with this prompt length.
+
+        ValueError if it leaves no new token.
+        """
         if self.max_new_tokens is not None:
             return prompt + self.max_new_tokens
         if self.max_length is None:
@@ -173,7 +186,9 @@ class GenerationSettings:
 
 @lru_cache
 def _field_kinds() -> dict[str, tuple[Any, ...]]:
-    """Returns the types that each setting may have, without early_stopping, whose three values are listed above."""
+    """Returns the types that each setting may have, without early_stopping, whose three values are
+    listed above.
+    """
     hints = get_type_hints(GenerationSettings)
     return {
         name: get_args(hint) or (hint,) for name, hint in hints.items() if name != "early_stopping"
@@ -181,7 +196,10 @@ def _field_kinds() -> dict[str, tuple[Any, ...]]:
 
 
 def _is_allowed(value: Any, kinds: tuple[Any, ...]) -> bool:
-    """Returns whether a value of a JSON file fits a setting. Other objects, such as NumPy's numbers, always do."""
+    """Returns whether a value of a JSON file fits a setting.
+
+    Other objects, such as NumPy's numbers, always do.
+    """
     if isinstance(value, list | tuple | dict):
         containers = [kind for kind in kinds if get_origin(kind) in (list, tuple)]
         items: list[Any] = list(cast(Any, value))
@@ -211,11 +229,13 @@ def _kind_names(kinds: tuple[Any, ...]) -> str:
 def make_settings(
     config: ModelConfig, given: Any, arguments: Mapping[str, Any]
 ) -> GenerationSettings:
-    """Makes settings from `arguments`, then `given`, then the model's configuration, the first having precedence.
+    """Makes settings from `arguments`, then `given`, then the model's configuration, the first
+    having precedence.
 
     Args:
         config: The model's configuration.
-        given: None, settings, or transformers' GenerationConfig (as object or as the contents of its file).
+        given: None, settings, or transformers' GenerationConfig (as object or as the contents of
+            its file).
         arguments: Settings by name.
 
     Raises:

@@ -1,8 +1,9 @@
 """Implements the decoding strategies: greedy, sampling, beam search and diverse beam search.
 
-Beam search has the scores, the order of hypotheses and the stopping rules of transformers 5. Diverse beam search
-(Vijayakumar et al. 2016, arXiv:1610.02424) keeps groups of beams that avoid each other's tokens. transformers removed
-it in release 4.57; scores, order and stopping rules here are those of the last releases that had it.
+Beam search has the scores, the order of hypotheses and the stopping rules of transformers 5.
+Diverse beam search (Vijayakumar et al. 2016, arXiv:1610.02424) keeps groups of beams that avoid
+each other's tokens. transformers removed it in release 4.57; scores, order and stopping rules here
+are those of the last releases that had it.
 
 In a step the ranks exchange only the best candidates of each row; sampled beams need complete rows.
 """
@@ -34,8 +35,8 @@ def decode(
 ) -> Tensor:
     """Decodes prompts int64 [R, T] to at most [R, limit], greedily or by sampling.
 
-    Sequences that have ended are filled with the padding token. On the first rank of a replica, the streamer
-    receives the prompt and each step's tokens.
+    Sequences that have ended are filled with the padding token. On the first rank of a replica, the
+    streamer receives the prompt and each step's tokens.
     """
     (rows, length), mesh = ids.shape, decoder.model.mesh
     sequences = ids.new_full((rows, limit), settings.pad_token_id or 0)
@@ -79,10 +80,11 @@ def beam_search(
         ids: int64 [B · n, T], each prompt n = num_beams times.
 
     Returns:
-        The best sequences for each prompt, best first: int64 [B · num_return_sequences, T], filled with the padding
-        token, and their scores, fp32 [B · num_return_sequences].
+        The best sequences for each prompt, best first: int64 [B · num_return_sequences, T], filled
+        with the padding token, and their scores, fp32 [B · num_return_sequences].
     """
-    n, prompt = settings.num_beams, ids.shape[1]
+    n = settings.num_beams
+    prompt = ids.shape[1]
     search = _Search(torch.unflatten(ids, 0, (-1, n)), limit, settings, decoder.model.mesh)
     while True:
         running = search.running.flatten(0, 1)[:, : search.length]
@@ -106,7 +108,8 @@ class _Search:
     def __init__(
         self, ids: Tensor, limit: int, settings: GenerationSettings, mesh: ParallelMesh | None
     ) -> None:
-        self.settings, self.limit = settings, limit
+        self.settings = settings
+        self.limit = limit
         (rows, n, self.length), device = ids.shape, ids.device
         self.prompt = self.length
         self.keep = (
@@ -128,7 +131,8 @@ class _Search:
     def candidates(
         self, scores: Tensor, mesh: ParallelMesh | None, vocab_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns scores, tokens and beams [B, K] of the `keep` best, or sampled, continuations of each prompt.
+        """Returns scores, tokens and beams [B, K] of the `keep` best, or sampled, continuations of
+        each prompt.
 
         `scores` [B · n, Vp] of the next tokens are split over `mesh`.
         """
@@ -153,7 +157,8 @@ class _Search:
     def step(
         self, values: Tensor, tokens: Tensor, beams: Tensor, processors: LogitsProcessors
     ) -> Tensor:
-        """Continues with the best candidates that do not end with this token, and keeps the finished ones.
+        """Continues with the best candidates that do not end with this token, and keeps the
+        finished ones.
 
         Returns int64 [B · n], the row that each running sequence continues.
         """
@@ -169,7 +174,8 @@ class _Search:
         return (beams.gather(1, chosen) + first_row).flatten()
 
     def _finish(self, sequences: Tensor, values: Tensor) -> None:
-        n, settings = self.settings.num_beams, self.settings
+        n = self.settings.num_beams
+        settings = self.settings
         ends = self.ends.clone()
         ends[:, n:] = False  # the others exist only so that n sequences continue
         full = self.is_finished.all(-1, keepdim=True) & (settings.early_stopping is True)
@@ -224,7 +230,9 @@ class _Hypotheses:
         self.kept.append((score, sequence))
 
     def check(self, best_running: float, length: int, longest: int) -> None:
-        """Updates `is_done`. `length` and `longest` are the current and the maximum length, without the prompt."""
+        """Updates `is_done`. `length` and `longest` are the current and the maximum length, without
+        the prompt.
+        """
         if len(self.kept) < self.size:
             return
         penalty = self.settings.length_penalty
@@ -242,8 +250,11 @@ def group_beam_search(
     processors: LogitsProcessors,
 ) -> tuple[Tensor, Tensor]:
     """Decodes by diverse beam search; arguments and results are those of `beam_search`."""
-    n, groups = settings.num_beams, settings.num_beam_groups
-    size, prompt, batch = n // groups, ids.shape[1], len(ids) // n
+    n = settings.num_beams
+    groups = settings.num_beam_groups
+    size = n // groups
+    prompt = ids.shape[1]
+    batch = len(ids) // n
     hypotheses = [[_Hypotheses(size, settings) for _ in range(groups)] for _ in range(batch)]
     scores = torch.full((batch, groups, size), NEVER, device=ids.device)
     scores[:, :, 0] = 0
@@ -278,7 +289,9 @@ def group_beam_search(
 def _subtract_chosen(
     logs: Tensor, chosen: Tensor, settings: GenerationSettings, mesh: ParallelMesh | None
 ) -> Tensor:
-    """Subtracts `diversity_penalty` from scores [B, n/G, Vp] for each time that the token is in `chosen` [B, k]."""
+    """Subtracts `diversity_penalty` from scores [B, n/G, Vp] for each time that the token is in
+    `chosen` [B, k].
+    """
     column = chosen - tp_rank(mesh) * logs.shape[-1]
     here = (column >= 0) & (column < logs.shape[-1])
     counts = logs.new_zeros(logs.shape[0], logs.shape[-1])
@@ -308,8 +321,11 @@ def _advance(
     tokens: Tensor,
     origins: Tensor,
 ) -> None:
-    """Advances one group of one prompt, with beams [n/G, T], by a step; fills scores, tokens and origins [n/G]."""
-    settings, size = hypotheses.settings, hypotheses.size
+    """Advances one group of one prompt, with beams [n/G, T], by a step; fills scores, tokens and
+    origins [n/G].
+    """
+    settings = hypotheses.settings
+    size = hypotheses.size
     if hypotheses.is_done:
         scores.zero_()
         tokens.fill_(settings.pad_token_id or 0)

@@ -1,7 +1,8 @@
-"""Chooses tokens from a vocabulary that is split over the ranks, which exchange a few numbers for each row.
+"""Chooses tokens from a vocabulary that is split over the ranks, which exchange a few numbers for
+each row.
 
-Scores are [R, Vp], this rank's columns; without a mesh they are complete rows. Every rank gets the same result,
-because it is computed from gathered values.
+Scores are [R, Vp], this rank's columns; without a mesh they are complete rows. Every rank gets the
+same result, because it is computed from gathered values.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def log_probabilities(scores: Tensor, mesh: ParallelMesh | None) -> Tensor:
 
 
 def best(scores: Tensor, k: int, mesh: ParallelMesh | None) -> tuple[Tensor, Tensor]:
-    """Returns the k highest scores of each row, descending, and their tokens: [R, k] each, fp32 and int64."""
+    """Returns the k highest scores of each row, descending, and their tokens: [R, k] each, fp32 and
+    int64.
+    """
     values, tokens = scores.topk(min(k, scores.shape[1]))
     if tp_size(mesh) == 1:
         return values, tokens
@@ -64,19 +67,22 @@ def most_likely(scores: Tensor, mesh: ParallelMesh | None) -> Tensor:
 
 
 def drawn(scores: Tensor, draws: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    """Samples a token of each row with the probabilities softmax(scores), by inverse transform sampling: int64 [R].
+    """Samples a token of each row with the probabilities softmax(scores), by inverse transform
+    sampling: int64 [R].
 
-    The probabilities are summed in the order of the tokens, so the result does not depend on how the vocabulary is
-    split.
+    The probabilities are summed in the order of the tokens, so the result does not depend on how
+    the vocabulary is split.
 
-    `draws` are fp64 [R], uniform in [0, 1), the same on every rank. ValueError if a row has no finite probabilities.
+    `draws` are fp64 [R], uniform in [0, 1), the same on every rank. ValueError if a row has no
+    finite probabilities.
     """
     highest = scores.max(-1, keepdim=True).values.clamp(min=torch.finfo(scores.dtype).min)  # [R, 1]
     mass = (scores - highest).double().exp().cumsum(-1)  # [R, Vp]
     parts = gather_from_tp(torch.cat([highest.double(), mass[:, -1:]], -1), mesh)  # [R, tp * 2]
     highs, totals = torch.unflatten(parts, -1, (-1, 2)).unbind(-1)  # [R, tp]
     scales = (highs - highs.amax(-1, keepdim=True)).exp()
-    # Sequential sums, so that a rank's last column ends exactly where the next rank's columns start.
+    # Sequential sums, so that a rank's last column ends exactly where the next rank's columns
+    # start.
     ends = list(accumulate((scales * totals).unbind(-1)))
     if not (torch.isfinite(ends[-1]) & (ends[-1] > 0)).all():
         raise ValueError("the model's scores are not finite, so no token can be sampled")
@@ -93,7 +99,9 @@ def of_first_rank(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
 
 
 class Draws:
-    """Generates uniform numbers, the same on every rank; without a seed, one comes from the first rank's generator."""
+    """Generates uniform numbers, the same on every rank; without a seed, one comes from the first
+    rank's generator.
+    """
 
     def __init__(self, seed: int | None, mesh: ParallelMesh | None, device: torch.device) -> None:
         if seed is None:

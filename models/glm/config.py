@@ -1,4 +1,6 @@
-"""Defines the original GLM's configuration, with the keys of its `config.json` on the Hugging Face hub."""
+"""Defines the original GLM's configuration, with the keys of its `config.json` on the Hugging Face
+hub.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,14 @@ class GLMConfig(ModelConfig):
     """The sizes and constants of a GLM. Names, meanings and defaults are those of its authors.
 
     Attributes:
-        vocab_size: The rows of the embedding, including the authors' padding rows, which take part in the softmax.
+        vocab_size: The rows of the embedding, including the authors' padding rows, which take part
+            in the softmax.
         max_sequence_length: The position tables have one row more.
-        hidden_act: "gelu_new", the tanh approximation, with which every release was trained. The modeling code on the
-            hub computes the exact function instead; "gelu" reproduces its numbers.
-        attention_scale: Scales attention scores down before the product and up in the softmax, to stay within fp16.
-            The softmax is fp32 here, so the value has no effect.
+        hidden_act: "gelu_new", the tanh approximation, with which every release was trained. The
+            modeling code on the hub computes the exact function instead; "gelu" reproduces its
+            numbers.
+        attention_scale: Scales attention scores down before the product and up in the softmax, to
+            stay within fp16. The softmax is fp32 here, so the value has no effect.
     """
 
     model_type: ClassVar[str] = "glm"
@@ -91,8 +95,8 @@ class GLMConfig(ModelConfig):
     def to_dict(self) -> dict[str, Any]:
         """Returns the contents of `config.json`, with the names of the classes on the hub.
 
-        transformers loads those classes only with `trust_remote_code`. Without the names, it would load the folder as
-        the other architecture of this `model_type`.
+        transformers loads those classes only with `trust_remote_code`. Without the names, it would
+        load the folder as the other architecture of this `model_type`.
         """
         auto_map = {
             "AutoConfig": "configuration_glm.GLMConfig",

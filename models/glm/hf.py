@@ -1,8 +1,8 @@
 """Maps each native parameter of the original GLM to its tensor in checkpoints.
 
 The authors' checkpoints and those on the hub use the same names. The authors' checkpoints are
-`mp_rank_XX_model_states.pt` files of tensor-parallel ranks, without a `config.json`. FlagAI's checkpoints have a
-`config.json` without a `model_type`.
+`mp_rank_XX_model_states.pt` files of tensor-parallel ranks, without a `config.json`. FlagAI's
+checkpoints have a `config.json` without a `model_type`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ NAME_MAP = NameMap(
         NameEntry("final_norm.weight", "transformer.final_layernorm.weight"),
         NameEntry("final_norm.bias", "transformer.final_layernorm.bias"),
     ),
-    # Prefixes of wrappers: the hub's GLMForConditionalGeneration, FlagAI, distributed data parallel.
+    # Prefixes of wrappers: the hub's GLMForConditionalGeneration, FlagAI, distributed data
+    # parallel.
     renamed=((r"(?:glm|model|module)\.((?:word_embeddings|transformer)\..*)", r"\1"),),
 )
 
@@ -61,7 +62,10 @@ def has_config(values: Mapping[str, Any]) -> bool:
 
 
 def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> GLMConfig:
-    """Infers the configuration from the shapes of the tensors. As in every release, each head has 64 hidden units."""
+    """Infers the configuration from the shapes of the tensors.
+
+    As in every release, each head has 64 hidden units.
+    """
     ranks = [
         {NAME_MAP.to_current_name(name, ()): tensor for name, tensor in tensors.items()}
         for tensors in ranks

@@ -1,4 +1,6 @@
-"""Translates the attention masks that GLM accepts: part A attends to all of part A, part B causally."""
+"""Translates the attention masks that GLM accepts: part A attends to all of part A, part B
+causally.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,24 @@ from torch import Tensor
 def visible_keys(
     attention_mask: Tensor | None, batch: int, queries: int, memory: int
 ) -> tuple[Tensor | None, bool]:
-    """Returns (bool mask broadcastable to [B, N, S, M + S], prefixes [B] or None; whether attention is causal).
+    """Returns (bool mask broadcastable to [B, N, S, M + S], prefixes [B] or None; whether attention
+    is causal).
 
     B is `batch`. S = `queries` new positions follow M = `memory` cached positions.
 
     Args:
         attention_mask: One of the following; of a longer mask the last M + S columns are used.
             - None: causal attention.
-            - Numbers [B], [1], [B, 1] or a scalar, the length of part A: all queries attend to memory and to part A,
-              and the queries of part B also to themselves and to earlier positions of part B.
+            - Numbers [B], [1], [B, 1] or a scalar, the length of part A: all queries attend to
+              memory and to part A, and the queries of part B also to themselves and to earlier
+              positions of part B.
             - [B, ≥ M + S]: nonzero for the keys that every query attends to.
             - [B or 1, N or 1, S or 1, ≥ M + S]: nonzero where a query attends to a key.
     """
     if attention_mask is None:
         return None, True
-    shape, keys = attention_mask.shape, memory + queries
+    shape = attention_mask.shape
+    keys = memory + queries
     fits = not shape or shape[0] in (1, batch)
     if fits and (len(shape) < 2 or shape[1:] == (1,)):
         return (attention_mask.reshape(-1).long() + memory).expand(batch), True

@@ -1,13 +1,17 @@
-"""GLM (Du et al., 2021, "GLM: General Language Model Pretraining with Autoregressive Blank Infilling").
+"""GLM (Du et al., 2021, "GLM: General Language Model Pretraining with Autoregressive Blank
+Infilling").
 
-- two learned positions for each token, added to its embedding: the position in the corrupted text (of the blank, for
-  the tokens of a span), and the position within the span (0 in the corrupted text)
-- part A, the corrupted text, attends to all of part A; part B, the spans, attends to part A and to earlier tokens of
-  part B
+- two learned positions for each token, added to its embedding: the position in the corrupted text
+  (of the blank, for the tokens of a span), and the position within the span (0 in the corrupted
+  text)
+- part A, the corrupted text, attends to all of part A; part B, the spans, attends to part A and to
+  earlier tokens of part B
 - pre-LayerNorm blocks with a fused qkv and biases; the tanh approximation of GELU; a final norm
 - the output head is the word embedding, without a bias
-- decoding continues from the hidden states of earlier tokens (`mems`), from which each block computes keys and values
-- initial weights N(0, 0.02), divided by √(2 · layers) if they write into the residual stream; biases zero
+- decoding continues from the hidden states of earlier tokens (`mems`), from which each block
+  computes keys and values
+- initial weights N(0, 0.02), divided by √(2 · layers) if they write into the residual stream;
+  biases zero
 """
 
 from __future__ import annotations
@@ -69,7 +73,8 @@ class GLMBlock(nn.Module):
         """Returns [B, S, H].
 
         Args:
-            memory: [B, M, H], this block's inputs at earlier positions. `cache` holds their keys and values instead.
+            memory: [B, M, H], this block's inputs at earlier positions. `cache` holds their keys
+                and values instead.
         """
         memory = None if memory is None else self.ln_1(memory)
         y, x = self.ln_1(x, return_residual=True)
@@ -127,19 +132,23 @@ class GLMForConditionalGeneration(LanguageModel):
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> GLMOutput | StageOutput:
-        """Returns the logits and, with labels, the mean loss, or the summed loss divided by `num_items_in_batch`.
+        """Returns the logits and, with labels, the mean loss, or the summed loss divided by
+        `num_items_in_batch`.
 
-        Under sequence parallelism, where each rank has a part of the positions, mems are not supported.
+        Under sequence parallelism, where each rank has a part of the positions, mems are not
+        supported.
 
         Args:
             input_ids: int64 [B, S].
-            position_ids: int64 [B or 1, 2, S], positions in the text and within the span; 0, 1, … and zeros by default.
+            position_ids: int64 [B or 1, 2, S], positions in the text and within the span; 0, 1, …
+                and zeros by default.
             attention_mask: The length of part A [B], or a mask; see `visible_keys`.
             labels: int64 [B, S], the target at each position (of part B); -100 is ignored.
             mems: The mems that an earlier call returned; their M positions precede these.
-            use_cache: Whether to return the mems of all M + S positions; by default in evaluation without labels.
-            cache: The keys and values of the M earlier positions, instead of mems. It is extended in place and avoids
-                computing them again; no mems are returned by default.
+            use_cache: Whether to return the mems of all M + S positions; by default in evaluation
+                without labels.
+            cache: The keys and values of the M earlier positions, instead of mems. It is extended
+                in place and avoids computing them again; no mems are returned by default.
             logits_to_keep: The number of last positions whose logits are returned; 0 means all.
         """
         if use_cache is None:
@@ -225,7 +234,9 @@ class GLMForConditionalGeneration(LanguageModel):
 
 
 def extend_mems(mems: Sequence[Tensor] | None, new: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns the hidden states of all positions so far, [B, M + S, H] for the embedding and for each block."""
+    """Returns the hidden states of all positions so far, [B, M + S, H] for the embedding and for
+    each block.
+    """
     if mems is None:
         return tuple(state.detach() for state in new)
     return tuple(
@@ -239,9 +250,11 @@ class GLMOutput(ModelOutput):
 
     Attributes:
         loss, logits: As in `CausalLMOutput`.
-        mems: The embedding output and each block's output at all positions so far, [B, M + S, H] each, before the
-            final norm and detached; the next call takes them as `mems`. None unless requested.
-        hidden_states: The same for this call's positions, the last one after the final norm; None unless requested.
+        mems: The embedding output and each block's output at all positions so far, [B, M + S, H]
+            each, before the final norm and detached; the next call takes them as `mems`. None
+            unless requested.
+        hidden_states: The same for this call's positions, the last one after the final norm; None
+            unless requested.
     """
 
     loss: Tensor | None

@@ -1,7 +1,8 @@
-"""Lists every released size of the original GLM under its name on the hub, and a small model for two CPU cores.
+"""Lists every released size of the original GLM under its name on the hub, and a small model for
+two CPU cores.
 
-The authors padded the vocabularies to a multiple of 128: 30592 for BERT's word pieces, 50304 for the byte-level BPE of
-GPT-2 and RoBERTa, 50048 for the Chinese SentencePiece model.
+The authors padded the vocabularies to a multiple of 128: 30592 for BERT's word pieces, 50304 for
+the byte-level BPE of GPT-2 and RoBERTa, 50048 for the Chinese SentencePiece model.
 """
 
 from __future__ import annotations

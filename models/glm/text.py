@@ -23,12 +23,13 @@ _BLANK = re.compile(r"(\[g?s?MASK\])")
 
 
 class GLMText:
-    """Encodes a text as `[CLS]`, the text with its blanks, and the end of text unless the text ends with `[gMASK]`.
+    """Encodes a text as `[CLS]`, the text with its blanks, and the end of text unless the text ends
+    with `[gMASK]`.
 
     Args:
         folder: The folder with the tokenizer's files.
-        vocabulary: The vocabulary that GLM's special tokens extend. None finds it by the special tokens, or a released
-            vocabulary by its size; that of glm-10b-chinese must be named.
+        vocabulary: The vocabulary that GLM's special tokens extend. None finds it by the special
+            tokens, or a released vocabulary by its size; that of glm-10b-chinese must be named.
     """
 
     def __init__(self, folder: Path, vocabulary: GLMVocabulary | None = None) -> None:
@@ -43,7 +44,10 @@ class GLMText:
         self.tokens: GLMTokens = glm_tokenizer(self.tokenizer, vocabulary)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a text. If it has no blank, [gMASK] is appended, so that the model continues it."""
+        """Returns the token ids of a text.
+
+        If it has no blank, [gMASK] is appended, so that the model continues it.
+        """
         if not _BLANK.search(text):
             text += " [gMASK]"
         blanks = {

@@ -20,7 +20,10 @@ from ..llama.config import DecoderConfig
 
 @dataclass(frozen=True)
 class Glm4Config(DecoderConfig):
-    """The sizes and constants of a GLM-4-0414. Names, meanings and defaults are those of transformers."""
+    """The sizes and constants of a GLM-4-0414.
+
+    Names, meanings and defaults are those of transformers.
+    """
 
     model_type: ClassVar[str] = "glm4"
     default_rotated: ClassVar[float] = 0.5

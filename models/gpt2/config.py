@@ -23,7 +23,10 @@ from ..config import (
 
 @dataclass(frozen=True)
 class GPT2Config(HeadsConfig):
-    """The sizes and constants of a GPT-2. Names, meanings and defaults are those of transformers."""
+    """The sizes and constants of a GPT-2.
+
+    Names, meanings and defaults are those of transformers.
+    """
 
     model_type: ClassVar[str] = "gpt2"
     attribute_map: ClassVar[dict[str, str]] = {

@@ -3,8 +3,10 @@
 - learned positions, added to the word embeddings
 - pre-LayerNorm blocks: x + attention(norm(x)), then x + mlp(norm(x)); a final norm
 - fused qkv with biases, causal attention, the tanh approximation of GELU
-- the output head is the word embedding; its rows are split over the ranks, so the logits are vocabulary-parallel
-- initial weights N(0, 0.02), divided by √(2 · layers) if they write into the residual stream; biases zero
+- the output head is the word embedding; its rows are split over the ranks, so the logits are
+  vocabulary-parallel
+- initial weights N(0, 0.02), divided by √(2 · layers) if they write into the residual stream;
+  biases zero
 """
 
 from __future__ import annotations
@@ -116,7 +118,8 @@ class GPT2Backbone(Backbone):
             attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
             position_ids: int64 [B, S] or [1, S].
             token_type_ids: int64 [B, S], tokens whose embeddings are added.
-            cache: The keys and values of M earlier positions; not supported under sequence parallelism.
+            cache: The keys and values of M earlier positions; not supported under sequence
+                parallelism.
         """
         cached = 0 if cache is None else cache.length
         mask = causal_mask(attention_mask, input_ids.shape[1])
@@ -134,7 +137,9 @@ class GPT2Backbone(Backbone):
         token_type_ids: Tensor | None,
         cached: int,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""
+        """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the
+        table for a head.
+        """
         length = input_ids.shape[1]
         if cached + length > self.config.n_positions:
             raise ValueError(

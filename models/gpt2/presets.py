@@ -1,4 +1,6 @@
-"""Lists the released GPT-2 sizes under Hugging Face's names, and the small model that `make pretrain` trains."""
+"""Lists the released GPT-2 sizes under Hugging Face's names, and the small model that `make
+pretrain` trains.
+"""
 
 from __future__ import annotations
 

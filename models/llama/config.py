@@ -1,4 +1,6 @@
-"""Defines Llama's configuration, with the keys of Hugging Face's `config.json`, and what its siblings' share."""
+"""Defines Llama's configuration, with the keys of Hugging Face's `config.json`, and what its
+siblings' share.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,17 @@ from ..config import (
 
 @dataclass(frozen=True)
 class DecoderConfig(HeadsConfig):
-    """The sizes and constants of a decoder like Llama. Names, meanings and defaults are those of transformers.
+    """The sizes and constants of a decoder like Llama. Names, meanings and defaults are those of
+    transformers.
 
     A family declares how its blocks differ by the class variables and the properties.
     """
 
     default_theta: ClassVar[float] = 10000.0
     default_rotated: ClassVar[float] = 1.0
-    """The part of each head that is rotated, unless `rope_parameters` have a `partial_rotary_factor`."""
+    """The part of each head that is rotated, unless `rope_parameters` have a
+    `partial_rotary_factor`.
+    """
     rotates_any_part: ClassVar[bool] = False
     """Whether a `partial_rotary_factor` other than 1 is allowed."""
     interleaved: ClassVar[bool] = False
@@ -114,7 +119,9 @@ class DecoderConfig(HeadsConfig):
 
     @property
     def max_sequence_length(self) -> int:
-        """`max_position_embeddings`, or more if the frequencies are scaled for longer sequences than that."""
+        """`max_position_embeddings`, or more if the frequencies are scaled for longer sequences
+        than that.
+        """
         original = self.rope.get("original_max_position_embeddings", self.max_position_embeddings)
         return max(self.max_position_embeddings, int(original * self.rope.get("factor", 1)))
 
@@ -126,13 +133,16 @@ class DecoderConfig(HeadsConfig):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Returns a configuration from a `config.json` of transformers 4 or 5, with either spelling of the rotation."""
+        """Returns a configuration from a `config.json` of transformers 4 or 5, with either spelling
+        of the rotation.
+        """
         positions = values.get("max_position_embeddings", cls.max_position_embeddings)
         return super().from_dict({**values, "rope_parameters": cls.read_rope(values, positions)})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the contents of a `config.json` that both transformers 4 and 5 read."""
-        values, rope = super().to_dict(), self.rope
+        values = super().to_dict()
+        rope = self.rope
         outside = {
             name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope
         }

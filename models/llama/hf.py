@@ -1,11 +1,14 @@
-"""Maps each native parameter of Llama, and of the decoders like it, to its tensors in Hugging Face's checkpoints."""
+"""Maps each native parameter of Llama, and of the decoders like it, to its tensors in Hugging
+Face's checkpoints.
+"""
 
 from __future__ import annotations
 
 from ..name_map import NameEntry, NameMap
 
 LAYER = "model.layers.{i}"
-ATTENTION, MLP = "blocks.{i}.attention", "blocks.{i}.mlp"
+ATTENTION = "blocks.{i}.attention"
+MLP = "blocks.{i}.mlp"
 
 
 def name_map(norms: dict[str, str], gate_up: tuple[str, ...] = ("gate_proj", "up_proj")) -> NameMap:

@@ -1,9 +1,10 @@
-"""Maps the parameters of Llama, and of the decoders like it, to those of Megatron-LM's GPT with rotary positions.
+"""Maps the parameters of Llama, and of the decoders like it, to those of Megatron-LM's GPT with
+rotary positions.
 
-Megatron-LM's GPT is such a decoder with `--position-embedding-type rope --normalization RMSNorm --swiglu
---disable-bias-linear`; with `--add-qkv-bias` it is a Qwen2, with `--qk-layernorm` a Qwen3. A rank's first matrix of the
-MLP has the rows of the gate before those of the up projection. The rows of fused QKV are, for each key-value head,
-those of its query heads, of k and of v.
+Megatron-LM's GPT is such a decoder with `--position-embedding-type rope --normalization RMSNorm
+--swiglu --disable-bias-linear`; with `--add-qkv-bias` it is a Qwen2, with `--qk-layernorm` a Qwen3.
+A rank's first matrix of the MLP has the rows of the gate before those of the up projection. The
+rows of fused QKV are, for each key-value head, those of its query heads, of k and of v.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ..name_map import NameEntry, NameMap
 from .config import DecoderConfig
 
 LAYER = "decoder.layers.{i}"
-# Argument -> the values that a decoder of the zoo has; the first one is written, and is meant if it is not stored.
+# Argument -> the values that a decoder of the zoo has; the first one is written, and is meant if it
+# is not stored.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **SUPPORTED,
     "position_embedding_type": ("rope",),
@@ -42,14 +44,14 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_BIAS, _QK_NORM = (
-    "decoder.layers.0.self_attention.linear_qkv.bias",
-    "decoder.layers.0.self_attention.q_layernorm.weight",
-)
+_BIAS = "decoder.layers.0.self_attention.linear_qkv.bias"
+_QK_NORM = "decoder.layers.0.self_attention.q_layernorm.weight"
 
 
 def owns(names: Iterable[str], *, bias: bool = False, qk_norm: bool = False) -> bool:
-    """Returns whether tensors of these names are of a decoder with rotary positions, with exactly these parts."""
+    """Returns whether tensors of these names are of a decoder with rotary positions, with exactly
+    these parts.
+    """
     found = set(names)
     return (
         any(name.startswith("decoder.layers.") for name in found)
@@ -63,7 +65,10 @@ def owns(names: Iterable[str], *, bias: bool = False, qk_norm: bool = False) -> 
 def megatron(
     config: type[DecoderConfig], *, bias: bool = False, qk_norm: bool = False, inferred: bool = True
 ) -> MegatronMap:
-    """Returns the map of a family with such parts. A family that is not `inferred` has the same files as another."""
+    """Returns the map of a family with such parts.
+
+    A family that is not `inferred` has the same files as another.
+    """
     return MegatronMap(
         name_map=NameMap(entries=_entries(), aliases=((TIED_HEAD, EMBEDDING),)),
         stack="decoder",
@@ -146,7 +151,10 @@ def _matrix(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]
 
 
 def _rope(arguments: Mapping[str, Any]) -> RopeParameters:
-    """Returns the rotation that the arguments describe. ValueError for one that transformers does not have."""
+    """Returns the rotation that the arguments describe.
+
+    ValueError for one that transformers does not have.
+    """
     base, factor = (
         arguments.get(n, default)
         for n, default in (("rotary_base", 10000), ("rope_scaling_factor", 8.0))

@@ -9,7 +9,8 @@ from .config import DecoderConfig
 def activations(config: DecoderConfig) -> Activations:
     """Returns what a model of this configuration keeps for its backward pass.
 
-    If some layers have a window, all blocks count as such, because the mask of a window is the larger one.
+    If some layers have a window, all blocks count as such, because the mask of a window is the
+    larger one.
     """
     windows = [window for window in config.windows if window is not None]
     block = BlockSpec(

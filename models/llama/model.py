@@ -1,4 +1,5 @@
-"""Llama (Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models") and the decoders like it.
+"""Llama (Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models") and the
+decoders like it.
 
 - rotary positions, with the published scalings for long contexts
 - pre-RMSNorm blocks: x + attention(norm(x)), then x + mlp(norm(x)); a final norm
@@ -11,7 +12,8 @@ The configuration declares what differs between the families:
 - Mistral: attention within a sliding window
 - Qwen2: biases of queries, keys and values; windows in some layers
 - Qwen3: norms of each head's queries and keys
-- GLM-4: norms of the outputs of attention and MLP too; half of each head rotates, and neighboring features are a pair
+- GLM-4: norms of the outputs of attention and MLP too; half of each head rotates, and neighboring
+  features are a pair
 """
 
 from __future__ import annotations
@@ -136,7 +138,8 @@ class LlamaBackbone(Backbone):
             input_ids: int64 [B, S].
             attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
             position_ids: int64 [B, S] or [1, S].
-            cache: The keys and values of M earlier positions; not supported under sequence parallelism.
+            cache: The keys and values of M earlier positions; not supported under sequence
+                parallelism.
         """
         config = self.config
         length = input_ids.shape[1]
@@ -167,7 +170,9 @@ class LlamaBackbone(Backbone):
         )
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""
+        """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the
+        table for a head.
+        """
         return self.word_embeddings.embed(input_ids)
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:

@@ -1,4 +1,6 @@
-"""Lists the released sizes of Llama 2 and 3 under Hugging Face's names, and a model for two CPU cores."""
+"""Lists the released sizes of Llama 2 and 3 under Hugging Face's names, and a model for two CPU
+cores.
+"""
 
 from __future__ import annotations
 

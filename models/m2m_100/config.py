@@ -11,7 +11,10 @@ from ..config import Activation, ClassCount, Probability, TokenId, VocabSize
 
 @dataclass(frozen=True)
 class M2M100Config(BartConfig):
-    """The sizes and constants of an M2M100. Names, meanings and defaults are those of transformers."""
+    """The sizes and constants of an M2M100.
+
+    Names, meanings and defaults are those of transformers.
+    """
 
     model_type: ClassVar[str] = "m2m_100"
     pre_norm: ClassVar[bool] = True

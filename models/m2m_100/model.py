@@ -1,4 +1,5 @@
-"""M2M100 (Fan et al., 2020, "Beyond English-Centric Multilingual Machine Translation") and NLLB (NLLB Team, 2022).
+"""M2M100 (Fan et al., 2020, "Beyond English-Centric Multilingual Machine Translation") and NLLB
+(NLLB Team, 2022).
 
 They are BARTs with pre-LayerNorm and sinusoidal positions; see `models/bart/model.py`.
 """

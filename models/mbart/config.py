@@ -11,7 +11,10 @@ from ..config import ClassCount, TokenId
 
 @dataclass(frozen=True)
 class MBartConfig(BartConfig):
-    """The sizes and constants of an mBART. Names, meanings and defaults are those of transformers."""
+    """The sizes and constants of an mBART.
+
+    Names, meanings and defaults are those of transformers.
+    """
 
     model_type: ClassVar[str] = "mbart"
     pre_norm: ClassVar[bool] = True

@@ -11,7 +11,10 @@ from ..llama.config import DecoderConfig
 
 @dataclass(frozen=True)
 class MistralConfig(DecoderConfig):
-    """The sizes and constants of a Mistral. Names, meanings and defaults are those of transformers."""
+    """The sizes and constants of a Mistral.
+
+    Names, meanings and defaults are those of transformers.
+    """
 
     model_type: ClassVar[str] = "mistral"
 

@@ -36,10 +36,12 @@ OLD_THETAS: dict[AttentionType, str] = {
 
 @dataclass(frozen=True)
 class ModernBertConfig(HeadsConfig):
-    """The sizes and constants of a ModernBERT. Names, meanings and defaults are those of transformers.
+    """The sizes and constants of a ModernBERT. Names, meanings and defaults are those of
+    transformers.
 
     Attributes:
-        global_attn_every_n_layers: The layers that attend to the whole sequence, unless `layer_types` lists them.
+        global_attn_every_n_layers: The layers that attend to the whole sequence, unless
+            `layer_types` lists them.
         local_attention: The positions that the other layers attend to, half of them on either side.
     """
 
@@ -90,7 +92,8 @@ class ModernBertConfig(HeadsConfig):
                 f"layer_types lists {len(self.attention_types)} layers, but num_hidden_layers is "
                 f"{self.num_hidden_layers}; change both, or set layer_types to null"
             )
-        values, read = {"rope_parameters": self.rope_parameters}, self.read_rope
+        values = {"rope_parameters": self.rope_parameters}
+        read = self.read_rope
         object.__setattr__(self, "rope_parameters", read(values, self.max_position_embeddings))
         for parameters in self.rope.values():
             check_rope_parameters(parameters, self.head_size)
@@ -121,11 +124,11 @@ class ModernBertConfig(HeadsConfig):
 
     @staticmethod
     def read_rope(values: dict[str, Any], positions: int) -> dict[AttentionType, RopeParameters]:
-        """Returns the rotary parameters of each type of layer, from the keys of transformers 4 or 5."""
-        stored, scaling = (
-            _rope_object(values.get("rope_parameters")),
-            _rope_object(values.get("rope_scaling")),
-        )
+        """Returns the rotary parameters of each type of layer, from the keys of transformers 4 or
+        5.
+        """
+        stored = _rope_object(values.get("rope_parameters"))
+        scaling = _rope_object(values.get("rope_scaling"))
         if unknown := stored.keys() - THETAS.keys():
             raise ValueError(
                 f"rope_parameters have an object for each of {', '.join(THETAS)}, not for {min(unknown)!r}"
@@ -141,7 +144,9 @@ class ModernBertConfig(HeadsConfig):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Returns a configuration from a `config.json` of transformers 4 or 5, whose rotary keys differ."""
+        """Returns a configuration from a `config.json` of transformers 4 or 5, whose rotary keys
+        differ.
+        """
         positions = values.get("max_position_embeddings", cls.max_position_embeddings)
         config = super().from_dict({**values, "rope_parameters": cls.read_rope(values, positions)})
         pattern = replace(config, layer_types=None)

@@ -1,4 +1,6 @@
-"""ModernBERT's heads: the classifiers begin with a dense layer, GELU and a norm, as the language model does."""
+"""ModernBERT's heads: the classifiers begin with a dense layer, GELU and a norm, as the language
+model does.
+"""
 
 from __future__ import annotations
 

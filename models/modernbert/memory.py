@@ -9,7 +9,8 @@ from .config import ModernBertConfig
 def activations(config: ModernBertConfig) -> Activations:
     """Returns what a model of this configuration keeps for its backward pass.
 
-    All blocks count as blocks with local attention, whose mask is the larger one. The first block lacks a norm.
+    All blocks count as blocks with local attention, whose mask is the larger one. The first block
+    lacks a norm.
     """
     block = BlockSpec(
         hidden=config.hidden_size,

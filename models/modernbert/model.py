@@ -1,12 +1,14 @@
 """ModernBERT (Warner et al., 2024, "Smarter, Better, Faster, Longer", arXiv:2412.13663).
 
-- rotary positions; every third layer attends to all tokens, with another theta, and the others to a window around each
-- pre-LayerNorm blocks: x + attention(norm(x)), then x + mlp(norm(x)); a norm after the embedding, in place of the first
-  block's attention norm, and one after the blocks
+- rotary positions; every third layer attends to all tokens, with another theta, and the others to a
+  window around each
+- pre-LayerNorm blocks: x + attention(norm(x)), then x + mlp(norm(x)); a norm after the embedding,
+  in place of the first block's attention norm, and one after the blocks
 - GeGLU with one fused projection; no biases, except that of the output head, and no segments
-- every head begins with a dense layer, GELU and a norm; the sequence's state is the first token's or the mean
-- initial weights N(0, 0.02) cut at two standard deviations; those of projections to the residual stream are divided by
-  sqrt(2 · layers)
+- every head begins with a dense layer, GELU and a norm; the sequence's state is the first token's
+  or the mean
+- initial weights N(0, 0.02) cut at two standard deviations; those of projections to the residual
+  stream are divided by sqrt(2 · layers)
 """
 
 from __future__ import annotations
@@ -147,7 +149,9 @@ class ModernBertBackbone(Backbone):
         )
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the table for a head."""
+        """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the
+        table for a head.
+        """
         x, table = self.word_embeddings.embed(input_ids)
         return self.embedding_dropout(self.embedding_norm(x)), table
 

@@ -1,4 +1,6 @@
-"""Lists the released ModernBERT sizes under Hugging Face's names, and a small model for two CPU cores."""
+"""Lists the released ModernBERT sizes under Hugging Face's names, and a small model for two CPU
+cores.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""mT5 (Xue et al., 2021, "mT5: A massively multilingual pre-trained text-to-text transformer"): T5 v1.1, untied."""
+"""mT5 (Xue et al., 2021, "mT5:
+
+A massively multilingual pre-trained text-to-text transformer"): T5 v1.1, untied.
+"""
 
 from ..family import Family, by_name
 from ..t5.hf import NAME_MAP

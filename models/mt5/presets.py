@@ -1,4 +1,6 @@
-"""Lists the released mT5 and mT0 sizes under Hugging Face's names, LiBai's benchmark, and one for two CPU cores."""
+"""Lists the released mT5 and mT0 sizes under Hugging Face's names, LiBai's benchmark, and one for
+two CPU cores.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen2.5 (Yang et al., 2024): Llama with biases of queries, keys and values, and windows in some layers."""
+"""Qwen2 and Qwen2.5 (Yang et al., 2024):
+
+Llama with biases of queries, keys and values, and windows in some layers.
+"""
 
 from ..family import Family, by_name
 from ..llama.hf import NAME_MAP

@@ -1,4 +1,6 @@
-"""Defines Qwen2's configuration, with the keys of Hugging Face's `config.json`, and what Qwen3's shares with it."""
+"""Defines Qwen2's configuration, with the keys of Hugging Face's `config.json`, and what Qwen3's
+shares with it.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 @dataclass(frozen=True)
 class QwenConfig(DecoderConfig):
-    """The sizes and constants that Qwen2 and Qwen3 share. Names, meanings and defaults are those of transformers.
+    """The sizes and constants that Qwen2 and Qwen3 share. Names, meanings and defaults are those of
+    transformers.
 
     Attributes:
-        sliding_window: The window of the layers of type "sliding_attention", if `use_sliding_window`.
-        layer_types: Of each layer; by default the layers from `max_window_layers` on are "sliding_attention".
+        sliding_window: The window of the layers of type "sliding_attention", if
+            `use_sliding_window`.
+        layer_types: Of each layer; by default the layers from `max_window_layers` on are
+            "sliding_attention".
     """
 
     vocab_size: VocabSize = 151936

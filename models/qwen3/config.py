@@ -11,7 +11,10 @@ from ..qwen2.config import QwenConfig
 
 @dataclass(frozen=True)
 class Qwen3Config(QwenConfig):
-    """The sizes and constants of a Qwen3. Names, meanings and defaults are those of transformers."""
+    """The sizes and constants of a Qwen3.
+
+    Names, meanings and defaults are those of transformers.
+    """
 
     model_type: ClassVar[str] = "qwen3"
     qk_norm: ClassVar[bool] = True

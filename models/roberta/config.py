@@ -11,7 +11,10 @@ from ..config import TokenId, VocabSize
 
 @dataclass(frozen=True)
 class RobertaConfig(BertConfig):
-    """The sizes and constants of a RoBERTa. Names, meanings and defaults are those of transformers."""
+    """The sizes and constants of a RoBERTa.
+
+    Names, meanings and defaults are those of transformers.
+    """
 
     model_type: ClassVar[str] = "roberta"
 

@@ -1,4 +1,6 @@
-"""Maps each native parameter of RoBERTa to its tensors in Hugging Face's checkpoints, for all heads."""
+"""Maps each native parameter of RoBERTa to its tensors in Hugging Face's checkpoints, for all
+heads.
+"""
 
 from __future__ import annotations
 

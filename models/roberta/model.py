@@ -3,8 +3,8 @@
 RoBERTa is BERT with these differences:
 - positions count the tokens that are not padding, starting after the padding token's id
 - there is no next-sentence prediction, so pretraining does not pool the first token's state
-- the sequence classifier also applies dropout to its input; its dense layer replaces the pooler, as `pooler`; the
-  pooler of the other heads is `encoder_pooler`
+- the sequence classifier also applies dropout to its input; its dense layer replaces the pooler, as
+  `pooler`; the pooler of the other heads is `encoder_pooler`
 - the masked-language-model head always uses the exact GELU, independent of `hidden_act`
 """
 

@@ -1,4 +1,5 @@
-"""Lists the released RoBERTa sizes under Hugging Face's names, and a small model that two CPU cores train in minutes.
+"""Lists the released RoBERTa sizes under Hugging Face's names, and a small model that two CPU cores
+train in minutes.
 
 514 positions are enough for 512 tokens.
 """

@@ -31,11 +31,12 @@ class T5Config(HeadsConfig):
     """The sizes and constants of a T5. Names, meanings and defaults are those of transformers.
 
     Attributes:
-        tie_word_embeddings: Whether the output head is the word embedding (v1.0) or a separate matrix (v1.1). When
-            weights are loaded, their files decide; see `from_dict`.
-        scale_decoder_outputs: Whether the head's input is multiplied by d_model^-0.5. None means the value of
-            tie_word_embeddings.
-        tokenizer_class: The transformers class of the model's tokenizer, which only ByT5's files name.
+        tie_word_embeddings: Whether the output head is the word embedding (v1.0) or a separate
+            matrix (v1.1). When weights are loaded, their files decide; see `from_dict`.
+        scale_decoder_outputs: Whether the head's input is multiplied by d_model^-0.5. None means
+            the value of tie_word_embeddings.
+        tokenizer_class: The transformers class of the model's tokenizer, which only ByT5's files
+            name.
     """
 
     model_type: ClassVar[str] = "t5"
@@ -90,12 +91,17 @@ class T5Config(HeadsConfig):
             object.__setattr__(self, "scale_decoder_outputs", self.scales_by_default())
 
     def scales_by_default(self) -> bool:
-        """Returns whether to scale the decoder's output: version 1.0 ties and scales, version 1.1 does neither."""
+        """Returns whether to scale the decoder's output: version 1.0 ties and scales, version 1.1
+        does neither.
+        """
         return self.tie_word_embeddings
 
     @property
     def activation(self) -> str:
-        """The name of the MLP's activation. The gated GELU is the tanh approximation, as in transformers."""
+        """The name of the MLP's activation.
+
+        The gated GELU is the tanh approximation, as in transformers.
+        """
         name = self.feed_forward_proj.split("-")[-1]
         return "gelu_new" if self.feed_forward_proj == "gated-gelu" else name
 
@@ -125,8 +131,9 @@ class T5Config(HeadsConfig):
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Returns a configuration from the keys of a `config.json`.
 
-        transformers 5 writes `tie_word_embeddings: true` into the file of every T5 (huggingface/transformers#48154).
-        For such files the version of the architecture decides instead.
+        transformers 5 writes `tie_word_embeddings: true` into the file of every T5
+        (huggingface/transformers#48154). For such files the version of the architecture decides
+        instead.
         """
         values = {name: value for name, value in values.items() if value is not None}
         version = str(values.get("transformers_version", "0")).split(".")[0]
@@ -140,5 +147,7 @@ class T5Config(HeadsConfig):
 
     @classmethod
     def ties_in_version(cls, values: dict[str, Any]) -> bool:
-        """Returns whether the head is tied in the version of the architecture that a transformers 5 file describes."""
+        """Returns whether the head is tied in the version of the architecture that a transformers 5
+        file describes.
+        """
         return bool(values.get("scale_decoder_outputs", True))

@@ -6,7 +6,8 @@ from ..name_map import NameEntry, NameMap
 
 
 def _self_attention(stack: str, shares_bias: bool) -> tuple[NameEntry, ...]:
-    native, stored = f"{stack}.blocks.{{i}}", f"{stack}.block.{{i}}.layer.0"
+    native = f"{stack}.blocks.{{i}}"
+    stored = f"{stack}.block.{{i}}.layer.0"
     bias = f"{stored}.SelfAttention.relative_attention_bias.weight"
     return (
         NameEntry(f"{native}.attention_norm.weight", f"{stored}.layer_norm.weight"),
@@ -23,7 +24,8 @@ def _self_attention(stack: str, shares_bias: bool) -> tuple[NameEntry, ...]:
 
 
 def _feed_forward(stack: str, layer: int) -> tuple[NameEntry, ...]:
-    native, stored = f"{stack}.blocks.{{i}}", f"{stack}.block.{{i}}.layer.{layer}"
+    native = f"{stack}.blocks.{{i}}"
+    stored = f"{stack}.block.{{i}}.layer.{layer}"
     dense = f"{stored}.DenseReluDense"
     return (
         NameEntry(f"{native}.mlp_norm.weight", f"{stored}.layer_norm.weight"),
@@ -43,7 +45,9 @@ _CROSS = "decoder.block.{i}.layer.1"
 
 
 def name_map(shares_bias: bool) -> NameMap:
-    """Returns the names of a family whose stacks share a relative bias, or whose layers have one each."""
+    """Returns the names of a family whose stacks share a relative bias, or whose layers have one
+    each.
+    """
     return NameMap(
         entries=(
             NameEntry("word_embeddings.weight", "shared.weight"),

@@ -33,7 +33,8 @@ def activations(config: T5Config) -> Activations:
 
 def _mlp_kept(config: T5Config, drops: bool) -> int:
     if config.is_gated:
-        # The outputs of gate and up and the input of down. Without a fused gate, the activation's output is kept too.
+        # The outputs of gate and up and the input of down. Without a fused gate, the activation's
+        # output is kept too.
         return (
             3
             if config.activation in FUSED_GATES

@@ -1,9 +1,10 @@
-"""T5 (Raffel et al., 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer").
+"""T5 (Raffel et al., 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+Transformer").
 
-- encoder and decoder share the word embedding; the only positions are a relative bias on the attention scores, from
-  one table for each stack, or in UMT5 one for each layer
-- pre-RMSNorm blocks: x + attention(norm(x)), in the decoder x + cross_attention(norm(x)), x + mlp(norm(x)); each
-  stack ends with a norm
+- encoder and decoder share the word embedding; the only positions are a relative bias on the
+  attention scores, from one table for each stack, or in UMT5 one for each layer
+- pre-RMSNorm blocks: x + attention(norm(x)), in the decoder x + cross_attention(norm(x)), x +
+  mlp(norm(x)); each stack ends with a norm
 - no biases; attention scores are not scaled; the heads' total width may differ from the hidden size
 - v1.0: ReLU; the head is the word embedding, and its input is scaled by d_model^-0.5
 - v1.1, mT5 and UMT5: gated tanh-GELU; the head is a separate matrix, and its input is not scaled
@@ -34,7 +35,10 @@ from .config import T5Config
 
 
 class T5Block(nn.Module):
-    """One layer of the encoder or of the decoder. The decoder also attends to the encoder's output."""
+    """One layer of the encoder or of the decoder.
+
+    The decoder also attends to the encoder's output.
+    """
 
     def __init__(
         self,
@@ -86,7 +90,8 @@ class T5Block(nn.Module):
         Args:
             x: [B, S, H].
             position: The relative bias that the stack shares, or the arguments of the block's own.
-            source: The encoder's output [B, T, H]. For the other arguments see `SelfAttention` and `CrossAttention`.
+            source: The encoder's output [B, T, H]. For the other arguments see `SelfAttention` and
+                `CrossAttention`.
         """
         bias = position if self.relative_bias is None else self.relative_bias(*position)
         y, x = self.attention_norm(x, return_residual=True)
@@ -186,7 +191,9 @@ class T5EncoderBackbone(Backbone):
         return BackboneOutput(states, table)
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Initializes a parameter's unsplit value in place, with the standard deviations of the T5 code base."""
+        """Initializes a parameter's unsplit value in place, with the standard deviations of the T5
+        code base.
+        """
         config = self.config
         factor = config.initializer_factor
         if name.endswith(".bias"):
@@ -202,7 +209,8 @@ class T5EncoderBackbone(Backbone):
             full *= config.d_ff**-0.5
         elif name not in ("word_embeddings.weight", "token_classifier.weight"):
             full *= config.d_model**-0.5
-        # The scores are not scaled, so the initial query weights, the first block of a fused qkv, are smaller.
+        # The scores are not scaled, so the initial query weights, the first block of a fused qkv,
+        # are smaller.
         if name.endswith(("attention.qkv.weight", "cross_attention.query.weight")):
             full[: config.num_heads * config.d_kv] *= config.d_kv**-0.5
 

@@ -1,4 +1,6 @@
-"""Lists the released T5, Flan-T5 and ByT5 sizes under Hugging Face's names, and a model for two CPU cores."""
+"""Lists the released T5, Flan-T5 and ByT5 sizes under Hugging Face's names, and a model for two CPU
+cores.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from functools import partial
 from .config import T5Config
 
 _v1_1 = partial(T5Config, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-# ByT5 (Xue et al., 2021, arXiv:2105.13626): tokens are bytes, and the encoder is three times as deep as the decoder.
+# ByT5 (Xue et al., 2021, arXiv:2105.13626): tokens are bytes, and the encoder is three times as
+# deep as the decoder.
 _byt5 = partial(_v1_1, vocab_size=384, tokenizer_class="ByT5Tokenizer")
 
 _V1_1 = {

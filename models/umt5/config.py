@@ -13,9 +13,9 @@ from ..t5.config import T5Config
 class UMT5Config(T5Config):
     """The sizes and constants of a UMT5. Names, meanings and defaults are those of transformers.
 
-    As published, the head is a separate matrix and its input is not scaled. transformers 5 scales the head's input of
-    every UMT5, whatever `tie_word_embeddings` says; it also writes true into every file. Of such a file the zoo
-    computes what transformers does.
+    As published, the head is a separate matrix and its input is not scaled. transformers 5 scales
+    the head's input of every UMT5, whatever `tie_word_embeddings` says; it also writes true into
+    every file. Of such a file the zoo computes what transformers does.
     """
 
     model_type: ClassVar[str] = "umt5"

@@ -1,4 +1,6 @@
-"""Lists the released UMT5 sizes under Hugging Face's names, and a model that two CPU cores train in minutes."""
+"""Lists the released UMT5 sizes under Hugging Face's names, and a model that two CPU cores train in
+minutes.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,10 @@ from ..roberta.config import RobertaConfig
 
 @dataclass(frozen=True)
 class XLMRobertaConfig(RobertaConfig):
-    """The sizes and constants of an XLM-RoBERTa. Names, meanings and defaults are those of transformers."""
+    """The sizes and constants of an XLM-RoBERTa.
+
+    Names, meanings and defaults are those of transformers.
+    """
 
     model_type: ClassVar[str] = "xlm-roberta"
 
