@@ -68,7 +68,7 @@ def family(model_type: str, architecture: str = "") -> Family:
     Raises:
         ValueError: The zoo does not have the family. The message names the nearest model.
     """
-    if model_type not in _BY_MODEL_TYPE:
+    if model_type not in FAMILIES:  # A file may hold something that is no name, such as a list.
         raise ValueError(refuse_family(model_type, architecture, architectures()))
     return _BY_MODEL_TYPE[model_type]
 
