@@ -607,8 +607,8 @@ def test_every_private_name_has_a_canary():
         "_INSTRUCTION_MAP", "_exec_schedule", "_train_schedule", "_exec_optimizer_step", "_compute_loss", "_hp_grad",
     }  # fmt: skip
     # Of long standing and documented, or in a benchmark alone.
-    accepted = {"_exit", "_parameters", "_buffers", "_modules", "_attn_implementation", "_sleep", "_ops", "_dynamo", "_inductor",
-                "_core", "_local", "_reconstruct", "_replace", "_asdict", "_current_frames"}  # fmt: skip
+    accepted = {"_exit", "_parameters", "_buffers", "_modules", "_attn_implementation", "_sleep", "_ops", "_dynamo",
+                "_inductor", "_core", "_local", "_reconstruct", "_replace", "_asdict", "_current_frames"}  # fmt: skip
     package, found = Path(shardzoo.__file__).parent, {}
     rooms = "trainer mpu ops models checkpoint convert data generation finetuning pretraining cli".split()  # noqa: SIM905
     foreign = re.compile(r"(?<!self)(?<!cls)(?<!\(\))(?<=[a-z_\])])\.(_[a-zA-Z]\w*)")

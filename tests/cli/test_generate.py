@@ -18,8 +18,8 @@ from tiny_models import PRETRAINED, hf_model, save_glm, save_model, tokenizer_li
 from training import without_digests
 
 from shardzoo.cli import main as cli
+from shardzoo.finetuning import Trainer
 from shardzoo.generation import TextGenerationPipeline
-from shardzoo.trainer import Trainer
 
 TEXTS = ["the cat sat", "a dog", "where are the two birds that flew", "x"]
 
