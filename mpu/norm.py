@@ -30,6 +30,7 @@ class _Norm(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.mesh = mesh
         self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias: nn.Parameter | None = None
 
     def affine(self) -> tuple[Tensor | None, ...]:
         """Returns the parameters that the operator takes."""
@@ -72,8 +73,9 @@ class _Norm(nn.Module):
                 self.operator, group, self.eps, adds_by_hand, tensor, residual, *self.affine()
             )
         else:
-            bias = (*self.affine(), None)[1]
-            output, h = apply_norm(tensor, residual, self.weight, bias, self.eps, self.operator)
+            output, h = apply_norm(
+                tensor, residual, self.weight, self.bias, self.eps, self.operator
+            )
         if not return_residual:
             return output
         if returns_input and not adds_by_hand:

@@ -297,7 +297,7 @@ def apply_norm(
         kind: "layer_norm" or "rms_norm".
     """
     is_layer_norm = kind == "layer_norm"
-    if in_inference_mode():
+    if x.is_cpu and in_inference_mode():
         y, h = few_rows.norm(x, residual, weight, bias, eps, centered=is_layer_norm)
         if y is not None:
             return y, h
