@@ -30,14 +30,14 @@ OUTSIDE = (
 RENAMED = {
     "README.md": "project.md"
 }  # MkDocs makes a README the front page, which is docs/index.md
+# Functions that have the name of a module are hidden by it in the package, so they are named whole.
 API = {
     "shardzoo": ("shardzoo",),
     "mpu": ("shardzoo.mpu",),
     "trainer": ("shardzoo.trainer",),
-    "models": ("shardzoo.models",),
+    "models": ("shardzoo.models", "shardzoo.models.registry.family"),
     "convert": ("shardzoo.convert",),
     "generation": ("shardzoo.generation",),
-    # Functions that have the name of their module are hidden by it in the package.
     "ops": (
         "shardzoo.ops",
         *(
