@@ -12,6 +12,7 @@ from ..models.config import ModelConfig
 from ..models.pipeline import split_blocks_evenly
 from ..models.registry import family
 from ..models.sizes import largest_size, parameter_sizes
+from ..mpu.division import divisors
 from ..trainer.estimate import Job, estimate
 from ..trainer.optimizers.registry import OptimizerName
 from ..trainer.precisions import PrecisionName
@@ -199,11 +200,6 @@ def list_layouts(config: ModelConfig, request: PlanRequest, node_size: int) -> I
             )
             if _is_accepted(run, request):
                 yield run
-
-
-def divisors(number: int) -> list[int]:
-    """Returns all divisors of a number in ascending order."""
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _has_equal_stages(model: Any, stages: int) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 from ..models.auto import unsplit_on_meta
 from ..models.config import ModelConfig
 from ..models.sizes import largest_size
+from ..mpu.division import divisors
 from ..trainer.estimate import Job, estimate
 from .cost import Network, PlannedRun, step_time
 from .hardware import find_cluster
-from .layouts import RECOMPUTE, build_network, divisors
+from .layouts import RECOMPUTE, build_network
 
 
 @dataclass(frozen=True)
