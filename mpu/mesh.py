@@ -226,9 +226,7 @@ class ParallelMesh:
     def _make_group(self, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
         """Makes the group of this process along several axes, which are all larger than 1."""
         if not axes:
-            alone = cast(Any, dist).new_group([self.rank], use_local_synchronization=True)
-            assert isinstance(alone, dist.ProcessGroup)
-            return alone
+            return _group_of_this_process(self.rank)
         grid = torch.arange(self.world_size).view(*self.sizes.values())
         others = [number for number, axis in enumerate(AXES) if axis not in axes]
         joined = [number for number, axis in enumerate(AXES) if axis in axes]
@@ -355,3 +353,22 @@ def tp_rank(mesh: ParallelMesh | None) -> int:
 def tp_size(mesh: ParallelMesh | None) -> int:
     """Returns the number of processes that share each split layer; 1 without a mesh."""
     return 1 if mesh is None else mesh.tp_size
+
+
+# The group of this process alone, beside the default group that it was made under.
+_alone: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+
+
+def _group_of_this_process(rank: int) -> dist.ProcessGroup:
+    """Returns the group of this process alone, which all meshes of the process share.
+
+    PyTorch names a group that is made without the other processes after its ranks and the number
+    of groups that exist, so a second one could meet the first one's name and be refused.
+    """
+    global _alone
+    world = dist.group.WORLD
+    assert world is not None
+    if _alone is None or _alone[0] is not world:
+        alone = cast(Any, dist).new_group([rank], use_local_synchronization=True)
+        _alone = (world, alone)
+    return _alone[1]

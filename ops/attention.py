@@ -16,13 +16,13 @@ gets zeros.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import sdpa_flop_count
 
 from . import softmax
+from .compiling import assume_constant_result
 from .cpu.few_rows import WIDEST_HEAD
 from .cpu.pool import empty_pooled
 from .dropout_mask import keys_from_row
@@ -478,12 +478,10 @@ def attention(
         first_row,
     )[0]
     for counter, before in counted:
-        if (
-            counter.get_total_flops() == before
-        ):  # a kernel's products, unlike the reference's, are not seen
-            counter.flop_counts["Global"][torch.ops.shardzoo.attention] += sdpa_flop_count(
-                q.shape, k.shape, v.shape
-            )
+        # A counter sees the reference's products, but not a kernel's.
+        if counter.get_total_flops() == before:
+            flops = 2 * q.numel() * k.shape[2] + 2 * q.shape[:3].numel() * v.shape[2:].numel()
+            counter.flop_counts["Global"][torch.ops.shardzoo.attention] += flops
     return out
 
 
@@ -554,7 +552,7 @@ def suits_tiles(queries: int, keys: int, device: str, itemsize: int) -> bool:
     return queries * keys >= MIN_BLOCKED_SCORES
 
 
-@cast(Any, torch.compiler).assume_constant_result
+@assume_constant_result
 def has_attention_kernel(device: str, itemsize: int) -> bool:
     """Returns whether attention has a kernel: not in fp64, and otherwise always on an accelerator.
 

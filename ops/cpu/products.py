@@ -13,7 +13,6 @@ The reference of each function is the PyTorch function in its docstring.
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .. import library
+from ..compiling import assume_constant_result
 from ..library import flop_counters, needs_gradient
 from .pool import MIN_POOLED_BYTES, empty_pooled, is_plain_call
 
@@ -238,7 +238,7 @@ def _types_without_library() -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype, check in checks.items() if not getattr(torch.ops.mkldnn, check)())
 
 
-@cast(Any, torch.compiler).assume_constant_result
+@assume_constant_result
 def _has_library(dtype: torch.dtype) -> bool:
     return dtype not in _types_without_library()
 

@@ -283,6 +283,24 @@ def test_modes_of_the_dispatcher_are_seen():
             assert isinstance(counter.flop_registry, dict)
 
 
+def test_the_compiler_takes_a_marked_function_as_a_constant():
+    from shardzoo.ops.compiling import assume_constant_result
+
+    @assume_constant_result
+    def read_environment(name: str) -> int:
+        return len(os.environ.get(name, "")) + len(list(os.scandir("/")))
+
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        return x * read_environment("HOME")
+
+    breaks = "compiled blocks break their graph where a kernel is chosen."
+    remedy = "Use torch.compiler.assume_constant_result, at the cost of importing torch._dynamo."
+    with needed_by("ops/compiling.py (assume_constant_result)", breaks=breaks, remedy=remedy):
+        x = torch.ones(3)
+        compiled = torch.compile(scale, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x), scale(x))
+
+
 def test_modes_of_torch_function_are_seen():
     from torch.overrides import TorchFunctionMode
 

@@ -208,6 +208,21 @@ def test_every_factorization_of_eight_ranks(run_ranks):
             assert sorted(rank for part in parts for rank in part) == list(range(8))
 
 
+def test_the_group_of_one_process_is_made_once(run_ranks):
+    """PyTorch would give a second one the first's name where a group was destroyed in between."""
+
+    def find_groups():
+        others = [dist.new_group() for _ in range(2)]
+        first = ParallelMesh(tensor_parallel_size=2).group("data")
+        members = dist.get_process_group_ranks(first)
+        for group in others:
+            dist.destroy_process_group(group)
+        meshes = [ParallelMesh(tensor_parallel_size=2) for _ in range(3)]
+        return members, all(mesh.group("data", "context") is first for mesh in meshes)
+
+    assert run_ranks(2, find_groups, isolated=True) == [([0], True), ([1], True)]
+
+
 def test_deepspeed_finds_the_ranks_of_experts_that_the_mesh_has(run_ranks):
     """DeepSpeed makes the groups of experts itself, from the mesh's data-parallel ranks."""
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ...ops import matmul
 from ..engines.engine import Engine, ForwardStep
@@ -49,6 +48,9 @@ class Throughput:
     @contextlib.contextmanager
     def counting(self, tokens: int) -> Iterator[None]:
         """Counts the FLOPs of the enclosed forward pass, which has `tokens` tokens."""
+        # Imported here because it brings Triton, which a rank without `mfu` does not need.
+        from torch.utils.flop_counter import FlopCounterMode
+
         with FlopCounterMode(display=False) as counter:
             yield
         self.flops_per_token = counter.get_total_flops() / tokens
