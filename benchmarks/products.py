@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from shardzoo.cli.bench import environment
-from shardzoo.ops import library
+from shardzoo.ops import library, variants
 
 ROUNDING = {"float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11}
 
@@ -54,7 +54,7 @@ class Arguments:
 
 def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__)
-    if (reason := library.unavailable("cpp", "cpu")) is not None:
+    if (reason := variants.unavailable("cpp", "cpu")) is not None:
         raise SystemExit(f"there is no kernel to measure: {reason}")
     facts = environment("cpu") | {"kernels": library.cpu_isa()}
     results = []

@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 
 from ..mpu import shared_memory
-from ..ops import current_choice, library
+from ..ops import current_choice, library, variants
 from ..trainer.logging.provenance import hardware, versions
 from .help import HelpPage, show_help
 
@@ -104,10 +104,10 @@ def used() -> dict[str, str]:
     facts = {"SHARDZOO_KERNELS": current_choice()}
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         try:
-            facts[f"{device} tensors"] = library.choose_variant(device)
+            facts[f"{device} tensors"] = variants.choose_variant(device)
         except RuntimeError as error:
             facts[f"{device} tensors"] = str(error)
-        for variant in library.VARIANTS[1:]:
-            reason = library.unavailable(variant, device)
+        for variant in variants.VARIANTS[1:]:
+            reason = variants.unavailable(variant, device)
             facts[f"  {variant}"] = "available" if reason is None else f"no: {reason}"
     return facts

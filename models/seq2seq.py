@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..mpu import broadcast_from_stage, dropout_state
 from ..ops.device import host_can_read
-from ..ops.library import is_watched
+from ..ops.dispatcher import is_watched
 from .backbone import Backbone, Head
 from .blocks.cache import Cache
 from .blocks.masks import causal_mask, key_mask

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from ..ops.autograd import Function
 from ..ops.device import records_graph, sums_natively
-from ..ops.library import LIBRARY
+from ..ops.registration import LIBRARY
 from . import shared_memory
 from .division import divide
 from .mesh import ParallelMesh

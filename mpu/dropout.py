@@ -22,7 +22,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from ..ops import bias_dropout_residual, dropout_keys, masked_softmax, use_key
 from ..ops.device import records_graph
 from ..ops.dropout_mask import keys_from_row
-from ..ops.library import LIBRARY
+from ..ops.registration import LIBRARY
 from .division import find_first_unit
 from .mesh import ParallelMesh
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..ops.autograd import Function, once_differentiable
 from ..ops.device import can_overwrite_gradients
-from ..ops.library import OPS
 from ..ops.norm import apply_norm
+from ..ops.registration import OPS
 from .collectives import start_all_reduce
 from .mesh import ParallelMesh
 

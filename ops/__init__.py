@@ -17,12 +17,13 @@ from .cross_entropy import (
     linear_cross_entropy,
     token_cross_entropy,
 )
+from .dispatcher import in_inference_mode
 from .dropout import bias_dropout_residual, dropout
 from .dropout_mask import dropout_keep, dropout_keys, use_key
-from .library import current_choice, in_inference_mode, kernels
 from .matmul import addmm, autocast_arguments, linear, matmul
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .softmax import masked_softmax
+from .variants import current_choice, kernels
 
 # fmt: off
 __all__ = [

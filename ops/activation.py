@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .cpu.pool import empty_pooled, fits_pool
-from .library import Op, compute_dtype, contiguous, empty_placeholder, needs_gradient, same_dtype
+from .dispatcher import needs_gradient
+from .registration import Op, compute_dtype, contiguous, empty_placeholder, same_dtype
 
 APPROXIMATIONS = ("none", "tanh")
 

@@ -25,16 +25,10 @@ from . import softmax
 from .compiling import assume_constant_result
 from .cpu.few_rows import WIDEST_HEAD
 from .cpu.pool import empty_pooled
+from .dispatcher import flop_counters, in_inference_mode
 from .dropout_mask import keys_from_row
-from .library import (
-    Op,
-    compute_dtype,
-    empty_placeholder,
-    flop_counters,
-    in_inference_mode,
-    same_dtype,
-)
 from .matmul import autocast_arguments, matmul
+from .registration import Op, compute_dtype, empty_placeholder, same_dtype
 
 # Bytes of the scores that exist at a time, over all samples and heads. On a CPU, smaller blocks are
 # slower because the sums of the gradients of k and v are read and written more often; on an

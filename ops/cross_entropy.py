@@ -29,8 +29,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .cpu.pool import empty_pooled
-from .library import LIBRARY, Op, compute_dtype, empty_placeholder, runs_compiled, same_dtype
 from .matmul import addmm, autocast_arguments, matmul
+from .registration import LIBRARY, Op, compute_dtype, empty_placeholder, runs_compiled, same_dtype
 
 IGNORE_INDEX = -100
 CHUNK_ELEMENTS = 1 << 21  # logits that are widened at once: 8 MiB in fp32

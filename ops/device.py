@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .library import can_bypass_dispatcher, needs_gradient
+from .dispatcher import can_bypass_dispatcher, needs_gradient
 
 
 def host_can_read(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .cpu.pool import empty_pooled
 from .dropout_mask import dropout_keep
-from .library import Op, compute_dtype, contiguous, empty_placeholder, same_dtype
+from .registration import Op, compute_dtype, contiguous, empty_placeholder, same_dtype
 
 
 def _dropped(value, keys, p, first_row, first_column):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .cpu import few_rows, products
-from .library import in_inference_mode
+from .dispatcher import in_inference_mode
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

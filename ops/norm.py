@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .cpu import few_rows
 from .cpu.pool import empty_pooled
-from .library import Op, compute_dtype, contiguous, empty_placeholder, in_inference_mode, same_dtype
+from .dispatcher import in_inference_mode
+from .registration import Op, compute_dtype, contiguous, empty_placeholder, same_dtype
 
 
 def layer_norm_reference(x, residual, weight, bias, eps):

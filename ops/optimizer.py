@@ -14,7 +14,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from .library import call_compiled, can_bypass_dispatcher, choose_variant, same_dtype
+from .dispatcher import can_bypass_dispatcher
+from .library import call_compiled
+from .registration import same_dtype
+from .variants import choose_variant
 
 
 def suits_optimizer_kernels(*tensors: Tensor) -> bool:

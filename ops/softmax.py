@@ -18,7 +18,7 @@ from torch import Tensor
 from .autograd import Function, once_differentiable
 from .cpu.pool import empty_pooled
 from .dropout_mask import attention_rows, kept_elements, row_keys
-from .library import Op, compute_dtype, empty_placeholder, same_dtype
+from .registration import Op, compute_dtype, empty_placeholder, same_dtype
 
 ROWS_AT_ONCE = 64  # rows of a relative bias whose gradients are summed in one operation
 

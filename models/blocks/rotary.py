@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...ops import empty_pooled
 from ...ops.autograd import Function, once_differentiable
-from ...ops.library import can_bypass_dispatcher
+from ...ops.dispatcher import can_bypass_dispatcher
 
 RopeValue = str | float | bool | list[float] | None
 RopeParameters = dict[str, RopeValue]

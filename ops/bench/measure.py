@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from .. import library
-from ..library import OPS
+from .. import variants
+from ..registration import OPS
 from .cases import Case, Tensors
 
 # (relative, share of the largest value): the error of a few roundings in the dtype
@@ -133,7 +133,7 @@ def check(case: Case, tensors: Tensors, dtype: torch.dtype, cotangent: torch.Ten
     """
     wide = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
     output, grads = gradients(case.ours, tensors, case.leaves, cotangent)
-    with library.kernels("reference"):
+    with variants.kernels("reference"):
         wanted, wanted_grads = gradients(case.ours, wide, case.leaves, cotangent)
     relative, absolute = TOLERANCE[dtype]
     pairs = [("output", output, wanted), *zip(case.leaves, grads, wanted_grads, strict=True)]
@@ -246,7 +246,7 @@ def measure(
         cotangent if case.name == "cross_entropy" else cotangent.to(dtype)
     )  # its losses are fp32
     error = check(case, tensors, dtype, cotangent)
-    variant = library.choose_variant(device)
+    variant = variants.choose_variant(device)
     named = str(dtype).removeprefix("torch.")
     result = Result(case.name, named, list(x.shape), variant, case.baseline, error, {})
     size = x.numel() * x.element_size() / 1e9

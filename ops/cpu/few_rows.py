@@ -19,8 +19,8 @@ import functools
 import torch
 from torch import Tensor
 
-from .. import library
-from ..library import can_bypass_dispatcher, flop_counters, in_inference_mode
+from .. import library, variants
+from ..dispatcher import can_bypass_dispatcher, flop_counters, in_inference_mode
 
 # The most rows of a linear layer for our kernel; with more, BLAS is as fast or faster.
 MAX_GEMV_ROWS = {torch.float32: 32, torch.float64: 8, torch.bfloat16: 8, torch.float16: 8}
@@ -38,7 +38,7 @@ def may_decode(first: Tensor, *others: Tensor | None) -> bool:
     return (
         is_eager
         and can_bypass_dispatcher(first, *others)
-        and library.choose_variant("cpu") == "cpp"
+        and variants.choose_variant("cpu") == "cpp"
     )
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..library import call_compiled, can_bypass_dispatcher, is_plain, load_error
+from ..dispatcher import can_bypass_dispatcher, is_plain
+from ..library import call_compiled, load_error
 
 # Results of this size or more use memory of the pool.
 MIN_POOLED_BYTES = 1 << 20

@@ -20,9 +20,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .. import library
+from .. import library, registration, variants
 from ..compiling import assume_constant_result
-from ..library import flop_counters, needs_gradient
+from ..dispatcher import flop_counters, needs_gradient
 from .pool import MIN_POOLED_BYTES, empty_pooled, is_plain_call
 
 # Multiplications of a product; for fewer, the calls from Python take longer than the kernel saves.
@@ -258,7 +258,7 @@ def _min_product(dtype: torch.dtype) -> int:
 
 def _suits_kernel(multiplications: int, a: Tensor) -> bool:
     worthwhile = multiplications >= _min_product(a.dtype) and a.dtype in _kernel_dtypes()
-    return worthwhile and library.choose_variant("cpu") == "cpp"
+    return worthwhile and variants.choose_variant("cpu") == "cpp"
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -317,9 +317,9 @@ def _product_backward(ctx, grad: Tensor):
     return grad_a, grad_b, grad.sum(0) if needs_bias else None
 
 
-library.LIBRARY.define("product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
-library.LIBRARY.impl("product", _product, "CPU")
-torch.library.register_fake("shardzoo::product", _allocate_product, lib=library.LIBRARY)
+registration.LIBRARY.define("product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
+registration.LIBRARY.impl("product", _product, "CPU")
+torch.library.register_fake("shardzoo::product", _allocate_product, lib=registration.LIBRARY)
 torch.library.register_autograd(
-    "shardzoo::product", _product_backward, setup_context=_save_factors, lib=library.LIBRARY
+    "shardzoo::product", _product_backward, setup_context=_save_factors, lib=registration.LIBRARY
 )

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from ..dropout_mask import dropout_threshold
-from ..library import contiguous
+from ..registration import contiguous
 from .common import is_kept, row_key
 
 LOG2_E = tl.constexpr(1.4426950408889634)

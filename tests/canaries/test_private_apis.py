@@ -254,7 +254,7 @@ def _keys(value: Any) -> Any:
     return {key: _keys(entry) for key, entry in value.items()} if isinstance(value, dict) else None
 
 
-DISPATCHER = "ops/library.py (is_watched, can_bypass_dispatcher)"
+DISPATCHER = "ops/dispatcher.py (is_watched, can_bypass_dispatcher)"
 BYPASS = (
     "A call of one of our operators may go past torch's dispatcher while something watches it: "
 )

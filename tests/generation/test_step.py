@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import shardzoo
-from shardzoo.ops import library
+from shardzoo.ops import library, variants
 
 pytestmark = pytest.mark.skipif(
-    library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels"
+    variants.unavailable("cpp", "cpu") is not None, reason="no compiled kernels"
 )
 
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from shardzoo import ops
-from shardzoo.ops import library
+from shardzoo.ops import variants
 
 VARIANTS = [
-    v for v in ("reference", "cpp", "cuda", "triton") if library.unavailable(v, "cpu") is None
+    v for v in ("reference", "cpp", "cuda", "triton") if variants.unavailable(v, "cpu") is None
 ]
 # Where test_gpu.py computes: on a GPU, or where a dry run of benchmarks/gpu.sh has it compute.
 DEVICE = os.environ.get("SHARDZOO_TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "")
 GPU_VARIANTS = [
-    v for v in ("cpp", "cuda", "triton") if DEVICE and library.unavailable(v, DEVICE) is None
+    v for v in ("cpp", "cuda", "triton") if DEVICE and variants.unavailable(v, DEVICE) is None
 ]
 collect_ignore = [] if DEVICE else ["test_gpu.py"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -214,8 +214,8 @@ def set_kernels(monkeypatch):
 
     def set_kernels(choice):
         monkeypatch.setenv("SHARDZOO_KERNELS", choice)
-        library.choice_of_environment.cache_clear()
+        variants.choice_of_environment.cache_clear()
 
     yield set_kernels
     monkeypatch.undo()
-    library.choice_of_environment.cache_clear()
+    variants.choice_of_environment.cache_clear()

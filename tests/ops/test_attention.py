@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardzoo import ops
 from shardzoo.ops.attention import BYTES_AT_ONCE, attention
-from shardzoo.ops.library import OPS
+from shardzoo.ops.registration import OPS
 
 SCALE = 0.3
 BOUND = {

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from shardzoo import mpu, ops
 from shardzoo.models.blocks.attention import CoreAttention
 from shardzoo.models.parallel_config import ParallelConfig
-from shardzoo.ops import library
+from shardzoo.ops import library, variants
 from shardzoo.ops.cpu import few_rows
 
 pytestmark = pytest.mark.skipif(
-    library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels"
+    variants.unavailable("cpp", "cpu") is not None, reason="no compiled kernels"
 )
 SHORT = (torch.float32, torch.bfloat16, torch.float16)
 counts = st.integers(1, 4)

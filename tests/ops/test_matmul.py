@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardzoo import ops
-from shardzoo.ops import library, linear, matmul, relu
+from shardzoo.ops import library, linear, matmul, relu, variants
 from shardzoo.ops.cpu import few_rows
 from shardzoo.ops.cpu import products as cpu_products
 from shardzoo.ops.cpu.pool import MIN_POOLED_BYTES
@@ -118,7 +118,7 @@ def test_heads_stay_where_they_are(pooled):
 
 
 needs_kernels = pytest.mark.skipif(
-    library.unavailable("cpp", "cpu") is not None, reason="no compiled kernels"
+    variants.unavailable("cpp", "cpu") is not None, reason="no compiled kernels"
 )
 ROUNDING = {
     torch.float32: 2**-24,

@@ -11,9 +11,9 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardzoo import ops
-from shardzoo.ops import library
+from shardzoo.ops import library, variants
 from shardzoo.ops.bench.cases import cases
-from shardzoo.ops.library import OPS
+from shardzoo.ops.registration import OPS
 
 SMALL = {case.name: case for case in cases("cpu", 1 / 2048)}
 BENCHED = pytest.mark.parametrize("name", SMALL)
@@ -181,7 +181,7 @@ def test_tracers_and_subclasses_see_the_operator():
 
 def test_dispatch(set_kernels):
     set_kernels("reference")
-    assert library.choose_variant("cpu") == "reference"
+    assert variants.choose_variant("cpu") == "reference"
     with ops.kernels("auto"):
         assert ops.current_choice() == "auto"
         with ops.kernels("reference"):
@@ -204,10 +204,10 @@ def test_dispatch(set_kernels):
 def test_library_that_emulates_cuda_runs_its_kernels_on_cpu_tensors():
     x = torch.randn(2, 8)
     with ops.kernels("cuda"):
-        assert library.choose_variant("cpu") == "cuda"
+        assert variants.choose_variant("cpu") == "cuda"
         torch.testing.assert_close(ops.bias_gelu(x), torch.nn.functional.gelu(x))
     with ops.kernels("auto"):
-        assert library.choose_variant("cpu") == "reference"
+        assert variants.choose_variant("cpu") == "reference"
     with (
         ops.kernels("cpp"),
         pytest.raises(RuntimeError, match="runs its CUDA kernels on CPU tensors"),
@@ -216,7 +216,7 @@ def test_library_that_emulates_cuda_runs_its_kernels_on_cpu_tensors():
 
 
 def test_choice_is_logged_once(caplog):
-    library._best_variant.cache_clear()
+    variants._best_variant.cache_clear()
     with caplog.at_level(logging.INFO, "shardzoo.ops"), ops.kernels("reference"):
         ops.bias_gelu(torch.ones(3))
         ops.bias_gelu(torch.ones(3))

@@ -14,14 +14,14 @@ from torch import nn
 
 from shardzoo import ops
 from shardzoo.mpu import grad_norm
-from shardzoo.ops import library
+from shardzoo.ops import library, variants
 from shardzoo.ops import optimizer as optimizer_ops
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.engines import torch_engine
 from shardzoo.trainer.engines.deepspeed_config import deepspeed_config
 from shardzoo.trainer.optimizers.adamw import AdamW, clip_gradients
 
-has_kernels = library.unavailable("cpp", "cpu") is None
+has_kernels = variants.unavailable("cpp", "cpu") is None
 needs_kernels = pytest.mark.skipif(not has_kernels, reason="no compiled kernels")
 SHAPES = [(1,), (7,), (16,), (3, 5), (130, 129), (8193,), (3, 8192)]
 

@@ -10,7 +10,7 @@ from memory import kept_bytes, peak_of
 
 from shardzoo.cli.estimate import main
 from shardzoo.models import ParallelConfig, find_config, from_config
-from shardzoo.ops import library
+from shardzoo.ops import variants
 from shardzoo.trainer.estimate import Job, estimate, largest_micro_batch
 
 # Blocks that keep much more than their weights, so that a moment that is left out shows.
@@ -141,7 +141,7 @@ def test_the_peak_of_a_step(name, changes, job, optimizer, moment):
     measured = peak_of_tensors(config, job, optimizer)
     assert found.peak.name == moment
     expected = found.peak.total - found.peak.lines["framework"]
-    if library.unavailable("cpp", "cpu") is None:
+    if variants.unavailable("cpp", "cpu") is None:
         # The formulas leave the small tensors of a step out: batches, positions, biases' gradients.
         assert expected == pytest.approx(measured, rel=0.05)
     else:  # the reference keeps what the kernels recompute
