@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..mpu.division import find_first_unit
-from ..ops.attention import has_attention_kernel, rows_at_once, suits_tiles, writes_scores
+from ..ops.attention import choose_block_rows, has_attention_kernel, suits_tiles, writes_scores
 from ..ops.cross_entropy import CHUNK_LOGITS, suits_chunks
 from .parallel_config import ParallelConfig
 
@@ -352,7 +352,9 @@ def _working(stack: StackSpec, batch: Batch, layout: Layout, recomputed: int = 0
                 attention += heads * (2 * length - 1) * FP32
         else:
             # Six tensors of a block's scores, and the sums of the gradients of k and v in fp32.
-            scores = heads * min(rows_at_once(heads * length * e, layout.device), length) * length
+            scores = (
+                heads * min(choose_block_rows(heads * length * e, layout.device), length) * length
+            )
             attention += 6 * scores * e + 2 * inner // e * FP32
     # By then the feed-forward block's kept tensors, its norm's input and output included, are
     # freed.

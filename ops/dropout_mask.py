@@ -25,33 +25,10 @@ import torch
 from torch import Tensor
 
 _LOW = 0xFFFFFFFF
+
 _GOLDEN = 0x9E3779B97F4A7C15
+
 _MASK64 = (1 << 64) - 1
-
-
-def _signed(value: int) -> int:
-    """Returns the signed integer with the bits of `value` modulo 2^64, because PyTorch has no
-    unsigned arithmetic.
-    """
-    value &= _MASK64
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shift_right(value: Tensor, bits: int) -> Tensor:
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _chain(key: Tensor, value: Tensor) -> Tensor:
-    z = key + (value + 1) * _signed(_GOLDEN)
-    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shift_right(z, 31)
-
-
-def _mix64(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)
 
 
 def use_key(seed: int, site: int, visit: int) -> int:
@@ -81,43 +58,6 @@ def dropout_keys(
     return _chain(torch.tensor([_signed(use) for use in key], device=device)[:, None], samples)
 
 
-def row_keys(keys: Tensor, rows: Tensor) -> Tensor:
-    """Returns the keys of the rows int64 [R] of each sample, int64 [B, R]."""
-    return _chain(keys.reshape(-1, 1), rows)
-
-
-def keys_from_row(keys: Tensor, first_row: int | Tensor) -> Tensor:
-    """Returns keys with which row r has the mask that row first_row + r has with `keys`.
-
-    The key of a row depends on the sum of the sample's key and a multiple of the row.
-    """
-    return keys + (
-        first_row * _signed(_GOLDEN)
-        if isinstance(first_row, Tensor)
-        else _signed(_GOLDEN * first_row)
-    )
-
-
-def attention_rows(first_head: int, heads: int, queries: int, device: torch.device | str) -> Tensor:
-    """Returns the row of each (head, query) in attention probabilities, int64 [heads * queries]:
-    head * 2^32 + query.
-
-    So the mask of a head does not depend on the number of queries, which padding changes.
-    """
-    numbers = torch.arange(first_head, first_head + heads, device=device)
-    return ((numbers << 32)[:, None] + torch.arange(queries, device=device)).flatten()
-
-
-def dropout_threshold(p: float) -> int:
-    """Returns the 32-bit hash below which elements are dropped.
-
-    Raises ValueError unless 0 <= p < 1.
-    """
-    if not 0.0 <= p < 1.0:
-        raise ValueError(f"a dropout probability must be at least 0 and less than 1, got {p}")
-    return min(round(p * 2**32), _LOW)
-
-
 def dropout_keep(
     keys: Tensor, shape: tuple[int, ...], p: float, first_row: int = 0, first_column: int = 0
 ) -> Tensor:
@@ -137,12 +77,79 @@ def dropout_keep(
     return kept_elements(row_keys(keys, rows), shape[-1], p, first_column).reshape(shape)
 
 
-def kept_elements(of_rows: Tensor, columns: int, p: float, first_column: int = 0) -> Tensor:
+def kept_elements(keys: Tensor, columns: int, p: float, first_column: int = 0) -> Tensor:
     """Returns the boolean mask [B, R, columns] of kept elements in rows with the keys int64 [B, R]."""
-    column = torch.arange(first_column, first_column + columns, device=of_rows.device)
-    h = ((of_rows[:, :, None] & _LOW) + column) & _LOW
+    column = torch.arange(first_column, first_column + columns, device=keys.device)
+    h = ((keys[:, :, None] & _LOW) + column) & _LOW
     h = ((h ^ (h >> 16)) * 0x21F0AAAD) & _LOW
-    h = h ^ _shift_right(of_rows[:, :, None], 32)
+    h = h ^ _shift_right(keys[:, :, None], 32)
     h = ((h ^ (h >> 15)) * 0x735A2D97) & _LOW
     h = h ^ (h >> 15)
     return h >= dropout_threshold(p)
+
+
+def dropout_threshold(p: float) -> int:
+    """Returns the 32-bit hash below which elements are dropped.
+
+    Raises:
+        ValueError: p is outside [0, 1).
+    """
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"a dropout probability must be at least 0 and less than 1, got {p}")
+    return min(round(p * 2**32), _LOW)
+
+
+def row_keys(keys: Tensor, rows: Tensor) -> Tensor:
+    """Returns the keys of the rows int64 [R] of each sample, int64 [B, R]."""
+    return _chain(keys.reshape(-1, 1), rows)
+
+
+def keys_from_row(keys: Tensor, first_row: int | Tensor) -> Tensor:
+    """Returns keys with which row r has the mask that row first_row + r has with `keys`.
+
+    The key of a row depends on the sum of the sample's key and a multiple of the row.
+    """
+    if isinstance(first_row, Tensor):
+        return keys + first_row * _signed(_GOLDEN)
+    return keys + _signed(_GOLDEN * first_row)
+
+
+def attention_rows(first_head: int, heads: int, queries: int, device: torch.device | str) -> Tensor:
+    """Returns the row of each (head, query) in attention probabilities, int64 [heads * queries].
+
+    It is head * 2^32 + query, so that the mask of a head does not depend on the number of queries,
+    which padding changes.
+    """
+    numbers = torch.arange(first_head, first_head + heads, device=device)
+    return ((numbers << 32)[:, None] + torch.arange(queries, device=device)).flatten()
+
+
+# The hash on PyTorch's and Python's integers.
+
+
+def _chain(key: Tensor, value: Tensor) -> Tensor:
+    """Returns chain(key, value) of int64 tensors that broadcast."""
+    z = key + (value + 1) * _signed(_GOLDEN)
+    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift_right(z, 31)
+
+
+def _mix64(z: int) -> int:
+    """Returns mix64 of an integer below 2^64."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    """Shifts int64 as if it were unsigned: zeros come in, not the sign."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """Returns the signed integer with the bits of `value` modulo 2^64, because PyTorch has no
+    unsigned arithmetic.
+    """
+    value &= _MASK64
+    return value - (1 << 64) if value >> 63 else value

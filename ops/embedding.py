@@ -17,11 +17,12 @@ from .cpu.pool import empty_pooled
 def add_embedding_gradient(
     total: Tensor | None, rows: Tensor, ids: Tensor, shape: tuple[int, ...], padding_idx: int | None
 ) -> Tensor:
-    """Returns `total`, or zeros for None, plus the gradient of each looked-up row; it may overwrite
-    `total`.
+    """Returns the table's gradient [V, H]: `total` plus the gradient of each looked-up row.
+
+    It may overwrite `total`.
 
     Args:
-        total: The table's gradient from its other uses, [V, H].
+        total: The table's gradient from its other uses, [V, H]; None for zeros.
         rows: The gradients of the rows, [..., H].
         ids: The rows' numbers, integers [...].
         shape: (V, H).

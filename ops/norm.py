@@ -20,130 +20,17 @@ from .dispatcher import in_inference_mode
 from .registration import Op, compute_dtype, contiguous, empty_placeholder, same_dtype
 
 
-def layer_norm_reference(x, residual, weight, bias, eps):
-    """Computes the definition: (y, h or a placeholder, mean, 1 / standard deviation)."""
-    h = x if residual is None else x + residual
-    wide = h.to(compute_dtype(x))
-    mean = wide.mean(-1, keepdim=True)
-    rstd = torch.rsqrt((wide - mean).square().mean(-1, keepdim=True) + eps)
-    y = (wide - mean) * rstd * weight.to(wide.dtype)
-    if bias is not None:
-        y = y + bias.to(wide.dtype)
-    summed = empty_placeholder(x) if residual is None else h
-    return y.to(x.dtype), summed, mean.flatten(), rstd.flatten()
-
-
-def layer_norm_backward_reference(grad, grad_summed, h, weight, mean, rstd, has_bias):
-    """Returns the gradients of h (equal to those of x and of the residual), weight and bias.
-
-    The last two are not rounded to a 16-bit dtype, because they may still be summed over ranks.
-    """
-    dtype = compute_dtype(h)
-    rows = h.shape[:-1]
-    wide = h.to(dtype)
-    dy = grad.to(dtype)
-    scale = rstd.reshape(*rows, 1)
-    normalized = (wide - mean.reshape(*rows, 1)) * scale
-    weighted = dy * weight.to(dtype)
-    grad_x = weighted - weighted.mean(-1, keepdim=True)
-    grad_x = scale * (grad_x - normalized * (weighted * normalized).mean(-1, keepdim=True))
-    if grad_summed is not None:
-        grad_x = grad_x + grad_summed.to(dtype)
-    grad_weight = (dy * normalized).flatten(0, -2).sum(0)
-    grad_bias = dy.flatten(0, -2).sum(0) if has_bias else empty_placeholder(weight)
-    return grad_x.to(h.dtype), grad_weight, grad_bias
-
-
-def _layer_norm_allocate(x, residual, weight, bias, eps):
-    y = empty_pooled(x)
-    summed = empty_placeholder(x) if residual is None else empty_pooled(x)
-    rows = x.shape[:-1].numel()
-    mean, rstd = (x.new_empty(rows, dtype=compute_dtype(x)) for _ in range(2))
-    return y, summed, mean, rstd
-
-
-def _layer_norm_allocate_backward(grad, grad_summed, h, weight, mean, rstd, has_bias):
-    grad_x = empty_pooled(h)
-    grad_weight, grad_bias = (
-        weight.new_empty(weight.shape, dtype=compute_dtype(h)) for _ in range(2)
-    )
-    return grad_x, grad_weight, grad_bias if has_bias else empty_placeholder(weight)
-
-
-def _layer_norm_prepare(x, residual, weight, bias, eps):
-    return same_dtype(x, residual, weight, bias) or (*contiguous(x, residual, weight, bias), eps)
-
-
-def _layer_norm_prepare_backward(grad, grad_summed, h, weight, mean, rstd, has_bias):
-    tensors = (grad, grad_summed, h, weight)
-    return same_dtype(*tensors) or (*contiguous(*tensors), mean, rstd, has_bias)
-
-
-def _launch_triton_layer_norm(*arguments):
-    from .triton_kernels.norm import launch_layer_norm
-
-    launch_layer_norm(*arguments)
-
-
-layer_norm_op = Op(
-    "layer_norm",
-    "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps",
-    ("y", "summed", "mean", "rstd"),
-    allocate=_layer_norm_allocate,
-    reference=layer_norm_reference,
-    prepare=_layer_norm_prepare,
-    triton=_launch_triton_layer_norm,
-)
-
-
-def _launch_triton_layer_norm_backward(*arguments):
-    from .triton_kernels.norm import launch_layer_norm_backward
-
-    launch_layer_norm_backward(*arguments)
-
-
-layer_norm_backward_op = Op(
-    "layer_norm_backward",
-    "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor mean, Tensor rstd, bool has_bias",
-    ("grad_x", "grad_weight", "grad_bias"),
-    allocate=_layer_norm_allocate_backward,
-    reference=layer_norm_backward_reference,
-    prepare=_layer_norm_prepare_backward,
-    triton=_launch_triton_layer_norm_backward,
-)
-
-
-def _layer_norm_setup_context(ctx, inputs, output):
-    x, residual, weight, bias, _ = inputs
-    _, summed, mean, rstd = output
-    ctx.has_residual = residual is not None
-    ctx.has_bias = bias is not None
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)  # the sum may have no gradient
-    ctx.save_for_backward(x if residual is None else summed, weight, mean, rstd)
-
-
-def _layer_norm_backward(ctx, grad, grad_summed, grad_mean, grad_rstd):
-    h, weight, mean, rstd = ctx.saved_tensors
-    grad = torch.zeros_like(h) if grad is None else grad
-    grad_x, grad_weight, grad_bias = layer_norm_backward_op(
-        grad, grad_summed if ctx.has_residual else None, h, weight, mean, rstd, ctx.has_bias
-    )
-    return (
-        grad_x,
-        grad_x if ctx.has_residual else None,
-        grad_weight.to(weight.dtype),
-        grad_bias.to(weight.dtype) if ctx.has_bias else None,
-        None,
-    )
-
-
-layer_norm_op.autograd(_layer_norm_setup_context, _layer_norm_backward)
-
-
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Returns LayerNorm of x [..., H] over its last dimension, in the shape and dtype of x; weight
-    and bias are [H].
+    """Computes LayerNorm over the last dimension.
+
+    Args:
+        x: [..., H], fp32, bf16, fp16 or fp64.
+        weight: [H].
+        bias: [H] or None.
+        eps: Added to the variance.
+
+    Returns:
+        [..., H], in the dtype of x.
     """
     if x.shape[-1:] != weight.shape:
         raise _mismatch(x, weight)
@@ -153,9 +40,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns (LayerNorm of h, h) with h = x + residual, in one pass over memory.
+    """Adds a residual and computes LayerNorm of the sum, in one pass over memory.
 
-    Shapes are as in `layer_norm`.
+    Args:
+        x: [..., H].
+        residual: [..., H].
+        weight: [H].
+        bias: [H] or None.
+        eps: Added to the variance.
+
+    Returns:
+        The norm of h = x + residual, and h itself, both [..., H] in the dtype of x.
     """
     if x.shape[-1:] != weight.shape or residual.shape != x.shape:
         raise _mismatch(x, weight, residual)
@@ -163,110 +58,16 @@ def add_layer_norm(
     return y, summed
 
 
-def rms_norm_reference(x, residual, weight, eps):
-    """Computes the definition: (y, h or a placeholder, 1 / root mean square)."""
-    h = x if residual is None else x + residual
-    wide = h.to(compute_dtype(x))
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    y = weight * (wide * rstd).to(x.dtype)
-    return y.to(x.dtype), empty_placeholder(x) if residual is None else h, rstd.flatten()
-
-
-def rms_norm_backward_reference(grad, grad_summed, h, weight, rstd):
-    """Returns the gradients of h (equal to those of x and of the residual) and of the weight, the
-    latter unrounded.
-    """
-    dtype = compute_dtype(h)
-    wide = h.to(dtype)
-    dy = grad.to(dtype)
-    scale = rstd.reshape(*h.shape[:-1], 1)
-    normalized = wide * scale
-    weighted = dy * weight.to(dtype)
-    grad_x = scale * (weighted - normalized * (weighted * normalized).mean(-1, keepdim=True))
-    if grad_summed is not None:
-        grad_x = grad_x + grad_summed.to(dtype)
-    return grad_x.to(h.dtype), (dy * normalized).flatten(0, -2).sum(0)
-
-
-def _rms_norm_allocate(x, residual, weight, eps):
-    y = empty_pooled(x)
-    summed = empty_placeholder(x) if residual is None else empty_pooled(x)
-    return y, summed, x.new_empty(x.shape[:-1].numel(), dtype=compute_dtype(x))
-
-
-def _rms_norm_allocate_backward(grad, grad_summed, h, weight, rstd):
-    return empty_pooled(h), weight.new_empty(weight.shape, dtype=compute_dtype(h))
-
-
-def _rms_norm_prepare(x, residual, weight, eps):
-    return same_dtype(x, residual, weight) or (*contiguous(x, residual, weight), eps)
-
-
-def _rms_norm_prepare_backward(grad, grad_summed, h, weight, rstd):
-    return same_dtype(grad, grad_summed, h, weight) or (
-        *contiguous(grad, grad_summed, h, weight),
-        rstd,
-    )
-
-
-def _launch_triton_rms_norm(*arguments):
-    from .triton_kernels.norm import launch_rms_norm
-
-    launch_rms_norm(*arguments)
-
-
-rms_norm_op = Op(
-    "rms_norm",
-    "Tensor x, Tensor? residual, Tensor weight, float eps",
-    ("y", "summed", "rstd"),
-    allocate=_rms_norm_allocate,
-    reference=rms_norm_reference,
-    prepare=_rms_norm_prepare,
-    triton=_launch_triton_rms_norm,
-)
-
-
-def _launch_triton_rms_norm_backward(*arguments):
-    from .triton_kernels.norm import launch_rms_norm_backward
-
-    launch_rms_norm_backward(*arguments)
-
-
-rms_norm_backward_op = Op(
-    "rms_norm_backward",
-    "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor rstd",
-    ("grad_x", "grad_weight"),
-    allocate=_rms_norm_allocate_backward,
-    reference=rms_norm_backward_reference,
-    prepare=_rms_norm_prepare_backward,
-    triton=_launch_triton_rms_norm_backward,
-)
-
-
-def _rms_norm_setup_context(ctx, inputs, output):
-    x, residual, weight, _ = inputs
-    _, summed, rstd = output
-    ctx.has_residual = residual is not None
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)  # the sum may have no gradient
-    ctx.save_for_backward(x if residual is None else summed, weight, rstd)
-
-
-def _rms_norm_backward(ctx, grad, grad_summed, grad_rstd):
-    h, weight, rstd = ctx.saved_tensors
-    grad = torch.zeros_like(h) if grad is None else grad
-    grad_x, grad_weight = rms_norm_backward_op(
-        grad, grad_summed if ctx.has_residual else None, h, weight, rstd
-    )
-    return grad_x, grad_x if ctx.has_residual else None, grad_weight.to(weight.dtype), None
-
-
-rms_norm_op.autograd(_rms_norm_setup_context, _rms_norm_backward)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns RMSNorm of x [..., H] over its last dimension, in the shape and dtype of x; weight is
-    [H].
+    """Computes RMSNorm over the last dimension.
+
+    Args:
+        x: [..., H], fp32, bf16, fp16 or fp64.
+        weight: [H].
+        eps: Added to the mean of the squares.
+
+    Returns:
+        [..., H], in the dtype of x.
     """
     if x.shape[-1:] != weight.shape:
         raise _mismatch(x, weight)
@@ -274,9 +75,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (RMSNorm of h, h) with h = x + residual, in one pass over memory.
+    """Adds a residual and computes RMSNorm of the sum, in one pass over memory.
 
-    Shapes are as in `rms_norm`.
+    Returns:
+        The norm of h = x + residual, and h itself, both [..., H] in the dtype of x.
     """
     if x.shape[-1:] != weight.shape or residual.shape != x.shape:
         raise _mismatch(x, weight, residual)
@@ -287,15 +89,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def apply_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (norm of h, h) with h = x + residual; without a residual, the second value has no
-    meaning.
+    """Computes either norm of h = x + residual, for a caller who has checked the shapes.
 
-    The caller has checked the shapes, which are those of `layer_norm`. A decoding step on a CPU is
-    one call into C++.
+    A decoding step on a CPU is one call into C++.
 
     Args:
-        bias: Only of LayerNorm.
+        x: [..., H].
+        residual: [..., H], or None for h = x.
+        weight: [H].
+        bias: [H] or None; only LayerNorm has one.
         kind: "layer_norm" or "rms_norm".
+
+    Returns:
+        The norm of h, and h; without a residual, the second value has no meaning.
     """
     is_layer_norm = kind == "layer_norm"
     if x.is_cpu and in_inference_mode():
@@ -317,3 +123,275 @@ def _mismatch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Valu
     return ValueError(
         f"a norm of x {tuple(x.shape)} needs a weight of its last dimension, got {tuple(weight.shape)}"
     )
+
+
+# The definitions, which the kernels are compared with.
+
+
+def layer_norm_reference(x, residual, weight, bias, eps):
+    """Computes the definition of LayerNorm.
+
+    Args:
+        x: [..., H].
+        residual: [..., H] or None.
+        weight: [H].
+        bias: [H] or None.
+
+    Returns:
+        y: [..., H], the norm of h, in the dtype of x.
+        summed: [..., H], h in the dtype of x; without a residual a tensor of size 0.
+        mean: [rows], the mean of each row of h, in the dtype of the computation.
+        rstd: [rows], 1 / sqrt(var + eps) of each row of h, in the dtype of the computation.
+    """
+    h = x if residual is None else x + residual
+    wide = h.to(compute_dtype(x))
+    mean = wide.mean(-1, keepdim=True)
+    rstd = torch.rsqrt((wide - mean).square().mean(-1, keepdim=True) + eps)
+    y = (wide - mean) * rstd * weight.to(wide.dtype)
+    if bias is not None:
+        y = y + bias.to(wide.dtype)
+    summed = empty_placeholder(x) if residual is None else h
+    return y.to(x.dtype), summed, mean.flatten(), rstd.flatten()
+
+
+def layer_norm_backward_reference(grad, grad_summed, h, weight, mean, rstd, has_bias):
+    """Returns the gradients of h, weight and bias.
+
+    With n = (h - mean) * rstd and g = grad * weight, the gradient of h is
+    rstd * (g - mean(g) - n * mean(g * n)). It is that of x and that of the residual, too.
+
+    Args:
+        grad: [..., H], the gradient of y.
+        grad_summed: [..., H], the gradient of h from its other uses, or None.
+        h: [..., H], the sum that was normalized.
+        mean: [rows], as the forward pass returns it.
+        rstd: [rows], as the forward pass returns it.
+        has_bias: Whether there is a bias; without one, its gradient has size 0.
+
+    Returns:
+        grad_x: [..., H], in the dtype of h.
+        grad_weight: [H], in the dtype of the computation: it may still be summed over ranks.
+        grad_bias: [H], as grad_weight.
+    """
+    dtype = compute_dtype(h)
+    rows = h.shape[:-1]
+    wide = h.to(dtype)
+    dy = grad.to(dtype)
+    scale = rstd.reshape(*rows, 1)
+    normalized = (wide - mean.reshape(*rows, 1)) * scale
+    weighted = dy * weight.to(dtype)
+    grad_x = weighted - weighted.mean(-1, keepdim=True)
+    grad_x = scale * (grad_x - normalized * (weighted * normalized).mean(-1, keepdim=True))
+    if grad_summed is not None:
+        grad_x = grad_x + grad_summed.to(dtype)
+    grad_weight = (dy * normalized).flatten(0, -2).sum(0)
+    grad_bias = dy.flatten(0, -2).sum(0) if has_bias else empty_placeholder(weight)
+    return grad_x.to(h.dtype), grad_weight, grad_bias
+
+
+def rms_norm_reference(x, residual, weight, eps):
+    """Computes the definition of RMSNorm.
+
+    Args:
+        x: [..., H].
+        residual: [..., H] or None.
+        weight: [H].
+
+    Returns:
+        y: [..., H], the norm of h, in the dtype of x.
+        summed: [..., H], h in the dtype of x; without a residual a tensor of size 0.
+        rstd: [rows], 1 / sqrt(mean(h^2) + eps) of each row, in the dtype of the computation.
+    """
+    h = x if residual is None else x + residual
+    wide = h.to(compute_dtype(x))
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    y = weight * (wide * rstd).to(x.dtype)
+    summed = empty_placeholder(x) if residual is None else h
+    return y.to(x.dtype), summed, rstd.flatten()
+
+
+def rms_norm_backward_reference(grad, grad_summed, h, weight, rstd):
+    """Returns the gradients of h and of the weight, as `layer_norm_backward_reference` does.
+
+    With n = h * rstd and g = grad * weight, the gradient of h is rstd * (g - n * mean(g * n)).
+    """
+    dtype = compute_dtype(h)
+    wide = h.to(dtype)
+    dy = grad.to(dtype)
+    scale = rstd.reshape(*h.shape[:-1], 1)
+    normalized = wide * scale
+    weighted = dy * weight.to(dtype)
+    grad_x = scale * (weighted - normalized * (weighted * normalized).mean(-1, keepdim=True))
+    if grad_summed is not None:
+        grad_x = grad_x + grad_summed.to(dtype)
+    grad_weight = (dy * normalized).flatten(0, -2).sum(0)
+    return grad_x.to(h.dtype), grad_weight
+
+
+# The gradient formulas.
+
+
+def _layer_norm_setup_context(ctx, inputs, output):
+    x, residual, weight, bias, _ = inputs
+    _, summed, mean, rstd = output
+    ctx.has_residual = residual is not None
+    ctx.has_bias = bias is not None
+    ctx.mark_non_differentiable(mean, rstd)
+    # The sum may have no gradient, which is then None instead of zeros.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x if residual is None else summed, weight, mean, rstd)
+
+
+def _layer_norm_backward(ctx, grad, grad_summed, grad_mean, grad_rstd):
+    h, weight, mean, rstd = ctx.saved_tensors
+    grad = torch.zeros_like(h) if grad is None else grad
+    grad_x, grad_weight, grad_bias = layer_norm_backward_op(
+        grad, grad_summed if ctx.has_residual else None, h, weight, mean, rstd, ctx.has_bias
+    )
+    grad_residual = grad_x if ctx.has_residual else None
+    grad_bias = grad_bias.to(weight.dtype) if ctx.has_bias else None
+    return grad_x, grad_residual, grad_weight.to(weight.dtype), grad_bias, None
+
+
+def _rms_norm_setup_context(ctx, inputs, output):
+    x, residual, weight, _ = inputs
+    _, summed, rstd = output
+    ctx.has_residual = residual is not None
+    ctx.mark_non_differentiable(rstd)
+    # The sum may have no gradient, which is then None instead of zeros.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x if residual is None else summed, weight, rstd)
+
+
+def _rms_norm_backward(ctx, grad, grad_summed, grad_rstd):
+    h, weight, rstd = ctx.saved_tensors
+    grad = torch.zeros_like(h) if grad is None else grad
+    grad_x, grad_weight = rms_norm_backward_op(
+        grad, grad_summed if ctx.has_residual else None, h, weight, rstd
+    )
+    grad_residual = grad_x if ctx.has_residual else None
+    return grad_x, grad_residual, grad_weight.to(weight.dtype), None
+
+
+# The registration of LayerNorm.
+
+
+def _allocate_layer_norm(x, residual, weight, bias, eps):
+    y = empty_pooled(x)
+    summed = empty_placeholder(x) if residual is None else empty_pooled(x)
+    rows = x.shape[:-1].numel()
+    mean = x.new_empty(rows, dtype=compute_dtype(x))
+    rstd = x.new_empty(rows, dtype=compute_dtype(x))
+    return y, summed, mean, rstd
+
+
+def _allocate_layer_norm_backward(grad, grad_summed, h, weight, mean, rstd, has_bias):
+    grad_x = empty_pooled(h)
+    grad_weight = weight.new_empty(weight.shape, dtype=compute_dtype(h))
+    if has_bias:
+        grad_bias = weight.new_empty(weight.shape, dtype=compute_dtype(h))
+    else:
+        grad_bias = empty_placeholder(weight)
+    return grad_x, grad_weight, grad_bias
+
+
+def _prepare_layer_norm(x, residual, weight, bias, eps):
+    return same_dtype(x, residual, weight, bias) or (*contiguous(x, residual, weight, bias), eps)
+
+
+def _prepare_layer_norm_backward(grad, grad_summed, h, weight, mean, rstd, has_bias):
+    tensors = (grad, grad_summed, h, weight)
+    return same_dtype(*tensors) or (*contiguous(*tensors), mean, rstd, has_bias)
+
+
+def _launch_triton_layer_norm(*arguments):
+    from .triton_kernels.norm import launch_layer_norm
+
+    launch_layer_norm(*arguments)
+
+
+def _launch_triton_layer_norm_backward(*arguments):
+    from .triton_kernels.norm import launch_layer_norm_backward
+
+    launch_layer_norm_backward(*arguments)
+
+
+layer_norm_op = Op(
+    "layer_norm",
+    "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps",
+    ("y", "summed", "mean", "rstd"),
+    allocate=_allocate_layer_norm,
+    reference=layer_norm_reference,
+    prepare=_prepare_layer_norm,
+    triton=_launch_triton_layer_norm,
+)
+
+layer_norm_backward_op = Op(
+    "layer_norm_backward",
+    "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor mean, Tensor rstd, bool has_bias",
+    ("grad_x", "grad_weight", "grad_bias"),
+    allocate=_allocate_layer_norm_backward,
+    reference=layer_norm_backward_reference,
+    prepare=_prepare_layer_norm_backward,
+    triton=_launch_triton_layer_norm_backward,
+)
+
+layer_norm_op.autograd(_layer_norm_setup_context, _layer_norm_backward)
+
+
+# The registration of RMSNorm.
+
+
+def _allocate_rms_norm(x, residual, weight, eps):
+    y = empty_pooled(x)
+    summed = empty_placeholder(x) if residual is None else empty_pooled(x)
+    rstd = x.new_empty(x.shape[:-1].numel(), dtype=compute_dtype(x))
+    return y, summed, rstd
+
+
+def _allocate_rms_norm_backward(grad, grad_summed, h, weight, rstd):
+    return empty_pooled(h), weight.new_empty(weight.shape, dtype=compute_dtype(h))
+
+
+def _prepare_rms_norm(x, residual, weight, eps):
+    return same_dtype(x, residual, weight) or (*contiguous(x, residual, weight), eps)
+
+
+def _prepare_rms_norm_backward(grad, grad_summed, h, weight, rstd):
+    tensors = (grad, grad_summed, h, weight)
+    return same_dtype(*tensors) or (*contiguous(*tensors), rstd)
+
+
+def _launch_triton_rms_norm(*arguments):
+    from .triton_kernels.norm import launch_rms_norm
+
+    launch_rms_norm(*arguments)
+
+
+def _launch_triton_rms_norm_backward(*arguments):
+    from .triton_kernels.norm import launch_rms_norm_backward
+
+    launch_rms_norm_backward(*arguments)
+
+
+rms_norm_op = Op(
+    "rms_norm",
+    "Tensor x, Tensor? residual, Tensor weight, float eps",
+    ("y", "summed", "rstd"),
+    allocate=_allocate_rms_norm,
+    reference=rms_norm_reference,
+    prepare=_prepare_rms_norm,
+    triton=_launch_triton_rms_norm,
+)
+
+rms_norm_backward_op = Op(
+    "rms_norm_backward",
+    "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor rstd",
+    ("grad_x", "grad_weight"),
+    allocate=_allocate_rms_norm_backward,
+    reference=rms_norm_backward_reference,
+    prepare=_prepare_rms_norm_backward,
+    triton=_launch_triton_rms_norm_backward,
+)
+
+rms_norm_op.autograd(_rms_norm_setup_context, _rms_norm_backward)

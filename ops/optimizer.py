@@ -20,24 +20,6 @@ from .registration import same_dtype
 from .variants import choose_variant
 
 
-def suits_optimizer_kernels(*tensors: Tensor) -> bool:
-    """Returns whether the kernels take these tensors: dense, of one dtype, on a CPU."""
-    is_dense = all(
-        tensor.is_cpu and tensor.is_contiguous() and tensor.numel() for tensor in tensors
-    )
-    return (
-        is_dense
-        and same_dtype(*tensors) is None
-        and can_bypass_dispatcher(*tensors)
-        and choose_variant("cpu") == "cpp"
-    )
-
-
-def may_have_adamw_kernel(tensor: Tensor) -> bool:
-    """Returns whether `adamw` exists for the tensor's device."""
-    return tensor.is_cpu
-
-
 def adamw(
     parameter: Tensor,
     gradient: Tensor,
@@ -73,3 +55,21 @@ def sum_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     wide = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     norms = torch.ops.aten._foreach_norm(list(tensors), 2, dtype=wide)
     return torch.stack([norm.to(device) for norm in norms]).square().sum().float()
+
+
+def may_have_adamw_kernel(tensor: Tensor) -> bool:
+    """Returns whether `adamw` exists for the tensor's device."""
+    return tensor.is_cpu
+
+
+def suits_optimizer_kernels(*tensors: Tensor) -> bool:
+    """Returns whether the kernels take these tensors: dense, of one dtype, on a CPU."""
+    is_dense = all(
+        tensor.is_cpu and tensor.is_contiguous() and tensor.numel() for tensor in tensors
+    )
+    return (
+        is_dense
+        and same_dtype(*tensors) is None
+        and can_bypass_dispatcher(*tensors)
+        and choose_variant("cpu") == "cpp"
+    )

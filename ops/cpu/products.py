@@ -16,11 +16,10 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .. import library, registration, variants
+from ..autograd import Function, once_differentiable
 from ..compiling import assume_constant_result
 from ..dispatcher import flop_counters, needs_gradient
 from .pool import MIN_POOLED_BYTES, empty_pooled, is_plain_call
