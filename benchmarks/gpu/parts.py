@@ -61,9 +61,11 @@ def kernels(
     )  # fmt: skip
 
 
-def decoding(seconds: int, out: Path, words: Sequence[str], dry: Sequence[str]) -> Part:
+def decoding(seconds: int, out: Path, words: Sequence[str]) -> Part:
     """Returns the part that decodes beside transformers; it refuses a speed if a side decodes other tokens."""
     common = ["benchmarks/generate.py", "--json", str(out / "decoding.json")]
+    few = ["--batches", "1", "--prompt", "4", "--new-tokens", "3", "--rounds", "1"]
+    dry = ["--models", "gpt2", "--tiny", *few]
     return Part(
         "decoding", seconds, [*common, "--device", "cuda", *words], [*common, *dry], tuple(COMMANDS)
     )
@@ -71,24 +73,10 @@ def decoding(seconds: int, out: Path, words: Sequence[str], dry: Sequence[str]) 
 
 def prove(out: Path) -> list[Part]:
     """Returns the parts of the first call."""
-    workers = (
-        [] if missing(["xdist"]) else ["-n", "8"]
-    )  # compiling Triton's kernels is most of the tests' time
+    # Compiling Triton's kernels is most of the tests' time.
+    workers = [] if missing(["xdist"]) else ["-n", "8"]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/test_gpu.py"]
     doctor = ["-m", "shardzoo.cli.main", "doctor"]
-    tiny = [
-        "--models",
-        "gpt2",
-        "--batches",
-        "1",
-        "--prompt",
-        "4",
-        "--new-tokens",
-        "3",
-        "--rounds",
-        "1",
-        "--tiny",
-    ]
     few = ["--prompt", "32", "--new-tokens", "32", "--rounds", "1"]
     return [
         script("build", 90, out, file="build_kernels", needs=tuple(BUILD)),
@@ -100,7 +88,7 @@ def prove(out: Path) -> list[Part]:
         script("parity", 105, out, file="device_parity"),
         script("training", 80, out, file="device_training"),
         script("sharing", 75, out, file="shared_device"),
-        decoding(30, out, ["--models", "gpt2", "t5-small", "--batches", "2", *few], tiny),
+        decoding(30, out, ["--models", "gpt2", "t5-small", "--batches", "2", *few]),
     ]  # fmt: skip
 
 
@@ -110,19 +98,6 @@ def measure(out: Path) -> list[Part]:
     shapes = ["8192x768", "8192x1024", "8192x2048", "8192x4096", "65536x4096"]
     others = ["masked_softmax", "softmax_bias", "cross_entropy"]
     attended = ["--op", "attention", "attention_causal", "attention_bias"]
-    tiny = [
-        "--models",
-        "gpt2",
-        "--batches",
-        "1",
-        "--prompt",
-        "4",
-        "--new-tokens",
-        "3",
-        "--rounds",
-        "1",
-        "--tiny",
-    ]
     return [
         kernels(
             "kernels", 50, out, ["--op", *rows, "--shape", *shapes, "--no-compile"],
@@ -139,7 +114,7 @@ def measure(out: Path) -> list[Part]:
             for name, seconds in zip(MODELS, (75, 50, 75, 60), strict=True)
         ),
         script("libai", 35, out, "--model", "libai", file="steps"),
-        decoding(35, out, ["--models", "gpt2", "t5-small", "--batches", "1", "8", "--dtype", "bfloat16"], tiny),
+        decoding(35, out, ["--models", "gpt2", "t5-small", "--batches", "1", "8", "--dtype", "bfloat16"]),
     ]  # fmt: skip
 
 
