@@ -3,6 +3,21 @@
 Each has a PyTorch reference, which is its ground truth, and C++, CUDA and Triton variants behind
 one dispatch. They compute on one rank's tensors and do not communicate. Callers pass offsets into
 unsplit tensors as numbers. docs/kernels.md describes the kernels.
+
+A file of an operator has its public functions first, then the definition and its gradient in
+PyTorch, the gradient formula for autograd, and the registration. The other files are:
+
+    registration.py    registers an operator, and calls one of its variants
+    variants.py        chooses the variant
+    library.py         loads the compiled kernels
+    dispatcher.py      tells whether a call may bypass PyTorch's dispatcher
+    device.py          answers what the layers ask about a device
+    compiling.py       tells PyTorch's compiler what not to trace
+    autograd.py        types of `torch.autograd.Function`
+    dropout_mask.py    which elements dropout keeps
+    cpu/               what only a CPU needs
+    triton_kernels/    the Triton variants
+    bench/             measures the operators (`shardzoo bench`)
 """
 
 from .activation import bias_gelu, geglu, relu, swiglu
