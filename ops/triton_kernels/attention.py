@@ -5,8 +5,7 @@ FlashAttention-2 (Dao 2023).
     query_gradient  the same order: the gradient of q, and what the next kernels need of a query (delta, dropout's key)
     key_gradient    a program computes the gradients of a block of keys, walking over the queries
     bias_gradient   a program walks along a diagonal of tiles. An element of these tiles always has the same distance,
-                    so the tiles are added element by element, and only their sum is folded into
-                    diagonals
+                    so the tiles are added element by element, and only their sum is folded into diagonals
 
 Nothing is added atomically, so results are reproducible. Tiles that no query sees are not computed,
 and the rules about positions are applied only in tiles that they cut. Exponentials have base 2, as
@@ -28,7 +27,8 @@ from .common import is_kept, row_key
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-PROGRAMS = 512  # of `bias_gradient`, if there are enough samples to share out
+# The programs of `bias_gradient`, if there are enough samples to share out.
+PROGRAMS = 512
 
 
 class TileShape(NamedTuple):
@@ -41,10 +41,10 @@ class TileShape(NamedTuple):
 
 
 class CallSizes(NamedTuple):
-    """Of the whole call; `served` query heads share a key-value head."""
+    """Holds the sizes of the whole call; `queries_per_kv` query heads share a key-value head."""
 
     heads: int
-    served: int
+    queries_per_kv: int
     queries: int
     keys: int
 
@@ -140,9 +140,8 @@ def visible_end(row, b, limit, sizes, rules, CAUSAL: tl.constexpr):
 def block_of_head(rows, heads, ROWS: tl.constexpr):
     """Returns the first row of the program's block, its sample and its head."""
     blocks = tl.cdiv(rows, ROWS)
-    first = (
-        blocks - 1 - tl.program_id(0) % blocks
-    ) * ROWS  # with the causal rule, the longest programs start first
+    # With the causal rule, the last blocks have the most keys; these programs start first.
+    first = (blocks - 1 - tl.program_id(0) % blocks) * ROWS
     return first, tl.program_id(0) // blocks // heads, tl.program_id(0) // blocks % heads
 
 
@@ -170,20 +169,15 @@ def apply_rules(products, row, column, end, b, n, sizes, rules, CUT: tl.constexp
     row = tl.minimum(row, sizes.queries - 1)
     visible = column < end
     if rules.bias is not None:
-        of_head = (
-            rules.bias
-            + tl.cast(n, tl.int64) * (sizes.queries + sizes.keys - 1)
-            + (sizes.queries - 1)
-        )
-        at = of_head + (column - row)
+        distances = sizes.queries + sizes.keys - 1
+        head_bias = rules.bias + tl.cast(n, tl.int64) * distances + (sizes.queries - 1)
+        at = head_bias + (column - row)
         bias = tl.load(at, mask=visible, other=0.0) if CUT else tl.load(at)
         z += bias.to(tl.float32) * LOG2_E
     if rules.mask is not None:
-        of_query = (
-            head_start(rules.mask, rules.mask_strides, b, n)
-            + row.to(tl.int64) * rules.mask_strides[2]
-        )
-        at = of_query + column * rules.mask_strides[3]
+        head_mask = head_start(rules.mask, rules.mask_strides, b, n)
+        row_mask = head_mask + row.to(tl.int64) * rules.mask_strides[2]
+        at = row_mask + column * rules.mask_strides[3]
         mask = tl.load(at, mask=visible, other=0) if CUT else tl.load(at)
         if rules.mask.dtype.element_ty == tl.uint8:
             z = tl.where(mask != 0, z, float("-inf"))
@@ -238,8 +232,8 @@ def forward(
     q = load_rows(
         head_start(q_ptr, strides[0], b, n), strides[0][2], first, sizes.queries, WIDTH, ROWS, D
     )
-    k_ptr = head_start(k_ptr, strides[1], b, n // sizes.served)
-    v_ptr = head_start(v_ptr, strides[2], b, n // sizes.served)
+    k_ptr = head_start(k_ptr, strides[1], b, n // sizes.queries_per_kv)
+    v_ptr = head_start(v_ptr, strides[2], b, n // sizes.queries_per_kv)
     cut, stop = keys_of_block(first, ROWS, COLUMNS, b, sizes, rules, CAUSAL)
     state = (
         tl.full([ROWS], float("-inf"), tl.float32),
@@ -346,8 +340,8 @@ def query_gradient(
     q = load_rows(
         head_start(q_ptr, strides[0], b, n), strides[0][2], first, sizes.queries, WIDTH, ROWS, D
     )
-    k_ptr = head_start(k_ptr, strides[1], b, n // sizes.served)
-    v_ptr = head_start(v_ptr, strides[2], b, n // sizes.served)
+    k_ptr = head_start(k_ptr, strides[1], b, n // sizes.queries_per_kv)
+    v_ptr = head_start(v_ptr, strides[2], b, n // sizes.queries_per_kv)
     cut, stop = keys_of_block(first, ROWS, COLUMNS, b, sizes, rules, CAUSAL)
     grad_q = tl.zeros([ROWS, D], tl.float32)
     row = row[:, None]
@@ -423,7 +417,7 @@ def key_gradient(
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    groups = sizes.heads // sizes.served
+    groups = sizes.heads // sizes.queries_per_kv
     blocks = tl.cdiv(sizes.keys, COLUMNS)
     first = tl.program_id(0) % blocks * COLUMNS
     b = tl.program_id(0) // blocks // groups
@@ -438,7 +432,7 @@ def key_gradient(
     limit = key_limit(b, sizes, rules)
     start, whole = queries_of_block(first, ROWS, COLUMNS, limit, b, sizes, rules, CAUSAL)
     sums = (tl.zeros([COLUMNS, D], tl.float32), tl.zeros([COLUMNS, D], tl.float32))
-    for n in range(group * sizes.served, (group + 1) * sizes.served):
+    for n in range(group * sizes.queries_per_kv, (group + 1) * sizes.queries_per_kv):
         of_head = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries
         q_head = head_start(q_ptr, strides[0], b, n)
         grad_head = head_start(grad_ptr, strides[3], b, n)
@@ -505,7 +499,7 @@ def diagonal_tile(
         head_start(grad_ptr, strides[3], b, n), strides[3][2], i, sizes.queries, WIDTH, T, D
     )
     k = load_rows(
-        head_start(k_ptr, strides[1], b, n // sizes.served),
+        head_start(k_ptr, strides[1], b, n // sizes.queries_per_kv),
         strides[1][2],
         j,
         sizes.keys,
@@ -514,7 +508,7 @@ def diagonal_tile(
         D,
     )
     v = load_rows(
-        head_start(v_ptr, strides[2], b, n // sizes.served),
+        head_start(v_ptr, strides[2], b, n // sizes.queries_per_kv),
         strides[2][2],
         j,
         sizes.keys,
