@@ -84,10 +84,8 @@ class WritingRanks(Converting):
     tp: int = 2
     """Number of tensor-parallel ranks."""
     to: Format = "shardzoo"
-    """Format of the destination; legacy: mp_rank_XX_model_states.pt files; megatron:
-
-    Megatron-LM's folders.
-    """
+    """Format of the destination. legacy: mp_rank_XX_model_states.pt files; megatron: Megatron-LM's
+    folders."""
     pp: int = 1
     """Number of pipeline stages, for megatron."""
     with_optimizer: bool = False

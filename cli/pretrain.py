@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ensure_processes_for(arguments)
         if defaults:
             print(defaults)
-        from ..pretraining.recipe import Pretraining  # DeepSpeed takes seconds to import
+        from ..pretraining.run import Pretraining  # DeepSpeed takes seconds to import
 
         Pretraining(arguments, inputs, launch).run()
         return 0

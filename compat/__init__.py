@@ -1,8 +1,8 @@
 """What exists for scripts that were written for FlagAI, t2t-tuner or LiBai alone.
 
-- `AutoLoader`, `Predictor` and two collate functions are FlagAI's. - `spellings.py` has the names
-of arguments in those systems and in transformers. The package accepts
-  them everywhere, because its face imports that file.
+- `AutoLoader`, `Predictor` and two collate functions are FlagAI's.
+- `spellings.py` has the names of arguments in those systems and in transformers. The package
+  accepts them everywhere, because its face imports that file.
 
 t2t-tuner's own names are those of `shardzoo.finetuning`. Each name is imported at its first use.
 """

@@ -10,10 +10,14 @@ The way of a tensor of a Hugging Face file to rank 1's file, in `split(source, d
    in the source's `CheckpointLayout` (`checkpoint/layout.py`).
 4. `target.build_shards_target` does the same for the destination: the parameter's `Shard` gives the
    ranges of each rank, and `checkpoint/planned_file.py` the offsets in `rank_01.safetensors`.
-5. `plan.plan_conversion` checks both layouts and pairs them: a `TensorCopy` for each parameter.
+5. `plan.plan_conversion`, which has called 2 to 4, checks both layouts and pairs them: a
+   `TensorCopy` for each parameter.
 6. `destination.Destination.begin` creates the files at full size, under names that nothing loads.
-7. `workers.run_copies` runs `copying.run_copy` for each copy in threads: read a block, verify its
-   hash, divide it among the ranks, write and hash it. `journal.Journal` records finished copies.
+7. `workers.run_copies` runs `copying.run_copy` for each copy in threads: read a block
+   (`HashingReader`), divide it among the ranks (`_scatter_block`, or `_copy_tiles` for a weight
+   that is stored transposed, as GPT-2's are), write and hash it (`HashingWriter`). A hash that the
+   source records is compared after its last block; a Hugging Face folder records none.
+   `journal.Journal` records finished copies.
 8. `Destination.finish` renames the files and writes `manifest.json` last.
 
 Names are imported when they are first used, so that inspecting a folder does not import torch.

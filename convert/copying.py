@@ -10,7 +10,8 @@
   memory.
 
 Elements travel as unsigned integers of their size, so that no bit changes. Only a conversion to
-another type, or the addition of LoRA weights, looks at them as numbers; it needs torch.
+another type, or the addition of LoRA weights, looks at them as numbers. These, and tiles that are
+turned, need torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Runs copies side by side, in threads of this process or in processes of one thread each.
 
-The processes import neither torch nor the models.
+The processes do not import the models; torch only for copies that turn a matrix, convert a type or
+add LoRA weights.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..data import AnswerSpans
 from ..models.language_model import IGNORED
-from ..trainer.batches.loss_normalization import output_field
+from ..trainer.batches.loss_normalization import find_output_field
 from ..trainer.launch.ranks import Ranks
 from .arguments import METRICS
 from .text_generator import TextGenerator
@@ -118,10 +118,11 @@ def predictions_of(kind: str, output: Any, batch: Mapping[str, Tensor]) -> list[
     of such pairs, and for answers the logits of the first and the last token."""
     if kind == "answers":
         logits = (
-            output_field(output, f"{end}_logits").float().cpu().tolist() for end in ("start", "end")
+            find_output_field(output, f"{end}_logits").float().cpu().tolist()
+            for end in ("start", "end")
         )
         return list(zip(*logits, strict=True))
-    logits = output_field(output, "logits").float().cpu()
+    logits = find_output_field(output, "logits").float().cpu()
     labels = batch["labels"].cpu()
     if kind == "numbers":
         return list(zip(logits.view(-1).tolist(), labels.view(-1).tolist(), strict=True))

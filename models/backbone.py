@@ -18,9 +18,9 @@ class Backbone(PipelineStage):
     """Base of the models: embeddings and blocks, without a head.
 
     A family's backbone sets the attributes and gives `run_backbone` and `init_weights`.
-    `run_backbone` has three parts: the embeddings (a method `embed`), the blocks with what follows
-    from the batch (masks, rotary positions, caches), and the final norm. Only hidden states pass
-    from part to part.
+    `run_backbone` has three parts: the embeddings, the blocks with what follows from the batch
+    (masks, rotary positions, caches), and the final norm. Most families give all three to
+    `run_stack`; encoder-decoders have `Seq2SeqBackbone.run_backbone`.
     """
 
     config: Any  # the family's ModelConfig

@@ -78,7 +78,7 @@ class LanguageModel(GenerationMixin, Backbone):
 
         if labels is None:
             return None, logits()
-        loss = head_loss(
+        loss = compute_loss(
             head,
             hidden,
             self.targets(labels),
@@ -119,7 +119,7 @@ def note_target_count(labels: Tensor, count: int) -> None:
     vars(labels)["target_count"] = count
 
 
-def head_loss(
+def compute_loss(
     head: VocabParallelHead,
     hidden: Tensor,
     labels: Tensor,

@@ -81,8 +81,7 @@ def from_pretrained(
 
     Raises:
         ValueError: A file is damaged, or a tensor is missing, is unknown to the model, or has a
-        wrong
-            shape or digest. The message names the file and the tensor.
+            wrong shape or digest. The message names the file and the tensor.
     """
     folder = find_model(path, "path")
     if not folder.is_dir():

@@ -67,13 +67,22 @@ class PipelineStage(nn.Module):
         return BackboneOutput(states, table)
 
     def receive_hidden_states(self) -> Tensor:
-        """Returns the hidden states that the previous stage has sent."""
+        """Returns the hidden states that the previous stage has sent: in a schedule, those that the
+        engine has put in place before this forward pass.
+        """
         assert self.stage is not None
         return self.stage.transfer.receive()
 
     def send_hidden_states(self, *tensors: Tensor) -> StageOutput:
-        """Sends tensors [B, S, H] to the next stage, joined along S, and returns what `forward`
-        returns then.
+        """Hands tensors [B, S, H], joined along S, to `stage.transfer` for the next stage.
+
+        Outside of training it sends them at once. In a schedule it keeps them until the engine,
+        which called `forward`, takes them. Without tensors nothing is handed over: no later stage
+        needs any.
+
+        Returns:
+            What `forward` returns on this stage. Its loss is 0, and requires a gradient like the
+            loss of the last stage, because the trainer refuses a loss that does not.
         """
         assert self.stage is not None
         if not tensors:
@@ -85,14 +94,14 @@ class PipelineStage(nn.Module):
 
 
 class StageTransfer(Protocol):
-    """Moves hidden states between neighboring stages."""
+    """How hidden states come from the previous stage and get to the next one."""
 
     def receive(self) -> Tensor:
         """Returns what the previous stage has sent."""
         ...
 
     def send(self, hidden: Tensor) -> None:
-        """Sends hidden states to the next stage."""
+        """Takes hidden states for the next stage."""
         ...
 
 
@@ -162,23 +171,23 @@ def slice_pipeline_stage(
     if counts is None:
         counts = split_blocks_evenly(model, mesh.pp_size)
     check_block_counts(model, counts, mesh.pp_size)
-    whole = cast(PipelineStage, model)
-    whole.stage = StagePlace(mesh, counts)
+    place = StagePlace(mesh, counts)
+    cast(PipelineStage, model).stage = place
     stages = assign_parameters(model, counts)
-    whole.stage.holders = {name: held for name, held in stages.items() if len(held) > 1}
+    place.holders = {name: held for name, held in stages.items() if len(held) > 1}
 
     # Parameters of other stages become None; the modules around them stay, and with them all names.
     names = {parameter: name for name, parameter in model.named_parameters()}
     for module in model.modules():
         own = list(module.named_parameters(recurse=False, remove_duplicate=False))
         for attribute, parameter in own:
-            if whole.stage.index not in stages[names[parameter]]:
+            if place.index not in stages[names[parameter]]:
                 module.register_parameter(attribute, None)
 
     first = 0
     for _, blocks in list_stacks(model):
         numbers = range(len(blocks))
-        own = [i for i in numbers if find_stage(first + i, counts) == whole.stage.index]
+        own = [i for i in numbers if find_stage(first + i, counts) == place.index]
         blocks.own = range(own[0], own[-1] + 1) if own else range(0)
         first += len(blocks)
     model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)

@@ -65,8 +65,8 @@ class Seq2SeqStack(nn.Module):
         """Runs this pipeline stage's part of the stack; without a pipeline, all of it.
 
         Args:
-            x: The word embeddings [B, S, H]; or the hidden states of the previous stage, if it has
-                the first block.
+            x: The word embeddings [B, S, H]; on a pipeline stage without the stack's first block,
+                the hidden states that an earlier stage has computed.
             ids: int64 [B, S].
             mask, source_mask: See `SelfAttention` and `CrossAttention`.
             source: The encoder's output, for a decoder.
@@ -156,6 +156,19 @@ class Seq2SeqBackbone(Backbone):
         cache: Cache | None = None,
     ) -> BackboneOutput | StageOutput:
         """Runs both stacks, or this pipeline stage's part of them.
+
+        | the stage has                            | receives        | hands over      |
+        |------------------------------------------|-----------------|-----------------|
+        | all blocks                               | -               | -               |
+        | the encoder's first blocks               | -               | encoder         |
+        | the encoder's next or last blocks        | encoder         | encoder         |
+        | the encoder's last, the decoder's first  | encoder, or -   | decoder, encoder |
+        | the decoder's first blocks               | encoder         | decoder, encoder |
+        | the decoder's next blocks                | decoder, encoder | decoder, encoder |
+        | the decoder's last blocks                | decoder, encoder | -               |
+
+        With `encoder_outputs`, stages of the encoder do nothing, and those of the decoder exchange
+        its hidden states alone.
 
         Args:
             input_ids: int64 [B, S].
@@ -263,8 +276,8 @@ class Seq2SeqBackbone(Backbone):
         """Runs the encoder, or this pipeline stage's part of it.
 
         Returns:
-            The states of the encoder, as the mask says, and the word embedding table for its next
-            use.
+            The encoder's states, [B, S, H], or [T, 1, H] if the mask is `Tokens`; and the word
+            embedding table, for the decoder and the head.
         """
         if input_ids is None:
             raise ValueError("pass input_ids, or the encoder_outputs of an earlier call")

@@ -20,9 +20,8 @@ function starts a collective and returns a function that waits for its result, s
 can run in between.
 
 CPU tensors of ranks on one host go through shared memory (`shared_memory.py`); sums are added in
-rank order in fp32 or
-wider and rounded once. Other tensors go through torch.distributed. There `set_reduction` chooses
-who adds:
+rank order in fp32 or wider and rounded once. Other tensors go through torch.distributed. There
+`set_reduction` chooses who adds:
 
 - "native", the default on GPUs: the backend's own all-reduce and reduce-scatter. A ring or a tree
   rounds 16-bit sums after every hop.

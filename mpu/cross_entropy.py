@@ -125,6 +125,8 @@ def _describe_columns(mesh: ParallelMesh | None, columns: int) -> dict[str, Any]
         return {}
 
     def gather(stats: Tensor) -> Tensor:
-        return start_all_gather(stats[None], 0, mesh.tp_group)()  # [tp, 3, T]
+        return start_all_gather(
+            stats[None], 0, mesh.tp_group
+        )()  # [tp, 2, T], or 3 with label smoothing
 
     return {"first": mesh.tp_rank * columns, "gather": gather}

@@ -8,7 +8,9 @@
 | `expert`   | hold different experts and the same other parameters, and read different samples |
 | `tensor`   | hold parts of every split parameter, and read the same tokens                   |
 
-So the expert axis is a part of data parallelism as far as everything but the experts is concerned,
+The context and expert axes have a size and groups, and nothing in the package uses them yet.
+
+The expert axis is a part of data parallelism as far as everything but the experts is concerned,
 as in Megatron-core and DeepSpeed: tokens travel to their experts and back along it. What follows
 for gradients and samples is stated by the joined axes below, whose ranks `ParallelMesh.group`,
 `size` and `rank_in` answer for.

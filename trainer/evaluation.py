@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..data.loading.collate import Batch
 from ..models.pipeline import is_last_stage
 from .batches.dataset_kinds import is_table
-from .batches.loss_normalization import LossNormalizer, loss_of, output_field, to_device
+from .batches.loss_normalization import LossNormalizer, find_loss, find_output_field, to_device
 from .engines.engine import ForwardStep
 from .launch.phase import phase
 from .launch.ranks import Ranks
@@ -113,7 +113,7 @@ def evaluate(
         )
         output = forward_step(batch, model, None)
         logits = (
-            output_field(output, "logits") if metrics else None
+            find_output_field(output, "logits") if metrics else None
         )  # computing them may be collective, too
         if not rows or not is_last_stage(module):
             continue
@@ -121,7 +121,7 @@ def evaluate(
             collect(rows, batch, output)
         count = normalizer.count(batch)[0]
         if count:
-            _add(sums["loss"], float(loss_of(output)) * count, count)
+            _add(sums["loss"], float(find_loss(output)) * count, count)
         for name, metric in (metrics or {}).items():
             if logits is None or "labels" not in batch:
                 raise ValueError(

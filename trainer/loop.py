@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -133,14 +134,14 @@ class TrainingLoop:
         profiler = self.profiler or contextlib.nullcontext()
         iterator = iter(self.batches)
         self._position = self.batches.state_dict()
-        with StopSignal(arguments.grace_period) as signal, profiler:
+        with StopSignal(arguments.grace_period) as stop_signal, profiler:
             if (
                 0 < self.completed_steps != self.total_steps
                 and self.completed_steps % arguments.eval_interval == 0
             ):
                 self._catch_up_on_evaluation()
             while self.total_steps is None or self.completed_steps < self.total_steps:
-                result = training_step.run(self.completed_steps, iterator, signal)
+                result = training_step.run(self.completed_steps, iterator, stop_signal)
                 if result is None:
                     break
                 self.completed_steps += 1
@@ -168,7 +169,8 @@ class TrainingLoop:
                         f"stopped by a signal after step {self.completed_steps}, which has been "
                         "saved"
                     )
-                    raise SystemExit(143)
+                    raise SystemExit(128 + signal.SIGTERM)
+            # A signal has nothing left to stop here: what remains is the last evaluation and save.
             self._finish()
 
     @phase(SAVE)

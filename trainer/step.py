@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..mpu import dropout_state
 from .arguments.training_arguments import TrainingArguments
-from .batches.loss_normalization import LossNormalizer, label_problem, loss_of, to_device
+from .batches.loss_normalization import LossNormalizer, describe_label_problem, find_loss, to_device
 from .checkpointing.saver import BackgroundSaver
 from .engines.engine import Engine, ForwardStep, StepOutcome
 from .engines.schedule import LearningRate
@@ -117,7 +117,7 @@ class TrainingStep:
         self._end = 0.0  # when the last step ended whose results were read
         self._previous_end = 0.0
 
-    def run(self, step: int, batches: Iterator[Any], signal: StopSignal) -> StepResult | None:
+    def run(self, step: int, batches: Iterator[Any], stop_signal: StopSignal) -> StepResult | None:
         """Runs the step that follows `step` steps; returns None if the data of any rank has ended.
         Collective.
 
@@ -155,7 +155,7 @@ class TrainingStep:
             inputs = {**on_device.get(k), **self.normalizer.model_arguments(target_counts)}
             with self._flops_counted_once(inputs):
                 output = self.forward_step(inputs, engine.model, None)
-            return self.normalizer.normalize(loss_of(output), own_counts[k], target_counts)
+            return self.normalizer.normalize(find_loss(output), own_counts[k], target_counts)
 
         losses = engine.forward_backward(forward, len(micro_batches)).double()  # [micro-batches]
 
@@ -165,7 +165,7 @@ class TrainingStep:
         found_inf: Tensor | None = None
         late_results: list[Tensor] = []
         if self.reads_late and engine.takes_found_inf:
-            sums = self._sum_on_device(losses, signal)
+            sums = self._sum_on_device(losses, stop_signal)
             found_inf = sums[1]
             # Once one update has been skipped, skip all later ones too: the weights that produced
             # the bad loss must still be there when we diagnose it.
@@ -175,7 +175,7 @@ class TrainingStep:
         else:
             self.read_pending()
             own_losses = losses.tolist()
-            host_sums = self._sum_on_host(own_losses, signal)
+            host_sums = self._sum_on_host(own_losses, stop_signal)
             self._take_losses(step + 1, micro_batches, target_counts, host_sums, own_losses)
 
         # The saver may still be copying the weights of the last checkpoint, which the update is
@@ -272,7 +272,7 @@ class TrainingStep:
         problem = ""
         own_counts: list[list[float]] = []
         for k, batch in enumerate(micro_batches):
-            problem = problem or label_problem(
+            problem = problem or describe_label_problem(
                 batch, self.engine.module, self.first_sample(step, k)
             )
             own_counts.append(self.normalizer.count(batch))
@@ -291,19 +291,19 @@ class TrainingStep:
             )
         return own_counts, totals
 
-    def _sum_on_host(self, own_losses: list[float], signal: StopSignal) -> list[float]:
+    def _sum_on_host(self, own_losses: list[float], stop_signal: StopSignal) -> list[float]:
         """Returns sums over all ranks: the loss, the ranks with a loss that is not finite, those
         with a signal.
         """
         loss = sum(own_losses) if self.ranks.reports else 0.0
         is_bad = not all(math.isfinite(own) for own in own_losses)
-        return self.ranks.sum(loss, float(is_bad), float(signal.is_set))
+        return self.ranks.sum(loss, float(is_bad), float(stop_signal.is_set))
 
-    def _sum_on_device(self, losses: Tensor, signal: StopSignal) -> Tensor:
+    def _sum_on_device(self, losses: Tensor, stop_signal: StopSignal) -> Tensor:
         """Returns the sums of `_sum_on_host`, fp64 [3], without waiting for the device."""
         loss = losses.sum() * self.ranks.reports
         is_bad = losses.isfinite().logical_not().any().double()
-        is_stopped = torch.full_like(is_bad, signal.is_set)
+        is_stopped = torch.full_like(is_bad, stop_signal.is_set)
         return self.ranks.sum_on_device(torch.stack([loss, is_bad, is_stopped]))
 
     def _take_losses(

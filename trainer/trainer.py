@@ -67,9 +67,9 @@ DEVELOPMENT_STEPS = 10  # of `dev_mode`, as in t2t-tuner
 class Trainer:
     """Trains with the engine that `env_type` names.
 
-        trainer = Trainer(env_type="deepspeed+mpu", model_parallel_size=2, num_gpus=2, epochs=1,
-        batch_size=4) model = shardzoo.from_pretrained(path, mesh=trainer.mesh) trainer.train(model,
-        train_dataset=samples)
+        trainer = Trainer(env_type="deepspeed+mpu", model_parallel_size=2, num_gpus=2, epochs=1)
+        model = shardzoo.from_pretrained(path, mesh=trainer.mesh)
+        trainer.train(model, train_dataset=samples)
 
     If the processes of the run do not exist yet, the constructor starts them, waits for them, and
     ends this process with their exit code. The code after it then runs in each of the started

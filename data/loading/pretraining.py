@@ -1,5 +1,7 @@
-"""Builds the loader of a pretraining configuration: an objective's samples, padded into batches of
-one rank.
+"""Builds a loader of an objective's samples for a training loop of one's own.
+
+`pretrain.py` uses `build_pad_batch` alone: the trainer makes its loader itself
+(`trainer/batches/training_data.py`).
 """
 
 from __future__ import annotations

@@ -142,7 +142,9 @@ class T5Stack(Seq2SeqStack):
         queries = ids.shape[1]
         keys = cached + queries
         if self.relative_bias is not None:
-            return (self.relative_bias(queries, keys),)  # [1, Np, S, M + S] with M cached positions
+            # One number a head and distance [Np, M + S + S - 1], or each score [1, Np, S, M + S]; M is
+            # the number of cached positions.
+            return (self.relative_bias(queries, keys),)
         buckets = distance_buckets(queries, keys, ids.device, **self.bucketing)
         return ((queries, keys, buckets),)  # the arguments of each block's own bias
 
@@ -232,7 +234,10 @@ class T5Backbone(Seq2SeqBackbone, T5EncoderBackbone):
 
 
 class T5ForConditionalGeneration(Seq2SeqLM, T5Backbone):
-    """T5 that answers a text with another one."""
+    """T5 that answers a text with another one.
+
+    `forward` is `Seq2SeqLM.forward`, and `run_backbone` that of `Seq2SeqBackbone`.
+    """
 
 
 class T5Model(BareModel, T5Backbone):

@@ -54,7 +54,7 @@ import contextlib, json, os, shutil, subprocess, sys, time
 from pathlib import Path
 import torch
 import shardzoo.cli.convert, shardzoo.cli.data, shardzoo.cli.finetune, shardzoo.cli.generate, shardzoo.cli.pretrain
-import shardzoo.pretraining.recipe, shardzoo.finetuning.trainer, shardzoo.convert.operations
+import shardzoo.pretraining.run, shardzoo.finetuning.trainer, shardzoo.convert.operations
 import shardzoo.trainer.engines.deepspeed_engine, shardzoo.generation.pipeline
 from shardzoo.cli.main import main
 

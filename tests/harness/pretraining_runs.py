@@ -35,7 +35,7 @@ def run_pretraining(
 ) -> Any:
     """Runs `arguments_of` on a rank of a mesh; returns the recorded metrics. Without `export` it ends with training."""
     from shardzoo.pretraining.inputs import choose_inputs
-    from shardzoo.pretraining.recipe import Pretraining
+    from shardzoo.pretraining.run import Pretraining
     from shardzoo.trainer.launch.rank_info import RankInfo
 
     class Run(Pretraining):

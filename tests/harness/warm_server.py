@@ -58,7 +58,7 @@ PRELOADED = [
     "shardzoo.data",
     "shardzoo.generation",
     "shardzoo.pretraining.inputs",
-    "shardzoo.pretraining.recipe",
+    "shardzoo.pretraining.run",
     "shardzoo.trainer.engines.deepspeed_engine",
     "shardzoo.trainer.trainer",
 ]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from training import losses, run_training, tiny_t5
 
 from shardzoo.models.sizes import ParameterSize
 from shardzoo.trainer import TrainingArguments
@@ -66,8 +67,7 @@ def test_the_docs_name_every_optimizer():
         assert re.search(row, estimate), entry.title
 
 
-def test_the_docs_optimizer_is_added_by_its_entry(monkeypatch):
-    """As docs/trainer.md shows it: arguments, engine and estimate know it then."""
+def read_docs_entry() -> OptimizerEntry:
     [code] = [
         block
         for block in re.findall(
@@ -77,10 +77,41 @@ def test_the_docs_optimizer_is_added_by_its_entry(monkeypatch):
     ]
     names = {"OptimizerEntry": OptimizerEntry}
     exec(code, names)
-    monkeypatch.setitem(registry.ENTRIES_BY_NAME, "sgd", names["entry"])
+    return names["entry"]
+
+
+def test_the_docs_optimizer_is_added_by_its_entry(monkeypatch):
+    """As docs/trainer.md shows it: arguments, engine and estimate know it then."""
+    monkeypatch.setitem(registry.ENTRIES_BY_NAME, "sgd", read_docs_entry())
     _, optimizer = step_once("sgd")
     assert type(optimizer) is torch.optim.SGD
     assert Job(optimizer="sgd", zero_stage=3).stage == 3
+
+
+def train_with_sgd(mesh, folder: Path, stage: int) -> list[float]:
+    def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    entry = read_docs_entry()
+    registry.ELEMENTWISE_CLASSES.update(dict.fromkeys(entry.class_names, entry))
+    try:
+        model = tiny_t5(0.0)
+        own = (make_sgd(model), None)
+        steps, _ = run_training(
+            mesh, folder, model=model, updates=own, env_type="deepspeed", zero_stage=stage
+        )
+    finally:
+        for name in entry.class_names:
+            del registry.ELEMENTWISE_CLASSES[name]
+    return losses(steps)
+
+
+def test_zero_splits_an_optimizer_without_states(run_mesh, tmp_path):
+    plain, split = [
+        run_mesh(1, train_with_sgd, tmp_path / str(stage), stage, data=2)[0] for stage in (0, 2)
+    ]
+    assert len(set(plain)) == len(plain)
+    assert split == pytest.approx(plain, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["sgd", "Adam", ""])

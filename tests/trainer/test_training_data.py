@@ -200,17 +200,17 @@ LABELS = [
 
 @pytest.mark.parametrize(("kind", "config", "labels", "message"), LABELS)
 def test_labels_are_limited_where_the_classes_are_known(kind, config, labels, message):
-    from shardzoo.trainer.batches.loss_normalization import label_problem
+    from shardzoo.trainer.batches.loss_normalization import describe_label_problem
 
-    problem = label_problem({"labels": torch.tensor(labels)}, bert(kind, **config), 0)
+    problem = describe_label_problem({"labels": torch.tensor(labels)}, bert(kind, **config), 0)
     assert bool(problem) == bool(message)
     assert message in problem
 
 
 def test_labels_of_an_own_head_are_not_limited():
-    from shardzoo.trainer.batches.loss_normalization import label_problem
+    from shardzoo.trainer.batches.loss_normalization import describe_label_problem
 
-    assert not label_problem({"labels": torch.tensor([4, 0])}, FiveClasses(), 0)
+    assert not describe_label_problem({"labels": torch.tensor([4, 0])}, FiveClasses(), 0)
 
 
 def test_labels_that_are_no_tensors_count_as_rows():
@@ -222,11 +222,11 @@ def test_labels_that_are_no_tensors_count_as_rows():
 
 
 def test_batches_that_are_no_dicts_are_refused():
-    from shardzoo.trainer.batches.loss_normalization import label_problem, to_device
+    from shardzoo.trainer.batches.loss_normalization import describe_label_problem, to_device
 
     batch = (torch.zeros(2), torch.zeros(2))
     with pytest.raises(ValueError, match="collate_fn must return a dict of tensors, not a tuple"):
-        label_problem(batch, FiveClasses(), 0)
+        describe_label_problem(batch, FiveClasses(), 0)
     with pytest.raises(ValueError, match="collate_fn must return a dict of tensors, not a tuple"):
         to_device(batch, torch.device("cpu"))
 
@@ -240,13 +240,13 @@ def test_batches_that_are_no_dicts_are_refused():
     ],
 )
 def test_losses_that_cannot_be_trained_on_are_refused(loss, message):
-    from shardzoo.trainer.batches.loss_normalization import LossNormalizer, loss_of
+    from shardzoo.trainer.batches.loss_normalization import LossNormalizer, find_loss
 
     with pytest.raises(
         ValueError, match=f"forward_step must return a scalar tensor as loss, {message}"
     ):
         LossNormalizer(FiveClasses(), mean_losses=True).normalize(
-            loss_of({"loss": loss}), [1.0], [1.0]
+            find_loss({"loss": loss}), [1.0], [1.0]
         )
 
 

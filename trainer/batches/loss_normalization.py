@@ -91,12 +91,12 @@ class LossNormalizer:
         return int((values != IGNORED).sum())
 
 
-def loss_of(output: Any) -> Tensor:
+def find_loss(output: Any) -> Tensor:
     """Returns the loss in the output of a forward step.
 
     Raises ValueError if it is missing or not a scalar tensor.
     """
-    loss = output_field(output, "loss")
+    loss = find_output_field(output, "loss")
     if loss is None:
         raise ValueError(
             "forward_step returned no loss: return a dict or ModelOutput with one, and put labels in the data"
@@ -109,14 +109,14 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-def output_field(output: Any, name: str) -> Any:
+def find_output_field(output: Any, name: str) -> Any:
     """Returns a field of a dict or a ModelOutput, or None."""
     if isinstance(output, Mapping):
         return output.get(name)
     return getattr(output, name, None)
 
 
-def label_problem(batch: Mapping[str, Any], model: nn.Module, first_sample: int) -> str:
+def describe_label_problem(batch: Mapping[str, Any], model: nn.Module, first_sample: int) -> str:
     """Returns a message about labels or token ids of a micro-batch that are out of range, or an
     empty string.
 

@@ -26,9 +26,11 @@ from .snapshot import RANDOM, TrainerState
 class ResumePoint:
     """The checkpoint that a run loads its weights from.
 
-    Attributes: optimizer: Also load the optimizer's state, the step and the data's position; else
-        the run starts at step 0. random: Also load the random states. own: The checkpoint is in the
-        run's own folder.
+    Attributes:
+        optimizer: Also load the optimizer's state, the step and the data's position; else the run
+            starts at step 0.
+        random: Also load the random states.
+        own: The checkpoint is in the run's own folder.
     """
 
     folder: Path

@@ -31,7 +31,7 @@ from ..arguments.training_arguments import TrainingArguments
 from ..launch.phase import phase
 from ..launch.ranks import Ranks
 from ..optimizers.adamw import AdamW, clip_gradients
-from ..optimizers.registry import ELEMENT_STATES
+from ..optimizers.registry import ELEMENTWISE_CLASSES
 from ..optimizers.whole_matrix import WholeMatrixOptimizer
 from .buckets import OrderedGradients
 from .deepspeed_config import deepspeed_config, zero_stage
@@ -67,14 +67,19 @@ class DeepSpeedEngine:
         self._keeps_master_weights = arguments.precision != "fp32"
         self._needs_whole = isinstance(optimizer, WholeMatrixOptimizer)
         # The states that ZeRO splits like the parameters.
-        self._states = ELEMENT_STATES.get(type(optimizer).__name__, ())
+        self._states: tuple[str, ...] = ()
+        self._counts_steps_by_group = self._needs_whole
+        entry = ELEMENTWISE_CLASSES.get(type(optimizer).__name__)
         if isinstance(optimizer, WholeMatrixOptimizer):
             self._states = optimizer.element_states
+        elif entry is not None:
+            self._states = entry.element_states
+            self._counts_steps_by_group = entry.counts_steps_by_group
         _check_device(arguments)
-        if self._zero and not self._states and not self._needs_whole:
+        if self._zero and entry is None and not self._needs_whole:
             raise ValueError(
                 f"ZeRO stage {self._zero} splits single parameters, and {type(optimizer).__name__} "
-                f"may need whole ones; use zero_stage=0, {', '.join(ELEMENT_STATES)}, or the "
+                f"may need whole ones; use zero_stage=0, {', '.join(ELEMENTWISE_CLASSES)}, or the "
                 f"arguments optimizer={show_whole_matrix_names()}"
             )
         self.takes_found_inf = False  # DeepSpeed's optimizers read on the host what they decide by
@@ -320,20 +325,18 @@ class DeepSpeedEngine:
         # states of the first parameter group to the parameters. At this point ZeRO has put its flat
         # partitions into the parameter groups.
         groups = self.optimizer.param_groups
-        counts_by_group = self._needs_whole or type(self.optimizer).__module__.startswith(
-            "pytorch_optimizer"
-        )
         if self._zero == 3:
             partitions = self._engine.optimizer.fp32_partitioned_groups_flat
         else:
             partitions = [partition for group in groups for partition in group["params"]]
         for partition in partitions:
             state: dict[str, Any] = {name: torch.zeros_like(partition) for name in self._states}
-            self.optimizer.state[partition] = (
-                state if counts_by_group else {**state, "step": torch.tensor(0.0)}
-            )
-        for group in groups if counts_by_group else []:
-            group["step"] = 0
+            if not self._counts_steps_by_group:
+                state["step"] = torch.tensor(0.0)
+            self.optimizer.state[partition] = state
+        if self._counts_steps_by_group:
+            for group in groups:
+                group["step"] = 0
         if self._zero < 3:
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 

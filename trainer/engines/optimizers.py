@@ -13,7 +13,7 @@ from ..arguments.training_arguments import TrainingArguments
 from ..environments import ENVIRONMENTS
 from ..launch.ranks import Ranks
 from ..optimizers.registry import (
-    ELEMENT_STATES,
+    ELEMENTWISE_CLASSES,
     WHOLE_MATRIX_NAMES,
     OptimizerSettings,
     find_optimizer,
@@ -140,13 +140,14 @@ def check_optimizer(optimizer: Any, model: nn.Module, tensor_parallel_size: int 
         )
     takes_parts = (
         isinstance(optimizer, (*ELEMENTWISE_OPTIMIZERS, WholeMatrixOptimizer))
-        or kind in ELEMENT_STATES
+        or kind in ELEMENTWISE_CLASSES
     )
     if tensor_parallel_size > 1 and not takes_parts:
-        known = ", ".join(known.__name__ for known in ELEMENTWISE_OPTIMIZERS)
+        names = {known.__name__: None for known in ELEMENTWISE_OPTIMIZERS}
+        known = ", ".join(names | dict.fromkeys(ELEMENTWISE_CLASSES))
         raise ValueError(
             f"{kind} may need whole parameters, which model_parallel_size={tensor_parallel_size} "
-            f"splits; use {known} or Lion, the arguments optimizer={show_whole_matrix_names()}, or "
+            f"splits; use {known}, the arguments optimizer={show_whole_matrix_names()}, or "
             "model_parallel_size=1"
         )
     own = set(model.parameters())

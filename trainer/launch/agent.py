@@ -8,7 +8,7 @@ it does not do:
 - It decides which rank failed first: an exception counts before its process has ended, ranks have a
   second to fail from the same cause, and a rank that lost a peer is not the cause.
 - It ends a job that stands still, and prints the stack of the rank.
-- SIGTERM and Ctrl-C reach the ranks once, and give them time to save.
+- SIGTERM and Ctrl-C reach the ranks once, and give them time to end: after SIGTERM they save.
 - A restarted job resumes its run, and goes on with fewer ranks if one fails again and again.
 
 torch starts ranks by itself only here: under `torchrun` its agent does so, and with a hostfile
@@ -82,9 +82,10 @@ def run_ranks(command: Sequence[str], world_size: int, faults: Faults) -> int:
     When a rank fails, the others are ended within seconds. The traceback of the first failure is
     printed, and its exit code is the job's: for a signal 128 + its number, as in a shell. If the
     job stands still, it is ended with exit code 75. SIGTERM and SIGINT are passed on to the ranks,
-    which have the grace period to save. A second SIGINT kills them. The ranks do not outlive this
-    process. A job that fails is started again as often as `faults` allows, unless a rank has
-    reported a user's error; with fewer ranks if the same rank has failed twice.
+    which have the grace period to end; after SIGTERM they save. A second SIGINT kills them. The
+    ranks do not outlive this process. A job that fails is started again as often as `faults`
+    allows, unless a rank has reported a user's error; with fewer ranks if the same rank has failed
+    twice.
     """
     logger = logging.getLogger(TORCHS_LOGGER)
     level = logger.level
@@ -392,7 +393,7 @@ class OneMachine(RendezvousHandler):
     """The rendezvous of an agent that has no other.
 
     Its store is in memory and opens no port. The ranks open one that only this machine reaches
-    (`mpu.mesh.init_process_group`), and another one after each restart.
+    (`mpu.process_group.init_process_group`), and another one after each restart.
     """
 
     def get_backend(self) -> str:

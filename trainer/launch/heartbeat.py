@@ -54,10 +54,13 @@ StackFrame = tuple[str, int, str]  # file, line, function
 class Sample:
     """What a rank was doing.
 
-    Attributes: number: Counts the samples. idle: Seconds since the innermost call of the main
-        thread began or last computed, or less. call: The function and line of the innermost call.
-        collective: The collective that the main thread is in, or "". stopped: The processes that
-        the rank has started, such as data workers, that a signal has stopped.
+    Attributes:
+        number: Counts the samples.
+        idle: Seconds since the innermost call of the main thread began or last computed, or less.
+        call: The function and line of the innermost call.
+        collective: The collective that the main thread is in, or "".
+        stopped: The processes that the rank has started, such as data workers, that a signal has
+            stopped.
     """
 
     number: int = 0

@@ -49,13 +49,16 @@ def ensure_processes(
     processes of this machine, or in those of `nodes`. It waits for them, and ends this process with
     their exit code. The code after the call therefore runs only in those processes.
 
-    Args: script: A file to run with the arguments of this process; by default the script of this
-        process. dry_run: Print the commands of the job, start nothing, and raise `SystemExit(0)`.
-        faults: What to do about ranks that die or stand still. shares_gpus: Whether there may be
-        more processes than GPUs on a machine.
+    Args:
+        script: A file to run with the arguments of this process; by default the script of this
+            process.
+        dry_run: Print the commands of the job, start nothing, and raise `SystemExit(0)`.
+        faults: What to do about ranks that die or stand still.
+        shares_gpus: Whether there may be more processes than GPUs on a machine.
 
-    Raises ValueError if there are fewer machines or GPUs than asked for, or the script cannot be
-    run again.
+    Raises:
+        ValueError: There are fewer machines or GPUs than asked for, or the script cannot be run
+            again.
     """
     launch = RankInfo.from_environment()
     started_here = os.environ.get(LAUNCHER_PID) == str(os.getppid())

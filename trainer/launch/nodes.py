@@ -23,12 +23,15 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 class Nodes:
     """The machines of a job and how they connect.
 
-    Attributes: hostfile: File with a line `name slots=N` for each machine. The name is one that ssh
-        knows, such as an alias. num_nodes: How many of the hostfile's machines to use, from the
-        top; 0 for all. num_gpus: Processes on each machine; 0 for as many as it has slots.
+    Attributes:
+        hostfile: File with a line `name slots=N` for each machine. The name is one that ssh knows,
+            such as an alias.
+        num_nodes: How many of the hostfile's machines to use, from the top; 0 for all.
+        num_gpus: Processes on each machine; 0 for as many as it has slots.
         master_addr: Address at which the others reach the first machine; by default DeepSpeed asks
-        it by ssh. launcher: How DeepSpeed reaches the machines: "pdsh", "openmpi", "mpich", "impi",
-        "mvapich" or "slurm".
+            it by ssh.
+        launcher: How DeepSpeed reaches the machines: "pdsh", "openmpi", "mpich", "impi", "mvapich"
+            or "slurm".
     """
 
     hostfile: str | None = None

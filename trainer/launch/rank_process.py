@@ -156,8 +156,9 @@ def read_error(path: Path) -> RankError | None:
 class StopSignal:
     """A context in which SIGTERM only sets `is_set`. The training loop then ends after its step.
 
-    If the context does not end within `grace_period` seconds, such as because a step never ends,
-    the process does, with exit code 143.
+    A step reads `is_set` once, before its update, so that all ranks end after the same one. If the
+    context does not end within `grace_period` seconds, such as because a step never ends, the
+    process does, with exit code 143.
     """
 
     def __init__(self, grace_period: float) -> None:
@@ -187,7 +188,7 @@ class StopSignal:
 
     def _end(self) -> None:
         print(
-            f"the step was not saved within --grace-period {self._grace_period:g} s of SIGTERM",
+            f"the run did not end within --grace-period {self._grace_period:g} s of SIGTERM",
             file=sys.stderr,
         )
         sys.stderr.flush()

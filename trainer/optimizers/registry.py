@@ -1,8 +1,9 @@
 """Lists the optimizers, with all that the rest of the package knows of each.
 
-Arguments, the command line and its help, the memory estimate, the plan, DeepSpeed's files and the
-engines read this list. To add an optimizer, write a function that builds it, and its entry in
-`OPTIMIZERS`.
+Arguments, the options of the training commands, the memory estimate, the plan, DeepSpeed's files
+and the engines read this list. To add an optimizer, write a function that builds it, and its entry
+in `OPTIMIZERS`. A hyperparameter of its own is also an argument (`TrainingArguments`), a field of
+`OptimizerSettings`, and listed in the entry's `own_arguments`.
 
 Importing this file is cheap: the functions that build import torch and the libraries.
 """
@@ -91,7 +92,11 @@ class OptimizerEntry:
         padding_matters: Whether the padding of a parameter would enter its statistics.
         other_names: Further names in the arguments.
         deepspeed_types: DeepSpeed's names for it, in lower case.
-        class_names: Classes, of any library, whose states are exactly `element_states`.
+        class_names: Classes, of any library, whose states are exactly `element_states`, and whose
+            updates are elementwise. ZeRO and tensor parallelism accept an optimizer of these
+            classes, or a `WholeMatrixOptimizer`, and no other that they do not know.
+        counts_steps_by_group: Whether the classes count their steps in each parameter group, and
+            not in the state of each parameter.
         own_arguments: Arguments that only this optimizer reads; others refuse them.
     """
 
@@ -106,6 +111,7 @@ class OptimizerEntry:
     other_names: tuple[str, ...] = ()
     deepspeed_types: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
+    counts_steps_by_group: bool = False
     own_arguments: tuple[str, ...] = ()
 
     @property
@@ -152,7 +158,10 @@ def _build_adafactor(groups: Groups, settings: OptimizerSettings) -> Optimizer:
 
 
 def _build_lion(groups: Groups, settings: OptimizerSettings) -> Optimizer:
-    """Lion (Chen et al. 2023, arXiv:2302.06675), of pytorch_optimizer."""
+    """Lion (Chen et al. 2023, arXiv:2302.06675), of pytorch_optimizer.
+
+    The betas are the run's, AdamW's by default; the paper's are 0.9 and 0.99.
+    """
     import pytorch_optimizer
 
     return pytorch_optimizer.Lion(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2))
@@ -218,9 +227,11 @@ OPTIMIZERS = {
             build=_build_lion,
             element_states=("exp_avg",),
             is_elementwise=True,
-            count_temporaries=lambda sizes: sizes.largest_group,  # as of pytorch_optimizer's LAMB
+            # pytorch_optimizer updates all parameters of a group at once.
+            count_temporaries=lambda sizes: sizes.largest_group,
             deepspeed_types=("lion", "fusedlion"),
             class_names=("Lion",),
+            counts_steps_by_group=True,
         ),
         OptimizerEntry(
             name="lamb",
@@ -238,12 +249,10 @@ ELEMENTWISE_NAMES = tuple(name for name, entry in ENTRIES_BY_NAME.items() if ent
 WHOLE_MATRIX_NAMES = tuple(
     name for name, entry in ENTRIES_BY_NAME.items() if not entry.is_elementwise
 )
-ELEMENT_STATES = {
-    class_name: entry.element_states
-    for entry in OPTIMIZERS.values()
-    for class_name in entry.class_names
+ELEMENTWISE_CLASSES = {
+    class_name: entry for entry in OPTIMIZERS.values() for class_name in entry.class_names
 }
-"""The states that ZeRO splits like the parameter, by the name of the optimizer's class."""
+"""The entries of elementwise optimizers, by the name of the optimizer's class."""
 
 if TYPE_CHECKING:
     OptimizerName = str
