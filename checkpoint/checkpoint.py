@@ -20,7 +20,7 @@ from .formats.dcp import is_dcp, open_dcp
 from .formats.megatron import TRACKER, SavedRun, find_reader
 from .manifest import MANIFEST, Manifest
 from .safetensors_header import read_header
-from .stored_tensor import StoredTensor, index_by_name, list_chunks
+from .stored_tensor import StoredTensor, index_by_name, list_chunks, read_file_state
 
 Kind = Literal["huggingface", "shards", "legacy", "megatron", "dcp"]
 
@@ -201,6 +201,7 @@ def _read_weights(path: Path, ranks: int | None = None) -> list[StoredTensor]:
     # torch takes seconds to import, and safetensors files do without.
     from .formats.torch_file import load_without_storage, locate_tensors
 
+    file_state = read_file_state(path)
     state = load_without_storage(path)
     if isinstance(state, dict):
         content = cast(dict[Any, Any], state)
@@ -215,7 +216,7 @@ def _read_weights(path: Path, ranks: int | None = None) -> list[StoredTensor]:
             state = content["module"]
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds a {type(state).__name__}, not named tensors")
-    return list(locate_tensors(path, cast(dict[Any, Any], state)).values())
+    return list(locate_tensors(path, cast(dict[Any, Any], state), file_state).values())
 
 
 def _read_indexed_weights(folder: Path, index: Path) -> dict[str, StoredTensor]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from .stored_tensor import StoredTensor
+from .stored_tensor import StoredTensor, read_file_state
 
 ZEROS = bytes(1 << 16)
 SPARE_FILES = 64  # descriptors left for what threads and libraries open besides
@@ -90,8 +90,11 @@ def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: NDArray
     """Fills a contiguous buffer with the tensor's bytes from byte `start` on.
 
     Raises:
-        ValueError: The file cannot be read, or ends too early.
+        ValueError: The file cannot be read, ends too early, or is not the one whose header told
+            where the tensor is: it was replaced or written in between.
     """
+    if tensor.file_state not in (None, read_file_state(descriptor)):
+        raise ValueError(f"{tensor.file} changed while it was being read; begin again")
     view = view_bytes(buffer)
     done = 0
     while done < len(view):

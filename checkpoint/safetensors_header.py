@@ -15,7 +15,7 @@ from typing import Any, TypeGuard, cast
 
 from ..files.strict_json import LARGEST_JSON, is_object, maps_to_text, parse_json
 from .dtypes import DTYPES, item_size
-from .stored_tensor import StoredTensor
+from .stored_tensor import StoredTensor, read_file_state
 
 LENGTH = struct.Struct("<Q")
 ALIGNMENT = 8  # bytes
@@ -30,8 +30,8 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
             names the file and the tensor.
     """
     with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
+        file_state = read_file_state(file.fileno())
+        size = file_state[0]
         length_bytes = file.read(LENGTH.size)
         if len(length_bytes) < LENGTH.size:
             raise ValueError(f"{path} has {size} bytes, too few for a safetensors file")
@@ -67,7 +67,10 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
     for begin, _, name in spans:
         entry = header[name]
         shape = tuple(entry["shape"])
-        tensors.append(StoredTensor(name, path, entry["dtype"], shape, data_start + begin))
+        offset = data_start + begin
+        tensors.append(
+            StoredTensor(name, path, entry["dtype"], shape, offset, file_state=file_state)
+        )
     return tensors, metadata
 
 

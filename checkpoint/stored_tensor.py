@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
 from .dtypes import item_size
+
+FileState = tuple[int, int]  # bytes of a file, and its modification time in nanoseconds
+
+
+def read_file_state(file: Path | int) -> FileState:
+    """Returns the state of a file, given its path or its descriptor, to notice a change."""
+    found = os.stat(file)
+    return found.st_size, found.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,8 @@ class StoredTensor:
         dtype: The safetensors name of the type.
         shape: The shape as stored, in row-major order.
         offset: The byte of the file at which the values start.
+        file_state: The state of the file when its header was read. Bytes that are read later must
+            be of the same file. None for a tensor that is still to be written.
     """
 
     name: str
@@ -26,6 +37,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    file_state: FileState | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     @property
     def numel(self) -> int:

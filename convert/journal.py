@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from ..files.safe_paths import is_named
 from .copying import Digests
 
 JOURNAL = ".journal.jsonl"
@@ -40,7 +41,7 @@ class Journal:
         """
         path = folder / JOURNAL
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
-        _lock(self._file, folder)
+        _lock(self._file, path)
         self.finished: dict[int, Digests] = {}
         lines = _read_complete_lines(path)
         if lines:
@@ -88,20 +89,26 @@ def check_unused(folder: Path) -> None:
     path = folder / JOURNAL
     if path.exists():
         with path.open("rb") as file:
-            _lock(file, folder)
+            _lock(file, path)
 
 
-def _lock(file: IO[bytes], folder: Path) -> None:
-    """Locks the file until it is closed.
+def _lock(file: IO[bytes], path: Path) -> None:
+    """Locks the journal until it is closed.
 
     Raises:
-        ValueError: Another process has locked it. The file is closed.
+        ValueError: Another process has locked it, or has finished or replaced the conversion since
+            the file was opened. The file is closed.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
-        raise ValueError(f"another process is writing {folder}") from None
+        raise ValueError(f"another process is writing {path.parent}") from None
+    if not is_named(file.fileno(), path):
+        file.close()
+        raise ValueError(
+            f"another process was writing {path.parent} and has ended or begun again just now"
+        )
 
 
 def _read_complete_lines(path: Path) -> list[dict]:

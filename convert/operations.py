@@ -25,7 +25,7 @@ from ..models.megatron import Style
 from .copying import Digests, TensorCopy
 from .destination import Destination
 from .journal import Journal, open_partial
-from .plan import ConversionPlan, add_optimizer, plan_conversion, plan_universal, source_state
+from .plan import ConversionPlan, add_optimizer, plan_conversion, plan_universal
 from .target import (
     LARGEST_FILE,
     Target,
@@ -208,14 +208,12 @@ def _convert(
 
     # The small files come first, so that an error in them costs no time.
     texts = _collect_texts(plan, options)
-    state_before = source_state(plan.files)
+    planned_states = plan.planned_states()
     journal = place.begin(plan.target.files, plan.fingerprint(), overwrite=options.overwrite)
     report = report or (lambda done, total: None)
     try:
         digests, kept_bytes = _copy_tensors(plan, place, journal, options, report)
-        if source_state(plan.files) != state_before:
-            folder = plan.mapped.checkpoint.folder
-            raise ValueError(f"{folder} changed while it was being read; convert it again")
+        plan.check_source(planned_states)
         _finish(plan, place, texts, digests)
     except (ValueError, MemoryError):
         place.abandon()

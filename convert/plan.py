@@ -15,7 +15,7 @@ import torch
 
 from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.file_io import OpenFiles, open_for_reading
-from ..checkpoint.folder_files import STATE, check_file_digests, read_state_file
+from ..checkpoint.folder_files import CONFIG, STATE, check_file_digests, read_state_file
 from ..checkpoint.layout import (
     CheckpointLayout,
     ParameterPlacement,
@@ -26,7 +26,7 @@ from ..checkpoint.layout import (
 )
 from ..checkpoint.planned_file import PlannedFile, plan_safetensors_file
 from ..checkpoint.rank_files import MASTER_WEIGHT, OPTIMIZER, open_rank_files, rank_file
-from ..checkpoint.stored_tensor import StoredTensor
+from ..checkpoint.stored_tensor import FileState, StoredTensor, list_chunks, read_file_state
 from ..checkpoint.tensor_reader import TensorReader
 from ..models.lora import StoredAdapter, open_adapter
 from ..models.mapping import MappedCheckpoint, map_checkpoint
@@ -50,6 +50,7 @@ class ConversionPlan:
         copies: A copy for each parameter and extra tensor, in the order of the source's bytes.
         adapter: That of peft, whose weights are merged or kept.
         optimizer: The source's files of the optimizer's state.
+        config_state: The state of the source's `config.json` before it was read, if there is one.
     """
 
     mapped: MappedCheckpoint
@@ -57,6 +58,7 @@ class ConversionPlan:
     copies: tuple[TensorCopy, ...]
     adapter: StoredAdapter | None = None
     optimizer: tuple[Path, ...] = ()
+    config_state: FileState | None = None
 
     @property
     def files(self) -> list[Path]:
@@ -75,14 +77,42 @@ class ConversionPlan:
     def fingerprint(self) -> str:
         """Returns a digest that is equal for equal conversions of unchanged source files."""
         digest = hashlib.sha256(repr(self.copies).encode())
-        for path, state in source_state(self.files).items():
+        for path, state in self.planned_states().items():
             digest.update(f"{path}{state}".encode())
         return digest.hexdigest()
 
+    def planned_states(self) -> dict[Path, FileState]:
+        """Returns the state that each source file had when its header was read."""
+        stored = list(self.mapped.checkpoint.tensors())
+        for copy in self.copies:
+            stored += [part.tensor for part in copy.source.slices()]
+            for update in copy.updates:
+                stored += [update.first, update.second]
+        states: dict[Path, FileState] = {}
+        for tensor in stored:
+            for _, chunk in list_chunks(tensor):
+                if chunk.file_state is not None:
+                    states[chunk.file] = chunk.file_state
+        for path in self.files:
+            if path not in states:
+                states[path] = read_file_state(path)
+        return states
 
-def source_state(files: list[Path]) -> Mapping[Path, tuple[int, int]]:
-    """Returns the size and the modification time in nanoseconds of each file, to detect changes."""
-    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+    def check_source(self, planned: Mapping[Path, FileState]) -> None:
+        """Checks that the source files are still those that the plan was made for.
+
+        Args:
+            planned: What `planned_states` returned before the conversion began.
+
+        Raises:
+            ValueError: One was replaced or written since.
+        """
+        config = self.mapped.checkpoint.folder / CONFIG
+        if self.config_state is not None:
+            planned = {**planned, config: self.config_state}
+        for path, state in planned.items():
+            if not path.exists() or read_file_state(path) != state:
+                raise ValueError(f"{path} changed while it was being read; convert it again")
 
 
 def plan_conversion(
@@ -106,12 +136,13 @@ def plan_conversion(
         ValueError: The source is damaged or incomplete, or source and target do not hold the same
             tensors, each of them exactly once.
     """
+    config_state = _read_config_state(source)
     mapped = map_checkpoint(open_checkpoint(source, config_file))
     target = build_target(mapped)
     copies = pair_tensors(mapped.layout, target.layout)
     check_no_overlap(target.layout.tensors())
     if adapter is None:
-        return ConversionPlan(mapped, target, copies)
+        return ConversionPlan(mapped, target, copies, config_state=config_state)
 
     stored_adapter = open_adapter(mapped.model, adapter)
     if not keep_adapter:
@@ -121,7 +152,13 @@ def plan_conversion(
             updates = stored_adapter.updates.get(copy.name, ())
             merged.append(replace(copy, source=own_source, updates=updates))
         copies = tuple(merged)
-    return ConversionPlan(mapped, target, copies, stored_adapter)
+    return ConversionPlan(mapped, target, copies, stored_adapter, config_state=config_state)
+
+
+def _read_config_state(folder: Path) -> FileState | None:
+    """Returns the state of a folder's `config.json`, or None without one."""
+    path = folder / CONFIG
+    return read_file_state(path) if path.exists() else None
 
 
 def pair_tensors(source: CheckpointLayout, target: CheckpointLayout) -> tuple[TensorCopy, ...]:
@@ -215,6 +252,7 @@ def plan_universal(
             another kind than one tensor of the parameter's shape for each parameter, as Adam's
             moments are.
     """
+    config_state = _read_config_state(source)
     mapped = map_checkpoint(open_checkpoint(source, config_file))
     parameters = mapped.model.parameters
     ranks, specs = _read_optimizer_state(mapped)
@@ -249,7 +287,9 @@ def plan_universal(
     target = build_universal_target(mapped, sorted(kinds), step, state)
     sources = {name: replace(found[name], name=name) for name in target.layout.placements}
     copies = pair_tensors(CheckpointLayout(sources), target.layout)
-    return ConversionPlan(mapped, target, copies, optimizer=_list_files(ranks))
+    return ConversionPlan(
+        mapped, target, copies, optimizer=_list_files(ranks), config_state=config_state
+    )
 
 
 def _read_step_count(stored: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> int:

@@ -1,7 +1,7 @@
 """Files as every room reads and writes them: safe paths, strict JSON, digests, durable writes.
 
 Modules:
-    safe_paths   refuses names and links that lead out of a folder
+    safe_paths   refuses names and links that lead out of a folder, and locks of files without a name
     strict_json  reads JSON of bounded size, without repeated keys
     hashing      computes the sha256 of files
     json_digest  lets a small JSON file carry the sha256 of its own contents

@@ -1,4 +1,4 @@
-"""Refuses paths that lead out of a folder, or to something other than a regular file."""
+"""Refuses paths that lead out of a folder, or to something other than they should."""
 
 from __future__ import annotations
 
@@ -38,3 +38,16 @@ def checked_file(folder: Path, name: str) -> Path:
             f"{path} is a link out of its folder, to {real}; copy the file into the folder first"
         )
     return path
+
+
+def is_named(descriptor: int, path: Path) -> bool:
+    """Returns whether a path still names an open file.
+
+    A lock is worth nothing if it is of a file that another process has renamed or replaced between
+    the opening and the locking.
+    """
+    try:
+        named = os.stat(path)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(descriptor), named)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ...files.safe_paths import checked_file
-from ..stored_tensor import StoredTensor
+from ..stored_tensor import FileState, StoredTensor, read_file_state
 
 if TYPE_CHECKING:
     from ..layout import RowOrder
@@ -192,6 +192,7 @@ class _RankFile:
 
     @classmethod
     def read(cls, path: Path) -> _RankFile:
+        file_state = read_file_state(path)
         state = read_state(path)
         version = check_version(path, state, 0)
         models: list[tuple[int, str]] = []
@@ -203,7 +204,9 @@ class _RankFile:
             raise ValueError(
                 f"{path} has no model; its entries are {', '.join(sorted(map(str, state)))[:200]}"
             )
-        chunks = [locate_nested(path, state[name], f"{name}.") for _, name in sorted(models)]
+        chunks: list[Mapping[str, StoredTensor]] = []
+        for _, name in sorted(models):
+            chunks.append(locate_nested(path, state[name], f"{name}.", file_state))
         iteration = state.get("iteration")
         return cls(
             path=path,
@@ -294,7 +297,8 @@ def _join_layers(paths: Sequence[Path]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     blocks = 0
     for path in paths:
-        found = locate_nested(path, read_state(path), "")
+        file_state = read_file_state(path)
+        found = locate_nested(path, read_state(path), "", file_state)
         last_names = {name.rpartition(".")[2] for name in found}
         named: dict[str, StoredTensor] = {}
         if "word_embeddings.weight" in found:
@@ -380,7 +384,9 @@ def read_arguments(state: Mapping[Any, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def locate_nested(path: Path, tree: Any, what: str) -> dict[str, StoredTensor]:
+def locate_nested(
+    path: Path, tree: Any, what: str, file_state: FileState
+) -> dict[str, StoredTensor]:
     """Returns the tensors in nested dictionaries, by their keys joined with dots.
 
     Transformer Engine's extra states are left out.
@@ -389,6 +395,7 @@ def locate_nested(path: Path, tree: Any, what: str) -> dict[str, StoredTensor]:
         path: The file that the dictionaries were read from.
         tree: The dictionaries.
         what: What a message puts before the names.
+        file_state: The state of the file before it was read.
     """
     from .torch_file import locate_tensors
 
@@ -416,7 +423,7 @@ def locate_nested(path: Path, tree: Any, what: str) -> dict[str, StoredTensor]:
             f"{path}: {what[:-1] or 'its content'} is a {type(tree).__name__}, not named tensors"
         )
     flatten("", cast(Any, tree), 0)
-    return locate_tensors(path, flat)
+    return locate_tensors(path, flat, file_state)
 
 
 def build_rank_state(

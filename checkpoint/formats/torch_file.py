@@ -38,7 +38,7 @@ from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from ..dtypes import from_torch_name, item_size
 from ..planned_file import PlannedFile
-from ..stored_tensor import StoredTensor
+from ..stored_tensor import FileState, StoredTensor, read_file_state
 
 # The pickles describe each tensor in about 250 bytes. The limit bounds the time and the memory.
 LARGEST_PICKLE = 4 << 20
@@ -174,8 +174,15 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else repr(error)
 
 
-def locate_tensors(path: Path, state: Mapping[Any, Any]) -> dict[str, StoredTensor]:
+def locate_tensors(
+    path: Path, state: Mapping[Any, Any], file_state: FileState
+) -> dict[str, StoredTensor]:
     """Returns the stored tensors of a state dictionary that `load_without_storage` read.
+
+    Args:
+        path: The file.
+        state: The dictionary.
+        file_state: The state of the file before `load_without_storage` opened it.
 
     Raises:
         ValueError: An entry is no tensor, or a tensor is not contiguous, dense and complete.
@@ -187,7 +194,7 @@ def locate_tensors(path: Path, state: Mapping[Any, Any]) -> dict[str, StoredTens
             raise ValueError(
                 f"{path}: {name!r} is a {type(tensor).__name__}, but weights are named tensors"
             )
-        tensors[name] = _locate(path, name, tensor, records)
+        tensors[name] = _locate(path, name, tensor, records, file_state)
     return tensors
 
 
@@ -198,6 +205,7 @@ def locate_saved_tensor(path: Path, name: str, start: int, length: int) -> Store
         ValueError: There is something else, or the tensor is not contiguous, dense and complete.
     """
     where = f"tensor {name} in {path}"
+    file_state = read_file_state(path)
     records = ZipRecords(path, (start, length))
     storages: dict[str, torch.TypedStorage] = {}
     unpickler: Any = _weights_only_unpickler.Unpickler(
@@ -215,11 +223,11 @@ def locate_saved_tensor(path: Path, name: str, start: int, length: int) -> Store
     first_byte = records.named.get(f"data/{key}")
     if first_byte is not None:
         cast(Any, tensor.untyped_storage())._checkpoint_offset = first_byte
-    return _locate(path, name, tensor, records)
+    return _locate(path, name, tensor, records, file_state)
 
 
 def _locate(
-    path: Path, name: str, tensor: torch.Tensor, records: ZipRecords | None
+    path: Path, name: str, tensor: torch.Tensor, records: ZipRecords | None, file_state: FileState
 ) -> StoredTensor:
     """Returns where a meta tensor's bytes are, after checking that they are all in the file."""
     where = f"tensor {name} in {path}"
@@ -237,7 +245,8 @@ def _locate(
         raise ValueError(f"{where} has no bytes in the file")
     storage_start = storage_start or 0
     offset = storage_start + int(tensor.storage_offset()) * tensor.element_size()
-    stored = StoredTensor(name, path, dtype, tuple(tensor.shape), offset)
+    shape = tuple(tensor.shape)
+    stored = StoredTensor(name, path, dtype, shape, offset, file_state=file_state)
     if tensor.numel():
         stop = offset + stored.nbytes
         if records is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,14 @@ from typing import BinaryIO
 
 import numpy as np
 
+from ...files.safe_paths import is_named
 from .dataset import IndexedDataset
 from .format import HEADER, MAGIC, VERSION, bin_path, dtype_code, idx_path
 from .meta import CorpusMeta, meta_path
 
 COPY_BYTES = 1 << 24
+# The files of sizes and documents begin with the name of the run that writes them, in hexadecimal.
+RUN_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,16 @@ class WriterState:
     """Counts the valid part of an unfinished dataset.
 
     `IndexedDatasetWriter(..., resume=state)` continues from it.
+
+    Attributes:
+        run: The name of the run, which its partial files also have. It is drawn when a dataset is
+            begun, so counts are never applied to the tokens of another run.
     """
 
-    tokens: int = 0
-    sequences: int = 0
-    documents: int = 0
+    run: str
+    tokens: int
+    sequences: int
+    documents: int
 
 
 class IndexedDatasetWriter:
@@ -71,12 +80,20 @@ class IndexedDatasetWriter:
             part: Path(f"{prefix}.{part}.partial") for part in ("bin", "sizes", "documents")
         }
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        state = resume or WriterState()
+        state = resume or WriterState(secrets.token_hex(RUN_BYTES // 2), 0, 0, 0)
+        self._run = state.run
         self._files: dict[str, BinaryIO] = {}
         try:
-            self._open("bin", state.tokens * self.dtype.itemsize)
-            self._open("sizes", state.sequences * 4)
-            self._open("documents", state.documents * 8)
+            self._open("bin")
+            self._lock()
+            # Other writers do not touch these while the lock is held.
+            self._open("sizes")
+            self._open("documents")
+            if resume is None:
+                self._name_run()
+            self._cut("sizes", RUN_BYTES + state.sequences * 4)
+            self._cut("documents", RUN_BYTES + state.documents * 8)
+            self._cut("bin", state.tokens * self.dtype.itemsize)
         except BaseException:
             for file in self._files.values():
                 file.close()
@@ -163,7 +180,7 @@ class IndexedDatasetWriter:
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        return WriterState(self._tokens, self._sequences, self._documents)
+        return WriterState(self._run, self._tokens, self._sequences, self._documents)
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self
@@ -184,13 +201,14 @@ class IndexedDatasetWriter:
             raise
 
     def _abandon(self) -> None:
+        # The files are removed while the lock is held: afterwards they may be another writer's.
+        if not self._keep_partial:
+            for name in (self._index_partial, *reversed(self._names.values())):
+                name.unlink(missing_ok=True)
         for file in self._files.values():
             # A full disk fails here again; the error that ended the `with` has reported it.
             with suppress(OSError):
                 file.close()
-        if not self._keep_partial:
-            for name in (*self._names.values(), self._index_partial):
-                name.unlink(missing_ok=True)
 
     def _finish(self) -> None:
         if self._last_mark != self._sequences:
@@ -212,6 +230,9 @@ class IndexedDatasetWriter:
                 file.write(marks.tobytes())
             file.flush()
             os.fsync(file.fileno())
+        # While these files have their names, the lock keeps other writers from them.
+        self._names["sizes"].unlink()
+        self._names["documents"].unlink()
         # The old index is removed first and the new one comes last, so that a reader never pairs an
         # index with the wrong tokens.
         idx_path(self.prefix).unlink(missing_ok=True)
@@ -222,25 +243,19 @@ class IndexedDatasetWriter:
         self._index_partial.replace(idx_path(self.prefix))
         for file in self._files.values():
             file.close()
-        self._names["sizes"].unlink()
-        self._names["documents"].unlink()
 
-    def _open(self, part: str, valid_bytes: int) -> None:
-        path = self._names[part]
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        file = os.fdopen(descriptor, "r+b", buffering=1 << 20)
-        self._files[part] = file
-        if part == "bin":
-            self._lock(descriptor)
-        if os.fstat(descriptor).st_size < valid_bytes:
-            raise ValueError(
-                f"{path} is shorter than the {valid_bytes} bytes to resume from; "
-                "start again without resuming"
-            )
-        file.truncate(valid_bytes)
-        file.seek(valid_bytes)
+    def _open(self, part: str) -> None:
+        descriptor = os.open(self._names[part], os.O_RDWR | os.O_CREAT, 0o666)
+        self._files[part] = os.fdopen(descriptor, "r+b", buffering=1 << 20)
 
-    def _lock(self, descriptor: int) -> None:
+    def _lock(self) -> None:
+        """Locks the file of tokens.
+
+        Raises:
+            ValueError: Another process writes the prefix, or has finished it since the file was
+                opened: then the descriptor is of the finished dataset's tokens.
+        """
+        descriptor = self._files["bin"].fileno()
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -251,11 +266,51 @@ class IndexedDatasetWriter:
             # Some file systems have no locks.
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
+        if not is_named(descriptor, self._names["bin"]):
+            raise ValueError(
+                f"another process was writing {self.prefix} and has ended just now; "
+                f"look at its result, then run this again if it is still needed"
+            )
+
+    def _name_run(self) -> None:
+        """Writes the name of a new run into its files.
+
+        It is on the disk before the first token is replaced, so that no run that was interrupted
+        before takes the tokens for its own.
+        """
+        for part in ("sizes", "documents"):
+            file = self._files[part]
+            file.truncate(0)
+            file.write(self._run.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _cut(self, part: str, valid_bytes: int) -> None:
+        """Cuts off what was written to a file after the last commit, and goes to its end.
+
+        Raises:
+            ValueError: The file is not of the run, or is too short.
+        """
+        file = self._files[part]
+        path = self._names[part]
+        file.seek(0)
+        if part != "bin" and file.read(RUN_BYTES) != self._run.encode():
+            raise ValueError(
+                f"{path} is not of the run that is to be resumed: another one has written it "
+                "since; start again without resuming"
+            )
+        if os.fstat(file.fileno()).st_size < valid_bytes:
+            raise ValueError(
+                f"{path} is shorter than the {valid_bytes} bytes to resume from; "
+                "start again without resuming"
+            )
+        file.truncate(valid_bytes)
+        file.seek(valid_bytes)
 
     def _iter_written(self, part: str, dtype: str):
         """Yields the values written so far to a side file, block by block."""
         file = self._files[part]
-        file.seek(0)
+        file.seek(RUN_BYTES)
         while block := file.read(COPY_BYTES):
             yield np.frombuffer(block, dtype)
 
@@ -269,7 +324,7 @@ class IndexedDatasetWriter:
         if self._documents == 0:
             return 0
         file = self._files["documents"]
-        file.seek(8 * (self._documents - 1))
+        file.seek(RUN_BYTES + 8 * (self._documents - 1))
         return int(np.frombuffer(file.read(8), "<i8")[0])
 
     def _check_range(self, tokens: np.ndarray) -> None:

@@ -126,12 +126,17 @@ def prepare_dataset(
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     settings = _describe_run(source, options, tokenizer)
     progress_file = _ProgressFile(Path(f"{output}.progress.json"), settings)
+    state = None
+    report = PrepareReport()
+    numbers = LineNumbers()
     saved = progress_file.read() if resume else None
-    if saved is None:
-        saved = WriterState(), PrepareReport(), LineNumbers()
-    state, report, numbers = saved
+    if saved is not None:
+        state, report, numbers = saved
     started = time.monotonic()
     with IndexedDatasetWriter(output, dtype, resume=state, keep_partial=True, meta=meta) as writer:
+        if state is None:
+            # A file of another run, whose unfinished tokens the writer has replaced, ends here.
+            progress_file.write(0, writer.commit(), report, numbers)
         committed = time.monotonic()
         done = report.resumed_chunks
         encoded = _encode_all(chunks[done:], options, tokenizer, workers)

@@ -170,15 +170,15 @@ def test_a_source_that_changes_meanwhile(arena, gpt2_folder, monkeypatch):
 
 def test_a_source_that_shrinks_meanwhile(arena, gpt2_folder, monkeypatch):
     source = arena.copy(gpt2_folder)
-    original = operations.source_state
+    original = operations._collect_texts
 
-    def cut_after(files):
-        state = original(files)
+    def cut_after(*arguments):
+        texts = original(*arguments)
         os.truncate(source / "model.safetensors", 4000)
-        return state
+        return texts
 
-    monkeypatch.setattr(operations, "source_state", cut_after)
+    monkeypatch.setattr(operations, "_collect_texts", cut_after)
     code, message = arena.convert("split", source, arena.destination)
     assert code == 2
-    assert "ends early" in message
+    assert "changed while it was being read" in message
     assert sorted(path.name for path in arena.folder.iterdir()) == ["source"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import pickle
 from itertools import chain
 from pathlib import Path
@@ -143,6 +144,60 @@ def test_resuming_cuts_off_what_was_not_committed(tmp_path):
         writer.add_documents(np.array([7]), np.array([1]))
     dataset = IndexedDataset(tmp_path / "a")
     assert [dataset.document(i).tolist() for i in range(3)] == [[0, 1], [2, 3, 4], [7]]
+
+
+def _interrupt_writer(prefix, tokens) -> WriterState:
+    """Leaves the partial files of a run that was interrupted after a commit; returns its state."""
+    writer = IndexedDatasetWriter(prefix, np.int32, keep_partial=True)
+    writer.add_documents(tokens, np.array([len(tokens)]))
+    state = writer.commit()
+    writer.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    return state
+
+
+def test_a_run_is_not_resumed_on_the_tokens_of_another_one(tmp_path):
+    state = _interrupt_writer(tmp_path / "a", np.arange(50))
+    other = _interrupt_writer(tmp_path / "a", np.arange(100, 200))
+    with pytest.raises(ValueError, match="not of the run that is to be resumed"):
+        IndexedDatasetWriter(tmp_path / "a", np.int32, resume=state)
+    with IndexedDatasetWriter(tmp_path / "a", np.int32, resume=other):
+        pass
+    assert IndexedDataset(tmp_path / "a")[0].tolist() == list(range(100, 200))
+
+
+def test_a_writer_that_waited_leaves_a_finished_dataset_alone(tmp_path, monkeypatch):
+    first = IndexedDatasetWriter(tmp_path / "a", np.int32)
+    first.add_documents(np.arange(5), np.array([5]))
+    original = fcntl.flock
+
+    def finish_and_lock(descriptor, how):
+        monkeypatch.undo()
+        first.__exit__(None, None, None)  # between the second one's opening and its locking
+        original(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", finish_and_lock)
+    with pytest.raises(ValueError, match="has ended just now"):
+        IndexedDatasetWriter(tmp_path / "a", np.int32)
+    assert IndexedDataset(tmp_path / "a")[0].tolist() == list(range(5))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+def test_a_failed_writer_does_not_delete_the_next_ones_files(tmp_path, monkeypatch):
+    first = IndexedDatasetWriter(tmp_path / "a", np.int32)
+    files = dict(first._files)
+    closed = []
+
+    class Closing:
+        def __init__(self, file):
+            self.file = file
+
+        def close(self):
+            closed.append(sorted(path.name for path in tmp_path.iterdir()))
+            self.file.close()
+
+    first._files = {part: Closing(file) for part, file in files.items()}
+    first.__exit__(ValueError, ValueError("stop"), None)
+    assert closed == [[], [], []]
 
 
 def test_two_writers_of_one_prefix_are_refused(tmp_path):

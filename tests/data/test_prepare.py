@@ -98,6 +98,43 @@ def test_other_settings_or_resume_off_start_again(
         assert report.documents == 200
 
 
+def test_a_run_between_does_not_lend_its_tokens(
+    jsonl, tokenizer_dir, tmp_path, small_chunks, monkeypatch
+):
+    options = PrepareOptions(tokenizer_dir)
+    prepare_dataset(jsonl, tmp_path / "whole", options)
+    monkeypatch.setattr(prepare_module, "SECONDS_BETWEEN_COMMITS", -1.0)
+
+    def interrupt(report, done, total):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_dataset(jsonl, tmp_path / "a", options, progress=interrupt)
+    journal = (tmp_path / "a.progress.json").read_text()
+
+    # Another run writes more tokens to the same place, and is stopped before its first commit.
+    monkeypatch.setattr(prepare_module, "SECONDS_BETWEEN_COMMITS", 1e9)
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(reversed(jsonl.read_text().splitlines(keepends=True))) * 2)
+
+    def interrupt_late(report, done, total):
+        if done == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_dataset(other, tmp_path / "a", options, progress=interrupt_late)
+    assert json.loads((tmp_path / "a.progress.json").read_text())["chunks"] == 0
+
+    # Even with the first one's journal, as after a crash at the wrong moment.
+    (tmp_path / "a.progress.json").write_text(journal)
+    with pytest.raises(ValueError, match="start again without resuming"):
+        prepare_dataset(jsonl, tmp_path / "a", options)
+    (tmp_path / "a.progress.json").unlink()
+    assert prepare_dataset(jsonl, tmp_path / "a", options).resumed_chunks == 0
+    assert files(tmp_path / "a") == files(tmp_path / "whole")
+
+
 SLOW_RUN = """
 import sys, time
 from shardzoo.data import PrepareOptions, prepare_dataset
