@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,13 @@ WEIGHT_SUFFIXES = frozenset(
 )
 OWN_FILES = frozenset(("manifest.json", STATE, "latest", "latest_checkpointed_iteration.txt"))
 LARGEST_AUXILIARY_FILE = 1 << 30  # bytes
+# The files in which a model is saved, with their indexes; a file like model_ema.safetensors is
+# somebody else's.
+SAVED_WEIGHTS = re.compile(
+    r"(model|pytorch_model|adapter_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
+)
+# The other files of a saved model; those of a tokenizer are in TOKENIZER_FILES.
+DESCRIPTIONS = (CONFIG, "adapter_config.json", "generation_config.json")
 # The version of the state file. In version 1 only the tensors' files had digests.
 STATE_VERSION = 2
 
@@ -52,6 +61,31 @@ def holds_weights(name: str) -> bool:
     if name in OWN_FILES or name.endswith((".safetensors.index.json", ".bin.index.json")):
         return True
     return Path(name).suffix in WEIGHT_SUFFIXES
+
+
+def replace_saved_model(folder: Path, new: Path) -> None:
+    """Moves the files of a newly saved model into a folder, and removes `new`.
+
+    What an earlier saved model left there is removed: its weights, configurations and tokenizer.
+    All other files stay. The configurations go first and come last, so that nothing loads a
+    folder that is half of each.
+    """
+    if not folder.exists():
+        new.rename(folder)
+        return
+    for name in DESCRIPTIONS:
+        (folder / name).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if SAVED_WEIGHTS.fullmatch(path.name) or path.name in TOKENIZER_FILES:
+            path.unlink()
+    for path in sorted(new.rglob("*"), key=lambda path: path.name in DESCRIPTIONS):
+        target = folder / path.relative_to(new)
+        if path.is_dir():
+            target.mkdir(exist_ok=True)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+    shutil.rmtree(new)
 
 
 def find_stage_files(folder: Path, first: str) -> list[Path]:

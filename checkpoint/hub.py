@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +17,17 @@ TEXTS = ("*.json", "*.model", "*.txt", "*.jinja")
 # Mistral's second copy.
 IGNORED = ("*/*", "consolidated*.safetensors")
 # Weight files of an earlier upload, which a new one removes.
-REPLACED = ["model*.safetensors", "model.safetensors.index.json"]
+_NUMBER = "[0-9]" * 5
+REPLACED = [
+    "model.safetensors",
+    f"model-{_NUMBER}-of-{_NUMBER}.safetensors",
+    "model.safetensors.index.json",
+]
 HUB_NAME = re.compile(r"(?P<owner>[\w.-]+)/[\w.-]+(@\S+)?")
 # The name in the cache of a file that the Hub stores under its sha256.
 SHA256 = re.compile(r"[0-9a-f]{64}")
+# The folder, beside a repository's snapshots in the cache, with a record of each verified file.
+VERIFIED = ".shardzoo-verified"
 
 
 def find_model(
@@ -50,8 +59,8 @@ def find_folder(
 ) -> Path:
     """Returns the folder `name`, or that of the Hub's repository `name[@revision]`.
 
-    The repository is downloaded if needed; a download that was cut is continued. New files are
-    compared with the sha256 that names them.
+    The repository is downloaded if needed; a download that was cut is continued. Weight files are
+    compared once with the sha256 that names them.
 
     Args:
         name: A path, or a name on the Hub.
@@ -69,15 +78,12 @@ def find_folder(
         raise ValueError(f"{argument}: {name} is not a folder")
 
     import huggingface_hub
-    from huggingface_hub import constants
 
     options: dict[str, Any] = {}
     if revision:
         options["revision"] = revision
     if cache is not None:
         options["cache_dir"] = str(Path(cache).expanduser())
-    folder_of_downloads = Path(options.get("cache_dir") or constants.HF_HUB_CACHE)
-    known = _list_cached_files(folder_of_downloads, repository)
     hub = cast(Any, huggingface_hub)  # It leaves the types of some arguments open.
     try:
         downloaded: str = hub.snapshot_download(
@@ -89,7 +95,7 @@ def find_folder(
             f"failed: {_explain(error, repository, revision)}"
         ) from None
     folder = Path(downloaded)
-    _check_downloads(folder, known, f"{argument}: {name}")
+    _check_downloads(folder, f"{argument}: {name}")
     if set(WEIGHTS) <= set(patterns) and not any(folder.glob(WEIGHTS[0])):
         raise ValueError(
             f"{argument}: {name} has no safetensors files on the Hugging Face Hub, and others are "
@@ -179,32 +185,38 @@ def _explain(error: Exception, repository: str, revision: str) -> str:
     return lines[0]
 
 
-def _list_cached_files(cache: Path, repository: str) -> set[str]:
-    """Returns the names of the files that the cache has of a repository."""
-    folder = cache / f"models--{repository.replace('/', '--')}" / "blobs"
-    if not folder.is_dir():
-        return set()
-    return {path.name for path in folder.iterdir()}
+def _check_downloads(folder: Path, what: str) -> None:
+    """Compares the weight files of a snapshot in the cache with the sha256 that names them.
 
-
-def _check_downloads(folder: Path, known: set[str], what: str) -> None:
-    """Removes new files of the cache that do not have the sha256 that names them.
-
-    The Hub's client compares only the sizes.
+    The Hub's client compares only the sizes. That a file is in the cache proves nothing, because a
+    call may have ended between the download and this check; so each verified file is recorded.
 
     Raises:
-        ValueError: A file was removed.
+        ValueError: A file is damaged. It is removed, so that the next call downloads it again.
     """
     for path in sorted(folder.iterdir()):
-        stored = path.resolve()
-        if not path.is_symlink() or stored.name in known or not SHA256.fullmatch(stored.name):
+        if not path.is_symlink():
             continue
-        digest = hash_file(stored)
-        if digest != stored.name:
-            # Another process may have found it at the same time.
-            path.unlink(missing_ok=True)
-            stored.unlink(missing_ok=True)
+        blob = path.parent / os.readlink(path)
+        if not SHA256.fullmatch(blob.name):
+            continue
+        found = blob.stat()
+        state = f"{found.st_size} {found.st_mtime_ns}"
+        record = folder.parent.parent / VERIFIED / blob.name
+        if record.is_file() and record.read_text(errors="replace") == state:
+            continue
+        digest = hash_file(blob)
+        if digest != blob.name:
+            # The blob may itself be a link, into a store that repositories share. Another process
+            # may have found the damage at the same time.
+            stored = blob.resolve()
+            for name in (path, blob, stored):
+                name.unlink(missing_ok=True)
             raise ValueError(
                 f"{what}: the Hugging Face Hub sent a damaged {path.name}, whose sha256 is "
-                f"{digest} instead of {stored.name}; it was removed, so try again"
+                f"{digest} instead of {blob.name}; it was removed, so try again"
             )
+        # A cache that cannot be written is verified each time.
+        with suppress(OSError):
+            record.parent.mkdir(exist_ok=True)
+            record.write_text(state)

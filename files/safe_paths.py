@@ -11,7 +11,8 @@ def checked_file(folder: Path, name: str) -> Path:
     """Returns `folder / name` after checking that it is a regular file of this folder.
 
     A symbolic link may point to a file of the folder itself, or into the `blobs` of a Hugging Face
-    cache, whose snapshots are made of such links.
+    cache, whose snapshots are made of such links: the repository's own blobs, or those that all
+    repositories of the cache share (`hub/blobs/ab/abcd…`).
 
     Raises:
         ValueError: The name is not a plain file name, or the file is missing, is not a regular
@@ -33,7 +34,10 @@ def checked_file(folder: Path, name: str) -> Path:
         raise ValueError(f"{path} is not a regular file")
     home = folder.resolve()
     cache_blobs = home.parent.parent / "blobs"
-    if real.parent not in (home, cache_blobs):
+    shared_blobs = None
+    if home.parent.name == "snapshots" and len(home.parents) > 2:
+        shared_blobs = home.parents[2] / "blobs"
+    if real.parent not in (home, cache_blobs) and real.parent.parent != shared_blobs:
         raise ValueError(
             f"{path} is a link out of its folder, to {real}; copy the file into the folder first"
         )

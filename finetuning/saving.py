@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder_files import STATE
+from ..checkpoint.folder_files import STATE, replace_saved_model
 from ..models.lora import save_adapter
 from ..trainer.launch.rank_process import mark_run_as_begun
 from ..trainer.launch.ranks import on_first_rank
@@ -104,8 +104,7 @@ def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path) 
         for file in companions.iterdir():
             if file.is_file() and not (partial / file.name).exists():
                 shutil.copy2(file, partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        replace_saved_model(folder, partial)
 
     on_first_rank(complete)
 

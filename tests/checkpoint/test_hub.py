@@ -288,6 +288,56 @@ def test_a_damaged_file_is_removed(hub, tmp_path):
     assert shardzoo(hub, tmp_path, "convert", "diff", "shards", "source-1").returncode == 0
 
 
+FIND = """
+import sys
+from shardzoo.checkpoint.hub import find_folder
+try:
+    find_folder("me/tiny", "model")
+except ValueError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_damaged_file_is_found_after_an_interrupted_call(hub, tmp_path):
+    """The first call ends after the download of a damaged file, before it compares anything."""
+    hub.flipped.add("model.safetensors")
+    code = (
+        f"import shardzoo.checkpoint.hub as h; h._check_downloads = lambda *_: sys.exit(9)\n{FIND}"
+    )
+    assert shardzoo(hub, tmp_path, code="import sys\n" + code).returncode == 9
+    hub.flipped.clear()
+    assert "damaged model.safetensors" in shardzoo(hub, tmp_path, code=FIND).stderr
+    assert shardzoo(hub, tmp_path, code=FIND).returncode == 0
+    # What was verified is not read again, until it changes.
+    count = f"""
+import shardzoo.checkpoint.hub as h
+original = h.hash_file
+h.hash_file = lambda path: print("hashed", path.name) or original(path)
+{FIND}"""
+    assert "hashed" not in shardzoo(hub, tmp_path, code=count).stdout
+    (stored,) = (tmp_path / "hub").glob("*/snapshots/*/model.safetensors")
+    os.utime(stored)
+    assert shardzoo(hub, tmp_path, code=count).stdout.count("hashed") == 1
+
+
+def test_blobs_that_repositories_share(hub, tmp_path):
+    """The Hub's client may keep a blob as a link to a file that is named by another digest."""
+    assert shardzoo(hub, tmp_path, code=FIND).returncode == 0
+    (link,) = (tmp_path / "hub").glob("*/snapshots/*/model.safetensors")
+    blob = link.parent / os.readlink(link)
+    shared = tmp_path / "hub" / "blobs" / "ab" / ("ab" * 32)
+    shared.parent.mkdir(parents=True)
+    blob.rename(shared)
+    blob.symlink_to(os.path.relpath(shared, blob.parent))
+    os.utime(shared)
+    compared = shardzoo(hub, tmp_path, "convert", "diff", "me/tiny", "source-1")
+    assert compared.returncode == 0, compared.stderr
+    shared.write_bytes(shared.read_bytes()[:-1] + b"\1")
+    assert "damaged" in refusal(shardzoo(hub, tmp_path, "convert", "inspect", "me/tiny"))
+    assert not shared.exists()
+    assert shardzoo(hub, tmp_path, "convert", "diff", "me/tiny", "source-1").returncode == 0
+
+
 MISTAKES = [
     ("me/tiny@v2", "me/tiny has no revision 'v2'"),
     ("me/other", "there is no me/other, or it is private"),
@@ -357,6 +407,7 @@ def test_a_split_model_is_pushed_and_found_again(hub, tmp_path, run_mesh):
     hub.files[MAIN] |= {
         "model-00001-of-00002.safetensors": b"stale",
         "model.safetensors.index.json": b"{}",
+        "model_ema.safetensors": b"not ours",
     }
     options = {"token": "hf_writer", "private": True, "working_directory": tmp_path}
     (url, _), (other, _) = run_mesh(
@@ -371,6 +422,7 @@ def test_a_split_model_is_pushed_and_found_again(hub, tmp_path, run_mesh):
     assert not {"model-00001-of-00002.safetensors", "model.safetensors.index.json"} & stored.keys()
     assert stored["README.md"].startswith(b"---\nlibrary_name: transformers")
     assert stored["onnx/model.safetensors"] == b"not wanted"  # other programs' files stay
+    assert stored.pop("model_ema.safetensors") == b"not ours"
     found = shardzoo(hub, tmp_path, "convert", "diff", "me/tiny", "source-2")
     assert found.returncode == 0, found.stderr
 
