@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-import stat
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -14,53 +11,16 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
-import yaml
 
 from ..compat.spellings import RESUME, SAVE_EPOCH
+from ..files.strict_yaml import read_strict_yaml
 from ..trainer.arguments.aliases import SPELLINGS, argument_aliases, hint, resolve_aliases
 from .help import HelpPage, show_help
 
 Arguments = TypeVar("Arguments")
 
 OVERRIDE = re.compile(r"([a-z]\w*(?:\.[a-z]\w*)*)=(.*)", re.DOTALL)
-LARGEST_YAML = 1 << 20  # bytes
 YAML_NAMES = {"true": "True", "false": "False", "null": "None"}
-
-
-class ConfigLoader(yaml.SafeLoader):
-    """Reads floating-point numbers as in YAML 1.2: 1e-4 is a number. In YAML 1.1, PyYAML's version,
-    it is a string.
-
-    A few lines of aliases of aliases would stand for billions of values, and arguments need none:
-    they are refused. So is what PyYAML itself lets pass with an error of another type, such as the
-    date 2020-13-45.
-    """
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("arguments have no aliases (*name); write the value again")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        found = super().construct_mapping(node, deep)
-        if len(found) < len(node.value):
-            raise yaml.YAMLError("a name appears twice in one place; keep one of its values")
-        return found
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise yaml.YAMLError(
-                f"{node.value!r:.100} is not a value of {node.tag!r:.100}: {error}"
-            ) from None
-
-
-ConfigLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+"),
-    list("-+.0123456789"),
-)
 
 
 def parse(
@@ -110,39 +70,8 @@ def read_yaml(kind: type, path: Path) -> dict[str, Any]:
 
     A dataclass is written as a nested mapping.
     """
-    if "\0" in str(path):
-        raise ValueError(f"--config: {str(path)!r} is not the name of a file")
-    try:
-        with open(path, "rb", opener=_open_file) as file:
-            text = file.read(LARGEST_YAML + 1)
-        if len(text) > LARGEST_YAML:
-            raise ValueError(
-                f"--config: {path} has more than {LARGEST_YAML:,} bytes; name a file of arguments"
-            )
-        values = yaml.load(text, ConfigLoader) or {}  # a SafeLoader
-    except FileNotFoundError:
-        raise ValueError(f"--config: there is no file {path}") from None
-    except OSError as error:
-        raise ValueError(
-            f"--config: {path} cannot be read ({error.strerror}); name a YAML file"
-        ) from None
-    except RecursionError:
-        raise ValueError(
-            f"--config: {path} is not YAML that can be read: it is nested too deeply"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config: {path} is not YAML: {error}") from None
+    values = read_strict_yaml(path, "--config") or {}
     return _checked(kind, values, path, "")
-
-
-def _open_file(path: str, flags: int) -> int:
-    """Opens a regular file; a pipe would wait for a writer, and a device may have no end."""
-    mode = os.stat(path).st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "it is not a regular file")
-    return os.open(path, flags)
 
 
 def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import tyro
 
 from ..checkpoint.hub import TEXTS, find_model
 from ..data.tokenizers.glm_tokens import GLMVocabulary
+from ..files.strict_json import parse_record
 from ..models.generation.settings import GenerationSettings
 from .arguments import parse, read_yaml
 from .console import exit_code_of
@@ -297,8 +298,8 @@ def without_newlines(lines: Iterable[str]) -> Iterator[str]:
 def json_lines(lines: Iterable[str], path: Path) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
+            record = parse_record(line)
+        except ValueError as error:
             raise ValueError(f"--file: line {number} of {path} is not JSON: {error}") from None
         prompt = record.get("prompt", record.get("text")) if isinstance(record, dict) else None
         if not isinstance(prompt, str):

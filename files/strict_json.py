@@ -46,20 +46,41 @@ def read_json_object(
             else; see `parse_json`.
     """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{path} is not a regular file")
-        if found.st_size > largest:
-            raise ValueError(
-                f"{path} has {found.st_size:,} bytes; such a file has at most {largest:,}"
-            )
-        text = path.read_bytes()
+        text = read_regular_file(path, largest)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     value = parse_json(text, str(path), finite=finite)
     if not is_object(value):
         raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
     return value
+
+
+def read_regular_file(path: Path, largest: int = LARGEST_JSON) -> bytes:
+    """Returns the bytes of a small file.
+
+    Raises:
+        ValueError: It is too large, or no regular file: a pipe would wait for a writer.
+        OSError: It cannot be read.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path} is not a regular file")
+    if found.st_size > largest:
+        raise ValueError(f"{path} has {found.st_size:,} bytes; such a file has at most {largest:,}")
+    return path.read_bytes()
+
+
+def parse_record(line: bytes | str) -> Any:
+    """Parses a user's line of JSON, which may begin with a byte order mark.
+
+    Raises:
+        ValueError: It is no JSON, or nested too deeply.
+    """
+    text = line.decode("utf-8-sig") if isinstance(line, bytes) else line.removeprefix("\ufeff")
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_folder_json(folder: Path, name: str, *, finite: bool = True) -> dict[str, Any] | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from ..files.strict_json import parse_record
 from ..models import family
 from .arguments import WITH_LABELS, FinetuningArguments, ProblemType, Task
 from .loading import ModelSource
@@ -100,7 +100,7 @@ def first_record(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         first = next((line for line in file if line.strip()), b"{}")
     try:
-        record = json.loads(first)
+        record = parse_record(first)
     except ValueError:
         record = _whole_file(path)
     return record if isinstance(record, dict) else {}
@@ -108,7 +108,7 @@ def first_record(path: Path) -> dict[str, Any]:
 
 def _whole_file(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return parse_record(path.read_bytes())
     except ValueError:
         return {}
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import re
 import reprlib
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -31,6 +31,7 @@ from ..checkpoint.rank_files import write_tensors
 from ..checkpoint.safetensors_header import read_header
 from ..checkpoint.stored_tensor import StoredTensor, index_by_name
 from ..checkpoint.tensor_reader import TensorReader
+from ..files.expressions import check_matching_time, compile_expression
 from ..files.hashing import hash_file
 from ..files.safe_paths import checked_file
 from ..files.strict_json import read_json_object
@@ -72,6 +73,7 @@ SUPPORTED = frozenset(
     }
 )
 INITIAL_VALUES = (True, "gaussian")
+LARGEST_FLOAT = sys.float_info.max
 
 
 def _is_rank(value: Any) -> bool:
@@ -79,7 +81,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_factor(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+    return type(value) in (int, float) and 0 < value <= LARGEST_FLOAT
 
 
 def _are_names(value: Any) -> bool:
@@ -89,13 +91,7 @@ def _are_names(value: Any) -> bool:
 
 
 def _is_expression(value: Any) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        re.compile(value)
-    except re.error:
-        return False
-    return True
+    return isinstance(value, str)  # `_list_expressions` knows how peft will use it.
 
 
 def _is_pattern(value: Any, is_right: Callable[[Any], bool]) -> bool:
@@ -219,17 +215,42 @@ def lora_config(**settings: Any) -> Any:
         value = getattr(config, field.name)
         if field.name not in SUPPORTED and value != getattr(plain, field.name):
             raise ValueError(
-                f"LoRA: models of the zoo do not support {field.name}={value!r}; leave it out, or "
-                "use transformers' model in one process"
+                f"LoRA: models of the zoo do not support {field.name}={reprlib.repr(value)}; leave "
+                "it out, or use transformers' model in one process"
             )
     initial = config.init_lora_weights
     if initial not in INITIAL_VALUES:
-        raise ValueError(f"LoRA: init_lora_weights must be True or 'gaussian', not {initial!r}")
+        raise ValueError(
+            f"LoRA: init_lora_weights must be True or 'gaussian', not {reprlib.repr(initial)}"
+        )
     for name, (is_right, wanted) in CHECKS.items():
         value = getattr(config, name)
         if not is_right(value) and value is not getattr(plain, name):
             raise ValueError(f"LoRA: {name} must be {wanted}, not {reprlib.repr(value)}")
+    for name, expression in _list_expressions(config):
+        compile_expression(expression, f"LoRA: {name}: ")
     return config
+
+
+def _list_expressions(config: Any) -> Iterator[tuple[str, str]]:
+    """Yields the regular expressions that peft makes of a configuration, with the field's name.
+
+    After peft's `check_target_module_exists` and `get_pattern_key`.
+    """
+    for name in ("target_modules", "exclude_modules"):
+        value = getattr(config, name)
+        if isinstance(value, str):
+            yield name, value
+    for name in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(config, name) or ():
+            yield name, rf"(.*\.)?({pattern})$"
+    for module in config.modules_to_save or ():
+        yield "modules_to_save", rf"(^|.*\.){module}($|\..*)"
+    patterns = config.layers_pattern or ()
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    for pattern in patterns:
+        yield "layers_pattern", rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\."
 
 
 def add_lora(model: Any, config: Any, seed: int = 1234) -> None:
@@ -345,6 +366,8 @@ def _choose_modules(model: Any, native: NativeModel, config: Any) -> tuple[Linea
     """
     peft = import_peft()
     known = list(_list_matrices(native))
+    expressions = [expression for _, expression in _list_expressions(config)]
+    check_matching_time(expressions, [module.name for module in known], "LoRA: the expression")
     linear = [module for module in known if isinstance(model.get_submodule(module.layer), LINEARS)]
     targets: Any = config.target_modules
     if not targets:
@@ -652,13 +675,15 @@ def read_adapter_config(folder: Path) -> Any:
     values = read_json_object(checked_file(folder, CONFIG_FILE))
     kind = values.get("peft_type")
     if kind != "LORA":
-        raise ValueError(f"{folder / CONFIG_FILE} describes an adapter of type {kind!r}, not LORA")
+        raise ValueError(
+            f"{folder / CONFIG_FILE} describes an adapter of type {reprlib.repr(kind)}, not LORA"
+        )
     known = {field.name for field in fields(import_peft().LoraConfig)}
     for name in values.keys() - known:
         if values[name]:
             raise ValueError(
-                f"{folder / CONFIG_FILE} has {name}={values[name]!r}, which this release of peft "
-                "lacks"
+                f"{folder / CONFIG_FILE} has {name}={reprlib.repr(values[name])}, which this "
+                "release of peft lacks"
             )
     try:
         return lora_config(**{name: value for name, value in values.items() if name in known})

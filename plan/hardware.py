@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ..files.printable import describe
+from ..files.strict_yaml import read_strict_yaml
 
 
 @dataclass(frozen=True)
@@ -246,25 +248,25 @@ def _check_number(name: str, value: Any, *, whole: bool = False, zero: bool = Fa
         kind = "whole number" if whole else "number"
         start = "from" if zero else "above"
         raise ValueError(
-            f"{name} must be a {kind} {start} 0 and below {LARGEST_FIGURE:g}, not {value!r}"
+            f"{name} must be a {kind} {start} 0 and below {LARGEST_FIGURE:g}, not {reprlib.repr(value)}"
         )
 
 
 def _check_name(name: str, table: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or name not in table:
-        raise ValueError(f"there is no {name!r}; use one of {', '.join(table)}")
+        raise ValueError(f"there is no {reprlib.repr(name)}; use one of {', '.join(table)}")
     return name
 
 
 def _parse_rates(values: Any) -> Rates:
     names = [field.name for field in fields(Rates)]
     if not isinstance(values, dict) or not set(values) <= set(names):
-        raise ValueError(f"rates are some of {', '.join(names)}, not {values!r}")
+        raise ValueError(f"rates are some of {', '.join(names)}, not {reprlib.repr(values)}")
     for name, value in values.items():
         if name != "asynchronous":
             _check_number(name, value, zero=name not in DIVISORS)
         elif not isinstance(value, bool):
-            raise ValueError(f"asynchronous must be true or false, not {value!r}")
+            raise ValueError(f"asynchronous must be true or false, not {reprlib.repr(value)}")
     return Rates(**values)
 
 
@@ -279,10 +281,12 @@ def _parse_link(name: str, value: str | float | dict[str, Any], usual: Link) -> 
         return replace(link, latency=float(value["latency"]))
     try:
         speed = float(value)  # pyright: ignore[reportArgumentType]
+    except OverflowError:
+        speed = inf
     except (TypeError, ValueError):
         return LINKS[_check_name(str(value), LINKS)]
     if isinstance(value, bool) or not (speed > 0 and isfinite(speed)):
-        raise ValueError(f"{name} must be a link's name or GB/s above 0, not {value!r}")
+        raise ValueError(f"{name} must be a link's name or GB/s above 0, not {reprlib.repr(value)}")
     return Link(f"{speed:g} GB/s", speed * GB, usual.latency)
 
 
@@ -292,17 +296,14 @@ def _read_device_file(path: Path) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: The file is no YAML, has an unknown key, or describes only a part of a device.
     """
-    try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+    values = read_strict_yaml(path, "--device")
     known = ("device", *UNITS, "sustained", *LINK_NAMES, "node_size", "adapters", "rates")
     described = f"{path} describes a device by {', '.join(known)}"
     if not isinstance(values, dict):
-        raise ValueError(f"{described}, not by {values}")
+        raise ValueError(f"{described}, not by {reprlib.repr(values)}")
     if not set(values) <= set(known):
-        unknown = sorted(map(str, set(values) - set(known)))
-        raise ValueError(f"{described}, not by {unknown}")
+        unknown = sorted(map(describe, set(values) - set(known)))
+        raise ValueError(f"{described}, not by [{', '.join(unknown[:5])}]")
     needed = (*UNITS, *LINK_NAMES)
     if "device" not in values:
         if not set(needed) <= set(values):

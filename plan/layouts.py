@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
+from ..files.printable import describe
 from ..models.auto import unsplit_on_meta
 from ..models.config import ModelConfig
 from ..models.pipeline import split_blocks_evenly
@@ -25,6 +26,8 @@ SPARE = 0.05
 """
 HOST_BANDWIDTH = 10e9
 """Bytes per second from a device to pageable memory of the host, over PCIe 4 or 5."""
+# Limits of what is asked for, so that listing the layouts, or simulating one, ends soon.
+MOST = {"gpus": 1_000_000, "global_batch": 10_000_000, "length": 1 << 30, "target_length": 1 << 30}
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -47,10 +50,14 @@ class PlanRequest:
     device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "global_batch", "length", "target_length"):
+        for name, most in MOST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is None:
+                continue
+            if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+            if value > most:
+                raise ValueError(f"{name} must be at most {most:,}, not {describe(value)}")
 
 
 @dataclass(frozen=True)

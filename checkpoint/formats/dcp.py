@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ...files.printable import describe
 from ...files.safe_paths import checked_file
 from ...files.strict_json import read_folder_json
 from ..dtypes import from_torch_name, item_size, torch_name
@@ -134,6 +135,13 @@ class _InertUnpickler:
         del self.stack[start:]
         return values
 
+    def find_class_on_stack(self) -> None:
+        """Pushes the class whose module and name are on the stack."""
+        module, name = self.pop(2)
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError("it names a class by something that is no text")
+        self.find_class(f"{module}.{name}")
+
     def find_class(self, name: str) -> None:
         """Pushes a known class or function, or an element type."""
         if name not in _KNOWN_NAMES and not re.fullmatch(r"torch\.\w+", name):
@@ -216,7 +224,7 @@ _OPCODES: Mapping[str, Callable[[_InertUnpickler, Any], None]] = {
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), lambda m, at: m.memo.__setitem__(at, m.stack[-1])),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda m, at: m.push(m.memo[at])),
     "GLOBAL": lambda m, name: m.find_class(name.replace(" ", ".")),
-    "STACK_GLOBAL": lambda m, _: m.find_class(".".join(map(str, m.pop(2)))),
+    "STACK_GLOBAL": lambda m, _: m.find_class_on_stack(),
     "REDUCE": lambda m, _: m.call(),
     "NEWOBJ": lambda m, _: m.call(),
     "BUILD": lambda m, _: m.build(),
@@ -324,7 +332,10 @@ def _read_tensors(folder: Path, metadata: InertObject) -> dict[str, StoredTensor
             )
         if index.get("offset") is not None:
             start = _read_size(index.get("offset"), folder)
-            places[str(index.get("fqn")), start] = place
+            name = index.get("fqn")
+            if not isinstance(name, str):
+                raise ValueError(f"{folder / METADATA} places a tensor that has no name")
+            places[name, start] = place
 
     tensors: dict[str, StoredTensor] = {}
     located: Located = {}
@@ -348,7 +359,8 @@ def _read_size(value: Any, folder: Path) -> tuple[int, ...]:
         raise ValueError(f"{folder / METADATA} has a shape that is not a torch.Size")
     found = cast(tuple[Any, ...], numbers)
     if any(type(number) is not int or not 0 <= number < 1 << 62 for number in found):
-        raise ValueError(f"{folder / METADATA} has the shape {str(found)[:100]}")
+        described = ", ".join(map(describe, found))
+        raise ValueError(f"{folder / METADATA} has the shape ({described})")
     return found
 
 
@@ -368,6 +380,7 @@ def _locate_tensor(
     count = len(cast(list[Any], chunks))
 
     found: list[Chunk] = []
+    starts: set[tuple[int, ...]] = set()
     for chunk in cast(list[Any], chunks):
         if not isinstance(chunk, InertObject):
             raise ValueError(f"{folder / METADATA}: tensor {name} has a chunk that is none")
@@ -378,6 +391,11 @@ def _locate_tensor(
             raise ValueError(
                 f"{folder / METADATA}: {where} is outside tensor {name} of {list(shape)}"
             )
+        if start in starts:
+            raise ValueError(
+                f"{folder / METADATA} has the chunk at {list(start)} of tensor {name} twice"
+            )
+        starts.add(start)
         place = places.get((name, start))
         if place is None:
             raise ValueError(
@@ -425,14 +443,19 @@ def _locate_chunk(
         raise ValueError(f"{folder / METADATA} does not say where tensor {expected.name} is")
     transforms = place.get("transform_descriptors")
     if transforms:
-        raise ValueError(f"{folder / METADATA}: {expected.name} is stored with {transforms}")
+        described = describe(transforms)
+        if isinstance(transforms, list):
+            described = f"[{', '.join(map(describe, cast(list[Any], transforms[:5])))}]"
+        raise ValueError(f"{folder / METADATA}: {expected.name} is stored with {described}")
     if not path.endswith(SUFFIX):
         raise ValueError(
-            f"{folder / METADATA} names the file {path!r}, which is not a {SUFFIX} file"
+            f"{folder / METADATA} names the file {describe(path)}, which is not a {SUFFIX} file"
         )
     key = (path, offset, length)
     if key not in located:
         file = checked_file(folder, path)
+        if offset + length > file.stat().st_size:
+            raise ValueError(f"{folder / METADATA} places {expected.name} behind the end of {path}")
         located[key] = locate_saved_tensor(file, expected.name, offset, length)
     found = located[key]
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ...files.printable import describe
 from ...files.safe_paths import checked_file
 from ..stored_tensor import FileState, StoredTensor, read_file_state
 
@@ -197,13 +198,13 @@ class _RankFile:
         version = check_version(path, state, 0)
         models: list[tuple[int, str]] = []
         for name in state:
-            match = _MODEL.fullmatch(str(name))
+            match = _MODEL.fullmatch(name) if isinstance(name, str) else None
             if match:
                 models.append((int(match[1] or 0), name))
         if not models:
-            raise ValueError(
-                f"{path} has no model; its entries are {', '.join(sorted(map(str, state)))[:200]}"
-            )
+            names = [name if isinstance(name, str) else describe(name) for name in state]
+            entries = ", ".join(sorted(names))
+            raise ValueError(f"{path} has no model; its entries are {entries[:200]}")
         chunks: list[Mapping[str, StoredTensor]] = []
         for _, name in sorted(models):
             chunks.append(locate_nested(path, state[name], f"{name}.", file_state))
@@ -364,7 +365,7 @@ def check_version(path: Path, state: Mapping[Any, Any], default: float) -> float
     if type(version) not in (int, float) or version not in ROW_ORDERS:
         known = ", ".join(f"{number:.1f}" for number in ROW_ORDERS)
         raise ValueError(
-            f"{path} has checkpoint_version {version!r}; those that can be read are {known}"
+            f"{path} has checkpoint_version {describe(version)}; those that can be read are {known}"
         )
     return version
 
@@ -415,6 +416,8 @@ def locate_nested(
             )
         seen.add(id(cast(Any, value)))
         for name, entry in cast(dict[Any, Any], value).items():
+            if not isinstance(name, (str, int)):
+                raise ValueError(f"{path} has {describe(name)} as the name of a tensor")
             if not str(name).endswith("_extra_state"):
                 flatten(f"{prefix}.{name}" if prefix else str(name), entry, depth + 1)
 

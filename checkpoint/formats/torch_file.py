@@ -36,9 +36,11 @@ import torch
 from torch import _utils, _weights_only_unpickler
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
+from ...files.printable import describe
 from ..dtypes import from_torch_name, item_size
 from ..planned_file import PlannedFile
 from ..stored_tensor import FileState, StoredTensor, read_file_state
+from .pickle_check import check_pickle
 
 # The pickles describe each tensor in about 250 bytes. The limit bounds the time and the memory.
 LARGEST_PICKLE = 4 << 20
@@ -157,16 +159,21 @@ def load_without_storage(path: Path) -> Any:
                 return torch.load(path, map_location="meta", mmap=True, weights_only=True)
             return _load_before_zip(path)
     except pickle.UnpicklingError as error:
-        foreign = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"a {foreign[1]}" if foreign else "an object that needs code to load"
-        raise ValueError(
-            f"{path} is refused: besides tensors and plain values it holds {what}"
-        ) from None
+        raise ValueError(f"{path} is refused: {_explain_refusal(error)}") from None
     except _DAMAGE as error:
         reason = _first_line(error)
         if not reason.startswith(str(path)):
             reason = f"{path} is damaged: {reason}"
         raise ValueError(reason) from None
+
+
+def _explain_refusal(error: pickle.UnpicklingError) -> str:
+    """Returns why a pickle is not loaded: its size, or a class that it names."""
+    if str(error).startswith("it "):  # from `check_pickle`
+        return str(error)
+    foreign = re.search(r"GLOBAL (\S+)", str(error))
+    what = f"a {foreign[1]}" if foreign else "an object that needs code to load"
+    return f"besides tensors and plain values it holds {what}"
 
 
 def _first_line(error: BaseException) -> str:
@@ -192,7 +199,8 @@ def locate_tensors(
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ValueError(
-                f"{path}: {name!r} is a {type(tensor).__name__}, but weights are named tensors"
+                f"{path}: {describe(name)} is a {type(tensor).__name__}, "
+                f"but weights are named tensors"
             )
         tensors[name] = _locate(path, name, tensor, records, file_state)
     return tensors
@@ -353,6 +361,12 @@ class ZipRecords:
                 raise ValueError(
                     f"{path} is refused: besides tensors and plain values it holds a bytearray"
                 )
+            try:
+                check_pickle(self.pickled)
+            except pickle.UnpicklingError as error:
+                raise ValueError(f"{path} is refused: {_explain_refusal(error)}") from None
+            except (ValueError, LookupError) as error:
+                raise ValueError(f"{path} is damaged: {error}") from None
 
     def contain(self, start: int, stop: int) -> bool:
         """Returns whether a record starts at byte `start` and reaches at least to byte `stop`."""
@@ -449,16 +463,13 @@ def _load_before_zip(path: Path) -> Any:
     with path.open("rb") as file:
         pickled = _BoundedPickles(file)
         try:
-            magic = _weights_only_unpickler.load(pickled, encoding="utf-8")
+            magic = _load_plain(pickled)
         except (pickle.UnpicklingError, *_DAMAGE):
             magic = None
-        if (
-            magic != MAGIC_NUMBER
-            or _weights_only_unpickler.load(pickled, encoding="utf-8") != PROTOCOL_VERSION
-        ):
+        if magic != MAGIC_NUMBER or _load_plain(pickled) != PROTOCOL_VERSION:
             raise ValueError(f"{path} is not in a format of torch.save, or it is truncated")
 
-        machine = _weights_only_unpickler.load(pickled, encoding="utf-8")
+        machine = _load_plain(pickled)
         if (
             isinstance(machine, dict)
             and cast(dict[Any, Any], machine).get("little_endian") is False
@@ -466,18 +477,25 @@ def _load_before_zip(path: Path) -> Any:
             raise ValueError(f"{path} was written on a big-endian machine")
 
         storages: dict[str, torch.TypedStorage] = {}
+        pickled.check_next()
         unpickler: Any = _weights_only_unpickler.Unpickler(pickled, encoding="utf-8")
         unpickler.persistent_load = partial(_make_meta_storage, storages=storages)
         state = unpickler.load()
 
-        order = _weights_only_unpickler.load(pickled, encoding="utf-8")
+        order = _load_plain(pickled)
         keys = None
         if isinstance(order, list):
-            keys = [str(key) for key in cast(list[Any], order)]
+            keys = [_name_storage(key) for key in cast(list[Any], order)]
         if keys is None or sorted(keys) != sorted(storages):
             raise ValueError(f"{path} does not list the storages that its tensors use")
         _place_storages(path, file, [storages[key] for key in keys])
     return state
+
+
+def _load_plain(pickled: _BoundedPickles) -> Any:
+    """Returns the object of the next pickle, which has no tensors."""
+    pickled.check_next()
+    return _weights_only_unpickler.load(pickled, encoding="utf-8")
 
 
 class _BoundedPickles:
@@ -485,6 +503,12 @@ class _BoundedPickles:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
+
+    def check_next(self) -> None:
+        """Checks the pickle that comes next, as `check_pickle` does, without moving behind it."""
+        start = self._file.tell()
+        check_pickle(self)
+        self._file.seek(start)
 
     def read(self, count: int) -> bytes:
         if self._file.tell() + count > LARGEST_PICKLE:
@@ -500,16 +524,24 @@ class _BoundedPickles:
         return line
 
 
+def _name_storage(key: Any) -> str:
+    """Returns the name of a storage, which a pickle has as a text or a number."""
+    if not isinstance(key, (str, int)):
+        raise ValueError(f"it names a storage by {describe(key)}")
+    return str(key)
+
+
 def _make_meta_storage(saved: Any, storages: dict[str, torch.TypedStorage]) -> torch.TypedStorage:
     """Returns the storage that a persistent id of the old format names, on the meta device."""
     kind, storage_type, key, _, count, view = saved
     if kind not in ("storage", b"storage") or view is not None:
         raise ValueError("it contains views of storages, which only torch before 0.4 wrote")
     dtype = storage_type.dtype
-    if str(key) not in storages:
+    name = _name_storage(key)
+    if name not in storages:
         storage = torch.UntypedStorage(count * dtype.itemsize, device="meta")
-        storages[str(key)] = torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-    return storages[str(key)]
+        storages[name] = torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return storages[name]
 
 
 def _make_meta_storage_of_zip(

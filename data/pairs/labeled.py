@@ -4,7 +4,6 @@ and choices.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...files.strict_json import parse_record
 from ..labels import IGNORED
 from ..text.records import check_text
 from .pairs import find_side_files, load_records, read_fields, read_sides
@@ -222,7 +222,7 @@ def load_questions(path: str | Path) -> Sequence[Question]:
     path = Path(path)
     if path.is_file() and path.suffix == ".json":
         try:
-            content = json.loads(path.read_text(encoding="utf-8-sig"))
+            content = parse_record(path.read_bytes())
         except ValueError:
             content = None  # JSON lines
         if isinstance(content, dict) and isinstance(content.get("data"), list):

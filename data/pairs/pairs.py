@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ...files.strict_json import parse_record
 from ..text.records import check_text
 
 Pair = tuple[str, str]
@@ -61,9 +61,7 @@ def load_records(path: str | Path, parse: Callable[[Any], Record]) -> Sequence[R
     if path.is_dir() or path.suffix == ".parquet":
         records: Sequence[Record] = RowRecords(path, parse)
     elif path.is_file():
-        records = _read_lines(
-            path, lambda raw: parse(json.loads(raw.decode("utf-8-sig"))), skip_blank=True
-        )
+        records = _read_lines(path, lambda raw: parse(parse_record(raw)), skip_blank=True)
     else:
         raise ValueError(
             f"{path} does not exist; give JSON lines, NAME.source with NAME.target, or a folder"

@@ -245,6 +245,7 @@ def change_weights(folder: Path, change: Any) -> None:
     save_file(tensors, path)
 
 
+ENDLESS = "([a-z_.0-9]+)+!"
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 MISTAKES: dict[str, tuple[Any, str]] = {
     "no configuration": (lambda f: (f / "adapter_config.json").unlink(), "it has no adapter_config.json"),
@@ -252,10 +253,18 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "another kind": (lambda f: change_config(f, peft_type="IA3"), "an adapter of type 'IA3', not LORA"),
     "DoRA": (lambda f: change_config(f, use_dora=True), "use_dora=True"),
     "another rank": (lambda f: change_config(f, r=4), f"tensor {FIRST}"),
-    "a negative factor": (lambda f: change_config(f, lora_alpha=-1), "lora_alpha must be a finite number"),
+    "a negative factor": (lambda f: change_config(f, lora_alpha=-1), "lora_alpha must be a finite"),
     "a missing factor": (lambda f: change_weights(f, lambda t: t.pop(FIRST)), f"lacks {FIRST}"),
     "an unknown factor": (lambda f: change_weights(f, lambda t: t.update(more=torch.ones(1))), "has more, which"),
     "integers": (lambda f: change_weights(f, lambda t: t.update({FIRST: t[FIRST].int()})), "has type int32"),
+    "an endless target": (lambda f: change_config(f, target_modules=ENDLESS), "takes too long to match"),
+    "an endless exclusion": (lambda f: change_config(f, exclude_modules=ENDLESS), "takes too long to match"),
+    "an endless rank pattern": (lambda f: change_config(f, rank_pattern={ENDLESS: 2}), "takes too long to match"),
+    "an endless module": (lambda f: change_config(f, modules_to_save=[ENDLESS]), "takes too long to match"),
+    "flags in the middle": (lambda f: change_config(f, rank_pattern={"(?i)q": 2}), "is no regular expression"),
+    "half a group": (lambda f: change_config(f, modules_to_save=["("]), "is no regular expression"),
+    "half a layer": (lambda f: change_config(f, layers_to_transform=[0], layers_pattern="("), "no regular expression"),
+    "a factor beyond all floats": (lambda f: change_config(f, lora_alpha=10**400), "lora_alpha must be a finite"),
     "not a number": (lambda f: change_weights(f, lambda t: t[FIRST].fill_(math.nan)), "which does not fit float32"),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -417,6 +418,10 @@ def test_a_device_is_described_by_flags_or_a_file(tmp_path, capsys):
         ("- h100", "not by ['h100']"),
         ("", "not by None"),
         ("a: [", "is not YAML"),
+        ("a: &a [1, 1]\nb: [*a, *a]", "no aliases"),
+        ("device: cpu\ninside: 1" + "0" * 400, "inside must be a link's name or GB/s above 0"),
+        ("device: cpu\npeak: 1" + "0" * 400, "peak must be a number above 0"),
+        ("device: " + "[" * 5000, "nested too deeply"),
     ],
 )
 def test_a_file_that_describes_no_device_is_refused(text, message, tmp_path):
@@ -425,6 +430,19 @@ def test_a_file_that_describes_no_device_is_refused(text, message, tmp_path):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         find_cluster(str(path))
     assert message in str(caught.value)
+
+
+def test_a_pipe_describes_no_device(tmp_path):
+    os.mkfifo(tmp_path / "device.yaml")
+    with pytest.raises(ValueError, match="not a regular file"):
+        find_cluster(str(tmp_path / "device.yaml"))
+
+
+@pytest.mark.parametrize("name", ["gpus", "global_batch", "length"])
+def test_requests_beyond_all_clusters_are_refused(name):
+    sizes = {"gpus": 8, "global_batch": 8, "length": 8, name: 10**10}
+    with pytest.raises(ValueError, match=f"{name} must be at most"):
+        PlanRequest(**sizes)
 
 
 def test_fp32_products_take_the_devices_fp32_rate():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -196,6 +197,8 @@ CONFIGURATIONS = [
     ),
     ("[1]", "must hold a JSON object, not a list"),
     ("{", "is not JSON"),
+    ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+    ('{"fp16": 1' + "0" * 400 + "}", "fp16 must be an object"),
     (None, "cannot be read: Is a directory"),
 ]
 
@@ -211,6 +214,18 @@ def test_configuration_files_that_do_not_work_are_refused(tmp_path, text, messag
         deepspeed_config(
             TrainingArguments(env_type="deepspeed+mpu", epochs=1, deepspeed_config=str(path)), 1, 9
         )
+
+
+def test_a_pipe_is_no_configuration_file(tmp_path):
+    from shardzoo.trainer import TrainingArguments
+    from shardzoo.trainer.engines.deepspeed_config import deepspeed_config
+
+    os.mkfifo(tmp_path / "ds.json")
+    arguments = TrainingArguments(
+        env_type="deepspeed+mpu", epochs=1, deepspeed_config=str(tmp_path / "ds.json")
+    )
+    with pytest.raises(ValueError, match="not a regular file"):
+        deepspeed_config(arguments, 1, 9)
 
 
 def test_a_usual_configuration_file_is_taken(tmp_path):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
+import reprlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...files.strict_json import parse_record, read_regular_file
 from ..optimizers.registry import OPTIMIZERS
 from ..schedules import SCHEDULES
 
@@ -69,9 +70,14 @@ def read_deepspeed_file(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        config = json.loads(Path(path).read_text())
+        text = read_regular_file(Path(path))
     except OSError as error:
         raise ValueError(f"deepspeed_config: {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        reason = "Is a directory" if Path(path).is_dir() else error
+        raise ValueError(f"deepspeed_config: {path} cannot be read: {reason}") from None
+    try:
+        config = parse_record(text)
     except ValueError as error:  # not JSON, or not even text
         raise ValueError(f"deepspeed_config: {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
@@ -82,11 +88,12 @@ def read_deepspeed_file(path: str | None) -> dict[str, Any]:
         if not isinstance(config.get(name, {}), dict):
             raise ValueError(
                 f"deepspeed_config: {name} must be an object such as {SECTIONS[name]}, not "
-                f"{config[name]!r}"
+                f"{reprlib.repr(config[name])}"
             )
         if not isinstance(config.get(name, {}).get("params", {}), dict):
             raise ValueError(
-                f"deepspeed_config: {name}.params must be an object, not {config[name]['params']!r}"
+                f"deepspeed_config: {name}.params must be an object, not "
+                f"{reprlib.repr(config[name]['params'])}"
             )
     return config
 

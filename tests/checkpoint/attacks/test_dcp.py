@@ -184,8 +184,9 @@ def test_code_in_metadata_is_refused_and_not_run(name, where, arena, dcp_folder)
     assert not marker.exists()
 
 
-# A pair of the same pair of the same pair …: hashing it takes 2^60 steps.
-DEEP = b"\x80\x04})" + b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(60)) + b"K\1s."
+# A pair of the same pair of the same pair …: hashing it, or its text, takes 2^60 steps.
+PAIRS = b")" + b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(60))
+DEEP = b"\x80\x04}" + PAIRS + b"K\1s."
 RAW = {
     "empty": b"",
     "no pickle": b"PK\3\4 and so on",
@@ -203,6 +204,7 @@ RAW = {
     "a call of an object": b"\x80\x04ctorch\nSize\n)R)R)R.",
     "a key that cannot be hashed": DEEP,
     "a module of torch": b"\x80\x04ctorch\nhub.load\n)R.",
+    "a class named by endless pairs": b"\x80\x04" + PAIRS + b"\x8c\x01x\x93.",
 }
 
 

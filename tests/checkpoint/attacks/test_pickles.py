@@ -13,6 +13,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 
 class Calls:
@@ -111,6 +112,53 @@ def test_no_file_of_torch(content, arena, folder):
 def test_no_named_tensors(value, arena, folder):
     torch.save(value, folder / "pytorch_model.bin")
     assert "pytorch_model.bin" in arena.refused_split(folder)
+
+
+# A pair of the same pair of the same pair …: hashing it, or its text, takes 2^45 steps.
+SHARED = b")q\x00" + b"".join(b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(45))
+
+
+def text(value: str) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+
+ENDLESS = {
+    "the version": b"}(" + text("checkpoint_version") + SHARED + text("model") + b"}u.",
+    "a name": b"}(" + SHARED + b"K\x01u.",
+    "a name of a tensor": b"}(" + text("model") + b"}(" + SHARED + b"K\x01uu.",
+    "an argument": b"}(" + text("args") + b"}(" + text("a") + SHARED + b"uu.",
+    "a called function": SHARED + b")R.",
+    "a storage": SHARED + b"Q.",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_small_pickle_of_endless_work(name, arena, folder):
+    pickled = b"\x80\x02" + ENDLESS[name]
+    old = b"".join(pickle.dumps(part, 2) for part in (MAGIC_NUMBER, PROTOCOL_VERSION, {}))
+    (folder / "pytorch_model.bin").write_bytes(old + pickled)
+    assert "it describes more than" in arena.refused_split(folder)
+
+    for path in (
+        "pytorch_model.bin",
+        "mp_rank_00/model_optim_rng.pt",
+        "mp_rank_00_model_states.pt",
+    ):
+        (folder / "pytorch_model.bin").unlink(missing_ok=True)
+        (folder / path).parent.mkdir(exist_ok=True)
+        with zipfile.ZipFile(folder / path, "w") as file:
+            file.writestr("archive/data.pkl", pickled)
+            file.writestr("archive/byteorder", "little")
+        assert "it describes more than" in arena.refused_split(folder)
+        (folder / path).unlink()
+
+
+def test_a_function_that_is_none_is_not_called(arena, folder):
+    pickled = b"\x80\x02]q\x00h\x00a)R."  # a list in itself
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as file:
+        file.writestr("archive/data.pkl", pickled)
+    assert "calls something that is no class" in arena.refused_split(folder)
 
 
 def rezip(path, change) -> None:
