@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from ..files.durable import write_durably
+from ..files.strict_json import read_regular_file
 from .run_lock import LOCK
 
 BEST = "best"  # a file that names the best checkpoint
@@ -127,10 +128,14 @@ class RunFolder:
     def best_checkpoint(self) -> Path | None:
         """Returns the checkpoint of the last call to `name_best`, if it exists."""
         try:
-            folder = self.checkpoints / (self.checkpoints / BEST).read_text().strip()
-        except FileNotFoundError:
+            text = read_regular_file(self.checkpoints / BEST, largest=1 << 10)
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        return folder if STEP_FOLDER.fullmatch(folder.name) and folder.is_dir() else None
+        name = text.decode(errors="replace").strip()
+        if not STEP_FOLDER.fullmatch(name):
+            return None
+        folder = self.checkpoints / name
+        return folder if folder.is_dir() else None
 
     def name_best(self, folder: Path) -> None:
         write_durably(self.checkpoints / BEST, folder.name + "\n")

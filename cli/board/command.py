@@ -48,8 +48,21 @@ READING_SECONDS = 1.0  # for which an answer waits for files that are not read t
 MOST_POINTS = 4096  # pixels of a wide screen
 SHOWN_RANKS = 16
 CHUNK = 1 << 20  # bytes that are read at once; a longer line is no record of a run
-REMEMBERED = (
-    256  # bytes before the place that was read to, which tell whether the file is still the same
+# Bytes before the place that was read to, which tell whether the file is still the same.
+REMEMBERED = 256
+MOST_CURVES = 2000  # of a run; further names are not shown
+LONGEST_PROBLEM = 300  # characters
+MOST_STEPS = 1 << 53  # up to which a browser's numbers are exact
+# What a folder that no run has written may cause. The page then shows it beside the run's name.
+DAMAGE = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
 )
 
 
@@ -108,7 +121,8 @@ class Curve:
     """The values of one name, and the steps at which they were logged."""
 
     def __init__(self) -> None:
-        self.steps, self.values = array("d"), array("d")
+        self.steps = array("d")
+        self.values = array("d")
 
 
 class Metrics:
@@ -117,11 +131,13 @@ class Metrics:
     Attributes:
         curves: Name, such as "train/loss" -> curve, in the order in which they first occur.
         changes: Grows with each change of `curves`.
+        has_all: Whether all names have curves; there are at most `MOST_CURVES`.
     """
 
     def __init__(self, path: Path) -> None:
         self.curves: dict[str, Curve] = {}
         self.changes = 0
+        self.has_all = True
         self._path = path
         self._offset = 0
         self._before = b""
@@ -155,6 +171,7 @@ class Metrics:
         if self._offset:
             self.changes += 1
         self.curves = {}
+        self.has_all = True
         self._offset = 0
         self._before = b""
 
@@ -177,8 +194,15 @@ class Metrics:
         if not numbers:
             return
         step = numbers.pop("step")
+        if not abs(step) < MOST_STEPS:
+            return
         for name, value in numbers.items():
-            curve = self.curves.get(name) or self.curves.setdefault(name, Curve())
+            curve = self.curves.get(name)
+            if curve is None:
+                if len(self.curves) == MOST_CURVES:
+                    self.has_all = False
+                    continue
+                curve = self.curves[name] = Curve()
             curve.steps.append(step)
             curve.values.append(value)
 
@@ -238,10 +262,16 @@ def _for_json(row: np.ndarray) -> list[Any]:
 
 
 class Run:
-    """A run that the page shows. Raises ValueError if the folder holds none."""
+    """A run that the page shows. Raises ValueError if the folder holds none.
+
+    Attributes:
+        problem: Why the run's files could not be read the last time; empty if they could.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.name, self.folder = str(path), RunFolder(path)
+        self.name = str(path)
+        self.folder = RunFolder(path)
+        self.problem = ""
         self.metrics = Metrics(self.folder.metrics_file)
         if not path.is_dir():
             raise ValueError(
@@ -255,9 +285,30 @@ class Run:
                 f"{path} holds no run (no arguments.yaml, no metrics.jsonl); name the folder of a run"
             )
 
+    def read(self, deadline: float) -> bool:
+        """Reads what was added to the metrics; returns whether more are left.
+
+        A problem is the run's own: it is noted, and other runs are shown.
+        """
+        self.problem = ""
+        try:
+            is_more = self.metrics.read(deadline)
+        except DAMAGE as error:
+            self.problem = message_of(error)
+            return False
+        if not self.metrics.has_all:
+            self.problem = f"only the first {MOST_CURVES:,} names of metrics.jsonl are shown"
+        return is_more
+
     def summary(self) -> dict[str, Any]:
         """Returns what the page's table shows."""
-        best = self.folder.best_checkpoint()
+        checkpoints: list[int] = []
+        best = None
+        try:
+            checkpoints = self.folder.steps()
+            best = self.folder.best_checkpoint()
+        except DAMAGE as error:
+            self.problem = message_of(error)
         last = {name: curve.values[-1] for name, curve in self.metrics.curves.items()}
         return {
             "name": self.name,
@@ -265,22 +316,25 @@ class Run:
             "last": {
                 name: value if math.isfinite(value) else str(value) for name, value in last.items()
             },
-            "checkpoints": self.folder.steps(),
+            "checkpoints": checkpoints,
             "best": best.name if best else None,
+            "problem": self.problem[:LONGEST_PROBLEM],
         }
 
     def layout(self) -> dict[str, Any]:
         """Returns how the last checkpoint splits each parameter, or an error's text."""
-        step = self.folder.latest_step()
-        if step is None:
-            return {"error": "no checkpoint yet"}
         try:
+            step = self.folder.latest_step()
+            if step is None:
+                return {"error": "no checkpoint yet"}
             manifest = Manifest.read(self.folder.checkpoint(step))
             size = manifest.tensor_parallel_size
             tensors = [_split(name, record, size) for name, record in manifest.tensors.items()]
-        except (ValueError, TypeError, IndexError, OSError) as error:
-            return {"error": message_of(error)}
-        return {"step": step, "ranks": size, "tensors": tensors}
+            found = {"step": step, "ranks": size, "tensors": tensors}
+            json.dumps(found, allow_nan=False)
+        except DAMAGE as error:
+            return {"error": message_of(error) or type(error).__name__}
+        return found
 
 
 def _split(name: str, record: TensorRecord, size: int) -> dict[str, Any]:
@@ -320,18 +374,18 @@ class Runs:
         first = float(query.get("first", "-inf"))
         last = float(query.get("last", "inf"))
         with self._lock:
-            deadline = time.monotonic() + READING_SECONDS
-            is_more = any(run.metrics.read(deadline) for run in self.runs)
+            # Each run has a share of the time, so that one with endless files leaves the others some.
+            share = READING_SECONDS / len(self.runs)
+            is_more = False
+            for run in self.runs:
+                if run.read(time.monotonic() + share):
+                    is_more = True
             summaries = [run.summary() for run in self.runs]
-            state = (
-                [run.metrics.changes for run in self.runs],
-                [(s["checkpoints"], s["best"]) for s in summaries],
-            )
-            if state != self._seen:
-                self._seen, self._revision = (
-                    state,
-                    str(time.time_ns()),
-                )  # which no earlier server has given
+            changes = [run.metrics.changes for run in self.runs]
+            shown = [(s["checkpoints"], s["best"], s["problem"]) for s in summaries]
+            if (changes, shown) != self._seen:
+                self._seen = (changes, shown)
+                self._revision = str(time.time_ns())  # which no earlier server has given
             if query.get("seen") == self._revision:
                 return {"revision": self._revision, "more": is_more}
             names = dict.fromkeys(name for run in self.runs for name in run.metrics.curves)

@@ -37,6 +37,7 @@ from shardzoo.cli.board.command import (
     make_server,
     on_one_axis,
 )
+from shardzoo.files.json_digest import add_digest
 
 LATER = 10.0
 
@@ -218,12 +219,10 @@ def test_the_answer_changes_with_the_runs(tmp_path):
         second = ask(f"{url}data?seen={first['revision']}")
         assert (second["runs"][1]["checkpoints"], second["runs"][1]["best"]) == ([7], "step-000007")
         (runs[0] / "checkpoints/best").mkdir(parents=True)
-        with pytest.raises(urllib.error.HTTPError) as failed:
-            ask(f"{url}data")
-        assert (failed.value.code, b"checkpoints/best: Is a directory" in failed.value.read()) == (
-            500,
-            True,
-        )
+        broken = ask(f"{url}data")
+        assert "checkpoints/best is not a regular file" in broken["runs"][0]["problem"]
+        assert broken["runs"][1]["problem"] == ""
+        assert broken["charts"] == first["charts"]
         shutil.rmtree(runs[0] / "checkpoints")
         with (runs[1] / "metrics.jsonl").open("w") as file:
             file.write('{"step": 4, "train/loss": NaN, "final/loss": 1e999}\n')
@@ -232,6 +231,95 @@ def test_the_answer_changes_with_the_runs(tmp_path):
             {"name": "train/loss", "steps": [2, 3], "values": [[2, 3], [None, None]]}
         ]
         assert third["runs"][1]["last"] == {"train/loss": "nan", "final/loss": "inf"}
+
+
+def write_best(content):
+    return lambda run: (run / "checkpoints" / "best").write_bytes(content)
+
+
+def write_metrics(*records):
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    return lambda run: (run / "metrics.jsonl").write_text(text)
+
+
+def replace_metrics(target):
+    def replace(run):
+        (run / "metrics.jsonl").unlink(missing_ok=True)
+        (run / "metrics.jsonl").symlink_to(target)
+
+    return replace
+
+
+def make_huge(path):
+    with path.open("wb") as file:
+        file.truncate(1 << 32)
+
+
+def write_manifest(**shard):
+    def write(run):
+        folder = run / "checkpoints" / "step-000001"
+        folder.mkdir()
+        record = {"shape": [4, 4], "dim": 0, **shard}
+        tensor = {"shape": [4, 4], "dtype": "float32", "shard": record, "sha256": ["a", "b"]}
+        values = {
+            "format_version": 1,
+            "model_type": "x",
+            "tensor_parallel_size": 2,
+            "vocab_size": 1,
+            "padded_vocab_size": 1,
+            "tensors": {"w": tensor},
+            "ties": {},
+            "extras": {},
+        }
+        (folder / "manifest.json").write_text(json.dumps(add_digest(values)))
+
+    return write
+
+
+ODD_RUNS = {
+    "best is a pipe": lambda run: os.mkfifo(run / "checkpoints" / "best"),
+    "best is a loop": lambda run: (run / "checkpoints" / "best").symlink_to("best"),
+    "best is no text": write_best(b"\xff\xfe"),
+    "best has a long name": write_best(b"x" * 300),
+    "best has a NUL": write_best(b"step-000001\0"),
+    "best is huge": lambda run: make_huge(run / "checkpoints" / "best"),
+    "checkpoints are a file": lambda run: (
+        (run / "checkpoints").rmdir(),
+        (run / "checkpoints").write_text("x"),
+    ),
+    "metrics are a loop": replace_metrics("metrics.jsonl"),
+    "metrics are endless": replace_metrics("/dev/zero"),
+    "steps beyond all charts": write_metrics(
+        *({"step": step, "loss": 1.0} for step in [-(10**308), *range(400), 10**308])
+    ),
+    "a step beyond all floats": write_metrics({"step": 10**400, "loss": 1.0}),
+    "a value beyond all floats": write_metrics({"step": 1, "loss": 10**400}),
+    "too many names": write_metrics({"step": 1, **{f"n{number}": 1 for number in range(5000)}}),
+    "a split of no size": write_manifest(unit=0),
+    "a split by a text": write_manifest(dim="a"),
+    "a split beyond all floats": write_manifest(unit=10**400),
+    "a shape that is no shape": write_manifest(shape=[1e308, 4]),
+    "a shape beyond all memory": write_manifest(shape=[10**30, 4]),
+}
+
+
+def test_an_odd_folder_is_its_own_problem(tmp_path):
+    good = make_run(tmp_path / "good")
+    odd = []
+    for number, prepare in enumerate(ODD_RUNS.values()):
+        run = make_run(tmp_path / str(number), ())
+        (run / "checkpoints").mkdir()
+        prepare(run)
+        odd.append(run)
+    with served(*odd, good) as url:
+        shown = ask(f"{url}data?width=100")
+        assert [run["step"] for run in shown["runs"]][-1] == 3
+        problems = dict(zip(ODD_RUNS, [run["problem"] for run in shown["runs"]], strict=False))
+        for name in ("best is a pipe", "best is a loop", "best is huge", "too many names"):
+            assert problems[name], name
+        for number, name in enumerate(ODD_RUNS):
+            layout = ask(f"{url}layout?run={number}")
+            assert layout.get("error") or layout["tensors"], name
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -93,6 +93,7 @@ function runRow(run, number) {
   swatch.className = "swatch";
   swatch.style.background = color(number);
   name.append(box, swatch, document.createTextNode(run.name));
+  if (run.problem) name.append(element("small", ` ${run.problem}`));
   const button = element("button", "layout");
   button.onclick = () => drawLayout(number, run.name);
   shards.append(button);
