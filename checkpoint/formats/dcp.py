@@ -66,6 +66,7 @@ _NOT_OF_THE_MODEL = re.compile(
 )
 # Modules and dictionaries around the model, whose names all its tensors may begin with.
 _WRAPPERS = ("app", "state", "state_dict", "model", "module", "_orig_mod")
+_PARAMETER_ENDS = ("weight", "bias")
 # Megatron-LM stores all layers as one tensor, whose name has no layer number.
 _STACKED = re.compile(r"(.*\blayers\.)(?!\d+\.)(.*)")
 
@@ -238,7 +239,8 @@ def is_dcp(folder: Path) -> bool:
 def open_dcp(folder: Path) -> tuple[SavedRun | None, Mapping[str, StoredTensor]]:
     """Reads where the tensors of the model are.
 
-    The tensors of optimizers are left out, and so are names of wrappers that all others begin with.
+    The tensors of optimizers are left out, and so are the names of wrappers around the model, with
+    what lies beside it.
 
     Returns:
         What Megatron-LM stored beside the tensors, if it wrote them; and the tensors by name.
@@ -252,12 +254,32 @@ def open_dcp(folder: Path) -> tuple[SavedRun | None, Mapping[str, StoredTensor]]
     if saved is not None:
         tensors = dict(_split_layers(tensors))
     for wrapper in _WRAPPERS:
-        prefix = f"{wrapper}."
-        if tensors and all(name.startswith(prefix) for name in tensors):
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        tensors = _unwrap(tensors, f"{wrapper}.")
+    for name in list(tensors):
+        # A state without wrappers may have a number of steps beside the modules' parameters.
+        if "." not in name and not name.endswith(_PARAMETER_ENDS):
+            del tensors[name]
     if not tensors:
         raise ValueError(f"{folder / METADATA} lists no tensors of a model")
     return saved, tensors
+
+
+def _unwrap(tensors: dict[str, StoredTensor], prefix: str) -> dict[str, StoredTensor]:
+    """Returns the tensors without a prefix of their names, if it is that of the model.
+
+    It is if all have it but those that no module has as parameters: the number of steps or the
+    state of a data loader. `lm_head.weight` beside `model.layers…` is the model's own, and then
+    `model.` belongs to the names.
+    """
+    inside = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+    for name in tensors:
+        if not name.startswith(prefix) and name.endswith(_PARAMETER_ENDS):
+            return tensors
+    return inside or tensors
 
 
 def read_metadata(folder: Path) -> InertObject:
@@ -393,7 +415,8 @@ def _locate_tensor(
             )
         if start in starts:
             raise ValueError(
-                f"{folder / METADATA} has the chunk at {list(start)} of tensor {name} twice"
+                f"{folder / METADATA}: the chunks of tensor {name} do not have its "
+                f"{prod(shape):,} elements: the one at {list(start)} is there twice"
             )
         starts.add(start)
         place = places.get((name, start))

@@ -16,6 +16,7 @@ from typing import Any
 import megatron_files
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from every_case import every_day
 from megatron_files import Layout, gpt_modules, in_megatron_core
 from safetensors.torch import load_file
@@ -41,7 +42,6 @@ def bert(tmp_path_factory) -> Path:
 
 def save(source: Path, folder: Path, prefix: str, layout: str) -> None:
     """Called on every rank: saves the weights as DTensors, with an optimizer's state and other objects beside them."""
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -94,6 +94,38 @@ def test_chunks_of_every_kind_become_the_original_bytes(
         from_pretrained(source).state_dict(),
     )
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+
+
+BESIDE = {
+    "steps": ("model.", {"step": torch.tensor(3)}),
+    "a data loader": ("module.", {"dataloader": {"position": torch.arange(5)}}),
+    "both, wrapped": ("app.model.", {"app.step": torch.tensor(3), "app.loader.rng": torch.ones(9)}),
+    "steps, not wrapped": ("", {"step": torch.tensor(3)}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_lies_beside_the_model_is_left_out(name, gpt, hashes, tmp_path):
+    prefix, beside = BESIDE[name]
+    tensors = load_file(gpt / "model.safetensors")
+    state = {prefix + key: tensor for key, tensor in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({**state, **beside}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    shutil.copy(gpt / "config.json", tmp_path / "dcp")
+    merge(tmp_path / "dcp", tmp_path / "hf")
+    assert hashes(tmp_path / "hf") == hashes(gpt)
+
+
+def test_weights_of_another_model_beside_it_are_not_left_out(gpt, tmp_path):
+    tensors = load_file(gpt / "model.safetensors")
+    state = {f"model.{key}": tensor for key, tensor in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({**state, "ema.weight": torch.ones(3)}, checkpoint_id=str(tmp_path), no_dist=True)
+    shutil.copy(gpt / "config.json", tmp_path)
+    with pytest.raises(ValueError, match=r"ema\.weight|model\.transformer"):
+        from_pretrained(tmp_path)
 
 
 def test_what_other_versions_of_python_pickle_is_read(gpt, hashes, tmp_path, monkeypatch):
