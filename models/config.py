@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -47,9 +48,11 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         """Returns whether a number is in the range. NaN is in no range."""
-        return (self.low < value if self.above else self.low <= value) and (
-            value < self.high if self.below else value <= self.high
-        )
+        if value != value:
+            return False
+        is_too_low = value < self.low or (self.above and value == self.low)
+        is_too_high = value > self.high or (self.below and value == self.high)
+        return not is_too_low and not is_too_high
 
     def __str__(self) -> str:
         low = "above" if self.above else "at least"
@@ -79,7 +82,8 @@ InnerSize = Annotated[int, Range(1, 2**24)]
 VocabSize = Annotated[int, Range(1, 2**31 - 1)]
 PositionCount = Annotated[int, Range(1, 2**31 - 1)]
 ClassCount = Annotated[int, Range(1, 2**20)]
-TokenId = Annotated[int, Range(0, 2**31 - 1)]
+# Published files say "no such token" with -1, which transformers accepts with a warning.
+TokenId = Annotated[int, Range(-1, 2**31 - 1)]
 Probability = Annotated[float, Range(0, 1, below=True)]
 NormEpsilon = Annotated[float, Range(0, 1, above=True)]
 InitializerScale = Annotated[float, Range(0, 1000)]
@@ -98,22 +102,34 @@ class ModelConfig:
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     attribute_map: ClassVar[dict[str, str]] = {}
-    """Maps a common name (`hidden_size`) to this family's key (`n_embd`), like transformers'
-    `attribute_map`.
+    """Maps a common name (`hidden_size`) to this family's key (`n_embd`), as in transformers. A
+    `config.json` may have either; if it has both, the value of the common name counts there.
     """
 
     vocab_size: VocabSize
 
     def __post_init__(self) -> None:
-        for name, annotation in _annotations(type(self)).items():
+        for name, annotation in _find_annotations(type(self)).items():
             value = getattr(self, name)
-            if allowed := _mismatch(annotation, value):
+            allowed = _describe_mismatch(annotation, value)
+            if allowed is not None:
                 raise ValueError(f"{name} must be {allowed}, not {shown(value)}")
 
     @property
     def attention_heads(self) -> int:
         """The number of attention heads, which limits the tensor-parallel size."""
         return getattr(self, self.attribute_map.get("num_attention_heads", "num_attention_heads"))
+
+    @property
+    def padding_idx(self) -> int | None:
+        """The row of the word embedding that is not trained, that of padding; None for no such row.
+
+        As in PyTorch, -1 is the last row.
+        """
+        padding: int | None = getattr(self, "pad_token_id", None)
+        if padding is not None and padding < 0:
+            return self.vocab_size + padding
+        return padding
 
     @property
     def max_sequence_length(self) -> int:
@@ -130,9 +146,34 @@ class ModelConfig:
         """Returns a configuration from the keys of a `config.json`.
 
         It ignores keys that this family does not use.
+
+        Raises:
+            ValueError: A value is not allowed, or a key asks for another model than the zoo's.
         """
+        if values.get("per_layer_config"):
+            raise ValueError(
+                "per_layer_config is not supported: all layers of a model have the same settings"
+            )
+        values = cls.replace_common_names(values)
         known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        config = cls(**{name: value for name, value in values.items() if name in known})
+        for name in known:
+            if name.endswith("_token_id") and getattr(config, name) == -1:
+                warnings.warn(f"{name} is -1, which is no token of the vocabulary", stacklevel=2)
+        return config
+
+    @classmethod
+    def replace_common_names(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the contents of a `config.json` with this family's keys for the common names.
+
+        As in transformers, which sets the attributes of common names last, their values count if
+        the file has both.
+        """
+        replaced = dict(values)
+        for common, own in cls.attribute_map.items():
+            if common in values:
+                replaced[own] = replaced.pop(common)
+        return replaced
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the contents of a `config.json` that transformers' `AutoConfig` reads."""
@@ -165,14 +206,27 @@ class ModelConfig:
         """Raises ValueError, with this family's keys, if the number of heads does not divide the
         hidden size.
         """
-        if hidden_size % heads:
-            width, number = (
-                self.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads")
-            )
-            fitting = [n for n in range(1, min(hidden_size, 4 * heads) + 1) if hidden_size % n == 0]
-            raise ValueError(
-                f"{width}={hidden_size} is not a multiple of {number}={heads}; use {number} from {fitting}"
-            )
+        if hidden_size % heads == 0:
+            return
+        width = self.attribute_map.get("hidden_size", "hidden_size")
+        number = self.attribute_map.get("num_attention_heads", "num_attention_heads")
+        most = min(hidden_size, 4 * heads)
+        fitting = [n for n in range(1, most + 1) if hidden_size % n == 0]
+        raise ValueError(
+            f"{width}={hidden_size} is not a multiple of {number}={heads}; use {number} from "
+            f"{fitting}"
+        )
+
+
+def refuse_bidirectional(values: Mapping[str, Any]) -> None:
+    """Raises ValueError if a `config.json` turns a decoder into an encoder.
+
+    transformers reads `is_causal` for every family whose blocks are causal.
+    """
+    if not values.get("is_causal", True):
+        raise ValueError(
+            "is_causal=false makes an encoder of a decoder, which is not supported: it must be true"
+        )
 
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
@@ -186,7 +240,8 @@ class HeadsConfig(ModelConfig):
         architecture: The transformers class name, which selects the head.
         num_labels, problem_type: Settings of the classification heads; `config.json` stores the
             number of labels as the length of `id2label`.
-        id2label, label2id: The names of the labels; `LABEL_0`, … by default.
+        id2label, label2id: The names of the labels; `LABEL_0`, … by default. As in transformers,
+            they need not name all labels.
     """
 
     _: KW_ONLY
@@ -202,33 +257,53 @@ class HeadsConfig(ModelConfig):
             raise ValueError(
                 "problem_type='single_label_classification' needs num_labels of at least 2, not 1"
             )
-        if self.id2label is not None and len(self.id2label) != self.num_labels:
+        if self.id2label is None:
+            return
+        if len(self.id2label) != self.num_labels:
             raise ValueError(
                 f"id2label names {len(self.id2label)} labels, but num_labels is {self.num_labels}; "
                 "change both, or set id2label and label2id to None"
             )
-        if self.id2label is not None and set(map(str, self.id2label)) != set(
-            map(str, range(self.num_labels))
-        ):
+        if not all(str(number).isdecimal() for number in self.id2label):
             raise ValueError(
-                f"id2label must name the labels 0 to {self.num_labels - 1}, not {shown(list(self.id2label))}"
+                f"id2label must name numbers of labels, from 0 to {self.num_labels - 1}, not "
+                f"{shown(list(self.id2label))}"
             )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         values = dict(values)
-        if architectures := values.get("architectures"):
+        architectures = values.get("architectures")
+        if architectures:
             if not isinstance(architectures, list):
                 raise ValueError(
                     f"architectures must be a list of class names, not {shown(architectures)}"
                 )
             values["architecture"] = architectures[0]
+
         names: Any = values.get("id2label")
         if isinstance(names, dict):
             names = cast(dict[Any, Any], names)
             values["num_labels"] = len(names)
-            if set(map(str, names.values())) == {f"LABEL_{i}" for i in range(len(names))}:
-                values["id2label"] = values["label2id"] = None  # transformers' default names
+            default_names = {f"LABEL_{number}" for number in range(len(names))}
+            if set(map(str, names.values())) == default_names:
+                values["id2label"] = None
+                values["label2id"] = None
+            elif set(map(str, names)) != set(map(str, range(len(names)))):
+                warnings.warn(
+                    f"id2label does not name the labels 0 to {len(names) - 1}, of which the model "
+                    f"has {len(names)}, but {shown(list(names))}",
+                    stacklevel=2,
+                )
+
+        # Some programs write the numbers of the labels as strings.
+        numbers: Any = values.get("label2id")
+        if isinstance(numbers, dict):
+            read: dict[Any, Any] = {}
+            for name, number in cast(dict[Any, Any], numbers).items():
+                is_text = isinstance(number, str) and number.isdecimal() and len(number) < 10
+                read[name] = int(number) if is_text else number
+            values["label2id"] = read
         return super().from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -242,7 +317,8 @@ class HeadsConfig(ModelConfig):
 
 
 @lru_cache
-def _annotations(config_class: type[ModelConfig]) -> dict[str, Any]:
+def _find_annotations(config_class: type[ModelConfig]) -> dict[str, Any]:
+    """Returns the annotation of each field of a configuration."""
     hints = get_type_hints(config_class, include_extras=True)
     return {field.name: hints[field.name] for field in fields(config_class)}
 
@@ -256,7 +332,7 @@ _NAMES = {
 }
 
 
-def _mismatch(annotation: Any, value: Any) -> str | None:
+def _describe_mismatch(annotation: Any, value: Any) -> str | None:
     """Returns what a value must be if the annotation does not allow it, or None if the annotation
     allows it.
     """
@@ -264,30 +340,37 @@ def _mismatch(annotation: Any, value: Any) -> str | None:
     arguments = get_args(annotation)
     if origin is Annotated:
         kind, constraint = arguments
-        return _mismatch(kind, value) or (None if value in constraint else str(constraint))
+        mismatch = _describe_mismatch(kind, value)
+        if mismatch is None and value not in constraint:
+            return str(constraint)
+        return mismatch
     if origin in (Union, types.UnionType):
-        wanted = [_mismatch(option, value) for option in arguments]
-        return None if None in wanted else " or ".join(map(str, wanted))
+        mismatches = [_describe_mismatch(option, value) for option in arguments]
+        if None in mismatches:
+            return None
+        return " or ".join(map(str, mismatches))
     if origin is Literal:
         return None if value in arguments else " or ".join(map(repr, arguments))
     if origin in (list, dict):
-        return _mismatched_items(origin, arguments, value)
+        return _describe_mismatched_items(origin, arguments, value)
     kinds = (int, float) if annotation is float else annotation
     is_flag = isinstance(value, bool) and annotation is not bool  # bool is a subclass of int
-    return None if isinstance(value, kinds) and not is_flag else _NAMES[annotation]
+    if isinstance(value, kinds) and not is_flag:
+        return None
+    return _NAMES[annotation]
 
 
-def _mismatched_items(kind: type, annotations: tuple[Any, ...], value: Any) -> str | None:
-    """Does what `_mismatch` does for a list or a dictionary."""
+def _describe_mismatched_items(kind: type, annotations: tuple[Any, ...], value: Any) -> str | None:
+    """Does what `_describe_mismatch` does for a list or a dictionary."""
     name = "a list" if kind is list else "an object"
     if not isinstance(value, kind):
         return name
-    for annotation, items in zip(
-        annotations, [value] if kind is list else [value.keys(), value.values()], strict=True
-    ):
+    parts = [value] if kind is list else [value.keys(), value.values()]
+    for annotation, items in zip(annotations, parts, strict=True):
         for item in items:
-            if wanted := _mismatch(annotation, item):
-                return f"{name} with each item {wanted}"
+            mismatch = _describe_mismatch(annotation, item)
+            if mismatch is not None:
+                return f"{name} with each item {mismatch}"
     return None
 
 
@@ -296,4 +379,6 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"
+    if len(text) <= 100:
+        return text
+    return f"{text[:100]}…"

@@ -5,7 +5,9 @@ have the same keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from typing_extensions import Self
 
 from ..config import (
     Activation,
@@ -20,6 +22,7 @@ from ..config import (
     Probability,
     TokenId,
     VocabSize,
+    refuse_bidirectional,
 )
 
 
@@ -81,10 +84,16 @@ class BartConfig(HeadsConfig):
         super().__post_init__()
         if not self.tie_word_embeddings:
             raise ValueError(
-                f"{self.model_type}'s output head is the word embedding: tie_word_embeddings must be true"
+                f"{self.model_type}'s output head is the word embedding: tie_word_embeddings must "
+                "be true"
             )
         self.check_heads(self.d_model, self.encoder_attention_heads)
         self.check_heads(self.d_model, self.decoder_attention_heads)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        refuse_bidirectional(values)
+        return super().from_dict(values)
 
     @property
     def num_attention_heads(self) -> int:

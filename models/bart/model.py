@@ -178,7 +178,7 @@ class BartEmbeddings(Backbone):
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             config.d_model,
-            padding_idx=config.pad_token_id,
+            padding_idx=config.padding_idx,
             pad_multiple=VOCABULARY_MULTIPLE,
             **layer_arguments(mesh, self.parallel_config),
         )
@@ -192,7 +192,7 @@ class BartEmbeddings(Backbone):
         else:
             full.normal_(0.0, self.config.init_std, generator=generator)
             if name == "word_embeddings.weight":
-                full[self.config.pad_token_id].zero_()
+                full[self.config.padding_idx].zero_()
 
 
 class BartBackbone(Seq2SeqBackbone, BartEmbeddings):

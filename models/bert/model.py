@@ -89,7 +89,7 @@ class BertEncoder(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             size,
-            padding_idx=config.pad_token_id,
+            padding_idx=config.padding_idx,
             pad_multiple=VOCABULARY_MULTIPLE,
             **shared,
         )
@@ -139,7 +139,7 @@ class BertEncoder(nn.Module):
                 f"the sequence has {length} tokens, but the model has only "
                 f"{self.max_sequence_length} positions"
             )
-        padding = self.position_embeddings.padding_idx
+        padding = self.config.position_padding_idx
         if padding is None:
             return torch.arange(length, device=input_ids.device)[None]
         is_token = input_ids != self.config.pad_token_id
@@ -205,8 +205,8 @@ class BertBackbone(Backbone):
             full.fill_(1.0)
         else:
             full.normal_(0.0, self.config.initializer_range, generator=generator)
-            if "word_embeddings" in name and self.config.pad_token_id is not None:
-                full[self.config.pad_token_id].zero_()
+            if "word_embeddings" in name and self.config.padding_idx is not None:
+                full[self.config.padding_idx].zero_()
             if "position_embeddings" in name and self.config.position_padding_idx is not None:
                 full[self.config.position_padding_idx].zero_()
 

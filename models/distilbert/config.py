@@ -10,6 +10,8 @@ from typing_extensions import Self
 from ..bert.config import BertConfig
 from ..config import LayerCount, Probability
 
+# DistilBERT's keys, and BERT's for the same settings. transformers reads a file's `hidden_size`,
+# `num_attention_heads` and `num_hidden_layers` too, and of the other settings only DistilBERT's key.
 KEYS = {
     "dim": "hidden_size",
     "hidden_dim": "intermediate_size",
@@ -19,6 +21,8 @@ KEYS = {
     "dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob",
 }
+COMMON_NAMES = ("hidden_size", "num_attention_heads", "num_hidden_layers")
+# Settings of BERT that DistilBERT does not have: files do not change them.
 CONSTANTS = (
     "layer_norm_eps",
     "type_vocab_size",
@@ -53,11 +57,19 @@ class DistilBertConfig(BertConfig):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        return super().from_dict(
-            values | {own: values[key] for key, own in KEYS.items() if key in values}
-        )
+        values = dict(values)
+        for name in (*CONSTANTS, "is_decoder", "add_cross_attention"):
+            values.pop(name, None)
+        for key, own in KEYS.items():
+            if own not in COMMON_NAMES:
+                values.pop(own, None)
+            if key in values:
+                values.setdefault(own, values[key])
+                del values[key]
+        return super().from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
-        values |= {key: values.pop(own) for key, own in KEYS.items()}
+        for key, own in KEYS.items():
+            values[key] = values.pop(own)
         return {key: value for key, value in values.items() if key not in CONSTANTS}

@@ -90,6 +90,10 @@ class GLMConfig(ModelConfig):
                 "Only the original GLM of 2021-22, e.g. glm-10b or glm-large-chinese, and GLM-4-0414 (model_type "
                 '"glm4") are supported'
             )
+        # Only the zoo calls the positions so: the authors' classes ignore the common name.
+        values = {
+            name: value for name, value in values.items() if name != "max_position_embeddings"
+        }
         return super().from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:

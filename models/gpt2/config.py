@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from typing_extensions import Self
 
 from ..config import (
     Activation,
@@ -18,6 +20,7 @@ from ..config import (
     Probability,
     TokenId,
     VocabSize,
+    refuse_bidirectional,
 )
 
 
@@ -65,6 +68,11 @@ class GPT2Config(HeadsConfig):
                 "GPT-2 is supported only without an encoder: add_cross_attention must be false"
             )
         self.check_heads(self.n_embd, self.n_head)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        refuse_bidirectional(values)
+        return super().from_dict(values)
 
     @property
     def inner_size(self) -> int:

@@ -23,6 +23,7 @@ from ..config import (
     Probability,
     TokenId,
     VocabSize,
+    refuse_bidirectional,
 )
 
 
@@ -136,6 +137,7 @@ class DecoderConfig(HeadsConfig):
         """Returns a configuration from a `config.json` of transformers 4 or 5, with either spelling
         of the rotation.
         """
+        refuse_bidirectional(values)
         positions = values.get("max_position_embeddings", cls.max_position_embeddings)
         return super().from_dict({**values, "rope_parameters": cls.read_rope(values, positions)})
 

@@ -116,7 +116,7 @@ class LlamaBackbone(Backbone):
             config.vocab_size,
             config.hidden_size,
             pad_multiple=VOCABULARY_MULTIPLE,
-            padding_idx=config.pad_token_id,
+            padding_idx=config.padding_idx,
             **shared,
         )
         layers = range(config.num_hidden_layers)

@@ -147,6 +147,10 @@ class ModernBertConfig(HeadsConfig):
         """Returns a configuration from a `config.json` of transformers 4 or 5, whose rotary keys
         differ.
         """
+        values = dict(values)
+        if "sliding_window" in values:
+            # In transformers, the positions on either side of the middle one; it is read last.
+            values["local_attention"] = 2 * values.pop("sliding_window")
         positions = values.get("max_position_embeddings", cls.max_position_embeddings)
         config = super().from_dict({**values, "rope_parameters": cls.read_rope(values, positions)})
         pattern = replace(config, layer_types=None)
@@ -154,8 +158,11 @@ class ModernBertConfig(HeadsConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the contents of a `config.json` that both transformers 4 and 5 read."""
-        thetas = {old: self.rope[kind]["rope_theta"] for kind, old in OLD_THETAS.items()}
-        return super().to_dict() | thetas | {"layer_types": self.attention_types}
+        values = super().to_dict()
+        for kind, old in OLD_THETAS.items():
+            values[old] = self.rope[kind]["rope_theta"]
+        values["layer_types"] = self.attention_types
+        return values
 
 
 def _rope_object(value: Any) -> Mapping[str, Any]:

@@ -97,7 +97,7 @@ class ModernBertBackbone(Backbone):
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             size,
-            padding_idx=config.pad_token_id,
+            padding_idx=config.padding_idx,
             pad_multiple=VOCABULARY_MULTIPLE,
             **shared,
         )

@@ -9,6 +9,7 @@ from typing_extensions import Self
 
 from ..blocks.activation_functions import ACTIVATIONS
 from ..config import (
+    Activation,
     HeadCount,
     HeadsConfig,
     HiddenSize,
@@ -20,6 +21,7 @@ from ..config import (
     Range,
     TokenId,
     VocabSize,
+    refuse_bidirectional,
     shown,
 )
 
@@ -35,6 +37,8 @@ class T5Config(HeadsConfig):
             matrix (v1.1). When weights are loaded, their files decide; see `from_dict`.
         scale_decoder_outputs: Whether the head's input is multiplied by d_model^-0.5. None means
             the value of tie_word_embeddings.
+        dense_act_fn, is_gated_act: The MLP's activation, and whether it has a gate. They override
+            `feed_forward_proj`, as in transformers; None means what that says.
         tokenizer_class: The transformers class of the model's tokenizer, which only ByT5's files
             name.
     """
@@ -63,6 +67,8 @@ class T5Config(HeadsConfig):
     classifier_dropout: Probability = 0.0
     initializer_factor: InitializerScale = 1.0
     feed_forward_proj: str = "relu"
+    dense_act_fn: Activation | None = None
+    is_gated_act: bool | None = None
     tie_word_embeddings: bool = True
     scale_decoder_outputs: bool | None = None
     is_encoder_decoder: bool = True
@@ -74,9 +80,8 @@ class T5Config(HeadsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        exact = (
-            self.relative_attention_num_buckets // 4
-        )  # the encoder uses half of the buckets for each direction
+        # The encoder uses half of the buckets for each direction.
+        exact = self.relative_attention_num_buckets // 4
         if self.relative_attention_max_distance <= 2 * exact:
             raise ValueError(
                 f"relative_attention_max_distance={self.relative_attention_max_distance} must be more than half of "
@@ -90,24 +95,42 @@ class T5Config(HeadsConfig):
         if self.scale_decoder_outputs is None:
             object.__setattr__(self, "scale_decoder_outputs", self.scales_by_default())
 
+        # Equal models have equal configurations, however their files say it.
+        activation, is_gated = self._read_feed_forward_proj()
+        if self.dense_act_fn == activation:
+            object.__setattr__(self, "dense_act_fn", None)
+        if self.is_gated_act == is_gated:
+            object.__setattr__(self, "is_gated_act", None)
+
     def scales_by_default(self) -> bool:
         """Returns whether to scale the decoder's output: version 1.0 ties and scales, version 1.1
         does neither.
         """
         return self.tie_word_embeddings
 
+    def _read_feed_forward_proj(self) -> tuple[str, bool]:
+        """Returns the activation, and whether there is a gate, according to `feed_forward_proj`.
+
+        "gated-gelu" means the tanh approximation of GELU, as in transformers.
+        """
+        activation = self.feed_forward_proj.split("-")[-1]
+        if self.feed_forward_proj == "gated-gelu":
+            activation = "gelu_new"
+        return activation, self.feed_forward_proj.startswith("gated-")
+
     @property
     def activation(self) -> str:
-        """The name of the MLP's activation.
-
-        The gated GELU is the tanh approximation, as in transformers.
-        """
-        name = self.feed_forward_proj.split("-")[-1]
-        return "gelu_new" if self.feed_forward_proj == "gated-gelu" else name
+        """The name of the MLP's activation."""
+        if self.dense_act_fn is not None:
+            return self.dense_act_fn
+        return self._read_feed_forward_proj()[0]
 
     @property
     def is_gated(self) -> bool:
-        return self.feed_forward_proj.startswith("gated-")
+        """Whether the MLP has a gate."""
+        if self.is_gated_act is not None:
+            return self.is_gated_act
+        return self._read_feed_forward_proj()[1]
 
     @property
     def decoder_layers(self) -> int:
@@ -135,15 +158,24 @@ class T5Config(HeadsConfig):
         (huggingface/transformers#48154). For such files the version of the architecture decides
         instead.
         """
+        refuse_bidirectional(values)
         values = {name: value for name, value in values.items() if value is not None}
+        if "num_hidden_layers" in values:
+            # transformers derives the decoder's layers before it reads the common name.
+            values.setdefault("num_decoder_layers", values.get("num_layers", cls.num_layers))
         version = str(values.get("transformers_version", "0")).split(".")[0]
-        if (
-            version.isdigit()
-            and int(version) >= 5
-            and values.get("tie_word_embeddings") is not False
-        ):
+        is_version_5 = version.isdigit() and int(version) >= 5
+        if is_version_5 and values.get("tie_word_embeddings") is not False:
             values["tie_word_embeddings"] = cls.ties_in_version(values)
         return super().from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the contents of a `config.json`; what `feed_forward_proj` says is not repeated."""
+        values = super().to_dict()
+        for name in ("dense_act_fn", "is_gated_act"):
+            if values[name] is None:
+                del values[name]
+        return values
 
     @classmethod
     def ties_in_version(cls, values: dict[str, Any]) -> bool:
