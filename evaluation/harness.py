@@ -68,7 +68,7 @@ class WholeOutputs(nn.Module):
         target: dict[str, Tensor] = {}
         if labels is not None:
             target["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
-        logits = self.model(input_ids, attention_mask, **target).logits
+        logits = self.model(input_ids, attention_mask=attention_mask, **target).logits
         return SimpleNamespace(logits=self.model.gather_logits(logits))
 
     def generate(self, **arguments: Any) -> Any:

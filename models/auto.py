@@ -18,11 +18,11 @@ from ..checkpoint.stored_tensor import StoredTensor
 from ..files.strict_json import read_folder_json
 from ..mpu import ParallelMesh, initialize, materialize
 from .config import ModelConfig
+from .family_table import architectures, family, find_family, list_families, presets
 from .megatron import MegatronMap
 from .nearest import refuse_architecture
 from .parallel_config import ParallelConfig
 from .pipeline import slice_pipeline_stage
-from .registry import FAMILIES, architectures, family, find_family, presets
 
 
 def find_config(name: str) -> ModelConfig:
@@ -35,8 +35,10 @@ def find_config(name: str) -> ModelConfig:
         if preset == name:
             return config
     path = Path(find_config_folder(name))
-    folder, file = (path, CONFIG) if path.is_dir() else (path.parent, path.name)
-    values = read_folder_json(folder, file)
+    if path.is_dir():
+        values = read_folder_json(path, CONFIG)
+    else:
+        values = read_folder_json(path.parent, path.name)
     if values is None:
         known = ", ".join(preset for preset, _ in presets())
         raise ValueError(
@@ -63,9 +65,11 @@ def infer_config(
     if saved is not None:
         return find_megatron_map(ranks[0]).infer_config(saved.arguments, ranks)
     reasons: list[str] = []
-    for infer in filter(None, (family(name).infer_config for name in FAMILIES)):
+    for facts in list_families():
+        if facts.infer_config is None:
+            continue
         try:
-            return infer(ranks)
+            return facts.infer_config(ranks)
         except ValueError as error:
             reasons.append(str(error))
     raise ValueError(f"there is no {CONFIG}, and {'; '.join(reasons)}; name one with --config")
@@ -80,8 +84,9 @@ def find_megatron_map(names: Iterable[str]) -> MegatronMap:
         raise ValueError(
             "it is Megatron-LM's T5, which has learned positions; no T5 of transformers has those"
         )
-    for found in filter(None, (family(name).megatron for name in FAMILIES)):
-        if found.owns(found.to_local_names(names)):
+    for facts in list_families():
+        found = facts.megatron
+        if found is not None and found.owns(found.to_local_names(names)):
             return found
     listed = ", ".join(sorted(names)[:5])
     raise ValueError(
@@ -101,7 +106,8 @@ def as_config(config: ModelConfig | dict[str, Any] | str | Any) -> ModelConfig:
     if hasattr(config, "to_dict"):
         return config_from_dict(config.to_dict())
     raise ValueError(
-        f"a model's configuration cannot be a {type(config).__name__}; pass a dict, a preset or a path"
+        f"a model's configuration cannot be a {type(config).__name__}; pass a dict, a preset or a "
+        "path"
     )
 
 
@@ -132,7 +138,7 @@ def build_on_meta(
 
 @dataclass(frozen=True)
 class _Described:
-    """A configuration that a cache can look up: some have fields that cannot be hashed."""
+    """A configuration that a cache can look up: some have fields that have no hash."""
 
     text: str
     config: ModelConfig = field(compare=False)

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..mpu import ParallelMesh, VocabParallelEmbedding, gather_sequence, scatter_sequence
+from .blocks.masks import number_pieces
+from .huggingface import LARGEST_FILE
 from .outputs import BackboneOutput, StageOutput
 from .parallel_config import ParallelConfig
 from .pipeline import PipelineStage
+from .saving import push_to_hub, save_pretrained
+
+# Arguments of transformers' classes that the zoo's models do not have. None is accepted for them.
+ABSENT_INPUTS = (
+    "past_key_values",
+    "inputs_embeds",
+    "decoder_inputs_embeds",
+    "encoder_hidden_states",
+    "encoder_attention_mask",
+)
+# What flash attention needs beside `cu_seq_lens_q` to keep packed pieces apart.
+FLASH_ATTENTION_INPUTS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class Backbone(PipelineStage):
@@ -23,10 +38,51 @@ class Backbone(PipelineStage):
     `run_stack`; encoder-decoders have `Seq2SeqBackbone.run_backbone`.
     """
 
+    positional_inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask")
+    """The names of a call's arguments before the labels, in the order of transformers' class."""
+    label_names: ClassVar[tuple[str, ...]] = ()
+    """The names of the labels, which follow them there."""
+
     config: Any  # the family's ModelConfig
     mesh: ParallelMesh | None
     parallel_config: ParallelConfig
     word_embeddings: VocabParallelEmbedding
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Calls the model. Arguments by position mean what they mean to transformers' class of this
+        name; see `forward` for their names.
+        """
+        return super().__call__(**self.name_inputs(inputs, options))
+
+    def name_inputs(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a call by name.
+
+        `cu_seq_lens_q`, the cumulative lengths of packed pieces, becomes `seq_idx`.
+
+        Raises:
+            TypeError: There are too many arguments by position, or one is given twice.
+            ValueError: An argument of transformers' class is given that the zoo's does not have.
+        """
+        names = self.positional_inputs + self.label_names
+        if len(inputs) > len(names):
+            raise TypeError(
+                f"{type(self).__name__} takes at most {len(names)} arguments by position: "
+                f"{', '.join(names)}"
+            )
+        named = dict(zip(names, inputs, strict=False))
+        repeated = named.keys() & options.keys()
+        if repeated:
+            raise TypeError(f"{type(self).__name__} got two values for {min(repeated)}")
+        named.update(options)
+        for name in ABSENT_INPUTS:
+            if named.pop(name, None) is not None:
+                raise ValueError(f"{type(self).__name__} has no argument {name}; it must be None")
+        if named.get("cu_seq_lens_q") is not None:
+            length = named["input_ids"].shape[1]
+            named["seq_idx"] = number_pieces(named["cu_seq_lens_q"], length)
+            for name in ("cu_seq_lens_q", *FLASH_ATTENTION_INPUTS):
+                named.pop(name, None)
+        return named
 
     def run_backbone(self, *inputs: Any, **options: Any) -> BackboneOutput | StageOutput:
         """Runs the embeddings and blocks.
@@ -34,6 +90,16 @@ class Backbone(PipelineStage):
         The first two arguments are `input_ids` and `attention_mask`.
         """
         raise NotImplementedError
+
+    def save_pretrained(
+        self, save_directory: str | Path, *, max_shard_size: int | str = LARGEST_FILE
+    ) -> None:
+        """Writes a Hugging Face folder; see `shardzoo.models.save_pretrained`."""
+        save_pretrained(self, save_directory, max_shard_size=max_shard_size)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str | None:
+        """Commits the model to the Hub; see `shardzoo.models.push_to_hub` for the options."""
+        return push_to_hub(self, repo_id, **options)
 
     @property
     def hidden_size(self) -> int:

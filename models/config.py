@@ -289,7 +289,7 @@ class HeadsConfig(ModelConfig):
             if set(map(str, names.values())) == default_names:
                 values["id2label"] = None
                 values["label2id"] = None
-            elif set(map(str, names)) != set(map(str, range(len(names)))):
+            elif {*map(str, names)} != {*map(str, range(len(names)))}:
                 warnings.warn(
                     f"id2label does not name the labels 0 to {len(names) - 1}, of which the model "
                     f"has {len(names)}, but {shown(list(names))}",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,27 +17,85 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from ..mpu import dropout_state
 from .loading import from_pretrained
-from .saving import save_pretrained
 
 # transformers' Trainer reads a checkpoint by `load_state_dict` only if it is in one file.
 LARGEST_FILE = "50GB"
 
 
-class Output(dict[str, Any]):
-    """An output as transformers has it: a dictionary, whose items are attributes too.
+# Settings that a script may change after the model is built, and the model reads in each call.
+LIVE_SETTINGS = (
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "decoder_start_token_id",
+    "problem_type",
+    "id2label",
+    "label2id",
+)
 
-    In training it holds only the loss, so that logits are computed only if they are read.
+
+class _Unread:
+    """Stands in an `Output` for a value that has not been read yet."""
+
+
+_UNREAD = _Unread()
+
+
+class Output(dict[str, Any]):
+    """An output as transformers has it: a dictionary, whose items are attributes too, and have an
+    index.
+
+    Logits beside a loss are computed when they are first read.
     """
 
-    def __init__(self, output: Any, training: bool) -> None:
-        names = ["loss"] if training and output.loss is not None else list(output.keys())
-        super().__init__()
-        for name in names:
-            self[name] = output.loss if name == "loss" else output[name]
-        self._output = output
+    def __init__(self, values: Any) -> None:
+        """Takes a `ModelOutput` of the zoo, or a mapping, as accelerate does."""
+        super().__init__(dict.fromkeys(values.keys(), _UNREAD))
+        self._values = values
+
+    def __getitem__(self, key: int | slice | str) -> Any:
+        if isinstance(key, slice):
+            return tuple(self[name] for name in list(self)[key])
+        if not isinstance(key, str):
+            return self[list(self)[key]]
+        value = super().__getitem__(key)
+        if value is _UNREAD:
+            value = self._values[key]
+            self[key] = value
+        return value
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_output"], name)
+        if name in self:
+            return self[name]
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_values"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self:
+            self[name] = value
+        super().__setattr__(name, value)
+
+    def __iter__(self) -> Iterator[str]:
+        # Python copies a subclass of dict without asking it for the values, unless this is defined.
+        return iter(super().keys())
+
+    def __reduce__(self) -> Any:
+        return Output, (dict(self.items()),)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+    def values(self) -> Any:
+        return self.to_tuple()
+
+    def items(self) -> Any:
+        return tuple((name, self[name]) for name in self)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self[name] for name in self)
 
 
 class SignedForward:
@@ -53,7 +111,7 @@ class SignedForward:
         if model is None:
             return TransformersModel.run
 
-        def forward(*inputs: Any, **options: Any) -> Output:
+        def forward(*inputs: Any, **options: Any) -> Any:
             return model.run(*inputs, **options)
 
         cast(Any, forward).__signature__ = model.signature
@@ -80,6 +138,10 @@ class TransformersModel(PreTrainedModel):
             )
         super().__init__(AutoConfig.for_model(**model.config.to_dict()))
         self.model = model
+        if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            # transformers' collators ask whether a model has it.
+            prepare = model.prepare_decoder_input_ids_from_labels
+            self.prepare_decoder_input_ids_from_labels = prepare
         parameters = _collect_parameters(model.forward)
         self.accepts_loss_kwargs = "num_items_in_batch" in parameters
         parameters.update(_collect_parameters(model.run_backbone))
@@ -88,22 +150,64 @@ class TransformersModel(PreTrainedModel):
             self.generation_config = GenerationConfig.from_model_config(self.config)
         self.train(model.training)
 
-    def run(self, *inputs: Any, labels: Tensor | None = None, **options: Any) -> Output:
+    def run(
+        self,
+        *inputs: Any,
+        labels: Tensor | None = None,
+        return_dict: bool | None = None,
+        use_cache: bool | None = None,
+        **options: Any,
+    ) -> Output | tuple[Any, ...]:
         """Calls the model; see its `forward`.
 
         In training the dropout masks follow from PyTorch's generator.
+
+        Args:
+            return_dict: Whether to return an `Output` and not a tuple; by default as `config` says.
+            use_cache: Not used: what a forward pass returns has no cache.
         """
+        self._apply_settings()
         if self.training:
             dropout_state.set(int(torch.randint(1 << 32, ())), first_sample=0)
         if labels is not None:
             options["labels"] = labels
-        return Output(self.model(*inputs, **options), self.training)
+        if options.get("output_hidden_states") is None:
+            options["output_hidden_states"] = bool(self.config.output_hidden_states)
+        output = Output(self.model(*inputs, **options))
+        if return_dict is None:
+            return_dict = self.config.return_dict is not False
+        return output if return_dict else output.to_tuple()
+
+    def _apply_settings(self) -> None:
+        """Gives the model inside the settings of `config` that may have changed since it was built.
+
+        As in transformers, sizes and rates of a model do not change after that.
+        """
+        changes: dict[str, Any] = {}
+        for name in LIVE_SETTINGS:
+            if not hasattr(self.model.config, name):
+                continue
+            value = getattr(self.config, name, None)
+            if name in ("id2label", "label2id"):
+                value = self._find_new_labels(name, value)
+            if value != getattr(self.model.config, name):
+                changes[name] = value
+        if changes:
+            self.model.config = self.model.config.with_changes(**changes)
+
+    def _find_new_labels(self, name: str, value: Any) -> Any:
+        """Returns the value that the zoo's configuration has for names of labels."""
+        stored = self.model.config.to_dict().get(name) or {}
+        if _with_text_keys(stored) == _with_text_keys(value or {}):
+            return getattr(self.model.config, name)
+        return value
 
     def generate(self, *inputs: Any, **settings: Any) -> Any:
         """Generates sequences; see `shardzoo.generate`."""
         # A batch of the Trainer has labels, and synced_gpus is for ZeRO 3 and FSDP.
         settings.pop("labels", None)
         settings.pop("synced_gpus", None)
+        self._apply_settings()
         return self.model.generate(*inputs, **settings)
 
     def tie_weights(self, *arguments: Any, **options: Any) -> None:
@@ -155,7 +259,8 @@ class TransformersModel(PreTrainedModel):
         """
         if not is_main_process:
             return
-        save_pretrained(self.model, save_directory, max_shard_size=LARGEST_FILE)
+        self._apply_settings()
+        self.model.save_pretrained(save_directory, max_shard_size=LARGEST_FILE)
         settings = getattr(self, "generation_config", None)
         if settings is not None:
             settings.save_pretrained(save_directory)
@@ -183,3 +288,8 @@ def _collect_parameters(function: Any) -> dict[str, inspect.Parameter]:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             found[name] = parameter.replace(kind=parameter.KEYWORD_ONLY)
     return found
+
+
+def _with_text_keys(names: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns names of labels with their numbers as text, as in a file."""
+    return {str(key): value for key, value in names.items()}

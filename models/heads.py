@@ -41,8 +41,11 @@ def class_loss(
     """Returns the fp32 cross-entropy of replicated logits [..., C] with classes int64 [...].
 
     The result is the mean over the labels that are not `ignored`, or the sum divided by
-    `num_items`. Raises ValueError for a class that the logits do not have; on an accelerator, where
-    a check would wait, PyTorch stops the process.
+    `num_items`.
+
+    Raises:
+        ValueError: The logits do not have the class of a label. On an accelerator, where a check
+            would wait for the device, PyTorch stops the process instead.
     """
     reduction = "mean" if num_items is None else "sum"
     rows = widen(logits).view(-1, logits.shape[-1])
@@ -58,6 +61,7 @@ def class_loss(
 
 
 def widen(logits: Tensor) -> Tensor:
+    """Returns logits as fp32, or as fp64 if they are."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -66,9 +70,8 @@ def first_token(x: Tensor, *, sequence_parallel: bool, mesh: ParallelMesh | None
     H].
     """
     if sequence_parallel:
-        x = gather_sequence(
-            x[:, :1], mesh, partial_grad=False
-        )  # [B, tp, H], each rank's first position
+        # Each rank sends the first position of its part: [B, tp, H].
+        x = gather_sequence(x[:, :1], mesh, partial_grad=False)
     return x[:, 0]
 
 
@@ -87,29 +90,29 @@ class BareModel(Head):
     def forward(
         self,
         input_ids: Tensor | None = None,
+        *,
         attention_mask: Tensor | None = None,
-        *inputs: Any,
         output_hidden_states: bool = False,
         **options: Any,
     ) -> BaseModelOutput | StageOutput:
         """Returns the last hidden states. For the inputs see the family's `run_backbone`."""
-        hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
+        hidden = self.run_backbone(input_ids, attention_mask, **options)
         if isinstance(hidden, StageOutput):
             return hidden
         pooled = None
         if self.pooler_name is not None and self.config.add_pooling_layer:
-            first = first_token(
-                hidden.states[-1], **layer_arguments(self.mesh, self.parallel_config)
-            )
+            shared = layer_arguments(self.mesh, self.parallel_config)
+            first = first_token(hidden.states[-1], **shared)
             pooled = self.get_submodule(self.pooler_name)(first).tanh()
         last = self.gather_hidden_states(hidden.states[-1])
-        return BaseModelOutput(
-            last, pooled, **self.collect_hidden_states(hidden, output_hidden_states)
-        )
+        states = self.collect_hidden_states(hidden, output_hidden_states)
+        return BaseModelOutput(last, pooled, **states)
 
 
 class PreTraining(MaskedLM):
     """Predicts the masked tokens, and whether the second sentence follows the first."""
+
+    label_names = ("labels", "next_sentence_label")
 
     def add_head(self) -> None:
         super().add_head()
@@ -119,8 +122,8 @@ class PreTraining(MaskedLM):
     def forward(
         self,
         input_ids: Tensor,
+        *,
         attention_mask: Tensor | None = None,
-        *inputs: Any,
         labels: Tensor | None = None,
         next_sentence_label: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
@@ -139,10 +142,11 @@ class PreTraining(MaskedLM):
                 the other arguments see `MaskedLM`.
         """
         if labels is None or next_sentence_label is None:
-            labels = next_sentence_label = None
+            labels = None
+            next_sentence_label = None
         elif (num_items_in_batch is None) != (num_sequences_in_batch is None):
             raise ValueError("give both num_items_in_batch and num_sequences_in_batch, or neither")
-        hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
+        hidden = self.run_backbone(input_ids, attention_mask, **options)
         if isinstance(hidden, StageOutput):
             return hidden
         x = self.head.transform(hidden.states[-1])
@@ -153,14 +157,14 @@ class PreTraining(MaskedLM):
         )
         if loss is not None and next_sentence_label is not None:
             loss = loss + class_loss(scores, next_sentence_label, num_sequences_in_batch)
-        return PreTrainingOutput(
-            loss, logits, scores, **self.collect_hidden_states(hidden, output_hidden_states)
-        )
+        states = self.collect_hidden_states(hidden, output_hidden_states)
+        return PreTrainingOutput(loss, logits, scores, **states)
 
 
 class Classifier(Head):
-    """Base of the kinds that classify. Their logits are replicated."""
+    """Base of the heads that classify. Their logits are replicated."""
 
+    label_names = ("labels",)
     dropout_rate: ClassVar[str | None] = "classifier_dropout_prob"
     """The configuration's attribute with the rate of the dropouts; None for no dropout."""
     linear_name: ClassVar[str] = "classifier"
@@ -175,16 +179,14 @@ class Classifier(Head):
 
     def add_head(self) -> None:
         self.dropout = self.make_dropout()
-        self.add_module(
-            self.linear_name, nn.Linear(self.hidden_size, self.num_outputs, bias=self.bias)
-        )
+        linear = nn.Linear(self.hidden_size, self.num_outputs, bias=self.bias)
+        self.add_module(self.linear_name, linear)
 
     def make_dropout(self) -> nn.Module:
-        return (
-            nn.Identity()
-            if self.dropout_rate is None
-            else Dropout(getattr(self.config, self.dropout_rate))
-        )
+        """Returns a dropout of the configured rate, or an identity if the head has none."""
+        if self.dropout_rate is None:
+            return nn.Identity()
+        return Dropout(getattr(self.config, self.dropout_rate))
 
     def score(self, x: Tensor) -> Tensor:
         """Returns the logits [..., C] of replicated states [..., H]."""
@@ -198,8 +200,8 @@ class Classifier(Head):
     def forward(
         self,
         input_ids: Tensor,
+        *,
         attention_mask: Tensor | None = None,
-        *inputs: Any,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
@@ -209,14 +211,13 @@ class Classifier(Head):
 
         See `loss` and the family's `run_backbone` for the inputs.
         """
-        hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
+        hidden = self.run_backbone(input_ids, attention_mask, **options)
         if isinstance(hidden, StageOutput):
             return hidden
         logits = self.make_logits(hidden.states[-1], input_ids, attention_mask)
         loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
-        return ClassifierOutput(
-            loss, logits, **self.collect_hidden_states(hidden, output_hidden_states)
-        )
+        states = self.collect_hidden_states(hidden, output_hidden_states)
+        return ClassifierOutput(loss, logits, **states)
 
     def make_logits(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Returns the logits of the last hidden states, [B, S, H] or [B, S/tp, H]: by default those
@@ -269,20 +270,23 @@ class SequenceClassification(Classifier):
     @classmethod
     def example_ids(cls, config: Any, ids: Tensor) -> Tensor:
         if cls.pooling == "eos":
+            # Each row gets one end-of-sequence token, at its end.
             ends = torch.tensor(config.eos_token_id)
-            free = ids.masked_fill(torch.isin(ids, ends), 0)
-            return torch.cat([free[:, :-1], ends.view(-1)[:1].expand(len(ids), 1)], 1)
-        return ids[:1] if cls.pooling == "last" and config.pad_token_id is None else ids
+            without_ends = ids.masked_fill(torch.isin(ids, ends), 0)
+            last = ends.view(-1)[:1].expand(len(ids), 1)
+            return torch.cat([without_ends[:, :-1], last], 1)
+        if cls.pooling == "last" and config.pad_token_id is None:
+            return ids[:1]  # See `find_tokens`.
+        return ids
 
     def classify(self, pooled: Tensor) -> Tensor:
         """Returns the logits [B, C] of the sequences' states [B, H]."""
         if self.dense_name is not None:
             pooled = self.get_submodule(self.dense_name)(self.input_dropout(pooled))
-            pooled = (
-                pooled.tanh()
-                if self.activation == "tanh"
-                else find_activation(self.activation)(pooled)
-            )
+            if self.activation == "tanh":
+                pooled = pooled.tanh()
+            else:
+                pooled = find_activation(self.activation)(pooled)
         return self.score(pooled)
 
     def pool(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -291,39 +295,41 @@ class SequenceClassification(Classifier):
             return first_token(x, **layer_arguments(self.mesh, self.parallel_config))
         x = self.gather_hidden_states(x)  # [B, S, H]
         if self.pooling == "mean":
-            weights = (torch.ones_like(input_ids) if attention_mask is None else attention_mask)[
-                ..., None
-            ]
+            weights = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            weights = weights[..., None]  # [B, S, 1]
             return (x * weights).sum(1) / weights.sum(1)
-        wanted = self.ends(input_ids) if self.pooling == "eos" else self.tokens(input_ids)
-        last = (torch.arange(x.shape[1], device=x.device) * wanted).argmax(-1)
+        if self.pooling == "eos":
+            candidates = self.find_ends(input_ids)
+        else:
+            candidates = self.find_tokens(input_ids)
+        last = (torch.arange(x.shape[1], device=x.device) * candidates).argmax(-1)  # [B]
         return x[torch.arange(len(x), device=x.device), last]
 
-    def tokens(self, input_ids: Tensor) -> Tensor:
-        """Returns which ids are not padding, bool [B, S]; without a padding token, a batch is one
-        sequence.
+    def find_tokens(self, input_ids: Tensor) -> Tensor:
+        """Returns which ids are not padding, bool [B, S].
+
+        Without a padding token, a batch is one sequence.
         """
         if self.config.pad_token_id is not None:
             return input_ids != self.config.pad_token_id
         if len(input_ids) > 1:
             raise ValueError(
-                f"{type(self).__name__} finds the last token by the padding token's id: set pad_token_id in the "
-                "configuration, or classify one sequence at a time"
+                f"{type(self).__name__} finds the last token by the padding token's id: set "
+                "pad_token_id in the configuration, or classify one sequence at a time"
             )
         return torch.ones_like(input_ids, dtype=torch.bool)
 
-    def ends(self, input_ids: Tensor) -> Tensor:
+    def find_ends(self, input_ids: Tensor) -> Tensor:
         """Returns which ids end a sequence, bool [B, S].
 
         Raises ValueError if a sequence has no end.
         """
-        ends = torch.isin(
-            input_ids, torch.tensor(self.config.eos_token_id, device=input_ids.device)
-        )
+        end_ids = torch.tensor(self.config.eos_token_id, device=input_ids.device)
+        ends = torch.isin(input_ids, end_ids)
         if not ends.any(1).all():
             raise ValueError(
-                f"{type(self).__name__} classifies the state of the last token {self.config.eos_token_id} "
-                "(eos_token_id), but a sequence of input_ids has none"
+                f"{type(self).__name__} classifies the state of the last token "
+                f"{self.config.eos_token_id} (eos_token_id), but a sequence of input_ids has none"
             )
         return ends
 
@@ -335,11 +341,9 @@ class SequenceClassification(Classifier):
             return self.config.problem_type
         if self.config.num_labels == 1:
             return "regression"
-        return (
-            "multi_label_classification"
-            if labels.is_floating_point()
-            else "single_label_classification"
-        )
+        if labels.is_floating_point():
+            return "multi_label_classification"
+        return "single_label_classification"
 
     def loss(
         self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None
@@ -358,7 +362,8 @@ class SequenceClassification(Classifier):
             return class_loss(logits, labels, num_items_in_batch)
         if labels.numel() != logits.numel():
             raise ValueError(
-                f"{problem} needs labels of shape {tuple(logits.shape)}, one for each output, not {tuple(labels.shape)}"
+                f"{problem} needs labels of shape {tuple(logits.shape)}, one for each output, not "
+                f"{tuple(labels.shape)}"
             )
         function = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
         wide = widen(logits)
@@ -411,29 +416,29 @@ class MultipleChoice(SequenceClassification):
     def forward(
         self,
         input_ids: Tensor,
-        *inputs: Any,
+        *,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **options: Any,
     ) -> ModelOutput:
-        """Returns the logits [B, C] and, with labels, the loss. BackboneOutput states are those of
-        all B · C sequences.
+        """Returns the logits [B, C] and, with labels, the loss.
+
+        Hidden states are those of all B · C sequences.
 
         Args:
             input_ids: int64 [B, C, S]; the other inputs of the family's `run_backbone` have the
                 same shape.
             labels: int64 [B], the number of the right choice; -100 is ignored.
         """
-
-        def rows(value: Any) -> Any:
-            return value.flatten(0, 1) if isinstance(value, Tensor) and value.dim() == 3 else value
-
-        options = {name: rows(value) for name, value in options.items()}
-        with dropout_state.rows_per_sample(input_ids.shape[1]):
-            output = super().forward(rows(input_ids), *map(rows, inputs), **options)
+        batch, choices, _ = input_ids.shape
+        for name, value in options.items():
+            if isinstance(value, Tensor) and value.dim() == 3:
+                options[name] = value.flatten(0, 1)  # [B · C, S]
+        with dropout_state.rows_per_sample(choices):
+            output = super().forward(input_ids.flatten(0, 1), **options)
         if isinstance(output, StageOutput):
             return output
-        logits = output.logits.view(input_ids.shape[:2])
+        logits = output.logits.view(batch, choices)
         loss = None if labels is None else class_loss(logits, labels, num_items_in_batch)
         return ClassifierOutput(loss, logits, output.hidden_states)
 
@@ -450,6 +455,7 @@ class TokenClassification(Classifier):
 class QuestionAnswering(Classifier):
     """Finds the first and the last token of the answer in the text."""
 
+    label_names = ("start_positions", "end_positions")
     dropout_rate = None
     linear_name = "qa_outputs"
 
@@ -460,8 +466,8 @@ class QuestionAnswering(Classifier):
     def forward(
         self,
         input_ids: Tensor,
+        *,
         attention_mask: Tensor | None = None,
-        *inputs: Any,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
@@ -471,25 +477,22 @@ class QuestionAnswering(Classifier):
         """Returns both kinds of logits and, with both positions, the mean of their losses.
 
         Args:
-            input_ids, attention_mask, inputs, options: See the family's `run_backbone`.
+            input_ids, attention_mask, options: See the family's `run_backbone`.
             start_positions, end_positions: int64 [B]; as in transformers, positions after the
                 sequence are ignored.
         """
-        hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
+        hidden = self.run_backbone(input_ids, attention_mask, **options)
         if isinstance(hidden, StageOutput):
             return hidden
-        start, end = self.score(self.gather_hidden_states(hidden.states[-1])).unbind(
-            -1
-        )  # [B, S] each
+        scores = self.score(self.gather_hidden_states(hidden.states[-1]))  # [B, S, 2]
+        start, end = scores.unbind(-1)  # [B, S] each
         loss = None
         if start_positions is not None and end_positions is not None:
-            ends = zip((start, end), (start_positions, end_positions), strict=True)
             length = start.shape[1]
-            losses = [
-                class_loss(x, at.view(-1).clamp(0, length), num_items_in_batch, length)
-                for x, at in ends
-            ]
+            losses: list[Tensor] = []
+            for logits, positions in ((start, start_positions), (end, end_positions)):
+                inside = positions.view(-1).clamp(0, length)
+                losses.append(class_loss(logits, inside, num_items_in_batch, ignored=length))
             loss = (losses[0] + losses[1]) / 2
-        return QuestionAnsweringOutput(
-            loss, start, end, **self.collect_hidden_states(hidden, output_hidden_states)
-        )
+        states = self.collect_hidden_states(hidden, output_hidden_states)
+        return QuestionAnsweringOutput(loss, start, end, **states)

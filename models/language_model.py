@@ -105,7 +105,9 @@ class LanguageModel(GenerationMixin, Backbone):
         """Returns the logits [B, S, Vp] as a forward pass returns them: without padding, [B, S, V],
         in one process.
         """
-        return logits[..., : self.config.vocab_size] if tp_size(self.mesh) == 1 else logits
+        if tp_size(self.mesh) > 1:
+            return logits
+        return logits[..., : self.config.vocab_size]
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Returns the logits of the whole vocabulary: each rank's [B, S, Vp] -> [B, S, V]."""
@@ -113,8 +115,9 @@ class LanguageModel(GenerationMixin, Backbone):
 
 
 def note_target_count(labels: Tensor, count: int) -> None:
-    """Notes on `labels` how many of them are not -100, so that a head need not wait for the device
-    to learn it.
+    """Notes on `labels` how many of them are not -100.
+
+    A head that knows it need not wait for the device.
     """
     vars(labels)["target_count"] = count
 
@@ -162,11 +165,14 @@ def compute_loss(
     count = labeled.sum() if num_items is None else num_items
     if host_can_read(hidden) or sparse_labels:
         known: int | None = getattr(labels, "target_count", None)
-        chosen = labeled.nonzero() if known is None else torch.nonzero_static(labeled, size=known)
-        chosen = chosen[:, 0]
+        if known is None:
+            chosen = labeled.nonzero()[:, 0]
+        else:
+            chosen = torch.nonzero_static(labeled, size=known)[:, 0]
         if len(chosen) < len(target):
-            # Without labels, keep one ignored position, so that the gradients are zeros.
-            chosen = chosen if len(chosen) else torch.zeros_like(target[:1])
+            if not len(chosen):
+                # Keep one ignored position, so that the gradients are zeros.
+                chosen = torch.zeros_like(target[:1])
             rows = rows[chosen]
             target = target[chosen]
     return head.losses(rows, target, table, ignore_index=IGNORED).sum() / count
@@ -190,6 +196,7 @@ class CausalLM(Head, LanguageModel):
     """
 
     generates = "continuation"
+    label_names = ("labels",)
 
     def targets(self, labels: Tensor) -> Tensor:
         # Shifting the labels instead of the hidden states avoids a copy of the hidden states.
@@ -201,8 +208,8 @@ class CausalLM(Head, LanguageModel):
     def forward(
         self,
         input_ids: Tensor,
+        *,
         attention_mask: Tensor | None = None,
-        *inputs: Any,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
@@ -213,18 +220,18 @@ class CausalLM(Head, LanguageModel):
         `num_items_in_batch`.
 
         Args:
-            input_ids, attention_mask, inputs, options: See the family's `run_backbone`.
-            labels: int64 [B, S], which are shifted here, as in transformers; -100 is ignored.
+            input_ids, attention_mask, options: See the family's `run_backbone`.
+            labels: int64 [B, S], which are shifted here, as in transformers; -100 is ignored. In
+                packed rows, the first label of each piece must be -100.
             logits_to_keep: The number of last positions whose logits are returned; 0 means all.
         """
-        hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
+        hidden = self.run_backbone(input_ids, attention_mask, **options)
         if isinstance(hidden, StageOutput):
             return hidden
         x = hidden.states[-1][:, -logits_to_keep:]
         loss, logits = self.loss_and_logits(self.head, x, labels, num_items_in_batch, hidden.table)
-        return CausalLMOutput(
-            loss, logits, **self.collect_hidden_states(hidden, output_hidden_states)
-        )
+        states = self.collect_hidden_states(hidden, output_hidden_states)
+        return CausalLMOutput(loss, logits, **states)
 
 
 class MaskedLMHead(nn.Module):
@@ -268,6 +275,7 @@ class MaskedLM(Head, LanguageModel):
     """Predicts the masked tokens. The family's bare model has a method `masked_lm_head`."""
 
     generates = "masks"
+    label_names = ("labels",)
     sparse_labels = True
     masked_lm_head: Callable[[], MaskedLMHead]
 
@@ -277,8 +285,8 @@ class MaskedLM(Head, LanguageModel):
     def forward(
         self,
         input_ids: Tensor,
+        *,
         attention_mask: Tensor | None = None,
-        *inputs: Any,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
@@ -288,16 +296,15 @@ class MaskedLM(Head, LanguageModel):
         `num_items_in_batch`.
 
         Args:
-            input_ids, attention_mask, inputs, options: See the family's `run_backbone`.
+            input_ids, attention_mask, options: See the family's `run_backbone`.
             labels: int64 [B, S], the token at each position; -100 is ignored.
         """
-        hidden = self.run_backbone(input_ids, attention_mask, *inputs, **options)
+        hidden = self.run_backbone(input_ids, attention_mask, **options)
         if isinstance(hidden, StageOutput):
             return hidden
         x = self.head.transform(hidden.states[-1])
         loss, logits = self.loss_and_logits(
             self.head.decoder, x, labels, num_items_in_batch, hidden.table
         )
-        return MaskedLMOutput(
-            loss, logits, **self.collect_hidden_states(hidden, output_hidden_states)
-        )
+        states = self.collect_hidden_states(hidden, output_hidden_states)
+        return MaskedLMOutput(loss, logits, **states)

@@ -28,6 +28,7 @@ from ..mpu import (
 )
 from .auto import as_config, build_on_meta
 from .config import ModelConfig
+from .family_table import family
 from .lora import load_adapter
 from .mapping import (
     MappedCheckpoint,
@@ -40,7 +41,6 @@ from .mapping import (
 from .name_map import NameMap
 from .parallel_config import ParallelConfig
 from .pipeline import slice_pipeline_stage
-from .registry import family
 
 
 def from_pretrained(

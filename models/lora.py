@@ -72,6 +72,8 @@ SUPPORTED = frozenset(
         "megatron_core",
     }
 )
+# Settings of peft that select nothing if they are empty.
+EMPTY_SELECTIONS = frozenset({"target_parameters", "layer_replication"})
 INITIAL_VALUES = (True, "gaussian")
 LARGEST_FLOAT = sys.float_info.max
 
@@ -213,7 +215,10 @@ def lora_config(**settings: Any) -> Any:
     plain = peft.LoraConfig()
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.name not in SUPPORTED and value != getattr(plain, field.name):
+        selects_nothing = field.name in EMPTY_SELECTIONS and not value
+        if field.name in SUPPORTED or selects_nothing:
+            continue
+        if value != getattr(plain, field.name):
             raise ValueError(
                 f"LoRA: models of the zoo do not support {field.name}={reprlib.repr(value)}; leave "
                 "it out, or use transformers' model in one process"

@@ -37,9 +37,9 @@ from ..checkpoint.stored_tensor import StoredTensor, list_chunks
 from ..checkpoint.tensor_reader import TensorReader
 from .auto import build_on_meta, config_from_dict, infer_config
 from .config import ModelConfig
+from .family_table import family, list_families
 from .megatron import EMBEDDING, TIED_HEAD, MegatronMap
 from .name_map import NameEntry, NameMap, refuse_names
-from .registry import FAMILIES, family
 
 CHUNK = 1 << 20  # bytes that two tensors are compared by at a time
 HEAD_BYTES = 4096  # bytes at the beginning of a tensor that tell two rank files apart
@@ -414,7 +414,9 @@ def find_megatron_map(config: ModelConfig) -> MegatronMap:
     """
     found = family(config.model_type).megatron
     if found is None:
-        having = ", ".join(name for name in FAMILIES if family(name).megatron is not None)
+        having = ", ".join(
+            facts.config.model_type for facts in list_families() if facts.megatron is not None
+        )
         raise ValueError(
             f"Megatron-LM has no {config.model_type} that equals transformers'; it has {having}"
         )

@@ -35,6 +35,9 @@ class ModelOutput:
     """Base of the outputs: dataclasses whose fields, except those that are None, also have an index
     and a key.
 
+    They have a mapping's methods, as in transformers. Iteration yields the values, like that of a
+    tuple.
+
     A field without a default may be `LazyLogits`. Reading it computes it, so all tensor-parallel
     ranks must read it.
     """
@@ -62,17 +65,31 @@ class ModelOutput:
 
     def keys(self) -> tuple[str, ...]:
         names = (field.name for field in fields(self))
-        return tuple(
-            name for name in names if name in self._lazy_logits or getattr(self, name) is not None
-        )
+        lazy = self._lazy_logits
+        return tuple(name for name in names if name in lazy or getattr(self, name) is not None)
 
-    def to_tuple(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.keys())
 
+    def items(self) -> tuple[tuple[str, Any], ...]:
+        return tuple((name, getattr(self, name)) for name in self.keys())
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return getattr(self, key) if key in self else default
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return self.values()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
     def __getitem__(self, key: int | slice | str) -> Any:
+        names = self.keys()
+        if isinstance(key, slice):
+            return tuple(getattr(self, name) for name in names[key])
         if not isinstance(key, str):
-            return self.to_tuple()[key]
-        if key not in self.keys():
+            return getattr(self, names[key])
+        if key not in names:
             raise KeyError(key)
         return getattr(self, key)
 
@@ -91,7 +108,8 @@ class LazyLogits:
     """
 
     def __init__(self, calculate: Callable[[], Tensor], parameters: Iterable[Tensor]) -> None:
-        self.calculate, self.parameters = calculate, tuple(parameters)
+        self.calculate = calculate
+        self.parameters = tuple(parameters)
         self.versions = versions(self.parameters)
         self.grad = torch.is_grad_enabled()
         self.device = self.parameters[0].device.type
@@ -115,6 +133,7 @@ class LazyLogits:
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Returns how often each tensor has been changed in place."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 

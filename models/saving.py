@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..checkpoint.dtypes import from_torch_name
 from ..checkpoint.file_io import OpenFiles
-from ..checkpoint.folder_files import CONFIG, OWN_FILES, STATE, holds_training_state
+from ..checkpoint.folder_files import CONFIG, OWN_FILES, SAVED_WEIGHTS, STATE, holds_training_state
 from ..checkpoint.hub import upload_folder
 from ..checkpoint.layout import ParameterSpec
 from ..checkpoint.planned_file import PlannedFile
@@ -32,18 +32,11 @@ from ..files.durable import sync
 from ..mpu import ParallelMesh, tp_rank, tp_size
 from ..mpu.collectives import gather_bytes
 from .config import ModelConfig
-from .huggingface import (
-    INDEX,
-    LARGEST_FILE,
-    lay_out_huggingface,
-    list_stored_shapes,
-    plan_weight_files,
-)
-from .language_model import Backbone
+from .family_table import family
+from .huggingface import LARGEST_FILE, lay_out_huggingface, list_stored_shapes, plan_weight_files
 from .lora import save_adapter
 from .mapping import NativeModel, StoredNames
 from .pipeline import find_copied_parameters
-from .registry import family
 
 BLOCK_BYTES = 16 << 20  # that are copied to the CPU at a time
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -53,9 +46,10 @@ CARD = "README.md"
 def save_pretrained(
     model: Any, save_directory: str | Path, *, max_shard_size: int | str = LARGEST_FILE
 ) -> None:
-    """Writes a Hugging Face folder, which transformers and `from_pretrained` load.
+    """Writes a Hugging Face folder, which transformers and `from_pretrained` load. Models have it as
+    a method.
 
-    Weights that are there are replaced; other files, such as the tokenizer's, stay. Without
+    Weights that are there under Hugging Face's names are replaced; other files stay. Without
     `config.json`, which is written last, nothing loads the folder, so an interrupted call leaves no
     half model. A model with LoRA weights is written as peft's adapter. A folder without a README.md
     gets a model card. Collective over the model's mesh.
@@ -101,7 +95,7 @@ def push_to_hub(
     tokenizer: Any = None,
     working_directory: str | Path | None = None,
 ) -> str | None:
-    """Saves the model in a temporary folder and commits it to the Hub.
+    """Saves the model in a temporary folder and commits it to the Hub. Models have it as a method.
 
     Collective over the model's mesh.
 
@@ -142,11 +136,6 @@ def push_to_hub(
     finally:
         if _is_first(mesh):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-# The methods of every model of the zoo, as transformers' models have them.
-cast(Any, Backbone).save_pretrained = save_pretrained
-cast(Any, Backbone).push_to_hub = push_to_hub
 
 
 def _collect_dtypes(model: Any) -> dict[str, str]:
@@ -355,10 +344,9 @@ def _replace_weights(
     """Replaces the weights of the folder by those in `work`. `config.json` goes first and comes
     last.
     """
-    for name in (CONFIG, INDEX, "pytorch_model.bin.index.json"):
-        (folder / name).unlink(missing_ok=True)
-    for pattern in ("model*.safetensors", "pytorch_model*.bin"):
-        for path in folder.glob(pattern):
+    (folder / CONFIG).unlink(missing_ok=True)
+    for path in sorted(folder.iterdir()):
+        if SAVED_WEIGHTS.fullmatch(path.name):
             path.unlink()
     for file in files:
         (work / file.name).rename(folder / file.name)

@@ -16,7 +16,7 @@ from ..ops.device import host_can_read
 from ..ops.dispatcher import is_watched
 from .backbone import Backbone, Head
 from .blocks.cache import Cache
-from .blocks.masks import causal_mask, key_mask
+from .blocks.masks import causal_mask, find_pieces, key_mask
 from .blocks.padding import Tokens
 from .blocks.stack import BlockList
 from .language_model import IGNORED, LanguageModel, vocabulary_head
@@ -27,6 +27,15 @@ from .pipeline import find_stage
 # more memory than the rows save.
 MIN_PADDING = 1 / 8
 
+# The arguments of a call with which those of every encoder-decoder of transformers begin.
+SEQ2SEQ_INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+    "encoder_outputs",
+)
+
 
 class Seq2SeqStack(nn.Module):
     """Base of the encoders and decoders: what is before the blocks, the blocks, and what is after
@@ -35,13 +44,16 @@ class Seq2SeqStack(nn.Module):
 
     blocks: BlockList
 
-    def embed(self, words: Tensor, ids: Tensor, cached: int) -> Tensor:
+    def embed(
+        self, words: Tensor, ids: Tensor, cached: int, pieces: Tensor | None = None
+    ) -> Tensor:
         """Returns the first block's input, in the shape of the words.
 
         Args:
             words: Word embeddings [B, S, H], or [B, S/tp, H] under sequence parallelism.
             ids: int64 [B, S].
             cached: The number of earlier positions.
+            pieces: The number of each token's piece in packed rows, [B or 1, S].
         """
         raise NotImplementedError
 
@@ -61,6 +73,7 @@ class Seq2SeqStack(nn.Module):
         source: Tensor | None = None,
         source_mask: Tensor | Tokens | None = None,
         cache: Cache | None = None,
+        pieces: Tensor | None = None,
     ) -> list[Tensor]:
         """Runs this pipeline stage's part of the stack; without a pipeline, all of it.
 
@@ -70,6 +83,7 @@ class Seq2SeqStack(nn.Module):
             ids: int64 [B, S].
             mask, source_mask: See `SelfAttention` and `CrossAttention`.
             source: The encoder's output, for a decoder.
+            pieces: See `embed`.
 
         Returns:
             The input of the stage's first block, and each block's output, the stack's last one as
@@ -86,7 +100,7 @@ class Seq2SeqStack(nn.Module):
             return (*shared, cache.layers[layer], source_cache)
 
         if self.blocks.has_first:
-            x = self.embed(x, ids, cached)
+            x = self.embed(x, ids, cached, pieces)
         with without_padding(x, mask) as rows:
             states = self.blocks.run(rows, block_arguments)
             if self.blocks.has_last:
@@ -143,6 +157,12 @@ class Seq2SeqBackbone(Backbone):
     `config` has `pad_token_id` and `decoder_start_token_id`.
     """
 
+    positional_inputs = (
+        *SEQ2SEQ_INPUTS,
+        "past_key_values",
+        "inputs_embeds",
+        "decoder_inputs_embeds",
+    )
     encoder: Seq2SeqStack
     decoder: Seq2SeqStack
 
@@ -154,6 +174,8 @@ class Seq2SeqBackbone(Backbone):
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: EncoderOutput | tuple[Tensor, ...] | None = None,
         cache: Cache | None = None,
+        seq_idx: Tensor | None = None,
+        decoder_seq_idx: Tensor | None = None,
     ) -> BackboneOutput | StageOutput:
         """Runs both stacks, or this pipeline stage's part of them.
 
@@ -179,14 +201,23 @@ class Seq2SeqBackbone(Backbone):
             cache: The keys and values of M earlier decoder positions and of the encoder's output;
                 not supported under sequence parallelism. With a cache, the decoder may have n rows
                 for each row of the encoder.
+            seq_idx, decoder_seq_idx: int64 [B or 1, S] and [B or 1, T], the number of each token's
+                piece in packed rows. A piece of the decoder attends to itself and to the encoder's
+                piece of the same number. Give both or neither, with decoder_input_ids.
         """
+        if (seq_idx is None) != (decoder_seq_idx is None):
+            raise ValueError("packed rows need both seq_idx and decoder_seq_idx")
+        pieces = find_pieces(decoder_seq_idx, None, decoder_attention_mask, cache is not None)
         if decoder_input_ids is None:
             if input_ids is None:
                 raise ValueError(
                     "pass decoder_input_ids, or labels to a model with a language-modeling head"
                 )
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(input_ids)
-        source_mask = key_mask(attention_mask)
+        source_mask = key_mask(attention_mask, seq_idx)
+        cross_mask = source_mask
+        if seq_idx is not None:
+            cross_mask = key_mask(attention_mask, seq_idx, decoder_seq_idx)
         encoder_blocks = self.encoder.blocks
         decoder_blocks = self.decoder.blocks
         table = None
@@ -202,7 +233,9 @@ class Seq2SeqBackbone(Backbone):
             is_whole = self.stage is None and not self.parallel_config.sequence_parallel
             if input_ids is not None and is_whole:
                 source_mask = find_tokens(source_mask, input_ids, encoder_blocks)
-            encoder_states, table = self.run_encoder(input_ids, source_mask)
+                if seq_idx is None:
+                    cross_mask = source_mask
+            encoder_states, table = self.run_encoder(input_ids, source_mask, seq_idx)
             if not encoder_blocks.has_last or not decoder_blocks.own:
                 return self.send_hidden_states(encoder_states[-1])
         else:
@@ -217,9 +250,9 @@ class Seq2SeqBackbone(Backbone):
             return self.send_hidden_states()
         if hidden is None:
             hidden, table = self.word_embeddings.embed(decoder_input_ids, table)
-        mask = causal_mask(decoder_attention_mask, decoder_input_ids.shape[1])
+        mask = causal_mask(decoder_attention_mask, decoder_input_ids.shape[1], pieces)
         states = self.decoder(
-            hidden, decoder_input_ids, mask, encoder_states[-1], source_mask, cache
+            hidden, decoder_input_ids, mask, encoder_states[-1], cross_mask, cache, pieces
         )
         if not decoder_blocks.has_last:
             if encoder_outputs is not None:
@@ -271,7 +304,7 @@ class Seq2SeqBackbone(Backbone):
         return EncoderOutput(broadcast_from_stage(output, last, self.mesh))
 
     def run_encoder(
-        self, input_ids: Tensor | None, mask: Tensor | Tokens | None
+        self, input_ids: Tensor | None, mask: Tensor | Tokens | None, seq_idx: Tensor | None = None
     ) -> tuple[list[Tensor], Tensor | None]:
         """Runs the encoder, or this pipeline stage's part of it.
 
@@ -286,7 +319,7 @@ class Seq2SeqBackbone(Backbone):
         else:
             x = self.receive_hidden_states()
             table = None
-        return self.encoder(x, input_ids, mask), table
+        return self.encoder(x, input_ids, mask, pieces=seq_idx), table
 
     @property
     def shared(self) -> nn.Module:
@@ -313,6 +346,7 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
     """
 
     generates = "answer"
+    label_names = ("labels",)
 
     @property
     def decoder_blocks(self) -> BlockList:
@@ -324,6 +358,7 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
     def forward(
         self,
         input_ids: Tensor | None = None,
+        *,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
@@ -333,6 +368,8 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
         output_hidden_states: bool = False,
         cache: Cache | None = None,
         logits_to_keep: int = 0,
+        seq_idx: Tensor | None = None,
+        decoder_seq_idx: Tensor | None = None,
     ) -> Seq2SeqLMOutput | StageOutput:
         """Returns the logits and, with labels, the mean loss, or the summed loss divided by
         `num_items_in_batch`.
@@ -348,6 +385,10 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
         if decoder_input_ids is None:
             if labels is None:
                 raise ValueError("pass labels, or decoder_input_ids for logits without a loss")
+            if decoder_seq_idx is not None:
+                raise ValueError(
+                    "packed rows need decoder_input_ids: each piece begins with a token of its own"
+                )
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         hidden = self.run_backbone(
             input_ids,
@@ -356,6 +397,8 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
             decoder_attention_mask,
             encoder_outputs,
             cache,
+            seq_idx,
+            decoder_seq_idx,
         )
         if isinstance(hidden, StageOutput):
             return hidden

@@ -32,7 +32,9 @@ BESIDE = {("checkpoint", "mpu"), ("pretrain", "cli"), ("finetune", "cli"), ("com
 # The trainer stands above convert/, whose merge it uses for an export, and knows nothing of decoding.
 APART = {("trainer", "generation")}
 # Attributes that make a module's or a model's behavior: assigning one to a live object hides code from a reader.
-METHODS = {"forward", "embed", "encode", "decode", "generate", "run_encoder", "backward"}
+METHODS = {
+    "forward", "embed", "encode", "decode", "generate", "run_encoder", "backward", "save_pretrained", "push_to_hub",
+}  # fmt: skip
 
 
 class Package:

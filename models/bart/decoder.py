@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...mpu import ParallelMesh
 from ..blocks.cache import Cache
-from ..blocks.masks import causal_mask
+from ..blocks.masks import causal_mask, find_pieces
 from ..blocks.stack import BlockList
 from ..language_model import CausalLM
 from ..outputs import BackboneOutput, StageOutput
@@ -32,6 +32,15 @@ class BartDecoderBackbone(BartEmbeddings):
         for name, parameter in self.named_parameters():
             parameter.requires_grad = ".cross_attention" not in name
 
+    positional_inputs = (
+        "input_ids",
+        "attention_mask",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "past_key_values",
+        "inputs_embeds",
+    )
+
     @property
     def blocks(self) -> BlockList:
         return self.decoder.blocks
@@ -42,6 +51,7 @@ class BartDecoderBackbone(BartEmbeddings):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
+        seq_idx: Tensor | None = None,
     ) -> BackboneOutput | StageOutput:
         """Runs the decoder.
 
@@ -51,14 +61,17 @@ class BartDecoderBackbone(BartEmbeddings):
             position_ids: Not used: padding has positions like other tokens, as in transformers.
             cache: The keys and values of M earlier positions; not supported under sequence
                 parallelism.
+            seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows, which
+                attends to itself alone.
         """
+        pieces = find_pieces(seq_idx, None, attention_mask, cache is not None)
         if self.blocks.has_first:
             x, table = self.word_embeddings.embed(input_ids)
         else:
             x = self.receive_hidden_states()
             table = None
-        mask = causal_mask(attention_mask, input_ids.shape[1])
-        states = self.decoder(x, input_ids, mask, cache=cache)
+        mask = causal_mask(attention_mask, input_ids.shape[1], pieces)
+        states = self.decoder(x, input_ids, mask, cache=cache, pieces=pieces)
         if not self.blocks.has_last:
             return self.send_hidden_states(states[-1])
         return BackboneOutput(states, table)

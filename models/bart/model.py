@@ -33,7 +33,7 @@ from ..blocks.stack import BlockList
 from ..heads import BareModel, QuestionAnswering, SequenceClassification
 from ..language_model import VOCABULARY_MULTIPLE
 from ..parallel_config import ParallelConfig, layer_arguments
-from ..seq2seq import Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
+from ..seq2seq import SEQ2SEQ_INPUTS, Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
 from .config import BartConfig
 from .positions import LearnedPositions, SinusoidalPositions
 
@@ -147,13 +147,16 @@ class BartStack(Seq2SeqStack):
         )
         self.final_norm = LayerNorm(size, **shared) if config.pre_norm else nn.Identity()
 
-    def embed(self, words: Tensor, ids: Tensor, cached: int) -> Tensor:
+    def embed(
+        self, words: Tensor, ids: Tensor, cached: int, pieces: Tensor | None = None
+    ) -> Tensor:
         if self.training and self.layerdrop:
             raise ValueError(
-                f"training with a layer drop of {self.layerdrop} is unsupported: which blocks it drops would depend "
-                "on the layout; set encoder_layerdrop and decoder_layerdrop to 0 in config.json"
+                f"training with a layer drop of {self.layerdrop} is unsupported: which blocks it "
+                "drops would depend on the layout; set encoder_layerdrop and decoder_layerdrop to "
+                "0 in config.json"
             )
-        positions = self.position_embeddings.of(ids, cached, words.dtype)
+        positions = self.position_embeddings.embed(ids, cached, words.dtype, pieces)
         return self.embedding_dropout(self.embedding_norm(words * self.scale + positions))
 
     def finish(self, x: Tensor) -> Tensor:
@@ -220,6 +223,7 @@ class BartModel(BareModel, BartBackbone):
 class BartForSequenceClassification(SequenceClassification, BartBackbone):
     """BART that classifies a text."""
 
+    positional_inputs = (*SEQ2SEQ_INPUTS, "inputs_embeds", "decoder_inputs_embeds")
     pooling = "eos"
     dense_name = "pooler"
     dropout_rate = "classifier_dropout"
@@ -228,3 +232,5 @@ class BartForSequenceClassification(SequenceClassification, BartBackbone):
 
 class BartForQuestionAnswering(QuestionAnswering, BartBackbone):
     """BART that finds the first and the last token of an answer."""
+
+    positional_inputs = SEQ2SEQ_INPUTS

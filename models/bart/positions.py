@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, scatter_sequence
-from ..blocks.embeddings import PositionEmbedding
+from ..blocks.embeddings import PositionEmbedding, check_positions
+from ..blocks.masks import restart_positions
 
 OFFSET = 2  # the first rows of the learned table belong to no position, as in fairseq
 
@@ -33,19 +34,26 @@ class LearnedPositions(PositionEmbedding):
             OFFSET + positions, hidden_size, sequence_parallel=sequence_parallel, mesh=mesh
         )
 
-    def of(self, ids: Tensor, cached: int, dtype: torch.dtype) -> Tensor:
-        """Returns [1, S, H], or [1, S/tp, H] under sequence parallelism, for ids [B, S] after
-        `cached` positions.
+    def embed(
+        self, ids: Tensor, cached: int, dtype: torch.dtype, pieces: Tensor | None = None
+    ) -> Tensor:
+        """Returns [B or 1, S, H], or [B or 1, S/tp, H] under sequence parallelism, for ids [B, S]
+        after `cached` positions.
+
+        Args:
+            pieces: The number of each token's piece in packed rows, [B or 1, S]. The positions of
+                each piece begin with the first.
 
         Raises:
             ValueError: The table has too few positions.
         """
-        length = cached + ids.shape[1]
         most = self.num_embeddings - OFFSET
-        if length > most:
-            raise ValueError(
-                f"the sequence has {length} tokens, but the model has only {most} positions"
-            )
+        if pieces is not None:
+            positions = restart_positions(pieces)
+            check_positions(positions, 0, most)
+            return self(positions + OFFSET)
+        length = cached + ids.shape[1]
+        check_positions(None, length, most)
         return self(torch.arange(cached + OFFSET, length + OFFSET, device=ids.device)[None])
 
 
@@ -71,17 +79,22 @@ class SinusoidalPositions(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.mesh = mesh
 
-    def of(self, ids: Tensor, cached: int, dtype: torch.dtype) -> Tensor:
+    def embed(
+        self, ids: Tensor, cached: int, dtype: torch.dtype, pieces: Tensor | None = None
+    ) -> Tensor:
         """Returns [B, S, H], or [B, S/tp, H] under sequence parallelism, for ids [B, S] after
-        `cached` positions.
+        `cached` positions. See `LearnedPositions.embed` for `pieces`.
         """
         is_token = ids != self.padding  # [B, S]
-        positions = (is_token.cumsum(1) + cached) * is_token + self.padding
+        if pieces is None:
+            counted = is_token.cumsum(1) + cached
+        else:
+            counted = restart_positions(pieces, is_token) + 1
+        positions = counted * is_token + self.padding
         half = self.hidden_size // 2
         steps = torch.arange(half, device=ids.device).float()
-        angles = positions.unsqueeze(-1).float() * torch.exp(
-            steps * -(math.log(10000) / (half - 1))
-        )  # [B, S, H/2]
+        frequencies = torch.exp(steps * -(math.log(10000) / (half - 1)))
+        angles = positions.unsqueeze(-1).float() * frequencies  # [B, S, H/2]
         x = torch.cat([angles.sin(), angles.cos()], dim=-1) * is_token.unsqueeze(-1)
         x = nn.functional.pad(x, (0, self.hidden_size % 2)).to(dtype)
         return scatter_sequence(x, self.mesh) if self.sequence_parallel else x

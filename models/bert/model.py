@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
-from ..blocks.embeddings import PositionEmbedding
+from ..blocks.embeddings import PositionEmbedding, check_positions
 from ..blocks.linear import ReplicatedLinear
-from ..blocks.masks import key_mask
+from ..blocks.masks import key_mask, restart_positions
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.stack import BlockList
@@ -110,45 +110,62 @@ class BertEncoder(nn.Module):
         )
 
     def embed(
-        self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        seq_idx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the
         table for a head.
         """
         if position_ids is None:
-            position_ids = self.default_position_ids(input_ids)
+            position_ids = self.default_position_ids(input_ids, seq_idx)
         x, table = self.word_embeddings.embed(input_ids)
         if self.token_type_embeddings is not None:
-            first = torch.zeros_like(input_ids[:1])
-            x = x + self.token_type_embeddings(first if token_type_ids is None else token_type_ids)
+            if token_type_ids is None:
+                token_type_ids = torch.zeros_like(input_ids[:1])
+            x = x + self.token_type_embeddings(token_type_ids)
         x = self.embedding_dropout(self.embedding_norm(x + self.position_embeddings(position_ids)))
         return self.projection(x), table
 
-    def default_position_ids(self, input_ids: Tensor) -> Tensor:
+    def default_position_ids(self, input_ids: Tensor, seq_idx: Tensor | None = None) -> Tensor:
         """Returns position ids, int64 [1, S], or [B, S] if padding has a separate position.
 
         In that case the other tokens are counted from the padding position, wherever the padding
-        is: cumsum(token is not padding) + padding position, as in fairseq and transformers.
+        is: cumsum(token is not padding) + padding position, as in fairseq and transformers. Each
+        piece of a packed row is counted from the beginning; see `BertBackbone.run_backbone`.
 
         Raises:
             ValueError: There are more tokens than positions.
         """
         length = input_ids.shape[1]
-        if length > self.max_sequence_length:
-            raise ValueError(
-                f"the sequence has {length} tokens, but the model has only "
-                f"{self.max_sequence_length} positions"
-            )
         padding = self.config.position_padding_idx
-        if padding is None:
+        is_token = None if padding is None else input_ids != self.config.pad_token_id
+        if seq_idx is not None:
+            positions = restart_positions(seq_idx, is_token)
+            if is_token is None:
+                check_positions(positions, 0, self.max_sequence_length)
+                return positions
+            positions = positions * is_token
+            check_positions(positions, 0, self.max_sequence_length)
+            return (positions + 1) * is_token + padding
+        check_positions(None, length, self.max_sequence_length)
+        if is_token is None:
             return torch.arange(length, device=input_ids.device)[None]
-        is_token = input_ids != self.config.pad_token_id
         return is_token.cumsum(1) * is_token + padding
 
 
 class BertBackbone(Backbone):
     """The encoder. With `mesh=None` the model is not split."""
 
+    positional_inputs = (
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+        "position_ids",
+        "inputs_embeds",
+    )
     config: BertConfig
 
     def __init__(
@@ -173,17 +190,20 @@ class BertBackbone(Backbone):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
     ) -> BackboneOutput | StageOutput:
         """Runs the encoder.
 
         Args:
             input_ids, token_type_ids, position_ids: int64 [B, S].
             attention_mask: [B, S], 0 for padding.
+            seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows, which
+                attends to itself alone.
         """
-        mask = key_mask(attention_mask)
+        mask = key_mask(attention_mask, seq_idx)
         return self.run_stack(
             self.encoder.blocks,
-            embed=lambda: self.encoder.embed(input_ids, token_type_ids, position_ids),
+            embed=lambda: self.encoder.embed(input_ids, token_type_ids, position_ids, seq_idx),
             block_arguments=lambda _: (mask,),
         )
 
@@ -219,6 +239,12 @@ class BertModel(BareModel, BertBackbone):
 
 class BertForMaskedLM(MaskedLM, BertBackbone):
     """BERT that predicts masked tokens."""
+
+    positional_inputs = (
+        *BertBackbone.positional_inputs,
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+    )
 
 
 class BertForPreTraining(PreTraining, BertBackbone):

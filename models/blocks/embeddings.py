@@ -7,6 +7,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, scatter_sequence
+from ...ops.device import can_overwrite_gradients, host_can_read
 
 
 class PositionEmbedding(nn.Embedding):
@@ -38,9 +39,25 @@ class PositionEmbedding(nn.Embedding):
         """Maps position ids [B, S] to [B, S, H], or [B, S/tp, H] under sequence parallelism; a
         range to [1, S, H].
         """
-        x = (
-            self.weight[input.start : input.stop][None]
-            if isinstance(input, range)
-            else super().forward(input)
-        )
+        if isinstance(input, range):
+            x = self.weight[input.start : input.stop][None]
+        else:
+            x = super().forward(input)
         return scatter_sequence(x, self.mesh) if self.sequence_parallel else x
+
+
+def check_positions(position_ids: Tensor | None, length: int, most: int) -> None:
+    """Raises ValueError if a call needs more positions than a table has.
+
+    Args:
+        position_ids: int64 [B, S], which the host reads where it need not wait for them.
+        length: The length of the sequences, which counts if the ids are not given or not read.
+        most: The positions of the table.
+    """
+    needed = length
+    if position_ids is not None and host_can_read(position_ids) and can_overwrite_gradients():
+        needed = int(position_ids.max()) + 1
+    if needed > most:
+        raise ValueError(
+            f"the sequence has {needed} tokens, but the model has only {most} positions"
+        )

@@ -12,22 +12,102 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ...ops.device import can_overwrite_gradients
 from .padding import Tokens
 
 
-def key_mask(attention_mask: Tensor | None) -> Tensor | None:
+def number_pieces(cu_seq_lens: Tensor, length: int) -> Tensor:
+    """Returns the number of the piece that each token of a packed row belongs to, int64 [1, S].
+
+    Args:
+        cu_seq_lens: The cumulative lengths of the pieces, [n + 1], of which the first is 0.
+        length: The row's length S.
+    """
+    places = torch.arange(length, device=cu_seq_lens.device)
+    return torch.bucketize(places, cu_seq_lens[1:].long(), right=True)[None]
+
+
+def find_pieces(
+    seq_idx: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    is_cached: bool,
+) -> Tensor | None:
+    """Returns the number of the piece that each token of packed rows belongs to, [B or 1, S], or
+    None if each row is one sequence.
+
+    As in transformers, pieces are found by position ids that do not continue, if there is neither a
+    mask nor a cache.
+
+    Args:
+        seq_idx: The result, if the caller gives it.
+        position_ids: int64 [B or 1, S].
+
+    Raises:
+        ValueError: `seq_idx` is given with a cache.
+    """
+    if seq_idx is not None:
+        if is_cached:
+            raise ValueError(
+                "seq_idx packs whole sequences into a row: it needs a call without a cache"
+            )
+        return seq_idx
+    if position_ids is None or attention_mask is not None or is_cached:
+        return None
+    begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    # A compiler cannot trace a decision that depends on data; it gets the mask of one piece then.
+    if can_overwrite_gradients() and not begins.any():
+        return None
+    return F.pad(begins.cumsum(1), (1, 0))
+
+
+def restart_positions(seq_idx: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Returns each token's position within its piece, from 0 on, int64 [B or 1, S].
+
+    Args:
+        seq_idx: The number of each token's piece, [B or 1, S].
+        counted: Which tokens have a position of their own, bool [B, S]; by default all.
+    """
+    begins = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
+    if counted is None:
+        counted = torch.ones_like(begins)
+    before = counted.cumsum(1) - counted.long()  # the counted tokens before each token of the row
+    skipped = torch.where(begins, before, 0).cummax(1).values
+    return before - skipped
+
+
+def are_in_one_piece(queries: Tensor, keys: Tensor) -> Tensor:
+    """Returns bool [B or 1, 1, Sq, Sk], whether a query and a key belong to the same piece.
+
+    Args:
+        queries, keys: The numbers of their pieces, [B or 1, Sq] and [B or 1, Sk].
+    """
+    return queries[:, None, :, None] == keys[:, None, None, :]
+
+
+def key_mask(
+    attention_mask: Tensor | None, pieces: Tensor | None = None, queries: Tensor | None = None
+) -> Tensor | None:
     """Returns the mask of bidirectional attention and cross-attention, which excludes padding.
 
     Args:
         attention_mask: None; or [B, Sk], nonzero for tokens and 0 for padding, as in transformers;
             or a complete mask [B or 1, N or 1, Sq, Sk], nonzero where a query attends to a key.
+        pieces: The number of each key's piece in packed rows, [B or 1, Sk]. Queries attend to the
+            keys of their own piece only, so that the mask is complete.
+        queries: The same of the queries, if they are other tokens than the keys.
 
     Raises:
         ValueError: The shape is another one, or a 4-D mask has floats, which may be meant to be
             added.
     """
+    if pieces is not None:
+        same = are_in_one_piece(pieces if queries is None else queries, pieces)
+        keys = key_mask(attention_mask)
+        return same if keys is None else same & keys
     if attention_mask is None:
         return None
     if attention_mask.dim() == 2:
@@ -35,26 +115,36 @@ def key_mask(attention_mask: Tensor | None) -> Tensor | None:
     if attention_mask.dim() == 4 and not attention_mask.is_floating_point():
         return attention_mask.bool()
     raise ValueError(
-        "attention_mask must be [B, S], 0 for padding, or a bool or integer [B, N, Sq, Sk], 0 where not attended; "
-        f"got {attention_mask.dtype} {tuple(attention_mask.shape)}"
+        "attention_mask must be [B, S], 0 for padding, or a bool or integer [B, N, Sq, Sk], 0 "
+        f"where not attended; got {attention_mask.dtype} {tuple(attention_mask.shape)}"
     )
 
 
 def split_mask(mask: Tensor | Tokens | None) -> tuple[Tokens | None, Tensor | None]:
     """Returns the tokens, if they stand for the mask, and the mask."""
-    return (mask, mask.mask) if isinstance(mask, Tokens) else (None, mask)
+    if isinstance(mask, Tokens):
+        return mask, mask.mask
+    return None, mask
 
 
-def causal_mask(attention_mask: Tensor | None, sequence_length: int) -> Tensor | None:
+def causal_mask(
+    attention_mask: Tensor | None, sequence_length: int, pieces: Tensor | None = None
+) -> Tensor | None:
     """Returns the mask for S queries and `causal=True`: None, of the keys [B, 1, 1, Sk], or a
     complete one.
 
-    See `key_mask` for `attention_mask`.
+    See `key_mask` for `attention_mask` and `pieces`.
     """
     keys = key_mask(attention_mask)
-    if keys is None or attention_mask is None or attention_mask.dim() == 2:
+    is_complete = attention_mask is not None and attention_mask.dim() == 4
+    if keys is not None and is_complete:
+        keys = keys.expand(-1, -1, sequence_length, -1)
+    if pieces is None:
         return keys
-    return keys.expand(-1, -1, sequence_length, -1)
+    allowed = are_in_one_piece(pieces, pieces)
+    if not is_complete:
+        allowed = allowed & lower_triangular_mask(sequence_length, sequence_length, pieces.device)
+    return allowed if keys is None else allowed & keys
 
 
 def window_mask(
@@ -65,6 +155,7 @@ def window_mask(
     *,
     causal: bool,
     device: torch.device,
+    pieces: Tensor | None = None,
 ) -> Tensor | None:
     """Returns the mask of attention within a window, over `cached` earlier positions and the S new
     ones.
@@ -78,8 +169,12 @@ def window_mask(
             it (the `sliding_window` of Mistral and Qwen); else to the positions at most `window`
             away on either side.
         device: Where the mask is made if `attention_mask` is None.
+        pieces: As in `causal_mask`.
     """
-    keys = key_mask(attention_mask)
+    if causal and pieces is not None:
+        keys = causal_mask(attention_mask, sequence_length, pieces)
+    else:
+        keys = key_mask(attention_mask, pieces)
     total = cached + sequence_length
     if attention_mask is not None and attention_mask.dim() == 4:
         return keys

@@ -172,6 +172,25 @@ def read_rope_parameters(
     return parameters
 
 
+def ignore_partial_rotation(parameters: RopeParameters) -> RopeParameters:
+    """Returns the parameters of a family that rotates whole heads.
+
+    Its classes of transformers read `partial_rotary_factor` only where frequencies are scaled.
+    """
+    if parameters["rope_type"] != "default":
+        return parameters
+    return {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
+
+
+def check_whole_rotation(parameters: Mapping[str, Any], model_type: str) -> None:
+    """Raises ValueError if parameters rotate a part of each head."""
+    rotated = parameters.get("partial_rotary_factor", 1.0)
+    if rotated != 1.0:
+        raise ValueError(
+            f"{model_type} rotates whole heads: partial_rotary_factor={rotated} must be 1"
+        )
+
+
 def check_rope_parameters(parameters: Mapping[str, Any], head_size: int) -> None:
     """Raises ValueError unless the parameters are complete and in range."""
     kind = parameters.get("rope_type")

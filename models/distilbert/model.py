@@ -13,15 +13,23 @@ from ..heads import (
 from ..language_model import MaskedLM
 
 
-class DistilBertModel(BareModel, BertBackbone):
+class DistilBertBackbone(BertBackbone):
+    """BERT's encoder with a `DistilBertConfig`."""
+
+    positional_inputs = ("input_ids", "attention_mask", "inputs_embeds")
+
+
+class DistilBertModel(BareModel, DistilBertBackbone):
     """DistilBERT without a head."""
 
+    positional_inputs = (*DistilBertBackbone.positional_inputs, "position_ids")
 
-class DistilBertForMaskedLM(MaskedLM, BertBackbone):
+
+class DistilBertForMaskedLM(MaskedLM, DistilBertBackbone):
     """DistilBERT that predicts masked tokens."""
 
 
-class DistilBertForSequenceClassification(SequenceClassification, BertBackbone):
+class DistilBertForSequenceClassification(SequenceClassification, DistilBertBackbone):
     """DistilBERT that classifies a text."""
 
     dense_name = "pre_classifier"
@@ -29,17 +37,17 @@ class DistilBertForSequenceClassification(SequenceClassification, BertBackbone):
     dropout_rate = "seq_classif_dropout"
 
 
-class DistilBertForTokenClassification(TokenClassification, BertBackbone):
+class DistilBertForTokenClassification(TokenClassification, DistilBertBackbone):
     """DistilBERT that classifies each token."""
 
 
-class DistilBertForQuestionAnswering(QuestionAnswering, BertBackbone):
+class DistilBertForQuestionAnswering(QuestionAnswering, DistilBertBackbone):
     """DistilBERT that finds the first and the last token of an answer."""
 
     dropout_rate = "qa_dropout"
 
 
-class DistilBertForMultipleChoice(MultipleChoice, BertBackbone):
+class DistilBertForMultipleChoice(MultipleChoice, DistilBertBackbone):
     """DistilBERT that chooses one of several texts."""
 
     dense_name = "pre_classifier"

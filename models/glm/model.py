@@ -88,6 +88,7 @@ class GLMForConditionalGeneration(LanguageModel):
 
     config: GLMConfig
     generates = "blanks"
+    positional_inputs = ("input_ids", "position_ids", "attention_mask", "labels", "mems")
 
     def __init__(
         self,
@@ -226,10 +227,10 @@ class GLMForConditionalGeneration(LanguageModel):
         elif "ln_" in name or "norm" in name:
             full.fill_(1.0)
         else:
+            std = self.config.initializer_range
             writes_residual = name.endswith((".output.weight", ".down.weight"))
-            std = self.config.initializer_range / (
-                math.sqrt(2 * self.config.num_layers) if writes_residual else 1.0
-            )
+            if writes_residual:
+                std /= math.sqrt(2 * self.config.num_layers)
             full.normal_(0.0, std, generator=generator)
 
 

@@ -20,8 +20,8 @@ from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
 from ..blocks.cache import Cache, LayerKVCache
-from ..blocks.embeddings import PositionEmbedding
-from ..blocks.masks import causal_mask
+from ..blocks.embeddings import PositionEmbedding, check_positions
+from ..blocks.masks import causal_mask, find_pieces, restart_positions
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.stack import BlockList
@@ -78,6 +78,14 @@ class GPT2Block(nn.Module):
 class GPT2Backbone(Backbone):
     """GPT-2 without a head. With `mesh=None` the model is not split."""
 
+    positional_inputs = (
+        "input_ids",
+        "past_key_values",
+        "attention_mask",
+        "token_type_ids",
+        "position_ids",
+        "inputs_embeds",
+    )
     config: GPT2Config
 
     def __init__(
@@ -110,19 +118,27 @@ class GPT2Backbone(Backbone):
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         cache: Cache | None = None,
+        seq_idx: Tensor | None = None,
     ) -> BackboneOutput | StageOutput:
         """Runs the embeddings and blocks.
 
         Args:
             input_ids: int64 [B, S].
             attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
-            position_ids: int64 [B, S] or [1, S].
+            position_ids: int64 [B, S] or [1, S]. Without a mask and a cache, rows whose positions
+                restart are packed, and each of their pieces attends to itself alone.
             token_type_ids: int64 [B, S], tokens whose embeddings are added.
             cache: The keys and values of M earlier positions; not supported under sequence
                 parallelism.
+            seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows.
         """
         cached = 0 if cache is None else cache.length
-        mask = causal_mask(attention_mask, input_ids.shape[1])
+        pieces = find_pieces(seq_idx, position_ids, attention_mask, cache is not None)
+        if position_ids is None and pieces is not None:
+            position_ids = restart_positions(pieces)
+        longest = cached + input_ids.shape[1] if pieces is None else 0  # of a piece unknown
+        check_positions(position_ids, longest, self.config.n_positions)
+        mask = causal_mask(attention_mask, input_ids.shape[1], pieces)
         return self.run_stack(
             self.blocks,
             embed=lambda: self.embed(input_ids, position_ids, token_type_ids, cached),
@@ -140,15 +156,11 @@ class GPT2Backbone(Backbone):
         """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the
         table for a head.
         """
-        length = input_ids.shape[1]
-        if cached + length > self.config.n_positions:
-            raise ValueError(
-                f"the sequence has {cached + length} tokens, but the model has only {self.config.n_positions} positions"
-            )
         x, table = self.word_embeddings.embed(input_ids)
-        x = x + self.position_embeddings(
-            range(cached, cached + length) if position_ids is None else position_ids
-        )
+        if position_ids is None:
+            x = x + self.position_embeddings(range(cached, cached + input_ids.shape[1]))
+        else:
+            x = x + self.position_embeddings(position_ids)
         if token_type_ids is not None:
             types, table = self.word_embeddings.embed(token_type_ids, table)
             x = x + types
@@ -161,15 +173,21 @@ class GPT2Backbone(Backbone):
         elif "ln_" in name or "norm" in name:
             full.fill_(1.0)
         else:
+            std = self.config.initializer_range
             writes_residual = name.endswith((".output.weight", ".down.weight"))
-            std = self.config.initializer_range / (
-                math.sqrt(2 * self.config.n_layer) if writes_residual else 1.0
-            )
+            if writes_residual:
+                std /= math.sqrt(2 * self.config.n_layer)
             full.normal_(0.0, std, generator=generator)
 
 
 class GPT2LMHeadModel(CausalLM, GPT2Backbone):
     """GPT-2 that predicts the next token."""
+
+    positional_inputs = (
+        *GPT2Backbone.positional_inputs,
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+    )
 
 
 class GPT2Model(BareModel, GPT2Backbone):
@@ -190,3 +208,11 @@ class GPT2ForTokenClassification(TokenClassification, GPT2Backbone):
 
 class GPT2ForQuestionAnswering(QuestionAnswering, GPT2Backbone):
     """GPT-2 that finds the first and the last token of an answer."""
+
+    positional_inputs = (
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+        "position_ids",
+        "inputs_embeds",
+    )

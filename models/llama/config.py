@@ -9,7 +9,13 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from ..blocks.rotary import RopeParameters, check_rope_parameters, read_rope_parameters
+from ..blocks.rotary import (
+    RopeParameters,
+    check_rope_parameters,
+    check_whole_rotation,
+    ignore_partial_rotation,
+    read_rope_parameters,
+)
 from ..config import (
     Activation,
     HeadCount,
@@ -76,18 +82,16 @@ class DecoderConfig(HeadsConfig):
             self.check_heads(self.hidden_size, self.num_attention_heads)
         if self.num_attention_heads % self.key_value_heads:
             raise ValueError(
-                f"num_key_value_heads={self.key_value_heads} must divide num_attention_heads={self.num_attention_heads}"
+                f"num_key_value_heads={self.key_value_heads} must divide "
+                f"num_attention_heads={self.num_attention_heads}"
             )
         values = {"rope_parameters": self.rope_parameters}
         object.__setattr__(
             self, "rope_parameters", self.read_rope(values, self.max_position_embeddings)
         )
         check_rope_parameters(self.rope, self.head_size)
-        rotated = self.rope.get("partial_rotary_factor", 1.0)
-        if rotated != 1.0 and not self.rotates_any_part:
-            raise ValueError(
-                f"{self.model_type} rotates whole heads: partial_rotary_factor={rotated} must be 1"
-            )
+        if not self.rotates_any_part:
+            check_whole_rotation(self.rope, self.model_type)
 
     @property
     def rope(self) -> dict[str, Any]:
@@ -128,9 +132,11 @@ class DecoderConfig(HeadsConfig):
 
     @classmethod
     def read_rope(cls, values: dict[str, Any], positions: int) -> RopeParameters:
-        return read_rope_parameters(
+        """Returns the rotary parameters of the contents of a `config.json`."""
+        parameters = read_rope_parameters(
             values, positions, theta=cls.default_theta, partial=cls.default_rotated
         )
+        return parameters if cls.rotates_any_part else ignore_partial_rotation(parameters)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -145,12 +151,12 @@ class DecoderConfig(HeadsConfig):
         """Returns the contents of a `config.json` that both transformers 4 and 5 read."""
         values = super().to_dict()
         rope = self.rope
-        outside = {
-            name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope
-        }
-        values |= {**outside, "rope_scaling": None if rope["rope_type"] == "default" else rope}
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if name in rope:
+                values[name] = rope.pop(name)
+        values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
         values["head_dim"] = self.head_size
-        if self.head_dim is type(self).head_dim is None:
+        if self.head_dim is None and type(self).head_dim is None:
             del values["head_dim"]  # some versions of transformers do not expect a null
         return values
 

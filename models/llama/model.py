@@ -27,7 +27,7 @@ from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
 from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
 from ..blocks.cache import Cache, LayerKVCache
-from ..blocks.masks import causal_mask, window_mask
+from ..blocks.masks import causal_mask, find_pieces, restart_positions, window_mask
 from ..blocks.mlp import GatedMLP
 from ..blocks.rotary import Rotary, rotary_embedding
 from ..blocks.stack import BlockList
@@ -98,6 +98,13 @@ class LlamaBlock(nn.Module):
 class LlamaBackbone(Backbone):
     """Llama, or a sibling, without a head. With `mesh=None` the model is not split."""
 
+    positional_inputs = (
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "inputs_embeds",
+    )
     config: DecoderConfig
 
     def __init__(
@@ -131,19 +138,25 @@ class LlamaBackbone(Backbone):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
+        seq_idx: Tensor | None = None,
     ) -> BackboneOutput | StageOutput:
         """Runs the embeddings and blocks.
 
         Args:
             input_ids: int64 [B, S].
             attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
-            position_ids: int64 [B, S] or [1, S].
+            position_ids: int64 [B, S] or [1, S]. Without a mask and a cache, rows whose positions
+                restart are packed, and each of their pieces attends to itself alone.
             cache: The keys and values of M earlier positions; not supported under sequence
                 parallelism.
+            seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows.
         """
         config = self.config
         length = input_ids.shape[1]
         cached = 0 if cache is None else cache.length
+        pieces = find_pieces(seq_idx, position_ids, attention_mask, cache is not None)
+        if position_ids is None and pieces is not None:
+            position_ids = restart_positions(pieces)
         if position_ids is None:
             position_ids = torch.arange(cached, cached + length, device=input_ids.device)[None]
         rotary = rotary_embedding(
@@ -157,10 +170,16 @@ class LlamaBackbone(Backbone):
         masks: dict[int | None, Tensor | None] = {}
         for window in set(config.windows):
             if window is None:
-                masks[window] = causal_mask(attention_mask, length)
+                masks[window] = causal_mask(attention_mask, length, pieces)
             else:
                 masks[window] = window_mask(
-                    attention_mask, length, cached, window, causal=True, device=input_ids.device
+                    attention_mask,
+                    length,
+                    cached,
+                    window,
+                    causal=True,
+                    device=input_ids.device,
+                    pieces=pieces,
                 )
         return self.run_stack(
             self.blocks,

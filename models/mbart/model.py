@@ -12,7 +12,7 @@ from ..bart.decoder import BartForCausalLM
 from ..bart.model import BartBackbone
 from ..heads import BareModel, QuestionAnswering, SequenceClassification
 from ..language_model import IGNORED
-from ..seq2seq import Seq2SeqLM
+from ..seq2seq import SEQ2SEQ_INPUTS, Seq2SeqLM
 
 
 class MBartBackbone(BartBackbone):
@@ -41,6 +41,7 @@ class MBartModel(BareModel, MBartBackbone):
 class MBartForSequenceClassification(SequenceClassification, MBartBackbone):
     """mBART that classifies a text."""
 
+    positional_inputs = (*SEQ2SEQ_INPUTS, "inputs_embeds", "decoder_inputs_embeds")
     pooling = "eos"
     dense_name = "pooler"
     dropout_rate = "classifier_dropout"
@@ -49,6 +50,8 @@ class MBartForSequenceClassification(SequenceClassification, MBartBackbone):
 
 class MBartForQuestionAnswering(QuestionAnswering, MBartBackbone):
     """mBART that finds the first and the last token of an answer."""
+
+    positional_inputs = SEQ2SEQ_INPUTS
 
 
 class MBartForCausalLM(BartForCausalLM):

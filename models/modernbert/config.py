@@ -8,7 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from typing_extensions import Self
 
-from ..blocks.rotary import RopeParameters, check_rope_parameters, read_rope_parameters
+from ..blocks.rotary import (
+    RopeParameters,
+    check_rope_parameters,
+    check_whole_rotation,
+    ignore_partial_rotation,
+    read_rope_parameters,
+)
 from ..config import (
     Activation,
     HeadCount,
@@ -97,6 +103,7 @@ class ModernBertConfig(HeadsConfig):
         object.__setattr__(self, "rope_parameters", read(values, self.max_position_embeddings))
         for parameters in self.rope.values():
             check_rope_parameters(parameters, self.head_size)
+            check_whole_rotation(parameters, self.model_type)
 
     @property
     def head_size(self) -> int:
@@ -131,16 +138,16 @@ class ModernBertConfig(HeadsConfig):
         scaling = _rope_object(values.get("rope_scaling"))
         if unknown := stored.keys() - THETAS.keys():
             raise ValueError(
-                f"rope_parameters have an object for each of {', '.join(THETAS)}, not for {min(unknown)!r}"
+                f"rope_parameters have an object for each of {', '.join(THETAS)}, not for "
+                f"{min(unknown)!r}"
             )
-        return {
-            kind: read_rope_parameters(
-                {"rope_parameters": {**_rope_object(stored.get(kind)), **scaling}},
-                positions,
-                theta=values.get(OLD_THETAS[kind]) or theta,
-            )
-            for kind, theta in THETAS.items()
-        }
+        parameters: dict[AttentionType, RopeParameters] = {}
+        for kind, theta in THETAS.items():
+            given = {**_rope_object(stored.get(kind)), **scaling}
+            theta = values.get(OLD_THETAS[kind]) or theta
+            read = read_rope_parameters({"rope_parameters": given}, positions, theta=theta)
+            parameters[kind] = ignore_partial_rotation(read)
+        return parameters
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

@@ -68,6 +68,8 @@ class ModernBertForTokenClassification(Transformed, TokenClassification, ModernB
 class ModernBertForQuestionAnswering(Transformed, QuestionAnswering, ModernBertBackbone):
     """ModernBERT that finds the first and the last token of an answer."""
 
+    positional_inputs = ("input_ids", "attention_mask", "position_ids")
+
 
 class ModernBertForMultipleChoice(Transformed, MultipleChoice, ModernBertBackbone):
     """ModernBERT that chooses one of several texts."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
-from ..blocks.masks import key_mask, window_mask
+from ..blocks.masks import key_mask, restart_positions, window_mask
 from ..blocks.mlp import GatedMLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.rotary import Rotary, rotary_embedding
@@ -79,6 +79,7 @@ class ModernBertBlock(nn.Module):
 class ModernBertBackbone(Backbone):
     """The embeddings and blocks. With `mesh=None` the model is not split."""
 
+    positional_inputs = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
     config: ModernBertConfig
 
     def __init__(
@@ -115,22 +116,33 @@ class ModernBertBackbone(Backbone):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
     ) -> BackboneOutput | StageOutput:
         """Runs the embeddings and blocks.
 
         Args:
             input_ids, position_ids: int64 [B, S].
             attention_mask: [B, S], 0 for padding.
+            seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows, which
+                attends to itself alone.
         """
         config = self.config
         length = input_ids.shape[1]
         device = input_ids.device
+        if position_ids is None and seq_idx is not None:
+            position_ids = restart_positions(seq_idx)
         if position_ids is None:
             position_ids = torch.arange(length, device=device)[None]
         near = window_mask(
-            attention_mask, length, 0, config.local_attention // 2, causal=False, device=device
+            attention_mask,
+            length,
+            0,
+            config.local_attention // 2,
+            causal=False,
+            device=device,
+            pieces=seq_idx,
         )
-        masks = {"full_attention": key_mask(attention_mask), "sliding_attention": near}
+        masks = {"full_attention": key_mask(attention_mask, seq_idx), "sliding_attention": near}
         rotary: dict[str, Rotary] = {}
         for kind, rope in config.rope.items():
             rotary[kind] = rotary_embedding(

@@ -30,6 +30,12 @@ class RobertaModel(BareModel, BertBackbone):
 class RobertaForMaskedLM(MaskedLM, BertBackbone):
     """RoBERTa that predicts masked tokens."""
 
+    positional_inputs = (
+        *BertBackbone.positional_inputs,
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+    )
+
 
 class RobertaForSequenceClassification(SequenceClassification, BertBackbone):
     """RoBERTa that classifies a text."""
@@ -45,6 +51,7 @@ class RobertaForTokenClassification(TokenClassification, BertBackbone):
 class RobertaForMultipleChoice(MultipleChoice, BertBackbone):
     """RoBERTa that chooses one of several texts."""
 
+    positional_inputs = ("input_ids", "token_type_ids", "attention_mask")
     dense_name = "encoder_pooler"
     dropout_rate = "hidden_dropout_prob"
 

@@ -30,7 +30,7 @@ from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenC
 from ..language_model import VOCABULARY_MULTIPLE
 from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
-from ..seq2seq import Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
+from ..seq2seq import SEQ2SEQ_INPUTS, Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
 from .config import T5Config
 
 
@@ -135,7 +135,9 @@ class T5Stack(Seq2SeqStack):
         )
         self.final_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
 
-    def embed(self, words: Tensor, ids: Tensor, cached: int) -> Tensor:
+    def embed(
+        self, words: Tensor, ids: Tensor, cached: int, pieces: Tensor | None = None
+    ) -> Tensor:
         return self.embedding_dropout(words)
 
     def shared_arguments(self, ids: Tensor, cached: int) -> tuple[Any]:
@@ -155,6 +157,7 @@ class T5Stack(Seq2SeqStack):
 class T5EncoderBackbone(Backbone):
     """The encoder without a head. With `mesh=None` the model is not split."""
 
+    positional_inputs = ("input_ids", "attention_mask", "inputs_embeds")
     config: T5Config
 
     def __init__(
@@ -174,20 +177,22 @@ class T5EncoderBackbone(Backbone):
         self.encoder = T5Stack(config, False, mesh, self.parallel_config)
 
     def run_backbone(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, seq_idx: Tensor | None = None
     ) -> BackboneOutput | StageOutput:
         """Runs the encoder.
 
         Args:
             input_ids: int64 [B, S].
             attention_mask: [B, S], 0 for padding.
+            seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows, which
+                attends to itself alone.
         """
         if self.encoder.blocks.has_first:
             x, table = self.word_embeddings.embed(input_ids)
         else:
             x = self.receive_hidden_states()
             table = None
-        states = self.encoder(x, input_ids, key_mask(attention_mask))
+        states = self.encoder(x, input_ids, key_mask(attention_mask, seq_idx))
         if not self.encoder.blocks.has_last:
             return self.send_hidden_states(states[-1])
         return BackboneOutput(states, table)
@@ -247,6 +252,7 @@ class T5Model(BareModel, T5Backbone):
 class T5ForSequenceClassification(SequenceClassification, T5Backbone):
     """T5 that classifies a text."""
 
+    positional_inputs = (*SEQ2SEQ_INPUTS, "inputs_embeds", "decoder_inputs_embeds")
     pooling = "eos"
     dense_name = "pooler"
     dropout_rate = "classifier_dropout"
@@ -255,6 +261,8 @@ class T5ForSequenceClassification(SequenceClassification, T5Backbone):
 
 class T5ForQuestionAnswering(QuestionAnswering, T5Backbone):
     """T5 that finds the first and the last token of an answer."""
+
+    positional_inputs = SEQ2SEQ_INPUTS
 
 
 class T5EncoderModel(BareModel, T5EncoderBackbone):

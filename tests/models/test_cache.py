@@ -35,13 +35,14 @@ def gpt2_in_pieces(mesh, padded: bool):
         mask[2, :2] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     given = mask if padded else None
-    whole = model(ids, given, positions).logits
+    whole = model(ids, attention_mask=given, position_ids=positions).logits
     cache, pieces, start = Cache(2, 16), [], 0
     for stop in (5, 6, 9, 10, 11):
         seen = None if given is None else given[:, :stop]
-        pieces.append(model(ids[:, start:stop], seen, positions[:, start:stop], cache=cache).logits)
+        inputs = {"attention_mask": seen, "position_ids": positions[:, start:stop]}
+        pieces.append(model(ids[:, start:stop], **inputs, cache=cache).logits)
         start = stop
-    last = model(ids, given, positions, logits_to_keep=2).logits
+    last = model(ids, attention_mask=given, position_ids=positions, logits_to_keep=2).logits
     seen = mask.bool()
     return whole[seen], torch.cat(pieces, 1)[seen], whole[:, -2:], last, cache.nbytes
 

@@ -132,3 +132,12 @@ def test_labels_may_have_gaps_and_numbers_as_text():
         ours = config_from_dict(values)
     assert ours.num_labels == theirs.num_labels == 2
     assert ours.label2id == {"no": 0, "yes": 2}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "modernbert"])
+def test_families_that_rotate_whole_heads_do_so_whatever_a_file_says(name):
+    values = tiny(name)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    if name == "modernbert":
+        rope = {"full_attention": {**rope, "rope_theta": 160000.0}, "sliding_attention": rope}
+    assert config_from_dict({**values, "rope_parameters": rope}) == config_from_dict(values)

@@ -31,6 +31,12 @@ SIZES = re.compile(
 )
 ELSEWHERE = {  # fields that `from_dict` takes from other keys of the file, or from none
     *((name, "architecture") for name in FAMILIES), ("mt5", "scale_decoder_outputs"),
+    # BERT's keys, which transformers' DistilBERT does not read
+    *(("distilbert", key) for key in (
+        "intermediate_size", "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size",
+        "layer_norm_eps", "classifier_dropout", "is_decoder", "add_cross_attention", "add_pooling_layer",
+        "position_embedding_type",
+    )),
 }  # fmt: skip
 COUNTED_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -170,7 +171,9 @@ def test_the_output_in_training_is_the_loss_and_other_values_when_they_are_read(
     ids = torch.arange(3, 12)[None]
     evaluated, trained = model(input_ids=ids, labels=ids), model.train()(input_ids=ids, labels=ids)
     assert list(evaluated) == ["loss", "logits"]
-    assert list(trained) == ["loss"]
+    assert list(trained) == ["loss", "logits"]
+    assert trained[0] is trained.loss
+    assert "logits" in trained._values._lazy_logits  # and not yet computed
     torch.testing.assert_close(trained.logits, evaluated["logits"])
     assert json.loads((folder / "config.json").read_text())["n_embd"] == model.config.n_embd
 
@@ -197,3 +200,67 @@ def test_dropout_follows_from_the_seed_and_resumes(tmp_path):
 def test_a_split_model_is_refused():
     with pytest.raises(ValueError, match=r"use shardzoo\.trainer\.Trainer"):
         TransformersModel(SimpleNamespace(mesh=object()))
+
+
+def test_outputs_can_be_used_as_those_of_transformers(tmp_path):
+    folder = save_model(tmp_path / "model", CLASSES["classifier"], "bert")
+    model = TransformersModel(shardzoo.from_pretrained(folder)).train()
+    inputs = {"input_ids": torch.arange(3, 12)[None], "labels": torch.tensor([1])}
+    theirs = transformers.BertForSequenceClassification.from_pretrained(folder)(**inputs)
+    for output in (model(**inputs), model.model(**inputs)):
+        for key in ("loss", "logits", 0, 1, slice(2)):
+            torch.testing.assert_close(output[key], theirs[key])
+        assert [key in output for key in ("loss", "logits", "attentions")] == [True, True, False]
+        assert output.get("logits") is output.logits is output.to_tuple()[1]
+        assert output.get("attentions") is None
+        assert dict(output).keys() == dict(output.items()).keys() == theirs.keys()
+    made = type(model(**inputs))(dict(model(**inputs)))  # as accelerate converts types
+    assert made.loss is made["loss"]
+    assert [name for name, _ in pickle.loads(pickle.dumps(made)).items()] == ["loss", "logits"]
+    assert isinstance(model(**inputs, return_dict=False), tuple)
+
+
+def test_the_configuration_is_live(tmp_path):
+    architecture = "GPT2ForSequenceClassification"
+    folder = save_model(tmp_path / "model", architecture, "gpt2", pad_token_id=None)
+    pair = (
+        getattr(transformers, architecture).from_pretrained(folder),
+        TransformersModel(shardzoo.from_pretrained(folder)),
+    )
+    ids = torch.tensor([[5, 6, 7], [8, 9, 2]])
+    outputs = []
+    for model in pair:
+        with pytest.raises(ValueError, match=r"pad|batch"):
+            model.eval()(input_ids=ids)
+        model.config.pad_token_id = 2
+        model.config.output_hidden_states = True
+        model.config.problem_type = "multi_label_classification"
+        outputs.append(model(input_ids=ids, labels=torch.tensor([[1.0, 0.0], [0.0, 1.0]])))
+    for name in ("loss", "logits", "hidden_states"):
+        torch.testing.assert_close(outputs[1][name], outputs[0][name])
+    pair[1].save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["pad_token_id"] == 2
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_labels_are_smoothed_and_types_converted_as_by_transformers(tmp_path, bf16):
+    folder = save_model(tmp_path / "model", CLASSES["t5"], "t5", seed=1)
+    found = []
+    for model in (
+        transformers.T5ForConditionalGeneration.from_pretrained(folder),
+        TransformersModel(shardzoo.from_pretrained(folder)),
+    ):
+        samples = make_samples(CLASSES["t5"]).remove_columns("other")
+        arguments = transformers.Seq2SeqTrainingArguments(
+            str(tmp_path / "run"), max_steps=2, label_smoothing_factor=0.1, bf16=bf16, logging_steps=1,
+            report_to="none", use_cpu=True, disable_tqdm=True, seed=3,
+        )  # fmt: skip
+        collate = transformers.DataCollatorForSeq2Seq(
+            transformers.AutoTokenizer.from_pretrained(folder), model
+        )
+        trainer = transformers.Seq2SeqTrainer(
+            model, arguments, train_dataset=samples, data_collator=collate
+        )
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[1] == pytest.approx(found[0], rel=2e-2 if bf16 else 1e-5)

@@ -21,6 +21,7 @@ from shardzoo.models.lora import (
     check_same_lora,
     gather_weights,
     load_adapter,
+    lora_config,
     merge_lora,
 )
 from shardzoo.mpu import grad_norm
@@ -296,3 +297,10 @@ def test_a_run_goes_on_with_the_same_products_only(name, adapted, tmp_path):
             continue
         with pytest.raises(ValueError, match=rf"was trained with {name}=.* cannot go on with"):
             check_same_lora(model, tmp_path)
+
+
+def test_empty_selections_of_peft_are_none():
+    settings = {"target_parameters": [], "layer_replication": []}
+    assert lora_config(r=2, **settings).r == 2
+    with pytest.raises(ValueError, match="do not support target_parameters"):
+        lora_config(r=2, target_parameters=["mlp.weight"])

@@ -209,3 +209,19 @@ def test_a_push_without_its_working_directory_fails_on_every_rank(run_mesh, fold
     found = run_mesh(2, push_nowhere, folders("bert"), tmp_path)
     assert "No such file or directory" in found[0]
     assert found[1] == "another rank could not write its part of the model"
+
+
+def test_only_weights_under_hugging_faces_names_are_deleted(folders, tmp_path):
+    kept = [
+        "model_ema.safetensors", "model-best.safetensors", "model-1-of-2.safetensors", "pytorch_model_ema.bin",
+        "pytorch_model.bin.old", "notes.txt",
+    ]  # fmt: skip
+    old = [
+        "model.safetensors.index.json", "model-00001-of-00002.safetensors", "pytorch_model.bin",
+        "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json",
+    ]  # fmt: skip
+    for name in (*kept, *old):
+        (tmp_path / name).write_text("mine")
+    from_pretrained(folders("gpt2")).save_pretrained(tmp_path)
+    assert [name for name in kept if not (tmp_path / name).exists()] == []
+    assert [name for name in old if (tmp_path / name).exists()] == []
