@@ -6,9 +6,9 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import tyro
 
@@ -49,7 +49,7 @@ def parse(
         values = read_yaml(kind, Path(config)) if config else {}
     default = kind(**values)
     show_help(page, argv, default, quiet=quiet)
-    argv = resolve_alias_options(argv, default)
+    argv = join_repeated_lists(resolve_alias_options(argv, default), default)
     return tyro.cli(kind, prog=page.program, args=argv, default=default, console_outputs=not quiet)
 
 
@@ -199,6 +199,41 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
         else:
             options.append(word)
     return options
+
+
+def join_repeated_lists(argv: Sequence[str], default: Any) -> list[str]:
+    """Returns the command line with the values of an option that takes several in one place.
+
+    `--prompt A --prompt B` means `--prompt A B`; otherwise the last one would replace the others.
+    """
+    lists: set[str] = set()
+    for name, kind in _kinds(default):
+        if get_origin(kind) in (tuple, list):
+            lists.add(name)
+
+    # Each option with the words after it; the first group is what precedes all options.
+    groups: list[list[str]] = [[]]
+    groups_of_lists: dict[str, list[str]] = {}
+    current = groups[0]
+    for word in argv:
+        if not word.startswith("--"):
+            current.append(word)
+            continue
+        option, equals, value = word.partition("=")
+        name = option[2:].replace("-", "_")
+        if name not in groups_of_lists:
+            current = [word]
+            groups.append(current)
+            if name in lists:
+                groups_of_lists[name] = current
+            continue
+        current = groups_of_lists[name]
+        first, first_equals, first_value = current[0].partition("=")
+        if first_equals:
+            current[:1] = [first, first_value]
+        if equals:
+            current.append(value)
+    return list(chain.from_iterable(groups))
 
 
 def _kinds(default: Any, part: str = "") -> Iterator[tuple[str, Any]]:

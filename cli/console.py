@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import os
 import re
@@ -9,18 +11,42 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from ..files.printable import printable
 
 USAGE_ERROR = 2
 
 
+def print_any_text() -> None:
+    """Lets this process print what its terminal's encoding lacks, such as "…", as an escape.
+
+    Otherwise the first such character would end a run.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not _is_utf8(stream):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def prints_utf8() -> bool:
+    """Returns whether standard output has every character of Unicode."""
+    return _is_utf8(sys.stdout)
+
+
+def _is_utf8(stream: Any) -> bool:
+    encoding = getattr(stream, "encoding", None)
+    return encoding is None or codecs.lookup(encoding).name == "utf-8"
+
+
 def exit_code_of(work: Callable[[], int], *, quiet: bool = False) -> int:
     """Runs `work`. A user's error (`ValueError`, or `OSError` of a disk) becomes one line on stderr
     and exit code 2.
     """
+    print_any_text()
     try:
         return work()
+    except BrokenPipeError:
+        raise  # The reader of our output has ended; see `main`.
     except Exception as error:
         known = users_error(error)
         if not quiet:

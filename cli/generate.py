@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from ..checkpoint.hub import TEXTS, find_model
+from ..data.text.lines import begins_json_array, iter_json_records, iter_text_lines
+from ..data.text.records import check_text
+from ..data.text.sources import JSON_SUFFIXES
 from ..data.tokenizers.glm_tokens import GLMVocabulary
-from ..files.strict_json import parse_record
 from ..models.generation.settings import GenerationSettings
 from .arguments import parse, read_yaml
-from .console import exit_code_of
+from .console import exit_code_of, prints_utf8
 from .help import HelpPage
 
 if TYPE_CHECKING:
@@ -49,8 +51,8 @@ class GenerateArguments(GenerationSettings):
     prompt: tuple[str, ...] = ()
     """Prompts."""
     file: Path | None = None
-    """A file with a prompt on each line, or JSON lines (.jsonl) with a `prompt` or `text`. Without
-    --file and --prompt, prompts are read from standard input."""
+    """A file with a prompt on each line, or JSON lines or a JSON array (.jsonl, .json) with a
+    `prompt` or `text`. Without --file and --prompt, prompts are read from standard input."""
     tp: int = 1
     """Tensor-parallel size; this command starts the processes."""
     pp: int = 1
@@ -260,7 +262,7 @@ def show(
         return
     for entry in pipeline(batch, return_full_text=arguments.full_text, **settings):
         if is_first:
-            print(json.dumps(entry, ensure_ascii=False), flush=True)
+            print(json.dumps(entry, ensure_ascii=not prints_utf8()), flush=True)
 
 
 def is_interactive(arguments: GenerateArguments) -> bool:
@@ -273,35 +275,44 @@ def is_interactive(arguments: GenerateArguments) -> bool:
 
 
 def read_prompts(arguments: GenerateArguments) -> Iterator[str]:
-    """Yields the prompts. Raises ValueError for a file that is missing or has another format."""
+    """Yields the prompts.
+
+    Raises:
+        ValueError: A prompt is not UTF-8, or the file is missing or has another format.
+    """
     if arguments.prompt:
-        yield from arguments.prompt
+        for prompt in arguments.prompt:
+            yield check_text(prompt, "--prompt (it must be UTF-8)")
     elif arguments.file is None:
-        yield from without_newlines(sys.stdin)
+        yield from read_standard_input()
     else:
         try:
-            with arguments.file.open(encoding="utf-8") as lines:
-                read = (
-                    json_lines(lines, arguments.file)
-                    if arguments.file.suffix == ".jsonl"
-                    else without_newlines(lines)
-                )
-                yield from read
-        except (OSError, UnicodeDecodeError) as error:
+            yield from read_file(arguments.file)
+        except (OSError, ValueError) as error:
             raise ValueError(f"--file: {arguments.file} is not readable: {error}") from None
 
 
-def without_newlines(lines: Iterable[str]) -> Iterator[str]:
-    return (line.rstrip("\r\n") for line in lines)
-
-
-def json_lines(lines: Iterable[str], path: Path) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
-        try:
-            record = parse_record(line)
-        except ValueError as error:
-            raise ValueError(f"--file: line {number} of {path} is not JSON: {error}") from None
-        prompt = record.get("prompt", record.get("text")) if isinstance(record, dict) else None
-        if not isinstance(prompt, str):
-            raise ValueError(f'--file: line {number} of {path} has no "prompt" and no "text"')
+def read_standard_input() -> Iterator[str]:
+    """Yields the lines of standard input, as UTF-8 whatever the locale is."""
+    lines: Any = getattr(sys.stdin, "buffer", None)
+    if lines is None:  # Another program has put a text stream in its place.
+        lines = (line.encode("utf-8", "surrogateescape") for line in sys.stdin)
+    for _, prompt in iter_text_lines(lines, "standard input"):
         yield prompt
+
+
+def read_file(path: Path) -> Iterator[str]:
+    """Yields the prompts of a file: its lines, or the `prompt` or `text` of JSON records."""
+    if path.suffix not in JSON_SUFFIXES:
+        with path.open("rb") as lines:
+            for _, prompt in iter_text_lines(lines, path):
+                yield prompt
+        return
+    kind = "record" if begins_json_array(path) else "line"
+    for number, record in iter_json_records(path):
+        prompt = None
+        if isinstance(record, dict):
+            prompt = record.get("prompt", record.get("text"))
+        if not isinstance(prompt, str):
+            raise ValueError(f'{kind} {number} of {path} has no "prompt" and no "text"')
+        yield check_text(prompt, f"the prompt in {kind} {number}")

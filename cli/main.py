@@ -13,14 +13,16 @@ import threading
 import time
 import traceback
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType
 from typing import Any
 
 from .. import __version__
-from .console import USAGE_ERROR
+from .console import USAGE_ERROR, print_any_text
 
-INTERRUPTED = 130  # as a shell reports a SIGINT
+# As a shell reports a SIGINT and a SIGPIPE.
+INTERRUPTED = 130
+CLOSED_PIPE = 141
 
 TOPICS = {
     "train": {
@@ -84,8 +86,32 @@ def run_command(name: str, argv: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code, 2 for an unknown command, or 130 after Ctrl-C."""
+    """Runs a command; returns its exit code, 2 for an unknown command, 130 after Ctrl-C, or 141 if
+    the program that reads its output has ended.
+    """
+    print_any_text()
     words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        try:
+            return dispatch(words)
+        finally:
+            # What is written only at the end of the process could not be caught here.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        return leave_closed_pipe()
+
+
+def leave_closed_pipe() -> int:
+    """Ends output to a program that has stopped reading, such as `head`; returns the exit code."""
+    # Python flushes standard output once more when the process ends.
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return CLOSED_PIPE
+
+
+def dispatch(words: Sequence[str]) -> int:
+    """Runs the command that the first word names; returns its exit code."""
     command, *rest = words or ["--help"]
     if command in ("-h", "--help"):
         print(usage())

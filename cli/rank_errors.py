@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from ..trainer.launch.rank_info import RankInfo
-from .console import USAGE_ERROR, print_error, users_error
+from .console import USAGE_ERROR, print_any_text, print_error, users_error
 
 PACKAGE = __name__.partition(".")[0]
 REPORT_TIMEOUT = timedelta(
@@ -23,6 +23,7 @@ def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
     The first rank reports an error that all ranks raise. An error that only other ranks raise is
     reported by them.
     """
+    print_any_text()
     try:
         return work()
     except Exception as error:

@@ -15,17 +15,18 @@ __all__ = ["ShardzooLM", "leading", "simple_evaluate"]
 def missing_packages() -> str:
     """Returns what to install before models can be evaluated; empty if nothing is missing."""
     missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
-    installs = "install them by `pip install 'shardzoo[lm-eval]'`"
+    if not missing:
+        return ""
     return (
-        f"lm-evaluation-harness needs the packages {' and '.join(missing)}: {installs}"
-        if missing
-        else ""
+        f"lm-evaluation-harness needs the packages {' and '.join(missing)}: "
+        "install them by `pip install 'shardzoo[lm-eval]'`"
     )
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if missing := missing_packages():
+    missing = missing_packages()
+    if missing:
         raise ImportError(missing)
     return getattr(import_module(".harness", __name__), name)

@@ -22,7 +22,6 @@ from lm_eval.utils import simple_parse_args_string
 from torch import Tensor, nn
 
 from ..checkpoint.manifest import checked_tokenizer
-from ..files.strict_json import read_folder_json
 from ..generation import generate
 from ..models import from_pretrained
 from ..models.lora import merge_lora
@@ -33,28 +32,21 @@ from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.ranks import on_first_rank
 from .arguments import ModelArguments
 
-HFLM: Any = (
-    huggingface.HFLM
-)  # decorators of the harness hide its type, and the parameters of `simple_evaluate` below
-BACKENDS = {
-    "continuation": "causal",
-    "answer": "seq2seq",
-}  # what a model generates -> the harness's word for it
+# Decorators of the harness hide the types of this class, and of `simple_evaluate` below.
+HFLM: Any = huggingface.HFLM
+# What a model generates -> the harness's word for it.
+BACKENDS = {"continuation": "causal", "answer": "seq2seq"}
 
 
 class WholeOutputs(nn.Module):
-    """A model of the zoo with the interface that the harness expects of transformers' models.
+    """A model of the zoo with the interface that the harness expects of transformers' models."""
 
-    Args:
-        generation_config: The contents of the folder's generation_config.json.
-    """
-
-    def __init__(self, model: Any, generation_config: dict[str, Any] | None) -> None:
+    def __init__(self, model: Any) -> None:
         from transformers import AutoConfig
 
         super().__init__()
         self.model = model
-        self.generation_config = generation_config
+        self.generation_config = model.generation_config
         self.config = AutoConfig.for_model(**model.config.to_dict())
         self.device = next(model.parameters()).device
         self.dtype = model.dtype
@@ -73,7 +65,7 @@ class WholeOutputs(nn.Module):
 
     def generate(self, **arguments: Any) -> Any:
         """Returns sequences of tokens; see `shardzoo.generation.generate`."""
-        return generate(self.model, generation_config=self.generation_config, **arguments)
+        return generate(self.model, return_dict_in_generate=False, **arguments)
 
     def num_parameters(self) -> int:
         """Returns the number of parameters of the unsplit model."""
@@ -94,30 +86,30 @@ class ShardzooLM(HFLM):
         given: The fields of `ModelArguments`, and arguments of `hf` that say how it evaluates, such
             as batch_size.
 
-    Raises ValueError for an unknown argument, a model that generates no text, or another number of
-    processes.
+    Raises:
+        ValueError: An argument is unknown, the model generates no text, or the number of processes
+            is another one.
     """
 
     def __init__(self, **given: Any) -> None:
-        arguments = ModelArguments.of(given)
-        folder, texts, adapter = arguments.folders()
-        mesh, device = _join(arguments)
-        checked_tokenizer(folder, texts)  # before the weights are read, which may take minutes
-        dtype = (
-            None
-            if arguments.dtype == "auto"
-            else getattr(torch, arguments.dtype.removeprefix("torch."))
-        )
+        arguments = ModelArguments.from_given(given)
+        folder, texts, adapter = arguments.find_folders()
+        mesh, device = _join_ranks(arguments)
+        # The tokenizer is checked before the weights are read, which may take minutes.
+        checked_tokenizer(folder, texts)
+        dtype = None
+        if arguments.dtype != "auto":
+            dtype = getattr(torch, arguments.dtype.removeprefix("torch."))
         model: Any = from_pretrained(folder, mesh, dtype, device=device, adapter=adapter)
         if adapter is not None:
             merge_lora(model)
         backend = BACKENDS.get(getattr(model, "generates", ""))
         if backend is None:
             raise ValueError(
-                f"pretrained: {folder} is a {type(model).__name__}; lm-evaluation-harness evaluates causal language "
-                "models and encoder-decoders"
+                f"pretrained: {folder} is a {type(model).__name__}; lm-evaluation-harness evaluates "
+                "causal language models and encoder-decoders"
             )
-        whole: Any = WholeOutputs(model, read_folder_json(folder, "generation_config.json"))
+        whole: Any = WholeOutputs(model)
         super().__init__(whole, backend=backend, tokenizer=str(texts), **arguments.harness)
         self.pretrained = str(folder)
 
@@ -131,12 +123,10 @@ class ShardzooLM(HFLM):
                 return
             name, arguments = request
             # The first rank sends ids and masks as lists of rows, and nothing else in that form.
-            tensors = {
-                key: torch.tensor(value, device=self.device)
-                for key, value in arguments.items()
-                if isinstance(value, list) and value and isinstance(value[0], list)
-            }
-            getattr(super(), name)(**{**arguments, **tensors})
+            for key, value in arguments.items():
+                if isinstance(value, list) and value and isinstance(value[0], list):
+                    arguments[key] = torch.tensor(value, device=self.device)
+            getattr(super(), name)(**arguments)
 
     def _model_call(
         self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None
@@ -151,12 +141,11 @@ class ShardzooLM(HFLM):
         )
 
     def _on_all_ranks(self, name: str, **arguments: Any) -> Tensor:
-        on_first_rank(
-            lambda: [
-                name,
-                {k: v.tolist() if isinstance(v, Tensor) else v for k, v in arguments.items()},
-            ]
-        )
+        """Calls one of the harness's methods here, and on the ranks that `serve`."""
+        sent: dict[str, Any] = {}
+        for key, value in arguments.items():
+            sent[key] = value.tolist() if isinstance(value, Tensor) else value
+        on_first_rank(lambda: [name, sent])
         return getattr(super(), name)(**arguments)
 
 
@@ -171,9 +160,9 @@ def simple_evaluate(model_args: Mapping[str, Any] | str, **options: Any) -> dict
             "pretrained=FOLDER,tensor_parallel_size=2".
         options: Of `lm_eval.simple_evaluate`, such as `tasks`.
     """
-    given = dict(
-        simple_parse_args_string(model_args) if isinstance(model_args, str) else model_args
-    )
+    if isinstance(model_args, str):
+        model_args = simple_parse_args_string(model_args)
+    given = dict(model_args)
     if not RankInfo.from_environment().is_first:
         ShardzooLM(**given, device=options.get("device")).serve()
         return None
@@ -190,7 +179,8 @@ def leading() -> Generator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        with suppress(RuntimeError):  # ranks that failed alike have left
+        # Ranks that failed alike have left.
+        with suppress(RuntimeError):
             on_first_rank(partial(_raise, error))
         raise
     on_first_rank(lambda: None)
@@ -200,24 +190,27 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _join(arguments: ModelArguments) -> tuple[ParallelMesh | None, torch.device]:
+def _join_ranks(arguments: ModelArguments) -> tuple[ParallelMesh | None, torch.device]:
     """Returns the mesh and the device of this rank.
 
-    ValueError if the processes are not those of the arguments.
+    Raises:
+        ValueError: The processes are not those of the arguments.
     """
     launch = RankInfo.from_environment()
     size = arguments.tensor_parallel_size
     if launch.world_size != size:
         raise ValueError(
-            f"tensor_parallel_size={size} needs {size} processes, but {launch.world_size} were started; use `shardzoo "
-            f"lm-eval`, which starts them, or `torchrun --nproc-per-node {size}`"
+            f"tensor_parallel_size={size} needs {size} processes, but {launch.world_size} were "
+            f"started; use `shardzoo lm-eval`, which starts them, or `torchrun --nproc-per-node "
+            f"{size}`"
         )
     wanted = torch.device(arguments.device or "cuda").type
-    wanted = (
-        wanted if wanted != "cuda" or torch.cuda.is_available() else "cpu"
-    )  # "cuda:0" is the harness's default
+    # "cuda:0" is the harness's default, also on machines without a GPU.
+    if wanted == "cuda" and not torch.cuda.is_available():
+        wanted = "cpu"
     if size == 1:
-        return None, single_device(wanted if wanted == "cpu" else arguments.device or wanted)
+        named = wanted if wanted == "cpu" else arguments.device or wanted
+        return None, single_device(named)
     device = initialize_distributed(launch)
     if device.type != wanted:
         raise ValueError(

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder_files import STATE, replace_saved_model
+from ..data.tokenizers.tokenizer import check_saved_copy
+from ..models.generation.generation_config import FILE as GENERATION_CONFIG
+from ..models.generation.generation_config import TOKENS, GenerationConfig
 from ..models.lora import save_adapter
 from ..trainer.launch.rank_process import mark_run_as_begun
 from ..trainer.launch.ranks import on_first_rank
@@ -71,9 +74,17 @@ def write_companions(tokenizer: Any, source: ModelSource, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     tokenizer.save_pretrained(folder)
-    stored = source.folder / "generation_config.json"
-    if source.native and stored.exists():
+    check_saved_copy(tokenizer, folder)
+    if not source.native:
+        return  # transformers writes its model's settings itself.
+    stored = source.folder / GENERATION_CONFIG
+    if stored.exists():
         shutil.copy2(stored, folder)
+        return
+    # An old folder has settings in its config.json, which is written anew without them.
+    settings = GenerationConfig.from_folder(source.folder, None)
+    if not settings.to_dict().keys() <= {*TOKENS}:
+        settings.save(folder)
 
 
 def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from ..files.strict_json import parse_record
+from ..data.text.lines import iter_json_records, parse_json_text
 from ..models import family
 from .arguments import WITH_LABELS, FinetuningArguments, ProblemType, Task
 from .loading import ModelSource
@@ -97,20 +98,14 @@ def first_record(path: Path) -> dict[str, Any]:
         )
     if not path.is_file() or path.suffix not in (".json", ".jsonl"):
         return {}
-    with path.open("rb") as file:
-        first = next((line for line in file if line.strip()), b"{}")
+    record: Any = {}
     try:
-        record = parse_record(first)
+        _, record = next(iter_json_records(path), (0, {}))
     except ValueError:
-        record = _whole_file(path)
+        # It may be one object over several lines, such as SQuAD's.
+        with suppress(ValueError):
+            record = parse_json_text(path.read_bytes(), str(path))
     return record if isinstance(record, dict) else {}
-
-
-def _whole_file(path: Path) -> Any:
-    try:
-        return parse_record(path.read_bytes())
-    except ValueError:
-        return {}
 
 
 def label_names(labels: Iterable[str]) -> list[str]:

@@ -11,12 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.pairs.datasets import truncate_with_begin, truncate_with_end
-from ..files.strict_json import read_folder_json
 from ..generation.filling import fill_blanks
 from ..models.generation.decoders import Decoder
-from ..models.generation.generate import Extras, device_of, evaluating, search, sequences_per_prompt
+from ..models.generation.generate import (
+    Extras,
+    evaluating,
+    find_device,
+    search,
+    sequences_per_prompt,
+)
+from ..models.generation.generation_config import resolve_settings
 from ..models.generation.prompts import pad_prompts
-from ..models.generation.settings import GenerationSettings, make_settings
 from .data import TextTokenizer
 from .loading import ModelSource
 
@@ -56,9 +61,6 @@ class TextGenerator:
         self.segments = segments
         self.is_chat = is_chat
         self.defaults = {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
-        self._stored = (
-            read_folder_json(source.folder, "generation_config.json") if source.native else None
-        )
 
     def __call__(self, model: Any, sources: Sequence[str], **settings: Any) -> list[str]:
         """Returns `num_return_sequences` texts for each source.
@@ -75,7 +77,7 @@ class TextGenerator:
             ids, mask = pad_prompts(
                 [self.blanks.encode(text) for text in sources], self.blanks.tokens.pad
             )
-            settings = {**self.defaults, "generation_config": self._stored, **given}
+            settings = {**self.defaults, **given}
             found = fill_blanks(model, ids, self.blanks.tokens, mask, **settings)
             return [self.blanks.decode(one.pieces[0]) for one in found]
         if self.source.shape == "encoder":
@@ -99,8 +101,7 @@ class TextGenerator:
         if settings.get("num_beam_groups", 1) > 1 and not self.source.native:
             found = generate_in_groups(model, ids, mask, settings)
         else:
-            if self.source.native and self._stored is not None:
-                settings["generation_config"] = self._stored
+            settings["return_dict_in_generate"] = False
             with evaluating(model):
                 found = model.generate(
                     input_ids=ids.to(device), attention_mask=mask.to(device), **settings
@@ -120,7 +121,7 @@ class TextGenerator:
             "eos_token_id": sep,
             **given,
         }
-        made = make_settings(model.config, self._stored, settings)
+        made = resolve_settings(model, None, settings)
         with evaluating(model), torch.inference_mode():
             decoder = PrefixDecoder(model, len(row), self.segments, sequences_per_prompt(made))
             limit = made.length_limit(len(row))
@@ -226,10 +227,10 @@ def generate_in_groups(model: Any, ids: Tensor, mask: Tensor, settings: dict[str
     """Decodes by diverse beam search; returns int64 [B · num_return_sequences, T], as the zoo's
     `generate` does.
     """
-    made: GenerationSettings = make_settings(model.config, model.generation_config, settings)
+    made = resolve_settings(model, None, settings)
     with evaluating(model), torch.inference_mode():
-        ids = ids.to(device_of(model))
-        mask = mask.to(device_of(model))
+        ids = ids.to(find_device(model))
+        mask = mask.to(find_device(model))
         encoded = None
         prompt = ids
         visible = mask

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ..data.tokenizers.glm_tokens import GLMTokens
-from ..models.generation.generate import Extras, check_model, device_of, evaluating, fill
+from ..models.generation.generate import Extras, check_model, evaluating, fill, find_device
+from ..models.generation.generation_config import resolve_settings
 from ..models.generation.prompts import check_ids, check_mask
-from ..models.generation.settings import GenerationSettings, make_settings
-from ..models.generation.vocabulary import best, log_probabilities, without_padding
+from ..models.generation.settings import GenerationSettings
+from ..models.generation.vocabulary import find_best, log_probabilities, mask_padding
 from ..models.registry import FAMILIES, family
 
 
@@ -66,16 +67,15 @@ def fill_mask(
         top_k: Number of tokens to return for each position.
 
     Raises:
-        ValueError: no token is masked, or the model does not predict masked tokens.
+        ValueError: No token is masked, or the model does not predict masked tokens.
     """
     check_model(model)
     if not fills_masks(type(model)):
-        able = [
-            n
-            for name in FAMILIES
-            for n, model in family(name).architectures.items()
-            if fills_masks(model)
-        ]
+        able: list[str] = []
+        for model_type in FAMILIES:
+            for name, architecture in family(model_type).architectures.items():
+                if fills_masks(architecture):
+                    able.append(name)
         raise ValueError(
             f"a {type(model).__name__} cannot fill masks; load one of {', '.join(able)}"
         )
@@ -86,17 +86,19 @@ def fill_mask(
     vocab_size = model.config.vocab_size
     if not 1 <= top_k <= vocab_size:
         raise ValueError(f"top_k must be from 1 to the vocabulary's {vocab_size}, not {top_k}")
-    ids = input_ids.to(device_of(model))
+    ids = input_ids.to(find_device(model))
     check_ids(ids, vocab_size)
     places = (ids == mask_token_id).nonzero()  # [M, 2]
     if not len(places):
         raise ValueError(f"input_ids has no mask token ({mask_token_id}) to fill")
+    segments: dict[str, Tensor] = {}
+    if token_type_ids is not None:
+        segments["token_type_ids"] = token_type_ids
     with evaluating(model):
-        segments = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         hidden = model.run_backbone(ids, attention_mask, **segments).states[-1]  # [B, S, H]
         logits = model.head(hidden[places[:, 0], places[:, 1]])  # [M, Vp]
-    scores = log_probabilities(without_padding(logits, vocab_size, model.mesh), model.mesh)
-    values, tokens = best(scores, top_k, model.mesh)
+    scores = log_probabilities(mask_padding(logits, vocab_size, model.mesh), model.mesh)
+    values, tokens = find_best(scores, top_k, model.mesh)
     return MaskFills(places, tokens, values.exp())
 
 
@@ -141,29 +143,31 @@ def fill_blanks(
         settings: As for `generate`; max_new_tokens is for each blank.
 
     Raises:
-        ValueError: no row has a blank, or the model cannot fill blanks.
+        ValueError: No row has a blank, or the model cannot fill blanks.
     """
     check_model(model)
     if getattr(model, "generates", None) != "blanks":
         raise ValueError(
-            f"a {type(model).__name__} cannot fill blanks; use generate, or fill_mask for masked tokens"
+            f"a {type(model).__name__} cannot fill blanks; use generate, or fill_mask for masked "
+            "tokens"
         )
-    ids = input_ids.to(device_of(model))
+    ids = input_ids.to(find_device(model))
     check_ids(ids, model.config.vocab_size)
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids.device)
     check_mask(mask, ids)
     texts = [row[kept].tolist() for row, kept in zip(ids, mask.bool(), strict=True)]
-    made = make_settings(model.config, generation_config, settings)
+    made = resolve_settings(model, generation_config, settings)
     made = replace(made, pad_token_id=tokens.pad, eos_token_id=[tokens.eop, tokens.eos])
     if made.num_return_sequences > 1:
         raise ValueError(
-            "num_return_sequences must be 1, because a text is filled once; call again with another seed"
+            "num_return_sequences must be 1, because a text is filled once; call again with "
+            "another seed"
         )
     if tokens.gmask == tokens.eop:
         copy = tokens.eop + 2
         texts = [[tokens.gmask if token == copy else token for token in text] for text in texts]
         made = replace(made, suppress_tokens=[*(made.suppress_tokens or []), copy])
-    places = [_blanks(text, tokens) for text in texts]
+    places = [_find_blanks(text, tokens) for text in texts]
     if not any(places):
         raise ValueError("there is no blank to fill: append [gMASK] to continue a text")
     pieces: list[list[list[int]]] = [[] for _ in texts]
@@ -171,26 +175,31 @@ def fill_blanks(
     with evaluating(model):
         for number in range(max(map(len, places))):
             rows = [row for row, blanks in enumerate(places) if len(blanks) > number]
-            prompts = [_Prompt.make(texts[row], places[row], pieces[row], tokens) for row in rows]
-            for row, piece in zip(
-                rows, _fill_next(model, prompts, tokens, made, extras), strict=True
-            ):
+            prompts: list[_Prompt] = []
+            for row in rows:
+                prompts.append(_Prompt.from_text(texts[row], places[row], pieces[row], tokens))
+            filled = _fill_next(model, prompts, tokens, made, extras)
+            for row, piece in zip(rows, filled, strict=True):
                 pieces[row].append(piece)
-    return [BlankFills(_joined(*one), one[2]) for one in zip(texts, places, pieces, strict=True)]
+    fills: list[BlankFills] = []
+    for text, blanks, filled in zip(texts, places, pieces, strict=True):
+        fills.append(BlankFills(_insert_pieces(text, blanks, filled), filled))
+    return fills
 
 
-def _blanks(text: list[int], tokens: GLMTokens) -> list[int]:
+def _find_blanks(text: list[int], tokens: GLMTokens) -> list[int]:
     """Returns the positions of the blanks."""
-    return [
-        place
-        for place, token in enumerate(text)
-        if token in (tokens.mask, tokens.smask, tokens.gmask)
-    ]
+    blanks = (tokens.mask, tokens.smask, tokens.gmask)
+    return [place for place, token in enumerate(text) if token in blanks]
 
 
-def _joined(text: list[int], places: list[int], pieces: list[list[int]]) -> list[int]:
+def _insert_pieces(text: list[int], places: list[int], pieces: list[list[int]]) -> list[int]:
+    """Returns a text with pieces in the places of its blanks."""
     filled = dict(zip(places, pieces, strict=True))
-    return [token for place, one in enumerate(text) for token in filled.get(place, [one])]
+    found: list[int] = []
+    for place, token in enumerate(text):
+        found += filled.get(place, [token])
+    return found
 
 
 @dataclass(frozen=True)
@@ -210,9 +219,10 @@ class _Prompt:
     text: int
 
     @classmethod
-    def make(
+    def from_text(
         cls, text: list[int], blanks: list[int], pieces: list[list[int]], tokens: GLMTokens
     ) -> _Prompt:
+        """Returns the prompt for the first blank of a text that has no piece yet."""
         ids = list(text)
         places = list(range(len(text)))
         steps = [0] * len(text)
@@ -232,7 +242,7 @@ def _fill_next(
 ) -> list[list[int]]:
     """Returns the tokens of the next piece of each prompt."""
     width = max(len(prompt.ids) for prompt in prompts)
-    device = device_of(model)
+    device = find_device(model)
     ids = torch.full((len(prompts), width), tokens.pad)
     positions = torch.zeros(len(prompts), 2, width, dtype=torch.int64)
     visible = torch.zeros(len(prompts), width, width, dtype=torch.bool)
@@ -244,8 +254,12 @@ def _fill_next(
         visible[row, start:, start:] = causal[start:, start:]
         visible[row, start:, start : start + prompt.text] = True
     found = fill(model, ids.to(device), positions.to(device), visible.to(device), settings, extras)
-    return [_until_end(row, settings.eos_token_ids) for row in found.sequences[:, width:].tolist()]
-
-
-def _until_end(ids: list[int], ends: list[int]) -> list[int]:
-    return ids[: next((place for place, token in enumerate(ids) if token in ends), len(ids))]
+    pieces: list[list[int]] = []
+    for row in found.sequences[:, width:].tolist():
+        piece: list[int] = []
+        for token in row:
+            if token in settings.eos_token_ids:
+                break
+            piece.append(token)
+        pieces.append(piece)
+    return pieces

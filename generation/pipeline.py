@@ -10,14 +10,14 @@ import torch
 
 from ..checkpoint.hub import find_model
 from ..checkpoint.manifest import checked_tokenizer
+from ..data.text.records import check_text
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
-from ..files.strict_json import read_folder_json
 from ..models import from_pretrained
 from ..models.family import BlankText
 from ..models.generation.generate import generate
+from ..models.generation.generation_config import resolve_settings
 from ..models.generation.prompts import pad_prompts
-from ..models.generation.settings import make_settings
 from ..models.lora import merge_lora
 from ..models.registry import family
 from ..mpu import ParallelMesh
@@ -33,16 +33,16 @@ class TextGenerationPipeline:
     Every rank must make the same calls and gets the same results.
 
     Args:
-        path: A Hugging Face folder or a shardzoo folder with its tokenizer. The settings in its
-            generation_config.json apply unless a call overrides them.
+        path: A Hugging Face folder or a shardzoo folder with its tokenizer. The model's
+            `generation_config` (that of the folder) applies unless a call overrides it.
         dtype: The model's dtype; by default the stored one.
         batch_size: Prompts that are decoded together.
         glm_vocabulary: The base vocabulary of a GLM, if its size does not determine it.
         tokenizer: A folder with the tokenizer; by default the model's.
         adapter: A folder of peft with LoRA weights, which are merged into the model.
 
-    Raises ValueError if there is no tokenizer, or it is not the one that the model was trained
-    with.
+    Raises:
+        ValueError: There is no tokenizer, or it is not the one that the model was trained with.
     """
 
     def __init__(
@@ -59,26 +59,27 @@ class TextGenerationPipeline:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-        folder = path = find_model(path, "path")
+        folder = find_model(path, "path")
         text_folder = folder if tokenizer is None else Path(tokenizer)
-        size = checked_tokenizer(
-            folder, text_folder
-        ).vocab_size  # before the weights are read, which may take minutes
-        self.model: Any = from_pretrained(path, mesh, dtype, device=device, adapter=adapter)
+        # The tokenizer is checked before the weights are read, which may take minutes.
+        size = checked_tokenizer(folder, text_folder).vocab_size
+        self.model: Any = from_pretrained(folder, mesh, dtype, device=device, adapter=adapter)
         if adapter is not None:
             merge_lora(self.model)
         if tokenizer is not None and size > self.model.config.vocab_size:
             raise ValueError(
-                f"the tokenizer in {tokenizer} has {size:,} tokens, but the model in {path} has a vocabulary of "
-                f"{self.model.config.vocab_size:,}; use the tokenizer that it was trained with"
+                f"the tokenizer in {tokenizer} has {size:,} tokens, but the model in {folder} has "
+                f"a vocabulary of {self.model.config.vocab_size:,}; use the tokenizer that it was "
+                "trained with"
             )
         self.batch_size = batch_size
-        self.generation_config = read_folder_json(folder, "generation_config.json")
+        self.blank_text: BlankText | None = None
+        self.tokenizer: Any = None
         make_blank_text = family(self.model.config.model_type).blank_text
-        self.blank_text = (
-            None if make_blank_text is None else make_blank_text(text_folder, glm_vocabulary)
-        )
-        self.tokenizer = None if self.blank_text else load_transformers_tokenizer(text_folder)
+        if make_blank_text is not None:
+            self.blank_text = make_blank_text(text_folder, glm_vocabulary)
+        else:
+            self.tokenizer = load_transformers_tokenizer(text_folder)
 
     def __call__(
         self,
@@ -97,6 +98,8 @@ class TextGenerationPipeline:
         `generate`.
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
+        for text in texts:
+            check_text(text, "a prompt")
         entries: list[dict[str, Any]] = []
         for start in range(0, len(texts), self.batch_size):
             part = texts[start : start + self.batch_size]
@@ -116,76 +119,92 @@ class TextGenerationPipeline:
     def _generate(
         self, texts: list[str], full: bool, streamer: Any, given: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        tokenizer: Any = self.tokenizer
-        settings = make_settings(self.model.config, self.generation_config, given)
-        rows = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
-        if any(not row for row in rows):
-            first = (
-                tokenizer.bos_token_id if settings.bos_token_id is None else settings.bos_token_id
-            )
-            if first is None:
-                raise ValueError(
-                    "a prompt is empty, and neither the tokenizer nor the model has a bos token to start with"
-                )
-            rows = [row or [first] for row in rows]
-        pad = settings.pad_token_id
+        """Continues or answers texts that are decoded together."""
+        options = dict(given)
+        config = options.pop("generation_config", None)
+        settings = resolve_settings(self.model, config, options)
+        rows = self._encode(texts, settings.bos_token_id)
         # The model ignores masked positions, but their ids must be in the vocabulary.
-        ids, mask = pad_prompts(
-            rows, pad if pad is not None and pad < self.model.config.vocab_size else 0
-        )
-        found: Any = generate(
-            self.model, ids, mask, generation_config=settings, tokenizer=tokenizer, streamer=streamer,
-            return_dict_in_generate=True,
-        )  # fmt: skip
+        pad = settings.pad_token_id
+        if pad is None or not 0 <= pad < self.model.config.vocab_size:
+            pad = 0
+        # A continuation follows its prompt directly, so there the padding comes first. An encoder's
+        # learned positions count from the first column, so there it comes last.
         answers = self.model.generates == "answer"
-        entries = []
+        ids, mask = pad_prompts(rows, pad, left=not answers)
+        found: Any = generate(
+            self.model,
+            ids,
+            mask,
+            generation_config=config,
+            tokenizer=self.tokenizer,
+            streamer=streamer,
+            return_dict_in_generate=True,
+            **options,
+        )
+        entries: list[dict[str, Any]] = []
         for number, sequence in enumerate(found.sequences.tolist()):
             text = texts[number // settings.num_return_sequences]
-            new = tokenizer.decode(
-                sequence[0 if answers else ids.shape[1] :], skip_special_tokens=True
-            )
-            entry = {"prompt": text, "generated_text": text + new if full and not answers else new}
+            written = sequence if answers else sequence[ids.shape[1] :]
+            new = self.tokenizer.decode(written, skip_special_tokens=True)
+            if full and not answers:
+                new = text + new
+            entry = {"prompt": text, "generated_text": new}
             if found.sequences_scores is not None:
                 entry["score"] = float(found.sequences_scores[number])
             entries.append(entry)
         return entries
 
+    def _encode(self, texts: Sequence[str], first: int | None) -> list[list[int]]:
+        """Returns the tokens of each text; those of an empty one are `first`, or the tokenizer's
+        bos token.
+        """
+        rows: list[list[int]] = []
+        for text in texts:
+            row = self.tokenizer(text, verbose=False)["input_ids"]
+            if not row:
+                if first is None:
+                    first = self.tokenizer.bos_token_id
+                if first is None:
+                    raise ValueError(
+                        "a prompt is empty, and neither the tokenizer nor the model has a bos "
+                        "token to start with"
+                    )
+                row = [first]
+            rows.append(row)
+        return rows
+
     def _fill_blanks(
         self, texts: list[str], blanks: BlankText, settings: dict[str, Any]
     ) -> list[dict[str, Any]]:
         ids, mask = pad_prompts([blanks.encode(text) for text in texts], blanks.tokens.pad)
-        found = fill_blanks(
-            self.model,
-            ids,
-            blanks.tokens,
-            mask,
-            generation_config=self.generation_config,
-            **settings,
-        )
-        return [
-            {
-                "prompt": text,
-                "generated_text": blanks.decode(one.ids),
-                "pieces": [blanks.decode(p) for p in one.pieces],
-            }
-            for text, one in zip(texts, found, strict=True)
-        ]
+        found = fill_blanks(self.model, ids, blanks.tokens, mask, **settings)
+        entries: list[dict[str, Any]] = []
+        for text, filled in zip(texts, found, strict=True):
+            entries.append(
+                {
+                    "prompt": text,
+                    "generated_text": blanks.decode(filled.ids),
+                    "pieces": [blanks.decode(piece) for piece in filled.pieces],
+                }
+            )
+        return entries
 
     def _fill_masks(self, text: str, settings: dict[str, Any]) -> dict[str, Any]:
-        if others := settings.keys() - {"top_k"}:
+        others = sorted(settings.keys() - {"top_k"})
+        if others:
             raise ValueError(
-                f"{', '.join(sorted(others))} cannot be used with a model that fills masks; its only setting is top_k"
+                f"{', '.join(others)} cannot be used with a model that fills masks; its only "
+                "setting is top_k"
             )
-        tokenizer: Any = self.tokenizer
-        encoded = tokenizer(text, return_tensors="pt")
+        encoded = self.tokenizer(text, return_tensors="pt")
         found = fill_mask(
-            self.model, encoded["input_ids"], mask_token_id=tokenizer.mask_token_id, **settings
+            self.model, encoded["input_ids"], mask_token_id=self.tokenizer.mask_token_id, **settings
         )
-        masks = [
-            [
-                {"token": tokenizer.decode([token]).strip(), "score": score}
-                for token, score in zip(*row, strict=True)
-            ]
-            for row in zip(found.tokens.tolist(), found.scores.tolist(), strict=True)
-        ]
+        masks: list[list[dict[str, Any]]] = []
+        for tokens, scores in zip(found.tokens.tolist(), found.scores.tolist(), strict=True):
+            best: list[dict[str, Any]] = []
+            for token, score in zip(tokens, scores, strict=True):
+                best.append({"token": self.tokenizer.decode([token]).strip(), "score": score})
+            masks.append(best)
         return {"prompt": text, "masks": masks}

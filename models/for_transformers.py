@@ -147,7 +147,7 @@ class TransformersModel(PreTrainedModel):
         parameters.update(_collect_parameters(model.run_backbone))
         self.signature = inspect.Signature(list(parameters.values()))
         if getattr(model, "generates", None) in ("continuation", "answer"):
-            self.generation_config = GenerationConfig.from_model_config(self.config)
+            self.generation_config = GenerationConfig.from_dict(model.generation_config.to_dict())
         self.train(model.training)
 
     def run(
@@ -208,6 +208,8 @@ class TransformersModel(PreTrainedModel):
         settings.pop("labels", None)
         settings.pop("synced_gpus", None)
         self._apply_settings()
+        if settings.get("generation_config") is None:
+            settings["generation_config"] = getattr(self, "generation_config", None)
         return self.model.generate(*inputs, **settings)
 
     def tie_weights(self, *arguments: Any, **options: Any) -> None:

@@ -29,6 +29,8 @@ from ..mpu import (
 from .auto import as_config, build_on_meta
 from .config import ModelConfig
 from .family_table import family
+from .generation.generation_config import GenerationConfig
+from .generation.mixin import GenerationMixin
 from .lora import load_adapter
 from .mapping import (
     MappedCheckpoint,
@@ -120,6 +122,8 @@ def from_pretrained(
         initialize(model.get_submodule(name), model.init_weights, seed, mesh, prefix=name)
     # transformers has this name too. The trainer finds the tokenizer in that folder.
     model.name_or_path = str(folder)
+    if isinstance(model, GenerationMixin):
+        model.generation_config = GenerationConfig.from_folder(folder, settings)
     if adapter is not None:
         load_adapter(model, find_model(adapter, "adapter"))
     return model.eval()

@@ -33,6 +33,8 @@ from ..mpu import ParallelMesh, tp_rank, tp_size
 from ..mpu.collectives import gather_bytes
 from .config import ModelConfig
 from .family_table import family
+from .generation.generation_config import FILE as GENERATION_CONFIG
+from .generation.mixin import GenerationMixin
 from .huggingface import LARGEST_FILE, lay_out_huggingface, list_stored_shapes, plan_weight_files
 from .lora import save_adapter
 from .mapping import NativeModel, StoredNames
@@ -364,6 +366,12 @@ def _replace_weights(
         (folder / CARD).write_text(card, encoding="utf-8")
 
     values = {**model.config.to_dict(), "dtype": dtype}
+    if isinstance(model, GenerationMixin):
+        settings = model.generation_config
+        # The file of another model would replace the settings that follow from config.json.
+        if not settings.follows_from(values) or (folder / GENERATION_CONFIG).exists():
+            settings.save(folder)
+            sync(folder / GENERATION_CONFIG)
     (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     sync(folder / CONFIG)
     sync(folder)

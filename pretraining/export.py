@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..checkpoint.folder_files import CONFIG
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..data.tokenizers.sentinels import sentinel_ids
-from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from ..data.tokenizers.tokenizer import (
+    Tokenizer,
+    find_other_reading,
+    load_tokenizer,
+    save_tokenizer,
+)
 from ..generation import TextGenerationPipeline, fill_blanks, fill_mask, generate
 from ..models import family, find_config, from_pretrained
 from ..models.config import ModelConfig
@@ -91,6 +99,44 @@ def exported_loss(
         return loss_on(device)
     except torch.OutOfMemoryError:
         return loss_on(torch.device("cpu"))
+
+
+def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Raises ValueError if transformers would read another tokenizer beside the exported model.
+
+    It chooses the class by the model's type, too.
+    """
+    if not family(config.model_type).in_transformers:
+        return
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        save_tokenizer(tokenizer, folder)
+        values = {"model_type": config.model_type}
+        (folder / CONFIG).write_text(json.dumps(values), encoding="utf-8")
+        problem = find_other_reading(tokenizer, folder)
+    if problem is not None:
+        raise ValueError(
+            f"the exported {config.model_type} could not be used with this tokenizer: beside a "
+            f"{config.model_type}, {problem}; use that family's tokenizer (--tokenizer), or another "
+            "model"
+        )
+
+
+def complete_tokenizer(tokenizer: Tokenizer, folder: Path, sample: Mapping[str, Any]) -> None:
+    """Makes transformers and the zoo read the tokenizer of an exported folder as it was trained.
+
+    Args:
+        sample: A held-out sample, whose text they must encode alike.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    text = tokenizer.decode(_to_list(sample["input_ids"]), skip_special_tokens=True)
+    problem = find_other_reading(tokenizer, folder, [text], load_tokenizer(folder))
+    if problem is None and family(find_config(str(folder)).model_type).in_transformers:
+        problem = find_other_reading(tokenizer, folder, [text])
+    if problem is not None:
+        save_tokenizer(tokenizer, folder)
 
 
 def check_export(folder: Path, exported: float, sharded: float) -> None:
@@ -236,8 +282,8 @@ def _shorten(ids: list[int], pipeline: TextGenerationPipeline) -> list[int]:
 
 
 def _generate(pipeline: TextGenerationPipeline, ids: list[int], new_tokens: int) -> list[int]:
-    settings: Any = {**SAMPLING, "generation_config": pipeline.generation_config}
-    found = generate(pipeline.model, torch.tensor([ids]), max_new_tokens=new_tokens, **settings)
+    settings: Any = {**SAMPLING, "max_new_tokens": new_tokens, "return_dict_in_generate": False}
+    found = generate(pipeline.model, torch.tensor([ids]), **settings)
     assert isinstance(found, Tensor)
     return found[0].tolist()
 

@@ -49,7 +49,14 @@ from .corpora import (
     make_samples,
     prepare_data,
 )
-from .export import check_export, exported_loss, write_card, write_sample
+from .export import (
+    check_export,
+    check_tokenizer,
+    complete_tokenizer,
+    exported_loss,
+    write_card,
+    write_sample,
+)
 from .inputs import Inputs, with_vocabulary
 from .tables import (
     compared_loss,
@@ -100,6 +107,7 @@ class Pretraining:
         self.config = inputs.config
         if inputs.tokenizer is None:  # It was trained on the corpus, so its size is new.
             self.config = with_vocabulary(inputs.config, tokenizer, inputs.objective)
+        on_first_rank(lambda: check_tokenizer(tokenizer, self.config))
         self.train, self.held_out = make_samples(
             arguments, inputs, self.run_folder.data, tokenizer, self.trainer.share
         )
@@ -288,6 +296,8 @@ class Pretraining:
         # Export, and evaluate what was exported.
         shutil.rmtree(folder.hf, ignore_errors=True)
         merge(trained, folder.hf)
+        tokenizer = load_tokenizer(folder.data / TOKENIZER)
+        complete_tokenizer(tokenizer, folder.hf, self.held_out[0])
         if trained != folder.checkpoint(step):
             shutil.rmtree(trained)
         self.console.print("loading the exported folder …")

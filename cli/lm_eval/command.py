@@ -64,7 +64,7 @@ def start(given: list[str], launch: RankInfo) -> int:
     if model_args is None:
         harness.execute(parsed)
         return 0
-    arguments = ModelArguments.of(model_args)
+    arguments = ModelArguments.from_given(model_args)
     size = arguments.tensor_parallel_size
     check(arguments, parsed)
     if launch.world_size < size:
@@ -109,7 +109,7 @@ def check(arguments: ModelArguments, parsed: Namespace) -> None:
     from ...models import find_config
     from ...models.blocks.attention import check_heads
 
-    folder, *_ = arguments.folders()
+    folder, *_ = arguments.find_folders()
     if (folder / "config.json").exists():
         check_heads(find_config(str(folder)).attention_heads, arguments.tensor_parallel_size)
     batch_size = getattr(parsed, "batch_size", None)

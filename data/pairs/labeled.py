@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ...files.strict_json import parse_record
 from ..labels import IGNORED
+from ..text.lines import begins_json, parse_json_text, read_text_lines
 from ..text.records import check_text
 from .pairs import find_side_files, load_records, read_fields, read_sides
 
@@ -123,15 +123,14 @@ def load_labeled_words(
     """Loads lists of words with a list of labels, or CoNLL's lines `word … label` with a blank line
     after each text.
 
-    A file that does not begin with `{` is in CoNLL's format. Raises ValueError as `load_records`
-    does.
+    A file that does not begin with a JSON object or array is in CoNLL's format.
+
+    Raises:
+        ValueError: See `load_records`.
     """
     path = Path(path)
-    if path.is_file() and path.suffix != ".parquet":
-        with path.open("rb") as file:
-            first = next((line for line in file if line.strip()), b"{")
-        if not first.lstrip().startswith(b"{"):
-            return _read_conll(path)
+    if path.is_file() and path.suffix != ".parquet" and not begins_json(path):
+        return _read_conll(path)
 
     def parse(record: Any) -> LabeledWords:
         words, labels = read_fields(record, source_id, target_id)
@@ -152,7 +151,7 @@ def _read_conll(path: Path) -> list[LabeledWords]:
     found: list[LabeledWords] = []
     words: list[str] = []
     labels: list[str] = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_text_lines(path)
     for place, line in enumerate([*lines, ""], 1):
         columns = line.split()
         if columns and columns[0] != "-DOCSTART-":
@@ -166,6 +165,8 @@ def _read_conll(path: Path) -> list[LabeledWords]:
             found.append(LabeledWords(tuple(words), tuple(labels)))
             words = []
             labels = []
+    if not found:
+        raise ValueError(f"{path} holds no records")
     return found
 
 
@@ -222,7 +223,7 @@ def load_questions(path: str | Path) -> Sequence[Question]:
     path = Path(path)
     if path.is_file() and path.suffix == ".json":
         try:
-            content = parse_record(path.read_bytes())
+            content = parse_json_text(path.read_bytes(), str(path))
         except ValueError:
             content = None  # JSON lines
         if isinstance(content, dict) and isinstance(content.get("data"), list):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ...files.strict_json import parse_record
+from ..text.lines import iter_json_records, read_text_lines
 from ..text.records import check_text
 
 Pair = tuple[str, str]
@@ -21,7 +21,7 @@ def load_pairs(
     The formats are:
 
     - JSON lines `{"translation": {"s": …, "t": …}}` (t2t and Hugging Face's translation format), or
-      with the two keys at the top level;
+      with the two keys at the top level, or one JSON array of such objects;
     - a pair of files `NAME.source` and `NAME.target`, line by line (`path` is either of them, or
       NAME);
     - parquet files and folders of `datasets.Dataset.save_to_disk` with a `translation` column, or
@@ -50,7 +50,7 @@ def load_pairs(
 
 
 def load_records(path: str | Path, parse: Callable[[Any], Record]) -> Sequence[Record]:
-    """Loads the records of JSON lines, a parquet file or a folder of
+    """Loads the records of JSON lines, a JSON array, a parquet file or a folder of
     `datasets.Dataset.save_to_disk`.
 
     Args:
@@ -61,7 +61,7 @@ def load_records(path: str | Path, parse: Callable[[Any], Record]) -> Sequence[R
     if path.is_dir() or path.suffix == ".parquet":
         records: Sequence[Record] = RowRecords(path, parse)
     elif path.is_file():
-        records = _read_lines(path, lambda raw: parse(parse_record(raw)), skip_blank=True)
+        records = _parse_records(path, parse)
     else:
         raise ValueError(
             f"{path} does not exist; give JSON lines, NAME.source with NAME.target, or a folder"
@@ -141,8 +141,8 @@ def read_sides(source: Path, target: Path) -> list[Pair]:
     Raises:
         ValueError: Their numbers of lines differ, or there are none.
     """
-    sources = _read_lines(source, _decode_line)
-    targets = _read_lines(target, _decode_line)
+    sources = read_text_lines(source)
+    targets = read_text_lines(target)
     if len(sources) != len(targets):
         raise ValueError(f"{source} has {len(sources)} lines, but {target} has {len(targets)}")
     if not sources:
@@ -150,25 +150,12 @@ def read_sides(source: Path, target: Path) -> list[Pair]:
     return list(zip(sources, targets, strict=True))
 
 
-def _decode_line(raw: bytes) -> str:
-    return raw.decode("utf-8").rstrip("\r\n")
-
-
-def _read_lines(
-    path: Path, parse: Callable[[bytes], Any], *, skip_blank: bool = False
-) -> list[Any]:
-    """Returns every line parsed; errors of `parse` are raised with file and record."""
-    values = []
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            if skip_blank and raw.isspace():
-                continue
-            try:
-                values.append(parse(raw))
-            except RecursionError:
-                raise ValueError(
-                    f"bad record in {path}, record {number}: nested too deeply"
-                ) from None
-            except ValueError as error:  # Invalid UTF-8 and JSON are ValueErrors too.
-                raise ValueError(f"bad record in {path}, record {number}: {error}") from None
-    return values
+def _parse_records(path: Path, parse: Callable[[Any], Record]) -> list[Record]:
+    """Returns the records of a JSON file. Errors of `parse` are raised with file and number."""
+    records: list[Record] = []
+    for number, value in iter_json_records(path):
+        try:
+            records.append(parse(value))
+        except ValueError as error:
+            raise ValueError(f"bad record in {path}, record {number}: {error}") from None
+    return records

@@ -274,6 +274,7 @@ def _not_empty(documents: Iterable[str]) -> Iterator[str]:
 
 T5_TOKENS = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 LEAST_VOCABULARY = BYTES + len(T5_TOKENS) + 1  # bytes, special pieces, one more
+SAMPLE_TEXTS = 1_000_000
 SENTENCE_BYTES = 4000  # The trainer skips longer pieces of text; its limit is 4192 bytes.
 
 
@@ -282,7 +283,7 @@ def train_sentencepiece(
     vocab_size: int,
     output_dir: str | Path,
     *,
-    sample_texts: int = 1_000_000,
+    sample_texts: int = SAMPLE_TEXTS,
 ) -> SentencePieceTokenizer:
     """Trains a SentencePiece unigram model and saves it as `spiece.model` with T5's special ids.
 
@@ -295,6 +296,17 @@ def train_sentencepiece(
         vocab_size: Number of pieces, without the sentinels.
         sample_texts: Maximum number of text pieces to train on.
     """
+    folder = Path(output_dir)
+    _train_t5_model(documents, vocab_size, folder, sample_texts)
+    # transformers' T5Tokenizer does not know byte tokens, so it gets a tokenizer.json, too.
+    save_tokenizer(load_tokenizer(folder), folder)
+    return _reload(folder, SentencePieceTokenizer)
+
+
+def _train_t5_model(
+    documents: Iterable[str], vocab_size: int, folder: Path, sample_texts: int
+) -> None:
+    """Writes the model and the tokenizer_config.json of `train_sentencepiece`."""
     from sentencepiece import SentencePieceTrainer
 
     if vocab_size < LEAST_VOCABULARY:
@@ -302,7 +314,6 @@ def train_sentencepiece(
             f"a SentencePiece vocabulary needs at least {LEAST_VOCABULARY} entries, "
             f"not {vocab_size}"
         )
-    folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     model = io.BytesIO()
     try:
@@ -327,7 +338,6 @@ def train_sentencepiece(
     remove_tokenizer(folder)
     (folder / "spiece.model").write_bytes(model.getvalue())
     write_config(folder, {"tokenizer_class": "T5Tokenizer", "extra_ids": T5_SENTINELS, **T5_TOKENS})
-    return _reload(folder, SentencePieceTokenizer)
 
 
 def train_unigram(
@@ -340,7 +350,7 @@ def train_unigram(
     from transformers import T5Tokenizer
 
     folder = Path(output_dir)
-    train_sentencepiece(documents, vocab_size, folder)
+    _train_t5_model(documents, vocab_size, folder, SAMPLE_TEXTS)
     converted: Any = T5Tokenizer.from_pretrained(str(folder)).backend_tokenizer
     values = json.loads(converted.to_str())
     values["model"]["byte_fallback"] = True  # Transformers' conversion leaves it out.

@@ -13,7 +13,7 @@ from ...mpu import broadcast_from_stage
 from ..blocks.cache import Cache
 from ..blocks.masks import lower_triangular_mask
 from ..outputs import EncoderOutput
-from .vocabulary import without_padding
+from .vocabulary import mask_padding
 
 
 class Decoder(ABC):
@@ -47,12 +47,13 @@ class Decoder(ABC):
                 calls.
         """
         if self.is_first and self.copies > 1:
+            # The copies of a prompt are equal until the first token is chosen.
             logits = self.next_logits(ids[:: self.copies], 0).repeat_interleave(self.copies, 0)
             self.repeat_rows()
         else:
             logits = self.next_logits(ids, 0 if self.cache is None else self.cache.length)
         self.is_first = False
-        return without_padding(logits, self.model.config.vocab_size, self.model.mesh)
+        return mask_padding(logits, self.model.config.vocab_size, self.model.mesh)
 
     @abstractmethod
     def next_logits(self, ids: Tensor, cached: int) -> Tensor:
@@ -93,7 +94,8 @@ class CausalDecoder(Decoder):
         self.mask = attention_mask
 
     def next_logits(self, ids: Tensor, cached: int) -> Tensor:
-        mask = positions = None
+        mask = None
+        positions = None
         if self.mask is not None:
             mask = F.pad(self.mask, (0, ids.shape[1] - self.mask.shape[1]), value=1)  # [R, T]
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, cached:]
@@ -185,19 +187,16 @@ class BlankDecoder(Decoder):
         prompt = self.visible.shape[1]
         steps = torch.arange(1, length - prompt + 1, device=ids.device)
         last = self.positions[:, :, -1:]
-        later = torch.stack(
-            [last[:, 0].expand(-1, len(steps)), last[:, 1] + steps], 1
-        )  # [B, 2, T - T0]
+        new_positions = [last[:, 0].expand(-1, len(steps)), last[:, 1] + steps]
+        later = torch.stack(new_positions, 1)  # [B, 2, T - T0]
         positions = torch.cat([self.positions, later], 2)[:, :, cached:]
         # A prompt's last token attends to all of the prompt except padding. New tokens attend to
         # the same, and causally to new tokens.
         keys = F.pad(self.visible[:, -1], (0, length - prompt), value=True)  # [B, T]
-        new = (
-            lower_triangular_mask(length - prompt, length, ids.device) & keys[:, None]
-        )  # [B, T - T0, T]
-        mask = torch.cat([F.pad(self.visible, (0, length - prompt)), new], 1)[
-            :, None, cached:
-        ]  # [B, 1, S, T]
+        causal = lower_triangular_mask(length - prompt, length, ids.device)
+        new = causal & keys[:, None]  # [B, T - T0, T]
+        whole = torch.cat([F.pad(self.visible, (0, length - prompt)), new], 1)  # [B, T, T]
+        mask = whole[:, None, cached:]  # [B, 1, S, T]
         output = self.model(
             ids[:, cached:], positions, mask, cache=self.cache, logits_to_keep=1, use_cache=False
         )

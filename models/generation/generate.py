@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ...mpu import cache_shared_heads
 from ..outputs import EncoderOutput, ModelOutput
 from .decoders import BlankDecoder, CausalDecoder, Decoder, Seq2SeqDecoder
-from .prompts import check_ids, check_mask, decoder_prompt, left_padding
-from .settings import GenerationSettings, make_settings
+from .generation_config import resolve_settings
+from .prompts import begin_decoder, check_ids, check_mask, find_left_padding
+from .settings import GenerationSettings
 from .strategies import beam_search, decode, group_beam_search
 
 
@@ -57,7 +58,7 @@ def generate(
     prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
     streamer: Any = None,
     tokenizer: Any = None,
-    return_dict_in_generate: bool = False,
+    return_dict_in_generate: bool | None = None,
     **settings: Any,
 ) -> Tensor | GenerateOutput:
     """Generates sequences. The model's class attribute `generates` determines what they are.
@@ -73,9 +74,11 @@ def generate(
             for `fill_blanks`.
         generation_attention_mask: The same.
         generation_config: transformers' object, the contents of its file, or `GenerationSettings`.
-            It overrides the model's configuration.
+            It overrides `model.generation_config`, the settings of the model's folder.
+        return_dict_in_generate: Whether to return a `GenerateOutput`; by default as
+            `model.generation_config` says, or else not.
         settings: fields of `GenerationSettings`, with transformers' names. They override
-            generation_config.
+            generation_config; None unsets a setting.
 
     Returns:
         int64 [B * num_return_sequences, T] on every rank: prompt and continuation, or the decoder's
@@ -87,7 +90,9 @@ def generate(
             the sequences.
     """
     check_model(model)
-    made = make_settings(model.config, generation_config, settings)
+    made = resolve_settings(model, generation_config, settings)
+    if return_dict_in_generate is None:
+        return_dict_in_generate = model.generation_config.returns_dict
     extras = Extras(
         logits_processor or (),
         stopping_criteria or (),
@@ -95,19 +100,21 @@ def generate(
         streamer,
         tokenizer,
     )
+    kind = getattr(model, "generates", None)
     # Inference mode saves a few percent of a step; the results are copied into ordinary tensors
     # afterwards.
     with evaluating(model), torch.inference_mode():
-        kind = getattr(model, "generates", None)
         if kind == "answer":
-            given = (
+            found = _answer(
+                model,
                 input_ids,
                 attention_mask,
                 decoder_input_ids,
                 decoder_attention_mask,
                 encoder_outputs,
+                made,
+                extras,
             )
-            found = _answer(model, *given, made, extras)
         elif kind == "blanks":
             found = _fill(model, input_ids, position_ids, generation_attention_mask, made, extras)
         elif kind == "continuation":
@@ -116,9 +123,11 @@ def generate(
             raise ValueError(
                 f"a {type(model).__name__} generates no text; see generation.fill_mask"
             )
+    sequences = found.sequences.clone()
+    if not return_dict_in_generate:
+        return sequences
     scores = found.sequences_scores
-    found = GenerateOutput(found.sequences.clone(), None if scores is None else scores.clone())
-    return found if return_dict_in_generate else found.sequences
+    return GenerateOutput(sequences, None if scores is None else scores.clone())
 
 
 def _continue(
@@ -128,21 +137,24 @@ def _continue(
     settings: GenerationSettings,
     extras: Extras,
 ) -> GenerateOutput:
+    """Continues prompts int64 [B, S], or the bos token."""
     if ids is None or ids.shape[-1] == 0:
         if settings.bos_token_id is None:
             raise ValueError(
-                "the prompt is empty and the model has no bos_token_id to start with: pass bos_token_id=…"
+                "the prompt is empty and the model has no bos_token_id to start with: pass "
+                "bos_token_id=…"
             )
         rows = 1 if ids is None else len(ids)
-        ids = torch.full((rows, 1), settings.bos_token_id, device=device_of(model))
+        ids = torch.full((rows, 1), settings.bos_token_id, device=find_device(model))
         mask = None
-    ids = ids.to(device_of(model))
+    ids = ids.to(find_device(model))
     check_ids(ids, model.config.vocab_size + model.extra_input_ids)
-    mask = left_padding(ids, None if mask is None else mask.to(ids.device), settings)
+    mask = find_left_padding(ids, None if mask is None else mask.to(ids.device), settings)
     limit = settings.length_limit(ids.shape[1])
     limit = fit_positions(ids.shape[1], limit, model.config.max_sequence_length, settings)
     copies = sequences_per_prompt(settings)
-    capacity = limit - 1 if settings.use_cache else None  # the last token is never read
+    # The last token is never read.
+    capacity = limit - 1 if settings.use_cache else None
     decoder = CausalDecoder(model, mask, copies=copies, capacity=capacity)
     return search(decoder, ids, limit, settings, extras, attention_mask=mask)
 
@@ -157,37 +169,39 @@ def _answer(
     settings: GenerationSettings,
     extras: Extras,
 ) -> GenerateOutput:
-    device = device_of(model)
+    """Answers inputs int64 [B, S], or what the encoder made of them."""
+    device = find_device(model)
     copies = sequences_per_prompt(settings)
     if ids is None and encoded is None:
         raise ValueError("an encoder-decoder answers input_ids: pass them, or encoder_outputs")
     if ids is not None:
         if ids.shape[-1] == 0:
             raise ValueError(
-                "the prompt is empty; an encoder needs at least one token, such as the end-of-sequence token"
+                "the prompt is empty; an encoder needs at least one token, such as the "
+                "end-of-sequence token"
             )
         ids = ids.to(device)
         check_ids(ids, model.config.vocab_size + model.extra_input_ids)
-        if (
-            mask is None
-            and settings.pad_token_id is not None
-            and settings.pad_token_id not in settings.eos_token_ids
-        ):
-            mask = (ids != settings.pad_token_id).long()
+        pad = settings.pad_token_id
+        if mask is None and pad is not None and pad not in settings.eos_token_ids:
+            mask = (ids != pad).long()
         if mask is not None:
             mask = mask.to(device)
             check_mask(mask, ids)
-            mask = None if bool((mask != 0).all()) else mask
+            if bool((mask != 0).all()):
+                mask = None
     if encoded is None:
         encoded = model.encode(ids, mask)
     assert encoded is not None
-    prompt, decoder_mask = decoder_prompt(
+    prompt, decoder_mask = begin_decoder(
         decoder_ids, decoder_mask, len(encoded.last_hidden_state), settings, device
     )
     check_ids(prompt, model.config.vocab_size, "decoder_input_ids")
-    decoder_mask = None if decoder_mask is None or bool((decoder_mask != 0).all()) else decoder_mask
+    if decoder_mask is not None and bool((decoder_mask != 0).all()):
+        decoder_mask = None
     limit = settings.length_limit(prompt.shape[1])
-    if (positions := model.config.max_target_length) is not None:
+    positions = model.config.max_target_length
+    if positions is not None:
         limit = fit_positions(prompt.shape[1], limit, positions, settings)
     capacity = limit - 1 if settings.use_cache else None
     decoder = Seq2SeqDecoder(model, encoded, mask, decoder_mask, copies=copies, capacity=capacity)
@@ -202,34 +216,29 @@ def _fill(
     settings: GenerationSettings,
     extras: Extras,
 ) -> GenerateOutput:
+    """Fills the first blank of texts int64 [B, S] that the tokenizer of a GLM has prepared."""
     if ids is None or positions is None or visible is None:
         raise ValueError(
-            "a GLM needs input_ids, position_ids and generation_attention_mask, which its tokenizer's "
-            "build_inputs_for_generation makes; shardzoo.generation.fill_blanks needs only the tokens of a text"
+            "a GLM needs input_ids, position_ids and generation_attention_mask, which its "
+            "tokenizer's build_inputs_for_generation makes; shardzoo.generation.fill_blanks needs "
+            "only the tokens of a text"
         )
-    device = device_of(model)
+    device = find_device(model)
     length = ids.shape[1]
     ids = ids.to(device)
     check_ids(ids, model.config.vocab_size)
-    if (
-        positions.dim() != 3
-        or positions.shape[2] < length
-        or visible.dim() != 4
-        or visible.shape[3] < length
-    ):
+    has_positions = positions.dim() == 3 and positions.shape[2] >= length
+    has_mask = visible.dim() == 4 and visible.shape[3] >= length
+    if not has_positions or not has_mask:
         raise ValueError(
-            f"for {length} tokens position_ids must be [B, 2, {length} or more] and generation_attention_mask "
-            f"[B, 1, {length} or more, the same]; they are {list(positions.shape)} and {list(visible.shape)}"
+            f"for {length} tokens position_ids must be [B, 2, {length} or more] and "
+            f"generation_attention_mask [B, 1, {length} or more, the same]; they are "
+            f"{list(positions.shape)} and {list(visible.shape)}"
         )
-    rows = visible.to(device)[:, 0, :length, :length].bool().expand(len(ids), -1, -1)
-    return fill(
-        model,
-        ids,
-        positions.to(device)[:, :, :length].expand(len(ids), -1, -1),
-        rows,
-        settings,
-        extras,
-    )
+    # The tokenizer has prepared them for the new tokens, too, which `BlankDecoder` adds itself.
+    positions = positions.to(device)[:, :, :length].expand(len(ids), -1, -1)
+    visible = visible.to(device)[:, 0, :length, :length].bool().expand(len(ids), -1, -1)
+    return fill(model, ids, positions, visible, settings, extras)
 
 
 def fill(
@@ -242,15 +251,16 @@ def fill(
 ) -> GenerateOutput:
     """Fills one blank of each row of ids [B, T0], as `BlankDecoder`.
 
-    ValueError if the positions do not suffice.
+    Raises:
+        ValueError: The positions do not suffice.
     """
     limit = settings.length_limit(ids.shape[1])
     most = model.config.max_sequence_length + 1
     last = int(positions[:, 1, -1].max()) + limit - ids.shape[1] - 1
     if int(positions.max()) >= most or last >= most:
         raise ValueError(
-            f"the text needs {int(positions[:, 0].max()) + 1} positions and its span up to {last}, but the model has "
-            f"{most}; use a shorter text or a smaller max_new_tokens"
+            f"the text needs {int(positions[:, 0].max()) + 1} positions and its span up to {last}, "
+            f"but the model has {most}; use a shorter text or a smaller max_new_tokens"
         )
     capacity = limit - 1 if settings.use_cache else None
     decoder = BlankDecoder(
@@ -279,12 +289,12 @@ def search(
     model = decoder.model
     if limit == prompt.shape[1]:
         return GenerateOutput(ids[:: max(1, decoder.copies // settings.num_return_sequences)])
-    together = (
-        decoder.copies // settings.num_beam_groups
-    )  # rows of a prompt that one call processes
-
-    def for_each(rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else rows.repeat_interleave(together, 0)
+    # Diverse beam search processes the scores of one group at a time.
+    rows_of_call = decoder.copies // settings.num_beam_groups
+    if encoder_ids is not None:
+        encoder_ids = encoder_ids.repeat_interleave(rows_of_call, 0)
+    if attention_mask is not None:
+        attention_mask = attention_mask.repeat_interleave(rows_of_call, 0)
 
     # transformers' processors take a second to import, and only a call needs them.
     from .logits_processors import LogitsProcessors
@@ -295,8 +305,8 @@ def search(
         model.mesh,
         prompt=ids,
         limit=limit,
-        encoder_ids=for_each(encoder_ids),
-        attention_mask=for_each(attention_mask),
+        encoder_ids=encoder_ids,
+        attention_mask=attention_mask,
         processors=extras.logits_processor,
         criteria=extras.stopping_criteria,
         prefix_allowed_tokens_fn=extras.prefix_allowed_tokens_fn,
@@ -313,25 +323,29 @@ def search(
 
 
 def sequences_per_prompt(settings: GenerationSettings) -> int:
+    """Returns the number of sequences that are decoded for each prompt."""
     return settings.num_beams if settings.num_beams > 1 else settings.num_return_sequences
 
 
 def fit_positions(prompt: int, limit: int, positions: int, settings: GenerationSettings) -> int:
     """Returns `limit`, reduced to the positions if it is the default.
 
-    ValueError if the positions do not suffice.
+    Raises:
+        ValueError: The positions do not suffice.
     """
     if prompt > positions:
         raise ValueError(
-            f"the prompt has {prompt} tokens, but the model has only {positions} positions; shorten it"
+            f"the prompt has {prompt} tokens, but the model has only {positions} positions; "
+            "shorten it"
         )
-    most = positions + 1  # the last token needs no position, because nothing follows it
+    # The last token needs no position, because nothing follows it.
+    most = positions + 1
     if limit > most:
         if settings.max_new_tokens is None and settings.max_length is None:
             return most
         raise ValueError(
-            f"{prompt} prompt tokens and {limit - prompt} new tokens need {limit - 1} positions, but the model has "
-            f"{positions}; use max_new_tokens up to {most - prompt}"
+            f"{prompt} prompt tokens and {limit - prompt} new tokens need {limit - 1} positions, "
+            f"but the model has {positions}; use max_new_tokens up to {most - prompt}"
         )
     return limit
 
@@ -342,15 +356,18 @@ def check_model(model: nn.Module) -> None:
     """
     if getattr(getattr(model, "parallel_config", None), "sequence_parallel", False):
         raise ValueError(
-            "decoding needs complete sequences on each rank: load the model without sequence parallelism"
+            "decoding needs complete sequences on each rank: load the model without sequence "
+            "parallelism"
         )
     if getattr(model, "config", None) is None:
         raise ValueError(
-            f"a {type(model).__name__} is not a model of the zoo; load one with shardzoo.from_pretrained"
+            f"a {type(model).__name__} is not a model of the zoo; load one with "
+            "shardzoo.from_pretrained"
         )
 
 
-def device_of(model: nn.Module) -> torch.device:
+def find_device(model: nn.Module) -> torch.device:
+    """Returns the device of a model's parameters."""
     return next(model.parameters()).device
 
 

@@ -23,9 +23,10 @@ from transformers.generation.stopping_criteria import (
 
 from ...mpu import ParallelMesh
 from .settings import GenerationSettings
-from .vocabulary import best, of_first_rank, whole_rows
+from .vocabulary import find_best, gather_rows, take_from_first_rank
 
-_FUNCTIONS_OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
+# These criteria decide alike on every rank.
+FUNCTIONS_OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
 class LogitsProcessors:
@@ -57,34 +58,27 @@ class LogitsProcessors:
     ) -> None:
         self.vocab_size = vocab_size
         self.mesh = mesh
-        eos = (
-            torch.tensor(settings.eos_token_ids, device=prompt.device)
-            if settings.eos_token_ids
-            else None
-        )
-        made = _edits(
-            settings,
-            prompt,
-            encoder_ids if encoder_ids is not None else prompt,
-            attention_mask,
-            eos,
-            limit,
-        )
+        eos = None
+        if settings.eos_token_ids:
+            eos = torch.tensor(settings.eos_token_ids, device=prompt.device)
+        if encoder_ids is None:
+            encoder_ids = prompt
+        made = _make_edits(settings, prompt, encoder_ids, attention_mask, eos, limit)
         if prefix_allowed_tokens_fn is not None:
             made.insert(
                 0, p.PrefixConstrainedLogitsProcessor(prefix_allowed_tokens_fn, settings.num_beams)
             )
-        self.processors: Any = p.LogitsProcessorList(_merged(made, processors))
+        self.processors: Any = p.LogitsProcessorList(_replace_same_class(made, processors))
         if settings.do_sample:
-            self.processors += _warpers(settings, eos, prompt.device)
+            self.processors += _make_warpers(settings, eos, prompt.device)
         if settings.renormalize_logits:
             self.processors.append(p.LogitNormalization())
         self.needs_rows = any(type(processor) not in _SPLIT for processor in self.processors)
         self.criteria: Any = StoppingCriteriaList(
-            _merged(_criteria(settings, eos, limit, tokenizer), criteria)
+            _replace_same_class(_make_criteria(settings, eos, limit, tokenizer), criteria)
         )
         self.may_disagree = any(
-            type(criterion) not in _FUNCTIONS_OF_TOKENS for criterion in self.criteria
+            type(criterion) not in FUNCTIONS_OF_TOKENS for criterion in self.criteria
         )
 
     def __call__(self, ids: Any, scores: Any) -> tuple[Tensor, ParallelMesh | None]:
@@ -93,7 +87,7 @@ class LogitsProcessors:
         Returns them with the mesh over which they are still split (None if they were gathered).
         """
         if self.needs_rows:
-            return self.processors(ids, whole_rows(scores, self.vocab_size, self.mesh)), None
+            return self.processors(ids, gather_rows(scores, self.vocab_size, self.mesh)), None
         for processor in self.processors:
             scores = _SPLIT[type(processor)](processor, scores, self.mesh)
         return scores, self.mesh
@@ -103,13 +97,14 @@ class LogitsProcessors:
         rank.
         """
         stops = self.criteria(ids, None)
-        if self.may_disagree:  # clocks differ, and a caller's criterion may be anything
-            stops = of_first_rank(stops.to(torch.uint8), self.mesh).bool()
+        if self.may_disagree:
+            # Clocks differ, and a caller's criterion may be anything.
+            stops = take_from_first_rank(stops.to(torch.uint8), self.mesh).bool()
         return stops
 
 
 def _keep_best(processor: p.TopKLogitsWarper, scores: Tensor, mesh: ParallelMesh | None) -> Tensor:
-    lowest = best(scores, processor.top_k, mesh)[0][:, -1:]
+    lowest = find_best(scores, processor.top_k, mesh)[0][:, -1:]
     return scores.masked_fill(scores < lowest, processor.filter_value)
 
 
@@ -120,7 +115,7 @@ _SPLIT: dict[type, Callable[[Any, Tensor, ParallelMesh | None], Tensor]] = {
 }
 
 
-def _edits(
+def _make_edits(
     s: GenerationSettings,
     prompt: Tensor,
     encoder_ids: Any,
@@ -167,24 +162,31 @@ def _edits(
     if s.exponential_decay_length_penalty is not None:
         if eos is None:
             raise ValueError(
-                "exponential_decay_length_penalty makes the end token likelier, so it needs eos_token_id"
+                "exponential_decay_length_penalty makes the end token likelier, so it needs "
+                "eos_token_id"
             )
         made.append(p.ExponentialDecayLengthPenalty(s.exponential_decay_length_penalty, eos, start))
     if s.suppress_tokens is not None:
         made.append(p.SuppressTokensLogitsProcessor(s.suppress_tokens, device=device))
     if s.begin_suppress_tokens is not None:
-        begin = start if start > 1 or s.forced_bos_token_id is None else start + 1
+        # A forced first token comes before the first one that is generated.
+        begin = start
+        if start <= 1 and s.forced_bos_token_id is not None:
+            begin = start + 1
         made.append(
             p.SuppressTokensAtBeginLogitsProcessor(s.begin_suppress_tokens, begin, device=device)
         )
     return made
 
 
-def _warpers(s: GenerationSettings, eos: Tensor | None, device: Any) -> list[Any]:
+def _make_warpers(s: GenerationSettings, eos: Tensor | None, device: Any) -> list[Any]:
     """Returns the processors of sampling; for beam search they keep one token besides the end
     tokens.
     """
-    keep = {"min_tokens_to_keep": 1 if s.num_beams == 1 else 2 if eos is None else len(eos) + 1}
+    least = 1
+    if s.num_beams > 1:
+        least = 2 if eos is None else len(eos) + 1
+    keep = {"min_tokens_to_keep": least}
     made: list[Any] = []
     if s.temperature != 1.0:
         made.append(p.TemperatureLogitsWarper(s.temperature))
@@ -205,7 +207,8 @@ def _warpers(s: GenerationSettings, eos: Tensor | None, device: Any) -> list[Any
     return made
 
 
-def _criteria(s: GenerationSettings, eos: Any, limit: int, tokenizer: Any) -> list[Any]:
+def _make_criteria(s: GenerationSettings, eos: Any, limit: int, tokenizer: Any) -> list[Any]:
+    """Returns the criteria that end a sequence."""
     made: list[Any] = [MaxLengthCriteria(limit)]
     if s.max_time is not None:
         made.append(MaxTimeCriteria(s.max_time))
@@ -218,6 +221,7 @@ def _criteria(s: GenerationSettings, eos: Any, limit: int, tokenizer: Any) -> li
     return made
 
 
-def _merged(made: list[Any], own: Sequence[Any]) -> list[Any]:
+def _replace_same_class(made: list[Any], own: Sequence[Any]) -> list[Any]:
+    """Returns what was made, without what has the class of one of the caller's own, and these."""
     replaced: set[Any] = {type(one) for one in own}
     return [one for one in made if type(one) not in replaced] + list(own)

@@ -23,8 +23,10 @@ def pad_prompts(
     ids = torch.full((len(rows), width), pad)
     mask = torch.zeros(len(rows), width, dtype=torch.int64)
     for number, row in enumerate(rows):
-        place = slice(width - len(row), None) if left else slice(len(row))
-        ids[number, place], mask[number, place] = torch.tensor(row, dtype=torch.int64), 1
+        start = width - len(row) if left else 0
+        place = slice(start, start + len(row))
+        ids[number, place] = torch.tensor(row, dtype=torch.int64)
+        mask[number, place] = 1
     return ids, mask
 
 
@@ -40,8 +42,8 @@ def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
     if outside.any():
         row, column = map(int, outside.nonzero()[0])
         raise ValueError(
-            f"{name}[{row}, {column}] is {int(ids[row, column])}, but the vocabulary is 0..{vocab_size - 1}; the "
-            "tokenizer may belong to another model"
+            f"{name}[{row}, {column}] is {int(ids[row, column])}, but the vocabulary is "
+            f"0..{vocab_size - 1}; the tokenizer may belong to another model"
         )
 
 
@@ -58,13 +60,17 @@ def check_mask(mask: Tensor, ids: Tensor, name: str = "attention_mask") -> None:
         )
 
 
-def left_padding(ids: Tensor, mask: Tensor | None, settings: GenerationSettings) -> Tensor | None:
+def find_left_padding(
+    ids: Tensor, mask: Tensor | None, settings: GenerationSettings
+) -> Tensor | None:
     """Returns the attention mask of prompts to be continued, int64 [B, T]; None if nothing is
     padded.
 
     Without a mask, the padding token marks padding unless it also ends sequences, as in
-    transformers. ValueError for padding on the right, because a continuation would not follow the
-    prompt.
+    transformers.
+
+    Raises:
+        ValueError: The padding is on the right, where a continuation would not follow the prompt.
     """
     if mask is None:
         pad = settings.pad_token_id
@@ -82,7 +88,7 @@ def left_padding(ids: Tensor, mask: Tensor | None, settings: GenerationSettings)
     return mask
 
 
-def decoder_prompt(
+def begin_decoder(
     given: Tensor | None,
     mask: Tensor | None,
     rows: int,
@@ -94,19 +100,23 @@ def decoder_prompt(
     It is the start token, followed by the given tokens, unless they begin with it already.
     """
     start = settings.decoder_start_token_id
-    start = settings.bos_token_id if start is None else start
+    if start is None:
+        start = settings.bos_token_id
     if start is None:
         raise ValueError(
-            "the model's configuration has no decoder_start_token_id: pass decoder_start_token_id=…"
+            "the model's generation settings have no decoder_start_token_id: pass "
+            "decoder_start_token_id=…"
         )
     first = torch.full((rows, 1), start, device=device)
     if given is None:
         return first, None
     given = given.to(device)
-    mask = None if mask is None else mask.to(device)
+    if mask is not None:
+        mask = mask.to(device)
     if len(given) != rows:
         raise ValueError(f"decoder_input_ids has {len(given)} rows for {rows} prompts")
     if bool((given[:, 0] != start).all()):
         given = torch.cat([first, given], 1)
-        mask = None if mask is None else torch.cat([torch.ones_like(mask[:, :1]), mask], 1)
+        if mask is not None:
+            mask = torch.cat([torch.ones_like(mask[:, :1]), mask], 1)
     return given, mask

@@ -9,14 +9,20 @@ from functools import lru_cache
 from types import NoneType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from ..config import ModelConfig, shown
+from ..config import shown
 
 DEFAULT_NEW_TOKENS = 20
-# Entries of a generation_config.json that do not affect the tokens.
-_ASIDE = {"transformers_version", "_from_model_config", "cache_implementation", "output_attentions", "output_scores",
-          "output_hidden_states", "output_logits", "num_assistant_tokens", "num_assistant_tokens_schedule",
-          "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size",
-          "disable_compile", "is_assistant"}  # fmt: skip
+UNSUPPORTED = (
+    "guidance_scale",
+    "penalty_alpha",
+    "dola_layers",
+    "constraints",
+    "force_words_ids",
+    "watermarking_config",
+    "token_healing",
+)
+"""Settings of transformers that would change the tokens, and that the zoo does not have. Other
+unknown entries of a `generation_config.json` have no effect in transformers either."""
 
 
 @dataclass(frozen=True)
@@ -119,27 +125,37 @@ class GenerationSettings:
     """Starts an encoder-decoder's output; by default the model's."""
 
     def __post_init__(self) -> None:
-        for name, kinds in _field_kinds().items():
+        for name, kinds in _setting_types().items():
             value = getattr(self, name)
             if not _is_allowed(value, kinds):
-                raise ValueError(f"{name} must be {_kind_names(kinds)}, not {shown(value)}")
-        for name, least in (("max_new_tokens", 0), ("max_length", 1), ("num_beams", 1), ("num_beam_groups", 1),
-                            ("num_return_sequences", 1), ("top_k", 0)):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
+                raise ValueError(f"{name} must be {_describe(kinds)}, not {shown(value)}")
+        for name, least in (
+            ("max_new_tokens", 0),
+            ("max_length", 1),
+            ("num_beams", 1),
+            ("num_beam_groups", 1),
+            ("num_return_sequences", 1),
+        ):
+            self._check_least(name, least)
+        # As in transformers, a top_k that is not used may be anything; some folders have -1.
+        if self.do_sample:
+            self._check_least("top_k", 0)
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(
                 f"early_stopping must be true, false or 'never', not {self.early_stopping!r}"
             )
-        if (
-            self.num_beams > 1 or not self.do_sample
-        ) and self.num_return_sequences > self.num_beams:
+        draws_one_beam = self.do_sample and self.num_beams == 1
+        if not draws_one_beam and self.num_return_sequences > self.num_beams:
             raise ValueError(
-                f"num_return_sequences={self.num_return_sequences} must not exceed num_beams={self.num_beams}; "
-                "raise num_beams, or sample with do_sample=True"
+                f"num_return_sequences={self.num_return_sequences} must not exceed "
+                f"num_beams={self.num_beams}; raise num_beams, or sample with do_sample=True"
             )
         self._check_groups()
+
+    def _check_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
 
     def _check_groups(self) -> None:
         beams = self.num_beams
@@ -151,26 +167,59 @@ class GenerationSettings:
             )
         if groups > 1 and (self.do_sample or self.diversity_penalty <= 0):
             raise ValueError(
-                "num_beam_groups > 1 needs do_sample=False and a diversity_penalty above 0, without which all groups "
-                "would choose the same tokens"
+                "num_beam_groups > 1 needs do_sample=False and a diversity_penalty above 0, "
+                "without which all groups would choose the same tokens"
             )
         if groups == 1 and self.diversity_penalty:
             raise ValueError(
                 f"diversity_penalty={self.diversity_penalty} needs num_beam_groups > 1"
             )
 
+    @classmethod
+    def from_values(
+        cls, values: Mapping[str, Any], arguments: Mapping[str, Any]
+    ) -> GenerationSettings:
+        """Returns settings from values by name, and the arguments of a call, which come first.
+
+        An argument that is None unsets a value. Without a padding token, the first end token pads.
+
+        Raises:
+            ValueError: An argument is unknown, or a value is not possible.
+        """
+        chosen = dict(values)
+        for name, value in arguments.items():
+            _check_name(name)
+            if value is None:
+                chosen.pop(name, None)
+            else:
+                chosen[name] = value
+        settings = cls(**chosen)
+        if settings.pad_token_id is None and settings.eos_token_ids:
+            settings = replace(settings, pad_token_id=settings.eos_token_ids[0])
+        return settings
+
+    def named_values(self) -> dict[str, Any]:
+        """Returns the settings that are not None by name."""
+        found: dict[str, Any] = {}
+        for name in setting_names():
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = value
+        return found
+
     @property
     def eos_token_ids(self) -> list[int]:
         if self.eos_token_id is None:
             return []
-        return (
-            [self.eos_token_id] if isinstance(self.eos_token_id, int) else list(self.eos_token_id)
-        )
+        if isinstance(self.eos_token_id, int):
+            return [self.eos_token_id]
+        return list(self.eos_token_id)
 
     def length_limit(self, prompt: int) -> int:
         """Returns the maximum length of a sequence with this prompt length.
 
-        ValueError if it leaves no new token.
+        Raises:
+            ValueError: It leaves no new token.
         """
         if self.max_new_tokens is not None:
             return prompt + self.max_new_tokens
@@ -178,21 +227,53 @@ class GenerationSettings:
             return prompt + DEFAULT_NEW_TOKENS
         if self.max_length <= prompt:
             raise ValueError(
-                f"the prompt has {prompt} tokens, and max_length={self.max_length} leaves none to generate; raise it, "
-                "or use max_new_tokens"
+                f"the prompt has {prompt} tokens, and max_length={self.max_length} leaves none to "
+                "generate; raise it, or use max_new_tokens"
             )
         return self.max_length
 
 
 @lru_cache
-def _field_kinds() -> dict[str, tuple[Any, ...]]:
-    """Returns the types that each setting may have, without early_stopping, whose three values are
-    listed above.
+def setting_names() -> tuple[str, ...]:
+    """Returns the names of all settings."""
+    return tuple(field.name for field in fields(GenerationSettings))
+
+
+def select_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of a `generation_config.json` that decide the tokens.
+
+    Raises:
+        ValueError: One of them is not supported.
     """
-    hints = get_type_hints(GenerationSettings)
-    return {
-        name: get_args(hint) or (hint,) for name, hint in hints.items() if name != "early_stopping"
-    }
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        is_neutral = value in (None, False) or (name == "guidance_scale" and value == 1)
+        if name in UNSUPPORTED and not is_neutral:
+            _check_name(name)
+        if name in setting_names() and value is not None:
+            found[name] = value
+    return found
+
+
+def _check_name(name: str) -> None:
+    """Raises ValueError, with a similar name, for a name that is none of a setting."""
+    if name not in setting_names():
+        close = difflib.get_close_matches(name, setting_names(), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"generation has no argument {name!r}{hint}")
+
+
+@lru_cache
+def _setting_types() -> dict[str, tuple[Any, ...]]:
+    """Returns the types that each setting may have.
+
+    early_stopping is left out; it is checked by its three values.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, hint in get_type_hints(GenerationSettings).items():
+        if name != "early_stopping":
+            found[name] = get_args(hint) or (hint,)
+    return found
 
 
 def _is_allowed(value: Any, kinds: tuple[Any, ...]) -> bool:
@@ -201,13 +282,17 @@ def _is_allowed(value: Any, kinds: tuple[Any, ...]) -> bool:
     Other objects, such as NumPy's numbers, always do.
     """
     if isinstance(value, list | tuple | dict):
-        containers = [kind for kind in kinds if get_origin(kind) in (list, tuple)]
         items: list[Any] = list(cast(Any, value))
-        return any(
-            get_args(kind) not in ((int,), (str,))
-            or all(_is_allowed(item, get_args(kind)) for item in items)
-            for kind in containers
-        )
+        for kind in kinds:
+            if get_origin(kind) not in (list, tuple):
+                continue
+            item_kinds = get_args(kind)
+            # Only lists of one simple type are checked item by item.
+            if item_kinds not in ((int,), (str,)):
+                return True
+            if all(_is_allowed(item, item_kinds) for item in items):
+                return True
+        return False
     if isinstance(value, float):
         return float in kinds or (int in kinds and value.is_integer())
     if isinstance(value, int):
@@ -215,7 +300,7 @@ def _is_allowed(value: Any, kinds: tuple[Any, ...]) -> bool:
     return type(value) in kinds or not isinstance(value, str | NoneType)
 
 
-def _kind_names(kinds: tuple[Any, ...]) -> str:
+def _describe(kinds: tuple[Any, ...]) -> str:
     names = {
         int: "an integer",
         float: "a number",
@@ -224,59 +309,3 @@ def _kind_names(kinds: tuple[Any, ...]) -> str:
         NoneType: "null",
     }
     return " or ".join(names.get(kind) or str(kind) for kind in kinds)
-
-
-def make_settings(
-    config: ModelConfig, given: Any, arguments: Mapping[str, Any]
-) -> GenerationSettings:
-    """Makes settings from `arguments`, then `given`, then the model's configuration, the first
-    having precedence.
-
-    Args:
-        config: The model's configuration.
-        given: None, settings, or transformers' GenerationConfig (as object or as the contents of
-            its file).
-        arguments: Settings by name.
-
-    Raises:
-        ValueError: a name is not supported; the message suggests a similar one.
-    """
-    model_tokens = (
-        "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_bos_token_id",
-        "forced_eos_token_id",
-    )  # fmt: skip
-    values: dict[str, Any] = {name: getattr(config, name, None) for name in model_tokens}
-    if isinstance(given, GenerationSettings):
-        of_given = {field.name: getattr(given, field.name) for field in fields(given)}
-        values |= {
-            name: value
-            for name, value in of_given.items()
-            if name not in values or value is not None
-        }
-    elif given is not None:
-        entries: Any = given
-        if not isinstance(given, Mapping):
-            entries = given.to_dict()
-        known = {field.name for field in fields(GenerationSettings)}
-        values |= _supported(
-            {
-                n: v
-                for n, v in entries.items()
-                if v is not None and n not in _ASIDE and (n in known or v is not False)
-            }
-        )
-    values |= _supported({name: value for name, value in arguments.items() if value is not None})
-    settings = GenerationSettings(**values)
-    if settings.pad_token_id is None and settings.eos_token_ids:
-        settings = replace(settings, pad_token_id=settings.eos_token_ids[0])
-    return settings
-
-
-def _supported(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = [field.name for field in fields(GenerationSettings)]
-    for name in values:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"generation has no argument {name!r}{hint}")
-    return values

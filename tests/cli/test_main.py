@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 
@@ -9,7 +10,9 @@ import pytest
 from commands import user_environment
 
 from shardzoo.cli import main as cli
+from shardzoo.cli.arguments import join_repeated_lists
 from shardzoo.cli.console import exit_code_of
+from shardzoo.cli.generate import GenerateArguments, read_prompts
 from shardzoo.cli.rank_errors import exit_code_of_rank
 from shardzoo.trainer.launch.rank_info import RankInfo
 
@@ -112,3 +115,63 @@ sys.exit(main.main(["models"]))
         command, env=user_environment(), capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_a_closed_pipe_ends_without_a_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardzoo.cli.main", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=user_environment(),
+    )
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == (b"", cli.CLOSED_PIPE)
+
+
+def test_what_an_encoding_lacks_is_escaped(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+
+    def work() -> int:
+        print("loading …")
+        sys.stdout.flush()
+        return 0
+
+    for run in (exit_code_of, lambda work: exit_code_of_rank(work, RankInfo.from_environment())):
+        assert run(work) == 0
+    assert raw.getvalue() == b"loading \\u2026\n" * 2
+
+
+def test_a_list_that_is_named_twice_has_the_values_of_both():
+    default = GenerateArguments()
+    for given, joined in (
+        (["--prompt", "a", "--tp", "2", "--prompt", "b", "c"], ["--prompt", "a", "b", "c", "--tp", "2"]),
+        (["--prompt=a", "--prompt=b"], ["--prompt", "a", "b"]),
+        (["--prompt=a", "--model", "m", "--model", "n"], ["--prompt=a", "--model", "m", "--model", "n"]),
+    ):  # fmt: skip
+        assert join_repeated_lists(given, default) == joined
+
+
+def test_prompts_that_are_no_text_are_refused(tmp_path):
+    for name, content, problem in (
+        ("deep.jsonl", b"[" * 100_000, "nested too deeply"),
+        ("deep.jsonl", b'{"prompt": ' + b"[" * 100_000, "nested too deeply"),
+        ("half.jsonl", b'{"prompt": "\\ud800"}', "lone surrogate"),
+        ("bytes.txt", b"a\n\xff\n", "record 2"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=problem):
+            list(read_prompts(GenerateArguments(file=tmp_path / name)))
+    with pytest.raises(ValueError, match="UTF-8"):
+        list(read_prompts(GenerateArguments(prompt=("\udcff",))))
+
+
+def test_prompts_of_any_file(tmp_path):
+    mark = b"\xef\xbb\xbf"
+    for name, content in (
+        ("a.txt", mark + b"one\r\ntwo\r\n"),
+        ("a.jsonl", mark + b'{"prompt": "one"}\n\n{"text": "two"}\n'),
+        ("a.json", mark + b'[\n{"prompt": "one"},\n{"text": "two"}]'),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert list(read_prompts(GenerateArguments(file=tmp_path / name))) == ["one", "two"]

@@ -19,10 +19,16 @@ from shardzoo.data import (
     ResumableLoader,
     Seq2SeqDataset,
     Share,
+    load_chats,
+    load_choices,
+    load_labeled,
+    load_labeled_words,
     load_pairs,
+    load_questions,
     load_tokenizer,
     pack_lengths,
 )
+from shardzoo.finetuning.tasks import first_record
 
 PAIRS = [("the of", "and to"), ("in that", "was"), ("with\tnot 中", "his but at this have")]
 
@@ -54,6 +60,50 @@ def test_every_kind_of_file_gives_the_same_pairs(tmp_path):
         "nested",
     ):
         assert list(load_pairs(tmp_path / name)) == PAIRS, name
+
+
+MARK = b"\xef\xbb\xbf"
+READERS = {
+    "pairs": (load_pairs, {"s": "a", "t": "b"}),
+    "labeled": (load_labeled, {"s": "a", "t": "b"}),
+    "words": (load_labeled_words, {"s": ["a"], "t": ["b"]}),
+    "choices": (load_choices, {"s": "a", "t": 0, "choices": ["b", "c"]}),
+    "questions": (load_questions, {"question": "q", "context": "c", "answers": {"text": ["c"], "answer_start": [0]}}),
+    "chats": (load_chats, {"messages": [{"role": "assistant", "content": "a"}]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_every_reader_knows_arrays_and_byte_order_marks(kind, tmp_path):
+    load, record = READERS[kind]
+    lines = b"\n".join([json.dumps(record).encode()] * 2)
+    contents = {
+        "lines.json": lines,
+        "lines_with_mark.json": MARK + lines,
+        "array.json": json.dumps([record, record], indent=1).encode(),
+        "array_with_mark.json": MARK + json.dumps([record, record]).encode(),
+    }
+    wanted = None
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        found = list(load(tmp_path / name))
+        assert len(found) == 2
+        assert found == (wanted or found), name
+        wanted = found
+        assert first_record(tmp_path / name) == record
+    for name, content in (("deep.json", b"[" * 100_000), ("bad.json", b"[{")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=name):
+            load(tmp_path / name)
+
+
+def test_lines_of_text_have_no_byte_order_mark(tmp_path):
+    (tmp_path / "n.source").write_bytes(MARK + b"one\r\ntwo\xc2\x85\n")
+    (tmp_path / "n.target").write_bytes(MARK + b"eins\nzwei")
+    assert load_pairs(tmp_path / "n") == [("one", "eins"), ("two\x85", "zwei")]
+    (tmp_path / "c.txt").write_bytes(MARK + b"-DOCSTART- -X- O\n\n[ X O\nEU X B\n")
+    (sentence,) = load_labeled_words(tmp_path / "c.txt")
+    assert (sentence.words, sentence.labels) == (("[", "EU"), ("O", "B"))
 
 
 def test_other_keys_and_a_prefix(tmp_path):

@@ -264,7 +264,7 @@ def test_arguments_that_cannot_work(folders, changes, message):
 
 def test_a_model_must_be_named():
     with pytest.raises(ValueError, match="pretrained=FOLDER"):
-        ModelArguments.of({"tensor_parallel_size": 2})
+        ModelArguments.from_given({"tensor_parallel_size": 2})
 
 
 def test_a_masked_language_model_is_refused(folders):

@@ -8,9 +8,9 @@ import transformers
 from every_case import EVERY_CASE, every_day
 
 import shardzoo
+from shardzoo.models.generation.generation_config import resolve_settings
 from shardzoo.models.generation.logits_processors import LogitsProcessors
-from shardzoo.models.generation.settings import make_settings
-from shardzoo.models.generation.vocabulary import whole_rows
+from shardzoo.models.generation.vocabulary import gather_rows
 from shardzoo.mpu import tp_rank, tp_size
 
 CASES = {
@@ -97,18 +97,19 @@ def test_the_distribution_is_the_softmax(family, options, saved, prompts, run_me
 
 
 def processed(mesh, folder, logits, ids):
-    config = shardzoo.from_pretrained(folder).config
+    model = shardzoo.from_pretrained(folder)
+    config = model.config
     share = -(-config.vocab_size // tp_size(mesh))
     own = torch.full((len(logits), share), float("-inf"))
     part = logits[:, tp_rank(mesh) * share : (tp_rank(mesh) + 1) * share]
     own[:, : part.shape[1]] = part
     results = []
     for options in WARPERS:
-        settings = make_settings(config, None, {"do_sample": True, **options})
+        settings = resolve_settings(model, None, {"do_sample": True, **options})
         scores, over = LogitsProcessors(settings, config.vocab_size, mesh, prompt=ids, limit=20)(
             ids, own
         )
-        results.append(whole_rows(scores, config.vocab_size, over))
+        results.append(gather_rows(scores, config.vocab_size, over))
     return results
 
 

@@ -48,7 +48,8 @@ def read_extra_files(
 
     def read(folder: str | Path) -> ExtraFiles:
         own: set[str] = set()
-        if hasattr(model, "generation_config"):
+        # The checkpoint of a model of transformers has its settings; see `WholeFiles`.
+        if hasattr(getattr(model, "generation_config", None), "to_json_string"):
             own.add(GENERATION_CONFIG)
         contents = read_folder(folder, own)
         if contents.keys().isdisjoint(TOKENIZER_FILES):
