@@ -259,7 +259,7 @@ def _cross_entropy(rows: int, columns: int) -> Case:
 
 
 def _attention(name: str, size: tuple[int, int, int, int]) -> Case:
-    """Attention of q, k and v [B, N, S, D]: of all positions, causal, or with a trained bias by
+    """Returns attention of q, k and v [B, N, S, D]: of all positions, causal, or with a trained bias by
     distance and dropout.
 
     The others get the bias written out [1, N, S, S] and differentiate that, as a stack of T5's
@@ -275,28 +275,15 @@ def _attention(name: str, size: tuple[int, int, int, int]) -> Case:
         tensors = {"x": x, "k": k, "v": v, "keys": ops.dropout_keys(1, 0, batch, device)}
         if trained:
             tensors["bias"] = _normal(device, dtype, heads, 2 * length - 1)
-            tensors["written_bias"] = lay_out_diagonals(tensors["bias"], length, length).unsqueeze(
-                0
-            )
+            tensors["written_bias"] = lay_out_diagonals(tensors["bias"], length, length)[None]
         return tensors
 
     def arguments(t):
         keys = t["keys"] if trained else None
-        return (
-            t["x"],
-            t["k"],
-            t["v"],
-            t.get("bias"),
-            None,
-            None,
-            None,
-            keys,
-            0.125,
-            causal,
-            dropout,
-            0,
-            0,
-        )
+        # There is no mask, no prefix, and no length of the keys.
+        tensors = (t["x"], t["k"], t["v"], t.get("bias"), None, None, None, keys)
+        scale = 0.125
+        return (*tensors, scale, causal, dropout, 0, 0)
 
     written, others = rivals.attention(causal, dropout)
     return Case(
@@ -328,19 +315,25 @@ def cases(
         shape: Rows, a multiple of 8, and columns of norms, activations and residuals; by default
             16,384 × 1,024 on a CPU and 65,536 × 4,096 on a GPU.
     """
-    big = device == "cuda"
-    batch, rows = (max(1, int(n * scale)) for n in ((16, 65536) if big else (4, 16384)))
-    rows = max(rows // 8, 1) * 8
-    rows, width = shape or (rows, 4096 if big else 1024)
-    classes, tokens = (131072, 8192) if big else (250112, 128)
-    scores = (batch, 32, 1024, 1024) if big else (batch, 8, 1024, 1024)
-    length = length or (2048 if big else 256)
-    attended = (
-        max(1, int((32768 if big else 8192) * scale / length)),
-        16 if big else 8,
-        length,
-        64,
-    )
+    if device == "cuda":
+        scores = (16, 32, 1024, 1024)
+        matrix = (65536, 4096)
+        logits = (8192, 131072)
+        heads = 16
+        length = length or 2048
+        positions = 32768
+    else:
+        scores = (4, 8, 1024, 1024)
+        matrix = (16384, 1024)
+        logits = (128, 250112)
+        heads = 8
+        length = length or 256
+        positions = 8192
+    scores = (max(1, int(scores[0] * scale)), *scores[1:])
+    matrix = (max(int(matrix[0] * scale) // 8, 1) * 8, matrix[1])
+    rows, width = shape or matrix
+    tokens = max(1, int(logits[0] * scale))
+    attended = (max(1, int(positions * scale / length)), heads, length, 64)
     return [
         _softmax(scores),
         _softmax_bias(scores),
@@ -350,7 +343,7 @@ def cases(
         _glu("geglu", rows, width, ops.activation.GELU_TANH),
         _glu("swiglu", rows, width, ops.activation.SILU),
         _bias_dropout_residual(rows, width),
-        _cross_entropy(max(1, int(tokens * scale)), classes),
+        _cross_entropy(tokens, logits[1]),
         *(
             _attention(name, attended)
             for name in ("attention", "attention_causal", "attention_bias")

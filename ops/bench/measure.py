@@ -12,27 +12,35 @@ from .. import variants
 from ..registration import OPS
 from .cases import Case, Tensors
 
-# (relative, share of the largest value): the error of a few roundings in the dtype
+# The error of a few roundings in the dtype: relative, and as a share of the largest value.
 TOLERANCE = {
     torch.float32: (1e-4, 1e-5),
     torch.bfloat16: (2**-6, 2**-7),
     torch.float16: (2**-8, 2**-9),
 }
 
-QUEUED_CYCLES = 2_000_000  # GPU clock cycles, about a millisecond
-FLUSHED_BYTES = 256 << 20  # more than any GPU's L2 cache holds
+# For so many clock cycles, about a millisecond, a GPU waits while the host queues the work, so that
+# queuing is not timed.
+QUEUED_CYCLES = 2_000_000
+# More than any GPU's L2 cache holds.
+FLUSHED_BYTES = 256 << 20
 
 
 @dataclass
 class Timing:
-    """The times of repeated runs, in milliseconds."""
+    """The times of repeated runs, in milliseconds.
+
+    Attributes:
+        spread: The third quartile minus the first.
+    """
 
     median: float
     least: float
-    spread: float  # third quartile minus first
+    spread: float
 
     @classmethod
-    def of(cls, seconds: list[float]) -> Timing:
+    def from_seconds(cls, seconds: list[float]) -> Timing:
+        """Returns the statistics of the times of runs, in seconds."""
         ms = sorted(1000 * s for s in seconds)
         quarter = len(ms) // 4
         return cls(ms[len(ms) // 2], ms[0], ms[-1 - quarter] - ms[quarter])
@@ -43,6 +51,9 @@ class Result:
     """The result of one case at one dtype.
 
     Bandwidths are the fewest necessary bytes per median time, in GB/s.
+
+    Attributes:
+        missing: The contenders that failed, with the reasons.
     """
 
     op: str
@@ -55,7 +66,7 @@ class Result:
     gigabytes_forward: float = 0.0
     gigabytes_backward: float = 0.0
     gigabytes_copy: float = 0.0
-    missing: dict[str, str] = field(default_factory=dict)  # contender that failed -> reason
+    missing: dict[str, str] = field(default_factory=dict)
 
     @property
     def rivals(self) -> list[str]:
@@ -86,13 +97,10 @@ class Result:
         """Returns the share of the copy's bandwidth that forward and backward with `out` reach
         together.
         """
-        spent = self.timings["ours forward out"].median + self.timings["ours backward out"].median
-        return (
-            1000
-            * (self.gigabytes_forward + self.gigabytes_backward)
-            / spent
-            / self.bandwidth("copy")
-        )
+        forward = self.timings["ours forward out"].median
+        backward = self.timings["ours backward out"].median
+        moved = self.gigabytes_forward + self.gigabytes_backward
+        return 1000 * moved / (forward + backward) / self.bandwidth("copy")
 
     def speedup(self, contender: str) -> float | None:
         """Returns how many times faster than a contender ours is, forward and backward."""
@@ -180,11 +188,10 @@ def contenders(
 
 
 def warm_up(timed: dict[str, Callable]) -> dict[str, str]:
-    """Runs every contender twice, to compile it and to touch its memory.
+    """Runs every contender twice, to compile it and to touch its memory; removes rivals that fail.
 
-    Removes contenders of others that fail.
-
-    Returns the names of the removed contenders with their errors.
+    Returns:
+        The names of the removed contenders with their errors.
     """
     failed = {}
     for name, function in list(timed.items()):
@@ -204,23 +211,20 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Times all contenders.
 
-    Each round runs every contender once, so that a disturbance affects all of them.
-
-    On a GPU nothing of the inputs is in the L2 cache, as for an operator of a large model.
+    Each round runs every contender once, so that a disturbance affects all of them. On a GPU
+    nothing of the inputs is in the L2 cache, as for an operator of a large model.
     """
-    flushed = torch.empty(
-        FLUSHED_BYTES if device == "cuda" else 0, dtype=torch.uint8, device=device
-    )
+    flushed_bytes = FLUSHED_BYTES if device == "cuda" else 0
+    flushed = torch.empty(flushed_bytes, dtype=torch.uint8, device=device)
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(repetitions):
         for name, function in timed.items():
             if device == "cuda":
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start = torch.cuda.Event(enable_timing=True)
+                stop = torch.cuda.Event(enable_timing=True)
                 torch.cuda.synchronize()
                 flushed.zero_()
-                torch.cuda._sleep(
-                    QUEUED_CYCLES
-                )  # the GPU waits while the host queues the work, which is not timed
+                torch.cuda._sleep(QUEUED_CYCLES)
                 start.record()
                 function()
                 stop.record()
@@ -230,7 +234,7 @@ def time_interleaved(
                 begin = time.perf_counter()
                 function()
                 seconds[name].append(time.perf_counter() - begin)
-    return {name: Timing.of(values) for name, values in seconds.items()}
+    return {name: Timing.from_seconds(values) for name, values in seconds.items()}
 
 
 def measure(
@@ -242,9 +246,9 @@ def measure(
     with torch.no_grad():
         shape = case.ours(tensors).shape
     cotangent = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1))
-    cotangent = (
-        cotangent if case.name == "cross_entropy" else cotangent.to(dtype)
-    )  # its losses are fp32
+    # Losses are fp32 in any case.
+    if case.name != "cross_entropy":
+        cotangent = cotangent.to(dtype)
     error = check(case, tensors, dtype, cotangent)
     variant = variants.choose_variant(device)
     named = str(dtype).removeprefix("torch.")

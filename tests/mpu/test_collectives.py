@@ -119,6 +119,15 @@ def test_forward_and_backward(tp, way, name, run_mesh):
     check()
 
 
+def test_large_16_bit_sums_of_several_ranks_are_rounded_once(run_mesh):
+    """Beyond half a MiB, ranks sum pieces of a tensor and then gather the sums; the last piece is padded."""
+    generator = torch.Generator().manual_seed(0)
+    xs = [torch.randn(1, 100_001, 1, generator=generator).bfloat16() for _ in range(3)]
+    wanted = (xs[0].float() + xs[1].float() + xs[2].float()).bfloat16()
+    for output, _ in run_mesh(3, apply, "reduce_from_tp", xs, xs, False, "fp32"):
+        assert torch.equal(output, wanted)
+
+
 def test_without_a_mesh_everything_is_the_identity():
     x = torch.ones(2, 3, 4)
     for name in FUNCTIONS:

@@ -156,6 +156,20 @@ def test_micro_batches_of_any_size_see_the_same_samples():
     assert torch.equal(torch.cat(parts), whole)
 
 
+def test_the_rows_of_a_sample_have_masks_of_their_own_in_any_micro_batch():
+    """A multiple choice has several rows for each sample."""
+    layer = keys("site")["site"]
+
+    def draw(first, count):
+        mpu.dropout_state.set(1, first)
+        with mpu.dropout_state.rows_per_sample(3):
+            return layer(torch.ones(count * 3, 5, 7))
+
+    whole = draw(40, 4)
+    assert torch.equal(torch.cat([draw(40, 1), draw(41, 3)]), whole)
+    assert len({row.numpy().tobytes() for row in whole}) == 12
+
+
 def masks():
     """One mask for each of several keys that differ in one thing."""
     found = []

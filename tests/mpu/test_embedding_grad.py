@@ -47,3 +47,22 @@ def test_a_gradient_that_belongs_to_others_is_left_alone():
     (rows.sum() + shared.sum()).backward()  # sum's gradient is one number, seen from everywhere
     assert table.grad is not None
     assert torch.equal(table.grad, torch.tensor([[1.0, 1], [2, 2], [1, 1]]))
+
+
+def test_the_gradient_of_padding_is_left_out_of_the_table_alone():
+    table = torch.zeros(3, 2, requires_grad=True)
+    rows, _ = embedding(torch.tensor([1, 0]), table, 0)
+    rows.retain_grad()
+    (rows * 2).sum().backward()
+    assert table.grad is not None
+    assert table.grad.tolist() == [[0, 0], [2, 2], [0, 0]]
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [[2, 2], [2, 2]]
+
+
+def test_a_16_bit_gradient_is_added_to_that_of_other_uses():
+    table = torch.zeros(4, 1, dtype=torch.bfloat16, requires_grad=True)
+    rows, shared = embedding(torch.tensor([1, 1, 2]), table)
+    (rows.sum() + 3 * shared.sum()).backward()
+    assert table.grad is not None
+    assert table.grad.flatten().tolist() == [3, 5, 4, 3]

@@ -288,6 +288,9 @@ def test_records_of_manifests():
     assert Shard.from_record(record) == grouped
     router = Shard((10, 4), 0, groups=(8, 2))
     assert router.to_record()["shared_kv_groups"] == []
+    # No release took groups for shared that are narrower but do not divide the widest.
+    uneven = {**record, "shape": [14, 4], "groups": [10, 4], "unit": 1}
+    assert Shard.from_record(uneven) == Shard((14, 4), 0, groups=(10, 4))
     vocabulary = Shard((97, 12), 0, pad_multiple=8, tied_to="embedding")
     assert vocabulary.to_record()["groups"] == []
     for shard in (grouped, router, vocabulary, Shard((4, 6), -1, axis="expert")):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import hf_model
+from tiny_models import hf_model, tiny
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -387,3 +387,25 @@ def test_pretraining_without_targets_of_one_kind_learns_the_other(missing, tmp_p
     wanted = reference.get_input_embeddings().weight.grad
     # fp32: the sums over tokens differ in their order, relative to the largest of them.
     torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "told"),
+    [
+        ("labels", (1, 2), 99, "labels of training sample 41 at position 2 is 99; it must be from 0 to "),
+        ("labels", (0, 1), -1, "labels of training sample 40 at position 1 is -1; it must be from 0 to "),
+        ("input_ids", (1, 0), 99, "input_ids of training sample 41 at position 0 is 99; it must be from "),
+        ("input_ids", (0, 3), -1, "input_ids of training sample 40 at position 3 is -1; it must be from "),
+        ("input_ids", (0, 3), IGNORED, "input_ids of training sample 40 at position 3 is -100; it must"),
+    ],
+)  # fmt: skip
+def test_a_number_out_of_range_is_named_with_its_own_sample(name, place, value, told):
+    from shardzoo.models import from_config
+    from shardzoo.trainer.batches.loss_normalization import label_problem
+
+    model = from_config(tiny("gpt2"))
+    batch = {key: torch.full((2, 4), 3) for key in ("input_ids", "labels")}
+    batch["labels"][0, 0] = IGNORED
+    assert label_problem(batch, model, 40) == ""
+    batch[name][place] = value
+    assert label_problem(batch, model, 40).startswith(told)

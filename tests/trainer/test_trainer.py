@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,10 +170,13 @@ def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):
     from shardzoo.trainer import Trainer
 
     calls = []
+    targets = []  # of each training step
 
     class Mine(Trainer):
         def forward_step(self, data, model, mems):
             calls.append(set(data))
+            if model.training:
+                targets.append(int((data["labels"] != -100).sum()))
             outputs = model(**data)
             return {"loss": outputs.loss, "logits": outputs.logits}
 
@@ -217,6 +221,9 @@ def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):
     assert all(
         record["train/samples_per_second"] == 4 / record["train/seconds"] for record in logged
     )
+    assert [
+        record["train/tokens_per_second"] * record["train/seconds"] for record in logged
+    ] == pytest.approx(targets[4::5])
     page = (tmp_path / "report.html").read_text()
     assert "<svg" in page
     assert f"{values['loss']:.4f}" in page
@@ -264,6 +271,34 @@ def test_forward_step_goes_on_from_the_memory_of_glm(tmp_path):
         data = {"input_ids": ids[:, 8:], "position_ids": positions[:, :, 8:]}
         rest = trainer.forward_step(data, model, first.mems)
     torch.testing.assert_close(rest.logits, whole.logits[:, 8:], rtol=1e-5, atol=1e-5)
+
+
+def test_counting_the_flops_of_compiled_code_draws_no_random_numbers():
+    """It takes a forward pass of its own, after which the step has the masks and numbers of other runs."""
+    from shardzoo.mpu import Dropout, assign_dropout_sites, dropout_state
+    from shardzoo.trainer.logging.diagnostics import Throughput
+    from shardzoo.trainer.step import TrainingStep
+
+    layer = torch.nn.ModuleDict({"dropout": Dropout(0.5)})
+    assign_dropout_sites(layer)
+
+    def forward_step(data, model, mems):
+        return model["dropout"](torch.ones(3, 64)) @ torch.rand(64, 5)
+
+    step = TrainingStep.__new__(TrainingStep)
+    step.arguments = SimpleNamespace(torch_compile=True)
+    step.engine = SimpleNamespace(model=layer)
+    step.forward_step = forward_step
+    drawn = []
+    for counts in (True, False):
+        step.throughput = Throughput(torch.device("cpu"))
+        step.throughput.flops_per_token = None if counts else 1.0
+        torch.manual_seed(0)
+        dropout_state.set(1, 2)
+        with step._flops_counted_once({"input_ids": torch.ones(3, 4)}):
+            drawn.append(forward_step({}, layer, None))
+        assert step.throughput.flops_per_token == (2 * 3 * 64 * 5 / 12 if counts else 1.0)
+    assert torch.equal(*drawn)
 
 
 def test_the_profiler_records_the_steps_asked_for(tmp_path):
