@@ -1,4 +1,4 @@
-// The dropout hash of ops/dropout_mask.py, for scalars and for vectors of uint32 alike.
+// Computes the dropout hash of ops/dropout_mask.py, for scalars and for vectors of uint32 alike.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace shardzoo {
 namespace {
 
-// The key of a row from the key of its sample; `row` counts within the unsplit sample.
+// Returns the key of a row from the key of its sample; `row` counts within the unsplit sample.
 SHARDZOO_HASH uint64_t row_key(int64_t sample_key, int64_t row) {
   uint64_t z = static_cast<uint64_t>(sample_key) + 0x9E3779B97F4A7C15u * (static_cast<uint64_t>(row) + 1);
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -20,17 +20,17 @@ SHARDZOO_HASH uint64_t row_key(int64_t sample_key, int64_t row) {
   return z ^ (z >> 31);
 }
 
-// The row of attention probabilities of a query of a head, as counted in the unsplit tensor.
+// Returns the row of attention probabilities of a query of a head, as counted in the unsplit tensor.
 SHARDZOO_HASH int64_t head_row(int64_t head, int64_t query) { return (head << 32) + query; }
 
-// The row of attention probabilities of the unit-th (head, query) of a tensor whose first head is `first_head`. It does
-// not depend on the number of queries, which padding changes.
+// Returns the row of attention probabilities of the unit-th (head, query) of a tensor whose first head is `first_head`.
+// It does not depend on the number of queries, which padding changes.
 SHARDZOO_HASH int64_t attention_row(int64_t first_head, int64_t unit, int64_t queries) {
   return head_row(first_head + unit / queries, unit % queries);
 }
 
-// The hash of the element in `column` of a row whose key has these halves. Either the column or the halves may be
-// vectors, of several columns or of several rows.
+// Returns the hash of the element in `column` of a row whose key has these halves. Either the column or the halves may
+// be vectors, of several columns or of several rows.
 template <class Half, class U>
 SHARDZOO_HASH auto element_hash(Half low, Half high, U column) {
   auto h = column + low;
@@ -40,7 +40,7 @@ SHARDZOO_HASH auto element_hash(Half low, Half high, U column) {
   return h ^ (h >> 15);
 }
 
-// The hash of the element in `column` (U: uint32_t or a vector of them).
+// Returns the hash of the element in `column` (U: uint32_t or a vector of them).
 template <class U>
 SHARDZOO_HASH U element_hash(uint64_t key, U column) {
   return element_hash(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), column);

@@ -1,10 +1,10 @@
-// The kernels: the arguments of each one, and the list from which everything that knows all kernels is made.
+// Declares the arguments of every kernel, and the list from which everything that knows all kernels is made.
 //
-// Arguments are plain pointers and sizes, so that no header of torch is needed to compile a kernel. The kernels of the CPU
-// and of CUDA take the same structs: the binding fills one struct for either device.
+// Arguments are plain pointers and sizes, so that no header of torch is needed to compile a kernel. The kernels of the
+// CPU and of CUDA take the same structs: the binding fills one struct for either device.
 //
-// Sizes and strides count elements. "Wide" is the type of the computation: double for double, else float. A tensor that is
-// absent is a null pointer. A null `keys` means that there is no dropout.
+// Sizes and strides count elements. "Wide" is the type of the computation: double for double, else float. A tensor that
+// is absent is a null pointer. A null `keys` means that there is no dropout.
 #pragma once
 
 #include <cstdint>
@@ -140,10 +140,11 @@ struct LinearOfFewRows {
 
 // c = a b + bias, on the CPU and not in fp64. One stride of a and one of b is 1. One unit of work is a part of the
 // result's rows and columns, of which up to kMostProductRows and kMostProductColumns are computed at a time. A unit's
-// workspace holds their fp32 sums, as many rows of a, and up to kProductColumns columns of b, up to kProductDepth deep and
-// filled up to whole tiles.
+// workspace holds their fp32 sums, as many rows of a, and up to kProductColumns columns of b, up to kProductDepth deep
+// and filled up to whole tiles.
 constexpr int64_t kMostProductRows = 1024, kMostProductColumns = 1536, kProductColumns = 192, kProductDepth = 768;
-constexpr int64_t kProductTile = 64;  // no tile or panel has more rows or columns
+// No tile or panel of a product has more rows or columns.
+constexpr int64_t kProductTile = 64;
 struct MatrixProduct {
   const void *a, *b, *bias;  // [rows, depth], [depth, columns], [columns]
   void* c;                   // [rows, columns]
@@ -154,10 +155,11 @@ struct MatrixProduct {
   int64_t workspace_floats;
 };
 
-// dropout(softmax(scale q kᵀ + bias + mask)) v, on the CPU and not in fp64. The numbers of a row are adjacent;
+// out = dropout(softmax(scale q kᵀ + bias + mask)) v, on the CPU and not in fp64. The numbers of a row are adjacent;
 // strides are of batch, head and row, and of a mask's keys. One unit of work is kAttentionQueries queries of a head.
 constexpr int64_t kAttentionQueries = 256;
-constexpr int64_t kFewQueries = 4;  // up to so many are not arranged in tiles
+// Up to so many queries are not arranged in tiles.
+constexpr int64_t kFewQueries = 4;
 struct AttentionForward {
   const void *q, *k, *v, *mask;
   const float* bias;                // [heads, queries + keys - 1], by key - query
@@ -173,14 +175,16 @@ struct AttentionForward {
 
 // One unit of work is a key-value head of a sample.
 struct AttentionBackward {
-  AttentionForward forward;  // whose out and lse are read
+  // The backward pass reads its `out` and `lse`.
+  AttentionForward forward;
   const void* grad;
   int64_t grad_stride[3];
   void *grad_q, *grad_k, *grad_v;  // [batch, queries or keys, heads, size]
   void* partial_bias;              // wide [batch, heads, queries + keys - 1]
 };
 
-// Of an optimizer, on the CPU. One unit of work is a block of so many elements of a parameter or gradient.
+// The kernels of an optimizer run on the CPU alone. One unit of work is a block of so many elements of a parameter or
+// gradient.
 constexpr int64_t kOptimizerBlock = 8192;
 struct SquareSums {
   const void* x;
@@ -201,7 +205,8 @@ struct AdamW {
 };
 
 // Every kernel, once: X(its name, the struct of its arguments). A kernel `name` is a function template of that name in
-// cpu/, and `launch_name` in cuda/. The numbers, the tables of the devices and the binding's checks follow from this list.
+// cpu/, and `launch_name` in cuda/. The numbers, the tables of the devices and the binding's checks follow from this
+// list.
 #define SHARDZOO_KERNELS_OF_BOTH_DEVICES(X)  \
   X(softmax_forward, SoftmaxForward)         \
   X(softmax_backward, SoftmaxBackward)       \
@@ -239,7 +244,7 @@ enum Kernel : int {
 constexpr const char* kKernelNames[] = {SHARDZOO_KERNELS(SHARDZOO_TEXT)};
 #undef SHARDZOO_TEXT
 
-// The kernel that takes these arguments.
+// Returns the kernel that takes these arguments.
 #define SHARDZOO_FIND(name, Arguments) \
   constexpr Kernel find_kernel(const Arguments&) { return k##Arguments; }
 SHARDZOO_KERNELS(SHARDZOO_FIND)
@@ -257,21 +262,22 @@ int shardzoo_cpu_run(int kernel, int dtype, const void* arguments, int64_t begin
 // The instruction set chosen at load time: "x86-64-v4+amx", "x86-64-v4+bf16", "x86-64-v4", "x86-64-v3" or "baseline".
 SHARDZOO_EXPORT const char* shardzoo_cpu_isa();
 
-// Whether the processor is AMD's.
+// Returns whether the processor is AMD's.
 SHARDZOO_EXPORT int shardzoo_cpu_is_amd();
 
-// Whether kernels use the processor's matrix registers (AMX) for bf16. The CPU kernels call this function, too.
+// Returns whether kernels use the processor's matrix registers (AMX) for bf16. The CPU kernels call this function, too.
 int shardzoo_cpu_has_amx();
 
 // Queues a whole kernel on a CUDA stream of the current device. Returns 0, a cudaError_t, or -1 as above.
 int shardzoo_cuda_run(int kernel, int dtype, const void* arguments, void* stream);
 
-// The multiprocessors of the current device.
+// Returns the number of multiprocessors of the current device.
 int shardzoo_cuda_multiprocessors();
 
-// Text of a cudaError_t.
+// Returns the text of a cudaError_t.
 const char* shardzoo_cuda_error(int code);
 
-// Whether the library contains CUDA kernels. Python calls this function and those of the instruction set by ctypes.
+// Returns whether the library contains CUDA kernels. Python calls this function and those of the instruction set by
+// ctypes.
 SHARDZOO_EXPORT int shardzoo_has_cuda();
 }

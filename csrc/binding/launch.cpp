@@ -5,11 +5,12 @@
 namespace shardzoo {
 namespace {
 
-constexpr int64_t kGrain = 32768;  // for fewer elements, waking a thread costs more than it saves
+// For fewer elements, waking a thread costs more than it saves.
+constexpr int64_t kGrain = 32768;
 
 #ifdef SHARDZOO_WITH_CUDA
-// Before torch 2.13 the stable ABI does not provide the handle of the current CUDA stream. torch's own library exports
-// a function for it. A weak symbol would stay null, because the library is loaded before this one asks.
+// The stable ABI of torch before 2.13 does not provide the handle of the current CUDA stream, but torch's own library
+// exports a function for it. A weak symbol would stay null, because the library is loaded before this one asks.
 void* current_cuda_stream(int32_t device) {
   using Getter = int32_t (*)(int32_t, void**);
   static const Getter getter = [] {
@@ -30,7 +31,7 @@ int64_t multiprocessors(const Tensor& like) {
 void run_on_cuda(Kernel kernel, const void* arguments, const Tensor& like) {
   const int32_t device = like.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const int error = shardzoo_cuda_run(kernel, dtype_of(like), arguments, current_cuda_stream(device));
+  const int error = shardzoo_cuda_run(kernel, find_dtype(like), arguments, current_cuda_stream(device));
   STD_TORCH_CHECK(error == 0, "CUDA kernel ", kKernelNames[kernel], ": ", shardzoo_cuda_error(error));
 }
 #else
@@ -42,15 +43,16 @@ void run_on_cuda(Kernel, const void*, const Tensor&) { STD_TORCH_CHECK(false, "b
 
 void run_kernel(Kernel kernel, const void* arguments, const Tensor& like, int64_t units, int64_t unit_size) {
   if (!like.is_cpu()) return run_on_cuda(kernel, arguments, like);
-  const int dtype = dtype_of(like);
+  const int dtype = find_dtype(like);
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(unit_size, 1));
   torch::stable::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
-    shardzoo_cpu_run(kernel, dtype, arguments, begin, end);  // cannot fail: `kernel` and `dtype` exist
+    // This cannot fail: `kernel` and `dtype` exist.
+    shardzoo_cpu_run(kernel, dtype, arguments, begin, end);
   });
 }
 
 Chunks::Chunks(const Tensor& x) {
-  const int64_t rows = rows_of(x);
+  const int64_t rows = count_rows(x);
   const int64_t most_chunks = x.is_cpu() ? 256 : multiprocessors(x);
   const int64_t least_rows = x.is_cpu() ? 32 : 8;
   rows_each = std::max(least_rows, (rows + most_chunks - 1) / most_chunks);

@@ -1,8 +1,9 @@
-// Every operator of `torch.ops.shardzoo_kernels`, once: X(its name, its schema). The C++ function that computes it has its
-// name. Arguments are a kernel's inputs, then the tensors that it writes.
+// Lists every operator of `torch.ops.shardzoo_kernels` once: X(its name, its schema). The C++ function that computes it
+// has its name. Arguments are a kernel's inputs, then the tensors that it writes.
 #pragma once
 
-// On CPU and CUDA tensors. The function fills in a kernel's arguments, and the kernel runs on the tensors' device.
+// These operators take CPU and CUDA tensors. The function fills in a kernel's arguments, and the kernel runs on the
+// tensors' device.
 #define SHARDZOO_OPERATORS_OF_BOTH_DEVICES(X)                                                                     \
   X(masked_softmax,                                                                                               \
     "(Tensor scores, Tensor? mask, Tensor? bias, Tensor? prefix, Tensor? keys, float scale, bool causal, "        \
@@ -41,7 +42,7 @@
     "(Tensor logits, Tensor target, Tensor grad, Tensor log_z, int first, int columns, int num_classes, "         \
     "float label_smoothing, float z_loss, int ignore_index, Tensor(a!) grad_logits) -> ()")
 
-// On CPU tensors alone.
+// These operators take CPU tensors alone.
 #define SHARDZOO_OPERATORS_OF_THE_CPU(X)                                                                          \
   X(attention,                                                                                                    \
     "(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? prefix, Tensor? lengths, Tensor? keys, "  \
@@ -62,5 +63,5 @@
     "float factor, float lr, float beta1, float beta2, float eps, float weight_decay, float step) -> ()")         \
   X(recycled, "(Tensor like, int[] size) -> Tensor")
 
-// Without a tensor to tell a device by.
+// These operators have no tensor that tells a device.
 #define SHARDZOO_OPERATORS_OF_NO_DEVICE(X) X(recycled_idle, "() -> int")

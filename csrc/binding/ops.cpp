@@ -1,5 +1,6 @@
-// The operators `torch.ops.shardzoo_kernels.*` of operators.h. They are private to shardzoo, which checks what the caller
-// passes and makes the inputs contiguous. Here only sizes are checked, so that no kernel leaves a tensor's memory.
+// Implements the operators `torch.ops.shardzoo_kernels.*` of operators.h. They are private to shardzoo, which checks
+// what the caller passes and makes the inputs contiguous. Here only sizes are checked, so that no kernel leaves a
+// tensor's memory.
 #include "../matmul/few_rows.h"
 #include "../matmul/matrix_product.h"
 #include "../matmul/pool.h"
@@ -10,7 +11,7 @@
 namespace shardzoo {
 namespace {
 
-// A tensor that a call reads or writes only under a condition.
+// Returns a tensor that a call reads or writes only under a condition.
 OptionalTensor only_if(bool condition, const Tensor& tensor) {
   return condition ? OptionalTensor(tensor) : OptionalTensor();
 }
@@ -33,14 +34,14 @@ void masked_softmax(const Tensor& scores, const OptionalTensor& mask, const Opti
                       .mask_is_bool = mask && mask->scalar_type() == ScalarType::Bool,
                       .causal = causal,
                       .scale = scale,
-                      .dropout = dropout_of(keys, p, first_head, 0)};
+                      .dropout = make_dropout(keys, p, first_head, 0)};
   for (int i = 0; i < 3; ++i) {
     a.mask_stride[i] = mask ? mask->stride(i) : 0;
     a.bias_stride[i] = bias ? bias->stride(i) : 0;
   }
   check_sizes(scores.numel(), {mask, bias, probs, only_if(p > 0, dropped)});
   check_sizes(a.batch, {prefix, keys});
-  run(a, scores, rows_of(scores), a.columns);
+  run(a, scores, count_rows(scores), a.columns);
 }
 
 void masked_softmax_backward(const Tensor& grad, const Tensor& probs, const OptionalTensor& keys, double scale,
@@ -56,7 +57,7 @@ void masked_softmax_backward(const Tensor& grad, const Tensor& probs, const Opti
                              .columns = probs.size(3),
                              .bias_batch = bias_batch,
                              .scale = scale,
-                             .dropout = dropout_of(keys, p, first_head, 0)};
+                             .dropout = make_dropout(keys, p, first_head, 0)};
   check_sizes(probs.numel(), {grad, grad_scores});
   check_sizes(a.batch, {keys});
   check_sizes(bias_batch * a.heads * a.queries * a.columns, {grad_bias});
@@ -74,8 +75,8 @@ void norm(const Tensor& x, const OptionalTensor& residual, const Tensor& weight,
                          .summed = output(summed),
                          .mean = output(mean),
                          .rstd = output(rstd),
-                         .rows = rows_of(x),
-                         .columns = columns_of(x),
+                         .rows = count_rows(x),
+                         .columns = count_columns(x),
                          .eps = eps};
   check_sizes(x.numel(), {residual, y, only_if(residual.has_value(), summed)});
   check_sizes(a.columns, {weight, bias});
@@ -96,7 +97,7 @@ void rms_norm(const Tensor& x, const OptionalTensor& residual, const Tensor& wei
 void norm_backward(const Tensor& grad, const OptionalTensor& grad_summed, const Tensor& h, const Tensor& weight,
                    const OptionalTensor& mean, const Tensor& rstd, const Tensor& grad_x, const Tensor& grad_weight,
                    const OptionalTensor& grad_bias) {
-  const int64_t columns = columns_of(h);
+  const int64_t columns = count_columns(h);
   const Chunks chunks(h);
   const Tensor partial_weight = partial_sums(h, chunks, columns);
   OptionalTensor partial_bias;
@@ -110,7 +111,7 @@ void norm_backward(const Tensor& grad, const OptionalTensor& grad_summed, const 
                           .grad_x = output(grad_x),
                           .partial_weight = output(partial_weight),
                           .partial_bias = output(partial_bias),
-                          .rows = rows_of(h),
+                          .rows = count_rows(h),
                           .columns = columns,
                           .chunk_rows = chunks.rows_each};
   check_sizes(h.numel(), {grad, grad_summed, grad_x});
@@ -136,8 +137,8 @@ void bias_gelu(const Tensor& x, const OptionalTensor& bias, bool tanh, const Ten
   const GeluForward a = {.x = input(x),
                          .bias = input(bias),
                          .y = output(y),
-                         .rows = rows_of(x),
-                         .columns = columns_of(x),
+                         .rows = count_rows(x),
+                         .columns = count_columns(x),
                          .tanh = tanh};
   check_sizes(x.numel(), {y});
   check_sizes(a.columns, {bias});
@@ -146,7 +147,7 @@ void bias_gelu(const Tensor& x, const OptionalTensor& bias, bool tanh, const Ten
 
 void bias_gelu_backward(const Tensor& grad, const Tensor& x, const OptionalTensor& bias, bool tanh,
                         const Tensor& grad_x, const Tensor& grad_bias) {
-  const int64_t columns = columns_of(x);
+  const int64_t columns = count_columns(x);
   const Chunks chunks(x);
   OptionalTensor partial_bias;
   if (bias) partial_bias = partial_sums(x, chunks, columns);
@@ -155,7 +156,7 @@ void bias_gelu_backward(const Tensor& grad, const Tensor& x, const OptionalTenso
                           .bias = input(bias),
                           .grad_x = output(grad_x),
                           .partial_bias = output(partial_bias),
-                          .rows = rows_of(x),
+                          .rows = count_rows(x),
                           .columns = columns,
                           .chunk_rows = chunks.rows_each,
                           .tanh = tanh};
@@ -198,15 +199,15 @@ void glu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up, int6
 void bias_dropout_residual(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual,
                            const OptionalTensor& keys, double p, int64_t first_row, int64_t first_column,
                            const Tensor& y) {
-  const int64_t rows = rows_of(x);
+  const int64_t rows = count_rows(x);
   const DropoutForward a = {.x = input(x),
                             .bias = input(bias),
                             .residual = input(residual),
                             .y = output(y),
                             .rows = rows,
-                            .columns = columns_of(x),
+                            .columns = count_columns(x),
                             .rows_per_sample = rows / x.size(0),
-                            .dropout = dropout_of(keys, p, first_row, first_column)};
+                            .dropout = make_dropout(keys, p, first_row, first_column)};
   check_sizes(x.numel(), {residual, y});
   check_sizes(a.columns, {bias});
   check_sizes(x.size(0), {keys});
@@ -216,8 +217,8 @@ void bias_dropout_residual(const Tensor& x, const OptionalTensor& bias, const Op
 void bias_dropout_residual_backward(const Tensor& grad, const OptionalTensor& keys, double p, int64_t first_row,
                                     int64_t first_column, bool has_bias, const Tensor& grad_x,
                                     const Tensor& grad_bias) {
-  const int64_t rows = rows_of(grad);
-  const int64_t columns = columns_of(grad);
+  const int64_t rows = count_rows(grad);
+  const int64_t columns = count_columns(grad);
   const Chunks chunks(grad);
   OptionalTensor partial_bias;
   if (has_bias) partial_bias = partial_sums(grad, chunks, columns);
@@ -228,7 +229,7 @@ void bias_dropout_residual_backward(const Tensor& grad, const OptionalTensor& ke
                              .columns = columns,
                              .chunk_rows = chunks.rows_each,
                              .rows_per_sample = rows / grad.size(0),
-                             .dropout = dropout_of(keys, p, first_row, first_column)};
+                             .dropout = make_dropout(keys, p, first_row, first_column)};
   check_sizes(grad.numel(), {grad_x});
   check_sizes(grad.size(0), {keys});
   check_sizes(columns, {only_if(has_bias, grad_bias)});
@@ -281,7 +282,7 @@ void copy_strides(const Tensor& tensor, int64_t* strides) {
   STD_TORCH_CHECK(tensor.stride(3) == 1 || tensor.size(3) == 1, "the numbers of a head's row must be adjacent");
 }
 
-// The arguments that the forward and the backward pass of attention share.
+// Fills in the arguments that the forward and the backward pass of attention share.
 AttentionForward attention_arguments(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                                      const OptionalTensor& mask, const OptionalTensor& prefix,
                                      const OptionalTensor& lengths, const OptionalTensor& keys, double scale,
@@ -312,7 +313,7 @@ AttentionForward attention_arguments(const Tensor& q, const Tensor& k, const Ten
   a.causal = causal;
   a.scale = scale;
   a.first_query = first_row;
-  a.dropout = dropout_of(keys, p, first_head, 0);
+  a.dropout = make_dropout(keys, p, first_head, 0);
   const int64_t rows = a.batch * a.heads * a.queries;
   check_sizes(rows * a.size, {out});
   check_sizes(rows, {lse});
@@ -331,7 +332,8 @@ void attention(const Tensor& q, const Tensor& k, const Tensor& v, const Optional
                                                  first_head, first_row, out, lse);
   const int64_t blocks = (a.queries + kAttentionQueries - 1) / kAttentionQueries;
   int64_t work = a.queries / blocks * a.keys;
-  if (a.queries <= kFewQueries) work *= a.size;  // a few queries take the time in which the keys are read
+  // A few queries take the time in which the keys are read.
+  if (a.queries <= kFewQueries) work *= a.size;
   run(a, q, a.batch * a.heads * blocks, work);
 }
 

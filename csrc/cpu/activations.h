@@ -8,7 +8,7 @@ namespace {
 
 constexpr double kSqrtTwoOverPi = 0.79788456080286535588, kCubic = 0.044715;
 
-// The activation at z and its derivative there.
+// Returns the activation at z, and writes its derivative there.
 template <class T, int kActivation, class V>
 INLINE V activate(V z, V& derivative) {
   using C = Compute<T>;
@@ -24,17 +24,19 @@ INLINE V activate(V z, V& derivative) {
     slope = C(2 * kSqrtTwoOverPi) * (1 + C(3 * kCubic) * z * z);
   }
   const V s = sigmoid<T>(u), bump = s * (1 - s);
-  derivative = s + (bump == 0 ? V{} : z * bump * slope);  // where s is 0 or 1, z * slope may be infinite
+  // Where s is 0 or 1, z * slope may be infinite, and its product with 0 would be NaN.
+  derivative = s + (bump == 0 ? V{} : z * bump * slope);
   return z * s;
 }
 template <class T, int kActivation, class V>
 INLINE V activate(V z) {
   if constexpr (kActivation == kGelu) return z * normal_cdf(z);
-  V derivative;  // which the compiler drops
+  // The compiler drops the derivative, because nothing reads it.
+  V derivative;
   return activate<T, kActivation>(z, derivative);
 }
 
-// The same as an object, which a kernel makes before its loop.
+// The activation as an object, which a kernel makes before its loop.
 template <class T, int kActivation>
 struct ActivationOf {
   template <class V>
@@ -48,9 +50,9 @@ struct ActivationOf {
 };
 
 #if defined(__AVX512F__)
-// An odd function f with f(z) = 1/2 beyond 6, as polynomials of degree 4 on pieces of [0, 6], to 1e-7. Registers hold one
-// coefficient of all pieces, so that looking it up is one instruction. For results in bf16, this is half the time of
-// exponentials and divisions.
+// An odd function f with f(z) = 1/2 beyond 6, as polynomials of degree 4 on pieces of [0, 6], to 1e-7. Registers hold
+// one coefficient of all pieces, so that looking it up is one instruction. For results in bf16, this is half the time
+// of exponentials and divisions.
 constexpr int kPieces = 32, kDegree = 4;  // the last piece is constant
 constexpr float kPieceWidth = 6 / 30.5;   // piece n is the points around n * kPieceWidth
 
@@ -88,10 +90,12 @@ class OddCurve {
     }
   }
   LAMBDA VF at(VF z) const {
-    const float shift = 12582912.0f;  // as in exp
+    // Adding 1.5 * 2^23 rounds to an integer, as in exp.
+    const float shift = 12582912.0f;
     const VI sign = (VI)z & INT32_MIN;
     const VF m = smaller(VF{} + (kPieces - 1) * kPieceWidth, (VF)((VI)z ^ sign));
-    const VF t = m * (1 / kPieceWidth) + shift;  // whose low bits are the number of the piece
+    // The low bits of t are the number of the piece.
+    const VF t = m * (1 / kPieceWidth) + shift;
     const VF f = m * (1 / kPieceWidth) - (t - shift);
     VF p = coefficient(kDegree, t);
 #pragma GCC unroll 4
@@ -115,16 +119,17 @@ INLINE double gelu_tanh_slope(double z) {
   return factor + z * (0.5 - 2 * factor * factor) * inner;
 }
 
-// The pieces of f, made when they are first needed: before, the processor may not have these instructions.
+// Returns the pieces of f, which are made when they are first needed: a static initializer would run on processors that
+// lack these instructions.
 template <double (*f)(double)>
-const OddPieces& pieces_of() {
+const OddPieces& make_pieces() {
   static const OddPieces pieces(f);
   return pieces;
 }
 
 template <double (*factor)(double), double (*slope)(double)>
 struct Gelu {
-  OddCurve factor_less_half{pieces_of<factor>()}, slope_less_half{pieces_of<slope>()};
+  OddCurve factor_less_half{make_pieces<factor>()}, slope_less_half{make_pieces<slope>()};
   LAMBDA VF at(VF z) const { return z * (0.5f + factor_less_half.at(z)); }
   LAMBDA VF at(VF z, VF& derivative) const {
     derivative = 0.5f + slope_less_half.at(z);

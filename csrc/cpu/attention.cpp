@@ -13,23 +13,29 @@ namespace shardzoo {
 namespace {
 
 constexpr int kQueries = 64, kKeys = 64;
-constexpr int kPanels = kAttentionQueries / kQueries;  // panels of queries that use a tile of keys together
+// The panels of queries that use a tile of keys together.
+constexpr int kPanels = kAttentionQueries / kQueries;
 constexpr int kVectors = kQueries / kWidth;
-constexpr int kPadded = kQueries + 2 * kWidth;  // a row of gradients between zeros, for sums along diagonals
+// A row of gradients between zeros, so that sums along diagonals need no bounds.
+constexpr int kPadded = kQueries + 2 * kWidth;
 
-// Up to 64 consecutive queries.
+// Up to 64 consecutive queries of a head, none of which sees a key from `keys` on.
 struct Panel {
-  int64_t first, count, keys;  // no query sees a later key
-  uint32_t low[kQueries], high[kQueries];  // the keys of dropout's rows
-  float top[kQueries], sum[kQueries];      // forward: the largest score, and the sum of exp(score - top)
-  float lse[kQueries], delta[kQueries];    // backward; delta = grad · out
+  int64_t first, count, keys;
+  // The halves of the keys of dropout's rows.
+  uint32_t low[kQueries], high[kQueries];
+  // In the forward pass: the largest score, and the sum of exp(score - top).
+  float top[kQueries], sum[kQueries];
+  // In the backward pass: log(sum(exp(score))), and the product grad · out.
+  float lse[kQueries], delta[kQueries];
 };
 
-// What is added to the scores of one key, and which queries it is hidden from.
+// What is added to the scores of one key, and which queries it is hidden from. `bias` and `mask` have a number for each
+// query, or are null; `added` is the same for all queries. The first `hidden` queries of the panel do not see the key.
 struct KeyRow {
-  const float *bias, *mask;  // by query, or null
-  float added;               // the same for all queries
-  int hidden;                // the number of the panel's first queries that do not see the key
+  const float *bias, *mask;
+  float added;
+  int hidden;
 };
 
 // The rules for one head of one sample. T is the type of a mask of numbers.
@@ -44,7 +50,7 @@ class Head {
 
   void choose(int64_t b, int64_t n) {
     b_ = b, n_ = n;
-    limit_ = key_limit(a_, b), prefix_ = prefix_of(a_, b);
+    limit_ = key_limit(a_, b), prefix_ = find_prefix(a_, b);
     while (masks_keys() && a_.mask_is_bool && limit_ > 0 && !*mask_at<uint8_t>(a_, b, n, 0, limit_ - 1)) --limit_;
     if (a_.bias == nullptr) return;
     const int64_t distances = a_.queries + a_.keys - 1;
@@ -121,7 +127,7 @@ INLINE VF scaled_and_masked(const KeyRow& row, int v, VF z, float scale) {
   return z;
 }
 
-// Which queries' probabilities of a key are kept: all bits or none.
+// Returns which queries' probabilities of a key dropout keeps, as lanes with all bits or none.
 INLINE VI kept(const Dropout& d, const Panel& panel, int v, int64_t key) {
   const VU low = read<VU>(panel.low + v * kWidth), high = read<VU>(panel.high + v * kWidth);
   return (VI)(element_hash(low, high, static_cast<uint32_t>(key)) >= d.threshold);
@@ -137,15 +143,16 @@ INLINE void store_rows(const float* from, int64_t width, int64_t rows, int64_t s
   }
 }
 
-// Turns the scores z of the keys [first, end) into weights exp(z - top) with dropout, and rescales the output to a new
-// top. A top is kept until the exponents would grow beyond kMostAboveTop: rescaling takes as long as computing weights.
+// A top is kept until the exponents would grow beyond kMostAboveTop: rescaling takes as long as computing weights.
 constexpr float kMostAboveTop = 8;
 
-// Of the next products; they are brought into the first-level cache while weights are computed.
+// The factors of the next products, which are brought into the first-level cache while weights are computed.
 struct NextFactors {
   const float *v, *q, *k;
 };
 
+// Turns the scores z of the keys [first, end) into weights exp(z - top) with dropout, and rescales the output to a new
+// top.
 template <class T, class Products>
 INLINE void softmax_tile(const AttentionForward& a, Head<T>& head, Panel& panel, int64_t first, int64_t end, float* z,
                          const Tile& weights, float* out, const NextFactors& next) {
@@ -258,7 +265,7 @@ void forward(const AttentionForward& a, int64_t begin, int64_t end) {
         products.multiply({k, q[p], z.get(), kQueries, tile, kQueries, size / kUnit, false});
         const NextFactors next = {v.p, q[p + 1 < count ? p + 1 : 0].p, k.p};
         softmax_tile<T, Products>(a, head, panels[p], first, first + seen, z.get(), weights, sums, next);
-        products.multiply({v, products.right_of(weights), sums, kQueries, size, kQueries, tile / kUnit, true});
+        products.multiply({v, products.make_right(weights), sums, kQueries, size, kQueries, tile / kUnit, true});
       }
     }
     for (int p = 0; p < count; ++p) finish_panel<T>(a, b, n, panels[p], out.get() + p * area, rows.get());
@@ -267,14 +274,18 @@ void forward(const AttentionForward& a, int64_t begin, int64_t end) {
 
 // The matrices of a panel of queries for the backward pass. The right factors of consecutive panels are adjacent.
 struct Rows {
-  Right q, grad;                // grad is that of the output
-  Right across_q, across_grad;  // the same transposed
-  float* grad_q;                // [size, kQueries]
+  // The queries, and the gradient of the output.
+  Right q, grad;
+  // The same matrices, transposed.
+  Right across_q, across_grad;
+  float* grad_q;  // [size, kQueries]
 };
 
 constexpr int kMatrices = 5;
-constexpr int kStrip = 32;                       // keys
-constexpr int64_t kPairs = kPanels * kQueries / 2;  // of a row of factors for all panels
+// The keys whose scores a panel computes at a time.
+constexpr int kStrip = 32;
+// The pairs of bf16 in a row of factors for all panels.
+constexpr int64_t kPairs = kPanels * kQueries / 2;
 
 template <class T, class Products>
 INLINE void load_panel(const AttentionBackward& a, const Products& products, int64_t b, int64_t n, Panel& panel,
@@ -292,7 +303,8 @@ INLINE void load_panel(const AttentionBackward& a, const Products& products, int
   rows.across_grad = products.right_transposed(grad, a.grad_stride[2], count, f.size, matrix(3), spare);
   rows.grad_q = zeroed(memory + (4 * kPanels + p) * area, area);
   for (int i = 0; i < kQueries; ++i) {
-    panel.lse[i] = i < count && lse[i] != -kInfinity ? lse[i] : kInfinity;  // so that probabilities are 0
+    // A query that is missing, or sees no key, gets an infinite lse, so that its probabilities are 0.
+    panel.lse[i] = i < count && lse[i] != -kInfinity ? lse[i] : kInfinity;
     panel.delta[i] = 0;
     if (i >= count) continue;
     VF sums = {};
@@ -339,7 +351,8 @@ INLINE void backward_tile(const AttentionForward& f, Head<T>& head, const Panel&
 // Adds a tile's sums along diagonals to `sums`, where the bias of the last key and first query begins.
 INLINE void add_diagonals(const float* z, int64_t keys, float* sums) {
   for (int64_t x = 0; x < keys - 1 + kQueries; x += kWidth) {
-    const int64_t shift = x - (keys - 1);  // of the first row
+    // Row r is read from column shift + r on.
+    const int64_t shift = x - (keys - 1);
     const int64_t begin = shift < -kWidth ? -kWidth - shift : 0;
     const int64_t end = smaller(keys, kQueries - shift);
     VF even = {}, odd = {};
@@ -432,9 +445,9 @@ INLINE void backward_panel(const AttentionForward& f, BackwardMemory<T, Products
   }
   const Tile all = {m.z.get() + kWidth, kPadded, nullptr, 0, m.grad_of_keys.get()};
   const int64_t depth = Products::whole(seen) / kUnit;
-  products.multiply({keys.across_k, products.right_of(all), rows.grad_q, kQueries, size, kQueries, depth, true});
+  products.multiply({keys.across_k, products.make_right(all), rows.grad_q, kQueries, size, kQueries, depth, true});
   if constexpr (kInPlace) {
-    add_gradients_of_keys(m, p, 1, {m.g.get(), kQueries, 1}, products.left_of(all), first, seen);
+    add_gradients_of_keys(m, p, 1, {m.g.get(), kQueries, 1}, products.make_left(all), first, seen);
   }
 }
 

@@ -17,18 +17,18 @@ INLINE const T* row_at(const void* base, const int64_t* stride, int64_t b, int64
   return row_at(static_cast<const T*>(base), stride, b, head, row);
 }
 
-// The mask of a query from `key` on, of booleans or of numbers.
+// Returns the mask of a query from `key` on, of booleans or of numbers.
 template <class M>
 INLINE const M* mask_at(const AttentionForward& a, int64_t b, int64_t n, int64_t query, int64_t key) {
   return row_at<M>(a.mask, a.mask_stride, b, n, query) + key * a.mask_stride[3];
 }
 
-INLINE int64_t prefix_of(const AttentionForward& a, int64_t b) { return a.prefix == nullptr ? 0 : a.prefix[b]; }
+INLINE int64_t find_prefix(const AttentionForward& a, int64_t b) { return a.prefix == nullptr ? 0 : a.prefix[b]; }
 INLINE int64_t key_limit(const AttentionForward& a, int64_t b) {
   return a.lengths == nullptr ? a.keys : smaller(a.lengths[b], a.keys);
 }
 
-// The number of keys, at most `limit`, of which no query before `end` sees a later one.
+// Returns the number of keys, at most `limit`, that the queries before `end` can see; they see no later key.
 INLINE int64_t keys_before(const AttentionForward& a, int64_t limit, int64_t prefix, int64_t end) {
   const int64_t diagonal = end + a.keys - a.queries;
   const int64_t keys = a.causal ? smaller(limit, diagonal > prefix ? diagonal : prefix) : limit;

@@ -4,12 +4,14 @@
 namespace shardzoo {
 namespace {
 
-constexpr int64_t kBlock = 2048;  // stays in the L1 cache between the passes for the maximum and the sum
-constexpr float kFarAbove = 40;   // logits this far above the reference of the sum could make it overflow
+// A block stays in the L1 cache between the passes for the maximum and the sum.
+constexpr int64_t kBlock = 2048;
+// Logits this far above the reference of the sum could make it overflow.
+constexpr float kFarAbove = 40;
 
-// The largest of n numbers, ignoring NaN; -inf if there is none.
+// Returns the largest of n numbers, ignoring NaN; -inf if there is none.
 template <class T>
-INLINE Compute<T> largest_of(const T* x, int64_t n) {
+INLINE Compute<T> find_largest(const T* x, int64_t n) {
   using C = Compute<T>;
   using V = VectorOf<T>;
   const C lowest = -kInfinity;
@@ -20,7 +22,7 @@ INLINE Compute<T> largest_of(const T* x, int64_t n) {
   return max_lanes<C>(top);
 }
 
-// Adds exp(x - reference) and, if wanted, x of n logits to the sums, and returns the largest, as above.
+// Adds exp(x - reference) and, if wanted, x of n logits to the sums. Returns the largest as find_largest does.
 template <class T, bool kWithSum>
 INLINE Compute<T> add_logits(const T* x, int64_t n, Compute<T> reference, VectorOf<T>& exps, VectorOf<T>& sums) {
   using C = Compute<T>;
@@ -38,8 +40,8 @@ INLINE Compute<T> add_logits(const T* x, int64_t n, Compute<T> reference, Vector
   return max_lanes<C>(top);
 }
 
-// The sum of exponentials is relative to a reference, which is the largest logit of the first block with a finite one,
-// until a logit is far above it. So a block is read once.
+// Computes the statistics of row r. The sum of exponentials is relative to a reference, which is the largest logit of
+// the first block with a finite one, until a logit is far above it. So a block is read once.
 template <class T, bool kWithSum>
 INLINE void cross_entropy_row(const CrossEntropyStats& a, int64_t r) {
   using C = Compute<T>;
@@ -50,7 +52,7 @@ INLINE void cross_entropy_row(const CrossEntropyStats& a, int64_t r) {
   V exps = {}, sums = {};
   for (int64_t block = 0; block < a.columns; block += kBlock) {
     const int64_t size = a.columns - block < kBlock ? a.columns - block : kBlock;
-    if (reference == lowest) reference = largest_of(x + block, size);
+    if (reference == lowest) reference = find_largest(x + block, size);
     // Without a finite logit the exponentials are 0 (or NaN) for any reference.
     const V exps_before = exps, sums_before = sums;
     C largest = add_logits<T, kWithSum>(x + block, size, reference == lowest ? 0 : reference, exps, sums);
@@ -95,7 +97,8 @@ void cross_entropy_grad(const CrossEntropyGrad& a, int64_t begin, int64_t end) {
       const C uniform = scale * static_cast<C>(a.label_smoothing / static_cast<double>(a.num_classes));
       const int64_t column = a.target[r] - a.first;
       const bool here = column >= 0 && column < a.columns;
-      const C target_logit = here ? load(x + column, Part{1})[0] : 0;  // read before it is overwritten
+      // The gradient may overwrite the logits, so the target's is read first.
+      const C target_logit = here ? load(x + column, Part{1})[0] : 0;
       const ShiftedExp<T> shifted_exp(log_z);
       for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
         put(out + i, shifted_exp.at(load(x + i, part)) * slope - uniform, part, past_cache);

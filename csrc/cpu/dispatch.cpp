@@ -1,6 +1,7 @@
 // Chooses an instruction set once, when a kernel first runs, and calls the kernels that were compiled for it.
 //
-// The kernels are compiled once for each instruction set (build.py), in a namespace of its name: `shardzoo::v4` and so on.
+// The kernels are compiled once for each instruction set (build.py), in a namespace of its name: `shardzoo::v4` and so
+// on.
 #include <cstdlib>
 #include <cstring>
 
@@ -17,7 +18,7 @@ namespace {
 
 using Entry = void (*)(int dtype, const void* arguments, int64_t begin, int64_t end);
 
-// A kernel whose arguments have lost their type, as the table needs it.
+// Calls a kernel whose arguments have lost their type, because a table has entries of one type.
 template <class Arguments, void (*kernel)(int, const Arguments&, int64_t, int64_t)>
 void call(int dtype, const void* arguments, int64_t begin, int64_t end) {
   kernel(dtype, *static_cast<const Arguments*>(arguments), begin, end);
@@ -55,7 +56,7 @@ constexpr InstructionSet kBaseline = {"baseline", baseline::kEntries};
 constexpr InstructionSet kV3 = {"x86-64-v3", v3::kEntries};
 constexpr InstructionSet kV4 = {"x86-64-v4", v4::kEntries};
 constexpr InstructionSet kV4Bf16 = {"x86-64-v4+bf16", v4bf16::kEntries};
-// The same kernels: where AMX makes a difference, they ask shardzoo_cpu_has_amx.
+// AMX has the kernels of AVX512-BF16: where it makes a difference, they ask shardzoo_cpu_has_amx.
 constexpr InstructionSet kV4Amx = {"x86-64-v4+amx", v4bf16::kEntries};
 #endif
 

@@ -7,12 +7,13 @@ INLINE uint64_t key_of_row(const Dropout& d, int64_t rows_per_sample, int64_t r)
   return d.keys == nullptr ? 0 : row_key(d.keys[r / rows_per_sample], d.first_row + r % rows_per_sample);
 }
 
-// dropout(value) for columns i, ... of a row.
+// Returns dropout(value) for the columns of a row from i on.
 template <class C, class V>
 INLINE V drop(const Dropout& d, uint64_t key, int64_t i, V value) {
   if (d.keys == nullptr) return value;
   const V keep = keep_factor<C>(key, d.first_column + i, d.threshold, d.keep_scale);
-  return keep == 0 ? V{} : value * keep;  // a dropped infinity is 0, not NaN
+  // A dropped infinity is 0; its product with 0 would be NaN.
+  return keep == 0 ? V{} : value * keep;
 }
 
 template <class T>

@@ -1,5 +1,5 @@
-// What every file of kernels for the CPU needs. Such a file is compiled once for each instruction set, which the macro
-// SHARDZOO_ISA names: v4bf16, v4, v3 or baseline.
+// Defines what every file of kernels for the CPU needs. Such a file is compiled once for each instruction set, which
+// the macro SHARDZOO_ISA names: v4bf16, v4, v3 or baseline.
 //
 // Everything in such a file but its kernels has internal linkage. Otherwise the linker could let code that was made for
 // one instruction set serve another. For the same reason these files use no containers of the standard library.
@@ -10,8 +10,8 @@
 #include "../kernels.h"
 #include "vector.h"
 
-// Defines the kernel `name` of this instruction set, for dispatch.cpp. It calls the template `name` above it in the type of
-// the tensors.
+// Defines the kernel `name` of this instruction set, for dispatch.cpp. It calls the template `name` above it in the
+// type of the tensors.
 #define SHARDZOO_CPU_KERNEL(name, Arguments)                                            \
   namespace shardzoo::SHARDZOO_ISA {                                                    \
   void name(int dtype, const Arguments& a, int64_t begin, int64_t end);                 \
@@ -41,7 +41,8 @@ class Scratch {
   static C* allocate(int64_t columns) {
     const size_t bytes = (static_cast<size_t>(columns) * sizeof(C) / 64 + 1) * 64;
     void* data = std::aligned_alloc(64, bytes);
-    if (data == nullptr) std::abort();  // without a few KiB of memory, even an error report would fail
+    // Without a few KiB of memory, even an error report would fail.
+    if (data == nullptr) std::abort();
     return static_cast<C*>(data);
   }
   C* data_;
@@ -68,7 +69,7 @@ INLINE T* at(void* base, int64_t offset) {
   return base == nullptr ? nullptr : static_cast<T*>(base) + offset;
 }
 
-// The first row and one past the last of a chunk, or of any other block.
+// Returns the first row of a chunk, or of any other block, and one past its last row.
 INLINE int64_t first_row(int64_t chunk, int64_t chunk_rows) { return chunk * chunk_rows; }
 INLINE int64_t end_row(int64_t chunk, int64_t chunk_rows, int64_t rows) {
   const int64_t end = (chunk + 1) * chunk_rows;

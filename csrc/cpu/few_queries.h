@@ -8,9 +8,10 @@
 namespace shardzoo {
 namespace {
 
-// The scores of a query with the keys [0, count), as dot products.
+// Computes the scores of a query with the keys [0, count), as dot products.
 template <class T>
-INLINE void scores_of(const T* q, const T* k, int64_t k_stride, int64_t count, int64_t size, float scale, float* out) {
+INLINE void compute_scores(const T* q, const T* k, int64_t k_stride, int64_t count, int64_t size, float scale,
+                           float* out) {
   for (int64_t key = 0; key < count; ++key) {
     const T* row = k + key * k_stride;
     VF sums = {};
@@ -57,7 +58,7 @@ INLINE void exponentials(float* scores, int64_t count, float& top, float& sum) {
   sum = sum_lanes<float>(sums);
 }
 
-// out[0, size) = factor * the sum of the values [0, count), weighted. Four vectors are the usual size of a head.
+// Sets out[0, size) to factor * the weighted sum of the values [0, count). Four vectors are the usual size of a head.
 template <class T>
 INLINE void weighted_sum(const float* weights, const T* v, int64_t v_stride, int64_t count, int64_t size, float factor,
                          T* out) {
@@ -81,7 +82,7 @@ INLINE void weighted_sum(const float* weights, const T* v, int64_t v_stride, int
   });
 }
 
-// `begin` and `end` are heads of samples. Without dropout.
+// Computes attention without dropout for the units [begin, end), each of which is a head of a sample.
 template <class T>
 void attend_few_queries(const AttentionForward& a, int64_t begin, int64_t end) {
   const Scratch<float> scratch(a.keys + kLanes<float>);
@@ -91,10 +92,11 @@ void attend_few_queries(const AttentionForward& a, int64_t begin, int64_t end) {
     const T* k = row_at<T>(a.k, a.k_stride, b, group, 0);
     const T* v = row_at<T>(a.v, a.v_stride, b, group, 0);
     for (int64_t query = 0; query < a.queries; ++query) {
-      const int64_t count = keys_before(a, key_limit(a, b), prefix_of(a, b), query + 1);
+      const int64_t count = keys_before(a, key_limit(a, b), find_prefix(a, b), query + 1);
       const T* q = row_at<T>(a.q, a.q_stride, b, n, query);
-      scores_of(q, k, a.k_stride[2], count, a.size, static_cast<float>(a.scale), scores);
-      if (a.bias != nullptr) {  // by key - query
+      compute_scores(q, k, a.k_stride[2], count, a.size, static_cast<float>(a.scale), scores);
+      if (a.bias != nullptr) {
+        // The bias has a number for each distance key - query.
         const float* bias = a.bias + n * (a.queries + a.keys - 1) + a.queries - 1 - query;
         for (int64_t key = 0; key < count; ++key) scores[key] += bias[key];
       }

@@ -10,17 +10,19 @@
 namespace shardzoo {
 namespace {
 
-constexpr float kSmallestExponent = 87.33f;  // e^-87.33 is the smallest normal number
+// e^-87.33 is the smallest normal number.
+constexpr float kSmallestExponent = 87.33f;
 
-// Cody-Waite reduction to |r| <= ln(2) / 2 and the polynomial of Cephes' expf. Results that would be denormal are 0:
-// Intel's processors need more than a hundred cycles for a vector with one of them.
-// `kNegative` means that no x is far above 0 (88), so one bound is not needed.
+// Returns exp(x), by Cody-Waite reduction to |r| <= ln(2) / 2 and the polynomial of Cephes' expf. Results that would be
+// denormal are 0: Intel's processors need more than a hundred cycles for a vector with one of them. `kNegative` means
+// that no x is far above 0 (88), so one bound is not needed.
 template <bool kNegative = false>
 INLINE VF exp(VF x) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x / ln 2) in the low bits
 #if defined(__AVX512F__)
   const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)(VF{} - kSmallestExponent), _CMP_NLT_UQ);  // or NaN
-  if constexpr (!kNegative) x = smaller(VF{} + 100.0f, x);  // beyond this bound scalef gives infinity
+  // Beyond this bound scalef gives infinity.
+  if constexpr (!kNegative) x = smaller(VF{} + 100.0f, x);
 #endif
   const VF t = x * 1.44269504f + shift;
   const VF n = t - shift;
@@ -42,10 +44,11 @@ INLINE VF exp(VF x) {
 #endif
 }
 #if defined(__AVX512F__)
-// 2^x to 3e-6, for results that are rounded to bf16: 2^f by a minimax fit on [0, 1), scaled by 2^floor(x).
+// Returns 2^x to 3e-6, for results that are rounded to bf16: 2^f by a minimax fit on [0, 1), scaled by 2^floor(x).
 INLINE VF short_exp2(VF x) {
   const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)(VF{} - 126.0f), _CMP_NLT_UQ);  // or NaN
-  const VF f = (VF)_mm512_maskz_reduce_ps(0xFFFF, (__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x), 0 of infinity
+  // This is x - floor(x), and 0 for infinity.
+  const VF f = (VF)_mm512_maskz_reduce_ps(0xFFFF, (__m512)x, _MM_FROUND_TO_NEG_INF);
   VF p = 1.353416792e-02f * f + 5.201146061e-02f;
   p = p * f + 2.414427569e-01f;
   p = p * f + 6.930038345e-01f;
@@ -89,14 +92,15 @@ INLINE V reciprocal(V x) {
 #endif
   return 1 / x;
 }
-// exp(x - shift) for results of type T. `kNegative` is that of exp.
+// Computes exp(x - shift) for results of type T. `kNegative` is that of exp.
 template <class T, bool kNegative = false>
 class ShiftedExp {
  public:
   explicit ShiftedExp(Compute<T> shift) : shift_(shift) {}
   LAMBDA VectorOf<T> at(VectorOf<T> x) const {
 #if defined(__AVX512F__)
-    if constexpr (kShort<T>) return short_exp2(kLog2E * (x - shift_));  // the difference is exact where it matters
+    // The difference is exact where it matters.
+    if constexpr (kShort<T>) return short_exp2(kLog2E * (x - shift_));
 #endif
     return exp<kNegative>(x - shift_);
   }
@@ -113,7 +117,7 @@ INLINE V sigmoid(V x) {
 
 constexpr double kSqrtHalf = 0.70710678118654752440, kInvSqrtTwoPi = 0.39894228040143267794;
 
-// The normal distribution function to 2e-7, exactly 0 and 1 beyond 5.5: z P(z^2) / Q(z^2), a minimax fit.
+// Returns the normal distribution function to 2e-7, exactly 0 and 1 beyond 5.5: z P(z^2) / Q(z^2), a minimax fit.
 INLINE VF normal_cdf(VF z) {
   const VI sign = (VI)z & INT32_MIN;
   const VF m = (VF)((VI)z ^ sign), s = m * m;
@@ -127,7 +131,8 @@ INLINE VF normal_cdf(VF z) {
   q = q * s + 2.864576504e-02f;
   q = q * s + 2.515214682e-01f;
   q = q * s + 1.0f;
-  const VF inner = m >= 5.5f ? VF{} + 0.5f : m * p / q;  // the probability between 0 and |z|
+  // This is the probability between 0 and |z|.
+  const VF inner = m >= 5.5f ? VF{} + 0.5f : m * p / q;
   return 0.5f + (VF)((VI)inner ^ sign);
 }
 INLINE VD normal_cdf(VD z) {
@@ -135,13 +140,14 @@ INLINE VD normal_cdf(VD z) {
   return z;
 }
 
-// The normal density and distribution function at z, which share an exponential; to 1e-7 and 3e-7.
+// Returns the normal density at z to 1e-7, and writes the distribution function to 3e-7; they share an exponential.
 //
 // The density is 2^n times a minimax fit of 2^f / sqrt(2 pi) on |f| <= 1/2; the distribution function is that of
 // Abramowitz and Stegun 26.2.17.
 INLINE VF normal_density(VF z, VF& cdf) {
-  const float shift = 12582912.0f;  // as in exp
-  VF x = z * z * -0.72134752044f;   // the density is 2^x / sqrt(2 pi)
+  // Adding 1.5 * 2^23 rounds to an integer, as in exp. The density is 2^x / sqrt(2 pi).
+  const float shift = 12582912.0f;
+  VF x = z * z * -0.72134752044f;
   const VF t = x + shift, n = t - shift, f = x - n;
   VF density = 5.291827838e-04f * f + 3.858400742e-03f;
   density = density * f + 2.214422636e-02f;

@@ -5,7 +5,7 @@
 namespace shardzoo {
 namespace {
 
-// h = x + residual into `row` (padded with 0), and into `summed`; returns its mean, or its mean square.
+// Writes h = x + residual into `row` (padded with 0) and into `summed`. Returns its mean, or its mean square.
 template <class T>
 INLINE Compute<T> load_row(const NormForward& a, int64_t r, Compute<T>* row, bool squares) {
   using C = Compute<T>;

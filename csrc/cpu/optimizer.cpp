@@ -20,7 +20,7 @@ void square_sums(const SquareSums& a, int64_t begin, int64_t end) {
   }
 }
 
-// One update in the order of operations of PyTorch's fused AdamW.
+// Updates a vector of numbers in the order of operations of PyTorch's fused AdamW.
 template <class T, class Rounded>
 INLINE void adamw_block(const AdamW& a, int64_t first, int64_t count) {
   using C = Compute<T>;

@@ -11,15 +11,17 @@ INLINE int64_t visible_columns(const SoftmaxForward& a, int64_t b, int64_t q) {
   return limit < 0 ? 0 : limit < a.columns ? limit : a.columns;
 }
 
-constexpr int64_t kSharedElements = 8192;  // of a shared bias or its gradient, processed at a time: 32 KiB of fp32
+// The elements of a shared bias, or of its gradient, that are processed at a time: 32 KiB of fp32.
+constexpr int64_t kSharedElements = 8192;
 
 struct Place {
   int64_t b, n, q;
 };
 
-// The position of the unit-th row to compute. Rows with the same bias are consecutive, so that the bias is in the cache
-// for all samples but the first. Several rows of one sample are grouped, so that memory is read in longer runs.
-INLINE Place place_of(const SoftmaxForward& a, int64_t unit) {
+// Returns the position of the unit-th row to compute. Rows with the same bias are consecutive, so that the bias is in
+// the cache for all samples but the first. Several rows of one sample are grouped, so that memory is read in longer
+// runs.
+INLINE Place find_place(const SoftmaxForward& a, int64_t unit) {
   const int64_t plane = a.heads * a.queries;
   int64_t b = unit / plane, row = unit % plane;
   if (a.bias != nullptr && a.bias_stride[0] == 0) {
@@ -33,7 +35,7 @@ INLINE Place place_of(const SoftmaxForward& a, int64_t unit) {
 }
 
 template <class T>
-INLINE const T* scores_of(const SoftmaxForward& a, const Place& place) {
+INLINE const T* find_scores(const SoftmaxForward& a, const Place& place) {
   return at<T>(a.scores, ((place.b * a.heads + place.n) * a.queries + place.q) * a.columns);
 }
 template <class T>
@@ -41,12 +43,12 @@ INLINE const T* bias_of(const SoftmaxForward& a, const Place& place) {
   return at<T>(a.bias, place.b * a.bias_stride[0] + place.n * a.bias_stride[1] + place.q * a.bias_stride[2]);
 }
 
-// z = scale * scores + bias + mask into `z`, padded with -inf to whole vectors; returns the largest.
+// Writes scale * scores + bias + mask into `z`, padded with -inf to whole vectors. Returns the largest.
 template <class T>
 INLINE Compute<T> masked_scores(const SoftmaxForward& a, const Place& place, int64_t limit, Compute<T>* z) {
   using C = Compute<T>;
   using V = VectorOf<T>;
-  const T *scores = scores_of<T>(a, place), *bias = bias_of<T>(a, place);
+  const T *scores = find_scores<T>(a, place), *bias = bias_of<T>(a, place);
   const int64_t mask_row = place.b * a.mask_stride[0] + place.n * a.mask_stride[1] + place.q * a.mask_stride[2];
   const T* added = a.mask_is_bool ? nullptr : at<T>(a.mask, mask_row);
   const uint8_t* visible = a.mask_is_bool ? at<uint8_t>(a.mask, mask_row) : nullptr;
@@ -59,7 +61,8 @@ INLINE Compute<T> masked_scores(const SoftmaxForward& a, const Place& place, int
     if (visible != nullptr) value = where<C>(visible + i, part, value, lowest);
     value = keep_lanes<C>(value, part, lowest);
     store(z + i, value, Full{});
-    top = larger(value, top);  // ignores NaN, which reappears in the sum
+    // This ignores a NaN, which reappears in the sum.
+    top = larger(value, top);
   });
   return max_lanes<C>(top);
 }
@@ -71,15 +74,15 @@ void softmax_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
   const Scratch<C> scratch(a.columns);
   C* row = scratch.get();
   for (int64_t unit = begin; unit < end; ++unit) {
-    const Place place = place_of(a, unit);
+    const Place place = find_place(a, unit);
     const auto [b, n, q] = place;
     const int64_t start = ((b * a.heads + n) * a.queries + q) * a.columns;
     const int64_t limit = visible_columns(a, b, q);
     const C top = masked_scores<T>(a, place, limit, row);
     // With shift 0 every exp is 0, or NaN where the score is.
     const ShiftedExp<T, true> shifted_exp(top == -kInfinity ? 0 : top);
-    const Place next = place_of(a, unit + 1 < end ? unit + 1 : unit);
-    const T* next_scores = scores_of<T>(a, next);
+    const Place next = find_place(a, unit + 1 < end ? unit + 1 : unit);
+    const T* next_scores = find_scores<T>(a, next);
     const T* next_bias = bias_of<T>(a, next);
     V sums = {};
     for (int64_t i = 0; i < limit; i += kLanes<T>) {
@@ -98,7 +101,8 @@ void softmax_forward(const SoftmaxForward& a, int64_t begin, int64_t end) {
       put(probs + i, load(row + i, Full{}) * inverse, part, past_cache);
     });
     for_vectors<T>(a.columns - limit, [&](int64_t i, auto part) LAMBDA {
-      store(probs + limit + i, V{} * inverse, part);  // 0, or NaN like the rest of the row
+      // A hidden key has 0, or NaN like the rest of the row.
+      store(probs + limit + i, V{} * inverse, part);
     });
     if (a.dropout.keys == nullptr) continue;
     T* dropped = at<T>(a.dropped, start);

@@ -118,7 +118,7 @@ INLINE VF widen(const Half* p) {
 #else
   const VU h = extend(p);
   const VU magnitude = (h & 0x7FFF) << 13;
-  // the exponent's bias differs by 112; multiplying also normalizes subnormal halves
+  // The exponent's bias differs by 112. Multiplying also normalizes subnormal halves.
   const VU finite = (VU)((VF)magnitude * 0x1p112f);
   const VU value = (VI)((h & 0x7C00) == 0x7C00) ? (magnitude | 0x7F800000u) : finite;
   return (VF)(value | ((h & 0x8000) << 16));
@@ -129,11 +129,13 @@ INLINE void narrow_to(float* p, VF v) { std::memcpy(p, &v, sizeof v); }
 INLINE void narrow_to(double* p, VD v) { std::memcpy(p, &v, sizeof v); }
 INLINE void narrow_to(BFloat16* p, VF v) {
 #if defined(__AVX512BF16__)
-  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);  // to nearest, ties to even; denormal numbers become 0
+  // This rounds to nearest, ties to even; denormal numbers become 0.
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
   std::memcpy(p, &rounded, sizeof rounded);
 #else
   const VU u = (VU)v;
-  const VU rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;  // to nearest, ties to even
+  // This rounds to nearest, ties to even.
+  const VU rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
   truncate_to(p, v != v ? ((u >> 16) | 0x40u) : rounded);
 #endif
 }
@@ -145,7 +147,8 @@ INLINE void narrow_to(Half* p, VF v) {
 #else
   const VU sign = (VU)v & 0x80000000u, u = (VU)v ^ sign;
   const VU special = (VI)(u > 0x7F800000u) ? (VU{} + 0x7E00u) : (VU{} + 0x7C00u);
-  const VU subnormal = (VU)((VF)u + 0.5f) - 0x3F000000u;  // adding 0.5 rounds at the half's last place
+  // Adding 0.5 rounds at the half's last place.
+  const VU subnormal = (VU)((VF)u + 0.5f) - 0x3F000000u;
   const VU normal = (u + 0xC8000FFFu + ((u >> 13) & 1u)) >> 13;
   VU bits = (VI)(u < 0x38800000u) ? subnormal : normal;
   bits = (VI)(u >= 0x47800000u) ? special : bits;
@@ -198,10 +201,10 @@ INLINE void stream(T* p, VectorOf<T> v) {
 }
 
 // Prefetches the line at p, for loops that compute so long on data in the cache that memory would be idle. Any address
-// is allowed: one after the end of a tensor costs nothing. For short loops the processor's own prefetching is better
-// (the norms were slower with this function).
+// is allowed: one after the end of a tensor costs nothing. For short loops, such as those of the norms, the processor's
+// own prefetching is better.
 INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
-// The same into the second-level cache, which can wait for more lines at once.
+// Prefetches into the second-level cache, which can wait for more lines at once.
 INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Makes streamed stores visible to the thread that uses the result.
@@ -225,9 +228,9 @@ INLINE void put(T* p, VectorOf<T> v, Part part, bool) {
   store(p, v, part);
 }
 
-// Whether to stream a row of a tensor of `elements`: the tensor is larger than a share of the last-level cache,
-// and the row starts on a vector boundary. Streaming parts of a line is slower than not streaming, but for halves on AMD's
-// processors: a quarter of a line from each of two outputs took twice as long on a Zen 3.
+// Returns whether to stream a row of a tensor of `elements`: whether the tensor is larger than a share of the
+// last-level cache, and the row starts on a vector boundary. Streaming parts of a line is slower than not streaming,
+// but for halves on AMD's processors: a quarter of a line from each of two outputs takes twice as long on a Zen 3.
 template <class T>
 INLINE bool beyond_cache(const T* row, int64_t elements) {
   constexpr int64_t kCacheBytes = 8 << 20, kLine = 64;
@@ -238,7 +241,7 @@ INLINE bool beyond_cache(const T* row, int64_t elements) {
   return aligned && elements * static_cast<int64_t>(sizeof(T)) > kCacheBytes;
 }
 
-// The value that a tensor of dtype T would hold after storing v.
+// Returns the value that a tensor of dtype T would hold after storing v.
 template <class T>
 INLINE VectorOf<T> round_to(VectorOf<T> v) {
   T stored[kLanes<T>];
@@ -246,7 +249,7 @@ INLINE VectorOf<T> round_to(VectorOf<T> v) {
   return widen(stored);
 }
 
-// `value` in lanes whose byte of a boolean mask is not 0, `otherwise` in the others.
+// Returns `value` in lanes whose byte of a boolean mask is not 0, `otherwise` in the others.
 template <class C, class V>
 INLINE V where(const uint8_t* mask, int count, V value, C otherwise) {
   constexpr int lanes = Wide<C>::lanes;
@@ -297,7 +300,7 @@ INLINE void for_vectors_in_turns(int64_t n, F step) {
   for_vectors<T>(n - i, [&](int64_t rest, auto part) LAMBDA { step(i + rest, part, 0); });
 }
 
-// The sum of the two halves of a vector.
+// Returns the sum of the two halves of a vector.
 template <class C, int bytes, class V>
 INLINE auto fold(V v) {
   typedef C Half __attribute__((vector_size(bytes / 2)));
@@ -327,7 +330,7 @@ INLINE C max_lanes(V v) {
   return lanes[0];
 }
 
-// Whether every lane of a comparison's result holds.
+// Returns whether every lane of a comparison's result holds.
 INLINE bool all_lanes(VI v) {
 #if defined(__AVX512F__)
   return _mm512_cmpeq_epi32_mask((__m512i)v, _mm512_setzero_si512()) == 0;
@@ -339,7 +342,7 @@ INLINE bool all_lanes(VI v) {
 #endif
 }
 
-// The larger, or b if one of them is NaN.
+// Returns the larger number, or b if one of them is NaN.
 INLINE VD larger(VD a, VD b) { return a > b ? a : b; }
 INLINE VF larger(VF a, VF b) {
 #if defined(__AVX512F__)
@@ -349,7 +352,7 @@ INLINE VF larger(VF a, VF b) {
 #endif
 }
 
-// The smaller, or b if one of them is NaN.
+// Returns the smaller number, or b if one of them is NaN.
 INLINE VF smaller(VF a, VF b) {
 #if defined(__AVX512F__)
   return (VF)_mm512_maskz_min_ps(0xFFFF, (__m512)a, (__m512)b);
@@ -359,13 +362,13 @@ INLINE VF smaller(VF a, VF b) {
 }
 
 #if defined(__AVX512BF16__)
-// sums + the products of pairs of bf16, in fp32.
+// Returns sums + the products of pairs of bf16, in fp32.
 INLINE VF add_pairs(VF sums, VF x, VF y) { return (VF)_mm512_dpbf16_ps((__m512)sums, (__m512bh)x, (__m512bh)y); }
 #endif
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Multipliers of lanes in columns `column`, column + 1, ...: keep_scale where the element is kept, else 0.
+// Returns the multipliers of the lanes from `column` on: keep_scale where the element is kept, else 0.
 template <class C>
 INLINE typename Wide<C>::V keep_factor(uint64_t key, int64_t column, uint32_t threshold, double keep_scale) {
   static constexpr uint32_t kLane[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -9,7 +9,7 @@ __device__ __forceinline__ double error_function(double x) { return erf(x); }
 constexpr double kSqrtTwoOverPi = 0.79788456080286535588, kSqrtHalf = 0.70710678118654752440;
 constexpr double kInvSqrtTwoPi = 0.39894228040143267794, kCubic = 0.044715;
 
-// The activation A and its derivative at z, as in csrc/cpu/math.h.
+// Computes the activation A and its derivative at z, as csrc/cpu/activations.h does.
 template <int A, class C>
 __device__ __forceinline__ C activate(C z, C& derivative) {
   if constexpr (A == kGelu) {

@@ -181,7 +181,7 @@ __device__ __forceinline__ float exponential(float x) { return exponential_of_2(
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
 __device__ __forceinline__ double inverse_root(double x) { return 1.0 / sqrt(x); }
-// The larger number; a NaN only if both are.
+// Returns the larger number; a NaN only if both are.
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
 
@@ -228,7 +228,7 @@ struct Maximum {
     return larger(a, b);
   }
 };
-// (largest, sum of exp(x - largest)) of two sets of numbers. A NaN stays in the sum.
+// Combines (largest, sum of exp(x - largest)) of two sets of numbers. A NaN stays in the sum.
 struct LogSumExp {
   static constexpr float kNothing = kLowest;
   template <class C>
@@ -323,11 +323,11 @@ __device__ __forceinline__ void drop(const Dropout& d, C keep_scale, uint64_t ke
   }
 }
 
-// ---- host ----
+// The rest of this file runs on the host.
 
 inline bool aligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
-// Whether rows of `columns` elements in all these tensors start on vector boundaries.
+// Returns whether rows of `columns` elements in all these tensors start on vector boundaries.
 template <class T, class... Pointers>
 bool vectors_fit(int64_t columns, Pointers... pointers) {
   return columns % kVector<T> == 0 && (aligned(pointers, 16) && ...);
@@ -342,15 +342,16 @@ inline int multiprocessors() {
 
 inline unsigned blocks_for(int64_t count) { return static_cast<unsigned>(count < 0x40000000 ? count : 0x40000000); }
 
-// The threads of a block, in whole warps and at most `limit`, so that each has at most `each` elements of a row.
+// Returns the threads of a block, in whole warps and at most `limit`, so that each has at most `each` elements of a
+// row.
 inline int threads_for(int64_t columns, int each, int limit) {
   const int64_t threads = (columns + each - 1) / each;
   const int64_t warps = (threads + 31) / 32 * 32;
   return static_cast<int>(warps < limit ? warps : limit);
 }
 
-// The threads of a block: as many teams of `threads` as there is room and work for.
-inline dim3 teams_of(int threads, int64_t rows) {
+// Returns the threads of a block: as many teams of `threads` as there is room and work for.
+inline dim3 choose_teams(int threads, int64_t rows) {
   const int64_t teams = kTeamThreads / threads;
   return dim3(threads, static_cast<unsigned>(teams < 1 ? 1 : teams < rows ? teams : rows));
 }

@@ -11,7 +11,7 @@ struct Seen {
   C largest, sum_exp, sum_logits;
 };
 
-// Without a branch: before the first finite logit the sum is 0 (or NaN), and stays so when it is scaled.
+// This needs no branch: before the first finite logit the sum is 0 (or NaN), and stays so when it is scaled.
 template <bool WithSum, class C, int M>
 __device__ __forceinline__ void see(Seen<C>& seen, const C (&value)[M]) {
   C top = seen.largest;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_stats_kernel(CrossEntr
   }
 }
 
-// The gradient of a row's logits but for the target's share.
+// Computes the gradient of a row's logits but for the target's share.
 template <class C>
 struct Slope {
   C log_z, slope, uniform;

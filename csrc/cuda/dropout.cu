@@ -3,12 +3,12 @@
 namespace shardzoo {
 namespace {
 
-// The key of a row's sample, and the row within the sample.
+// Holds the key of a row's sample, and the row within the sample.
 struct Key {
   int64_t of_sample, row;
 };
 
-// The keys of the rows first, first + step, ...; divides only at the start.
+// Yields the keys of the rows first, first + step, ...; it divides only at the start.
 template <class C>
 struct Keys {
   const Dropout& dropout;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) dropout_forward_kernel(
   });
 }
 
-// With the gradient of a bias; without one, the forward kernel computes the gradient of x.
+// Computes the gradients of x and of a bias. Without a bias, the forward kernel computes the gradient of x.
 template <class T, int N>
 __global__ void __launch_bounds__(kTeamThreads, 2) dropout_backward_kernel(DropoutBackward a) {
   using C = Compute<T>;

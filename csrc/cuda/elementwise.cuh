@@ -37,8 +37,8 @@ __device__ __forceinline__ void each_row(int64_t rows, Begin begin, Finish finis
   two_at_a_time<N>(static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y, step, rows, begin, finish);
 }
 
-// The same for the rows of a chunk, blockIdx.y, which the block's teams take in turns. Then it writes the sums of the
-// thread's columns, which `finish` adds up in `sums`. All threads of the block must call it.
+// Calls begin and finish for the rows of a chunk, blockIdx.y, which the block's teams take in turns. Then it writes the
+// sums of the thread's columns, which `finish` adds up in `sums`. All threads of the block must call it.
 template <class C, int N, class Begin, class Finish>
 __device__ __forceinline__ void each_row_of_chunk(int64_t rows, int64_t columns, int64_t chunk_rows, void* partial,
                                                   C (&sums)[N], Begin begin, Finish finish) {
@@ -55,13 +55,14 @@ struct Launch {
   dim3 grid, block;
 };
 
-// The threads along the columns: whole warps, and as many in every block of a row.
+// Returns the threads along the columns: whole warps, and as many in every block of a row.
 inline Launch across(int64_t columns, int n, int most) {
   const int64_t vectors = (columns + n - 1) / n, tiles = (vectors + most - 1) / most;
   return {dim3(static_cast<unsigned>(tiles)), dim3(threads_for((vectors + tiles - 1) / tiles, 1, most))};
 }
 
-// For each_row: as many blocks as the device runs at a time, so that a thread prepares once for many rows.
+// Returns the launch for each_row: as many blocks as the device runs at a time, so that a thread prepares once for many
+// rows.
 inline Launch over_rows(int64_t rows, int64_t columns, int n) {
   Launch l = across(columns, n, kThreads);
   l.block.y = kThreads / l.block.x;
@@ -71,10 +72,10 @@ inline Launch over_rows(int64_t rows, int64_t columns, int n) {
   return l;
 }
 
-// For each_row_of_chunk: the binding creates at most 65535 chunks.
+// Returns the launch for each_row_of_chunk: the binding creates at most 65535 chunks.
 inline Launch over_chunks(int64_t rows, int64_t columns, int64_t chunk_rows, int n) {
   Launch l = across(columns, n, kThreads);
-  l.block = teams_of(l.block.x, chunk_rows);
+  l.block = choose_teams(l.block.x, chunk_rows);
   l.grid.y = static_cast<unsigned>((rows + chunk_rows - 1) / chunk_rows);
   return l;
 }

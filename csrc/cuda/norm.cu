@@ -14,7 +14,7 @@ __device__ __forceinline__ Pack<T, N> add(const Pack<T, N>& x, const Pack<T, N>&
   return narrow<T, N>(h);
 }
 
-// The normalized value, as the weight multiplies it: RMSNorm rounds it first.
+// Returns the normalized value, as the weight multiplies it: RMSNorm rounds it first.
 template <class T, int N, bool Centered>
 __device__ __forceinline__ void normalize(Compute<T> (&h)[N], Compute<T> mean, Compute<T> rstd,
                                           const Pack<T, N>& weights, const void* bias, int64_t column) {
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kTeamThreads, 1) norm_forward_kernel(NormForwa
   }
 }
 
-// The same for rows too long for registers, which a block reads two or three times.
+// Computes either norm of rows too long for registers, which a block reads two or three times.
 template <class T, int N, bool Centered>
 __global__ void __launch_bounds__(kTeamThreads) long_norm_forward_kernel(NormForward a) {
   using C = Compute<T>;
@@ -155,8 +155,8 @@ __device__ __forceinline__ NormRow<T, N, K> fetch_row(const NormBackward& a, int
 }
 
 // A block processes a chunk of rows, as many at a time as it has teams; every thread sums its own columns over them, in
-// order. Ahead: the next rows are on their way while these are computed, for which 1,024 threads lack registers. With as
-// many chunks as the device has multiprocessors, all blocks run at once, and little is left to be summed over them.
+// order. Ahead: the next rows are on their way while these are computed, for which 1,024 threads lack registers. With
+// as many chunks as the device has multiprocessors, all blocks run at once, and little is left to be summed over them.
 template <class T, int N, bool Centered, bool Ahead>
 __global__ void __launch_bounds__(Ahead ? kTeamThreads : 1024, 1) norm_backward_kernel(NormBackward a) {
   using C = Compute<T>;
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(Ahead ? kTeamThreads : 1024, 1) norm_backward_
   });
 }
 
-// The same for rows too long for registers: a block reads a row twice, and keeps its sums in memory.
+// Computes the gradients of rows too long for registers: a block reads a row twice, and keeps its sums in memory.
 template <class T, int N, bool Centered>
 __global__ void __launch_bounds__(1024) long_norm_backward_kernel(NormBackward a) {
   using C = Compute<T>;
@@ -311,7 +311,7 @@ void launch_backward(const NormBackward& a, cudaStream_t stream) {
   const int threads = threads_for(a.columns, kEachBackward<T, N>, 1024);
   const unsigned chunks = static_cast<unsigned>((a.rows + a.chunk_rows - 1) / a.chunk_rows);
   if (a.columns <= static_cast<int64_t>(threads) * kEachBackward<T, N>) {
-    const dim3 block = teams_of(threads, a.chunk_rows);
+    const dim3 block = choose_teams(threads, a.chunk_rows);
     const auto kernel = threads <= kTeamThreads ? norm_backward_kernel<T, N, Centered, true>
                                                 : norm_backward_kernel<T, N, Centered, false>;
     kernel<<<chunks, block, 0, stream>>>(a);

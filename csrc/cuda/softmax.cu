@@ -14,7 +14,7 @@ __device__ __forceinline__ void each_attention_row(int64_t batch, int64_t heads,
   }
 }
 
-// The first keys of a row that the causal rule or the prefix leaves visible.
+// Returns how many first keys of a row the causal rule or the prefix leaves visible.
 __device__ __forceinline__ int64_t visible_columns(const SoftmaxForward& a, int64_t b, int64_t q) {
   if (!a.causal) return a.columns;
   int64_t limit = q + a.columns - a.queries + 1;
@@ -37,19 +37,19 @@ __device__ __forceinline__ const T* row_at(const void* base, const int64_t (&str
 }
 
 template <class T>
-__device__ __forceinline__ Row<T> row_of(const SoftmaxForward& a, int64_t start, int64_t b, int64_t n, int64_t q) {
+__device__ __forceinline__ Row<T> find_row(const SoftmaxForward& a, int64_t start, int64_t b, int64_t n, int64_t q) {
   return {at<T>(a.scores, start), row_at<T>(a.bias, a.bias_stride, b, n, q),
           a.mask_is_bool ? nullptr : row_at<T>(a.mask, a.mask_stride, b, n, q),
           a.mask_is_bool ? row_at<uint8_t>(a.mask, a.mask_stride, b, n, q) : nullptr, visible_columns(a, b, q)};
 }
 
-// The bytes of a boolean mask for N keys.
+// Holds the bytes of a boolean mask for N keys.
 template <int N>
 struct alignas(N) Bytes {
   uint8_t values[N];
 };
 
-// z = scale * scores + bias + mask; -inf where a key is not allowed.
+// Computes z = scale * scores + bias + mask; -inf where a key is not allowed.
 template <class T, int N>
 __device__ __forceinline__ void masked_scores(const Row<T>& row, Compute<T> scale, int64_t column,
                                               Compute<T> (&z)[N]) {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kTeamThreads) softmax_forward_kernel(SoftmaxFo
   int turn = 0;
   each_attention_row(a.batch, a.heads, a.queries, [&](int64_t b, int64_t n, int64_t q) {
     const int64_t start = ((b * a.heads + n) * a.queries + q) * a.columns;
-    const Row<T> row = row_of<T>(a, start, b, n, q);
+    const Row<T> row = find_row<T>(a, start, b, n, q);
     C z[K][N];
     C top = kLowest;
     each_vector<Kept, K, N>(a.columns, [&](int k, int64_t column) {
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kTeamThreads) softmax_forward_kernel(SoftmaxFo
   });
 }
 
-// The gradient of a row's probabilities before dropout, and the probabilities.
+// Reads the gradient of a row's probabilities before dropout, and the probabilities.
 template <class T>
 struct GradRow {
   const T *grad, *probs;
@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(kTeamThreads) softmax_backward_kernel(SoftmaxB
   });
 }
 
-// The gradient of a bias shared by the batch, for rows too long to keep. A sum over grad_scores / scale would round
-// twice, so every sample's term is computed again from its dot product.
+// Computes the gradient of a bias shared by the batch, for rows too long to keep. A sum over grad_scores / scale would
+// round twice, so every sample's term is computed again from its dot product.
 template <class T>
 __global__ void __launch_bounds__(kTeamThreads) long_bias_kernel(SoftmaxBackward a) {
   using C = Compute<T>;
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kTeamThreads) long_bias_kernel(SoftmaxBackward
   });
 }
 
-// Whether a mask or bias can be read in vectors at every row.
+// Returns whether a mask or bias can be read in vectors at every row.
 template <class T>
 bool strides_fit(const void* tensor, const int64_t (&strides)[3], int64_t element_bytes) {
   const int n = kVector<T>;
@@ -258,7 +258,7 @@ template <class T, int N>
 void launch_backward(const SoftmaxBackward& a, cudaStream_t stream) {
   const int threads = threads_for(a.columns, kEach<T, N>, kTeamThreads);
   const bool kept = a.columns <= static_cast<int64_t>(threads) * kEach<T, N>, shared = a.bias_batch == 1;
-  const dim3 block = kept && shared ? teams_of(threads, a.batch) : dim3(threads);
+  const dim3 block = kept && shared ? choose_teams(threads, a.batch) : dim3(threads);
   const dim3 grid = attention_grid(kept && shared ? 1 : a.batch, a.heads, a.queries);
   const auto kernel = kept ? (shared ? softmax_backward_kernel<T, N, true, true> : softmax_backward_kernel<T, N, true, false>)
                            : softmax_backward_kernel<T, N, false, false>;

@@ -1,7 +1,7 @@
 // The module `shardzoo.data._index`: builds the indexes of packed and sentence-wise datasets.
 //
-// These are the loops of data/indexed/index_building.py, which is the reference, and equal to them in every value. Other
-// threads run Python in the meantime.
+// These are the loops of data/indexed/index_building.py, which is the reference, and equal to them in every value.
+// Other threads run Python in the meantime.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 

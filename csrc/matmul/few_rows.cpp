@@ -5,7 +5,8 @@
 namespace shardzoo {
 namespace {
 
-constexpr int64_t kFewElements = 1 << 16;  // of a tensor whose norm takes less time than a call from Python
+// The norm of a tensor of so many elements takes less time than a call from Python.
+constexpr int64_t kFewElements = 1 << 16;
 
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
@@ -57,9 +58,10 @@ bool takes_mask(AttentionForward& a, const Tensor& q, const OptionalTensor& mask
 
 OptionalTensor linear_of_few_rows(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                                   int64_t most_rows) {
-  constexpr int64_t kBlock = 12;  // features: a few of the kernel's tiles, which fit into any second-level cache
+  // A unit of work is so many features: a few of the kernel's tiles, which fit into any second-level cache.
+  constexpr int64_t kBlock = 12;
   const int64_t elements = x.numel();
-  const int64_t columns = x.dim() == 0 ? 0 : columns_of(x);
+  const int64_t columns = x.dim() == 0 ? 0 : count_columns(x);
   if (elements == 0 || elements > most_rows * columns) return {};
   if (weight.dim() != 2 || weight.size(1) != columns) return {};
   if (bias && bias->dim() != 1) return {};
@@ -88,14 +90,15 @@ std::tuple<OptionalTensor, OptionalTensor> norm_of_few_rows(const Tensor& x, con
   const int64_t elements = x.numel();
   if (elements == 0 || elements > kFewElements || !has_kernels(x.scalar_type())) return {};
   if (!fits(x, x, elements) || !fits(residual, x, elements)) return {};
-  const int64_t columns = columns_of(x);
+  const int64_t columns = count_columns(x);
   const int64_t rows = elements / columns;
   if (!fits(weight, x, columns) || !fits(bias, x, columns)) return {};
 
   const Tensor y = empty(x.sizes(), x);
   OptionalTensor h;
   if (residual) h = empty(x.sizes(), x);
-  std::vector<double> mean(rows);  // the statistics of the rows, which only the gradient needs
+  // Only a gradient would need the statistics of the rows.
+  std::vector<double> mean(rows);
   std::vector<double> rstd(rows);
   const NormForward a = {.x = input(x),
                          .residual = input(residual),
@@ -134,7 +137,8 @@ OptionalTensor attention_of_few_queries(const Tensor& q, const Tensor& k, const 
 
   const std::array<int64_t, 4> size = {a.batch, a.queries, a.heads, a.size};
   const Tensor out = empty({size.data(), size.size()}, q);
-  std::vector<float> lse(a.batch * a.heads * a.queries);  // which only the gradient needs
+  // Only a gradient would need lse.
+  std::vector<float> lse(a.batch * a.heads * a.queries);
   a.q = input(q);
   a.k = input(k);
   a.v = input(v);

@@ -10,8 +10,8 @@
 
 namespace shardzoo {
 
-// Returns x weightᵀ + bias of x [..., columns], weight [features, columns] and bias [features]; nothing if x has more than
-// `most_rows` rows.
+// Returns x weightᵀ + bias of x [..., columns], weight [features, columns] and bias [features]; nothing if x has more
+// than `most_rows` rows.
 OptionalTensor linear_of_few_rows(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t most_rows);
 
 // Returns (norm(h), h) with h = x + residual, or no h without a residual. It is LayerNorm if `centered`, else RMSNorm.
@@ -20,9 +20,9 @@ std::tuple<OptionalTensor, OptionalTensor> norm_of_few_rows(const Tensor& x, con
                                                             const Tensor& weight, const OptionalTensor& bias, double eps,
                                                             bool centered);
 
-// Returns softmax(scale q kᵀ + mask) v of at most kFewQueries queries, of q [B, N, Sq, D] and k, v [B, K, Sk, D]. The heads
-// of a position are adjacent in the result, so that merging them copies nothing. The mask is bool or in the dtype of q, and
-// has four dimensions, of which any may be 1.
+// Returns softmax(scale q kᵀ + mask) v of at most kFewQueries queries, of q [B, N, Sq, D] and k, v [B, K, Sk, D]. The
+// heads of a position are adjacent in the result, so that merging them copies nothing. The mask is bool or in the dtype
+// of q, and has four dimensions, of which any may be 1.
 OptionalTensor attention_of_few_queries(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
                                         double scale, bool causal);
 

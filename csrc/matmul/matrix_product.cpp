@@ -27,7 +27,8 @@ class Workspace {
       data_ = std::aligned_alloc(kHugePage, bytes);
       bytes_ = data_ == nullptr ? 0 : bytes;
       STD_TORCH_CHECK(data_ != nullptr, "no memory for the workspace of a matrix product: ", bytes, " bytes");
-      madvise(data_, bytes, MADV_HUGEPAGE);  // optional: if it fails, the pages are small
+      // This is optional: if it fails, the pages are small.
+      madvise(data_, bytes, MADV_HUGEPAGE);
     }
     return static_cast<float*>(data_);
   }
@@ -44,7 +45,8 @@ int64_t round_up(int64_t size, int64_t tile) { return divide_up(size, tile) * ti
 void divide_among_threads(MatrixProduct& m, int64_t threads) {
   constexpr int64_t kRowsEach = 32;
   constexpr int64_t kColumnsEach = 16;
-  constexpr int64_t kPacking = 16;  // multiplications in the time that packing a number takes
+  // Packing a number takes the time of so many multiplications.
+  constexpr int64_t kPacking = 16;
   int64_t best = 0;
   for (int64_t row_parts = 1; row_parts <= threads; ++row_parts) {
     if (threads % row_parts != 0) continue;

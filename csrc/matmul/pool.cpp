@@ -51,7 +51,8 @@ class Pool {
       data = std::aligned_alloc(alignment, bytes);
     }
     if (data == nullptr) return {nullptr, 0};
-    madvise(data, bytes, MADV_HUGEPAGE);  // optional: if it fails, the pages are small
+    // This is optional: if it fails, the pages are small.
+    madvise(data, bytes, MADV_HUGEPAGE);
     return {data, bytes};
   }
 
@@ -70,7 +71,7 @@ class Pool {
     return idle_bytes_;
   }
 
-  // For a fork, around which the mutex is locked: the child must not inherit one that another thread holds.
+  // The mutex is locked around a fork: the child must not inherit one that another thread holds.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
 
@@ -95,7 +96,8 @@ class Pool {
 
 Pool& pool() {
   static Pool* const shared = [] {
-    auto* made = new Pool;  // never destroyed: tensors may outlive every static object
+    // It is never destroyed: tensors may outlive every static object.
+    auto* made = new Pool;
     pthread_atfork([] { pool().lock(); }, [] { pool().unlock(); }, [] { pool().unlock(); });
     return made;
   }();

@@ -1,20 +1,20 @@
 // The module `shardzoo.mpu._shared_memory`: collectives of processes on one host, through memory that they share.
 // mpu/shared_memory.py opens the memory and says when it is used.
 //
-// Every rank has a ring of slots that it alone writes and all ranks read. A message is cut into chunks of at most a slot,
-// which get consecutive numbers. Chunk n of a rank is in slot n modulo the number of slots. A rank publishes how many
-// chunks it has
+// Every rank has a ring of slots that it alone writes and all ranks read. A message is cut into chunks of at most a
+// slot, which get consecutive numbers. Chunk n of a rank is in slot n modulo the number of slots. A rank publishes how
+// many chunks it has
 //   posted    copied into its slots,
 //   reduced   replaced its part of by the sum over the ranks (sums over more than two ranks), and
 //   consumed  read from all ranks, so that their slots may be written again.
-// All ranks start the same collectives in the same order, so the numbers agree. Chunks are small enough to stay in a core's
-// cache between writing and reading.
+// All ranks start the same collectives in the same order, so the numbers agree. Chunks are small enough to stay in a
+// core's cache between writing and reading.
 //
 // A sum adds the ranks' values in rank order, 16-bit floats in fp32, and rounds once. So it has the same bits on every
 // rank, in every run, and however a message is cut.
 //
-// While a thread copies, adds or waits, other threads run Python. A thread that waits looks for signals, so that a handler
-// of Python can interrupt it.
+// While a thread copies, adds or waits, other threads run Python. A thread that waits looks for signals, so that a
+// handler of Python can interrupt it.
 
 #include <linux/futex.h>
 #include <poll.h>
@@ -80,7 +80,7 @@ template <class T, class W>
 INLINE void narrow(W wide, T& out) {
   out = static_cast<T>(wide);
 }
-// To the nearest, ties to even; a NaN stays one.
+// Rounds to the nearest, ties to even; a NaN stays one.
 INLINE void narrow(float wide, BFloat16& out) {
   uint32_t bits;
   std::memcpy(&bits, &wide, sizeof bits);
@@ -88,7 +88,7 @@ INLINE void narrow(float wide, BFloat16& out) {
   out.bits = static_cast<uint16_t>(wide != wide ? 0x7FC0 : rounded);
 }
 
-// out[i] = the sum over the ranks of sources[rank][i]; `out` may be one of the sources.
+// Sets out[i] to the sum over the ranks of sources[rank][i]; `out` may be one of the sources.
 template <class T>
 INLINE void add(const char* const* sources, int size, char* out, size_t count) {
   using Wide = decltype(widen(T()));
@@ -238,7 +238,7 @@ class Channel {
 
   // Waits until collective `id` has ended.
   void finish(int64_t id) {
-    std::vector<py::object> ended;  // as above
+    std::vector<py::object> ended;  // given up as in `start`
     const Turn turn(*this);
     complete(id, ended);
   }
@@ -246,7 +246,8 @@ class Channel {
   void set_timeout(double seconds) { timeout_ = seconds; }
 
  private:
-  // One thread at a time. A signal handler that runs while this thread waits cannot have a turn.
+  // A thread's turn: only one thread at a time has it. A signal handler that runs while this thread waits cannot have a
+  // turn.
   class Turn {
    public:
     explicit Turn(Channel& channel) : channel_(channel) {
@@ -268,8 +269,8 @@ class Channel {
     Channel& channel_;
   };
 
-  // Returns where the numbers of a tensor are. Its Python methods say so, because no header of torch is used here. Their
-  // names are made once: a small message takes a few microseconds.
+  // Returns where the numbers of a tensor are. Its Python methods say so, because no header of torch is used here.
+  // Their names are made once: a small message takes a few microseconds.
   static char* read_address(const py::object& tensor, size_t bytes) {
     static PyObject* const is_contiguous = PyUnicode_InternFromString("is_contiguous");
     static PyObject* const nbytes = PyUnicode_InternFromString("nbytes");
@@ -373,7 +374,7 @@ class Channel {
                              std::to_string(processes_[static_cast<size_t>(rank)]) + ") " + reason);
   }
 
-  Label label_of(const Job& job, size_t chunk) const { return {job.kind, job.dtype, job.count * job.width(), chunk}; }
+  Label make_label(const Job& job, size_t chunk) const { return {job.kind, job.dtype, job.count * job.width(), chunk}; }
 
   // Copies chunks into this rank's slots while these are free.
   void post(Job& job) {
@@ -382,7 +383,7 @@ class Channel {
       for (int rank = 0; rank < size_; ++rank) {
         if (!reached(progress(rank).consumed, freed_for(number))) return;
       }
-      label(rank_, number) = label_of(job, job.posted);
+      label(rank_, number) = make_label(job, job.posted);
       const size_t offset = job.begin(job.posted) * job.width(), bytes = job.length(job.posted) * job.width();
       char* target = data(rank_, number);
       if (job.kind == kReduceScatter) {
@@ -398,14 +399,14 @@ class Channel {
     }
   }
 
-  // How many chunks all ranks must have consumed before chunk `number` can be written.
+  // Returns how many chunks all ranks must have consumed before chunk `number` can be written.
   uint64_t freed_for(uint64_t number) const { return number < slots_ ? 0 : number + 1 - slots_; }
 
   bool two_phases(const Job& job) const {
     return job.kind == kAllReduce && size_ > 2 && job.count * job.width() > kTwoPhases;
   }
 
-  // The elements of a chunk that `rank` adds, in the first of two phases: [first, second).
+  // Returns which elements of a chunk `rank` adds in the first of two phases: [first, second).
   std::pair<size_t, size_t> share(const Job& job, size_t chunk, int rank) const {
     const size_t length = job.length(chunk), line = kLine / job.width();
     const size_t each = ((length + static_cast<size_t>(size_) - 1) / static_cast<size_t>(size_) + line - 1) / line * line;
@@ -417,7 +418,7 @@ class Channel {
     const uint64_t number = job.first + chunk;
     for (int rank = 0; rank < size_; ++rank) {
       const Label other = label(rank, number);
-      if (rank == rank_ || other == label_of(job, chunk)) continue;
+      if (rank == rank_ || other == make_label(job, chunk)) continue;
       const char* kind = other.kind <= kReduceScatter ? kKindNames[other.kind] : "unknown collective";
       fail(job, rank, std::string("is in an ") + kind + " of " + std::to_string(other.bytes) +
                           " bytes, or of another dtype; all ranks must call the same collectives in the same order");

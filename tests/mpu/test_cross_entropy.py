@@ -270,3 +270,6 @@ def test_many_logits_never_exist_whole(dtype, has_bias, equal, monkeypatch):
     for ours, expected in zip(results[1], results[0], strict=True):
         assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
         assert ours.dtype == expected.dtype
+    if dtype == torch.bfloat16 and has_bias and not equal:
+        # Both are fp32 sums of the same numbers, rounded once; sums of rounded sums differ in a third of the elements.
+        assert (results[1][3] != results[0][3]).float().mean() < 0.02

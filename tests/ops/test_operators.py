@@ -118,6 +118,14 @@ def test_out_overwrites_everything(name, variant, floats):
                 assert torch.equal(value, wanted), op
 
 
+def test_out_may_have_another_layout(variant):
+    x = torch.randn(4, 8)
+    y = torch.full((8, 4), float("nan")).t()
+    with ops.kernels(variant):
+        torch.ops.shardzoo.bias_gelu_out(x, None, False, y=y)
+    torch.testing.assert_close(y, torch.nn.functional.gelu(x))
+
+
 def test_out_refuses_a_wrong_shape():
     x = torch.randn(4, 8)
     with pytest.raises(ValueError, match=r"bias_gelu_out writes `y` as \(4, 8\)"):

@@ -11,14 +11,18 @@ constexpr int kSums = 12;
 #else
 constexpr int kSums = 8;
 #endif
-constexpr int64_t kAhead = 16384;  // bytes from the weight that is used to the one that is prefetched
+// The bytes from the weight that is used to the one that is prefetched.
+constexpr int64_t kAhead = 16384;
 
-// How the factors of a product are loaded and multiplied: as vectors of the type of the computation, ...
+// Says how the factors of a product are loaded and multiplied. In general they are vectors of the type of the
+// computation.
 template <class T>
 struct Factors {
-  using X = Compute<T>;  // the type in which x is copied
+  // The type in which x is copied.
+  using X = Compute<T>;
   using V = VectorOf<T>;
-  static constexpr int kStep = kLanes<T>;  // the elements of a vector
+  // The elements of a vector.
+  static constexpr int kStep = kLanes<T>;
   template <class Element, class Size>
   INLINE V load_vector(const Element* p, Size size) {
     return load(p, size);
@@ -26,7 +30,7 @@ struct Factors {
   INLINE V add_product(V sum, V x, V w) { return sum + x * w; }
 };
 #if defined(__AVX512BF16__)
-// ... or where the processor adds the products of pairs of bf16 to sums in fp32, as bf16.
+// Where the processor adds the products of pairs of bf16 to sums in fp32, the factors stay bf16.
 template <>
 struct Factors<BFloat16> {
   using X = BFloat16;
@@ -46,8 +50,8 @@ using X = typename Factors<T>::X;
 template <class T>
 constexpr bool kPairs = Factors<T>::kStep > kLanes<T>;
 
-// Products of `Rows` rows of x (padded to `width`) with `Features` rows of the weight. Every sum has a separate
-// register and adds the vectors in order, so that it is the same for any number of rows and in every tile.
+// Computes the products of `Rows` rows of x (padded to `width`) with `Features` rows of the weight. Every sum has a
+// separate register and adds the vectors in order, so that it is the same for any number of rows and in every tile.
 template <class T, int Rows, int Features>
 INLINE void linear_tile(const LinearOfFewRows& a, const X<T>* x, int64_t width, int64_t row, int64_t feature) {
   using C = Compute<T>;
@@ -83,8 +87,8 @@ INLINE void linear_tile(const LinearOfFewRows& a, const X<T>* x, int64_t width, 
 template <class T, int Rows>
 INLINE void linear_rows(const LinearOfFewRows& a, const X<T>* x, int64_t width, int64_t row, int64_t feature,
                         int64_t end) {
-  // One row, or products of pairs, need so little arithmetic that they wait for memory, which is fastest when it is read
-  // in one piece.
+  // One row, or products of pairs, need so little arithmetic that they wait for memory, which is fastest when it is
+  // read in one piece.
   constexpr int kMost = kLanes<T> < 4 ? kLanes<T> : 4;
   constexpr int kFeatures = Rows == 1 || kPairs<T> ? 1 : kSums / Rows < kMost ? kSums / Rows : kMost;
   for (; feature + kFeatures <= end; feature += kFeatures) linear_tile<T, Rows, kFeatures>(a, x, width, row, feature);

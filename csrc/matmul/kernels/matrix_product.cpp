@@ -18,9 +18,9 @@ constexpr int kTileRows = 4, kTileVectors = 3;
 #else
 constexpr int kTileRows = 4, kTileVectors = 2;
 #endif
-// A block of b is narrow and deep where the second-level cache is small. Reading rows of a where they are and prefetching b
-// save time on a Zen 5, and cost time on a Zen 3. A depth of up to kMostUnits is one block; a larger one is blocks of up to
-// kBlockUnits, between which sums are kept.
+// A block of b is narrow and deep where the second-level cache is small. Reading rows of a where they are and
+// prefetching b save time on a Zen 5, and cost time on a Zen 3. A depth of up to kMostUnits is one block; a larger one
+// is blocks of up to kBlockUnits, between which sums are kept.
 #if defined(__AVX512F__)
 constexpr int64_t kBlockColumns = 192, kMostUnits = 512, kBlockUnits = 384;
 constexpr bool kReadsRows = true, kPrefetches = true;
@@ -29,8 +29,10 @@ constexpr int64_t kBlockColumns = 48, kMostUnits = 768, kBlockUnits = 768;
 constexpr bool kReadsRows = false, kPrefetches = false;
 #endif
 constexpr int kTileColumns = kTileVectors * kWidth;
-constexpr int kPanelRows = kWidth;  // of a: one or two tiles
-constexpr int64_t kChunk = 64;      // units that are packed at once
+// A panel of a is one or two tiles.
+constexpr int kPanelRows = kWidth;
+// The units that are packed at once.
+constexpr int64_t kChunk = 64;
 constexpr int64_t kBlockRows = 128;
 static_assert(kPanelRows % kTileRows == 0 && kPanelRows <= kProductTile && kTileColumns <= kProductTile);
 static_assert(kBlockUnits <= kMostUnits && kMostUnits <= kProductDepth && kBlockColumns <= kProductColumns);
@@ -50,7 +52,7 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t count(int64_t size, int64_t each) { return (size + each - 1) / each; }
 INLINE int64_t whole(int64_t size, int64_t each) { return count(size, each) * each; }
 template <class T>
-INLINE int64_t units_of(int64_t elements) {
+INLINE int64_t count_units(int64_t elements) {
   return count(elements, kPerUnit<T>);
 }
 
@@ -58,11 +60,12 @@ INLINE int64_t units_of(int64_t elements) {
 template <class T>
 struct Lines {
   const T* p;
-  int64_t line_step, step;  // one of them is 1
+  // One of them is 1.
+  int64_t line_step, step;
   LAMBDA const T* at(int64_t line, int64_t i) const { return p + line * line_step + i * step; }
 };
 
-// Whether `size` adjacent elements of a line are whole units, as a product reads them.
+// Returns whether `size` adjacent elements of a line are whole units, as a product reads them.
 template <class T>
 INLINE bool are_units(const Lines<T>& from, int64_t size) {
   const bool whole_units = from.line_step % kPerUnit<T> == 0 && size % kPerUnit<T> == 0;
@@ -113,7 +116,7 @@ class Ahead {
 template <class T, int kLines>
 INLINE void pack_chunk(const Lines<T>& from, int64_t line, int64_t lines, int64_t start, int64_t size, float* spare,
                        float* out) {
-  const int64_t units = units_of<T>(size);
+  const int64_t units = count_units<T>(size);
   if (lines < kLines) zeroed(out, units * kLines);
   if (from.step == 1) {
     const Left rows = rows_of_units(from, line, lines, start, size, spare);
@@ -134,7 +137,8 @@ INLINE void pack_chunk(const Lines<T>& from, int64_t line, int64_t lines, int64_
       });
     }
   };
-  if (lines == kLines) pack_across(kLines);  // with a constant, the loop over vectors is unrolled
+  // With a constant, the loop over vectors is unrolled.
+  if (lines == kLines) pack_across(kLines);
   else pack_across(lines);
 }
 
@@ -144,7 +148,7 @@ __attribute__((noinline)) void pack(const Lines<T>& from, int64_t line, int64_t 
                                     float* out) {
   alignas(64) float spare[kProductTile * 2 * kChunk];
   constexpr int64_t kElements = kChunk * kPerUnit<T>;
-  const int64_t units = units_of<T>(size);
+  const int64_t units = count_units<T>(size);
   const auto pack_part = [&](int64_t i, int64_t l) LAMBDA {
     float* to = out + l * units + i / kPerUnit<T> * kPanel;
     pack_chunk<T, kPanel>(from, line + l, least(kPanel, lines - l), start + i, least(kElements, size - i), spare, to);
@@ -204,17 +208,19 @@ template <class T>
 INLINE void multiply_part(const MatrixProduct& m, float* workspace, int64_t row, int64_t rows, int64_t column,
                           int64_t columns) {
   const Lines<T> a = {at<T>(m.a, 0), m.a_stride[0], m.a_stride[1]}, b = {at<T>(m.b, 0), m.b_stride[1], m.b_stride[0]};
-  const int64_t all = units_of<T>(m.depth), parts = all <= kMostUnits ? 1 : count(all, kBlockUnits);
+  const int64_t all = count_units<T>(m.depth), parts = all <= kMostUnits ? 1 : count(all, kBlockUnits);
   const int64_t most_units = count(all, parts), most = most_units * kPerUnit<T>;
   float* packed_a = workspace;
   float* packed_b = packed_a + whole((rows + kProductTile) * most_units, kWidth);
   float* sums = packed_b + whole((least(columns, kBlockColumns) + kProductTile) * most_units, kWidth);
-  const bool keeps_sums = parts > 1;  // otherwise those of a block are needed no longer than its product takes
+  // With one part, the sums of a block are needed no longer than its product takes.
+  const bool keeps_sums = parts > 1;
   const int64_t step = whole(keeps_sums ? columns : least(columns, kBlockColumns), kProductTile);
   for (int64_t i = 0; i < m.depth; i += most) {
-    const int64_t size = least(most, m.depth - i), units = units_of<T>(size);
+    const int64_t size = least(most, m.depth - i), units = count_units<T>(size);
     const bool direct = kReadsRows && are_units(a, size);
-    const int64_t read = direct ? rows / kPanelRows * kPanelRows : 0;  // rows that are read where they are
+    // So many rows are read where they are.
+    const int64_t read = direct ? rows / kPanelRows * kPanelRows : 0;
     pack<T, kPanelRows>(a, row + read, rows - read, i, size, packed_a + read * units);
     for (int64_t c = 0; c < columns; c += kBlockColumns) {
       const int64_t block_columns = least(kBlockColumns, columns - c);

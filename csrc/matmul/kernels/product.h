@@ -15,7 +15,8 @@ constexpr int kWidth = Wide<float>::lanes;
 
 // The size of the part of a product whose sums are in registers: rows, and vectors of columns.
 #if defined(__AVX512F__)
-constexpr int kRows = 6, kColumns = 4;  // 24 sums, 4 vectors of b and one number of a
+// The registers hold 24 sums, 4 vectors of b and one number of a.
+constexpr int kRows = 6, kColumns = 4;
 #elif defined(__AVX2__)
 constexpr int kRows = 6, kColumns = 2;
 #else
@@ -34,17 +35,19 @@ struct Right {
   int64_t row_step;
 };
 
-// c = a b, or c += a b. The rows of c are adjacent numbers.
+// Describes a product c = a b, or c += a b. The numbers of a row of c are adjacent.
 struct Product {
   Left a;
   Right b;
   float* c;
   int64_t c_step;
-  int64_t rows, columns, depth;  // `columns` are whole vectors
+  // `columns` is a multiple of a vector's size.
+  int64_t rows, columns, depth;
   bool add;
 };
 
-// sum + x w, where x and w are floats or pairs. As a float, a pair can be denormal: only integers may be computed of it.
+// Returns sum + x w, where x and w are floats or pairs. As a float, a pair can be denormal: only integers may be
+// computed of it.
 template <bool kPairs>
 INLINE VF add_product(VF sum, const float* x, VF w) {
 #if defined(__AVX512BF16__)
@@ -98,7 +101,7 @@ __attribute__((noinline)) void multiply_vectors(const Product& p) {
   for (; v < vectors; ++v) product_rows<kPairs, kRows, 1>(p, 0, v * kWidth);
 }
 
-// out[j * out_step + i] = in[i * in_step + j] for i < rows, j < columns.
+// Transposes: out[j * out_step + i] = in[i * in_step + j] for i < rows, j < columns.
 void transpose(const float* in, int64_t in_step, int64_t rows, int64_t columns, float* out, int64_t out_step) {
   int64_t whole_rows = 0, whole_columns = 0;
 #if defined(__AVX512F__)
@@ -161,7 +164,8 @@ struct Tile {
 // Products in fp32 of up to 64 rows of any type. `T* from` with `stride` is a matrix [rows, size], and `memory` holds
 // 64 rows. A result may lie in the memory, or be the tile itself.
 struct FloatProducts {
-  static constexpr int kPerUnit = 1;  // numbers in the place of a float
+  // The numbers in the place of a float.
+  static constexpr int kPerUnit = 1;
 
   static int64_t whole(int64_t size) { return size; }           // what products take of a dimension
   static int64_t width(int64_t size) { return whole_vectors(size); }  // of a row of factors and results
@@ -195,10 +199,11 @@ struct FloatProducts {
     narrow_to(tile.plain + (row + 1) * tile.step + v * kWidth, odd);
   }
   static void finish(const Tile&, int64_t) {}
-  static Left left_of(const Tile& tile) { return {tile.plain, tile.step, 1}; }
-  static Right right_of(const Tile& tile) { return {tile.plain, tile.step}; }
+  static Left make_left(const Tile& tile) { return {tile.plain, tile.step, 1}; }
+  static Right make_right(const Tile& tile) { return {tile.plain, tile.step}; }
 
-  static LAMBDA VF exp(VF x) { return shardzoo::exp<true>(x); }  // as exact as the factors; no x is above 88
+  // This is as exact as the factors; no x is above 88.
+  static LAMBDA VF exp(VF x) { return shardzoo::exp<true>(x); }
 
   static void multiply(const Product& p) { multiply_vectors<false>(p); }
 };
@@ -284,7 +289,7 @@ class TileRegisters {
 
 INLINE VU pair_up(VU even, VU odd) { return even | odd << 16; }
 
-// The same in pairs of bf16, rounded to nearest; sizes are whole multiples of 32.
+// Products in pairs of bf16, to which factors are rounded to nearest; sizes are whole multiples of 32.
 struct PairProducts {
   static constexpr int kPerUnit = 2;
 
@@ -344,8 +349,8 @@ struct PairProducts {
     if (tile.right != nullptr) zeroed(tile.right + written * 32, (end - written) * 32);
     for (int64_t r = written; tile.left != nullptr && r < end; ++r) zeroed(tile.left + r * tile.left_step, 32);
   }
-  static Left left_of(const Tile& tile) { return {tile.left, tile.left_step, 1}; }
-  static Right right_of(const Tile& tile) { return {tile.right, 64}; }
+  static Left make_left(const Tile& tile) { return {tile.left, tile.left_step, 1}; }
+  static Right make_right(const Tile& tile) { return {tile.right, 64}; }
 
   static LAMBDA VF exp(VF x) { return ShiftedExp<BFloat16, true>(0).at(x); }
 
