@@ -232,6 +232,8 @@ def _read_indexed_weights(folder: Path, index: Path) -> dict[str, StoredTensor]:
         tensors += _read_weights(checked_file(folder, file))
     found = index_by_name(tensors)
     for name, file in weight_map.items():
+        if name not in found and name.endswith("rotary_emb.inv_freq"):
+            continue  # These frequencies are computed again, so some programs leave them out.
         if name not in found:
             raise ValueError(
                 f"{index} says that tensor {name} is in {file}, which does not have it"

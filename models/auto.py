@@ -49,7 +49,14 @@ def find_config(name: str) -> ModelConfig:
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     """Returns the configuration of a family from the contents of a `config.json`."""
-    config = find_family(values).config.from_dict(values)
+    facts = find_family(values)
+    config = facts.config.from_dict(values)
+    if config.architecture not in facts.architectures:
+        # transformers ignores the name; the first files of Llama say LLaMAForCausalLM.
+        spelled = {name.lower(): name for name in facts.architectures}
+        known = spelled.get(str(config.architecture).lower())
+        if known is not None:
+            config = config.with_changes(architecture=known)
     model_class(config)
     return config
 

@@ -106,6 +106,9 @@ class ModelConfig:
     `config.json` may have either; if it has both, the value of the common name counts there.
     """
 
+    ties_without_head: ClassVar[bool] = False
+    """Whether the head is the word embedding if files do not store one, whatever they say."""
+
     vocab_size: VocabSize
 
     def __post_init__(self) -> None:

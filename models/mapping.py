@@ -40,6 +40,7 @@ from .config import ModelConfig
 from .family_table import family, list_families
 from .megatron import EMBEDDING, TIED_HEAD, MegatronMap
 from .name_map import NameEntry, NameMap, refuse_names
+from .quantization import refuse_quantized
 
 CHUNK = 1 << 20  # bytes that two tensors are compared by at a time
 HEAD_BYTES = 4096  # bytes at the beginning of a tensor that tell two rank files apart
@@ -200,6 +201,7 @@ def map_checkpoint(
         "legacy": _map_legacy,
         "megatron": _map_megatron,
     }
+    refuse_quantized(checkpoint)
     try:
         if model is None:
             model = NativeModel.from_config(read_model_config(checkpoint))
@@ -232,6 +234,7 @@ def read_model_config(
         ValueError: There is no configuration, it is invalid, or it has more layers than the files
             have tensors.
     """
+    refuse_quantized(checkpoint)
     values: Mapping[str, Any] = {}
     if config is None and checkpoint.config is not None:
         values = checkpoint.config
@@ -369,7 +372,7 @@ def _is_tied(
         tensors[name_map.to_current_name(name, known)] = tensor
     heads = [(name, kept) for name, kept in name_map.aliases if name in untied and name in tensors]
     if not heads:
-        return values.get("tie_word_embeddings") is not False
+        return config.ties_without_head or values.get("tie_word_embeddings") is not False
 
     for head, kept in heads:
         # The embedding may be stored under its own name or under an alias of it.

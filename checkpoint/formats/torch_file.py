@@ -197,6 +197,8 @@ def locate_tensors(
     records = ZipRecords(path) if zipfile.is_zipfile(path) else None
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in state.items():
+        if isinstance(name, str) and tensor is None:
+            continue  # a parameter that its module does not have
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ValueError(
                 f"{path}: {describe(name)} is a {type(tensor).__name__}, "

@@ -53,9 +53,8 @@ def name_map(norms: dict[str, str], gate_up: tuple[str, ...] = ("gate_proj", "up
         aliases=(("lm_head.weight", "model.embed_tokens.weight"),),
         renamed=((r"transformer\.(.*)", r"model.\1"),),  # question answering
         spelled=((r"(Llama|Qwen2|Qwen3)ForQuestionAnswering", r"model\.(.*)", r"transformer.\1"),),
-        ignored=(
-            r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-        ),  # a buffer in old files
+        # A buffer in old files: of each layer, later of the model.
+        ignored=(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq",),
     )
 
 

@@ -28,4 +28,6 @@ NAME_MAP = NameMap(
         *(entry for native in CLASSIFIERS for entry in both(native, "classifier")),
     ),
     aliases=(("decoder.weight", "model.embeddings.tok_embeddings.weight"),),
+    # A buffer in old files.
+    ignored=(r"(model\.)?(layers\.\d+\.attn\.)?rotary_emb\.(\w+_)?inv_freq",),
 )

@@ -50,6 +50,7 @@ class T5Config(HeadsConfig):
         "num_attention_heads": "num_heads",
         "head_dim": "d_kv",
     }
+    ties_without_head: ClassVar[bool] = True
     shares_relative_bias: ClassVar[bool] = True
     """Whether the layers of a stack share one relative bias."""
 
