@@ -199,7 +199,7 @@ def train(job: Job) -> int:
     """Trains a tiny GPT-2 as one rank, and appends each loss to `losses`."""
     import torch
 
-    from shardzoo.cli.rank_errors import exit_code_of_rank
+    from shardzoo.cli.rank_errors import run_and_report_once
     from shardzoo.models import from_config
     from shardzoo.trainer import Trainer, TrainingArguments
     from shardzoo.trainer.launch.rank_info import RankInfo
@@ -225,7 +225,7 @@ def train(job: Job) -> int:
         trainer.train(model, train_dataset=Samples(), reporter=Losses(), extra_files=job.source)
         return 0
 
-    return exit_code_of_rank(work, info)
+    return run_and_report_once(work, info)
 
 
 def command(job: Job, spec: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from tyro.conf import Positional
 from ..checkpoint.folder_files import STATE, find_changed_files, read_state_file
 from ..files.printable import printable
 from ..trainer.run_folder import RunFolder
-from .console import USAGE_ERROR, columns, exit_code_of, gigabytes, message_of
+from .console import USAGE_ERROR, explain_error, format_bytes, format_table, run_and_report
 from .help import HelpPage, show_commands
 
 
@@ -34,9 +34,15 @@ HELP = {"verify": HelpPage("shardzoo checkpoint verify", Verify)}
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A checkpoint, what is wrong with it, and the files that an earlier version wrote without a
-    digest.
+class CheckpointState:
+    """What is found about a checkpoint.
+
+    Attributes:
+        checkpoint: The name of its folder.
+        files: The number of files.
+        bytes: Their size.
+        problems: What is wrong with it; empty if nothing is.
+        without_digest: The files that an earlier version wrote without a digest.
     """
 
     checkpoint: str
@@ -53,15 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = tyro.extras.subcommand_cli_from_dict(
         {"verify": Verify}, prog="shardzoo checkpoint", args=argv
     )
-    return exit_code_of(lambda: report(command))
+    return run_and_report(lambda: report(command))
 
 
 def report(command: Verify) -> int:
     """Prints what is found about each checkpoint. Raises ValueError if there is none."""
     folder = command.folder
-    run = RunFolder(command.folder)
-    one = (folder / STATE).exists() or (folder / STATE).is_symlink()
-    found = [verdict(path) for path in ([folder] if one else map(run.checkpoint, run.steps()))]
+    if (folder / STATE).exists() or (folder / STATE).is_symlink():
+        checkpoints = [folder]
+    else:
+        run = RunFolder(folder)
+        checkpoints = [run.checkpoint(step) for step in run.steps()]
+    found = [examine(checkpoint) for checkpoint in checkpoints]
     if not found:
         raise ValueError(
             f"{folder} holds no checkpoint; name the folder of a run, or one of its checkpoints"
@@ -69,40 +78,40 @@ def report(command: Verify) -> int:
     if command.json:
         print(json.dumps({"checkpoints": [asdict(entry) for entry in found]}))
     else:
-        rows = [
-            (e.checkpoint, str(e.files), gigabytes(e.bytes), "damaged" if e.problems else "ok")
-            for e in found
-        ]
-        print(columns(("checkpoint", "files", "size", "state"), rows), end="")
+        rows: list[tuple[str, ...]] = []
+        for entry in found:
+            state = "damaged" if entry.problems else "ok"
+            rows.append((entry.checkpoint, str(entry.files), format_bytes(entry.bytes), state))
+        print(format_table(("checkpoint", "files", "size", "state"), rows), end="")
         for entry in found:
             for problem in entry.problems:
                 print(printable(f"{entry.checkpoint}: {problem}"))
             if entry.without_digest:
-                print(
-                    printable(
-                        f"{entry.checkpoint}: no digest was recorded of {', '.join(entry.without_digest)}"
-                    )
-                )
+                names = ", ".join(entry.without_digest)
+                print(printable(f"{entry.checkpoint}: no digest was recorded of {names}"))
     return USAGE_ERROR if any(entry.problems for entry in found) else 0
 
 
-def verdict(folder: Path) -> Verdict:
-    """Returns what is found about one checkpoint."""
-    files = list[Path]()
-    problems = list[str]()
-    recorded = set[str]()
+def examine(folder: Path) -> CheckpointState:
+    """Compares the files of one checkpoint with their digests."""
+    files: list[Path] = []
+    problems: list[str] = []
+    recorded: set[str] = set()
     jobs = min(4, os.cpu_count() or 1)
+
+    def find_problems(share: int) -> list[str]:
+        return list(find_changed_files(folder, share, jobs))
+
     try:
         files = [entry for entry in sorted(folder.iterdir()) if entry.is_file()]
         recorded = {STATE, *read_state_file(folder)["files"]}
         with ThreadPoolExecutor(jobs) as pool:
-            shares = pool.map(
-                lambda share: list(find_changed_files(folder, share, jobs)), range(jobs)
-            )
-            problems = list(dict.fromkeys(problem for share in shares for problem in share))
+            for found in pool.map(find_problems, range(jobs)):
+                problems += [problem for problem in found if problem not in problems]
     except (ValueError, OSError) as error:
-        problems = problems or [message_of(error)]
-    without = [] if problems else [file.name for file in files if file.name not in recorded]
-    return Verdict(
-        folder.name, len(files), sum(file.stat().st_size for file in files), problems, without
-    )
+        problems = problems or [explain_error(error)]
+    without_digest: list[str] = []
+    if not problems:
+        without_digest = [file.name for file in files if file.name not in recorded]
+    nbytes = sum(file.stat().st_size for file in files)
+    return CheckpointState(folder.name, len(files), nbytes, problems, without_digest)

@@ -16,6 +16,9 @@ from typing import Any
 from ..files.printable import printable
 
 USAGE_ERROR = 2
+# Seconds between two lines of progress.
+JSON_INTERVAL = 1.0
+TEXT_INTERVAL = 10.0
 
 
 def print_any_text() -> None:
@@ -38,9 +41,14 @@ def _is_utf8(stream: Any) -> bool:
     return encoding is None or codecs.lookup(encoding).name == "utf-8"
 
 
-def exit_code_of(work: Callable[[], int], *, quiet: bool = False) -> int:
-    """Runs `work`. A user's error (`ValueError`, or `OSError` of a disk) becomes one line on stderr
-    and exit code 2.
+# ------------------------------------------------------------------------------------------ errors
+
+
+def run_and_report(work: Callable[[], int], *, quiet: bool = False) -> int:
+    """Runs a command and returns its exit code.
+
+    A user's error (`ValueError`, or `OSError` of a disk) becomes one line on stderr and exit code
+    2; with `quiet`, the code alone.
     """
     print_any_text()
     try:
@@ -48,13 +56,13 @@ def exit_code_of(work: Callable[[], int], *, quiet: bool = False) -> int:
     except BrokenPipeError:
         raise  # The reader of our output has ended; see `main`.
     except Exception as error:
-        known = users_error(error)
+        known = find_user_error(error)
         if not quiet:
             print_error(known)
         return USAGE_ERROR
 
 
-def users_error(error: Exception) -> ValueError | OSError:
+def find_user_error(error: Exception) -> ValueError | OSError:
     """Returns an error that is reported in one line. Raises it again if it is of another kind.
 
     Libraries in Rust, such as tokenizers and safetensors, raise errors of a disk as exceptions of
@@ -62,9 +70,11 @@ def users_error(error: Exception) -> ValueError | OSError:
     """
     if isinstance(error, ValueError | OSError):
         return error
-    if number := re.search(r"\(os error (\d+)\)", str(error)):
-        return OSError(int(number[1]), os.strerror(int(number[1])))
-    raise error
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    if found is None:
+        raise error
+    number = int(found[1])
+    return OSError(number, os.strerror(number))
 
 
 def print_error(error: ValueError | OSError) -> None:
@@ -72,40 +82,46 @@ def print_error(error: ValueError | OSError) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    line = Text(printable(" ".join(message_of(error).split())))
+    line = Text(printable(" ".join(explain_error(error).split())))
     Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + line)
 
 
-def message_of(error: Exception) -> str:
+def explain_error(error: Exception) -> str:
     """Returns the text of an error; of the operating system's, what it was about."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     if error.filename is None:
-        return f"cannot write: {error.strerror}; the disk of the output or of the temporary files may be full"
+        return (
+            f"cannot write: {error.strerror}; "
+            f"the disk of the output or of the temporary files may be full"
+        )
     return f"cannot read or write {os.fsdecode(error.filename)}: {error.strerror}"
 
 
-def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+# ------------------------------------------------------------------------------------------ values
+
+
+def format_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a plain table, whose last column is aligned to the right."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    lines = []
+    lines: list[str] = []
     for row in (titles, *rows):
         cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
         lines.append("  ".join([*cells, row[-1].rjust(widths[-1])]))
     return "\n".join(lines) + "\n"
 
 
-def facts(values: Mapping[str, object]) -> str:
+def format_facts(values: Mapping[str, object]) -> str:
     """Returns a line for each name and value."""
     width = max(map(len, values))
-    return "\n" + "\n".join(
-        f"{name.replace('_', ' '):<{width}}  {printable(str(value))}"
-        for name, value in values.items()
-    )
+    lines: list[str] = []
+    for name, value in values.items():
+        lines.append(f"\n{name.replace('_', ' '):<{width}}  {printable(str(value))}")
+    return "".join(lines)
 
 
-def gigabytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Returns a size such as `1.42 GB`, in the largest unit (a power of 1000) that fits."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
@@ -113,15 +129,21 @@ def gigabytes(count: int) -> str:
     return f"{count} bytes"
 
 
-@contextmanager
-def transfer_progress(*, as_json: bool) -> Iterator[Callable[[int, int], None]]:
-    """Shows bytes, speed and remaining time on stderr: as a bar on a terminal, elsewhere as a line
-    now and then.
+# ---------------------------------------------------------------------------------------- progress
 
-    With `as_json`, the lines are JSON objects.
+
+@contextmanager
+def show_transfer(*, as_json: bool) -> Iterator[Callable[[int, int], None]]:
+    """Shows bytes, speed and remaining time on stderr.
+
+    It is a bar on a terminal, and elsewhere a line now and then; with `as_json`, each line is a
+    JSON object. Yields a function that takes the bytes done and the bytes in all.
     """
-    if as_json or not sys.stderr.isatty():
-        yield _ProgressLines(as_json, JSON_SECONDS if as_json else TEXT_SECONDS).report
+    if as_json:
+        yield _ProgressLines(JSON_INTERVAL, as_json=True).report
+        return
+    if not sys.stderr.isatty():
+        yield _ProgressLines(TEXT_INTERVAL, as_json=False).report
         return
     from rich.console import Console
     from rich.progress import (
@@ -143,23 +165,19 @@ def transfer_progress(*, as_json: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-# Between two lines of progress.
-JSON_SECONDS = 1.0
-TEXT_SECONDS = 10.0
-
-
 class _ProgressLines:
-    """Prints a line of progress each time that `interval` seconds are over; none for work that is
-    done before.
+    """Prints a line of progress each time that `interval` seconds are over.
+
+    Work that is done before prints none.
     """
 
-    def __init__(self, as_json: bool, interval: float) -> None:
-        self._as_json = as_json
+    def __init__(self, interval: float, *, as_json: bool) -> None:
         self._interval = interval
-        self._started = self._printed = time.monotonic()
-        self._first: int | None = (
-            None  # bytes that were done before the work began, by an interrupted run
-        )
+        self._as_json = as_json
+        self._started = time.monotonic()
+        self._printed = self._started
+        # Bytes that an interrupted run had done before the work began.
+        self._first: int | None = None
 
     def report(self, done: int, total: int) -> None:
         now = time.monotonic()
@@ -169,13 +187,19 @@ class _ProgressLines:
         if now - self._printed < self._interval or done == self._first:
             return
         self._printed = now
-        speed = (done - self._first) / max(now - self._started, 1e-9)
-        left = (total - done) / speed
-        values = {
-            "bytes": done,
-            "total": total,
-            "bytes_per_second": round(speed),
-            "seconds_left": round(left, 1),
-        }
-        text = f"{gigabytes(done)} of {gigabytes(total)}, {gigabytes(round(speed))}/s, {left:.0f} s left"
-        print(json.dumps(values) if self._as_json else text, file=sys.stderr, flush=True)
+        speed = (done - self._first) / max(now - self._started, 1e-9)  # bytes per second
+        left = (total - done) / speed  # seconds
+        if self._as_json:
+            values = {
+                "bytes": done,
+                "total": total,
+                "bytes_per_second": round(speed),
+                "seconds_left": round(left, 1),
+            }
+            line = json.dumps(values)
+        else:
+            line = (
+                f"{format_bytes(done)} of {format_bytes(total)}, "
+                f"{format_bytes(round(speed))}/s, {left:.0f} s left"
+            )
+        print(line, file=sys.stderr, flush=True)

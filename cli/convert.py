@@ -15,7 +15,14 @@ from tyro.conf import Positional
 
 from ..checkpoint.hub import find_model
 from ..files.printable import printable
-from .console import columns, exit_code_of, facts, gigabytes, message_of, transfer_progress
+from .console import (
+    explain_error,
+    format_bytes,
+    format_facts,
+    format_table,
+    run_and_report,
+    show_transfer,
+)
 from .help import HelpPage, show_commands
 
 if TYPE_CHECKING:
@@ -118,7 +125,7 @@ class MergeShards(Converting):
     torch's.
     """
     max_file_gb: float = 5.0
-    """Largest weight file, in gigabytes of 10^9 bytes."""
+    """Largest weight file, in format_bytes of 10^9 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = tyro.cli(
         command_type, prog="shardzoo convert", args=argv, config=(tyro.conf.OmitSubcommandPrefixes,)
     )
-    return exit_code_of(lambda: run(command))
+    return run_and_report(lambda: run(command))
 
 
 def run(command: Common) -> int:
@@ -218,7 +225,7 @@ def run(command: Common) -> int:
     try:
         return COMMANDS[type(command)](_with_folders(command))
     except OSError as error:
-        raise ValueError(message_of(error)) from None
+        raise ValueError(explain_error(error)) from None
 
 
 def _with_folders(command: Common) -> Common:
@@ -250,7 +257,7 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
             )
     started = time.monotonic()
     try:
-        with transfer_progress(as_json=command.json) as report:
+        with show_transfer(as_json=command.json) as report:
             if isinstance(command, MergeShards):
                 outcome = operations.merge(
                     command.source, command.destination, options, report, command.to
@@ -311,9 +318,9 @@ def _print_outcome(command: Converting, outcome: Outcome, seconds: float) -> Non
         }
         print(json.dumps({**asdict(outcome), **pace}))
         return
-    kept = f", of which {gigabytes(outcome.kept)} already existed" if outcome.kept else ""
+    kept = f", of which {format_bytes(outcome.kept)} already existed" if outcome.kept else ""
     print(
-        f"{command.destination}: {outcome.tensors:,} tensors, {gigabytes(outcome.nbytes)}{kept}, "
+        f"{command.destination}: {outcome.tensors:,} tensors, {format_bytes(outcome.nbytes)}{kept}, "
         f"in {seconds:.1f} s ({speed / 1e9:.2f} GB/s)"
     )
 
@@ -335,8 +342,8 @@ def run_plan(command: PlanConversion) -> int:
         )
         for row in planned["tensors"]
     ]
-    sys.stdout.write(columns(("tensor", "type", "shape", "split", "bytes per file"), rows))
-    print(facts({name: value for name, value in planned.items() if name != "tensors"}))
+    sys.stdout.write(format_table(("tensor", "type", "shape", "split", "bytes per file"), rows))
+    print(format_facts({name: value for name, value in planned.items() if name != "tensors"}))
     return 0
 
 
@@ -351,8 +358,8 @@ def run_inspect(command: InspectCheckpoint) -> int:
         (row["name"], row["dtype"], _shape(row["shape"]), row.get("split", ""), f"{row['bytes']:,}")
         for row in found.tensors
     ]
-    sys.stdout.write(columns(("tensor", "type", "shape", "split", "bytes"), rows))
-    print(facts(dict(found.facts)))
+    sys.stdout.write(format_table(("tensor", "type", "shape", "split", "bytes"), rows))
+    print(format_facts(dict(found.facts)))
     return 0
 
 
@@ -366,7 +373,7 @@ def run_diff(command: DiffCheckpoints) -> int:
         from ..convert.operations import Options
         from ..convert.verification import verify_equal
 
-        with transfer_progress(as_json=command.json) as report:
+        with show_transfer(as_json=command.json) as report:
             result = verify_equal(command.first, command.second, Options(), report)
         return _print_verification(command.json, result, "compared")
     found = diff(first, second)
@@ -394,7 +401,7 @@ def run_verify(command: VerifyCheckpoint) -> int:
         )
     if command.logits:
         return _run_logits(command)
-    with transfer_progress(as_json=command.json) as report:
+    with show_transfer(as_json=command.json) as report:
         if command.second is not None:
             result = verification.verify_equal(command.first, command.second, options, report)
             done = "compared"
@@ -428,7 +435,7 @@ def _print_verification(as_json: bool, result: VerificationReport, done: str) ->
         for difference in result.differences[:MOST_DIFFERENCES]:
             print(printable(difference))
         state = f"{len(result.differences):,} differences" if result.differences else "all equal"
-        print(f"{done} {result.tensors:,} tensors, {gigabytes(result.nbytes)}: {state}")
+        print(f"{done} {result.tensors:,} tensors, {format_bytes(result.nbytes)}: {state}")
     return DIFFERENT if result.differences else 0
 
 

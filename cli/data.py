@@ -21,10 +21,11 @@ from ..data.text.documents import Documents, SourceReport, fail_on_bad, skip_bad
 from ..data.text.encoding import find_end_token
 from ..data.text.entropy import token_counts
 from ..data.text.prepare import PrepareOptions, PrepareProgress, PrepareReport, prepare_dataset
+from ..data.text.sources import Source
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.training import TokenizerKind, train_tokenizer
 from ..files.printable import printable
-from .console import message_of
+from .console import explain_error
 from .help import HelpPage, show_commands
 
 
@@ -58,15 +59,12 @@ class Prepare:
     """Continue an interrupted run."""
 
     def run(self, console: Console) -> None:
-        source = (
-            None if not self.input else self.input[0] if len(self.input) == 1 else list(self.input)
-        )
         options = PrepareOptions(
             self.tokenizer, self.text_key, self.append_eos, self.eos_token, self.split_sentences
         )
-        with prepare_progress(console) as progress:
+        with show_progress(console) as progress:
             report = prepare_dataset(
-                source,
+                choose_source(self.input),
                 self.output,
                 options,
                 workers=self.workers,
@@ -105,15 +103,16 @@ class Inspect:
 
     def run(self, console: Console) -> None:
         dataset = IndexedDataset(self.prefix)
-        tokenizer = None if self.tokenizer is None else load_tokenizer(self.tokenizer)
-        if tokenizer is not None:
-            check_vocabulary(dataset, tokenizer)
-        console.print(_description(dataset, tokenizer))
-        if tokenizer is not None:
-            for number in range(min(self.documents, dataset.num_documents)):
-                text = tokenizer.decode(dataset.document(number)[:64].tolist())
-                console.print(f"[bold]document {number}[/bold]", highlight=False)
-                console.print(text, markup=False, highlight=False)
+        if self.tokenizer is None:
+            console.print(build_table(dataset, None))
+            return
+        tokenizer = load_tokenizer(self.tokenizer)
+        check_vocabulary(dataset, tokenizer)
+        console.print(build_table(dataset, tokenizer))
+        for number in range(min(self.documents, dataset.num_documents)):
+            text = tokenizer.decode(dataset.document(number)[:64].tolist())
+            console.print(f"[bold]document {number}[/bold]", highlight=False)
+            console.print(text, markup=False, highlight=False)
 
 
 @dataclass(frozen=True)
@@ -132,9 +131,8 @@ class Split:
     def run(self, console: Console) -> None:
         names = (Path(f"{self.output}_{part}") for part in ("train", "valid", "test"))
         shares = {name: share for name, share in zip(names, self.shares, strict=True) if share != 0}
-        for name, count in split_dataset(
-            IndexedDataset(self.prefix), shares, seed=self.seed
-        ).items():
+        counts = split_dataset(IndexedDataset(self.prefix), shares, seed=self.seed)
+        for name, count in counts.items():
             console.print(f"{name}: {count} documents")
 
 
@@ -156,14 +154,10 @@ class TrainTokenizer:
     """Key or column of the text."""
 
     def run(self, console: Console) -> None:
-        source = (
-            None if not self.input else self.input[0] if len(self.input) == 1 else list(self.input)
-        )
-        documents = Documents(source, self.text_key)
+        documents = Documents(choose_source(self.input), self.text_key)
         tokenizer = train_tokenizer(self.kind, documents, self.vocab_size, self.output)
-        console.print(
-            f"{self.output}: {tokenizer.vocab_size} entries from {documents.report.documents} documents"
-        )
+        count = documents.report.documents
+        console.print(f"{self.output}: {tokenizer.vocab_size} entries from {count} documents")
         _print_bad(console, documents.report)
 
 
@@ -193,19 +187,31 @@ def main(argv: list[str]) -> int:
     try:
         command.run(Console())
     except (ValueError, OSError, RuntimeError) as error:
-        print(printable(f"shardzoo data: {' '.join(message_of(error).split())}"), file=sys.stderr)
+        print(
+            printable(f"shardzoo data: {' '.join(explain_error(error).split())}"), file=sys.stderr
+        )
         return 2
     return 0
 
 
+def choose_source(inputs: tuple[Path, ...]) -> Source:
+    """Returns the source of texts that a command line names: none, one or several paths."""
+    if not inputs:
+        return None
+    if len(inputs) == 1:
+        return inputs[0]
+    return list(inputs)
+
+
 def _print_report(console: Console, report: PrepareReport) -> None:
-    console.print(
+    line = (
         f"{report.documents} documents, {report.tokens} tokens, {report.bytes / 1e6:.1f} MB in "
         f"{report.seconds:.1f} s "
         f"({report.documents_per_second:.0f} documents/s, {report.megabytes_per_second:.1f} MB/s)"
-        + (f"; {report.resumed_chunks} chunks already existed" if report.resumed_chunks else ""),
-        soft_wrap=True,
     )
+    if report.resumed_chunks:
+        line += f"; {report.resumed_chunks} chunks already existed"
+    console.print(line, soft_wrap=True)
     _print_bad(console, report)
 
 
@@ -218,10 +224,14 @@ def _print_bad(console: Console, report: SourceReport) -> None:
             console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _description(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Table:
+def build_table(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Table:
+    """Returns a table of what a dataset holds."""
     lengths = dataset.document_lengths()
     meta = dataset.meta
     ids, _ = token_counts(dataset)
+    vocabulary = "not recorded"
+    if meta is not None:
+        vocabulary = f"{meta.vocabulary.size} tokens, sha256 {meta.vocabulary.sha256}"
     rows = {
         "documents": str(dataset.num_documents),
         "sequences": str(len(dataset)),
@@ -229,21 +239,17 @@ def _description(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Table:
         "token type": str(dataset.dtype),
         "largest token id": str(ids[-1] if len(ids) else "-"),
         "distinct tokens": str(len(ids)),
-        "vocabulary": f"{meta.vocabulary.size} tokens, sha256 {meta.vocabulary.sha256}"
-        if meta
-        else "not recorded",
+        "vocabulary": vocabulary,
     }
     if len(lengths):
         rows["tokens per document"] = (
             f"{lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}"
         )
-    end = (
-        meta.end_token
-        if meta
-        else find_end_token(tokenizer, split_sentences=False)
-        if tokenizer
-        else None
-    )
+    end = None
+    if meta is not None:
+        end = meta.end_token
+    elif tokenizer is not None:
+        end = find_end_token(tokenizer, split_sentences=False)
     if end is not None:
         last = dataset.last_tokens()
         rows["documents that end with"] = f"token {end}: {(last == end).sum()} of {len(last)}"
@@ -254,7 +260,7 @@ def _description(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Table:
 
 
 @contextmanager
-def prepare_progress(console: Console) -> Iterator[PrepareProgress]:
+def show_progress(console: Console) -> Iterator[PrepareProgress]:
     """Shows a progress bar on the console; yields the callback for `prepare_dataset`."""
     columns = (
         TextColumn("tokenizing"),
@@ -267,7 +273,10 @@ def prepare_progress(console: Console) -> Iterator[PrepareProgress]:
         task = bar.add_task("", total=None, rates="")
 
         def show(report: PrepareReport, done: int, total: int) -> None:
-            rates = f"{report.documents_per_second:.0f} documents/s {report.megabytes_per_second:.1f} MB/s"
+            rates = (
+                f"{report.documents_per_second:.0f} documents/s "
+                f"{report.megabytes_per_second:.1f} MB/s"
+            )
             bar.update(task, completed=done, total=total, rates=rates)
 
         yield show

@@ -34,38 +34,52 @@ def main(argv: list[str]) -> int:
     show_help(HELP, argv)
     tyro.cli(Doctor, args=argv, prog=HELP.program)
     console = Console(highlight=False, soft_wrap=True)
-    for title, facts in (
-        ("Machine", machine()),
-        ("Compiled parts", compiled()),
-        ("Kernels", used()),
-    ):
+    kernels = describe_kernels()
+    sections = {
+        "Machine": describe_machine(),
+        "Compiled parts": describe_compiled_parts(),
+        "Kernels": kernels,
+    }
+    for title, facts in sections.items():
         console.print(f"[bold]{title}[/bold]")
         for name, value in facts.items():
             console.print(f"  {name:<22}", end="")
             console.print(value, markup=False)
-    return 1 if any("cannot run here" in value for value in used().values()) else 0
+    if any("cannot run here" in value for value in kernels.values()):
+        return 1
+    return 0
 
 
-def machine() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     """Returns the versions, the hardware, and the compilers that a build would find."""
-    facts = {
-        **versions(),
-        **hardware(),
-        "triton": "installed" if importlib.util.find_spec("triton") else "not installed",
-        "C++ compiler": os.environ.get("CXX")
-        or next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), "")
-        or "none on PATH",
-        "nvcc": nvcc_version(),
-    }
+    facts = {**versions(), **hardware()}
+    has_triton = importlib.util.find_spec("triton") is not None
+    facts["triton"] = "installed" if has_triton else "not installed"
+    facts["C++ compiler"] = find_compiler()
+    facts["nvcc"] = find_nvcc()
     if platform.system() == "Linux":
-        pages = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
-        facts["huge pages"] = (
-            "on" if pages else "off (THP_MEM_ALLOC_ENABLE=1 makes CPU tensors 2 to 4 times faster)"
-        )
+        if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1":
+            facts["huge pages"] = "on"
+        else:
+            facts["huge pages"] = (
+                "off (THP_MEM_ALLOC_ENABLE=1 makes CPU tensors 2 to 4 times faster)"
+            )
     return facts
 
 
-def nvcc_version() -> str:
+def find_compiler() -> str:
+    """Returns the C++ compiler that a build would use, or a text that says there is none."""
+    named = os.environ.get("CXX")
+    if named:
+        return named
+    for name in ("g++", "c++", "clang++"):
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    return "none on PATH"
+
+
+def find_nvcc() -> str:
     """Returns nvcc's path and release, or a text that says there is none."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
@@ -75,34 +89,38 @@ def nvcc_version() -> str:
     return f"{nvcc}, {release}"
 
 
-def compiled() -> dict[str, str]:
+def describe_compiled_parts() -> dict[str, str]:
     """Returns what the compiled modules were built with, or why they are missing."""
     error = library.load_error()
     facts = {"kernel library": error or str(library.COMPILED)}
     if error is None:
         facts["CPU instructions"] = library.cpu_isa()
-        facts["CUDA kernels"] = (
-            "built in"
-            if library.has_cuda_kernels()
-            else "not built in (no working nvcc, or switched off)"
-        )
+        if library.has_cuda_kernels():
+            facts["CUDA kernels"] = "built in"
+        else:
+            facts["CUDA kernels"] = "not built in (no working nvcc, or switched off)"
         facts["built with"] = library.build_info()
     else:
         facts["to build"] = (
             "pip install --no-build-isolation --force-reinstall --no-deps <source folder>"
         )
-    facts["shared memory"] = (
-        "built in: ranks of one host exchange CPU tensors through it"
-        if shared_memory.compiled
-        else "not built: ranks of one host exchange CPU tensors through sockets, 3 to 100 times slower"
-    )
+    if shared_memory.compiled:
+        facts["shared memory"] = "built in: ranks of one host exchange CPU tensors through it"
+    else:
+        facts["shared memory"] = (
+            "not built: ranks of one host exchange CPU tensors through sockets, "
+            "3 to 100 times slower"
+        )
     return facts
 
 
-def used() -> dict[str, str]:
+def describe_kernels() -> dict[str, str]:
     """Returns which variant runs on each device type, and why the others do not."""
     facts = {"SHARDZOO_KERNELS": current_choice()}
-    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices.append("cuda")
+    for device in devices:
         try:
             facts[f"{device} tensors"] = variants.choose_variant(device)
         except RuntimeError as error:

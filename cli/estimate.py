@@ -33,7 +33,7 @@ from ..trainer.estimate import (
 from ..trainer.estimate.tables import stage_rows, stage_table
 from ..trainer.optimizers.registry import OptimizerName
 from ..trainer.precisions import PrecisionName
-from .console import exit_code_of
+from .console import run_and_report
 from .help import HelpPage, show_help
 
 GIB = 1 << 30
@@ -256,7 +256,7 @@ def main(argv: list[str]) -> int:
     """Runs the command. Returns 0 if the run fits, 1 if it does not, 2 after a user's error."""
     show_help(HELP, argv)
     arguments = tyro.cli(EstimateArguments, prog=HELP.program, args=argv)
-    return exit_code_of(lambda: run(arguments))
+    return run_and_report(lambda: run(arguments))
 
 
 def run(arguments: EstimateArguments) -> int:

@@ -25,7 +25,7 @@ from ..trainer.launch.rank_info import RankInfo
 from .arguments import parse
 from .help import HelpPage
 from .help.training import COMMON_TRAINING, SHORT_NAMES, TRAINING_SECTIONS
-from .rank_errors import exit_code_of_rank
+from .rank_errors import run_and_report_once
 
 if TYPE_CHECKING:
     from ..finetuning.trainer import Trainer
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(make_trainer(parse(FinetuneCommand, help_page(), given, quiet=not launch.is_first)))
         return 0
 
-    return exit_code_of_rank(work, launch)
+    return run_and_report_once(work, launch)
 
 
 def run_script() -> NoReturn:

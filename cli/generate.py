@@ -21,7 +21,7 @@ from ..data.text.sources import JSON_SUFFIXES
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..models.generation.settings import GenerationSettings
 from .arguments import parse, read_yaml
-from .console import exit_code_of, prints_utf8
+from .console import prints_utf8, run_and_report
 from .help import HelpPage
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     launch = RankInfo.from_environment()
     quiet = not launch.is_first
-    return exit_code_of(lambda: start(argv, launch, quiet), quiet=quiet)
+    return run_and_report(lambda: start(argv, launch, quiet), quiet=quiet)
 
 
 def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich import box
@@ -18,13 +18,25 @@ from ..models import FAMILIES, family, find_config
 from ..models.auto import build_on_meta
 from ..models.config import ModelConfig
 from ..models.sizes import compute_uneven_work, largest_size, measure_parameters
+from ..trainer.optimizers.registry import ENTRIES_BY_NAME
 from ..trainer.precisions import PRECISIONS, PrecisionName
-from .console import exit_code_of
+from .console import run_and_report
 from .help import HelpPage, show_help
 
-OPTIMIZER_BYTES = {"none": 0, "adam": 8, "sgd": 0, "momentum": 4, "lion": 4}
-"""Bytes of fp32 state for each parameter."""
+NO_OPTIMIZER = "none"
+# Bytes of fp32 state for each parameter. Adafactor's depend on the shapes; `shardzoo estimate`
+# counts them.
+OPTIMIZER_BYTES = {
+    name: 4 * len(entry.element_states)
+    for name, entry in ENTRIES_BY_NAME.items()
+    if entry.element_states
+}
 GIB = 1 << 30
+
+if TYPE_CHECKING:
+    OptimizerChoice = str
+else:
+    OptimizerChoice = Literal[(NO_OPTIMIZER, *OPTIMIZER_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class ModelsArguments:
     """Tensor-parallel size."""
     dtype: PrecisionName = "bf16"
     """Data type of weights and gradients."""
-    optimizer: Literal["none", "sgd", "momentum", "lion", "adam"] = "adam"
+    optimizer: OptimizerChoice = "adam"
     """Optimizer; its state is in fp32, and it keeps an fp32 copy of 16-bit weights. "none" is
     inference.
     """
@@ -67,6 +79,95 @@ class Size:
     uneven: float | None
 
 
+def main(argv: list[str]) -> int:
+    """Runs the command. Returns 2 after a user's error."""
+    show_help(HELP, argv)
+    arguments = tyro.cli(ModelsArguments, prog=HELP.program, args=argv)
+    return run_and_report(lambda: run(arguments))
+
+
+def run(arguments: ModelsArguments) -> int:
+    """Prints the table that was asked for. Raises ValueError for a user's mistake."""
+    if arguments.tp < 1:
+        raise ValueError(f"--tp must be at least 1, not {arguments.tp}")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if not arguments.names:
+        console.print(build_family_table())
+        console.print(
+            "`shardzoo models NAME …` shows sizes on a rank of families, presets or folders.",
+            style="dim",
+        )
+        return 0
+    console.print(build_model_table(arguments))
+    console.print(
+        "Activations and the engine's buffers are not included: see `shardzoo estimate`.",
+        style="dim",
+    )
+    return 0
+
+
+def build_family_table() -> Table:
+    """Returns a table of all families: their architectures, and their presets with the number of
+    parameters.
+    """
+    table = Table(title="the zoo", box=box.SIMPLE, pad_edge=False)
+    for column in ("family", "kind", "architectures", "presets"):
+        table.add_column(column, overflow="fold")
+    for name in FAMILIES:
+        facts = family(name)
+        presets: list[str] = []
+        for preset, config in facts.presets.items():
+            presets.append(f"{preset} ({shorten(measure(config, 1).parameters)})")
+        architectures = "\n".join(facts.architectures)
+        table.add_row(name, facts.kind, architectures, "\n".join(presets), end_section=True)
+    return table
+
+
+def build_model_table(arguments: ModelsArguments) -> Table:
+    """Returns a table with a row for each model."""
+    purpose = f"training with {arguments.optimizer}"
+    if arguments.optimizer == NO_OPTIMIZER:
+        purpose = "inference"
+    ranks = "1 tensor-parallel rank"
+    if arguments.tp > 1:
+        ranks = f"{arguments.tp} tensor-parallel ranks"
+    table = Table(title=f"{arguments.dtype}, {purpose}, {ranks}", box=box.SIMPLE, pad_edge=False)
+    for column in ("family", "model"):
+        table.add_column(column, overflow="fold")
+    for column in ("parameters", "on a rank", "GiB on a rank", "uneven work", "ranks at most"):
+        table.add_column(column, justify="right", overflow="fold")
+
+    for name, config in find_models(arguments.names):
+        size = measure(config, arguments.tp)
+        on_rank = "cannot be split so"
+        memory = on_rank
+        uneven = on_rank
+        if size.on_rank is not None and size.uneven is not None:
+            needed = bytes_on_rank(size.on_rank, arguments.dtype, arguments.optimizer)
+            on_rank = f"{size.on_rank:,}"
+            memory = f"{needed / GIB:.2f}"
+            uneven = f"{size.uneven:.1%}"
+        parameters = f"{size.parameters:,}"
+        table.add_row(
+            config.model_type, name, parameters, on_rank, memory, uneven, str(size.largest)
+        )
+    return table
+
+
+def find_models(names: Sequence[str]) -> list[tuple[str, ModelConfig]]:
+    """Returns the presets of named families, and named presets and folders.
+
+    Raises ValueError for any other name.
+    """
+    found: list[tuple[str, ModelConfig]] = []
+    for name in names:
+        if name in FAMILIES:
+            found += family(name).presets.items()
+        else:
+            found.append((name, find_config(name)))
+    return found
+
+
 def measure(config: ModelConfig, tensor_parallel_size: int) -> Size:
     """Measures the model, which is built on the meta device."""
     model = build_on_meta(config, None)
@@ -84,107 +185,19 @@ def bytes_on_rank(parameters: int, dtype: str, optimizer: str) -> int:
     """
     precision = PRECISIONS[dtype]
     each = precision.itemsize
-    if optimizer != "none":
-        each += precision.itemsize + OPTIMIZER_BYTES[optimizer]
-        each += 4 if precision.needs_master_weights else 0
+    if optimizer != NO_OPTIMIZER:
+        each += precision.itemsize  # the gradient
+        each += OPTIMIZER_BYTES[optimizer]
+        if precision.needs_master_weights:
+            each += 4
     return parameters * each
 
 
-def select(names: Sequence[str]) -> list[tuple[str, ModelConfig]]:
-    """Returns the presets of named families, and named presets and folders.
-
-    Raises ValueError for any other name.
-    """
-    found = []
-    for name in names:
-        found += family(name).presets.items() if name in FAMILIES else [(name, find_config(name))]
-    return found
-
-
-def families_table() -> Table:
-    """Returns a table of all families: their architectures, and their presets with the number of
-    parameters.
-    """
-    table = Table(title="the zoo", box=box.SIMPLE, pad_edge=False)
-    for column in ("family", "kind", "architectures", "presets"):
-        table.add_column(column, overflow="fold")
-    for name in FAMILIES:
-        facts = family(name)
-        sizes = {preset: measure(config, 1).parameters for preset, config in facts.presets.items()}
-        listed = "\n".join(f"{preset} ({short(size)})" for preset, size in sizes.items())
-        table.add_row(name, facts.kind, "\n".join(facts.architectures), listed, end_section=True)
-    return table
-
-
-def short(parameters: int) -> str:
+def shorten(parameters: int) -> str:
     """Returns a number of parameters as text of three digits: 124M, 1.56B."""
-    scale, letter = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
+    scale = 1e6
+    letter = "M"
+    if parameters >= 1e9:
+        scale = 1e9
+        letter = "B"
     return f"{parameters / scale:#.3g}".rstrip(".") + letter
-
-
-def table_of(arguments: ModelsArguments) -> Table:
-    """Returns a table with a row for each model."""
-    purpose = (
-        "inference" if arguments.optimizer == "none" else f"training with {arguments.optimizer}"
-    )
-    table = Table(
-        title=f"{arguments.dtype}, {purpose}, {arguments.tp} tensor-parallel rank{'s' if arguments.tp > 1 else ''}",
-        box=box.SIMPLE,
-        pad_edge=False,
-    )
-    for column in (
-        "family",
-        "model",
-        "parameters",
-        "on a rank",
-        "GiB on a rank",
-        "uneven work",
-        "ranks at most",
-    ):
-        table.add_column(
-            column, justify="left" if column in ("family", "model") else "right", overflow="fold"
-        )
-    for name, config in select(arguments.names):
-        size = measure(config, arguments.tp)
-        on_rank = memory = uneven = "cannot be split so"
-        if size.on_rank is not None and size.uneven is not None:
-            on_rank = f"{size.on_rank:,}"
-            memory = (
-                f"{bytes_on_rank(size.on_rank, arguments.dtype, arguments.optimizer) / GIB:.2f}"
-            )
-            uneven = f"{size.uneven:.1%}"
-        table.add_row(
-            config.model_type,
-            name,
-            f"{size.parameters:,}",
-            on_rank,
-            memory,
-            uneven,
-            str(size.largest),
-        )
-    return table
-
-
-def main(argv: list[str]) -> int:
-    show_help(HELP, argv)
-    arguments = tyro.cli(ModelsArguments, prog=HELP.program, args=argv)
-
-    def run() -> int:
-        if arguments.tp < 1:
-            raise ValueError(f"--tp must be at least 1, not {arguments.tp}")
-        console = Console(width=None if sys.stdout.isatty() else 160)
-        if not arguments.names:
-            console.print(families_table())
-            console.print(
-                "`shardzoo models NAME …` shows sizes on a rank of families, presets or folders.",
-                style="dim",
-            )
-            return 0
-        console.print(table_of(arguments))
-        console.print(
-            "Activations and the engine's buffers are not included: see `shardzoo estimate`.",
-            style="dim",
-        )
-        return 0
-
-    return exit_code_of(run)

@@ -32,7 +32,7 @@ from ..plan.simulate import (
 from ..trainer.optimizers.registry import OptimizerName
 from ..trainer.precisions import PrecisionName
 from .arguments import read_yaml
-from .console import exit_code_of
+from .console import run_and_report
 from .help import HelpPage, show_help
 from .pretrain import RECIPES, PretrainCommand
 
@@ -40,6 +40,21 @@ GIB = 1 << 30
 DAY = 86400
 NO_LAYOUT_FITS = 1
 STEPS = 5  # simulated with stragglers, and averaged
+COLUMNS = (
+    "TP",
+    "PP",
+    "DP",
+    "ZeRO",
+    "recompute",
+    "SP",
+    "batch",
+    "step s",
+    "MFU",
+    "tokens/s",
+    "days",
+    "GPU-hours",
+    "GiB",
+)
 
 
 @dataclass(frozen=True)
@@ -118,30 +133,33 @@ class PlanArguments:
     seed: int = 0
     """Simulation: of slow devices, jitter and failures."""
 
-    def cluster(self) -> Cluster:
-        names = (
-            "peak",
-            "peak_fp32",
-            "sustained",
-            "memory",
-            "bandwidth",
-            "inside",
-            "network",
-            "node_size",
-            "adapters",
+    def find_cluster(self) -> Cluster:
+        """Returns nodes of the device, with the figures that were given."""
+        return find_cluster(
+            self.device,
+            peak=self.peak,
+            peak_fp32=self.peak_fp32,
+            sustained=self.sustained,
+            memory=self.memory,
+            bandwidth=self.bandwidth,
+            inside=self.inside,
+            network=self.network,
+            node_size=self.node_size,
+            adapters=self.adapters,
         )
-        return find_cluster(self.device, **{name: getattr(self, name) for name in names})
 
-    def request(self, longest: int, cluster: Cluster) -> PlanRequest:
+    def build_request(self, longest: int, cluster: Cluster) -> PlanRequest:
+        """Returns what is asked for, of a model whose sequences have at most `longest` tokens."""
         on_cpu = cluster.device.name == "cpu"
+        usual_precision: PrecisionName = "fp32" if on_cpu else "bf16"
         return PlanRequest(
-            self.gpus,
-            self.global_batch_size,
-            self.length or longest,
-            self.target_length,
-            self.precision or ("fp32" if on_cpu else "bf16"),
-            self.optimizer,
-            "cpu" if on_cpu else "cuda",
+            gpus=self.gpus,
+            global_batch=self.global_batch_size,
+            length=self.length or longest,
+            target_length=self.target_length,
+            precision=self.precision or usual_precision,
+            optimizer=self.optimizer,
+            device="cpu" if on_cpu else "cuda",
         )
 
 
@@ -159,36 +177,94 @@ HELP = HelpPage(
         "mtbf": "simulation",
     },
     common=(
-        *(
-            "gpus",
-            "device",
-            "node_size",
-            "network",
-            "calibrate",
-            "tokens",
-            "global_batch_size",
-            "length",
-            "precision",
-        ),
-        *(
-            "optimizer",
-            "best",
-            "write",
-            "json",
-            "simulate",
-            "mtbf",
-            "restart_seconds",
-            "slow_share",
-        ),
+        "gpus",
+        "device",
+        "node_size",
+        "network",
+        "calibrate",
+        "tokens",
+        "global_batch_size",
+        "length",
+        "precision",
+        "optimizer",
+        "best",
+        "write",
+        "json",
+        "simulate",
+        "mtbf",
+        "restart_seconds",
+        "slow_share",
     ),
 )
 
 
-def result_of(plan: Plan, cluster: Cluster, tokens: float) -> dict[str, Any]:
+def main(argv: list[str]) -> int:
+    """Runs the command. Returns 0 if a layout fits, 1 if none does, 2 after a user's error."""
+    show_help(HELP, argv)
+    arguments = tyro.cli(PlanArguments, prog=HELP.program, args=argv)
+    return run_and_report(lambda: run(arguments))
+
+
+def run(arguments: PlanArguments) -> int:
+    """Plans, prints and writes. ValueError for a user's mistake."""
+    if not arguments.tokens > 0 or arguments.best < 1:
+        raise ValueError(
+            f"tokens must be above 0 and best at least 1, "
+            f"not {arguments.tokens:g} and {arguments.best}"
+        )
+    if arguments.seed < 0:
+        raise ValueError(f"seed must be 0 or more, not {arguments.seed}")
+    if arguments.calibrate:
+        write_calibration(arguments, arguments.calibrate)
+        if arguments.model is None:
+            return 0
+        arguments = replace(arguments, device=str(arguments.calibrate))
+    if arguments.model is None:
+        raise ValueError(
+            "name a MODEL: a preset, or a folder or file with a Hugging Face config.json"
+        )
+
+    cluster = arguments.find_cluster()
+    config = find_config(arguments.model)
+    request = arguments.build_request(config.max_sequence_length, cluster)
+    plans = find_plans(config, request, cluster, best=arguments.best)
+    rows = [list_results(plan, cluster, arguments.tokens) for plan in plans]
+    if plans and arguments.simulate:
+        rows[0]["simulated"] = simulate(plans[0], config, request, arguments)
+    print_plans(plans, rows, arguments, cluster)
+    if plans and arguments.write:
+        values = build_recipe(plans[0], request, arguments)
+        arguments.write.write_text(yaml.safe_dump(values, sort_keys=False))
+    return 0 if plans else NO_LAYOUT_FITS
+
+
+def write_calibration(arguments: PlanArguments, path: Path) -> None:
+    """Measures this machine, and writes its figures.
+
+    ValueError if another kind of file or more processes are asked.
+    """
+    if path.suffix not in FILES:
+        raise ValueError(
+            f"--calibrate writes a YAML file, so its name must end with {' or '.join(FILES)}, "
+            f"not {path}"
+        )
+    with Console(stderr=True).status("training small models, to measure this machine"):
+        figures = calibrate(arguments.node_size, arguments.precision)
+    title = (
+        f"# Measured by shardzoo plan --calibrate; the rates hold for {figures['node_size']} "
+        f"processes on a node.\n"
+    )
+    path.write_text(title + yaml.safe_dump(figures, sort_keys=False))
+
+
+# ---------------------------------------------------------------------------------------- printing
+
+
+def list_results(plan: Plan, cluster: Cluster, tokens: float) -> dict[str, Any]:
     """Returns the values of a layout that `--json` prints."""
     run = plan.run
     step = plan.time.total
-    rate = run.global_batch * run.length / step
+    rate = run.global_batch * run.length / step  # tokens per second
     return {
         "tensor_parallel_size": run.tensor,
         "pipeline_parallel_size": run.pipeline,
@@ -207,18 +283,45 @@ def result_of(plan: Plan, cluster: Cluster, tokens: float) -> dict[str, Any]:
     }
 
 
-def table_of(rows: Sequence[dict[str, Any]], arguments: PlanArguments) -> Table:
+def print_plans(
+    plans: Sequence[Plan],
+    rows: Sequence[dict[str, Any]],
+    arguments: PlanArguments,
+    cluster: Cluster,
+) -> None:
+    """Prints the layouts, or that none fits."""
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if not plans:
+        room = cluster.device.memory / GIB
+        console.print(
+            f"no layout of {arguments.gpus} x {arguments.device} with {room:.0f} GiB "
+            f"holds {arguments.model}"
+        )
+        return
+    console.print(build_table(rows, arguments))
+    console.print(explain_choice(plans))
+    if arguments.simulate:
+        console.print(describe_simulation(rows[0]["simulated"], plans[0]))
+
+
+def build_table(rows: Sequence[dict[str, Any]], arguments: PlanArguments) -> Table:
+    """Returns a table with a row for each layout."""
     title = (
         f"{arguments.model} on {arguments.gpus} x {arguments.device}, {arguments.tokens:.3g} tokens"
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for name in ("TP", "PP", "DP", "ZeRO", "recompute", "SP", "batch", "step s", "MFU", "tokens/s", "days",
-                 "GPU-hours", "GiB"):  # fmt: skip
+    for name in COLUMNS:
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            *(str(row[name]) for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-                                          "zero_stage", "recompute")),
+            str(row["tensor_parallel_size"]),
+            str(row["pipeline_parallel_size"]),
+            str(row["data_parallel_size"]),
+            str(row["zero_stage"]),
+            row["recompute"],
             "yes" if row["sequence_parallel"] else "no",
             str(row["micro_batch_size"]),
             f"{row['step']:.3g}",
@@ -227,97 +330,110 @@ def table_of(rows: Sequence[dict[str, Any]], arguments: PlanArguments) -> Table:
             f"{row['days']:,.1f}",
             f"{row['gpu_hours']:,.0f}",
             f"{row['memory'] / GIB:.1f}",
-        )  # fmt: skip
+        )
     return table
 
 
-def reason(plans: Sequence[Plan]) -> str:
+def explain_choice(plans: Sequence[Plan]) -> str:
     """Says what the first layout's step is spent on, and where it gains most on the second."""
-    first = plans[0]
-    parts = sorted(first.time.parts.items(), key=lambda part: -part[1])
-    bound = ", ".join(
-        f"{name.replace('_', ' ')} {value / first.time.total:.0%}" for name, value in parts if value
-    )
-    text = f"The first layout's step: {bound}."
-    if len(plans) > 1:
-        gains = {name: plans[1].time.parts[name] - value for name, value in parts}
-        most = max(gains, key=lambda name: gains[name])
-        if gains[most] >= 0.001 * first.time.total:
-            text += f" Against the second it saves most in {most.replace('_', ' ')} ({gains[most]:.3g} s of a step)."
+    first = plans[0].time
+    parts = sorted(first.parts.items(), key=lambda part: -part[1])
+    shares: list[str] = []
+    for name, seconds in parts:
+        if seconds:
+            shares.append(f"{name.replace('_', ' ')} {seconds / first.total:.0%}")
+    text = f"The first layout's step: {', '.join(shares)}."
+    if len(plans) == 1:
+        return text
+
+    second = plans[1].time
+    gains = {name: second.parts[name] - seconds for name, seconds in parts}
+    largest = max(gains, key=lambda name: gains[name])
+    if gains[largest] >= 0.001 * first.total:
+        text += (
+            f" Against the second it saves most in {largest.replace('_', ' ')} "
+            f"({gains[largest]:.3g} s of a step)."
+        )
     return text
 
 
-def simulated(
+# -------------------------------------------------------------------------------------- simulation
+
+
+def simulate(
     plan: Plan, config: ModelConfig, request: PlanRequest, arguments: PlanArguments
 ) -> dict[str, Any]:
     """Returns what `--simulate` prints of a layout, in seconds: its step from events, and the run
     with failures.
     """
     network = build_network(config)
-    cluster = arguments.cluster()
+    cluster = arguments.find_cluster()
     stragglers = Stragglers(arguments.slow_share, arguments.slowdown, arguments.jitter)
-    samples = STEPS if stragglers.jitter or stragglers.slow_share else 1
-    seeds = range(arguments.seed, arguments.seed + samples)
-    steps = [
-        simulate_step(network, plan.run, cluster, stragglers=stragglers, seed=seed)
-        for seed in seeds
-    ]
+    samples = 1
+    if stragglers.jitter or stragglers.slow_share:
+        samples = STEPS
+    steps: list[float] = []
+    for seed in range(arguments.seed, arguments.seed + samples):
+        steps.append(simulate_step(network, plan.run, cluster, stragglers=stragglers, seed=seed))
     step = sum(steps) / samples
-    save = (
-        save_seconds(config, plan.run, request)
-        if arguments.save_seconds is None
-        else arguments.save_seconds
-    )
+
+    save = arguments.save_seconds
+    if save is None:
+        save = save_seconds(config, plan.run, request)
     failures = Failures(arguments.mtbf * 3600, save, arguments.restart_seconds)
     devices = plan.run.gpus
-    work = arguments.tokens / (plan.run.global_batch * plan.run.length) * step
-    found = forecast_run(failures, devices, work, seed=arguments.seed)
+    work = arguments.tokens / (plan.run.global_batch * plan.run.length) * step  # seconds
+    forecast = forecast_run(failures, devices, work, seed=arguments.seed)
     return {
         "step_alike": simulate_step(network, plan.run, cluster),
         "step": step,
         "save": save,
         "intervals": {
-            "simulated": found.interval,
+            "simulated": forecast.interval,
             "young": young_interval(failures, devices),
             "daly": save_interval(failures, devices),
         },
-        "failures": found.failures,
-        "useful_share": work / found.seconds,
-        "days": found.seconds / DAY,
-        "days_95_percent": found.late / DAY,
+        "failures": forecast.failures,
+        "useful_share": work / forecast.seconds,
+        "days": forecast.seconds / DAY,
+        "days_95_percent": forecast.late / DAY,
     }
 
 
-def account(values: dict[str, Any], plan: Plan) -> str:
-    """Says in words what `simulated` found."""
+def describe_simulation(values: dict[str, Any], plan: Plan) -> str:
+    """Says in words what `simulate` found."""
     intervals = ", ".join(
         f"{name} {seconds:,.0f} s" for name, seconds in values["intervals"].items()
     )
     return (
-        f"Simulated on {plan.run.gpus:,} ranks: a step takes {values['step_alike']:.4g} s if all are alike "
-        f"({plan.time.total:.4g} s by the formulas), {values['step']:.4g} s with the stragglers that were asked for. "
-        f"With a save of {values['save']:.3g} s, training between saves should last ({intervals}). "
-        f"The run meets {values['failures']:,.3g} failures, {values['useful_share']:.1%} of its time moves it forward, "
-        f"and it takes {values['days']:,.1f} days; one run in twenty takes over {values['days_95_percent']:,.1f}."
+        f"Simulated on {plan.run.gpus:,} ranks: a step takes {values['step_alike']:.4g} s if all "
+        f"are alike ({plan.time.total:.4g} s by the formulas), {values['step']:.4g} s with the "
+        f"stragglers that were asked for. With a save of {values['save']:.3g} s, training between "
+        f"saves should last ({intervals}). The run meets {values['failures']:,.3g} failures, "
+        f"{values['useful_share']:.1%} of its time moves it forward, and it takes "
+        f"{values['days']:,.1f} days; one run in twenty takes over "
+        f"{values['days_95_percent']:,.1f}."
     )
 
 
-def recipe(plan: Plan, request: PlanRequest, arguments: PlanArguments) -> dict[str, Any]:
+# ------------------------------------------------------------------------------------------ recipe
+
+
+def build_recipe(plan: Plan, request: PlanRequest, arguments: PlanArguments) -> dict[str, Any]:
     """Returns the arguments of `pretrain.py`: those of the model's own recipe, if it has one, with
     layout and nodes.
     """
     run = plan.run
-    own = {path.stem: path for path in RECIPES.glob("*.yaml")}.get(arguments.model or "")
-    values: dict[str, Any] = (
-        dict(read_yaml(PretrainCommand, own)) if own else {"model": arguments.model}
-    )
+    values: dict[str, Any] = {"model": arguments.model}
+    for path in RECIPES.glob("*.yaml"):
+        if path.stem == arguments.model:
+            values = dict(read_yaml(PretrainCommand, path))
     values.pop("gradient_accumulation_steps", None)
-    layout = {
+    values |= {
         "model_parallel_size": run.tensor,
         "pipeline_parallel_size": run.pipeline,
-        "env_type": "deepspeed"
-        if run.zero_stage == 3
-        else "deepspeed+mpu",  # the latter refuses stage 3
+        # The engine with an mpu refuses stage 3.
+        "env_type": "deepspeed" if run.zero_stage == 3 else "deepspeed+mpu",
         "zero_stage": run.zero_stage,
         "sequence_parallel": run.sequence_parallel,
         "recompute": run.recompute,
@@ -328,75 +444,10 @@ def recipe(plan: Plan, request: PlanRequest, arguments: PlanArguments) -> dict[s
         "optimizer": request.optimizer,
         "train_steps": ceil(arguments.tokens / (run.global_batch * run.length)),
     }
-    nodes = ceil(run.gpus / arguments.cluster().node_size)
-    if (
-        run.gpus % nodes == 0
-    ):  # so that pretrain.py starts as many processes, or asks for a hostfile
-        layout |= {"num_nodes": nodes, "num_gpus": run.gpus // nodes}
-    return values | layout | ({"target_length": run.target_length} if run.target_length else {})
-
-
-def main(argv: list[str]) -> int:
-    """Runs the command. Returns 0 if a layout fits, 1 if none does, 2 after a user's error."""
-    show_help(HELP, argv)
-    arguments = tyro.cli(PlanArguments, prog=HELP.program, args=argv)
-    return exit_code_of(lambda: run(arguments))
-
-
-def measure(arguments: PlanArguments, path: Path) -> None:
-    """Measures this machine, and writes its figures.
-
-    ValueError if another kind of file or more processes are asked.
-    """
-    if path.suffix not in FILES:
-        raise ValueError(
-            f"--calibrate writes a YAML file, so its name must end with {' or '.join(FILES)}, not {path}"
-        )
-    with Console(stderr=True).status("training small models, to measure this machine"):
-        figures = calibrate(arguments.node_size, arguments.precision)
-    text = f"# Measured by shardzoo plan --calibrate; the rates hold for {figures['node_size']} processes on a node.\n"
-    path.write_text(text + yaml.safe_dump(figures, sort_keys=False))
-
-
-def run(arguments: PlanArguments) -> int:
-    """Plans, prints and writes. ValueError for a user's mistake."""
-    if not arguments.tokens > 0 or arguments.best < 1:
-        raise ValueError(
-            f"tokens must be above 0 and best at least 1, not {arguments.tokens:g} and {arguments.best}"
-        )
-    if arguments.seed < 0:
-        raise ValueError(f"seed must be 0 or more, not {arguments.seed}")
-    if arguments.calibrate:
-        measure(arguments, arguments.calibrate)
-        if arguments.model is None:
-            return 0
-        arguments = replace(arguments, device=str(arguments.calibrate))
-    if arguments.model is None:
-        raise ValueError(
-            "name a MODEL: a preset, or a folder or file with a Hugging Face config.json"
-        )
-    cluster = arguments.cluster()
-    config = find_config(arguments.model)
-    request = arguments.request(config.max_sequence_length, cluster)
-    found = find_plans(config, request, cluster, best=arguments.best)
-    rows = [result_of(plan, cluster, arguments.tokens) for plan in found]
-    if found and arguments.simulate:
-        rows[0]["simulated"] = simulated(found[0], config, request, arguments)
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    if arguments.json:
-        print(json.dumps(rows, indent=2))
-    elif found:
-        console.print(table_of(rows, arguments))
-        console.print(reason(found))
-        if arguments.simulate:
-            console.print(account(rows[0]["simulated"], found[0]))
-    else:
-        room = cluster.device.memory / GIB
-        console.print(
-            f"no layout of {arguments.gpus} x {arguments.device} with {room:.0f} GiB holds {arguments.model}"
-        )
-    if found and arguments.write:
-        arguments.write.write_text(
-            yaml.safe_dump(recipe(found[0], request, arguments), sort_keys=False)
-        )
-    return 0 if found else NO_LAYOUT_FITS
+    # With these pretrain.py starts as many processes, or asks for a hostfile.
+    nodes = ceil(run.gpus / arguments.find_cluster().node_size)
+    if run.gpus % nodes == 0:
+        values |= {"num_nodes": nodes, "num_gpus": run.gpus // nodes}
+    if run.target_length:
+        values["target_length"] = run.target_length
+    return values

@@ -35,7 +35,7 @@ from ..trainer.run_folder import RunFolder
 from .arguments import given_value, overrides_as_options, parse, read_yaml
 from .help import HelpPage
 from .help.training import COMMON_TRAINING, SHORT_NAMES, TRAINING_SECTIONS
-from .rank_errors import exit_code_of_rank
+from .rank_errors import run_and_report_once
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 OBJECTIVE_OPTION = "--objective"
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Pretraining(arguments, inputs, launch).run()
         return 0
 
-    return exit_code_of_rank(work, launch)
+    return run_and_report_once(work, launch)
 
 
 def run_script() -> NoReturn:

@@ -8,26 +8,25 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from ..trainer.launch.rank_info import RankInfo
-from .console import USAGE_ERROR, print_any_text, print_error, users_error
+from .console import USAGE_ERROR, find_user_error, print_any_text, print_error
 
 PACKAGE = __name__.partition(".")[0]
-REPORT_TIMEOUT = timedelta(
-    seconds=5
-)  # time in which all ranks with the same error are expected to raise it
+# In which all ranks with the same error are expected to raise it.
+REPORT_TIMEOUT = timedelta(seconds=5)
 
 
-def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
-    """Runs `work` on this rank. A user's error (`ValueError`, `OSError`) becomes exit code 2 and a
-    message on stderr.
+def run_and_report_once(work: Callable[[], int], launch: RankInfo) -> int:
+    """Runs a command on this rank and returns its exit code.
 
-    The first rank reports an error that all ranks raise. An error that only other ranks raise is
-    reported by them.
+    A user's error (`ValueError`, `OSError`) becomes exit code 2 and a message on stderr. The first
+    rank reports an error that all ranks raise. An error that only other ranks raise is reported by
+    them.
     """
     print_any_text()
     try:
         return work()
     except Exception as error:
-        known = users_error(error)
+        known = find_user_error(error)
         if launch.world_size == 1:
             _report(known)
         else:
@@ -36,29 +35,35 @@ def exit_code_of_rank(work: Callable[[], int], launch: RankInfo) -> int:
 
 
 def _report_once(error: ValueError | OSError, launch: RankInfo) -> None:
-    import torch.distributed as dist  # importing torch takes seconds
+    import torch.distributed as dist  # It takes seconds.
 
     if not dist.is_initialized():
         # Ranks of one machine have read the same command line and the same files.
-        if launch.is_first or (launch.local_rank == 0 and launch.rank >= launch.local_world_size):
+        is_first_of_machine = launch.local_rank == 0 and launch.rank >= launch.local_world_size
+        if launch.is_first or is_first_of_machine:
             _report(error)
-        else:  # a launcher stops all ranks as soon as one has failed, which must not be before the report
+        else:
+            # A launcher stops all ranks as soon as one has failed, which must not be before the
+            # report.
             time.sleep(REPORT_TIMEOUT.total_seconds())
         return
+
     # This uses the group's store instead of a collective, because another rank may be inside a
     # different collective.
     store = dist.distributed_c10d._get_default_store()
     reported = f"reported: {error}"
     seen = [f"seen by {rank}: {error}" for rank in range(launch.world_size)]
+    awaited = [reported]
     if launch.is_first:
+        awaited = seen[1:]
         _report(error)
         store.set(reported, "")
     try:
-        store.wait(seen[1:] if launch.is_first else [reported], REPORT_TIMEOUT)
+        store.wait(awaited, REPORT_TIMEOUT)
         store.set(seen[launch.rank], "")
-    except (
-        RuntimeError
-    ):  # a timeout, or the store has ended with the first rank, which then did not raise this error
+    except RuntimeError:
+        # Either the time is over, or the store has ended with the first rank, which then did not
+        # raise this error.
         if not launch.is_first:
             _report(error)
 

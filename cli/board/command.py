@@ -27,7 +27,7 @@ from ...checkpoint.manifest import Manifest, TensorRecord
 from ...mpu.shard import Shard
 from ...trainer.run_folder import RunFolder, metrics_record
 from ...trainer.run_lock import LOCK
-from ..console import exit_code_of, message_of
+from ..console import explain_error, run_and_report
 from ..help import HelpPage, show_help
 
 PAGE = Path(__file__).with_name("page")
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     show_help(HELP, argv)
     command = tyro.cli(Board, prog=HELP.program, args=argv)
-    return exit_code_of(lambda: serve(command))
+    return run_and_report(lambda: serve(command))
 
 
 def serve(command: Board) -> int:
@@ -294,7 +294,7 @@ class Run:
         try:
             is_more = self.metrics.read(deadline)
         except DAMAGE as error:
-            self.problem = message_of(error)
+            self.problem = explain_error(error)
             return False
         if not self.metrics.has_all:
             self.problem = f"only the first {MOST_CURVES:,} names of metrics.jsonl are shown"
@@ -308,7 +308,7 @@ class Run:
             checkpoints = self.folder.steps()
             best = self.folder.best_checkpoint()
         except DAMAGE as error:
-            self.problem = message_of(error)
+            self.problem = explain_error(error)
         last = {name: curve.values[-1] for name, curve in self.metrics.curves.items()}
         return {
             "name": self.name,
@@ -333,7 +333,7 @@ class Run:
             found = {"step": step, "ranks": size, "tensors": tensors}
             json.dumps(found, allow_nan=False)
         except DAMAGE as error:
-            return {"error": message_of(error) or type(error).__name__}
+            return {"error": explain_error(error) or type(error).__name__}
         return found
 
 
@@ -432,7 +432,7 @@ class Handler(BaseHTTPRequestHandler):
         except OSError as error:
             status = 500
             kind = "text/plain; charset=utf-8"
-            body = message_of(error).encode(errors="replace")
+            body = explain_error(error).encode(errors="replace")
         with suppress(ConnectionError):  # the page was closed
             self.send_response(status)
             for name, value in {

@@ -14,7 +14,7 @@ from ...evaluation import missing_packages
 from ...evaluation.arguments import ModelArguments
 from ...trainer.launch.launch import start_processes
 from ...trainer.launch.rank_info import RankInfo
-from ..console import exit_code_of
+from ..console import run_and_report
 
 MODEL = "shardzoo"
 HELP = f"""\
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     launch = RankInfo.from_environment()
     given = sys.argv[1:] if argv is None else list(argv)
-    return exit_code_of(lambda: start(given, launch), quiet=not launch.is_first)
+    return run_and_report(lambda: start(given, launch), quiet=not launch.is_first)
 
 
 def start(given: list[str], launch: RankInfo) -> int:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardzoo.cli.arguments import given_value, overrides_as_options, parse, read_yaml
-from shardzoo.cli.console import exit_code_of
+from shardzoo.cli.console import run_and_report
 from shardzoo.cli.help import HelpPage
-from shardzoo.cli.rank_errors import exit_code_of_rank
+from shardzoo.cli.rank_errors import run_and_report_once
 from shardzoo.data import Share
 from shardzoo.trainer.arguments.aliases import hint
 from shardzoo.trainer.arguments.training_arguments import TrainingArguments
@@ -135,10 +135,10 @@ def test_other_ranks_keep_quiet(capsys):
     def fail() -> int:
         raise ValueError("[5] heads")
 
-    assert exit_code_of(fail, quiet=True) == 2
+    assert run_and_report(fail, quiet=True) == 2
     shown = capsys.readouterr()
     assert shown.out + shown.err == ""
-    assert exit_code_of(fail) == 2
+    assert run_and_report(fail) == 2
     assert capsys.readouterr().err.strip() == "error: [5] heads"
 
 
@@ -231,7 +231,7 @@ def mistaken(makers: tuple[int, ...]) -> tuple[int, str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     patience = mock.patch("shardzoo.cli.rank_errors.REPORT_TIMEOUT", timedelta(seconds=1))
     with contextlib.redirect_stderr(io.StringIO()) as shown, patience:
-        code = exit_code_of_rank(work, RankInfo(rank, size, rank, size))
+        code = run_and_report_once(work, RankInfo(rank, size, rank, size))
     return code, shown.getvalue().strip()
 
 
@@ -251,7 +251,7 @@ def test_before_the_ranks_meet_each_machine_tells_its_mistakes(rank, told, capsy
     monkeypatch.setattr(
         "torch.distributed.is_initialized", lambda: False
     )  # whatever an earlier test has started
-    assert exit_code_of_rank(lambda: Share(0), RankInfo(rank, 4, rank % 2, 2)) == 2
+    assert run_and_report_once(lambda: Share(0), RankInfo(rank, 4, rank % 2, 2)) == 2
     assert (capsys.readouterr().err.strip() == f"error: {MISTAKE}") is told
     assert (
         bool(waits) is not told
@@ -259,7 +259,7 @@ def test_before_the_ranks_meet_each_machine_tells_its_mistakes(rank, told, capsy
 
 
 def test_what_others_call_a_value_error_is_told_with_its_place(capsys):
-    assert exit_code_of_rank(lambda: int("x"), RankInfo(0, 1, 0, 1)) == 2
+    assert run_and_report_once(lambda: int("x"), RankInfo(0, 1, 0, 1)) == 2
     message, place, *_ = capsys.readouterr().err.splitlines()
     assert (message, place) == (
         "error: invalid literal for int() with base 10: 'x'",
@@ -269,7 +269,7 @@ def test_what_others_call_a_value_error_is_told_with_its_place(capsys):
 
 def test_errors_that_are_no_mistakes_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
-        exit_code_of_rank(lambda: 1 // 0, RankInfo(0, 1, 0, 1))
+        run_and_report_once(lambda: 1 // 0, RankInfo(0, 1, 0, 1))
 
 
 @pytest.mark.parametrize(

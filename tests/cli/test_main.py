@@ -11,9 +11,9 @@ from commands import user_environment
 
 from shardzoo.cli import main as cli
 from shardzoo.cli.arguments import join_repeated_lists
-from shardzoo.cli.console import exit_code_of
+from shardzoo.cli.console import run_and_report
 from shardzoo.cli.generate import GenerateArguments, read_prompts
-from shardzoo.cli.rank_errors import exit_code_of_rank
+from shardzoo.cli.rank_errors import run_and_report_once
 from shardzoo.trainer.launch.rank_info import RankInfo
 
 
@@ -65,7 +65,10 @@ def test_errors_of_users_and_disks_are_one_line(capsys, error, said):
     def failing() -> int:
         raise error
 
-    for run in (exit_code_of, lambda work: exit_code_of_rank(work, RankInfo.from_environment())):
+    for run in (
+        run_and_report,
+        lambda work: run_and_report_once(work, RankInfo.from_environment()),
+    ):
         assert run(failing) == 2
         shown = capsys.readouterr().err
         assert shown.startswith(said)
@@ -75,7 +78,10 @@ def test_errors_of_users_and_disks_are_one_line(capsys, error, said):
 
 
 def test_other_errors_are_not_hidden():
-    for run in (exit_code_of, lambda work: exit_code_of_rank(work, RankInfo.from_environment())):
+    for run in (
+        run_and_report,
+        lambda work: run_and_report_once(work, RankInfo.from_environment()),
+    ):
         with pytest.raises(ZeroDivisionError):
             run(lambda: 1 // 0)
 
@@ -137,7 +143,10 @@ def test_what_an_encoding_lacks_is_escaped(monkeypatch):
         sys.stdout.flush()
         return 0
 
-    for run in (exit_code_of, lambda work: exit_code_of_rank(work, RankInfo.from_environment())):
+    for run in (
+        run_and_report,
+        lambda work: run_and_report_once(work, RankInfo.from_environment()),
+    ):
         assert run(work) == 0
     assert raw.getvalue() == b"loading \\u2026\n" * 2
 

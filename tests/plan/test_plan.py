@@ -17,7 +17,7 @@ from pretraining_runs import run_pretraining, train_losses
 
 from shardzoo.cli.arguments import read_yaml
 from shardzoo.cli.main import main
-from shardzoo.cli.plan import PlanArguments, recipe
+from shardzoo.cli.plan import PlanArguments, build_recipe
 from shardzoo.cli.pretrain import PretrainCommand
 from shardzoo.models import find_config
 from shardzoo.models.sizes import parameter_sizes
@@ -304,9 +304,9 @@ def test_the_first_recipe_for_four_processes_runs(run_mesh, tmp_path):
 )
 def test_the_recipe_names_its_processes(gpus, size, nodes):
     arguments = PlanArguments("gpt2", gpus=gpus, global_batch_size=2 * gpus, node_size=size)
-    request_ = arguments.request(1024, arguments.cluster())
-    [plan] = find_plans(find_config("gpt2"), request_, arguments.cluster(), best=1)
-    values = recipe(plan, request_, arguments)
+    request_ = arguments.build_request(1024, arguments.find_cluster())
+    [plan] = find_plans(find_config("gpt2"), request_, arguments.find_cluster(), best=1)
+    values = build_recipe(plan, request_, arguments)
     assert (values["num_nodes"], values["num_gpus"]) == nodes
 
 
@@ -317,7 +317,7 @@ def test_the_recipe_of_every_layout_is_accepted():
     every = list(list_layouts(config, request_, 8))
     assert {run.zero_stage for run in every} == {1, 2, 3}
     for run in every:
-        values = recipe(Plan(run, time, 0), request_, arguments)
+        values = build_recipe(Plan(run, time, 0), request_, arguments)
         assert PretrainingArguments(**values).accumulation_steps(run.data) == run.micro_batches
 
 
