@@ -39,6 +39,16 @@ from .help import HelpPage, show_help
 GIB = 1 << 30
 DOES_NOT_FIT = 1
 MOST_REMEDIES = 8
+# What a remedy changes -> the option.
+OPTIONS = {
+    "accumulation_steps": "--accumulation-steps",
+    "micro_batch_size": "--micro-batch-size",
+    "optimizer": "--optimizer",
+    "recompute": "--recompute",
+    "sequence_parallel": "--sequence-parallel",
+    "tensor_parallel_size": "--tp",
+    "zero_stage": "--zero-stage",
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,11 @@ class EstimateArguments:
     json: bool = False
     """Print JSON; sizes are in bytes."""
 
-    def job(self, longest: int) -> Job:
+    def build_job(self, longest: int) -> Job:
+        """Returns the run, of a model whose sequences have at most `longest` tokens."""
+        lora_targets: tuple[str, ...] | str = self.lora_target_modules
+        if lora_targets == ("all-linear",):
+            lora_targets = "all-linear"
         return Job(
             micro_batch_size=self.micro_batch_size,
             length=self.length or longest,
@@ -111,131 +125,9 @@ class EstimateArguments:
             optimizer=self.optimizer,
             frozen=self.freeze,
             lora_rank=self.lora_rank,
-            lora_target_modules="all-linear"
-            if self.lora_target_modules == ("all-linear",)
-            else self.lora_target_modules,
+            lora_target_modules=lora_targets,
             device=self.device,
         )
-
-
-def find_any_config(name: str) -> tuple[Any, int]:
-    """Returns the configuration, of a family of the zoo or else transformers' own, and the longest
-    sequence.
-    """
-    path = Path(find_config_folder(name))
-    path = path / CONFIG if path.is_dir() else path
-    values = read_folder_json(path.parent, path.name) or {}
-    if isinstance(values.get("model_type"), str) and values["model_type"] not in FAMILIES:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(path)
-        return config, getattr(config, "max_position_embeddings", None) or 2048
-    config = find_config(name)
-    return config, config.max_sequence_length
-
-
-def result_of(found: Estimate, arguments: EstimateArguments, largest: int | None) -> dict[str, Any]:
-    """Returns the values that `--json` prints: counts of parameters and sequences; all others are
-    bytes.
-    """
-    peak = found.peak
-    result: dict[str, Any] = {
-        "model": arguments.model,
-        "parameters_on_rank": found.parameters,
-        "trained_parameters_on_rank": found.trained,
-        "peak": {"at": peak.name, **peak.lines, "total": peak.total},
-        "moments": {moment.name: moment.total for moment in found.moments},
-    }
-    if arguments.device_memory is not None:
-        spare = round(arguments.device_memory * GIB) - peak.total
-        result |= {"fits": spare >= 0, "spare": spare, "largest_micro_batch_size": largest}
-    return result
-
-
-def table_of(found: Estimate, arguments: EstimateArguments) -> Table:
-    """Returns a table of the memory in use at the peak."""
-    share = f"{found.parameters:,} parameters" + (
-        " on a rank" if arguments.tp * arguments.pp > 1 else ""
-    )
-    trained = "" if found.trained == found.parameters else f", {found.trained:,} of them trained"
-    table = Table(
-        title=f"{arguments.model}: {share}{trained}",
-        title_justify="left",
-        box=box.SIMPLE,
-        pad_edge=False,
-    )
-    table.add_column(f"at the peak, {found.peak.name}")
-    table.add_column("GiB", justify="right")
-    for name, value in found.peak.lines.items():
-        table.add_row(name, f"{value / GIB:.2f}")
-    table.add_section()
-    table.add_row("total", f"{found.peak.total / GIB:.2f}", style="bold")
-    return table
-
-
-def stages_result(stages: Sequence[Estimate], job: Job) -> dict[str, Any]:
-    """Returns the values of a pipeline that `--json` prints."""
-    if job.pipeline_parallel_size == 1:
-        return {}
-    rows = [
-        {
-            "blocks": count,
-            "parameters": found.parameters,
-            "in_flight": flying,
-            "peak": found.peak.total,
-        }
-        for count, found, flying in stage_rows(stages, job)
-    ]
-    return {"stages": rows, "bubble": bubble(len(stages), job.accumulation_steps)}
-
-
-def verdict(found: Estimate, device_memory: float, largest: int, asked: int) -> Text:
-    spare = device_memory - found.peak.total / GIB
-    if spare >= 0:
-        text = Text(
-            f"fits {device_memory:g} GiB, with {spare:.2f} GiB to spare", style="bold green"
-        )
-    else:
-        text = Text(
-            f"does not fit {device_memory:g} GiB: {-spare:.2f} GiB are missing", style="bold red"
-        )
-    if largest:
-        more = "" if largest == asked else f" (asked for: {asked})"
-        return text + Text(
-            f"; the largest micro-batch that fits is {largest}{more}", style="default not bold"
-        )
-    return text + Text("; no micro-batch fits", style="default not bold")
-
-
-OPTIONS = {
-    "accumulation_steps": "--accumulation-steps",
-    "micro_batch_size": "--micro-batch-size",
-    "optimizer": "--optimizer",
-    "recompute": "--recompute",
-    "sequence_parallel": "--sequence-parallel",
-    "tensor_parallel_size": "--tp",
-    "zero_stage": "--zero-stage",
-}
-
-
-def advice(found: Sequence[Remedy]) -> Table | Text:
-    """Returns a table of what makes a run fit, as options of this command."""
-    if not found:
-        return Text(
-            "No recomputation, ZeRO, micro-batch, tensor parallelism or Adafactor makes it fit; more devices may "
-            "(--dp with --zero-stage, or --pp)"
-        )
-    title = "What makes it fit, by predicted device time for a sequence"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for name in ("options", "GiB", "device time"):
-        table.add_column(name, justify="left" if name == "options" else "right")
-    for remedy in found:
-        words = [
-            f"{OPTIONS[name]} {value}" if value is not True else OPTIONS[name]
-            for name, value in remedy.changes.items()
-        ]
-        table.add_row(" ".join(words), f"{remedy.memory / GIB:.2f}", f"{remedy.cost - 1:+.0%}")
-    return table
 
 
 HELP = HelpPage(
@@ -261,58 +153,159 @@ def main(argv: list[str]) -> int:
 
 def run(arguments: EstimateArguments) -> int:
     """Estimates and prints. ValueError for a user's mistake."""
-    memory = None if arguments.device_memory is None else arguments.device_memory * GIB
-    if memory is not None and not memory > 0:
-        raise ValueError(f"--device-memory must be above 0 GiB, not {arguments.device_memory:g}")
+    memory = None  # bytes
+    if arguments.device_memory is not None:
+        memory = arguments.device_memory * GIB
+        if not memory > 0:
+            raise ValueError(
+                f"--device-memory must be above 0 GiB, not {arguments.device_memory:g}"
+            )
     config, longest = find_any_config(arguments.model)
-    job = arguments.job(longest)
+    job = arguments.build_job(longest)
     if arguments.pp > 1:
-        job = replace(
-            job,
-            pipeline_blocks=choose_blocks(config, arguments.pp, arguments.pipeline_partition, job),
-        )
+        blocks = choose_blocks(config, arguments.pp, arguments.pipeline_partition, job)
+        job = replace(job, pipeline_blocks=blocks)
     stages = estimate_stages(config, job)
-    found = max(stages, key=lambda stage: stage.peak.total)
+    fullest = max(stages, key=lambda stage: stage.peak.total)
+
     fits = True
     largest = None
-    others = None
+    remedies = None
     if memory is not None:
-        fits = found.peak.total <= memory
+        fits = fullest.peak.total <= memory
         largest = largest_micro_batch(
             lambda size: estimate(config, replace(job, micro_batch_size=size)).peak.total <= memory
         )
-        others = (
-            find_remedies(config, job, memory)
-            if not fits and isinstance(config, ModelConfig)
-            else None
-        )
+        if not fits and isinstance(config, ModelConfig):
+            remedies = find_remedies(config, job, memory)
+
     if arguments.json:
-        result = result_of(found, arguments, largest) | stages_result(stages, job)
-        print(
-            json.dumps(
-                result
-                | ({"remedies": [vars(one) for one in others]} if others is not None else {}),
-                indent=2,
-            )
-        )
+        result = list_results(fullest, arguments, largest) | list_stages(stages, job)
+        if remedies is not None:
+            result["remedies"] = [vars(remedy) for remedy in remedies]
+        print(json.dumps(result, indent=2))
     else:
-        show(found, stages, job, arguments, largest, others)
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        console.print(build_table(fullest, arguments))
+        if arguments.pp > 1:
+            console.print(stage_table(stages, job))
+        if arguments.device_memory is not None and largest is not None:
+            console.print(describe_fit(fullest, arguments, arguments.device_memory, largest))
+        if remedies is not None:
+            console.print(describe_remedies(remedies[:MOST_REMEDIES]))
     return 0 if fits else DOES_NOT_FIT
 
 
-def show(
-    found: Estimate,
-    stages: Sequence[Estimate],
-    job: Job,
-    arguments: EstimateArguments,
-    largest: int | None,
-    others: Sequence[Remedy] | None,
-) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(table_of(found, arguments))
-    if arguments.pp > 1:
-        console.print(stage_table(stages, job))
-    if arguments.device_memory is not None and largest is not None:
-        console.print(verdict(found, arguments.device_memory, largest, arguments.micro_batch_size))
-    if others is not None:
-        console.print(advice(others[:MOST_REMEDIES]))
+def find_any_config(name: str) -> tuple[Any, int]:
+    """Returns the configuration, of a family of the zoo or else transformers' own, and the longest
+    sequence.
+    """
+    path = Path(find_config_folder(name))
+    if path.is_dir():
+        path = path / CONFIG
+    values = read_folder_json(path.parent, path.name) or {}
+    if isinstance(values.get("model_type"), str) and values["model_type"] not in FAMILIES:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(path)
+        return config, getattr(config, "max_position_embeddings", None) or 2048
+    config = find_config(name)
+    return config, config.max_sequence_length
+
+
+def list_results(
+    found: Estimate, arguments: EstimateArguments, largest: int | None
+) -> dict[str, Any]:
+    """Returns the values that `--json` prints: counts of parameters and sequences; all others are
+    bytes.
+    """
+    peak = found.peak
+    result: dict[str, Any] = {
+        "model": arguments.model,
+        "parameters_on_rank": found.parameters,
+        "trained_parameters_on_rank": found.trained,
+        "peak": {"at": peak.name, **peak.lines, "total": peak.total},
+        "moments": {moment.name: moment.total for moment in found.moments},
+    }
+    if arguments.device_memory is not None:
+        spare = round(arguments.device_memory * GIB) - peak.total
+        result |= {"fits": spare >= 0, "spare": spare, "largest_micro_batch_size": largest}
+    return result
+
+
+def list_stages(stages: Sequence[Estimate], job: Job) -> dict[str, Any]:
+    """Returns the values of a pipeline that `--json` prints."""
+    if job.pipeline_parallel_size == 1:
+        return {}
+    rows: list[dict[str, int]] = []
+    for count, found, in_flight in stage_rows(stages, job):
+        rows.append(
+            {
+                "blocks": count,
+                "parameters": found.parameters,
+                "in_flight": in_flight,
+                "peak": found.peak.total,
+            }
+        )
+    return {"stages": rows, "bubble": bubble(len(stages), job.accumulation_steps)}
+
+
+def build_table(found: Estimate, arguments: EstimateArguments) -> Table:
+    """Returns a table of the memory in use at the peak."""
+    title = f"{arguments.model}: {found.parameters:,} parameters"
+    if arguments.tp * arguments.pp > 1:
+        title += " on a rank"
+    if found.trained != found.parameters:
+        title += f", {found.trained:,} of them trained"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table.add_column(f"at the peak, {found.peak.name}")
+    table.add_column("GiB", justify="right")
+    for name, value in found.peak.lines.items():
+        table.add_row(name, f"{value / GIB:.2f}")
+    table.add_section()
+    table.add_row("total", f"{found.peak.total / GIB:.2f}", style="bold")
+    return table
+
+
+def describe_fit(
+    found: Estimate, arguments: EstimateArguments, device_memory: float, largest: int
+) -> Text:
+    """Says whether the run fits a device, and the largest micro-batch that does."""
+    spare = device_memory - found.peak.total / GIB
+    if spare >= 0:
+        text = Text(
+            f"fits {device_memory:g} GiB, with {spare:.2f} GiB to spare", style="bold green"
+        )
+    else:
+        text = Text(
+            f"does not fit {device_memory:g} GiB: {-spare:.2f} GiB are missing", style="bold red"
+        )
+    if largest == 0:
+        more = "; no micro-batch fits"
+    else:
+        more = f"; the largest micro-batch that fits is {largest}"
+        if largest != arguments.micro_batch_size:
+            more += f" (asked for: {arguments.micro_batch_size})"
+    return text + Text(more, style="default not bold")
+
+
+def describe_remedies(remedies: Sequence[Remedy]) -> Table | Text:
+    """Returns a table of what makes a run fit, as options of this command."""
+    if not remedies:
+        return Text(
+            "No recomputation, ZeRO, micro-batch, tensor parallelism or Adafactor makes it fit; "
+            "more devices may (--dp with --zero-stage, or --pp)"
+        )
+    title = "What makes it fit, by predicted device time for a sequence"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table.add_column("options")
+    for name in ("GiB", "device time"):
+        table.add_column(name, justify="right")
+    for remedy in remedies:
+        words: list[str] = []
+        for name, value in remedy.changes.items():
+            words.append(OPTIONS[name])
+            if value is not True:
+                words.append(str(value))
+        table.add_row(" ".join(words), f"{remedy.memory / GIB:.2f}", f"{remedy.cost - 1:+.0%}")
+    return table

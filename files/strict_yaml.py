@@ -1,5 +1,7 @@
 """Reads strict YAML: of bounded size, from regular files, without aliases or repeated keys."""
 
+# (PyYAML leaves the types of its methods open)
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 import re

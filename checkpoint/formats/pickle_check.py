@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 # Elements, counted as often as they are used. A file of 10,000 tensors has half a million, in
 # dictionaries within one another.
@@ -56,11 +56,13 @@ def check_pickle(content: Any) -> None:
             marks.append(len(stack))
             continue
         if opcode.name in _PUTS or opcode.name == "MEMOIZE":
-            place = len(memo) if argument is None else int(argument)
+            place = len(memo)
+            if argument is not None:
+                place = int(argument)
             memo[place] = stack[-1]
             continue
         if opcode.name in _GETS:
-            stack.append(memo[int(argument)])
+            stack.append(memo[int(cast(int, argument))])
             continue
 
         # Take the arguments: a fixed number, and all since the last mark.
