@@ -125,7 +125,7 @@ class MergeShards(Converting):
     torch's.
     """
     max_file_gb: float = 5.0
-    """Largest weight file, in format_bytes of 10^9 bytes."""
+    """Largest weight file, in gigabytes of 10^9 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
-from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -81,16 +80,15 @@ class Entry:
         default = f" [{self.default}]" if self.default else ""
         if not whole:
             name = f"{name:<{indent - 2}}  "
-            return [
-                f"{name}{shortened(self.text, width - len(name) - len(default))}{default}".rstrip()
-            ]
-        wrapped = textwrap.wrap(self.text + default, width - indent, break_long_words=False) or [""]
-        if len(name) > indent - 2:
-            return [name, *(" " * indent + line for line in wrapped if line)]
-        return [
-            f"{name:<{indent}}{wrapped[0]}".rstrip(),
-            *(" " * indent + line for line in wrapped[1:]),
-        ]
+            text = shorten(self.text, width - len(name) - len(default))
+            return [f"{name}{text}{default}".rstrip()]
+
+        texts = textwrap.wrap(self.text + default, width - indent, break_long_words=False)
+        margin = " " * indent
+        if len(name) > indent - 2:  # The text begins below the name.
+            return [name, *(margin + text for text in texts)]
+        first = texts[0] if texts else ""
+        return [f"{name:<{indent}}{first}".rstrip(), *(margin + text for text in texts[1:])]
 
 
 def show_help(
@@ -108,14 +106,8 @@ def show_help(
     if asked is None:
         return
     if not quiet:
-        print(
-            render(
-                page,
-                default,
-                whole=asked == WHOLE,
-                width=shutil.get_terminal_size((100, 24)).columns,
-            )
-        )
+        width = shutil.get_terminal_size((100, 24)).columns
+        print(render(page, default, whole=asked == WHOLE, width=width))
     raise SystemExit(0)
 
 
@@ -128,20 +120,18 @@ def show_commands(
     if argv and argv[0] in pages:
         show_help(pages[argv[0]], argv[1:])
     elif argv and argv[0] in (*SHORT, WHOLE):
-        texts = {name: _description(page) for name, page in pages.items()}
-        print(commands_page(program, description, texts))
+        texts = {name: _describe(page) for name, page in pages.items()}
+        print(render_commands(program, description, texts))
         raise SystemExit(0)
 
 
-def commands_page(program: str, description: str, commands: Mapping[str, str]) -> str:
+def render_commands(program: str, description: str, commands: Mapping[str, str]) -> str:
     """Returns the page that lists the commands of a program."""
     width = min(max(shutil.get_terminal_size((100, 24)).columns, NARROWEST), WIDEST)
     indent = max(map(len, commands)) + 4
     lines = [f"usage: {program} COMMAND [options]", "", description, "", "commands:"]
-    lines += [
-        f"  {name:<{indent - 2}}{shortened(text, width - indent)}"
-        for name, text in commands.items()
-    ]
+    for name, text in commands.items():
+        lines.append(f"  {name:<{indent - 2}}{shorten(text, width - indent)}")
     return "\n".join([*lines, "", f"`{program} COMMAND --help` shows the options of a command."])
 
 
@@ -154,179 +144,209 @@ def render(page: HelpPage, default: Any = None, *, whole: bool = False, width: i
         width: Columns of the terminal.
     """
     width = min(max(width, NARROWEST), WIDEST)
-    every = list(entries(page, default))
+    every = list(list_entries(page, default))
     shown = every
     if page.common and not whole:
         order = {name: place for place, name in enumerate(page.common)}
         shown = [entry for entry in every if entry.field in order or entry.section == REQUIRED]
         shown.sort(key=lambda entry: order.get(entry.field, -1))
-    usage = page.usage or _usage(every)
-    lines = [f"usage: {page.program} {usage}", ""]
-    for paragraph in _description(page).split("\n\n"):
+
+    lines = [f"usage: {page.program} {page.usage or _list_usage(every)}", ""]
+    for paragraph in _describe(page).split("\n\n"):
         lines += textwrap.wrap(paragraph, width)
-    indent = min(WIDEST_NAME, max((len(entry.name) for entry in shown), default=0)) + 4
-    titles = dict.fromkeys(
-        [REQUIRED, POSITIONAL, *page.sections.values(), *(entry.section for entry in shown)]
-    )
-    for title in titles:
+
+    # The topics: first what is required, then those of the page in their order, then others.
+    longest_name = max((len(entry.name) for entry in shown), default=0)
+    indent = min(WIDEST_NAME, longest_name) + 4
+    others = [entry.section for entry in shown]
+    for title in dict.fromkeys([REQUIRED, POSITIONAL, *page.sections.values(), *others]):
         found = [entry for entry in shown if entry.section == title]
-        lines += ["", f"{title}:"] if found else []
+        if found:
+            lines += ["", f"{title}:"]
         for entry in found:
             lines += entry.lines(indent, width, whole=whole)
+
     hidden = len(every) - len(shown)
-    if not whole and (
-        hidden or any(shortened(entry.text, width) + "." != entry.text for entry in shown)
-    ):
-        lines += [
-            "",
-            f"{WHOLE} shows {f'{hidden} more options and ' if hidden else ''}the texts in full.",
-        ]
+    is_cut = any(shorten(entry.text, width) + "." != entry.text for entry in shown)
+    if not whole and (hidden or is_cut):
+        more = f"{hidden} more options and " if hidden else ""
+        lines += ["", f"{WHOLE} shows {more}the texts in full."]
     return "\n".join(lines)
 
 
-def entries(page: HelpPage, default: Any = None) -> Iterator[Entry]:
-    """Yields the arguments of a page, in the order of their declaration."""
+def list_entries(page: HelpPage, default: Any = None) -> Iterator[Entry]:
+    """Yields the arguments of a page, in the order of their declaration.
+
+    The fields of an argument that is itself a dataclass follow it, as `--name.field`.
+    """
     section = "options"
-    for item, kind, text in _declared(page.arguments):
+    for item, kind, text in _list_fields(page.arguments):
         section = page.sections.get(item.name, section)
-        if tyro.conf.Suppress in _markers(kind):
+        markers = _find_markers(kind)
+        if tyro.conf.Suppress in markers:
             continue
-        place = POSITIONAL if tyro.conf.Positional in _markers(kind) else section
-        needed = item.name in page.required or (
-            item.default is MISSING and item.default_factory is MISSING
-        )
-        value = getattr(default, item.name) if default is not None else _default(item)
-        name = _name(page, item.name, kind, value, needed)
+        value = _find_default(item)
+        if default is not None:
+            value = getattr(default, item.name)
+        has_no_default = item.default is MISSING and item.default_factory is MISSING
+        is_required = item.name in page.required or has_no_default
+
+        name = _write_name(page, item.name, kind, value, is_required)
         text = page.texts.get(item.name, text)
-        if (choices := _choices(_plain(kind))) and name.endswith((" NAME", " NAME ...")):
+        choices = _list_choices(_strip(kind))
+        if choices and name.endswith((" NAME", " NAME ...")):
             text = f"{text} One of {', '.join(choices)}.".strip()
-        yield Entry(
-            item.name, name, text, "" if needed else _shown(value), REQUIRED if needed else place
-        )
+        if is_required:
+            yield Entry(item.name, name, text, "", REQUIRED)
+        elif tyro.conf.Positional in markers:
+            yield Entry(item.name, name, text, _write_value(value), POSITIONAL)
+        else:
+            yield Entry(item.name, name, text, _write_value(value), section)
+
         if is_dataclass(value) and not isinstance(value, type):
-            for entry in entries(HelpPage("", type(value)), value):
-                name = entry.name.replace("--", f"--{item.name.replace('_', '-')}.", 1)
+            prefix = f"--{item.name.replace('_', '-')}."
+            for entry in list_entries(HelpPage("", type(value)), value):
                 yield replace(
                     entry,
                     field=f"{item.name}.{entry.field}",
-                    name=name,
+                    name=entry.name.replace("--", prefix, 1),
                     section=f"settings of {item.name}",
                 )
 
 
-def shortened(text: str, room: int) -> str:
+def shorten(text: str, room: int) -> str:
     """Returns the first sentence of a text, or as many of its clauses or words as there is room
     for.
     """
     sentence = text.partition(". ")[0].removesuffix(".")
     if len(sentence) <= room:
         return sentence
-    clauses = [
-        match.start() for match in re.finditer(r"[;:,] | \(", sentence) if match.start() <= room
-    ]
-    if clauses and clauses[-1] >= SHORTEST:
-        return sentence[: clauses[-1]]
+    end = 0  # of the last clause that there is room for
+    for match in re.finditer(r"[;:,] | \(", sentence):
+        if match.start() <= room:
+            end = match.start()
+    if end >= SHORTEST:
+        return sentence[:end]
     return textwrap.shorten(sentence, room, placeholder=" ...")
 
 
-def _declared(kind: type) -> Iterator[tuple[Field[Any], Any, str]]:
+def _list_fields(kind: type) -> Iterator[tuple[Field[Any], Any, str]]:
     """Yields the fields of a dataclass, their types, and their texts, which those of a base class
     may lend.
     """
-    parts = [part for part in reversed(kind.__mro__) if is_dataclass(part)]
-    found = chain.from_iterable(docstring_parser.parse_from_object(part).params for part in parts)
-    texts = {param.arg_name: " ".join((param.description or "").split()) for param in found}
+    texts: dict[str, str] = {}
+    for part in reversed(kind.__mro__):
+        if is_dataclass(part):
+            for param in docstring_parser.parse_from_object(part).params:
+                texts[param.arg_name] = " ".join((param.description or "").split())
     hints = get_type_hints(kind, include_extras=True)
     for item in fields(kind):
-        helps = [
-            marker.help for marker in _markers(hints[item.name]) if getattr(marker, "help", None)
-        ]
-        yield item, hints[item.name], helps[0] if helps else texts.get(item.name, "")
+        text = texts.get(item.name, "")
+        for marker in reversed(_find_markers(hints[item.name])):
+            text = getattr(marker, "help", None) or text
+        yield item, hints[item.name], text
 
 
-def _description(page: HelpPage) -> str:
+def _describe(page: HelpPage) -> str:
     return page.description or inspect.getdoc(page.arguments) or ""
 
 
-def _usage(every: Sequence[Entry]) -> str:
+def _list_usage(every: Sequence[Entry]) -> str:
     """Returns the required arguments, then the word for the others."""
-    required = [entry.name for entry in every if entry.section in (REQUIRED, POSITIONAL)]
-    return " ".join([*required, "[options]"] if len(required) < len(every) else required)
+    words = [entry.name for entry in every if entry.section in (REQUIRED, POSITIONAL)]
+    if len(words) < len(every):
+        words.append("[options]")
+    return " ".join(words)
 
 
-def _default(item: Field[Any]) -> Any:
+def _find_default(item: Field[Any]) -> Any:
     if item.default_factory is not MISSING:
         return item.default_factory()
-    return None if item.default is MISSING else item.default
+    if item.default is MISSING:
+        return None
+    return item.default
 
 
-def _markers(kind: Any) -> Sequence[Any]:
+def _find_markers(kind: Any) -> Sequence[Any]:
     """Returns what tyro's annotations say about a field."""
     return getattr(kind, "__metadata__", ())
 
 
-def _plain(kind: Any) -> Any:
+def _strip(kind: Any) -> Any:
     """Returns a type without tyro's annotations, and without None."""
-    kind = get_args(kind)[0] if _markers(kind) else kind
+    if _find_markers(kind):
+        kind = get_args(kind)[0]
     if get_origin(kind) in (Union, UnionType):
         kinds = [part for part in get_args(kind) if part is not NoneType]
-        return kinds[0] if len(kinds) == 1 else kind
+        if len(kinds) == 1:
+            return kinds[0]
     return kind
 
 
-def _name(page: HelpPage, name: str, kind: Any, value: Any, needed: bool) -> str:
+def _takes_many(kind: Any) -> bool:
+    """Returns whether a type has any number of items: a list, or a tuple such as tuple[int, ...]."""
+    if get_origin(kind) is list:
+        return True
+    return get_origin(kind) is tuple and Ellipsis in get_args(kind)
+
+
+def _write_name(page: HelpPage, name: str, kind: Any, value: Any, is_required: bool) -> str:
     """Returns how an argument is written: `MODEL`, `--tp N`, `--resume`, `--no-padded`."""
-    plain = _plain(kind)
-    many = (
-        " ..."
-        if get_origin(plain) in (tuple, list) and Ellipsis in (*get_args(plain), Ellipsis)
-        else ""
-    )
-    if tyro.conf.Positional in _markers(kind):
-        return f"{name.upper()}{many}" if needed else f"[{name.upper()}{many}]"
+    plain = _strip(kind)
+    if tyro.conf.Positional in _find_markers(kind):
+        written = name.upper()
+        if get_origin(plain) in (tuple, list):
+            written += " ..."
+        return written if is_required else f"[{written}]"
+
     option = f"--{name.replace('_', '-')}"
     if plain is bool and NoneType not in get_args(kind):
         return f"--[no-]{option[2:]}" if value else option
-    taken = f"{option} {_value_name(plain)}"
-    if len(taken) > WIDEST_NAME and _choices(plain):
-        taken = f"{option} NAME{many}"
-    return f"{taken}, {page.names[name]}" if name in page.names else taken
+    written = f"{option} {_write_type(plain)}"
+    if len(written) > WIDEST_NAME and _list_choices(plain):
+        written = f"{option} NAME"
+        if get_origin(plain) in (tuple, list):
+            written += " ..."
+    if name in page.names:
+        written += f", {page.names[name]}"
+    return written
 
 
-def _value_name(kind: Any) -> str:
+def _write_type(kind: Any) -> str:
+    """Returns what an option of a type takes: `N`, `PATH`, `{a,b}`, `N N`, `TEXT ...`."""
     if kind is bool:
         return "{True,False}"
     if get_origin(kind) is Literal:
         choices = ",".join(str(choice) for choice in get_args(kind) if choice is not None)
         return f"{{{choices}}}"
     if get_origin(kind) in (tuple, list):
-        inner = [part for part in get_args(kind) if part is not Ellipsis]
-        repeated = Ellipsis in get_args(kind) or get_origin(kind) is list
-        return (
-            f"{_value_name(_plain(inner[0]))} ..."
-            if repeated
-            else " ".join(map(_value_name, inner))
-        )
-    return SIMPLE.get(kind, "NAME" if is_dataclass(kind) else "VALUE")
+        items = [part for part in get_args(kind) if part is not Ellipsis]
+        if _takes_many(kind):
+            return f"{_write_type(_strip(items[0]))} ..."
+        return " ".join(map(_write_type, items))
+    if is_dataclass(kind):
+        return "NAME"
+    return SIMPLE.get(kind, "VALUE")
 
 
-def _choices(kind: Any) -> list[str]:
+def _list_choices(kind: Any) -> list[str]:
     """Returns the choices of a type, or of its items; none if it has other values too."""
-    inner = _plain(get_args(kind)[0]) if get_origin(kind) in (tuple, list) else kind
-    return [str(choice) for choice in get_args(inner)] if get_origin(inner) is Literal else []
+    if get_origin(kind) in (tuple, list):
+        kind = _strip(get_args(kind)[0])
+    if get_origin(kind) is not Literal:
+        return []
+    return [str(choice) for choice in get_args(kind)]
 
 
-def _shown(value: Any) -> str:
+def _write_value(value: Any) -> str:
     """Returns a default value as a page shows it, or an empty string if it says nothing."""
     if value is None or value is False or value in ((), "") or is_dataclass(value):
         return ""
     if isinstance(value, tuple | list):
         return " ".join(map(str, value))
-    text = (
-        f"{value:g}"
-        if isinstance(value, float)
-        else value.name
-        if isinstance(value, Path)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, Path):
+        return value.name
+    text = str(value)
     return repr(text) if text.isspace() else text

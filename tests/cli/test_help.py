@@ -30,7 +30,7 @@ from shardzoo.cli import (
 from shardzoo.cli import main as cli
 from shardzoo.cli.board import command as board
 from shardzoo.cli.help import HelpPage
-from shardzoo.cli.help.page import shortened
+from shardzoo.cli.help.page import shorten
 
 SCREEN = 48  # lines
 COLUMNS = (80, 120)
@@ -121,7 +121,7 @@ def test_the_whole_page_has_every_option_of_the_command(page: HelpPage, monkeypa
     ],
 )
 def test_shortened(text, room, short):
-    assert shortened(text, room) == short
+    assert shorten(text, room) == short
 
 
 @pytest.mark.parametrize(
