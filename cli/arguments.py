@@ -60,8 +60,14 @@ def given_value(argv: Sequence[str], name: str) -> str | None:
     found = None
     for word, following in pairwise((*argv, "--")):
         option, equals, value = word.partition("=")
-        if option.startswith("--") and option[2:].replace("-", "_") == name:
-            found = value if equals else "True" if following.startswith("--") else following
+        if not option.startswith("--") or option[2:].replace("-", "_") != name:
+            continue
+        if equals:
+            found = value
+        elif following.startswith("--"):
+            found = "True"
+        else:
+            found = following
     return found
 
 
@@ -71,10 +77,10 @@ def read_yaml(kind: type, path: Path) -> dict[str, Any]:
     A dataclass is written as a nested mapping.
     """
     values = read_strict_yaml(path, "--config") or {}
-    return _checked(kind, values, path, "")
+    return _check_values(kind, values, path, "")
 
 
-def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
+def _check_values(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
     """Returns `values` by the names of `kind`'s fields.
 
     `part` is the dotted prefix of their keys, for messages.
@@ -97,18 +103,15 @@ def _checked(kind: type, values: Any, path: Path, part: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"--config: {path}: {error}") from None
     kinds = get_type_hints(kind)
-    return {
-        name: _part(kinds[name], value, path, f"{part}{name}.") for name, value in named.items()
-    }
-
-
-def _part(kind: Any, value: Any, path: Path, part: str) -> Any:
-    """Returns a field's value.
-
-    For a field that is a dataclass, it is created from the nested mapping.
-    """
-    nested = isinstance(kind, type) and is_dataclass(kind)
-    return kind(**_checked(kind, value, path, part)) if nested else value
+    checked: dict[str, Any] = {}
+    for name, value in named.items():
+        field_kind = kinds[name]
+        if isinstance(field_kind, type) and is_dataclass(field_kind):
+            nested = _check_values(field_kind, value, path, f"{part}{name}.")
+            checked[name] = field_kind(**nested)
+        else:
+            checked[name] = value
+    return checked
 
 
 def overrides_as_options(argv: Sequence[str], kind: type) -> list[str]:
@@ -117,10 +120,10 @@ def overrides_as_options(argv: Sequence[str], kind: type) -> list[str]:
 
     A word after an option of `kind` that takes a value is that value.
     """
-    switches = {
-        *SPELLINGS.switches,
-        *(name for name, annotation in get_type_hints(kind).items() if annotation is bool),
-    }
+    switches = set(SPELLINGS.switches)
+    for name, annotation in get_type_hints(kind).items():
+        if annotation is bool:
+            switches.add(name)
     options: list[str] = []
     for word in argv:
         before = options[-1] if options else ""
@@ -134,8 +137,9 @@ def overrides_as_options(argv: Sequence[str], kind: type) -> list[str]:
             options.append(word)
             continue
         name, value = override.groups()
-        is_list = value.startswith("[") and value.endswith("]")
-        items = value[1:-1].split(",") if is_list else [YAML_NAMES.get(value, value)]
+        items = [YAML_NAMES.get(value, value)]
+        if value.startswith("[") and value.endswith("]"):
+            items = value[1:-1].split(",")
         options += [f"--{name}", *(item.strip() for item in items if item)]
     return options
 
@@ -147,26 +151,33 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
     """Returns the command line with all options in the form that tyro reads.
 
     Options may have FlagAI's or transformers' names, as in `--learning_rate` and `--bf16`. A
-    boolean may have a value, as in `--bf16=False` or `--bf16 False`; another value raises
-    ValueError. So does an option for something that this package does otherwise, or not. `default`
-    holds the default values.
+    boolean may have a value, as in `--bf16=False` or `--bf16 False`.
+
+    Args:
+        argv: The words.
+        default: An object of the command's dataclass, with the default values.
+
+    Raises:
+        ValueError: A boolean has another value, or an option is for something that this package
+            does otherwise, or not.
     """
-    kinds = dict(_kinds(default))
+    kinds = dict(_list_kinds(default))
     aliases = argument_aliases(kinds)
     options: list[str] = []
     words = deque(argv)
     while words:
         word = words.popleft()
         option, equals, value = word.partition("=")
-        name = option[2:].replace("-", "_") if option.startswith("--") else ""
+        name = ""
+        if option.startswith("--"):
+            name = option[2:].replace("-", "_")
+
+        # transformers' options of what happens here anyway, and its way to resume.
         if name in (*SPELLINGS.taken_as_is, RESUME) and name not in kinds:
-            value = (
-                value
-                if equals
-                else words.popleft()
-                if words and not words[0].startswith("--")
-                else "True"
-            )
+            if not equals:
+                value = "True"
+                if words and not words[0].startswith("--"):
+                    value = words.popleft()
             if str(SPELLINGS.taken_as_is.get(name)) == value:
                 continue
             if name == RESUME and value not in VALUES:
@@ -175,24 +186,31 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
             equals = "="
         if name in SPELLINGS.explained and name not in kinds:
             raise ValueError(f"there is no option {option}{hint(name, kinds)}")
-        optional = kinds.get(name.removeprefix("no_")) == bool | None
-        name = "resume" if name == RESUME else name
-        switch = name in aliases and name in SPELLINGS.switches
-        if switch or kinds.get(name) is bool or (optional and name in kinds):
+
+        is_optional = kinds.get(name.removeprefix("no_")) == bool | None
+        if name == RESUME:
+            name = "resume"
+        is_switch = name in aliases and name in SPELLINGS.switches
+        is_boolean = kinds.get(name) is bool or (is_optional and name in kinds)
+        if is_switch or is_boolean:
             if not equals:
                 value = words.popleft() if words and words[0] in VALUES else "True"
-            on = _truth(name, value, optional)
-            if switch:
-                options = _switched(options, *SPELLINGS.switches[name], on, default)
+            on = _parse_truth(name, value, is_optional)
+            if is_switch:
+                target, setting = SPELLINGS.switches[name]
+                options = _set_switch(options, target, setting, on, default)
+            elif is_optional:
+                options.append(f"--{name}={on}")
+            elif on:
+                options.append(f"--{name}")
             else:
                 part, dot, leaf = name.rpartition(".")
-                options.append(
-                    f"--{name}={on}" if optional else f"--{part}{dot}{'' if on else 'no_'}{leaf}"
-                )
-        elif optional and not equals:
+                options.append(f"--{part}{dot}no_{leaf}")
+        elif is_optional and not equals:
             options.append(f"--{name.removeprefix('no_')}=False")
         elif name in aliases and name == SAVE_EPOCH:
-            value = value if equals else words.popleft() if words else ""
+            if not equals:
+                value = words.popleft() if words else ""
             options.append(f"--save_strategy={'epoch' if value == '1' else value}")
         elif name in aliases:
             options.append(f"--{SPELLINGS.renamed[name]}{equals}{value}")
@@ -207,7 +225,7 @@ def join_repeated_lists(argv: Sequence[str], default: Any) -> list[str]:
     `--prompt A --prompt B` means `--prompt A B`; otherwise the last one would replace the others.
     """
     lists: set[str] = set()
-    for name, kind in _kinds(default):
+    for name, kind in _list_kinds(default):
         if get_origin(kind) in (tuple, list):
             lists.add(name)
 
@@ -236,7 +254,7 @@ def join_repeated_lists(argv: Sequence[str], default: Any) -> list[str]:
     return list(chain.from_iterable(groups))
 
 
-def _kinds(default: Any, part: str = "") -> Iterator[tuple[str, Any]]:
+def _list_kinds(default: Any, part: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the dotted name and the type of each field of a dataclass object, and of the objects
     in its fields.
     """
@@ -244,18 +262,17 @@ def _kinds(default: Any, part: str = "") -> Iterator[tuple[str, Any]]:
     for field in fields(default):
         yield f"{part}{field.name}", hints[field.name]
         if is_dataclass(value := getattr(default, field.name)):
-            yield from _kinds(value, f"{part}{field.name}.")
+            yield from _list_kinds(value, f"{part}{field.name}.")
 
 
-def _truth(name: str, value: str, optional: bool) -> bool | None:
-    if value not in VALUES or (value == "None" and not optional):
-        raise ValueError(
-            f"--{name} must be True or False{' or None' if optional else ''}, not {value!r}"
-        )
+def _parse_truth(name: str, value: str, is_optional: bool) -> bool | None:
+    if value not in VALUES or (value == "None" and not is_optional):
+        known = "True or False or None" if is_optional else "True or False"
+        raise ValueError(f"--{name} must be {known}, not {value!r}")
     return VALUES[value]
 
 
-def _switched(
+def _set_switch(
     options: list[str], target: str, value: str, on: bool | None, default: Any
 ) -> list[str]:
     """Returns the options with a switch that sets `target` to `value`.

@@ -223,32 +223,31 @@ def run(command: Common) -> int:
     An `OSError` of the user's disk becomes a `ValueError`.
     """
     try:
-        return COMMANDS[type(command)](_with_folders(command))
+        return COMMANDS[type(command)](_find_folders(command))
     except OSError as error:
         raise ValueError(explain_error(error)) from None
 
 
-def _with_folders(command: Common) -> Common:
+def _find_folders(command: Common) -> Common:
     """Returns the command with folders instead of names on the Hub, `org/name[@revision]`, which
     are downloaded.
     """
-    given = {
-        name: getattr(command, name, None)
-        for name in ("source", "first", "second", "folder", "adapter")
-    }
-    return replace(
-        command,
-        **{name: find_model(path, name) for name, path in given.items() if path is not None},
-    )
+    folders: dict[str, Path] = {}
+    for name in ("source", "first", "second", "folder", "adapter"):
+        path = getattr(command, name, None)
+        if path is not None:
+            folders[name] = find_model(path, name)
+    return replace(command, **folders)
 
 
 def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -> int:
+    """Converts a folder. Returns 130 after Ctrl-C."""
     from concurrent.futures.process import BrokenProcessPool
 
     from ..checkpoint.checkpoint import open_checkpoint
     from ..convert import operations
 
-    options = _options(command)
+    options = _build_options(command)
     if isinstance(command, ReshardCheckpoint):
         source = open_checkpoint(command.source, command.config)
         if source.kind == "huggingface":
@@ -263,7 +262,6 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
                     command.source, command.destination, options, report, command.to
                 )
             else:
-                ranks = {"stages": command.pp, "names": command.names}
                 outcome = operations.split(
                     command.source,
                     command.destination,
@@ -271,7 +269,8 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
                     options,
                     report,
                     command.to,
-                    **ranks,
+                    stages=command.pp,
+                    names=command.names,
                 )
     except KeyboardInterrupt:
         print("interrupted; continue with --resume", file=sys.stderr)
@@ -282,7 +281,7 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
     return 0
 
 
-def _options(command: Converting) -> Options:
+def _build_options(command: Converting) -> Options:
     from ..checkpoint.dtypes import from_torch_name
     from ..convert.operations import LARGEST_FILE, Options
 
@@ -318,9 +317,11 @@ def _print_outcome(command: Converting, outcome: Outcome, seconds: float) -> Non
         }
         print(json.dumps({**asdict(outcome), **pace}))
         return
-    kept = f", of which {format_bytes(outcome.kept)} already existed" if outcome.kept else ""
+    size = format_bytes(outcome.nbytes)
+    if outcome.kept:
+        size += f", of which {format_bytes(outcome.kept)} already existed"
     print(
-        f"{command.destination}: {outcome.tensors:,} tensors, {format_bytes(outcome.nbytes)}{kept}, "
+        f"{command.destination}: {outcome.tensors:,} tensors, {size}, "
         f"in {seconds:.1f} s ({speed / 1e9:.2f} GB/s)"
     )
 
@@ -332,16 +333,11 @@ def run_plan(command: PlanConversion) -> int:
     if command.json:
         print(json.dumps(planned))
         return 0
-    rows = [
-        (
-            row["name"],
-            row["dtype"],
-            _shape(row["shape"]),
-            row["split"],
-            f"{row['bytes_per_rank']:,}",
-        )
-        for row in planned["tensors"]
-    ]
+    rows: list[tuple[str, ...]] = []
+    for row in planned["tensors"]:
+        shape = _write_shape(row["shape"])
+        size = f"{row['bytes_per_rank']:,}"
+        rows.append((row["name"], row["dtype"], shape, row["split"], size))
     sys.stdout.write(format_table(("tensor", "type", "shape", "split", "bytes per file"), rows))
     print(format_facts({name: value for name, value in planned.items() if name != "tensors"}))
     return 0
@@ -354,10 +350,10 @@ def run_inspect(command: InspectCheckpoint) -> int:
     if command.json:
         print(json.dumps({**found.facts, "tensors": found.tensors}))
         return 0
-    rows = [
-        (row["name"], row["dtype"], _shape(row["shape"]), row.get("split", ""), f"{row['bytes']:,}")
-        for row in found.tensors
-    ]
+    rows: list[tuple[str, ...]] = []
+    for row in found.tensors:
+        shape = _write_shape(row["shape"])
+        rows.append((row["name"], row["dtype"], shape, row.get("split", ""), f"{row['bytes']:,}"))
     sys.stdout.write(format_table(("tensor", "type", "shape", "split", "bytes"), rows))
     print(format_facts(dict(found.facts)))
     return 0
@@ -381,9 +377,12 @@ def run_diff(command: DiffCheckpoints) -> int:
         print(json.dumps(asdict(found)))
     else:
         for entry in found.differences[:MOST_DIFFERENCES]:
-            count = f" in {entry.elements:,} elements" if entry.elements else ""
-            largest = f", by up to {entry.largest:.3g}" if entry.largest is not None else ""
-            print(printable(f"{entry.name}: {entry.what}{count}{largest}"))
+            line = f"{entry.name}: {entry.what}"
+            if entry.elements:
+                line += f" in {entry.elements:,} elements"
+            if entry.largest is not None:
+                line += f", by up to {entry.largest:.3g}"
+            print(printable(line))
         if len(found.differences) > MOST_DIFFERENCES:
             print(f"… and {len(found.differences) - MOST_DIFFERENCES} more")
         print(f"{len(found.differences):,} of {found.tensors:,} tensors differ")
@@ -422,8 +421,8 @@ def _run_logits(command: VerifyCheckpoint) -> int:
         print(json.dumps({**asdict(found), "relative": found.relative}))
     else:
         print(
-            f"largest difference of native TP={found.size} from {found.reference}: {found.largest:.2e}, "
-            f"{found.relative:.1e} of the logits' scale {found.scale:.3g}"
+            f"largest difference of native TP={found.size} from {found.reference}: "
+            f"{found.largest:.2e}, {found.relative:.1e} of the logits' scale {found.scale:.3g}"
         )
     return 0 if found.is_close else DIFFERENT
 
@@ -434,12 +433,14 @@ def _print_verification(as_json: bool, result: VerificationReport, done: str) ->
     else:
         for difference in result.differences[:MOST_DIFFERENCES]:
             print(printable(difference))
-        state = f"{len(result.differences):,} differences" if result.differences else "all equal"
+        state = "all equal"
+        if result.differences:
+            state = f"{len(result.differences):,} differences"
         print(f"{done} {result.tensors:,} tensors, {format_bytes(result.nbytes)}: {state}")
     return DIFFERENT if result.differences else 0
 
 
-def _shape(shape: list[int]) -> str:
+def _write_shape(shape: list[int]) -> str:
     return " x ".join(map(str, shape)) or "number"
 
 
