@@ -35,7 +35,7 @@ from torch import Tensor
 
 import shardzoo
 import shardzoo.ops
-from shardzoo.cli.bench import processor
+from shardzoo.cli.bench import find_processor
 from shardzoo.models.generation.decoders import Decoder
 
 SIZES = {  # as published
@@ -287,7 +287,7 @@ def record(path: Path, results: list[dict], device: str) -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
-        "processor": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "processor": torch.cuda.get_device_name() if device == "cuda" else find_processor(),
         "load": f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores",
     }
     known = json.loads(path.read_text())["results"] if path.exists() else []

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from shardzoo.cli.bench import environment
+from shardzoo.cli.bench import describe_environment
 from shardzoo.ops import library, variants
 
 ROUNDING = {"float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11}
@@ -56,7 +56,7 @@ def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__)
     if (reason := variants.unavailable("cpp", "cpu")) is not None:
         raise SystemExit(f"there is no kernel to measure: {reason}")
-    facts = environment("cpu") | {"kernels": library.cpu_isa()}
+    facts = describe_environment("cpu") | {"kernels": library.cpu_isa()}
     results = []
     for dtype in arguments.dtypes:
         for size in arguments.sizes:

@@ -38,7 +38,7 @@ from rich.table import Table
 from torch import nn
 
 import shardzoo
-from shardzoo.cli.bench import environment
+from shardzoo.cli.bench import describe_environment
 from shardzoo.models import find_config
 from shardzoo.models.config import ModelConfig
 from shardzoo.mpu import ParallelMesh, dropout_state
@@ -141,7 +141,7 @@ def main() -> int:
         for family, dtype in itertools.product(arguments.families, arguments.dtypes):
             run(arguments.model_parallel_size, measure_ranks, family, dtype, arguments)
         return 0
-    facts = environment(arguments.device) | {"transformers": transformers.__version__}
+    facts = describe_environment(arguments.device) | {"transformers": transformers.__version__}
     results, wrong = [], False
     for family in arguments.families:
         for dtype in arguments.dtypes:

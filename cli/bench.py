@@ -21,14 +21,26 @@ from ..ops.bench.cases import Case, cases
 from ..ops.bench.measure import Result, measure
 from .help import HelpPage, show_commands
 
-SHAPED = (
-    "layer_norm",
-    "rms_norm",
-    "bias_gelu",
-    "geglu",
-    "swiglu",
-    "bias_dropout_residual",
-)  # those that --shape sizes
+# Operators whose sizes --shape gives.
+SHAPED = ("layer_norm", "rms_norm", "bias_gelu", "geglu", "swiglu", "bias_dropout_residual")
+COLUMNS = (
+    "op",
+    "dtype",
+    "shape",
+    "kernels",
+    "ours ms",
+    "spread",
+    "eager ms",
+    "x eager",
+    "x compile",
+    "copy GB/s",
+    "fwd out",
+    "of copy",
+    "bwd out",
+    "of copy",
+    "both of copy",
+    "x others",
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -100,30 +112,33 @@ def run(options: Kernels) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.threads:
         torch.set_num_threads(options.threads)
-    chosen = chosen_cases(options, device)
+    chosen = choose_cases(options, device)
     names = list(dict.fromkeys(case.name for case in chosen))
     unknown = [name for name in options.op if name not in names]
     if unknown:
         raise ValueError(f"there is no operator {unknown[0]!r} to measure; use {', '.join(names)}")
     console = Console(width=None if sys.stdout.isatty() else 200)
-    facts = environment(device)
-    results = []
+    if options.op:
+        chosen = [case for case in chosen if case.name in options.op]
+
+    facts = describe_environment(device)
+    results: list[Result] = []
     for case in chosen:
-        for dtype in options.dtype if not options.op or case.name in options.op else ():
+        for dtype in options.dtype:
             with console.status(f"{case.name} {dtype}"):
                 results.append(attempt(case, device, dtype, options))
-            if (
-                options.json
-            ):  # written after each case, so that an interrupted run leaves its results
+            # Written after each case, so that an interrupted run leaves its results.
+            if options.json:
                 report = {"environment": facts, "results": [result.to_dict() for result in results]}
                 options.json.write_text(json.dumps(report, indent=1) + "\n")
+
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
-    console.print(table(results))
+    console.print(build_table(results))
     wrong = [result for result in results if result.error]
     for result in wrong:
-        verdict = row(result)[-1]
+        state = build_row(result)[-1]
         console.print(
-            f"{verdict}: {result.op} {result.dtype}: {result.error}", style="bold red", markup=False
+            f"{state}: {result.op} {result.dtype}: {result.error}", style="bold red", markup=False
         )
     for result in results:
         for name, reason in result.missing.items():
@@ -135,30 +150,33 @@ def run(options: Kernels) -> int:
     return 1 if wrong else 0
 
 
-def chosen_cases(options: Kernels, device: str) -> list[Case]:
+def choose_cases(options: Kernels, device: str) -> list[Case]:
     """Returns the cases at their usual sizes, and then those at the other lengths and shapes that
     are asked for.
     """
-    first, *longer = (cases(device, options.scale, length) for length in options.length)
-    found = first + [
-        case for others in longer for case in others if case.name.startswith("attention")
-    ]
-    shapes = [parsed_shape(text) for text in options.shape]
+    if not options.length:
+        raise ValueError("--length needs at least one length, or 0 for the usual one")
+    chosen = cases(device, options.scale, options.length[0])
+    for length in options.length[1:]:
+        for case in cases(device, options.scale, length):
+            if case.name.startswith("attention"):
+                chosen.append(case)
+    shapes = [parse_shape(text) for text in options.shape]
     if not shapes:
-        return found
-    fixed = [case for case in found if case.name not in SHAPED]
-    sized = (cases(device, options.scale, shape=shape) for shape in shapes)
-    return fixed + [case for others in sized for case in others if case.name in SHAPED]
+        return chosen
+    chosen = [case for case in chosen if case.name not in SHAPED]
+    for shape in shapes:
+        for case in cases(device, options.scale, shape=shape):
+            if case.name in SHAPED:
+                chosen.append(case)
+    return chosen
 
 
-def parsed_shape(text: str) -> tuple[int, int]:
+def parse_shape(text: str) -> tuple[int, int]:
     """Returns rows and columns from a text such as 8192x768. Raises ValueError for another text."""
     rows, _, columns = text.partition("x")
-    if (
-        not (rows.isdecimal() and columns.isdecimal())
-        or int(rows) % 8
-        or not int(rows) * int(columns)
-    ):
+    are_numbers = rows.isdecimal() and columns.isdecimal()
+    if not are_numbers or int(rows) % 8 or int(rows) == 0 or int(columns) == 0:
         raise ValueError(
             f"--shape must be rows, a multiple of 8, and columns, such as 8192x768, not {text!r}"
         )
@@ -181,80 +199,68 @@ def attempt(case: Case, device: str, dtype: str, options: Kernels) -> Result:
             torch.cuda.empty_cache()
 
 
-def environment(device: str) -> dict[str, str]:
+def describe_environment(device: str) -> dict[str, str]:
     """Returns the facts besides the code that the results depend on."""
     facts = {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
     if device == "cuda":
         facts["GPU"] = torch.cuda.get_device_name()
     else:
-        facts["processor"] = processor()
+        facts["processor"] = find_processor()
         facts["load"] = f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
         facts["huge pages"] = "on" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "off"
     return facts
 
 
-def processor() -> str:
+def find_processor() -> str:
     """Returns the processor's name."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    name = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
-    )
-    return name or platform.processor() or platform.machine()
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
-def table(results: list[Result]) -> Table:
+def build_table(results: list[Result]) -> Table:
     """Returns a table with a row per operator and dtype.
 
     Times include forward and backward unless stated otherwise.
     """
-    columns = [
-        "op",
-        "dtype",
-        "shape",
-        "kernels",
-        "ours ms",
-        "spread",
-        "eager ms",
-        "x eager",
-        "x compile",
-        "copy GB/s",
-    ]
-    columns += ["fwd out", "of copy", "bwd out", "of copy", "both of copy", "x others"]
-    shown = Table(
-        *columns,
+    table = Table(
+        *COLUMNS,
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         title="forward + backward",
         title_justify="left",
     )
     for result in results:
-        shown.add_row(*row(result))
-    return shown
+        table.add_row(*build_row(result))
+    return table
 
 
-def row(result: Result) -> list[str]:
+def build_row(result: Result) -> list[str]:
     """Returns the table's cells for one result."""
     cells = [result.op, result.dtype, "x".join(map(str, result.shape)), result.variant]
     if result.error:
-        return [*cells, "FAILED" if result.error.startswith("failed") else "WRONG"]
+        state = "FAILED" if result.error.startswith("failed") else "WRONG"
+        return [*cells, state]
     ours = result.timings["ours"]
     eager = result.timings["eager"]
     cells += [
         f"{ours.median:.2f}",
         f"{ours.spread:.2f}",
         f"{eager.median:.2f}",
-        times(result.speedup("eager")),
+        write_ratio(result.speedup("eager")),
+        write_ratio(result.speedup("compile")),
+        f"{result.bandwidth('copy'):.1f}",
     ]
-    cells.append(times(result.speedup("compile")))
-    cells.append(f"{result.bandwidth('copy'):.1f}")
     for name in ("ours forward out", "ours backward out"):
         cells += [f"{result.bandwidth(name):.1f}", f"{result.of_copy(name):.0%}"]
-    others = [f"{name} {times(result.speedup(name))}" for name in result.rivals]
+    others = [f"{name} {write_ratio(result.speedup(name))}" for name in result.rivals]
     return [*cells, f"{result.of_copy_both():.0%}", ", ".join(others)]
 
 
-def times(ratio: float | None) -> str:
+def write_ratio(ratio: float | None) -> str:
     """Returns a ratio as text, or a dash if nothing was measured."""
     return "-" if ratio is None else f"{ratio:.2f}"
 
@@ -266,12 +272,15 @@ def plot(results: list[Result], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    contenders = [
-        name for name in ("eager", "compile", "ours") if any(name in r.timings for r in results)
-    ]
+    contenders: list[str] = []
+    for name in ("eager", "compile", "ours"):
+        if any(name in result.timings for result in results):
+            contenders.append(name)
     figure, axes = plt.subplots(figsize=(1.2 + 1.1 * len(results), 4), layout="constrained")
     for offset, name in enumerate(contenders):
-        heights = [r.bandwidth(name) if name in r.timings else 0.0 for r in results]
+        heights: list[float] = []
+        for result in results:
+            heights.append(result.bandwidth(name) if name in result.timings else 0.0)
         places = [index + offset / (len(contenders) + 1) for index in range(len(results))]
         axes.bar(places, heights, width=0.8 / len(contenders), label=name)
     copies = [r.bandwidth("copy") for r in results]

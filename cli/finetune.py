@@ -52,7 +52,8 @@ class FinetuneCommand(FinetuningArguments):
         object.__setattr__(self, "prompt_list", texts("prompt_list", self.prompt_list))
         if self.prompt_list and self.lora_rank:
             raise ValueError(
-                "prompt_list and lora_rank both freeze the model to train other weights: use one of them"
+                "prompt_list and lora_rank both freeze the model to train other weights: "
+                "use one of them"
             )
         if self.prompt_list and self.pipeline_parallel_size > 1:
             raise ValueError(
@@ -61,6 +62,7 @@ class FinetuneCommand(FinetuningArguments):
 
 
 def help_page() -> HelpPage:
+    """Returns the help, under the name by which the command was started."""
     script = Path(sys.argv[0]).name
     return HelpPage(
         script if script == "finetune.py" else "shardzoo finetune",
@@ -80,22 +82,18 @@ def help_page() -> HelpPage:
             "config": "run",
         },
         common=(
-            *(
-                "task",
-                "validation_file",
-                "test_file",
-                "source_id",
-                "target_id",
-                "max_source_length",
-            ),
-            *(
-                "max_target_length",
-                "predict_with_generate",
-                "lora_rank",
-                "epochs",
-                *COMMON_TRAINING,
-                "overwrite",
-            ),
+            "task",
+            "validation_file",
+            "test_file",
+            "source_id",
+            "target_id",
+            "max_source_length",
+            "max_target_length",
+            "predict_with_generate",
+            "lora_rank",
+            "epochs",
+            *COMMON_TRAINING,
+            "overwrite",
         ),
         names=SHORT_NAMES,
     )
@@ -109,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
 
     def work() -> int:
-        run(make_trainer(parse(FinetuneCommand, help_page(), given, quiet=not launch.is_first)))
+        arguments = parse(FinetuneCommand, help_page(), given, quiet=not launch.is_first)
+        run(make_trainer(arguments))
         return 0
 
     return run_and_report_once(work, launch)
@@ -136,15 +135,15 @@ def make_trainer(arguments: FinetuneCommand) -> Trainer:
         raise ValueError(
             "there is nothing to do: name a --train-file, --validation-file or --test-file"
         )
-    from ..finetuning.trainer import Trainer  # torch and transformers take seconds to import
+    from ..finetuning.trainer import Trainer  # It imports torch and transformers, for seconds.
 
     trainer = Trainer(arguments)
-    parts = {
-        name: True
-        for name in ("encoder", "decoder", "embeddings")
-        if getattr(arguments, f"freeze_{name}")
-    }
-    trainer.freeze(**parts)
+    # None leaves a part as it is; False would make it trainable.
+    trainer.freeze(
+        encoder=arguments.freeze_encoder or None,
+        decoder=arguments.freeze_decoder or None,
+        embeddings=arguments.freeze_embeddings or None,
+    )
     if arguments.prompt_list:
         trainer.convert_to_prompt_tuning(arguments.prompt_list)
     if arguments.train_file is not None:
@@ -173,4 +172,5 @@ def run(trainer: Trainer) -> None:
 
 
 def describe(name: str, values: dict[str, float]) -> Text:
+    """Returns a line of metrics."""
     return Text(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))

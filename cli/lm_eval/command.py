@@ -48,10 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(given: list[str], launch: RankInfo) -> int:
+    """Runs the harness, after starting the processes that a split model needs."""
     if not given or given[0] in ("-h", "--help"):
         print(HELP)
         return 0
-    if missing := missing_packages():
+    missing = missing_packages()
+    if missing:
         raise ValueError(missing)
     from lm_eval._cli import HarnessCLI
 
@@ -92,16 +94,21 @@ def choose_model(parsed: Namespace) -> dict[str, Any] | None:
     from lm_eval.config.evaluate_config import EvaluatorConfig
     from lm_eval.utils import simple_parse_args_string
 
-    stored = EvaluatorConfig.load_yaml_config(parsed.config) if parsed.config else {}
+    stored = {}
+    if parsed.config:
+        stored = EvaluatorConfig.load_yaml_config(parsed.config)
     parsed.model = parsed.model or stored.get("model") or MODEL
     if parsed.model != MODEL:
         if parsed.model not in model_registry:
             raise ValueError(
-                f"--model: there is no model {parsed.model!r}; use {MODEL}, or one of the harness's, as hf"
+                f"--model: there is no model {parsed.model!r}; "
+                f"use {MODEL}, or one of the harness's, as hf"
             )
         return None
     given = parsed.model_args or stored.get("model_args") or {}
-    return dict(simple_parse_args_string(given) if isinstance(given, str) else given)
+    if isinstance(given, str):
+        given = simple_parse_args_string(given)
+    return dict(given)
 
 
 def check(arguments: ModelArguments, parsed: Namespace) -> None:
@@ -118,6 +125,7 @@ def check(arguments: ModelArguments, parsed: Namespace) -> None:
 
 
 def run(harness: Any, parsed: Namespace, model_args: dict[str, Any], launch: RankInfo) -> None:
+    """Runs the harness on the first rank; the others compute what it asks for."""
     from lm_eval.utils import setup_logging
 
     from ...evaluation import ShardzooLM, leading
