@@ -221,11 +221,11 @@ def test_a_pipe_is_no_configuration_file(tmp_path):
     from shardzoo.trainer.engines.deepspeed_config import deepspeed_config
 
     os.mkfifo(tmp_path / "ds.json")
-    arguments = TrainingArguments(
-        env_type="deepspeed+mpu", epochs=1, deepspeed_config=str(tmp_path / "ds.json")
-    )
+    path = str(tmp_path / "ds.json")
     with pytest.raises(ValueError, match="not a regular file"):
-        deepspeed_config(arguments, 1, 9)
+        deepspeed_config(
+            TrainingArguments(env_type="deepspeed+mpu", epochs=1, deepspeed_config=path), 1, 9
+        )
 
 
 def test_a_usual_configuration_file_is_taken(tmp_path):

@@ -74,8 +74,9 @@ def read_deepspeed_file(path: str | None) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"deepspeed_config: {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        reason = "Is a directory" if Path(path).is_dir() else error
-        raise ValueError(f"deepspeed_config: {path} cannot be read: {reason}") from None
+        if Path(path).is_dir():
+            raise ValueError(f"deepspeed_config: {path} cannot be read: Is a directory") from None
+        raise ValueError(f"deepspeed_config: {error}") from None
     try:
         config = parse_record(text)
     except ValueError as error:  # not JSON, or not even text
