@@ -57,15 +57,19 @@ class StoredTensor:
         return f"tensor {self.name} in {self.file}"
 
 
-# A chunk: the index of its first element in the whole tensor, and where the chunk is stored.
+# A chunk: the offset of its first element in each dimension of the whole tensor, and where the
+# chunk is stored.
 Chunk = tuple[tuple[int, ...], StoredTensor]
 
 
 @dataclass(frozen=True)
 class ChunkedTensor(StoredTensor):
-    """A tensor that is stored in several chunks; `file` and `offset` are those of the first one."""
+    """A tensor that is stored in several chunks; `file` and `offset` are those of the first one.
 
-    chunks: tuple[Chunk, ...] = ()
+    Its bytes are nowhere in one piece, so it is read by `list_chunks` alone.
+    """
+
+    chunks: tuple[Chunk, ...]
 
 
 def list_chunks(tensor: StoredTensor) -> tuple[Chunk, ...]:

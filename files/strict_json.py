@@ -1,8 +1,9 @@
-"""Reads strict JSON: of bounded size, from regular files, without repeated keys or NaN."""
+"""Reads JSON from files and lines of bounded size; files strictly, without repeated keys or NaN."""
 
 from __future__ import annotations
 
 import json
+import math
 import stat
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -18,17 +19,20 @@ def parse_json(text: bytes, what: str, *, finite: bool = True) -> Any:
     Args:
         text: UTF-8.
         what: What a message calls the text.
-        finite: Whether to refuse NaN and infinities, which are not JSON but which Python writes.
+        finite: Whether to refuse NaN and infinities, which are not JSON but which Python writes, and
+            numbers that are too large for a float.
 
     Raises:
         ValueError: The text is no such value.
     """
     refuse_constants = _refuse_constant if finite else None
+    parse_float = _parse_finite_float if finite else None
     try:
         return json.loads(
             text.decode("utf-8"),
             object_pairs_hook=_refuse_repeated_keys,
             parse_constant=refuse_constants,
+            parse_float=parse_float,
         )
     except RecursionError:
         raise ValueError(f"{what} is not valid JSON: it is nested too deeply") from None
@@ -71,7 +75,8 @@ def read_regular_file(path: Path, largest: int = LARGEST_JSON) -> bytes:
 
 
 def parse_record(line: bytes | str) -> Any:
-    """Parses a user's line of JSON, which may begin with a byte order mark.
+    """Parses a user's line of JSON, which may begin with a byte order mark. Not strict: repeated
+    keys and NaN pass, as in other readers of such lines.
 
     Raises:
         ValueError: It is no JSON, or nested too deeply.
@@ -87,7 +92,7 @@ def read_folder_json(folder: Path, name: str, *, finite: bool = True) -> dict[st
     """Returns the JSON object of a folder's file, or None if the file does not exist.
 
     Raises:
-        ValueError: The file is not one of the folder, or it is damaged.
+        ValueError: The file is a link that leads outside of the folder or nowhere, or it is damaged.
     """
     path = folder / name
     if not path.exists() and not path.is_symlink():
@@ -112,6 +117,13 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {name!r} appears twice")
         values[name] = value
     return values
+
+
+def _parse_finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is too large for a number")
+    return value
 
 
 def _refuse_constant(name: str) -> None:

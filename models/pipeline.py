@@ -155,7 +155,7 @@ class StagePlace:
 def slice_pipeline_stage(
     model: nn.Module, mesh: ParallelMesh | None, parallel_config: ParallelConfig | None = None
 ) -> None:
-    """Leaves a model without storage only this rank's stage of a pipeline, if the mesh has several
+    """Removes all but this rank's stage from a model on the meta device, if the mesh has several
     stages.
 
     Args:
@@ -333,15 +333,15 @@ def balance_blocks(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     ends = [0.0, *accumulate(costs)]
 
     @cache
-    def find_best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Returns the largest cost and the counts of the best way to deal the blocks from `first`
-        to `left` stages.
+    def find_best(first: int, stages_left: int) -> tuple[float, tuple[int, ...]]:
+        """Returns the largest cost, and the counts, of the best way to deal `costs[first:]` to the
+        remaining stages.
         """
-        if left == 1:
+        if stages_left == 1:
             return ends[-1] - ends[first], (len(costs) - first,)
         options: list[tuple[float, tuple[int, ...]]] = []
-        for count in range(1, len(costs) - first - left + 2):
-            rest, counts = find_best(first + count, left - 1)
+        for count in range(1, len(costs) - first - stages_left + 2):
+            rest, counts = find_best(first + count, stages_left - 1)
             options.append((max(ends[first + count] - ends[first], rest), (count, *counts)))
         return min(options)
 

@@ -118,7 +118,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of a step by what they are spent on; they add up to `total`."""
+    """The seconds of a step by what they are spent on, `parts`, which add up to `total`."""
 
     products: float
     memory: float
@@ -207,11 +207,13 @@ def step_time(network: Network, run: PlannedRun, cluster: Cluster) -> StepTime:
     other_stages = sum(stage.total for stage in stages) - slowest.total
     bubble = (other_stages + (run.pipeline - 1) * messages) / run.chunks
     products, memory, launches = (part * run.micro_batches for part in slowest.busy)
+    # Of a forward pass and a backward pass, which takes twice as long. What is recomputed is
+    # counted with it; it is done before the last gradients exist.
     last_backward = 2 / 3 * sum(slowest.busy)
     return StepTime(
-        products,
-        memory,
-        launches + cluster.rates.step,
+        products=products,
+        memory=memory,
+        launches=launches + cluster.rates.step,
         tensor_parallel=slowest.tensor_parallel * run.micro_batches,
         pipeline_messages=messages * run.micro_batches,
         bubble=bubble,
@@ -257,6 +259,7 @@ def stage_work(
     for (_, block, attention), count in zip(_block_costs(network, run), counts, strict=True):
         recomputed = {"none": PassCost(), "selective": attention, "full": block}[run.recompute]
         forward = forward + block * count
+        # A backward pass has two products for each one of the forward pass.
         all_passes = all_passes + (block * 3.0 + recomputed) * count
     if is_last:
         head = head_cost(network, run)
@@ -266,7 +269,9 @@ def stage_work(
 
 
 def _blocks_per_stage(network: Network, stages: int) -> Iterator[tuple[int, ...]]:
-    """Yields how many blocks of each stack a stage holds; the last stages hold one more if need be."""
+    """Yields how many blocks of each stack a stage holds; the numbers of the stages differ by
+    one at most.
+    """
     ends = [0, *accumulate(stack.layers for stack in network.stacks)]
     for stage in range(stages):
         first = network.layers * stage // stages
@@ -365,7 +370,8 @@ def attention_cost(part: BlockSpec, run: PlannedRun, tokens: int, source: int) -
         else:
             products = matmul_cost(tokens, size, keys, run.itemsize, heads)
             products = products + matmul_cost(tokens, keys, size, run.itemsize, heads)
-            # Dropout reads and writes the scores, and its mask's byte twice.
+            # Dropout reads and writes the scores, and its mask's byte twice: three accesses of 16
+            # bits.
             dropout_accesses = 3 if part.attention_dropout else 0
             total += products + PassCost(
                 traffic=run.itemsize * scores * (2 + dropout_accesses), kernels=2, masked=masked
@@ -476,14 +482,14 @@ def model_flops(network: Network, run: PlannedRun) -> float:
 
     Scores count whole, as in MFU.
     """
-    on_one_device = PlannedRun(
-        run.gpus,
-        run.global_batch,
-        run.global_batch,
-        run.length,
-        run.target_length,
+    unsplit = PlannedRun(
+        gpus=1,
+        global_batch=run.global_batch,
+        micro_batch=run.global_batch,
+        length=run.length,
+        target_length=run.target_length,
         fused_attention=False,
     )
-    costs = _block_costs(network, on_one_device)
+    costs = _block_costs(network, unsplit)
     blocks = sum(stack.layers * block.flops for stack, block, _ in costs)
-    return 3 * (blocks + head_cost(network, on_one_device).flops)
+    return 3 * (blocks + head_cost(network, unsplit).flops)

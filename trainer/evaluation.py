@@ -21,6 +21,7 @@ from .launch.ranks import Ranks
 # (logits, labels) of a micro-batch -> the mean over its rows, or [sum, count]. The logits have the
 # full vocabulary.
 Metric = Callable[[Tensor, Tensor], Any]
+SMALLEST_COUNT = 1e-300
 
 
 def metric_functions(
@@ -108,13 +109,11 @@ def evaluate(
     for start in range(0, len(samples), per_round):
         first = start + ranks.dp_rank * batch_size
         rows = range(first, min(first + batch_size, len(samples)))
-        batch = to_device(
-            collate([samples[i] for i in rows or range(min(batch_size, len(samples)))]), device
-        )
+        first_samples = range(min(batch_size, len(samples)))
+        batch = to_device(collate([samples[i] for i in rows or first_samples]), device)
         output = forward_step(batch, model, None)
-        logits = (
-            find_output_field(output, "logits") if metrics else None
-        )  # computing them may be collective, too
+        # Logits may be computed collectively too, so a rank without rows of its own asks for them.
+        logits = find_output_field(output, "logits") if metrics else None
         if not rows or not is_last_stage(module):
             continue
         if collect is not None:
@@ -132,8 +131,12 @@ def evaluate(
             _add(sums[name], *_sum_and_count(name, metric(whole, batch["labels"]), len(rows)))
         output = logits = whole = None  # frees them before the next forward pass
     module.train(was_training)
-    totals = iter(ranks.sum_replicas(*(number for pair in sums.values() for number in pair)))
-    return {name: next(totals) / max(next(totals), 1e-300) for name in sums}
+    numbers = ranks.sum_replicas(*(number for pair in sums.values() for number in pair))
+    # Without any target, the loss is 0.
+    return {
+        name: total / max(count, SMALLEST_COUNT)
+        for name, total, count in zip(sums, numbers[::2], numbers[1::2], strict=True)
+    }
 
 
 def _add(pair: list[float], total: float, count: float) -> None:

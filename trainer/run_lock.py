@@ -17,22 +17,30 @@ from .launch.heartbeat import process_state
 # live.
 LOCK = ".run.lock"
 SECONDS_WITHOUT_REFRESH = 60.0  # after which a process on another host counts as dead
-SECONDS_TO_DECIDE = 70.0  # for which another run watches for such a refresh
-# What precedes the number of a container's processes, in the name that filelock records of a host.
+SECONDS_TO_DECIDE = SECONDS_WITHOUT_REFRESH + 10.0  # for which another run watches for one
+# filelock records a host as its name and, after this, the inode of the namespace of its processes,
+# which containers of one host do not share.
 NAMESPACE = "?pidns-"
+# States of a process that has ended, of `process_state`.
+NO_PROCESS = ""
+ZOMBIE = "Z"
 
 
 _taken: dict[Path, SoftFileLease] = {}  # by this process
 
 
 def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
-    """Reserves a folder for this process, and creates it. A process may take a folder again.
+    """Reserves a folder for this process, and creates it. A process may take a folder again, and
+    returns it as often as it has taken it.
 
-    The lock of a process that no longer runs is replaced: at once on the same host, else (and if
-    the process table still has it, or the disk cannot exchange two files, as NFS) after a minute
-    without a sign of life, which this call waits for and announces through `notify`.
+    The lock of a process that no longer runs is replaced:
 
-    Raises ValueError if another process uses the folder, or the folder cannot be created.
+    - at once, if the process ran on this host, and neither the process table nor the disk is in the
+      way (NFS cannot exchange two files);
+    - else after a minute without a sign of life. This call waits for it, and says so by `notify`.
+
+    Raises:
+        ValueError: Another process uses the folder, or the folder cannot be created.
     """
     path = folder.resolve()
     lease = _taken.get(path) or SoftFileLease(
@@ -43,6 +51,7 @@ def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
         try:
             lease.acquire()
         except Timeout:
+            # Of an owner that cannot be read, nothing says that it has ended.
             if lease.owner is None or _runs_here(lease.owner):
                 raise
             notify(f"{folder}: waiting to see whether {_describe_owner(lease)} still runs …")
@@ -81,7 +90,7 @@ def _wait_for(lease: SoftFileLease) -> None:
 def _sign_of_life(lease: SoftFileLease) -> tuple[Any, int]:
     """Returns what changes while the owner of a lease lives.
 
-    Reading it makes NFS ask the server for the time.
+    NFS asks its server for the modification time, because reading the owner has opened the file.
     """
     owner = lease.owner
     with contextlib.suppress(OSError):
@@ -100,7 +109,7 @@ def return_folder(folder: Path) -> None:
             path.rmdir()
 
 
-def check_taken(folder: Path) -> None:
+def check_not_lost(folder: Path) -> None:
     """Raises ValueError if this process took a folder and has lost it, because it stood still for
     too long.
     """
@@ -126,7 +135,7 @@ def _runs_here(owner: Any) -> bool:
     return (
         host == socket.gethostname()
         and namespace in ("", here)
-        and process_state(owner.pid) not in ("", "Z")
+        and process_state(owner.pid) not in (NO_PROCESS, ZOMBIE)
     )
 
 

@@ -21,8 +21,19 @@ def truncate_with_end(ids: list[int], length: int, end: int) -> np.ndarray:
 
 
 def truncate_with_begin(ids: list[int], length: int, begin: Sequence[int]) -> np.ndarray:
-    """Returns `begin` followed by as many of the last `ids` as fit `length`: int64."""
+    """Returns `begin` followed by as many of the last `ids` as fit `length`, but at least one:
+    int64.
+    """
     return np.array([*begin, *ids[-max(1, length - len(begin)) :]], np.int64)
+
+
+def _check_limits(max_source_length: int, max_target_length: int, shortest_source: int) -> None:
+    """Raises ValueError for limits that leave no place for a token and its end."""
+    if max_source_length < shortest_source or max_target_length < 2:
+        raise ValueError(
+            f"max_source_length must be at least {shortest_source} and max_target_length at least "
+            f"2, not {max_source_length} and {max_target_length}"
+        )
 
 
 class Seq2SeqDataset:
@@ -46,10 +57,7 @@ class Seq2SeqDataset:
         max_target_length: int = 128,
         begin: Sequence[int] = (),
     ) -> None:
-        if min(max_source_length, max_target_length) < 2:
-            raise ValueError(
-                "max_source_length and max_target_length must be at least 2: a token and its end"
-            )
+        _check_limits(max_source_length, max_target_length, shortest_source=2)
         self.pairs = pairs
         self.tokenizer = tokenizer
         self.begin = list(begin)
@@ -72,8 +80,8 @@ class PromptDataset:
     """Makes a decoder's sample of a pair: source and target in one sequence, ending with one end
     token.
 
-    Labels are −100 on the source. A source that is too long loses its beginning, because its end
-    holds the instruction.
+    A label is that of its own position: the model shifts them. Labels are −100 on the source. A
+    source that is too long loses its beginning, because its end holds the instruction.
 
     Args:
         pairs: (source, target) texts.
@@ -94,10 +102,7 @@ class PromptDataset:
         separator: str = "",
         begin: Sequence[int] = (),
     ) -> None:
-        if max_source_length < 1 or max_target_length < 2:
-            raise ValueError(
-                "max_source_length must be at least 1 and max_target_length at least 2"
-            )
+        _check_limits(max_source_length, max_target_length, shortest_source=1)
         self.pairs = pairs
         self.tokenizer = tokenizer
         self.separator = separator
@@ -124,7 +129,7 @@ class BlockDataset:
     """Makes a decoder's samples of plain text: documents, each followed by the end token, cut into
     equal blocks.
 
-    The remainder after the last block is left out.
+    A label is that of its own position: the model shifts them. The remainder after the last block is left out.
     """
 
     def __init__(self, documents: Iterable[str], tokenizer: Tokenizer, block_size: int) -> None:
@@ -169,19 +174,22 @@ class PrefixMaskedDataset:
         self,
         pairs: Sequence[Pair],
         tokenizer: Tokenizer,
-        ends: tuple[int, int],
+        ends: tuple[int | None, int | None],
         *,
         segments: bool = True,
         max_source_length: int = 128,
         max_target_length: int = 128,
     ) -> None:
-        if None in ends:
+        cls, sep = ends
+        if cls is None or sep is None:
             raise ValueError(
                 "an encoder generates between [CLS] and [SEP], which its tokenizer does not have"
             )
+        _check_limits(max_source_length, max_target_length, shortest_source=2)
         self.pairs = pairs
         self.tokenizer = tokenizer
-        self.cls, self.sep = ends
+        self.cls = cls
+        self.sep = sep
         self.segments = segments
         self.max_source_length = max_source_length
         self.max_target_length = max_target_length
@@ -207,23 +215,24 @@ class BlankDataset:
     2.1).
 
     The blank is the source's first `[MASK]`, `[sMASK]` or `[gMASK]`, or a `[gMASK]` at its end. The
-    format of samples is that of `BlankInfilling`.
+    format of samples is that of `BlankInfilling`; a label is the next token, already shifted.
 
     Args:
-        text: The `BlankText` of the family: `encode` returns the ids of a source, `tokens` those of
+        blank_text: The `BlankText` of the family: `encode` returns the ids of a source, `tokens` those of
             special tokens.
     """
 
     def __init__(
         self,
         pairs: Sequence[Pair],
-        text: Any,
+        blank_text: Any,
         *,
         max_source_length: int = 128,
         max_target_length: int = 128,
     ) -> None:
+        _check_limits(max_source_length, max_target_length, shortest_source=2)
         self.pairs = pairs
-        self.text = text
+        self.blank_text = blank_text
         self.max_source_length = max_source_length
         self.max_target_length = max_target_length
 
@@ -232,8 +241,8 @@ class BlankDataset:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         source, target = self.pairs[index]
-        tokens = self.text.tokens
-        context = self.text.encode(source)
+        tokens = self.blank_text.tokens
+        context = self.blank_text.encode(source)
         if len(context) > self.max_source_length:
             # The beginning is cut, because the blank, which may be at the end, must remain.
             context = [context[0], *context[1 - self.max_source_length :]]
@@ -245,7 +254,7 @@ class BlankDataset:
                 "use a longer limit"
             )
         answer = truncate_with_end(
-            self.text.tokenizer.encode(target), self.max_target_length, tokens.eop
+            self.blank_text.tokenizer.encode(target), self.max_target_length, tokens.eop
         )
         # All tokens of the answer have the position of the blank, and count from 1 within it.
         positions = np.concatenate([np.arange(len(context)), np.full(len(answer), blank)])
@@ -305,6 +314,7 @@ class ChatDataset:
         self.chats = chats
         self.tokenizer = tokenizer
         self.max_length = max_length
+        # The tag `{% generation %}` or `{%- generation %}`, by which a template marks answers.
         self.is_marked = "generation %}" in str(template)
 
     def __len__(self) -> int:

@@ -7,6 +7,7 @@ one `ValueError`; each visit is held to its time and memory.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from stored_models import Zoo, header_of, rewrite_header
 from shardzoo import convert
 from shardzoo.checkpoint.manifest import Manifest
 from shardzoo.files.json_digest import add_digest
+from shardzoo.files.strict_json import parse_json
 from shardzoo.trainer.checkpointing.snapshot import STATE, TrainerState
 
 LOADING = ("from_pretrained", "merge", "split", "verify", "command")
@@ -677,3 +679,11 @@ def test_the_same_model_in_every_format_has_the_same_tensors(visitor, prepared, 
 
 def test_there_are_enough_cases():
     assert len(ODD) + len(HOSTILE) >= 60
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e400", "NaN", "-Infinity"])
+def test_json_of_a_folder_has_finite_numbers_only(number):
+    text = f'{{"layer_norm_eps": {number}}}'.encode()
+    with pytest.raises(ValueError, match=r"too large for a number|is not a JSON number"):
+        parse_json(text, "config.json")
+    assert not math.isfinite(parse_json(text, "state", finite=False)["layer_norm_eps"])

@@ -23,7 +23,7 @@ from shardzoo.trainer import run_lock
 from shardzoo.trainer.checkpointing import resume
 from shardzoo.trainer.launch.heartbeat import process_state
 from shardzoo.trainer.run_folder import RunFolder
-from shardzoo.trainer.run_lock import LOCK, check_taken, return_folder, take_folder
+from shardzoo.trainer.run_lock import LOCK, check_not_lost, return_folder, take_folder
 
 HOLD = """
 import socket, sys, time
@@ -154,7 +154,7 @@ def test_a_disk_that_cannot_exchange_files(tmp_path, other_process, monkeypatch,
     assert said == [f"{folder}: waiting to see whether {owner} still runs …"] * (
         1 + (host == "elsewhere")
     )
-    check_taken(folder)
+    check_not_lost(folder)
     return_folder(folder)
     assert not folder.exists()
 
@@ -231,11 +231,11 @@ def test_a_run_that_has_lost_its_folder_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "SECONDS_WITHOUT_REFRESH", 0.3)
     folder = tmp_path / "run"
     take_folder(folder)
-    check_taken(folder)
+    check_not_lost(folder)
     (folder / LOCK).unlink()
     time.sleep(2.0)
     with pytest.raises(ValueError, match=r"is no longer this run's \(marker-missing\)"):
-        check_taken(folder)
+        check_not_lost(folder)
     return_folder(folder)
 
 

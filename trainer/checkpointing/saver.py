@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..launch.phase import SAVE, phase
 from ..launch.ranks import Ranks, on_first_rank
 from ..run_folder import RunFolder
-from ..run_lock import check_taken
+from ..run_lock import check_not_lost
 from .snapshot import Snapshot, amend_state, write_snapshot
 from .staging_buffers import StagingBuffers
 
@@ -105,7 +105,7 @@ class BackgroundSaver:
     def _write(self, snapshot: Snapshot, folder: Path, copy: Future[None]) -> None:
         copy.result()
         if self._ranks.rank == 0:
-            check_taken(self.run_folder.path)
+            check_not_lost(self.run_folder.path)
         write_snapshot(snapshot, folder, self._ranks, self._group)
         if self._ranks.rank == 0:
             self._name_best(snapshot.state.step, snapshot.state.best)
