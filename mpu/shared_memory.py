@@ -109,8 +109,14 @@ def _make_file(size: int) -> int:
     """Returns the descriptor of a new file without a name, or -1 if there can be none."""
     if compiled is None or size > compiled.most_ranks or not hasattr(os, "memfd_create"):
         return -1
-    file = os.memfd_create("shardzoo")
-    os.ftruncate(file, compiled.count_bytes(size, SLOT, SLOTS))
+    file = -1
+    try:
+        file = os.memfd_create("shardzoo")
+        os.ftruncate(file, compiled.count_bytes(size, SLOT, SLOTS))
+    except OSError:  # a limit of open files (ulimit -n), or of their size (ulimit -f)
+        if file >= 0:
+            os.close(file)
+        return -1
     return file
 
 

@@ -204,6 +204,30 @@ def test_all_ranks_or_none(run_ranks):
         assert run_ranks(3, work, name, value) == [[3.0] * 3] * 3
 
 
+@pytest.mark.parametrize(("limit", "most"), [("RLIMIT_NOFILE", 3), ("RLIMIT_FSIZE", 4096)])
+def test_limits_of_files_leave_all_ranks_without_it(limit, most, run_ranks):
+    """`ulimit -n` and `ulimit -f`, on the rank that makes the file, or on one that opens it."""
+
+    def work(limited):
+        import resource
+
+        group = dist.new_group()
+        dist.barrier(group)  # gloo has its own files
+        kind = getattr(resource, limit)
+        before = resource.getrlimit(kind)
+        if dist.get_rank() == limited:
+            resource.setrlimit(kind, (most, before[1]))
+        try:
+            channel = shared_memory.find(torch.zeros(1), group)
+        finally:
+            resource.setrlimit(kind, before)
+        assert (channel is None) == (limited == 0 or limit == "RLIMIT_NOFILE")
+        return collectives.start_all_reduce(torch.ones(3), group)().tolist()
+
+    for limited in (0, 1):
+        assert run_ranks(3, work, limited) == [[3.0] * 3] * 3
+
+
 def test_the_first_rank_without_the_compiled_part(run_ranks):
     def work():
         group = dist.new_group()
