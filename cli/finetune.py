@@ -21,11 +21,11 @@ from rich.text import Text
 from ..finetuning.arguments import FinetuningArguments
 from ..trainer.arguments.value_types import texts
 from ..trainer.launch.environment import end_process
-from ..trainer.launch.rank_info import RankInfo
 from .arguments import parse
+from .console import USAGE_ERROR
 from .help import HelpPage
 from .help.training import COMMON_TRAINING, SHORT_NAMES, TRAINING_SECTIONS
-from .rank_errors import run_and_report_once
+from .rank_errors import read_rank, run_and_report_once
 
 if TYPE_CHECKING:
     from ..finetuning.trainer import Trainer
@@ -103,7 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that
     failed first.
     """
-    launch = RankInfo.from_environment()
+    launch = read_rank()
+    if launch is None:
+        return USAGE_ERROR
     given = sys.argv[1:] if argv is None else argv
 
     def work() -> int:

@@ -21,7 +21,7 @@ from ..data.text.sources import JSON_SUFFIXES
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..models.generation.settings import GenerationSettings
 from .arguments import parse, read_yaml
-from .console import prints_utf8, run_and_report
+from .console import USAGE_ERROR, prints_utf8, run_and_report
 from .help import HelpPage
 
 if TYPE_CHECKING:
@@ -149,9 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that
     failed first.
     """
-    from ..trainer.launch.rank_info import RankInfo
+    from .rank_errors import read_rank
 
-    launch = RankInfo.from_environment()
+    launch = read_rank()
+    if launch is None:
+        return USAGE_ERROR
     quiet = not launch.is_first
     return run_and_report(lambda: start(argv, launch, quiet), quiet=quiet)
 

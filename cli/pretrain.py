@@ -29,13 +29,13 @@ from ..pretraining.tables import run_plan
 from ..trainer.arguments.value_types import checked_value
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.launch import ensure_processes_for
-from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.rank_process import is_restarted
 from ..trainer.run_folder import RunFolder
 from .arguments import given_value, overrides_as_options, parse, read_yaml
+from .console import USAGE_ERROR
 from .help import HelpPage
 from .help.training import COMMON_TRAINING, SHORT_NAMES, TRAINING_SECTIONS
-from .rank_errors import run_and_report_once
+from .rank_errors import read_rank, run_and_report_once
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 OBJECTIVE_OPTION = "--objective"
@@ -97,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that
     failed first.
     """
-    launch = RankInfo.from_environment()
+    launch = read_rank()
+    if launch is None:
+        return USAGE_ERROR
 
     def work() -> int:
         arguments = read_arguments(

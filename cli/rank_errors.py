@@ -15,6 +15,17 @@ PACKAGE = __name__.partition(".")[0]
 REPORT_TIMEOUT = timedelta(seconds=5)
 
 
+def read_rank() -> RankInfo | None:
+    """Returns the rank of this process. Without one, because a launcher's variable is wrong, prints
+    why, and returns None: the command ends with exit code 2.
+    """
+    try:
+        return RankInfo.from_environment()
+    except ValueError as error:
+        print_error(error)
+        return None
+
+
 def run_and_report_once(work: Callable[[], int], launch: RankInfo) -> int:
     """Runs a command on this rank and returns its exit code.
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .division import describe_sizes, divisors
-from .process_group import join_process_group
+from .process_group import ended_by_interrupt, join_process_group
 
 Axis = Literal["pipeline", "data", "context", "expert", "tensor"]
 
@@ -167,11 +167,12 @@ class ParallelMesh:
         self._groups: dict[tuple[Axis, ...], dist.ProcessGroup] = {}
         parallel_axes = self._drop_axes_of_one(AXES)
         if parallel_axes:
-            self.device_mesh = init_device_mesh(
-                self.device_type,
-                tuple(self.sizes[axis] for axis in parallel_axes),
-                mesh_dim_names=parallel_axes,
-            )
+            with ended_by_interrupt(self.world_size):
+                self.device_mesh = init_device_mesh(
+                    self.device_type,
+                    tuple(self.sizes[axis] for axis in parallel_axes),
+                    mesh_dim_names=parallel_axes,
+                )
             for axis in parallel_axes:
                 self._groups[(axis,)] = self.device_mesh.get_group(axis)
         # These are made now, because every process is here now.

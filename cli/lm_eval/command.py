@@ -14,7 +14,8 @@ from ...evaluation import missing_packages
 from ...evaluation.arguments import ModelArguments
 from ...trainer.launch.launch import start_processes
 from ...trainer.launch.rank_info import RankInfo
-from ..console import run_and_report
+from ..console import USAGE_ERROR, run_and_report
+from ..rank_errors import read_rank
 
 MODEL = "shardzoo"
 HELP = f"""\
@@ -42,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, 2 after a user's error, or the exit code of the process that
     failed first.
     """
-    launch = RankInfo.from_environment()
+    launch = read_rank()
+    if launch is None:
+        return USAGE_ERROR
     given = sys.argv[1:] if argv is None else list(argv)
     return run_and_report(lambda: start(given, launch), quiet=not launch.is_first)
 

@@ -77,6 +77,16 @@ def test_errors_of_users_and_disks_are_one_line(capsys, error, said):
         )  # whose traceback shows this test
 
 
+@pytest.mark.parametrize("command", ["pretrain", "finetune", "generate", "lm-eval"])
+def test_a_launchers_wrong_variable_is_one_line(command, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "x")
+    assert cli.main([command]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: the environment variable RANK='x' is not a number")
+    assert len(shown.splitlines()) == 1
+
+
 def test_other_errors_are_not_hidden():
     for run in (
         run_and_report,

@@ -341,6 +341,16 @@ def test_one_process_cannot_be_split(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(ValueError, match="MASTER_PORT is not set"):
         ParallelMesh(2)
+    for port in ("x", "65536", ""):
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(ValueError, match="MASTER_PORT"):
+            ParallelMesh(2)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    for name in ("RANK", "WORLD_SIZE"):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, "x")
+            with pytest.raises(ValueError, match=f"{name}='x', which a launcher sets, is not"):
+                ParallelMesh(2)
 
 
 def test_no_mesh_is_one_process():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardzoo.trainer.launch.rank_info import RankInfo, first_host
+from shardzoo.trainer.launch.rank_info import RankInfo, count_threads, first_host
 
 SRUN = {
     "SLURM_JOB_ID": "1234567",
@@ -107,6 +107,53 @@ def test_a_batch_script_without_srun_is_one_process(step):
     }
     environ |= {} if step is None else {"SLURM_STEP_ID": step}
     assert place(RankInfo.from_environment(environ)) == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "x"}, "RANK='x' is not a number of at least 0"),
+        ({"RANK": ""}, "RANK='' is not a number"),
+        ({"RANK": "-1"}, "RANK='-1' is not a number"),
+        ({"RANK": "2"}, "RANK=2 is not a rank of WORLD_SIZE=2 processes"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a number of at least 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a number of at least 1"),
+        ({"LOCAL_RANK": "1.0"}, "LOCAL_RANK='1.0' is not a number"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' is not a number of at least 1"),
+        ({"LOCAL_SIZE": "x"}, "LOCAL_SIZE='x' is not a number of at least 1"),
+    ],
+)
+def test_a_variable_that_is_not_a_number_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        RankInfo.from_environment({"RANK": "1", "WORLD_SIZE": "2", **changes})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_NODEID"],
+)
+def test_a_variable_of_srun_that_is_not_a_number(name):
+    with pytest.raises(ValueError, match="'x' is not a number"):
+        RankInfo.from_environment({**SRUN, name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("text", "threads"), [("4", 4), ("4,2", 4), (" 3 , 2,1", 3), ("", 5), (None, 5)]
+)
+def test_openmps_list_of_threads(text, threads, monkeypatch):
+    """A number for each level of nested regions, of which torch's kernels are the first."""
+    monkeypatch.setattr("os.cpu_count", lambda: 10)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if text is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert count_threads(2) == threads
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-1", ",2", "9" * 20])
+def test_no_number_of_threads(text, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    with pytest.raises(ValueError, match="is not a number of threads"):
+        count_threads(2)
 
 
 def test_torchrun_inside_srun_is_torchrun():

@@ -173,7 +173,20 @@ CONFIGURATIONS = [
         "enables both fp16 and bf16; enable one of them",
     ),
     ('{"fp16": true}', r'fp16 must be an object such as {"enabled": true}, not True'),
-    ('{"optimizer": {"params": [1]}}', r"optimizer.params must be an object, not \[1\]"),
+    (
+        '{"optimizer": {"params": [1]}}',
+        r'optimizer.params must be an object such as {"lr": 0.001}, not \[1\]',
+    ),
+    (
+        '{"zero_optimization": {"offload_optimizer": "cpu"}}',
+        r'zero_optimization.offload_optimizer must be an object such as {"device": "cpu"}, not \'cpu\'',
+    ),
+    (
+        '{"zero_optimization": {"offload_param": []}}',
+        r'zero_optimization.offload_param must be an object such as {"device": "cpu"}, not \[\]',
+    ),
+    ('{"torch_autocast": null}', "torch_autocast must be an object such as .*, not None"),
+    ('{"train_batch_size": 1%s}' % ("0" * 400), "global_batch_size must be an integer"),
     ('{"gradient_clipping": "much"}', "clip_grad must be a finite number, not 'much'"),
     (
         '{"optimizer": {"type": "OneBitAdam"}}',
@@ -249,6 +262,26 @@ def test_a_usual_configuration_file_is_taken(tmp_path):
         "stage": 1, "offload_optimizer": {"device": "none"}, "overlap_comm": False, "reduce_bucket_size": 6_553_600
     }  # fmt: skip
     assert not {"optimizer", "scheduler"} & made.keys()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_null_is_no_offloading(tmp_path, stage, precision):
+    from shardzoo.trainer import TrainingArguments
+    from shardzoo.trainer.engines.deepspeed_config import deepspeed_config
+
+    if not stage and precision != "fp32":
+        return
+    zero = {"stage": stage, "offload_optimizer": None, "offload_param": None}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    arguments = TrainingArguments(
+        env_type="deepspeed", deepspeed_config=tmp_path / "ds.json", precision=precision
+    )
+    assert not arguments.offload_optimizer
+    made = deepspeed_config(arguments, 1, 9)["zero_optimization"]
+    assert made["stage"] == stage
+    assert made.get("offload_optimizer", {"device": "none"}) == {"device": "none"}
+    assert "offload_param" not in made
 
 
 FLAGAI = {

@@ -7,7 +7,7 @@ import reprlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...files.strict_json import parse_record, read_regular_file
+from ...files.strict_json import is_object, parse_record, read_regular_file
 from ..optimizers.registry import OPTIMIZERS
 from ..schedules import SCHEDULES
 
@@ -40,13 +40,20 @@ UNUSED = {
     "warmup_min_lr": 0,
     "warmup_type": "linear",
 }
+# The path of a section that is read here -> an example of it.
 SECTIONS = {
     "zero_optimization": '{"stage": 2}',
+    "zero_optimization.offload_optimizer": '{"device": "cpu"}',
+    "zero_optimization.offload_param": '{"device": "cpu"}',
     "fp16": '{"enabled": true}',
     "bf16": '{"enabled": true}',
+    "torch_autocast": '{"enabled": true}',
     "optimizer": '{"type": "AdamW"}',
+    "optimizer.params": '{"lr": 0.001}',
     "scheduler": '{"type": "WarmupLR"}',
+    "scheduler.params": '{"warmup_num_steps": 100}',
 }
+OPTIONAL_SECTIONS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 AUTO = ("auto", None)  # values that leave a setting to the trainer
 
 
@@ -63,9 +70,11 @@ class Translated(NamedTuple):
 
 
 def read_deepspeed_file(path: str | None) -> dict[str, Any]:
-    """Returns the user's configuration.
+    """Returns the user's configuration, in which each of the `SECTIONS` that it has is an object.
 
-    Raises ValueError if it cannot be read, or is not a JSON object.
+    Raises:
+        ValueError: The file cannot be read, is not a JSON object, or has something else as a
+            section.
     """
     if path is None:
         return {}
@@ -81,20 +90,21 @@ def read_deepspeed_file(path: str | None) -> dict[str, Any]:
         config = parse_record(text)
     except ValueError as error:  # not JSON, or not even text
         raise ValueError(f"deepspeed_config: {path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
+    if not is_object(config):
         raise ValueError(
             f"deepspeed_config: {path} must hold a JSON object, not a {type(config).__name__}"
         )
-    for name in SECTIONS:
-        if not isinstance(config.get(name, {}), dict):
+    for name, example in SECTIONS.items():
+        *outer, key = name.split(".")
+        parent = config
+        for part in outer:
+            parent = parent.get(part, {})
+        if parent.get(key) is None and name in OPTIONAL_SECTIONS:
+            parent.pop(key, None)  # as in DeepSpeed, null is no offloading
+        if not is_object(parent.get(key, {})):
             raise ValueError(
-                f"deepspeed_config: {name} must be an object such as {SECTIONS[name]}, not "
-                f"{reprlib.repr(config[name])}"
-            )
-        if not isinstance(config.get(name, {}).get("params", {}), dict):
-            raise ValueError(
-                f"deepspeed_config: {name}.params must be an object, not "
-                f"{reprlib.repr(config[name]['params'])}"
+                f"deepspeed_config: {name} must be an object such as {example}, not "
+                f"{reprlib.repr(parent[key])}"
             )
     return config
 

@@ -75,7 +75,12 @@ def _convert(kind: Any, value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer above the largest float
+        return False
 
 
 def _describe_problem(name: str, value: Any, kinds: tuple[Any, ...]) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ...mpu import shared_memory
 from ...mpu.mesh import ParallelMesh
 from ...mpu.process_group import Backend, init_process_group
-from .rank_info import RankInfo, cpu_environment, free_port
+from .rank_info import RankInfo, count_threads, free_port
 from .rank_process import LAUNCHER_PID, join_job
 from .watchdog import watch_peers
 
@@ -62,7 +62,7 @@ def initialize_distributed(
         torch.cuda.set_device(index)
         os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed uses the GPU of this number
         return torch.device("cuda", index)
-    torch.set_num_threads(int(cpu_environment(launch.local_world_size)["OMP_NUM_THREADS"]))
+    torch.set_num_threads(count_threads(launch.local_world_size))
     return torch.device("cpu")
 
 

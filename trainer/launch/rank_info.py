@@ -29,17 +29,28 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> RankInfo:
+        """Returns the rank that the launcher's variables describe; one process without them.
+
+        Raises:
+            ValueError: A variable is not a number, or there is no such rank.
+        """
         own: dict[str, str] = {}
         if "RANK" not in environ and started_by_srun(environ):
             own = make_torch_variables(environ)
         found = {**environ, **own}
-        world_size = int(found.get("WORLD_SIZE", 1))
-        local_world_size = found.get("LOCAL_WORLD_SIZE", found.get("LOCAL_SIZE", world_size))
+        world_size = read_number(found, "WORLD_SIZE", 1, least=1)
+        rank = read_number(found, "RANK", 0)
+        if rank >= world_size:
+            raise ValueError(
+                f"RANK={rank} is not a rank of WORLD_SIZE={world_size} processes, which are counted "
+                "from 0; start the processes with torchrun, deepspeed or srun, or unset RANK"
+            )
+        local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in found else "LOCAL_SIZE"
         return cls(
-            rank=int(found.get("RANK", 0)),
+            rank=rank,
             world_size=world_size,
-            local_rank=int(found.get("LOCAL_RANK", 0)),
-            local_world_size=int(local_world_size),
+            local_rank=read_number(found, "LOCAL_RANK", 0),
+            local_world_size=read_number(found, local_size, world_size, least=1),
             variables=own,
         )
 
@@ -58,6 +69,42 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def read_number(environ: Mapping[str, str], name: str, default: int, *, least: int = 0) -> int:
+    """Returns the number in an environment variable, or `default` without the variable.
+
+    Raises:
+        ValueError: The variable is not a number of at least `least`.
+    """
+    text = environ.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"\s*[0-9]{1,15}\s*", text) or int(text) < least:
+        raise ValueError(
+            f"the environment variable {name}={text[:50]!r} is not a number of at least {least}; "
+            "launchers set it, so unset it if none has started this process"
+        )
+    return int(text)
+
+
+def count_threads(local_world_size: int) -> int:
+    """Returns the number of threads of a rank: that of OMP_NUM_THREADS, or its share of the cores.
+
+    OpenMP also takes a list such as `4,2`, with a number for each level of nested parallel regions.
+    The first one is that of torch's kernels, which do not nest.
+
+    Raises:
+        ValueError: The variable is not a number of threads.
+    """
+    text = cpu_environment(local_world_size)["OMP_NUM_THREADS"]
+    first = text.partition(",")[0].strip()
+    if not re.fullmatch("[0-9]{1,5}", first) or int(first) < 1:
+        raise ValueError(
+            f"OMP_NUM_THREADS={text[:50]!r} is not a number of threads from 1 to 99999; set it to "
+            "the number of cores for each process, or unset it"
+        )
+    return int(first)
+
+
 def cpu_environment(local_world_size: int) -> dict[str, str]:
     """Returns environment variables that make several CPU processes on one machine fast. Existing
     values are kept.
@@ -73,7 +120,7 @@ def cpu_environment(local_world_size: int) -> dict[str, str]:
         "THP_MEM_ALLOC_ENABLE": "1",
         "LOCAL_SIZE": str(local_world_size),
     }
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+    return {name: os.environ.get(name) or value for name, value in wanted.items()}
 
 
 # Each job of SLURM meets at one of these ports.
@@ -94,7 +141,7 @@ def started_by_srun(environ: Mapping[str, str]) -> bool:
         return False
     inside_a_job = "SLURM_JOB_ID" in environ
     in_a_step = environ.get("SLURM_STEP_ID", BATCH_STEP) != BATCH_STEP
-    return in_a_step or not inside_a_job or int(environ["SLURM_PROCID"]) > 0
+    return in_a_step or not inside_a_job or read_number(environ, "SLURM_PROCID", 0) > 0
 
 
 def count_tasks(environ: Mapping[str, str]) -> int | None:
@@ -102,10 +149,10 @@ def count_tasks(environ: Mapping[str, str]) -> int | None:
 
     None if SLURM does not say it.
     """
-    value = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
-    if not value:
-        return None
-    return int(value)
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
+        if environ.get(name):
+            return read_number(environ, name, 1, least=1)
+    return None
 
 
 def make_torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -121,7 +168,7 @@ def make_torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
             first = first_host(environ[name])
             break
     # Jobs that share a node need different ports.
-    port = FIRST_PORT + int(environ.get("SLURM_JOB_ID", 0)) % PORTS
+    port = FIRST_PORT + read_number(environ, "SLURM_JOB_ID", 0) % PORTS
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(world_size),
@@ -140,11 +187,15 @@ def count_tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int
     """
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if counts is None:
-        return world_size // int(environ.get("SLURM_NNODES", 1)) or 1
+        return world_size // read_number(environ, "SLURM_NNODES", 1, least=1) or 1
     by_node: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         by_node += [int(count)] * int(times or 1)
-    return by_node[min(int(environ.get("SLURM_NODEID", 0)), len(by_node) - 1)]
+    if not by_node:
+        raise ValueError(
+            f"SLURM says {counts[:50]!r} of the tasks of each node, which has no number"
+        )
+    return by_node[min(read_number(environ, "SLURM_NODEID", 0), len(by_node) - 1)]
 
 
 def first_host(nodes: str) -> str:
