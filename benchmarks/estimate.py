@@ -266,8 +266,8 @@ def measure(case: Case) -> None:
     from shardzoo.models import ParallelConfig, from_config
     from shardzoo.mpu import ParallelMesh
     from shardzoo.trainer.arguments.training_arguments import TrainingArguments
+    from shardzoo.trainer.engines.factory import make_engine
     from shardzoo.trainer.engines.optimizers import make_optimizer
-    from shardzoo.trainer.engines.registry import make_engine
     from shardzoo.trainer.launch.environment import initialize_distributed
     from shardzoo.trainer.launch.launch import ensure_processes
     from shardzoo.trainer.launch.ranks import Ranks

@@ -1,8 +1,8 @@
-"""Answers what the layers ask about a tensor's device and about compilers, each question by its
+"""Answers what layers and training ask about a device and about compilers, each question by its
 reason.
 
-A layer that can compute something in two ways asks here which one to take, so that it names no
-device itself.
+Code that can do something in two ways asks here which one to take, so that it names no device
+itself.
 """
 
 from __future__ import annotations
@@ -58,3 +58,32 @@ def sums_natively(tensor: Tensor) -> bool:
     partial sum and divide a tensor into many messages.
     """
     return not tensor.is_cpu
+
+
+def computes_on_host(device: torch.device) -> bool:
+    """Returns whether the host computes, in its own memory, so that each call returns with its
+    result.
+
+    An accelerator computes while the host goes on, which therefore should not ask for results
+    early.
+    """
+    return device.type == "cpu"
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Returns whether the device can multiply fp32 matrices in TF32."""
+    return device.type == "cuda"
+
+
+def pins_host_memory(device: torch.device) -> bool:
+    """Returns whether copies between the device and pinned memory of the host run while the host
+    goes on.
+    """
+    return device.type == "cuda"
+
+
+def make_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Returns a stream on which copies run beside the device's work; None if it has no streams."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)

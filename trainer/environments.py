@@ -1,6 +1,6 @@
-"""Lists the environments of training: what `env_type` may be. `engines/registry.py` lists the
-engines that run in them.
+"""Lists the environments of training: what `env_type` may be.
 
+Each is one entry, from which arguments, command line, help and `engines/factory.py` know it.
 Importing this file does not import torch.
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,8 @@ from .engines.engine import Engine, ForwardStep
 from .engines.schedule import LearningRate
 from .engines.state import group_changes, group_values, load_group_changes
 from .launch.phase import SAVE, phase
-from .launch.rank_process import StopSignal
 from .launch.ranks import Ranks
+from .launch.stop_signal import StopSignal
 from .logging.diagnostics import StepProfiler
 from .logging.reporter import Reporter
 from .step import TrainingStep
@@ -94,10 +93,11 @@ class TrainingLoop:
         """
         state = point.state
         if state.consumed_samples != state.step * self.global_batch_size:
+            trained_with = state.consumed_samples // max(1, state.step)
             raise ValueError(
-                "the run was trained with a global batch of "
-                f"{state.consumed_samples // state.step} sequences and cannot resume with "
-                f"{self.global_batch_size}; set micro_batch_size and global_batch_size to match"
+                f"the run was trained with a global batch of {trained_with} sequences and cannot "
+                f"resume with {self.global_batch_size}; set micro_batch_size and global_batch_size "
+                "to match"
             )
         kind = type(self.engine.optimizer).__name__
         if state.optimizer and state.optimizer != kind:
@@ -126,8 +126,9 @@ class TrainingLoop:
         """Trains from the current step to the last. Evaluates and saves at intervals, and saves at
         the end.
 
-        On SIGTERM it saves, and ends the process with exit code 143. An evaluation that is skipped
-        for this reason takes place when the run resumes.
+        On SIGTERM it saves, and ends the process with exit code 143; on SIGHUP, which a closed
+        terminal sends, with 129. An evaluation that is skipped for this reason takes place when the
+        run resumes.
         """
         arguments = self.arguments
         training_step = self.training_step
@@ -169,7 +170,7 @@ class TrainingLoop:
                         f"stopped by a signal after step {self.completed_steps}, which has been "
                         "saved"
                     )
-                    raise SystemExit(128 + signal.SIGTERM)
+                    raise SystemExit(stop_signal.exit_code)
             # A signal has nothing left to stop here: what remains is the last evaluation and save.
             self._finish()
 
@@ -182,6 +183,7 @@ class TrainingLoop:
             consumed_samples=self.completed_steps * self.global_batch_size,
             data=self._position,
             schedule=self.schedule.state_dict(),
+            rates=self.schedule.next_rates(self.completed_steps),
             counters=self.engine.counters(),
             optimizer=type(self.engine.optimizer).__name__,
             groups=groups,

@@ -25,14 +25,15 @@ import torch
 from torch import Tensor
 
 from ..mpu import dropout_state
+from ..ops.device import computes_on_host, make_copy_stream, pins_host_memory
 from .arguments.training_arguments import TrainingArguments
 from .batches.loss_normalization import LossNormalizer, describe_label_problem, find_loss, to_device
 from .checkpointing.saver import BackgroundSaver
 from .engines.engine import Engine, ForwardStep, StepOutcome
 from .engines.schedule import LearningRate
 from .launch.phase import phase
-from .launch.rank_process import StopSignal
 from .launch.ranks import Ranks
+from .launch.stop_signal import StopSignal
 from .logging.diagnostics import Throughput, diagnose_non_finite, memory_by_rank
 
 
@@ -84,7 +85,8 @@ class TrainingStep:
 
     Attributes:
         loss: The loss of the last step that was read; NaN before the first.
-        stop_requested: Whether any rank had received SIGTERM by the last step that was read.
+        stop_requested: Whether any rank had received a signal to stop by the last step that was
+            read.
         pending: The last step, if the host has not read its results.
     """
 
@@ -109,8 +111,8 @@ class TrainingStep:
         self.global_batch_size = arguments.global_batch(ranks.dp_size)
         self.device = next(engine.module.parameters()).device
         self.throughput = Throughput(self.device)
-        self.reads_late = self.device.type != "cpu"
-        self.copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.reads_late = not computes_on_host(self.device)
+        self.copy_stream = make_copy_stream(self.device)
         self.pending: PendingStep | None = None
         self.loss = math.nan
         self.stop_requested = False
@@ -442,7 +444,7 @@ class HostCopy:
     def __init__(self, values: Tensor) -> None:
         self._values = values
         self._arrived: torch.cuda.Event | None = None
-        if values.is_cuda:
+        if pins_host_memory(values.device):
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._arrived = torch.cuda.Event()

@@ -18,6 +18,7 @@ from ..data import Share
 from ..data.loading.collate import DataCollator, with_loss_mask
 from ..mpu import ParallelMesh, set_reduction
 from ..mpu.fused_products import use_symmetric_memory
+from ..ops.device import computes_on_host, has_tf32
 from .arguments.deepspeed_file import deepspeed_notice
 from .arguments.training_arguments import TrainingArguments
 from .batches.dataset_kinds import check_agreement, find_length, makes_batches
@@ -29,9 +30,9 @@ from .checkpointing.random_state import seed_everything
 from .checkpointing.resume import ResumePoint, open_run, restore_random
 from .checkpointing.saver import BackgroundSaver
 from .engines.deepspeed_config import zero_stage
+from .engines.factory import make_engine
 from .engines.optimizers import check_optimizer, check_stages, make_optimizer
 from .engines.precision import prepare_model
-from .engines.registry import make_engine
 from .engines.schedule import make_schedule
 from .environments import ENVIRONMENTS
 from .evaluation import Metric, check_samples, evaluate, metric_functions
@@ -122,9 +123,9 @@ class Trainer:
             self.check_before_launch()
 
         self.mesh, self.device = self._join_processes(mesh)
-        if self.device.type == "cpu":
+        if computes_on_host(self.device):
             keep_freed_memory()
-        if self.arguments.tf32 is not None and self.device.type == "cuda":
+        if self.arguments.tf32 is not None and has_tf32(self.device):
             torch.set_float32_matmul_precision("high" if self.arguments.tf32 else "highest")
         self.ranks = Ranks(self.mesh)
         name = self.arguments.experiment_name
@@ -411,7 +412,8 @@ class Trainer:
             collective_timeout=arguments.collective_timeout,
             stall_timeout=arguments.stall_timeout,
         )
-        if arguments.pipeline_parallel_size > 1 and device.type != "cpu" and backend == "gloo":
+        has_stages = arguments.pipeline_parallel_size > 1
+        if has_stages and not computes_on_host(device) and backend == "gloo":
             raise ValueError(
                 "distributed_backend='gloo' cannot pass a GPU's tensors between pipeline stages; "
                 "use 'nccl' with a GPU for each process, or pipeline_parallel_size=1"

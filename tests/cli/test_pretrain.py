@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import inspect
 import io
 import json
@@ -11,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from importlib import import_module
 from pathlib import Path
@@ -171,6 +173,39 @@ def test_a_killed_run_resumes_from_the_saved_step(workspace):
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"resuming from step {saved}" in resumed.stdout
     assert len(metrics(workspace / "killed", "train/loss")) == saved + 2
+
+
+ENDLESS = ("--train-steps", "100000", "--save-interval", "100000", "--output-dir", "closed")
+
+
+def test_a_run_is_saved_when_its_terminal_is_closed(workspace):
+    """The system sends SIGHUP to the launcher, and printing fails from then on."""
+    master, terminal = os.openpty()
+
+    def use_terminal() -> None:
+        fcntl.ioctl(terminal, termios.TIOCSCTTY)
+
+    process = subprocess.Popen(
+        ["shardzoo", "pretrain", "--tp", "2", "--config", "tiny.yaml", *ENDLESS],
+        cwd=workspace,
+        env=warm_environment(),
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=use_terminal,
+    )
+    os.close(terminal)
+    printed = b""
+    while b"step 3/" not in printed and b"3/100000" not in printed:
+        printed += os.read(master, 10_000)
+    os.close(master)
+    try:
+        assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
+    losses = metrics(workspace / "closed", "train/loss")
+    assert os.listdir(workspace / "closed" / "checkpoints") == [f"step-{len(losses):06d}"]
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,8 @@ def states_under_deepspeed(mesh, config, job):
     """The optimizer states of a rank after a step, in bytes."""
     from shardzoo.mpu import dropout_state
     from shardzoo.trainer import TrainingArguments
+    from shardzoo.trainer.engines.factory import make_engine
     from shardzoo.trainer.engines.optimizers import make_optimizer
-    from shardzoo.trainer.engines.registry import make_engine
     from shardzoo.trainer.launch.ranks import Ranks
 
     how = {

@@ -16,8 +16,8 @@ from shardzoo.models.language_model import note_target_count
 from shardzoo.mpu import dropout_state
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.batches.loss_normalization import to_device
+from shardzoo.trainer.engines.factory import make_engine
 from shardzoo.trainer.engines.optimizers import make_optimizer
-from shardzoo.trainer.engines.registry import make_engine
 from shardzoo.trainer.launch.ranks import Ranks
 from shardzoo.trainer.step import TrainingStep
 

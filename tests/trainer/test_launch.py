@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from commands import user_environment, warm_environment
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from shardzoo.trainer.launch.agent import run_ranks
+from shardzoo.trainer.launch import agent
+from shardzoo.trainer.launch.agent import OneMachine, run_ranks
 from shardzoo.trainer.launch.failure import Faults
 
 SCRIPT = """
@@ -60,6 +64,12 @@ elif case == "late":
     if launch.rank == 1:
         time.sleep(600)
     dist.barrier(mesh.tp_group)
+elif case == "join":
+    if launch.rank == 0:
+        time.sleep(600)  # as one that still imports torch
+    from shardzoo.trainer.launch.environment import initialize_distributed
+    say("joins")
+    initialize_distributed(launch)
 elif case == "kill":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a rank that saves would, and is stuck
     if launch.rank == 2:
@@ -85,18 +95,15 @@ elif case == "wait":
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """`start(case, *launcher)`: the script as a process, by Python or a launcher.
-
-    Processes that the tests send signals to are those of Python itself.
-    """
+    """`start(case, *launcher, environment=…)`: the script as a process, by Python or a launcher."""
     folder = tmp_path_factory.mktemp("launch")
     (folder / "script.py").write_text(SCRIPT)
 
-    def start(case: str, *launcher: str) -> subprocess.Popen[str]:
+    def start(case: str, *launcher: str, environment=warm_environment) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [*(launcher or ("python",)), "script.py", case],
             cwd=folder,
-            env=(user_environment if case == "wait" else warm_environment)(OMP_NUM_THREADS=None),
+            env=environment(OMP_NUM_THREADS=None),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -184,7 +191,7 @@ def test_a_rank_gets_its_arguments_as_they_are(tmp_path, capfd):
 
 
 def test_ranks_may_save_when_the_job_is_stopped(start):
-    process = start("wait")
+    process = start("wait", environment=user_environment)
     ranks_of(process)
     process.send_signal(signal.SIGTERM)
     code, output, _ = finish(process)
@@ -194,6 +201,51 @@ def test_ranks_may_save_when_the_job_is_stopped(start):
         "saved 1",
         "saved 2",
     ]
+
+
+def test_ranks_that_wait_for_others_end_at_once_when_interrupted(start):
+    """They wait in torch's own code, after which alone Python would see the signal."""
+    process = start("join")
+    joining = 0
+    while joining < 2:
+        line = process.stdout.readline()
+        assert line, "the job ended"
+        joining += line == "joins\n"
+    time.sleep(0.5)
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    code, _, _ = finish(process)
+    assert code == 128 + signal.SIGINT
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_reaches_the_ranks_that_are_started_after_it(number, tmp_path, monkeypatch):
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **keywords)
+            if keywords["env"]["RANK"] == "0":
+                signal.raise_signal(number)
+
+    monkeypatch.setattr(subprocess_handler, "Popen", Interrupted)
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(600)")
+    started = time.monotonic()
+    assert run_ranks([sys.executable, str(script)], 3, Faults()) == 128 + number
+    assert time.monotonic() - started < 20
+
+
+def test_no_rank_is_started_after_a_signal(tmp_path, monkeypatch):
+    def find_peers(self):
+        signal.raise_signal(signal.SIGTERM)
+        return rendezvous(self)
+
+    rendezvous = OneMachine.next_rendezvous
+    monkeypatch.setattr(OneMachine, "next_rendezvous", find_peers)
+    script = tmp_path / "script.py"
+    script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert run_ranks([sys.executable, str(script)], 2, Faults()) == 128 + signal.SIGTERM
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_rendezvous_of_one_machine_is_closed_to_others(start):
@@ -211,10 +263,11 @@ def test_the_next_start_deletes_the_folder_of_a_killed_launcher(start, tmp_path,
     living, killed = start("wait"), start("wait")
     try:
         ranks_of(living)
-        ranks_of(killed)
+        ranks = ranks_of(killed)
         assert len(list(tmp_path.glob("shardzoo-ranks-*"))) == 3
         killed.kill()
         killed.wait()
+        wait_for_the_end(ranks)
         assert finish(start("exit"))[0] == 7
         left = list(tmp_path.glob("shardzoo-ranks-*"))
         assert len(left) == 2
@@ -226,14 +279,31 @@ def test_the_next_start_deletes_the_folder_of_a_killed_launcher(start, tmp_path,
     assert list(tmp_path.glob("shardzoo-ranks-*")) == [tmp_path / "shardzoo-ranks-mine"]
 
 
+def test_launchers_that_start_together_leave_each_others_folders_alone(tmp_path, monkeypatch):
+    """Another launcher looks for folders after this one has made its own, and before it locks it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lock, others = fcntl.flock, []
+
+    def lock_late(file, how):
+        if not others:
+            others.append(agent._delete_folders_of_killed_launchers)
+            others[0]()
+        return lock(file, how)
+
+    monkeypatch.setattr(agent.fcntl, "flock", lock_late)
+    with agent._scratch_folder() as folder:
+        assert others
+        assert [path.name for path in folder.iterdir()] == [agent.LOCK]
+        agent._delete_folders_of_killed_launchers()
+        assert folder.is_dir()
+    assert not list(tmp_path.iterdir())
+
+
 def test_ranks_do_not_outlive_their_launcher(start):
-    process = start("wait")
+    process = start("wait", environment=user_environment)
     ranks = ranks_of(process)
     process.kill()
-    deadline = time.monotonic() + 30
-    while any(runs(rank) for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(runs(rank) for rank in ranks)
+    wait_for_the_end(ranks)
     process.communicate()
 
 
@@ -256,6 +326,13 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
         if line.startswith("pid"):
             found.append(int(line.split()[1]))
     return found
+
+
+def wait_for_the_end(processes: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    while any(runs(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(runs(process) for process in processes)
 
 
 def runs(process_id: int) -> bool:

@@ -51,8 +51,8 @@ def exchanges(mesh, how, precision, micro_batches):
     from shardzoo.mpu import dropout_state
     from shardzoo.trainer import TrainingArguments
     from shardzoo.trainer.engines import buckets
+    from shardzoo.trainer.engines.factory import make_engine
     from shardzoo.trainer.engines.optimizers import make_optimizer
-    from shardzoo.trainer.engines.registry import make_engine
     from shardzoo.trainer.launch.ranks import Ranks
 
     smallest, buckets.SMALLEST = buckets.SMALLEST, BUCKET
@@ -200,7 +200,7 @@ def large_steps(model):
 def step_of_experts(mesh, stage):
     """The weights after one step."""
     from shardzoo.trainer import TrainingArguments
-    from shardzoo.trainer.engines.registry import make_engine
+    from shardzoo.trainer.engines.factory import make_engine
     from shardzoo.trainer.launch.ranks import Ranks
 
     numbers = NUMBERS[mesh.dp_rank] if mesh.dp_size > 1 else EVERY_NUMBER

@@ -13,12 +13,14 @@ from training import losses, run_training, tiny_t5
 from shardzoo.models.sizes import ParameterSize
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.arguments.deepspeed_file import OPTIMIZER_TYPES, SCHEDULE_TYPES
+from shardzoo.trainer.engines import ddp_engine, deepspeed_engine, pipeline_engine, torch_engine
+from shardzoo.trainer.engines.factory import make_engine
 from shardzoo.trainer.engines.optimizers import make_optimizer
-from shardzoo.trainer.engines.registry import ENGINES, find_engine
 from shardzoo.trainer.engines.schedule import make_schedule
 from shardzoo.trainer.environments import ENVIRONMENTS
 from shardzoo.trainer.estimate import Job
 from shardzoo.trainer.estimate.estimate import state_bytes
+from shardzoo.trainer.launch.ranks import Ranks
 from shardzoo.trainer.optimizers import registry
 from shardzoo.trainer.optimizers.registry import OPTIMIZERS, OptimizerEntry
 from shardzoo.trainer.precisions import PRECISIONS
@@ -134,15 +136,29 @@ def test_an_unknown_name_is_refused_with_those_that_exist(name):
         registry.find_optimizer(name)
 
 
-def test_every_environment_has_an_engine():
-    assert {name for entry in ENGINES for name in entry.env_types} == set(ENVIRONMENTS)
-    for name, environment in ENVIRONMENTS.items():
-        assert find_engine(name, has_pipeline=False)
-        if environment.splits_layers:
-            assert find_engine(name, has_pipeline=True)
-        else:
-            with pytest.raises(ValueError, match="with pipeline stages"):
-                find_engine(name, has_pipeline=True)
+ENGINES = {
+    ("pytorch", 1): torch_engine.TorchEngine,
+    ("pytorchDDP", 1): ddp_engine.DDPEngine,
+    ("deepspeed", 1): deepspeed_engine.DeepSpeedEngine,
+    ("deepspeed+mpu", 1): deepspeed_engine.DeepSpeedEngine,
+    ("deepspeed+mpu", 2): pipeline_engine.PipelineEngine,
+}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_every_environment_has_an_engine(name, stages, monkeypatch):
+    for kind in set(ENGINES.values()):
+        monkeypatch.setattr(kind, "__init__", lambda self, *arguments: None)
+    ranks = Ranks(None)
+    ranks.pp_size = stages
+    arguments = TrainingArguments(env_type=name)
+    if (name, stages) in ENGINES:
+        made = make_engine(nn.Linear(1, 1), None, arguments, ranks)
+        assert type(made) is ENGINES[name, stages]
+    else:
+        with pytest.raises(ValueError, match="with pipeline stages; use one of deepspeed"):
+            make_engine(nn.Linear(1, 1), None, arguments, ranks)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

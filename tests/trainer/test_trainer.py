@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -149,21 +150,77 @@ def test_a_full_disk_stops_training_and_leaves_the_last_checkpoint(run_mesh, tmp
     assert [step["step"] for step in steps] == [3, 4]
 
 
-def test_sigterm_saves_and_ends(tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_saves_and_ends(tmp_path, number, code):
     class Stopping(Pairs):
         def __getitem__(self, index):
             self.reads = getattr(self, "reads", 0) + 1
             if self.reads == 6:  # in the third step
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(number)
             return super().__getitem__(index)
 
     with pytest.raises(SystemExit) as ended:
         run_training(None, tmp_path / "run", data=Stopping(64), train_steps=8, dropout=0.1)
-    assert ended.value.code == 143
+    assert ended.value.code == code
     assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-000003"]
     rest, _ = run_training(None, tmp_path / "run", train_steps=8, dropout=0.1, resume=True)
     whole, _ = run_training(None, tmp_path / "whole", train_steps=8, dropout=0.1)
     assert losses(rest) == losses(whole)[3:]
+
+
+def test_a_run_under_nohup_goes_on_without_its_terminal(tmp_path):
+    class HangingUp(Pairs):
+        def __getitem__(self, index):
+            signal.raise_signal(signal.SIGHUP)
+            return super().__getitem__(index)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        steps, _ = run_training(None, tmp_path, data=HangingUp(64), train_steps=2)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert len(steps) == 2
+
+
+def test_a_closed_terminal_ends_no_run_that_prints(run_ranks):
+    """It may be closed in the moment before its SIGHUP arrives. A full disk still is an error."""
+
+    def report() -> tuple[int, str]:
+        from rich.console import Console
+
+        from shardzoo.trainer.logging.reporter import RunReporter
+
+        raised = ""
+        kept = [os.dup(1), os.dup(2)]
+        master, terminal = os.openpty()
+        try:
+            os.dup2(terminal, 1)
+            os.dup2(terminal, 2)
+            with open(1, "w", closefd=False) as output:
+                console = Console(file=output, force_terminal=True)
+                with RunReporter(console, [], first_step=0, total_steps=2) as reporter:
+                    os.close(terminal)
+                    os.close(master)
+                    reporter.training(1, {"loss": 1.0, "tokens_per_second": 1.0})
+                    reporter.notice("stopped by a signal")
+            written = os.write(2, b"discarded")
+            os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+            # Closing the file fails too.
+            with contextlib.suppress(OSError), open(1, "w", closefd=False) as output:
+                console = Console(file=output)
+                reporter = RunReporter(console, [], first_step=0, total_steps=2)
+                try:
+                    reporter.notice("saved")
+                except OSError as error:
+                    raised = error.strerror
+        finally:
+            for number, file in enumerate(kept, 1):
+                os.dup2(file, number)
+                os.close(file)
+        return written, raised
+
+    assert run_ranks(1, report) == [(9, "No space left on device")]
 
 
 def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):

@@ -85,8 +85,8 @@ class Linear(nn.Module):
 
 def engine_of(mesh: Any, zero: int, **settings: Any) -> Any:
     from shardzoo.trainer import TrainingArguments
+    from shardzoo.trainer.engines.factory import make_engine
     from shardzoo.trainer.engines.optimizers import make_optimizer
-    from shardzoo.trainer.engines.registry import make_engine
     from shardzoo.trainer.launch.ranks import Ranks
 
     shared = {

@@ -73,8 +73,8 @@ class TrainingArguments:
     """Seconds that a rank waits for the others in a collective. For rank 0's preparations they wait
     without limit."""
     grace_period: float = 300.0
-    """Seconds after SIGTERM in which a run may finish its step, save and end before it is killed;
-    after SIGINT, in which it may finish a save that has begun."""
+    """Seconds after SIGTERM or SIGHUP in which a run may finish its step, save and end before it is
+    killed; after SIGINT, in which it may finish a save that has begun."""
     max_restarts: int = 0
     """How often a job whose rank has died or stood still is started again from its last checkpoint,
     on one machine. With a global_batch_size, a rank that fails twice is left out."""

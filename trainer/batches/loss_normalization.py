@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...models.config import ModelConfig
 from ...models.language_model import note_target_count
-from ...ops.device import host_can_read
+from ...ops.device import host_can_read, pins_host_memory
 from .label_shift import IGNORED, shifts_labels
 
 # An argument of a model's forward pass -> the labels that it counts.
@@ -191,7 +191,7 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     The host does not wait for a copy to a GPU, which needs pinned memory.
     """
     _check_batch(batch)
-    pins = device.type == "cuda"
+    pins = pins_host_memory(device)
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     pinned = {
         name: value.pin_memory() for name, value in tensors.items() if pins and host_can_read(value)

@@ -49,6 +49,8 @@ class TrainerState:
         consumed_samples: Samples trained on, over all ranks.
         data: The data's position.
         schedule: The state of a learning-rate scheduler.
+        rates: The learning rate of each parameter group in the next step; None for a group whose
+            optimizer finds its own. For programs that go on with the run.
         optimizer: The name of the optimizer's class.
         groups: The changes in the optimizer's parameter groups.
         world_size: Number of processes, each of which has random states.
@@ -60,6 +62,7 @@ class TrainerState:
     consumed_samples: int
     data: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] = field(default_factory=dict)
+    rates: list[float | None] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     optimizer: str = ""
     groups: list[dict[str, Any]] = field(default_factory=list)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.tensor_reader import tensor_bytes
+from ...ops.device import pins_host_memory
 
 
 class StagingBuffers:
@@ -30,7 +31,7 @@ class StagingBuffers:
         copies = {name: self._buffer(f"{file}/{name}", tensor) for name, tensor in tensors.items()}
         streams: dict[torch.device, torch.cuda.Stream] = {}
         for name, tensor in tensors.items():
-            if tensor.is_cuda:
+            if pins_host_memory(tensor.device):
                 stream = streams.get(tensor.device)
                 if stream is None:
                     stream = streams[tensor.device] = torch.cuda.Stream(tensor.device)
@@ -50,6 +51,7 @@ class StagingBuffers:
     def _buffer(self, key: str, like: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
-            buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            pinned = pins_host_memory(like.device)
+            buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
             self._buffers[key] = buffer
         return buffer

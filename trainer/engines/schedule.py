@@ -21,6 +21,13 @@ class LearningRate(Protocol):
         ...
 
     def after_step(self) -> None: ...
+
+    def next_rates(self, step: int) -> list[float | None]:
+        """Returns the rate of each parameter group in the step that follows `step` steps; None for
+        a group whose optimizer finds its own.
+        """
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -30,17 +37,22 @@ class NamedSchedule:
 
     def __init__(self, optimizer: torch.optim.Optimizer, multiplier: Multiplier) -> None:
         self._multiplier = multiplier
-        self._groups = [
-            (group, group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None
-        ]
+        self._groups = [(group, group.get("lr")) for group in optimizer.param_groups]
 
     def before_step(self, step: int) -> None:
         multiple = self._multiplier(step)
         for group, initial in self._groups:
-            group["lr"] = initial * multiple
+            if initial is not None:
+                group["lr"] = initial * multiple
 
     def after_step(self) -> None:
         pass
+
+    def next_rates(self, step: int) -> list[float | None]:
+        multiple = self._multiplier(step)
+        return [
+            None if initial is None else float(initial * multiple) for _, initial in self._groups
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -61,6 +73,9 @@ class TorchSchedule:
 
     def after_step(self) -> None:
         self._scheduler.step()
+
+    def next_rates(self, step: int) -> list[float | None]:
+        return [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the values that have changed since the scheduler was created.

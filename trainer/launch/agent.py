@@ -8,7 +8,8 @@ it does not do:
 - It decides which rank failed first: an exception counts before its process has ended, ranks have a
   second to fail from the same cause, and a rank that lost a peer is not the cause.
 - It ends a job that stands still, and prints the stack of the rank.
-- SIGTERM and Ctrl-C reach the ranks once, and give them time to end: after SIGTERM they save.
+- SIGTERM, the SIGHUP of a closed terminal, and Ctrl-C reach the ranks once, and give them time to
+  end: after the first two they save.
 - A restarted job resumes its run, and goes on with fewer ranks if one fails again and again.
 
 torch starts ranks by itself only here: under `torchrun` its agent does so, and with a hostfile
@@ -30,7 +31,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
@@ -57,6 +58,7 @@ from .heartbeat import PULSE, process_state, read_sample, read_stack, refresh_sa
 from .phase import read_phase
 from .rank_info import cpu_environment, free_port
 from .rank_process import BEGUN, LAUNCHER_PID, LAUNCHER_SHOWS_ERRORS, RESTARTED, read_error
+from .stop_signal import leave_closed_terminal, signals_that_save
 from .watchdog import STALLED, Stall, Watchdog
 
 SCRATCH = "shardzoo-ranks-"
@@ -81,23 +83,24 @@ def run_ranks(command: Sequence[str], world_size: int, faults: Faults) -> int:
 
     When a rank fails, the others are ended within seconds. The traceback of the first failure is
     printed, and its exit code is the job's: for a signal 128 + its number, as in a shell. If the
-    job stands still, it is ended with exit code 75. SIGTERM and SIGINT are passed on to the ranks,
-    which have the grace period to end; after SIGTERM they save. A second SIGINT kills them. The
-    ranks do not outlive this process. A job that fails is started again as often as `faults`
-    allows, unless a rank has reported a user's error; with fewer ranks if the same rank has failed
-    twice.
+    job stands still, it is ended with exit code 75. SIGTERM, SIGHUP and SIGINT are passed on to the
+    ranks, which have the grace period to end; after the first two they save. A second SIGINT kills
+    them. The ranks do not outlive this process. A job that fails is started again as often as
+    `faults` allows, unless a rank has reported a user's error; with fewer ranks if the same rank
+    has failed twice.
     """
     logger = logging.getLogger(TORCHS_LOGGER)
     level = logger.level
-    signals = (signal.SIGTERM, signal.SIGINT, getattr(signal, TORCHS_SIGNAL))
-    handlers = {number: signal.getsignal(number) for number in signals}
+    passed_on = [*signals_that_save(), signal.SIGINT]
+    changed = [*passed_on, getattr(signal, TORCHS_SIGNAL)]
+    handlers = {number: signal.getsignal(number) for number in changed}
     os.environ[SIGNALS_OF_TORCH] = TORCHS_SIGNAL
     with _scratch_folder() as folder:
         agent = RankAgent(command, world_size, faults, folder)
         try:
             logger.setLevel(logging.ERROR)  # it warns of each rank that it ends
-            signal.signal(signal.SIGTERM, agent.stop)
-            signal.signal(signal.SIGINT, agent.stop)
+            for number in passed_on:
+                signal.signal(number, agent.stop)
             agent.run()
         except SignalException as stopped:
             return 128 + stopped.sigval
@@ -146,6 +149,7 @@ class RankAgent(LocalElasticAgent):
 
         A second SIGINT kills them; launchers repeat signals while the ranks end.
         """
+        leave_closed_terminal()
         if not self._signals:
             self._signalled_at = time.monotonic()
         self._signals.append(number)
@@ -157,6 +161,9 @@ class RankAgent(LocalElasticAgent):
             rank.send(number)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._signals:  # one that came before, or while a failed job was ended
+            name = signal.Signals(self._signals[0])
+            raise SignalException(f"the job has been ended by {name.name}", name)
         self._started_at = time.monotonic()
         self._watchdog = Watchdog(self._faults.stall_timeout)
         parent: Any = super()  # torch's decorator of its methods has no types
@@ -425,13 +432,33 @@ def _scratch_folder() -> Generator[Path]:
 
     Each launcher holds a lock in its folder, which the system releases when the launcher ends.
     """
+    _delete_folders_of_killed_launchers()
+    while True:
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, ignore_cleanup_errors=True) as name:
+            lock = Path(name, LOCK)
+            with lock.open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                # Another launcher may have found the folder before this one had locked it, and
+                # taken it for that of a killed launcher.
+                if _is_file_at(lock, file):
+                    yield Path(name)
+                    return
+
+
+def _delete_folders_of_killed_launchers() -> None:
     for lock in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*/{LOCK}"):
         with suppress(OSError):  # locked by a launcher that runs, or deleted by another one
             if lock.parent.is_symlink() or lock.parent.stat().st_uid != os.getuid():
                 continue
             with lock.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent)
-    with tempfile.TemporaryDirectory(prefix=SCRATCH) as name, open(Path(name, LOCK), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield Path(name)
+                if _is_file_at(lock, file):
+                    shutil.rmtree(lock.parent)
+
+
+def _is_file_at(path: Path, file: IO[str]) -> bool:
+    """Returns whether an open file is still the one at a path."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False

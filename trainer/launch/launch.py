@@ -25,6 +25,7 @@ from .nodes import (
 )
 from .rank_info import RankInfo
 from .rank_process import LAUNCHER_PID, join_job
+from .stop_signal import leave_closed_terminal, signals_that_save
 
 THIS_MACHINE = Nodes()
 DEFAULT_FAULTS = Faults()
@@ -231,20 +232,36 @@ def _run(command: Sequence[str], grace_period: float) -> int:
     """Runs DeepSpeed's launcher, which forwards SIGTERM and SIGINT to the machines. Returns its
     exit code.
 
-    The launcher is killed if it does not end within `grace_period` seconds of a signal.
+    A SIGHUP becomes a SIGTERM, because DeepSpeed would end at once and leave the ranks behind. The
+    launcher is killed if it does not end within `grace_period` seconds of a signal.
     """
-    process = subprocess.Popen(command, env=dict(os.environ))
-    deadlines: list[float] = []  # one for each signal; the first counts
+    process: subprocess.Popen[bytes] | None = None
+    received: list[int] = []
+    deadline = 0.0  # of the first signal
 
     def forward(number: int, frame: object) -> None:
-        deadlines.append(time.monotonic() + grace_period)
-        process.send_signal(number)
+        nonlocal deadline
+        leave_closed_terminal()
+        if not received:
+            deadline = time.monotonic() + grace_period
+        number = signal.SIGTERM if number == signal.SIGHUP else number
+        received.append(number)
+        if process is not None:
+            process.send_signal(number)
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = [*signals_that_save(), signal.SIGINT]
     before = {number: signal.signal(number, forward) for number in numbers}
     try:
+        # A terminal that is closed sends SIGHUP to DeepSpeed and to pdsh too.
+        process = subprocess.Popen(
+            command,
+            env=dict(os.environ),
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        )
+        for number in received:  # those that came while it was started
+            process.send_signal(number)
         while process.poll() is None:
-            if deadlines and time.monotonic() > deadlines[0]:
+            if received and time.monotonic() > deadline:
                 process.kill()
             time.sleep(POLL_SECONDS)
     finally:

@@ -1,5 +1,4 @@
-"""Connects a rank to its launcher: records its traceback, ends it with the launcher, and stops it
-on SIGTERM.
+"""Connects a rank to its launcher: records its traceback, and ends it with the launcher.
 
 The traceback is written to a file with the name and format of torchrun
 (`torch.distributed.elastic.multiprocessing.errors`), so that torchrun shows it in its summary.
@@ -13,13 +12,11 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from .heartbeat import sample_for_launcher
 
@@ -151,45 +148,3 @@ def read_error(path: Path) -> RankError | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-class StopSignal:
-    """A context in which SIGTERM only sets `is_set`. The training loop then ends after its step.
-
-    A step reads `is_set` once, before its update, so that all ranks end after the same one. If the
-    context does not end within `grace_period` seconds, such as because a step never ends, the
-    process does, with exit code 143.
-    """
-
-    def __init__(self, grace_period: float) -> None:
-        self.is_set = False
-        self._grace_period = grace_period
-        self._previous: Any = None
-        self._deadline: threading.Timer | None = None
-
-    def __enter__(self) -> StopSignal:
-        # Python allows signal handlers only in the main thread.
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._set)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-        if self._deadline is not None:
-            self._deadline.cancel()
-
-    def _set(self, number: int, frame: object) -> None:
-        if not self.is_set:
-            self._deadline = threading.Timer(self._grace_period, self._end)
-            self._deadline.daemon = True
-            self._deadline.start()
-        self.is_set = True
-
-    def _end(self) -> None:
-        print(
-            f"the run did not end within --grace-period {self._grace_period:g} s of SIGTERM",
-            file=sys.stderr,
-        )
-        sys.stderr.flush()
-        os._exit(128 + signal.SIGTERM)

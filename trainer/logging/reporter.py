@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ..launch.stop_signal import printing
 from .trackers import Tracker
 
 LINES_WITHOUT_TERMINAL = 20  # number of progress lines if the output is a file
@@ -91,11 +92,13 @@ class RunReporter:
         )
 
     def __enter__(self) -> RunReporter:
-        self._progress.start()
+        with printing():
+            self._progress.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
+        with printing():
+            self._progress.stop()
         for tracker in self._trackers:
             tracker.close(failed=exception[0] is not None)
 
@@ -103,24 +106,24 @@ class RunReporter:
         self._log(step, "train", values)
         loss = values["loss"]
         speed = values["tokens_per_second"]
-        self._progress.update(self._task, completed=step, loss=loss, speed=speed, refresh=True)
+        with printing():
+            self._progress.update(self._task, completed=step, loss=loss, speed=speed, refresh=True)
         every = max(1, (self._total or 0) // LINES_WITHOUT_TERMINAL)
         if not self._console.is_terminal and (step % every == 0 or step == self._total):
-            self._console.print(
-                f"step {step}/{self._total or '?'}  loss {loss:.3f}  {speed:,.0f} tokens/s"
-            )
+            self.notice(f"step {step}/{self._total or '?'}  loss {loss:.3f}  {speed:,.0f} tokens/s")
 
     def evaluation(self, step: int, values: dict[str, float], kind: Evaluation = "valid") -> None:
         self._log(step, kind, values)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
         label = "final held-out" if kind == "final" else "held-out"
-        self._console.print(f"step {step}: {label} {shown}")
+        self.notice(f"step {step}: {label} {shown}")
 
     def saved(self, step: int, folder: Path) -> None:
-        self._console.print(f"step {step}: saved {folder}")
+        self.notice(f"step {step}: saved {folder}")
 
     def notice(self, text: str) -> None:
-        self._console.print(text)
+        with printing():
+            self._console.print(text)
 
     def _log(self, step: int, kind: str, values: dict[str, float]) -> None:
         named = {f"{kind}/{name}": value for name, value in values.items()}
