@@ -154,6 +154,21 @@ def read_state_file(folder: Path) -> dict[str, Any]:
     return content
 
 
+def read_count(state: Mapping[str, Any], name: str, folder: Path) -> int:
+    """Returns a count in a training checkpoint's state, such as its `step`.
+
+    Raises:
+        ValueError: There is none, or it is not a number of at least 0.
+    """
+    count = state.get(name)
+    if type(count) is not int or not 0 <= count < 1 << 53:
+        raise ValueError(
+            f"the checkpoint {folder} is damaged: {STATE} has {name}={count!r:.50}, which must be a "
+            "number of at least 0"
+        )
+    return count
+
+
 def write_state_file(folder: Path, state: Mapping[str, Any]) -> None:
     """Writes a training checkpoint's state, with digests and sizes of all files in the folder."""
     files: list[Path] = []

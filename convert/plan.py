@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 
 from ..checkpoint.checkpoint import open_checkpoint
 from ..checkpoint.file_io import OpenFiles, open_for_reading
-from ..checkpoint.folder_files import CONFIG, STATE, check_file_digests, read_state_file
+from ..checkpoint.folder_files import CONFIG, STATE, check_file_digests, read_count, read_state_file
 from ..checkpoint.layout import (
     CheckpointLayout,
     ParameterPlacement,
@@ -28,12 +29,14 @@ from ..checkpoint.planned_file import PlannedFile, plan_safetensors_file
 from ..checkpoint.rank_files import MASTER_WEIGHT, OPTIMIZER, open_rank_files, rank_file
 from ..checkpoint.stored_tensor import FileState, StoredTensor, list_chunks, read_file_state
 from ..checkpoint.tensor_reader import TensorReader
+from ..files.strict_json import is_object
 from ..models.lora import StoredAdapter, open_adapter
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from .copying import TensorCopy
 from .target import (
     FP32,
     Target,
+    TrainingProgress,
     build_huggingface_target,
     build_shards_target,
     build_universal_target,
@@ -257,6 +260,11 @@ def plan_universal(
     parameters = mapped.model.parameters
     ranks, specs = _read_optimizer_state(mapped)
     state = read_state_file(source)
+    progress = TrainingProgress(
+        step=read_count(state, "step", source),
+        samples=read_count(state, "consumed_samples", source),
+        rates=_read_learning_rates(state),
+    )
 
     # The states that have the shapes of their parameters, by KIND/PARAMETER.
     whole: dict[str, ParameterSpec] = {}
@@ -274,17 +282,17 @@ def plan_universal(
                 raise ValueError(
                     f"a universal checkpoint needs states of all parameters in their own shapes, "
                     f"such as Adam's moments, but {source}, of "
-                    f"{state['optimizer'] or 'another optimizer'}, has no {kind}/{name}"
+                    f"{state.get('optimizer') or 'another optimizer'}, has no {kind}/{name}"
                 )
 
     # The fp32 weights are the optimizer's, or else the model's own.
     for name, placement in mapped.layout.placements.items():
         found[f"{FP32}/{name}"] = found.get(f"{MASTER_WEIGHT}/{name}", placement)
 
-    step: torch.Tensor | int = _read_step_count(ranks[0], state)
+    count: torch.Tensor | int = _read_step_count(ranks[0], progress.step)
     if step_as_tensor:
-        step = torch.tensor(float(step))
-    target = build_universal_target(mapped, sorted(kinds), step, state)
+        count = torch.tensor(float(count))
+    target = build_universal_target(mapped, sorted(kinds), count, progress)
     sources = {name: replace(found[name], name=name) for name in target.layout.placements}
     copies = pair_tensors(CheckpointLayout(sources), target.layout)
     return ConversionPlan(
@@ -292,7 +300,21 @@ def plan_universal(
     )
 
 
-def _read_step_count(stored: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> int:
+def _read_learning_rates(state: Mapping[str, Any]) -> list[float | None]:
+    """Returns the learning rate of each parameter group in the run's next step.
+
+    Older checkpoints have at most the rates of the last step, and only if they had changed.
+    """
+    rates: Any = state.get("rates")
+    if not isinstance(rates, list):
+        groups: Any = state.get("groups")
+        rates = []
+        if isinstance(groups, list):
+            rates = [group.get("lr") if is_object(group) else None for group in groups]
+    return [rate if isinstance(rate, float) and math.isfinite(rate) else None for rate in rates]
+
+
+def _read_step_count(stored: Mapping[str, StoredTensor], steps: int) -> int:
     """Returns the steps that the optimizer counted, or those of the run.
 
     Raises:
@@ -310,7 +332,7 @@ def _read_step_count(stored: Mapping[str, StoredTensor], state: Mapping[str, Any
         )
     if counts:
         return counts.pop()
-    return int(state["step"])
+    return steps
 
 
 def _read_optimizer_state(

@@ -274,11 +274,27 @@ DEEPSPEED = "0.19.0"  # the version whose format a universal checkpoint has
 MOST_GROUPS = 1024  # of the optimizer that loads a universal checkpoint
 
 
+@dataclass(frozen=True)
+class TrainingProgress:
+    """How far a run has come.
+
+    Attributes:
+        step: Completed steps.
+        samples: Samples trained on.
+        rates: The learning rate of each parameter group in the next step; None where the optimizer
+            finds its own, or where the run has not recorded it.
+    """
+
+    step: int
+    samples: int
+    rates: Sequence[float | None]
+
+
 def build_universal_target(
     mapped: MappedCheckpoint,
     kinds: Sequence[str],
     step: torch.Tensor | int,
-    state: Mapping[str, Any],
+    progress: TrainingProgress,
 ) -> Target:
     """Plans DeepSpeed's universal checkpoint: a torch file for each parameter and kind of state.
 
@@ -290,7 +306,7 @@ def build_universal_target(
         kinds: The kinds of the optimizer's states, such as `exp_avg`, which have the parameters'
             shapes.
         step: The optimizer's number of steps, as the optimizer that will load it keeps it.
-        state: That of the training checkpoint.
+        progress: That of the training checkpoint.
     """
     model = mapped.model
     names = model.list_first_module_names()
@@ -300,7 +316,7 @@ def build_universal_target(
             f"is not one"
         )
     shapes = list_stored_shapes(model, names, dict.fromkeys(model.parameters, "F32"), {})
-    tag = f"global_step{state['step']}"
+    tag = f"global_step{progress.step}"
     placements: dict[str, ParameterPlacement] = {}
     files: list[PlannedFile] = []
     for kind in (FP32, *kinds):
@@ -316,38 +332,52 @@ def build_universal_target(
     texts: dict[str, str | bytes] = {}
     for name in shapes:
         texts[f"{tag}/zero/{name}/step.pt"] = _save_to_bytes(step)
-    texts[f"{tag}/zero/optimizer_state.pt"] = _save_to_bytes(_build_optimizer_state(step))
+    texts[f"{tag}/zero/optimizer_state.pt"] = _save_to_bytes(
+        _build_optimizer_state(step, progress.rates)
+    )
     for prefix in ("", "zero_pp_rank_0_"):  # ZeRO 3 reads the second.
         path = f"{tag}/{prefix}mp_rank_00_model_states.pt"
-        texts[path] = _save_to_bytes(_build_engine_state(state))
+        texts[path] = _save_to_bytes(_build_engine_state(progress))
     texts[UNIVERSAL] = tag
     return Target("universal", 1, CheckpointLayout(placements), tuple(files), texts)
 
 
-def _build_optimizer_state(step: torch.Tensor | int) -> dict[str, Any]:
+def _build_optimizer_state(
+    step: torch.Tensor | int, rates: Sequence[float | None]
+) -> dict[str, Any]:
     """Returns what ZeRO reads of the optimizer besides its tensors.
 
     Stages 1 and 2 walk through `param_groups` together with the optimizer's own groups and stop at
-    the shorter list, so there are more groups than any optimizer has. They are empty, so
-    hyperparameters stay as the user chose them. Stage 3 reads the nested dictionary.
+    the shorter list, so there are more groups than any optimizer has. Stage 3 reads the nested
+    dictionary, and gives all its groups what the first one has.
+
+    A group has the learning rate alone, so other hyperparameters stay as the user chose them.
+    Without a rate, the first step would have the one that a new scheduler begins with, because
+    schedulers set rates after a step, and not when they are loaded.
     """
     groups: list[dict[str, Any]] = [{}] * MOST_GROUPS
+    if len(set(rates)) == 1 and rates[0] is not None:
+        # DeepSpeed's optimizer may divide the parameters into other groups.
+        groups = [{"lr": rates[0]}] * MOST_GROUPS
     nested = {"state": {0: {"step": step}}, "param_groups": groups}
+    if len(set(rates)) > 1:
+        own = [{} if rate is None else {"lr": rate} for rate in rates]
+        groups = own + groups[len(own) :]
     return {"ds_version": DEEPSPEED, "param_groups": groups, "optimizer_state_dict": nested}
 
 
-def _build_engine_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def _build_engine_state(progress: TrainingProgress) -> dict[str, Any]:
     """Returns what DeepSpeed's engine reads.
 
     `lr_scheduler` suits DeepSpeed's schedulers and torch's LambdaLR.
     """
-    step = state["step"]
+    step = progress.step
     return {
         "module": {},
         "dp_world_size": 1,
         "mp_world_size": 1,
         "global_steps": step,
-        "global_samples": state["consumed_samples"],
+        "global_samples": progress.samples,
         "skipped_steps": 0,
         "lr_scheduler": {
             "last_batch_iteration": step - 1,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_case import EVERY_CASE
+from every_case import EVERY_CASE, every_day
 from safetensors.torch import load_file
 from tiny_models import hf_model
 from training import Pairs, on_ranks
@@ -24,6 +24,7 @@ from shardzoo.checkpoint.rank_files import write_tensors
 from shardzoo.checkpoint.tensor_reader import tensor_bytes
 from shardzoo.cli.convert import main
 from shardzoo.convert.operations import Options, merge
+from shardzoo.trainer.checkpointing.resume import read_state
 from shardzoo.trainer.run_folder import RunFolder
 
 ARCHITECTURES = {
@@ -200,17 +201,17 @@ def test_deepspeed_goes_on_where_the_run_was(
         torch.testing.assert_close(value, weights[name.partition("/")[2]], rtol=1e-5, atol=1e-6)
 
 
-def rates_of_warm_up(folder: Path) -> list[list[float]]:
-    """The rates of DeepSpeed's WarmupLR after each of five steps, and again after each that follows the folder."""
+def rates_of_warm_up(folder: Path, stage: int) -> list[list[float]]:
+    """The rates in and after each of five steps of DeepSpeed's WarmupLR, and of those that follow the folder."""
     import deepspeed
     from deepspeed.runtime.lr_schedules import WarmupLR
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     model = hf_model(ARCHITECTURES["gpt2"], 0.0, **WIDE)
-    optimizer = adamw(dict(model.named_parameters()), 1, 5e-3)
+    optimizer = adamw(dict(model.named_parameters()), stage, 5e-3)
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "checkpoint": {"load_universal": True},
     }
@@ -221,7 +222,7 @@ def rates_of_warm_up(folder: Path) -> list[list[float]]:
     ids = torch.arange(2, 22).view(2, 10)
 
     def train(steps: int) -> list[float]:
-        rates = []
+        rates = [*engine.get_lr()[:1]]
         for _ in range(steps):
             engine.backward(engine(input_ids=ids, labels=ids).loss)
             engine.step()
@@ -233,13 +234,54 @@ def rates_of_warm_up(folder: Path) -> list[list[float]]:
     return [whole, train(3)]
 
 
-def test_a_schedule_of_deepspeed_goes_on_at_the_runs_step(saved, run_ranks, tmp_path):
-    """The folder is of the second step, so the next rates are those that DeepSpeed has after steps three to five."""
-    command = ["merge", str(saved("gpt2", 3)), str(tmp_path / "universal"), "--to", "universal"]
+@pytest.mark.parametrize("stage", every_day([1], more=[2, 3]))
+def test_a_schedule_of_deepspeed_goes_on_at_the_runs_step(stage, saved, run_ranks, tmp_path):
+    """The folder is of the second step. The third one has our run's rate, and those after it are DeepSpeed's."""
+    schedule = {"lr": 5e-3, "lr_schedule": "constant_with_warmup", "warmup_steps": 8}
+    source = saved("gpt2", 3, **schedule)
+    command = ["merge", str(source), str(tmp_path / "universal"), "--to", "universal"]
     assert main([*command, "--step", "tensor"]) == 0  # torch's AdamW counts in tensors
-    [[whole, rest]] = run_ranks(1, rates_of_warm_up, tmp_path / "universal")
-    assert len(set(whole)) == 5
-    assert rest == whole[2:]
+    [[whole, rest]] = run_ranks(1, rates_of_warm_up, tmp_path / "universal", stage)
+    assert len(set(whole)) == 5  # its first two steps have the same rate, 0
+    assert rest == [5e-3 * 2 / 8, *whole[3:]]
+
+
+def test_the_rates_of_unequal_groups_are_kept():
+    from shardzoo.convert.target import _build_optimizer_state
+
+    state = _build_optimizer_state(2, [0.1, None, 0.3])
+    assert state["param_groups"][:4] == [{"lr": 0.1}, {}, {"lr": 0.3}, {}]
+    assert state["optimizer_state_dict"]["param_groups"][0] == {}  # stage 3 gives it to all groups
+    for rates in ([], [None, None]):
+        assert _build_optimizer_state(2, rates)["param_groups"][0] == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("step", value) for value in (None, -1, "2", True, 10**400)),
+        *(("consumed_samples", value) for value in (None, 1.5)),
+        *(("rates", value) for value in (None, ["x", 10**400, [1]], {"a": 1})),
+        ("optimizer", None),
+    ],
+)
+def test_a_state_that_lacks_something(name, value, saved, tmp_path, capsys):
+    """None: the state has no such entry. Steps and samples are needed; older checkpoints lack the others."""
+    source = tmp_path / "run"
+    shutil.copytree(saved("gpt2", 2), source)
+    state = read_state_file(source)
+    state[name] = value
+    if value is None:
+        del state[name]
+    (source / "trainer_state.json").unlink()
+    write_state_file(source, state)
+    needed = name in ("step", "consumed_samples")
+    command = ["merge", str(source), str(tmp_path / "universal"), "--to", "universal"]
+    assert main(command) == (2 if needed else 0)
+    if needed:
+        assert f"has {name}=" in " ".join(capsys.readouterr().err.split())
+        with pytest.raises(ValueError, match=f"has {name}="):
+            read_state(source)
 
 
 MISTAKES = {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ...checkpoint.folder_files import STATE, find_changed_files, read_state_file
+from ...checkpoint.folder_files import STATE, find_changed_files, read_count, read_state_file
 from ...checkpoint.rank_files import rank_file
 from ...checkpoint.tensor_reader import read_tensors
 from ...files.printable import printable
@@ -194,6 +194,8 @@ def verify_checkpoint(folder: Path, share: int = 0, shares: int = 1) -> str:
 def read_state(folder: Path) -> TrainerState:
     """Returns the state of the run in a checkpoint. Raises ValueError if it is damaged."""
     content = read_state_file(folder)
+    for name in ("step", "consumed_samples"):
+        read_count(content, name, folder)
     # Older checkpoints have fewer fields.
     known = {field.name: field.type for field in fields(TrainerState) if field.name in content}
     for name, kind in known.items():
