@@ -33,6 +33,7 @@ SECONDS_AFTER_SUCCESS = (
 SECONDS_IN_ALL = 120.0
 # Loaded once, in the fork server: what every worker would load at its first mesh, checkpoint, engine or export.
 PRELOADED = [
+    "imports_begin",
     "torch",
     "torch._dynamo",
     "torch.distributed.device_mesh",
@@ -63,6 +64,7 @@ PRELOADED = [
         f"shardzoo.models.{model.parent.name}"
         for model in (TESTS.parent / "models").glob("*/__init__.py")
     ),
+    "imports_end",
 ]
 
 

@@ -29,6 +29,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -66,7 +67,7 @@ PRELOADED = [
 # of pages, which no result depends on. Others must be those of the server.
 HARMLESS = re.compile(
     r"(TORCH_NCCL_|LOCAL_|CROSS_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|PYTEST_|SHARDZOO_|MAKE|MFLAGS)\w*"
-    r"|ARGS|VENV|RANK|WORLD_SIZE|COLUMNS|LINES|OMP_NUM_THREADS|THP_MEM_ALLOC_ENABLE|CUDA_VISIBLE_DEVICES|PATH|PWD|OLDPWD|SHLVL|_"
+    r"|ARGS|VENV|TMPDIR|RANK|WORLD_SIZE|COLUMNS|LINES|OMP_NUM_THREADS|THP_MEM_ALLOC_ENABLE|CUDA_VISIBLE_DEVICES|PATH|PWD|OLDPWD|SHLVL|_"
     r"|PYTORCH_NVML_BASED_CUDA_CHECK|TORCHINDUCTOR_CACHE_DIR"  # set by torch itself
 )
 SPARES = 6  # of each program that is no rank of a job
@@ -119,6 +120,7 @@ def become(request: dict, files: list[int]) -> None:
     os.umask(request["umask"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # Python finds it once, and TMPDIR may be another
     importlib.import_module("torch").set_num_threads(
         int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
     )

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from commands import user_environment, warm_environment
+from commands import warm_environment
 from every_case import every_day
 
 from shardzoo.models import family, from_config
@@ -425,9 +425,9 @@ if launch.rank == 1 and {cause!r} == "stopped":
     os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(600)
 """)
-    command = [sys.executable, "script.py"]
+    command = ["python", "script.py"]
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=user_environment(), stderr=subprocess.PIPE, text=True
+        command, cwd=tmp_path, env=warm_environment(), stderr=subprocess.PIPE, text=True
     )
     try:
         while not (tmp_path / "ready0").exists() or not (tmp_path / "ready1").exists():
