@@ -2,18 +2,22 @@
 
 Imports run downwards only. From the highest level to the lowest:
 
-    trainer.py            the public class, which creates all parts of a run loop.py
-    the steps of a run, and evaluations, logs and checkpoints between them step.py               one
-    optimizer step, from top to bottom evaluation.py         the loss and the metrics of validation
-    data batches/              micro-batches, and the normalization of the loss checkpointing/
-    what a run saves, and resumes from run_folder.py         the files of a run; run_lock.py: one
-    run at a time in a folder estimate/             the memory of a run, without running it logging/
-    progress, values, trackers, reports engines/              PyTorch, DDP, DeepSpeed and its
-    pipelines, each a file; registry.py lists them lora.py               LoRA weights, as the
-    arguments ask for them launch/               processes, ranks and hosts arguments/
-    the dataclass of a run's arguments, and DeepSpeed's file optimizers/           registry.py lists
-    them; those that the trainer computes itself environments.py, schedules.py, precisions.py
-    what else the arguments may name
+    trainer.py        the public class, which creates all parts of a run
+    loop.py           the steps of a run, and evaluations, logs and checkpoints between them
+    step.py           one optimizer step, from top to bottom
+    evaluation.py     the loss and the metrics of validation data
+    batches/          micro-batches, and the normalization of the loss
+    checkpointing/    what a run saves, and resumes from
+    run_folder.py     the files of a run; run_lock.py: one run at a time in a folder
+    estimate/         the memory of a run, without running it
+    logging/          progress, values, trackers, reports
+    engines/          PyTorch, DDP, DeepSpeed and its pipelines, each a file
+    lora.py           LoRA weights, as the arguments ask for them
+    launch/           processes, ranks, signals and hosts
+    arguments/        the dataclass of a run's arguments, and DeepSpeed's file
+    optimizers/       registry.py lists them; those that the trainer computes itself
+    environments.py, schedules.py, precisions.py
+                      what else the arguments may name
 
 `tests/test_structure.py` finds circles among them.
 """

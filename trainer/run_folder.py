@@ -26,11 +26,8 @@ BEST = "best"  # a file that names the best checkpoint
 STEP_FOLDER = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,17})")
 NEW_DATA = ".data.partial"
 NEW_ARGUMENTS = ".arguments.yaml.partial"
-BEFORE_RUN = (
-    LOCK,
-    NEW_DATA,
-    NEW_ARGUMENTS,
-)  # a process killed while it prepared a run leaves these alone
+# A process that was killed while it prepared a run leaves nothing else.
+BEFORE_RUN = (LOCK, NEW_DATA, NEW_ARGUMENTS)
 # What runs write into their folder, besides checkpoints.
 OWN = (
     NEW_DATA,
@@ -53,7 +50,9 @@ OWN = (
     "comet",
 )
 OWN_CHECKPOINT = re.compile(
-    r"\.?step-\d{6,}(\.(partial|deleted|abandoned\d*))?|\.(merged|\.merged\.partial|best\.partial)|best"
+    r"\.?step-\d{6,}(\.(partial|deleted|abandoned\d*))?"
+    r"|\.(merged|\.merged\.partial|best\.partial)"
+    r"|best"
 )
 
 
@@ -118,8 +117,12 @@ class RunFolder:
         """Returns the steps with a complete checkpoint, in order."""
         if not self.checkpoints.is_dir():
             return []
-        names = (STEP_FOLDER.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
-        return sorted(int(name[1]) for name in names if name)
+        steps: list[int] = []
+        for entry in self.checkpoints.iterdir():
+            name = STEP_FOLDER.fullmatch(entry.name)
+            if name:
+                steps.append(int(name[1]))
+        return sorted(steps)
 
     def latest_step(self) -> int | None:
         """Returns the last step with a complete checkpoint, or None."""
@@ -132,12 +135,13 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
         name = text.decode(errors="replace").strip()
-        if not STEP_FOLDER.fullmatch(name):
-            return None
         folder = self.checkpoints / name
-        return folder if folder.is_dir() else None
+        if not STEP_FOLDER.fullmatch(name) or not folder.is_dir():
+            return None
+        return folder
 
     def name_best(self, folder: Path) -> None:
+        """Records that a checkpoint is the best one so far."""
         write_durably(self.checkpoints / BEST, folder.name + "\n")
 
     def restore_best(self, best: dict[str, Any]) -> None:
@@ -157,32 +161,31 @@ class RunFolder:
             return
         for step in self.steps()[:-keep]:
             folder = self.checkpoint(step)
-            if folder != self.best_checkpoint():
-                self._delete(folder)
-
-    def _delete(self, folder: Path) -> None:
-        doomed = folder.with_name(f".{folder.name}.deleted")
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+            if folder == self.best_checkpoint():
+                continue
+            deleted = folder.with_name(f".{folder.name}.deleted")
+            shutil.rmtree(deleted, ignore_errors=True)
+            folder.rename(deleted)
+            shutil.rmtree(deleted, ignore_errors=True)
 
     def first_step(
         self, *, resume: bool, overwrite: bool, reads: Iterable[str | Path | None] = ()
     ) -> int:
         """Returns the step at which a run in this folder begins: 0 for a new run. Changes nothing.
 
-        Raises ValueError if the folder holds another run, but neither `resume` nor `overwrite` is
-        set; if `overwrite` would delete what the run `reads`; if the folder holds files that do not
-        belong to a run; or if there is nothing to resume.
+        Raises:
+            ValueError: The folder holds another run, but neither `resume` nor `overwrite` is set;
+                or `overwrite` would delete what the run `reads`; or the folder holds files that do
+                not belong to a run; or there is nothing to resume.
         """
         if resume and overwrite:
             raise ValueError("--resume continues a run and --overwrite deletes it: use one of them")
         step = self.latest_step()
         if resume:
             if step is None:
-                instead = (
-                    "start again with --overwrite" if self.arguments_file.exists() else "start one"
-                )
+                instead = "start one"
+                if self.arguments_file.exists():
+                    instead = "start again with --overwrite"
                 raise ValueError(
                     f"--resume: {self.path} holds no complete checkpoint; {instead} without "
                     "--resume"
@@ -198,8 +201,11 @@ class RunFolder:
                 "folder"
             )
         if not overwrite:
-            reached = "with nothing saved yet" if step is None else f"saved at step {step}"
-            resume_it = "" if step is None else "resume it with --resume, "
+            reached = "with nothing saved yet"
+            resume_it = ""
+            if step is not None:
+                reached = f"saved at step {step}"
+                resume_it = "resume it with --resume, "
             raise ValueError(
                 f"output_dir {self.path} holds another run ({reached}); {resume_it}replace it "
                 "with --overwrite, or choose another --output-dir"
@@ -218,22 +224,23 @@ class RunFolder:
         Other files in the folder are the user's.
         """
         entries = [self.path / name for name in OWN]
-        checkpoints = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
-        entries += [entry for entry in checkpoints if OWN_CHECKPOINT.fullmatch(entry.name)]
+        if self.checkpoints.is_dir():
+            for entry in self.checkpoints.iterdir():
+                if OWN_CHECKPOINT.fullmatch(entry.name):
+                    entries.append(entry)
         return [entry for entry in entries if os.path.lexists(entry)]
 
     def clear(self, keep: Path | None = None) -> None:
-        """Deletes `own_files`, except `keep`; last the arguments, without which the rest is no
-        run's.
+        """Deletes `own_files`, except `keep`.
+
+        The arguments are deleted last: without them, what is left would be taken for files of the
+        user, which no run may overwrite.
         """
         for entry in sorted(self.own_files(), key=lambda entry: entry == self.arguments_file):
             if entry != keep:
                 remove(entry)
-        if (
-            self.checkpoints.is_dir()
-            and not self.checkpoints.is_symlink()
-            and not any(self.checkpoints.iterdir())
-        ):
+        is_own_folder = self.checkpoints.is_dir() and not self.checkpoints.is_symlink()
+        if is_own_folder and not any(self.checkpoints.iterdir()):
             self.checkpoints.rmdir()
 
     @contextmanager
@@ -268,12 +275,15 @@ class RunFolder:
         """
         self.drop_metrics_after(step, evaluated=evaluated)
         for later in self.steps():
-            if later > step:
-                folder = self.checkpoint(later)
-                names = (
-                    folder.with_name(f"{folder.name}.abandoned{number or ''}") for number in count()
-                )
-                folder.rename(next(name for name in names if not name.exists()))
+            if later <= step:
+                continue
+            folder = self.checkpoint(later)
+            abandoned = folder.with_name(f"{folder.name}.abandoned")
+            for number in count(1):
+                if not abandoned.exists():
+                    break
+                abandoned = folder.with_name(f"{folder.name}.abandoned{number}")
+            folder.rename(abandoned)
 
     def drop_metrics_after(self, step: int, *, evaluated: bool = True) -> None:
         """Removes the metrics after `step`, and a final evaluation's, because the run goes on."""
@@ -292,12 +302,11 @@ class RunFolder:
 
     def delete_unfinished(self) -> None:
         """Deletes the remains of checkpoints that killed processes were writing or deleting."""
-        for left in (
-            *self.checkpoints.glob(".step-*.partial"),
-            *self.checkpoints.glob(".step-*.deleted"),
-        ):
+        partial = self.checkpoints.glob(".step-*.partial")
+        deleted = self.checkpoints.glob(".step-*.deleted")
+        for remains in [*partial, *deleted]:
             with suppress(OSError):
-                remove(left)
+                remove(remains)
 
     def metrics(self) -> list[dict[str, float]]:
         """Returns the logged values, one dict a step.
@@ -306,11 +315,15 @@ class RunFolder:
         """
         if not self.metrics_file.exists():
             return []
-        records = map(metrics_record, self.metrics_file.read_text(errors="replace").splitlines())
-        return [record for record in records if record]
+        records: list[dict[str, float]] = []
+        for line in self.metrics_file.read_text(errors="replace").splitlines():
+            record = parse_metrics_line(line)
+            if record:
+                records.append(record)
+        return records
 
 
-def metrics_record(line: str | bytes) -> dict[str, Any] | None:
+def parse_metrics_line(line: str | bytes) -> dict[str, Any] | None:
     """Returns the values of a line of `metrics.jsonl`, or None if a crash has truncated or damaged
     it.
     """

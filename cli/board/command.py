@@ -25,7 +25,7 @@ from tyro.conf import Positional
 
 from ...checkpoint.manifest import Manifest, TensorRecord
 from ...mpu.shard import Shard
-from ...trainer.run_folder import RunFolder, metrics_record
+from ...trainer.run_folder import RunFolder, parse_metrics_line
 from ...trainer.run_lock import LOCK
 from ..console import explain_error, run_and_report
 from ..help import HelpPage, show_help
@@ -184,7 +184,7 @@ class Metrics:
             file.seek(0)
 
     def _add(self, line: bytes) -> None:
-        record = metrics_record(line) or {}
+        record = parse_metrics_line(line) or {}
         try:
             numbers = {
                 name: float(value) for name, value in record.items() if type(value) in (int, float)

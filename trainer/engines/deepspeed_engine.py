@@ -65,55 +65,64 @@ class DeepSpeedEngine:
         self._zero = zero_stage(arguments)
         self._saves_state = arguments.save_optim
         self._keeps_master_weights = arguments.precision != "fp32"
-        self._needs_whole = isinstance(optimizer, WholeMatrixOptimizer)
+        self._needs_whole_matrices = isinstance(optimizer, WholeMatrixOptimizer)
         # The states that ZeRO splits like the parameters.
         self._states: tuple[str, ...] = ()
-        self._counts_steps_by_group = self._needs_whole
+        self._counts_steps_by_group = self._needs_whole_matrices
         entry = ELEMENTWISE_CLASSES.get(type(optimizer).__name__)
         if isinstance(optimizer, WholeMatrixOptimizer):
             self._states = optimizer.element_states
         elif entry is not None:
             self._states = entry.element_states
             self._counts_steps_by_group = entry.counts_steps_by_group
+        self.takes_found_inf = False  # DeepSpeed's optimizers read on the host what they decide by
+
         _check_device(arguments)
-        if self._zero and entry is None and not self._needs_whole:
+        if self._zero and entry is None and not self._needs_whole_matrices:
             raise ValueError(
                 f"ZeRO stage {self._zero} splits single parameters, and {type(optimizer).__name__} "
                 f"may need whole ones; use zero_stage=0, {', '.join(ELEMENTWISE_CLASSES)}, or the "
                 f"arguments optimizer={show_whole_matrix_names()}"
             )
-        self.takes_found_inf = False  # DeepSpeed's optimizers read on the host what they decide by
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._owners = {
-            parameter: name for parameter, name in self._names.items() if parameter.requires_grad
-        }
+        self._names: dict[Any, str] = {}
+        self._owners: dict[Any, str] = {}  # the trained ones
+        for name, parameter in model.named_parameters():
+            self._names[parameter] = name
+            if parameter.requires_grad:
+                self._owners[parameter] = name
         if self._zero:
             _check_groups(optimizer, self._zero, set(self._owners))
+
         self._linear = functional.linear  # DeepSpeed replaces it under stage 3
-        self._hooks = [model.register_forward_hook(_as_dict)] if self._zero == 3 else []
+        self._hooks: list[Any] = []
+        if self._zero == 3:
+            self._hooks.append(model.register_forward_hook(_as_dict))
         # DeepSpeed would compile this CPU collective at run time, with a lock file that a killed
         # run leaves behind.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _import_muon()
-        config = deepspeed_config(
-            arguments, ranks.dp_size, sum(parameter.numel() for parameter in self._owners)
-        )
-        self._clip_grad = 0.0 if config["gradient_clipping"] else arguments.clip_grad
+        trained = sum(parameter.numel() for parameter in self._owners)
+        config = deepspeed_config(arguments, ranks.dp_size, trained)
+        # Only one of the two clips.
+        self._clip_grad = arguments.clip_grad
+        if config["gradient_clipping"]:
+            self._clip_grad = 0.0
         self._engine: Any = self._initialize(model, arguments, ranks, config)
+
         # A forward pass updates buffers from its own samples. As in DDP, those of the first replica
         # are broadcast.
-        self._buffers = list(persistent_buffers(model).values()) if ranks.dp_size > 1 else []
+        self._buffers: list[Tensor] = []
+        if ranks.dp_size > 1:
+            self._buffers = list(persistent_buffers(model).values())
         self._replica_group = ranks.mesh.dp_group if ranks.mesh else None
         if self._zero and self._states:
             self._create_element_states()
         if self._zero and isinstance(optimizer, WholeMatrixOptimizer):
-            partitions = {
-                own: [
-                    (parameter, parameter.storage_offset() - group.rank() * own.numel())
-                    for parameter in parameters
-                ]
-                for own, parameters, group in self._partitions()
-            }
+            # A parameter of this rank's share -> where each of its parameters begins in the share.
+            partitions: dict[Any, list[tuple[Any, int]]] = {}
+            for own, parameters, group in self._partitions():
+                start = group.rank() * own.numel()
+                partitions[own] = [(each, each.storage_offset() - start) for each in parameters]
             optimizer.set_partitions(partitions, ranks.mesh)
         if self._zero == 3:
             self._hooks.append(model.register_forward_hook(_as_output))
@@ -135,9 +144,9 @@ class DeepSpeedEngine:
     @property
     def loss_scale(self) -> float | None:
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
-        return (
-            float(scaler.cur_scale) if scaler is not None and self._engine.fp16_enabled() else None
-        )
+        if scaler is None or not self._engine.fp16_enabled():
+            return None
+        return float(scaler.cur_scale)
 
     def forward_backward(self, forward: Forward, micro_batches: int) -> Tensor:
         losses: list[Tensor] = []
@@ -147,11 +156,9 @@ class DeepSpeedEngine:
             # micro-batch.
             self._engine.set_gradient_accumulation_boundary(k == micro_batches - 1)
             loss = forward(k)
-            if hasattr(
-                self._engine.optimizer, "clear_lp_grads"
-            ):  # bf16, ZeRO 1: each pass is added to fp32 sums
-                # DeepSpeed does so in a hook on the model's output, which it does not find in a
-                # `ModelOutput`.
+            if hasattr(self._engine.optimizer, "clear_lp_grads"):
+                # In bf16, ZeRO 1 adds the gradients of each pass to sums in fp32. DeepSpeed clears
+                # them in a hook on the model's output, which it does not find in a `ModelOutput`.
                 self._engine.optimizer.clear_lp_grads()
             # DeepSpeed averages over the data-parallel ranks, but the ranks' losses already add up
             # to the mean.
@@ -218,18 +225,19 @@ class DeepSpeedEngine:
 
     def _partitions(self) -> Iterator[tuple[Any, list[Any], dist.ProcessGroup]]:
         """Yields of each parameter group, under ZeRO 1 and 2: this rank's share of the parameters,
-        concatenated; the parameters; the ranks that share them."""
+        concatenated; the parameters; the ranks that share them.
+        """
         zero = self._engine.optimizer
-        groups_of_parameters = (
-            zero.bf16_groups if hasattr(zero, "bf16_groups") else zero.bit16_groups
-        )
-        zipped = zip(
+        if hasattr(zero, "bf16_groups"):
+            groups_of_parameters = zero.bf16_groups
+        else:
+            groups_of_parameters = zero.bit16_groups
+        for group, parameters, ranks in zip(
             self.optimizer.param_groups,
             groups_of_parameters,
             zero.real_dp_process_group,
             strict=True,
-        )
-        for group, parameters, ranks in zipped:
+        ):
             [own] = group["params"]
             yield own, parameters, ranks
 
@@ -273,18 +281,19 @@ class DeepSpeedEngine:
 
     def load_counters(self, counters: dict[str, float]) -> None:
         self.applied_steps = int(counters["applied_steps"])
-        if self.loss_scale is not None and all(name in counters for name in SCALER_FIELDS):
-            for name in SCALER_FIELDS:
-                kind = type(getattr(self._engine.optimizer.loss_scaler, name))
-                setattr(self._engine.optimizer.loss_scaler, name, kind(counters[name]))
+        if self.loss_scale is None or not all(name in counters for name in SCALER_FIELDS):
+            return
+        scaler = self._engine.optimizer.loss_scaler
+        for name in SCALER_FIELDS:
+            kind = type(getattr(scaler, name))
+            setattr(scaler, name, kind(counters[name]))
 
     def close(self, *, whole: bool) -> None:
         parameters: dict[str, Tensor] = {}
         if whole and self._zero == 3:
             with deepspeed.zero.GatheredParameters(list(self.module.parameters())):
-                parameters = {
-                    name: value.detach().clone() for name, value in self.module.named_parameters()
-                }
+                for name, value in self.module.named_parameters():
+                    parameters[name] = value.detach().clone()
         self._engine.destroy()
         for hook in self._hooks:
             hook.remove()
@@ -313,6 +322,7 @@ class DeepSpeedEngine:
             safe_set_full_optimizer_state(parameter, value, state)
 
     def _set_steps(self, step: int) -> None:
+        """Sets the optimizer's step counts, which are kept for each parameter or each group."""
         for state in self.optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(step)
@@ -321,14 +331,18 @@ class DeepSpeedEngine:
                 group["step"] = step
 
     def _create_element_states(self) -> None:
-        # An optimizer would create its state in the first step. DeepSpeed 0.19 then links only the
-        # states of the first parameter group to the parameters. At this point ZeRO has put its flat
-        # partitions into the parameter groups.
+        """Creates the optimizer's states, as its first step would.
+
+        DeepSpeed 0.19 would then link only the states of the first parameter group to the
+        parameters. At this point ZeRO has put its flat partitions into the parameter groups.
+        """
         groups = self.optimizer.param_groups
         if self._zero == 3:
             partitions = self._engine.optimizer.fp32_partitioned_groups_flat
         else:
-            partitions = [partition for group in groups for partition in group["params"]]
+            partitions = []
+            for group in groups:
+                partitions += group["params"]
         for partition in partitions:
             state: dict[str, Any] = {name: torch.zeros_like(partition) for name in self._states}
             if not self._counts_steps_by_group:
@@ -349,10 +363,11 @@ def _as_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
     """
     if not isinstance(output, ModelOutput):
         return None
-    return {
-        "output": output,
-        **{name: value for name, value in vars(output).items() if isinstance(value, Tensor)},
-    }
+    shown: dict[str, Any] = {"output": output}
+    for name, value in vars(output).items():
+        if isinstance(value, Tensor):
+            shown[name] = value
+    return shown
 
 
 def _as_output(module: nn.Module, inputs: Any, results: Any) -> Any:
@@ -368,6 +383,7 @@ SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 
 def _check_device(arguments: TrainingArguments) -> None:
+    """Raises ValueError if DeepSpeed does not support the precision on this machine."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator: Any = get_accelerator()

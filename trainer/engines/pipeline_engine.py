@@ -33,12 +33,14 @@ class PipelineEngine(DeepSpeedEngine):
     """An `Engine` for a model that is one stage of a pipeline.
 
     DeepSpeed's engine moves the hidden states and their gradients. It sees one layer for each
-    stage, because a stage computes masks, positions and labels from its own micro-batch. It differs
-    from DeepSpeed's use in three ways. The update is not part of the schedule: the loop first
-    checks the loss. A parameter that several stages hold is updated by the first of them, which
-    gets the sum of the gradients and sends the result to the others. (DeepSpeed's tied layers are
-    updated on each stage, and may drift apart by rounding.) Shapes may differ between
-    micro-batches.
+    stage, because a stage computes masks, positions and labels from its own micro-batch. This
+    differs from DeepSpeed's own use in three ways:
+
+    - The update is not part of the schedule: the loop first checks the loss.
+    - A parameter that several stages hold is updated by the first of them, which gets the sum of
+      the gradients and sends the result to the others. DeepSpeed's tied layers are updated on each
+      stage, and may drift apart by rounding.
+    - Shapes may differ between micro-batches.
     """
 
     def __init__(
@@ -85,10 +87,9 @@ class PipelineEngine(DeepSpeedEngine):
                 model=stages, optimizer=self.optimizer, config=config
             )[0]
         self._groups = _find_process_groups(stages)
+        # A stage reads its own micro-batches, so DeepSpeed gets none.
         nothing = torch.zeros(1, device=engine.device)
-        engine.set_dataiterator(
-            itertools.repeat((nothing, nothing))
-        )  # a stage reads its own micro-batches
+        engine.set_dataiterator(itertools.repeat((nothing, nothing)))
         backward = engine._INSTRUCTION_MAP[schedule.BackwardPass]
         engine._INSTRUCTION_MAP = {
             **engine._INSTRUCTION_MAP,
@@ -262,11 +263,9 @@ class SharedParameters:
 
 
 def _remove_from_groups(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter]) -> None:
-    """Removes parameters from an optimizer's groups."""
+    """Removes parameters from an optimizer's groups, and then the groups that are empty."""
     for group in optimizer.param_groups:
-        group["params"] = [
-            parameter for parameter in group["params"] if parameter not in parameters
-        ]
+        group["params"] = [each for each in group["params"] if each not in parameters]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
@@ -282,13 +281,14 @@ def _even_out_norms(optimizer: Any, ranks: Ranks) -> None:
         return
 
     def scaled_global_norm() -> Tensor:
-        own = [
-            (optimizer.averaged_gradients[i], optimizer.params_in_partition[i])
-            for i in range(groups)
-        ]
-        return combine_grad_norm_groups(
-            [optimizer.get_grad_norm_direct(*group) for group in [*own, *[([], [])] * missing]]
-        )
+        norms: list[Any] = []
+        for i in range(groups):
+            gradients = optimizer.averaged_gradients[i]
+            parameters = optimizer.params_in_partition[i]
+            norms.append(optimizer.get_grad_norm_direct(gradients, parameters))
+        for _ in range(missing):
+            norms.append(optimizer.get_grad_norm_direct([], []))
+        return combine_grad_norm_groups(norms)
 
     optimizer.scaled_global_norm = scaled_global_norm
 

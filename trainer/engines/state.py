@@ -27,49 +27,52 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
     Of a pipeline, the first of the stages that share a parameter returns it.
     """
     copies = find_copied_parameters(module)
-    tensors = {
-        name: parameter.detach()
-        for name, parameter in module.named_parameters()
-        if name not in copies
-    }
-    return tensors | {
-        name: value.detach().clone() for name, value in persistent_buffers(module).items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if name not in copies:
+            tensors[name] = parameter.detach()
+    for name, value in persistent_buffers(module).items():
+        tensors[name] = value.detach().clone()
+    return tensors
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors of a module's state that are not parameters."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    state = module.state_dict(keep_vars=True)
-    return {
-        name: value
-        for name, value in state.items()
-        if name not in parameters and isinstance(value, Tensor)
-    }
+    buffers: dict[str, Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if name not in parameters and isinstance(value, Tensor):
+            buffers[name] = value
+    return buffers
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, owners: Mapping[Any, str]) -> dict[str, Tensor]:
     """Returns an optimizer's states by `<state>/<parameter>`.
 
-    Numbers become tensors without dimensions, None becomes an empty tensor, and other types raise
-    ValueError. `owners` maps the tensors that the optimizer updates to the names of their
-    parameters.
+    Numbers become tensors without dimensions, and None becomes an empty tensor.
+
+    Args:
+        optimizer: Any optimizer of torch.
+        owners: The tensors that the optimizer updates -> the names of their parameters.
+
+    Raises:
+        ValueError: A state is of another type, or belongs to no parameter.
     """
-    tensors = {}
+    kind = type(optimizer).__name__
+    tensors: dict[str, Tensor] = {}
     for parameter, state in optimizer.state.items():
         if not isinstance(state, Mapping) or (state and parameter not in owners):
             raise ValueError(
-                f"{type(optimizer).__name__} keeps {parameter!r:.40} as state, which cannot be "
-                "saved; use another optimizer"
+                f"{kind} keeps {parameter!r:.40} as state, which cannot be saved; use another "
+                "optimizer"
             )
         for key, value in state.items():
-            tensors[f"{key}/{owners[parameter]}"] = _as_tensor(
-                f"{type(optimizer).__name__}'s {key}", value
-            )
+            tensors[f"{key}/{owners[parameter]}"] = _as_tensor(f"{kind}'s {key}", value)
     return tensors
 
 
 def _as_tensor(described: str, value: Any) -> Tensor:
+    """Returns a state as a tensor. `described` is what a message calls it."""
     if isinstance(value, Tensor):
         return value
     if value is None:
@@ -93,37 +96,47 @@ def load_state_tensors(
     `step`.
     """
     by_name = {name: parameter for parameter, name in owners.items()}
-    on_device = any(
+    # Fused optimizers count on the device.
+    counts_on_device = any(
         group.get("fused") or group.get("capturable") for group in optimizer.param_groups
     )
     optimizer.state.clear()
     for key, value in tensors.items():
         state, name = key.split("/", 1)
-        if state != MASTER_WEIGHT and name in by_name:
-            parameter = by_name[name]
-            optimizer.state[parameter][state] = _from_tensor(value, parameter.device, on_device)
+        if state == MASTER_WEIGHT or name not in by_name:
+            continue
+        parameter = by_name[name]
+        optimizer.state[parameter][state] = _from_tensor(value, parameter.device, counts_on_device)
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        count = torch.tensor(float(step))
         for parameter, state in optimizer.state.items():
             if "step" not in state:
-                state["step"] = _from_tensor(torch.tensor(float(step)), parameter.device, on_device)
+                state["step"] = _from_tensor(count, parameter.device, counts_on_device)
 
 
-def _from_tensor(value: Tensor, device: torch.device, on_device: bool) -> Any:
-    """Reverses `_as_tensor`. Scalars go to `device` if `on_device` is true, else to CPU memory."""
-    if value.dim() == 0:
-        is_number = value.dtype in NUMBERS.values()
-        return value.item() if is_number else value.to(device if on_device else "cpu").clone()
+def _from_tensor(value: Tensor, device: torch.device, counts_on_device: bool) -> Any:
+    """Reverses `_as_tensor`.
+
+    Args:
+        device: Where the parameter is.
+        counts_on_device: Whether tensors without dimensions, such as step counts, go there too;
+            else they stay in CPU memory.
+    """
+    is_scalar = value.dim() == 0
+    if is_scalar and value.dtype in NUMBERS.values():
+        return value.item()
     if value.dtype == torch.bool and not value.numel():
         return None
+    if is_scalar and not counts_on_device:
+        return value.to("cpu").clone()
     return value.to(device).clone()
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Returns the values of each parameter group, for JSON."""
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        groups.append({name: value for name, value in group.items() if name != "params"})
     return to_json(groups)
 
 
@@ -133,7 +146,11 @@ def group_changes(first: list[dict[str, Any]], now: list[dict[str, Any]]) -> lis
 
     The others are the user's choice, which may differ when the run resumes.
     """
-    return [dict(sorted(json_changes(*pair).items())) for pair in zip(first, now, strict=True)]
+    changes: list[dict[str, Any]] = []
+    for first_group, group in zip(first, now, strict=True):
+        changed = json_changes(first_group, group)
+        changes.append({name: changed[name] for name in sorted(changed)})
+    return changes
 
 
 def load_group_changes(optimizer: torch.optim.Optimizer, changes: list[dict[str, Any]]) -> None:
@@ -147,10 +164,10 @@ def load_group_changes(optimizer: torch.optim.Optimizer, changes: list[dict[str,
     for group, change in zip(groups, changes, strict=False):
         for name, value in change.items():
             new = apply_changes(group.get(name), value)
-            on_device = (
-                isinstance(new, Tensor) and group["params"]
-            )  # ZeRO 3 leaves no parameters in the group
-            group[name] = new.to(group["params"][0].device) if on_device else new
+            # Under ZeRO 3, a group has no parameters.
+            if isinstance(new, Tensor) and group["params"]:
+                new = new.to(group["params"][0].device)
+            group[name] = new
 
 
 def to_json(value: Any) -> Any:
@@ -169,7 +186,9 @@ def to_json(value: Any) -> Any:
         items = [to_json(item) for item in value]
         if any(item is UNSUPPORTED for item in items):
             return UNSUPPORTED
-        return items if isinstance(value, list) else {"tuple": items}
+        if isinstance(value, tuple):
+            return {"tuple": items}
+        return items
     if isinstance(value, dict):
         entries = {}
         for key, entry in value.items():
@@ -199,11 +218,9 @@ def from_json(value: Any) -> Any:
     if _is_encoded(value):
         [(kind, content)] = value.items()
         return DECODERS[kind](content)
-    return (
-        {name: from_json(item) for name, item in value.items()}
-        if isinstance(value, dict)
-        else value
-    )
+    if isinstance(value, dict):
+        return {name: from_json(item) for name, item in value.items()}
+    return value
 
 
 def json_changes(first: Any, now: Any) -> Any:
@@ -212,11 +229,13 @@ def json_changes(first: Any, now: Any) -> Any:
     Both are results of `to_json`.
     """
     if _are_dicts(first, now):
-        return {
-            name: json_changes(first[name], value) if name in first else value
-            for name, value in now.items()
-            if name not in first or first[name] != value
-        }
+        changes: dict[str, Any] = {}
+        for name, value in now.items():
+            if name not in first:
+                changes[name] = value
+            elif first[name] != value:
+                changes[name] = json_changes(first[name], value)
+        return changes
     if _are_lists(first, now):
         return [json_changes(a, b) for a, b in zip(first, now, strict=True)]
     return now
@@ -225,10 +244,10 @@ def json_changes(first: Any, now: Any) -> Any:
 def apply_changes(current: Any, change: Any) -> Any:
     """Applies the changes from `json_changes` to `current`, which is not in JSON form."""
     if _are_dicts(current, change):
-        return {
-            **current,
-            **{name: apply_changes(current.get(name), value) for name, value in change.items()},
-        }
+        changed = dict(current)
+        for name, value in change.items():
+            changed[name] = apply_changes(current.get(name), value)
+        return changed
     if _are_lists(current, change):
         return [apply_changes(a, b) for a, b in zip(current, change, strict=True)]
     return from_json(change)

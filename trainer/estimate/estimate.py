@@ -104,16 +104,21 @@ def largest_micro_batch(fits: Callable[[int], bool]) -> int:
 
 
 def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]:
+    """Returns the moments of a step that can be the peak, in their order."""
     e = job.itemsize
 
     def grown(sizes: Sequence[ParameterSize]) -> int:
+        """Returns the bytes of gradients that the backward pass of parameters adds."""
         return round(engine.grown * e * sum(size.local for size in sizes))
 
+    framework = FRAMEWORK[job.device]
+    if job.lora_rank and job.device == "cpu":
+        framework += PEFT
     fixed = {
         "parameters": engine.parameters,
         "fp32 master weights": engine.masters,
         "optimizer state": engine.states,
-        "framework": FRAMEWORK[job.device] + (PEFT if job.lora_rank and job.device == "cpu" else 0),
+        "framework": framework,
     }
 
     def at(
@@ -218,11 +223,13 @@ class EngineMemory:
 def engine_memory(model: ModelMemory, job: Job) -> EngineMemory:
     """Returns the memory of the engine that the trainer uses for the job."""
     if job.stage is None:
-        return _torch(model, job)
-    return _replicated(model, job) if job.stage == 0 else _zero(model, job)
+        return _torch_memory(model, job)
+    if job.stage == 0:
+        return _deepspeed_without_zero_memory(model, job)
+    return _zero_memory(model, job)
 
 
-def _torch(model: ModelMemory, job: Job) -> EngineMemory:
+def _torch_memory(model: ModelMemory, job: Job) -> EngineMemory:
     """Returns the memory of plain PyTorch, or of DistributedDataParallel."""
     trained = sum(size.local for size in model.trained)
     wide = job.itemsize == FP32
@@ -244,14 +251,14 @@ def _torch(model: ModelMemory, job: Job) -> EngineMemory:
     )
 
 
-def _replicated(model: ModelMemory, job: Job) -> EngineMemory:
+def _deepspeed_without_zero_memory(model: ModelMemory, job: Job) -> EngineMemory:
     """Returns the memory of DeepSpeed without ZeRO: gradients are summed in flat fp32 copies."""
-    plain = _torch(model, job)
+    plain = _torch_memory(model, job)
     trained = sum(size.local for size in model.trained)
     return replace(plain, buffers=FP32 * min(trained, ZERO_0_BUCKET))
 
 
-def _zero(model: ModelMemory, job: Job) -> EngineMemory:
+def _zero_memory(model: ModelMemory, job: Job) -> EngineMemory:
     """Returns the memory of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7)."""
     stage = job.stage or 0
     ranks = job.data_parallel_size
@@ -273,23 +280,28 @@ def _zero(model: ModelMemory, job: Job) -> EngineMemory:
     else:
         accumulates = job.accumulation_steps > 1
         wide = e if stage == 1 and job.precision == "fp16" else FP32  # of sums over micro-batches
-        gradients = wide * (own if exchanges_early or stage > 1 else trained)
-        held = (wide * trained if stage == 1 else gradients) if accumulates else 0
-        grown = 0.0 if accumulates else gradients / (trained * e)
+        # A rank keeps its share of the gradients where they are exchanged in the backward pass.
+        gradients = wide * trained
+        if exchanges_early or stage > 1:
+            gradients = wide * own
+        held = 0
+        grown = gradients / (trained * e)
+        if accumulates:
+            held = wide * trained if stage == 1 else gradients
+            grown = 0.0
         stepped = gradients + FP32 * max(flat)
         # Gradients are copied into a bucket, or into two in turn. A CPU allocates only the pages
         # that are written to.
-        bucket = (
-            bucket_elements(trained, ranks)
-            * (wide if stage == 1 else e)
-            * (1 + (exchanges_early and stage < 3))
-        )
+        bucket = bucket_elements(trained, ranks) * (wide if stage == 1 else e)
+        if exchanges_early and stage < 3:
+            bucket *= 2
         if job.device == "cpu":
             bucket = min(bucket, wide * trained)
+    parameters = every * e
+    if stage == 3:
+        parameters = -(-every // ranks) * e + min(every, ZERO_3_GATHERED) * e
     return EngineMemory(
-        parameters=every * e
-        if stage < 3
-        else -(-every // ranks) * e + min(every, ZERO_3_GATHERED) * e,
+        parameters=parameters,
         masters=FP32 * own,
         states=state_bytes(optimizer, model.trained, own),
         held=held,

@@ -85,14 +85,14 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
 
     Raises ValueError if the model does not allow this sequence length or tensor-parallel size.
     """
-    sizes, trained = _sizes_and_trained(config, job)
+    sizes, trained = _measure_parameters_of_family(config, job)
     activations = family(config.model_type).activations(config)
-    owned = (
-        stack
-        for stack in activations.stacks
-        if any(size.name.startswith(stack.path) for size in sizes)
-    )
-    activations = replace(activations, stacks=tuple(owned))  # an encoder alone has no decoder
+    # An architecture that is an encoder alone has no decoder's parameters.
+    owned = []
+    for stack in activations.stacks:
+        if any(size.name.startswith(stack.path) for size in sizes):
+            owned.append(stack)
+    activations = replace(activations, stacks=tuple(owned))
     has_target = any(stack.is_decoder for stack in activations.stacks)
     batch = job.batch(has_target=has_target)
     layout = job.layout
@@ -106,48 +106,52 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
         parts.append(BlockStack(stack.layers, block_bytes(stack, batch, layout), own))
     table = next(size for size in sizes if size.name.endswith("word_embeddings.weight"))
     head = next((size for size in sizes if size.name.endswith("head.weight")), table)
-    predicts_words = issubclass(
-        model_class(config), LanguageModel
-    )  # the logits of other heads are small
-    logits = logit_bytes(head.local_shape[0], batch, layout) if predicts_words else 0
-    stream = (
-        batch.size
-        * max(batch.length, batch.target_length)
-        * activations.stacks[0].block.hidden
-        * job.itemsize
-    )
+    logits = 0
+    loss = 0
+    trained_head: ParameterSize | None = None
+    # The logits of heads that predict something else are small.
+    if issubclass(model_class(config), LanguageModel):
+        logits = logit_bytes(head.local_shape[0], batch, layout)
+        # The gradient of the logits overwrites them.
+        loss = head_sum_bytes(head.local_shape, batch, layout)
+        trained_head = head if head in trained else None
+    positions = batch.size * max(batch.length, batch.target_length)
     return ModelMemory(
         parameters=tuple(sizes),
         trained=tuple(trained),
         parts=tuple(parts),
         logits=logits,
-        loss=head_sum_bytes(head.local_shape, batch, layout)
-        if predicts_words
-        else 0,  # the gradient overwrites the logits
+        loss=loss,
         ends=end_bytes(activations, batch, layout),
-        head=head if predicts_words and head in trained else None,
+        head=trained_head,
         table=table if table in trained else None,
-        stream=stream,
+        stream=positions * activations.stacks[0].block.hidden * job.itemsize,
     )
 
 
-def _sizes_and_trained(
+def _measure_parameters_of_family(
     config: ModelConfig, job: Job
 ) -> tuple[list[ParameterSize], list[ParameterSize]]:
     """Returns the sizes of all parameters, with those of LoRA weights, and of the trained ones."""
-    model = build_on_meta(config, None) if job.lora_rank else unsplit_on_meta(config)
     if job.lora_rank:
+        model = build_on_meta(config, None)
         attach_factors(model, lora_config(r=job.lora_rank, target_modules=job.lora_target_modules))
-    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    else:
+        model = unsplit_on_meta(config)
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     sizes = measure_parameters(model, job.tensor_parallel_size)
-    return sizes, [size for size in sizes if size.name in trains and not is_frozen(size, job)]
+    trained: list[ParameterSize] = []
+    for size in sizes:
+        if size.name in trainable and not is_frozen(size, job):
+            trained.append(size)
+    return sizes, trained
 
 
 def is_frozen(size: ParameterSize, job: Job) -> bool:
     """Returns whether the job leaves a parameter untrained."""
-    parts = {"encoder": "encoder.", "decoder": "decoder."}
-    if any(part in job.frozen and size.name.startswith(prefix) for part, prefix in parts.items()):
-        return True
+    for part in ("encoder", "decoder"):
+        if part in job.frozen and size.name.startswith(f"{part}."):
+            return True
     return "embeddings" in job.frozen and size.is_embedding
 
 
@@ -157,30 +161,32 @@ def hf_model_memory(config: Any, job: Job) -> ModelMemory:
     Raises ValueError if the job needs tensor or sequence parallelism or selective recomputation,
     which models of transformers do not support here, or if the model is not a decoder.
     """
-    _check(config, job)
+    _refuse_what_is_not_estimated(config, job)
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
-    model = _build(config, job)
-    name, blocks = _blocks(model, config.num_hidden_layers)
-    sizes = _sizes(model)
+    model = _build_model_of_transformers(config, job)
+    name, blocks = _find_blocks(model, config.num_hidden_layers)
+    sizes = _measure_parameters_of_transformers(model)
     trained = tuple(size for size in sizes if not is_frozen(size, job))
-    whole, largest = _kept(model, job)
+
+    # What the blocks keep is the difference between the model and what is left without them.
+    whole, largest = _measure_saved_tensors(model, job)
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, nn.ModuleList())
-    ends, _ = _kept(model, job)
-
+    ends, _ = _measure_saved_tensors(model, job)
     kept = (whole - ends) // len(blocks)
+
     tokens = job.micro_batch_size * job.length
     stream = tokens * config.hidden_size * job.itemsize
-    full = job.recompute == "full"
     working = 2 * stream + 2 * largest
-    block = BlockBytes(stream, kept - stream + working) if full else BlockBytes(kept, working)
+    block = BlockBytes(kept, working)
+    if job.recompute == "full":
+        block = BlockBytes(stream, kept - stream + working)
     in_blocks = tuple(size for size in trained if size.name.startswith(f"{name}."))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    head, table = (
-        next((size for size in trained if size.name == names[module.weight]), None)
-        for module in (model.get_output_embeddings(), model.get_input_embeddings())
-    )
+    trained_by_name = {size.name: size for size in trained}
+    head = trained_by_name.get(names[model.get_output_embeddings().weight])
+    table = trained_by_name.get(names[model.get_input_embeddings().weight])
     # The loss is computed from an fp32 copy of the logits. The log-softmax of the copy is kept, and
     # has a gradient.
     wide = tokens * config.vocab_size * FP32
@@ -198,7 +204,8 @@ def hf_model_memory(config: Any, job: Job) -> ModelMemory:
     )
 
 
-def _check(config: Any, job: Job) -> None:
+def _refuse_what_is_not_estimated(config: Any, job: Job) -> None:
+    """Raises ValueError for a job or a model of transformers whose memory is not known."""
     kind = config.model_type
     if job.lora_rank:
         raise ValueError("lora_rank is estimated for models of the zoo only")
@@ -220,7 +227,8 @@ def _check(config: Any, job: Job) -> None:
         raise ValueError(f"length {job.length} is more than the model's {longest} positions")
 
 
-def _build(config: Any, job: Job) -> Any:
+def _build_model_of_transformers(config: Any, job: Job) -> Any:
+    """Returns a causal language model without weights, in the job's precision."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -232,7 +240,7 @@ def _build(config: Any, job: Job) -> Any:
             ) from None
 
 
-def _blocks(model: nn.Module, layers: int) -> tuple[str, nn.ModuleList]:
+def _find_blocks(model: nn.Module, layers: int) -> tuple[str, nn.ModuleList]:
     """Returns the `ModuleList` of the model's blocks, and its name."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
@@ -242,20 +250,20 @@ def _blocks(model: nn.Module, layers: int) -> tuple[str, nn.ModuleList]:
     )
 
 
-def _sizes(model: nn.Module) -> list[ParameterSize]:
-    tables = {
-        parameter
-        for module in model.modules()
-        if is_embedding(module)
-        for parameter in module.parameters()
-    }
-    return [
-        ParameterSize(name, tuple(parameter.shape), tuple(parameter.shape), parameter in tables)
-        for name, parameter in model.named_parameters()
-    ]
+def _measure_parameters_of_transformers(model: nn.Module) -> list[ParameterSize]:
+    """Returns the sizes of the parameters, which no rank splits."""
+    tables: set[nn.Parameter] = set()
+    for module in model.modules():
+        if is_embedding(module):
+            tables.update(module.parameters())
+    sizes: list[ParameterSize] = []
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        sizes.append(ParameterSize(name, shape, shape, parameter in tables))
+    return sizes
 
 
-def _kept(model: Any, job: Job) -> tuple[int, int]:
+def _measure_saved_tensors(model: Any, job: Job) -> tuple[int, int]:
     """Returns the bytes of all storages that a forward pass keeps for backward, and of the largest
     one.
 
@@ -271,11 +279,9 @@ def _kept(model: Any, job: Job) -> tuple[int, int]:
         return tensor
 
     ids = torch.zeros(job.micro_batch_size, job.length, dtype=torch.long, device="meta")
+    mask = torch.ones_like(ids)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(
-            input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False
-        ).loss
-    del loss
+        model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False)
     sizes = [storage.nbytes() for storage in storages.values()]
     return sum(sizes), max(sizes)
 

@@ -33,10 +33,8 @@ from ..launch.rank_info import RankInfo
 from .model import BlockStack, Job, ModelMemory
 
 Partition = Literal["uniform", "parameters", "time"]
-DEPTHS = (
-    ("num_layers", "encoder_layers"),
-    ("num_decoder_layers", "decoder_layers"),
-)  # keys for encoder and decoder
+# Keys of configurations for the blocks of an encoder, and of a decoder.
+DEPTHS = (("num_layers", "encoder_layers"), ("num_decoder_layers", "decoder_layers"))
 REPEATS = 3  # of a timed step, after one that is not timed
 
 
@@ -118,17 +116,19 @@ def measured_costs(config: ModelConfig, blocks: Sequence[int], job: Job) -> list
     else:
         names = [next(name for name in depths if name in own) for depths in DEPTHS]
     single = dict.fromkeys(names, 1)
-    whole = _seconds(config.with_changes(**single), job)
-    each = [
-        max(_seconds(config.with_changes(**{**single, name: 2}), job) - whole, 1e-9)
-        for name in names
-    ]
-    costs = [cost for cost, count in zip(each, blocks, strict=True) for _ in range(count)]
-    costs[-1] += max(whole - sum(each), 0.0)
+    whole = _measure_seconds(config.with_changes(**single), job)
+    costs: list[float] = []
+    rest = whole  # of the embedding, the head and the loss
+    for name, count in zip(names, blocks, strict=True):
+        with_two = _measure_seconds(config.with_changes(**{**single, name: 2}), job)
+        block = max(with_two - whole, 1e-9)
+        costs += [block] * count
+        rest -= block
+    costs[-1] += max(rest, 0.0)
     return costs
 
 
-def _seconds(config: ModelConfig, job: Job) -> float:
+def _measure_seconds(config: ModelConfig, job: Job) -> float:
     """Returns the time of a micro-batch's forward and backward passes, without any split."""
     if job.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
@@ -144,9 +144,11 @@ def _seconds(config: ModelConfig, job: Job) -> float:
         dropout_state.set(0, sample)
         started = time.perf_counter()
         output = model(**batch)
-        loss: Any = (
-            output.loss if "labels" in batch else sum(value.float().sum() for value in output)
-        )
+        loss: Any
+        if "labels" in batch:
+            loss = output.loss
+        else:
+            loss = sum(value.float().sum() for value in output)
         loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -192,7 +194,7 @@ def stage_memory(whole: ModelMemory, config: ModelConfig, job: Job, stage: int) 
     first = sum(counts[:stage])
     end = first + counts[stage]
     start = 0
-    parts = []
+    parts: list[BlockStack] = []
     for part, (prefix, blocks) in zip(whole.parts, list_stacks(model), strict=True):
         own = range(max(first - start, 0), max(min(end - start, len(blocks)), 0))
         names = tuple(f"{prefix}blocks.{i}." for i in own)
@@ -200,15 +202,25 @@ def stage_memory(whole: ModelMemory, config: ModelConfig, job: Job, stage: int) 
         if own:
             parts.append(BlockStack(len(own) * flying, part.block, parameters))
         start += len(blocks)
-    return replace(
+
+    ends = 0
+    if stage > 0:
+        ends += 2 * whole.stream * flying  # received, and the copy of it
+    if stage < last:
+        ends += whole.stream * flying  # sent
+    part = replace(
         whole,
         parameters=tuple(size for size in whole.parameters if size.name in held),
         trained=tuple(size for size in whole.trained if size.name in owned),
         parts=tuple(parts),
-        logits=whole.logits if stage == last else 0,
-        loss=whole.loss if stage == last else 0,
-        ends=(whole.ends if stage == last else 0)
-        + whole.stream * flying * (2 * (stage > 0) + (stage < last)),
-        head=whole.head if stage == last else None,
+        logits=0,
+        loss=0,
+        ends=ends,
+        head=None,
         table=whole.table if whole.table is not None and whole.table.name in held else None,
+    )
+    if stage < last:
+        return part
+    return replace(
+        part, logits=whole.logits, loss=whole.loss, ends=ends + whole.ends, head=whole.head
     )
