@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_transformer import build_transformer
 
-from shardzoo import mpu
+from shardzoo import mpu, ops
 
 
 def norms(mesh, build, sequence_parallel, max_norm, dtype):
@@ -105,17 +105,23 @@ def test_16_bit_gradients_are_scaled_by_an_unrounded_factor():
     )
 
 
-def test_gradients_of_several_dtypes():
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_gradients_of_several_dtypes_and_layouts(kernels):
     parameters = [
         torch.nn.Parameter(torch.zeros(4, dtype=d))
         for d in (torch.float64, torch.bfloat16, torch.float32)
     ]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 2.0)
-    torch.testing.assert_close(mpu.clip_grad_norm_(parameters, 1.0), torch.tensor(48.0).sqrt())
+    parameters.append(torch.nn.Parameter(torch.zeros(15)))
+    parameters[-1].grad = torch.arange(30.0)[::2]  # the sum of its squares is 4060
+    with ops.kernels(kernels):
+        norm = mpu.clip_grad_norm_(parameters, 1.0)
+    torch.testing.assert_close(norm, torch.tensor(4108.0).sqrt())
     assert [parameter.grad.dtype for parameter in parameters] == [
         torch.float64,
         torch.bfloat16,
         torch.float32,
+        torch.float32,
     ]
-    assert float(parameters[0].grad[0]) == pytest.approx(2 / 48**0.5, rel=1e-6)
+    assert float(parameters[0].grad[0]) == pytest.approx(2 / 4108**0.5, rel=1e-6)
