@@ -401,11 +401,11 @@ def test_pretraining_without_targets_of_one_kind_learns_the_other(missing, tmp_p
 )  # fmt: skip
 def test_a_number_out_of_range_is_named_with_its_own_sample(name, place, value, told):
     from shardzoo.models import from_config
-    from shardzoo.trainer.batches.loss_normalization import label_problem
+    from shardzoo.trainer.batches.loss_normalization import describe_label_problem
 
     model = from_config(tiny("gpt2"))
     batch = {key: torch.full((2, 4), 3) for key in ("input_ids", "labels")}
     batch["labels"][0, 0] = IGNORED
-    assert label_problem(batch, model, 40) == ""
+    assert describe_label_problem(batch, model, 40) == ""
     batch[name][place] = value
-    assert label_problem(batch, model, 40).startswith(told)
+    assert describe_label_problem(batch, model, 40).startswith(told)
