@@ -75,20 +75,22 @@ def help_page(objective: str) -> HelpPage:
             "output_dir": "run",
         },
         common=(
-            *(
-                "model",
-                "init_from",
-                "data",
-                "objective",
-                "sequence_length",
-                "train_steps",
-                *COMMON_TRAINING,
-            ),
-            *("resume", "overwrite", "fast_dev_run", "dry_run"),
+            "model",
+            "init_from",
+            "data",
+            "objective",
+            "sequence_length",
+            "train_steps",
+            *COMMON_TRAINING,
+            "resume",
+            "overwrite",
+            "fast_dev_run",
+            "dry_run",
         ),
         names=SHORT_NAMES,
         texts={
-            "objective": f"What the model learns, here {objective}. One of {', '.join(objective_names())}."
+            "objective": f"What the model learns, here {objective}. "
+            f"One of {', '.join(objective_names())}."
         },
     )
 
@@ -101,29 +103,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launch is None:
         return USAGE_ERROR
 
+    given = sys.argv[1:] if argv is None else argv
+
     def work() -> int:
-        arguments = read_arguments(
-            sys.argv[1:] if argv is None else argv, quiet=not launch.is_first
-        )
+        arguments = read_arguments(given, quiet=not launch.is_first)
         inputs = choose_inputs(arguments, launch)
-        recipe = (
-            arguments.config if arguments.config and arguments.config.parent == RECIPES else None
-        )
-        defaults = f"defaults of recipes/{recipe.name}" if recipe and launch.is_first else ""
+        defaults = ""
+        if launch.is_first and arguments.config and arguments.config.parent == RECIPES:
+            defaults = f"defaults of recipes/{arguments.config.name}"
         if arguments.dry_run and launch.is_first:
             print(defaults)
             Console().print(run_plan(arguments, inputs))
+
         size = arguments.model_parallel_size
         stages = arguments.pipeline_parallel_size
         if launch.world_size < size * stages and not arguments.dry_run and not arguments.hostfile:
-            split = f"--model-parallel-size {size}" + (
-                f" x --pipeline-parallel-size {stages}" if stages > 1 else ""
-            )
-            print(f"{split} needs {size * stages} processes; starting them on this machine")
+            layout = f"--model-parallel-size {size}"
+            if stages > 1:
+                layout += f" x --pipeline-parallel-size {stages}"
+            print(f"{layout} needs {size * stages} processes; starting them on this machine")
         ensure_processes_for(arguments)
         if defaults:
             print(defaults)
-        from ..pretraining.run import Pretraining  # DeepSpeed takes seconds to import
+        from ..pretraining.run import Pretraining  # It imports DeepSpeed, for seconds.
 
         Pretraining(arguments, inputs, launch).run()
         return 0
@@ -142,27 +144,31 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
     Where it is silent, those of the file that `--config` names count, or else those of the model's
     recipe. If a run continues, its saved arguments are the defaults instead of a recipe's.
     """
-    argv, name = _without_objective(overrides_as_options(argv, PretrainCommand))
+    argv, name = _take_objective_name(overrides_as_options(argv, PretrainCommand))
+
+    # The defaults: a file's values, under those of a run that continues.
     config = given_value(argv, "config")
-    path = Path(config) if config else _recipe(argv)
-    values: dict[str, Any] = {**read_yaml(PretrainCommand, path), "config": path} if path else {}
-    argv = _of_restart(argv, values)
-    saved = _saved_values(argv, values)
+    path = Path(config) if config else _find_recipe(argv)
+    values: dict[str, Any] = {}
+    if path is not None:
+        values = {**read_yaml(PretrainCommand, path), "config": path}
+    argv = _add_restart_options(argv, values)
+    saved = _read_saved_values(argv, values)
     if saved is not None:
-        values = _merged(saved, values if config else {})
-    values["objective"] = _objective(argv, name, values)
-    page = help_page(values["objective"].name)
-    arguments = parse(PretrainCommand, page, argv, values=values, quiet=quiet)
+        values = _merge_values(saved, values if config else {})
+
+    objective = _build_objective(argv, name, values)
+    values["objective"] = objective
+    arguments = parse(PretrainCommand, help_page(objective.name), argv, values=values, quiet=quiet)
     if saved is not None:
-        _check_unchanged(
-            arguments, PretrainCommand(**{**saved, "objective": _objective((), None, saved)})
-        )
+        before = {**saved, "objective": _build_objective((), None, saved)}
+        _check_unchanged(arguments, PretrainCommand(**before))
     if arguments.fast_dev_run:
         arguments = replace(arguments, train_steps=20, eval_interval=10)
     return arguments
 
 
-def _of_restart(argv: list[str], values: Mapping[str, Any]) -> list[str]:
+def _add_restart_options(argv: list[str], values: Mapping[str, Any]) -> list[str]:
     """Returns the command line of a job that is started again: it resumes its run, or begins it
     again if none is saved.
 
@@ -171,26 +177,30 @@ def _of_restart(argv: list[str], values: Mapping[str, Any]) -> list[str]:
     folder = given_value(argv, "output_dir") or values.get("output_dir")
     if folder is None or not is_restarted():
         return argv
-    saved = RunFolder(Path(folder)).latest_step() is not None
-    return [*argv, *(("--resume", "--no-overwrite") if saved else ("--overwrite",))]
+    if RunFolder(Path(folder)).latest_step() is None:
+        return [*argv, "--overwrite"]
+    return [*argv, "--resume", "--no-overwrite"]
 
 
-def _recipe(argv: Sequence[str]) -> Path | None:
+def _find_recipe(argv: Sequence[str]) -> Path | None:
     """Returns the recipe with the name of the model, if there is one."""
-    default = None if given_value(argv, "init_from") else DEFAULT_MODEL
-    model = given_value(argv, "model") or default
+    model = given_value(argv, "model")
+    if not model and not given_value(argv, "init_from"):
+        model = DEFAULT_MODEL
     recipes = {path.stem: path for path in RECIPES.glob("*.yaml")}
     return recipes.get(model or "")
 
 
-def _saved_values(argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any] | None:
+def _read_saved_values(argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the saved arguments of the run in the output folder, if the command line continues or
     evaluates it.
     """
-    resume, eval_only = (
-        (given_value(argv, name) or str(values.get(name, False))).lower() == "true"
-        for name in ("resume", "eval_only")
-    )
+
+    def is_on(name: str) -> bool:
+        value = given_value(argv, name) or str(values.get(name, False))
+        return value.lower() == "true"
+
+    resume = is_on("resume")
     folder = given_value(argv, "output_dir") or values.get("output_dir")
     if folder is None:
         if resume:
@@ -199,45 +209,50 @@ def _saved_values(argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, A
     saved = RunFolder(Path(folder)).arguments_file
     if resume and not saved.exists():
         raise ValueError(f"--resume: {folder} holds no run; start one without --resume")
-    if not saved.exists() or not (resume or eval_only):
+    if not saved.exists() or not (resume or is_on("eval_only")):
         return None
-    if read := read_yaml(PretrainCommand, checked_file(saved.parent, saved.name)):
-        return read
-    raise ValueError(
-        f"{saved} is empty, so the run cannot go on; start a new one in another --output-dir"
-    )
+    found = read_yaml(PretrainCommand, checked_file(saved.parent, saved.name))
+    if not found:
+        raise ValueError(
+            f"{saved} is empty, so the run cannot go on; start a new one in another --output-dir"
+        )
+    return found
 
 
 def _check_unchanged(arguments: PretrainCommand, before: PretrainCommand) -> None:
     """Raises ValueError if arguments differ from those of the run in a value that a run cannot
     change.
     """
+    option = "--resume" if arguments.resume else "--eval-only"
     for name in FIXED:
-        if (value := getattr(before, name)) != (now := getattr(arguments, name)):
+        value = getattr(before, name)
+        now = getattr(arguments, name)
+        if value != now:
             raise ValueError(
-                f"{'--resume' if arguments.resume else '--eval-only'}: the run has {name}={value}, which cannot change "
+                f"{option}: the run has {name}={value}, which cannot change "
                 f"to {now}; leave {name} out, or start a new run in another --output-dir"
             )
 
 
-def _without_objective(argv: Sequence[str]) -> tuple[list[str], str | None]:
+def _take_objective_name(argv: Sequence[str]) -> tuple[list[str], str | None]:
     """Returns the command line without `--objective NAME`, and the name, or None."""
-    rest = []
+    rest: list[str] = []
     name = None
     words = deque(argv)
     while words:
-        option, equals, value = (word := words.popleft()).partition("=")
+        word = words.popleft()
+        option, equals, value = word.partition("=")
         if option != OBJECTIVE_OPTION:
             rest.append(word)
             continue
-        name = (
-            value if equals else words.popleft() if words and not words[0].startswith("-") else ""
-        )
+        if not equals and words and not words[0].startswith("-"):
+            value = words.popleft()
+        name = value
         find_objective(name)
     return rest, name
 
 
-def _objective(argv: Sequence[str], name: str | None, values: Mapping[str, Any]) -> Objective:
+def _build_objective(argv: Sequence[str], name: str | None, values: Mapping[str, Any]) -> Objective:
     """Returns the objective of the command line, with the settings of a file if it names the same.
 
     Args:
@@ -248,42 +263,45 @@ def _objective(argv: Sequence[str], name: str | None, values: Mapping[str, Any])
     Raises ValueError if there is no such objective, or it lacks a setting of the command line or
     the file.
     """
-    settings = _settings(values.get("objective"))
-    model, init_from = (given_value(argv, key) or values.get(key) for key in ("model", "init_from"))
+    settings = _read_settings(values.get("objective"))
+    model = given_value(argv, "model") or values.get("model")
+    init_from = given_value(argv, "init_from") or values.get("init_from")
     in_file = settings.pop("name", None) or name or default_objective(model, init_from)
     chosen = name or in_file
-    settings = settings if chosen == in_file else {}
+    if chosen != in_file:  # The file's settings are of another objective.
+        settings = {}
     kind = find_objective(chosen)
-    given = [
-        word[len(SETTING) :].partition("=")[0].replace("-", "_")
-        for word in argv
-        if word.startswith(SETTING)
-    ]
+
     known = [field.name for field in fields(kind)]
-    for setting in (*settings, *(setting.removeprefix("no_") for setting in given)):
+    given: list[str] = []
+    for word in argv:
+        if word.startswith(SETTING):
+            option = word[len(SETTING) :].partition("=")[0]
+            given.append(option.replace("-", "_").removeprefix("no_"))
+    for setting in (*settings, *given):
         if setting not in known:
-            raise ValueError(_no_setting(chosen, setting, known))
+            raise ValueError(_explain_unknown_setting(chosen, setting, known))
     hints = get_type_hints(kind)
-    return kind(
-        **{
-            key: checked_value(f"objective.{key}", hints[key], value)
-            for key, value in settings.items()
-        }
-    )
+    checked: dict[str, Any] = {}
+    for key, value in settings.items():
+        checked[key] = checked_value(f"objective.{key}", hints[key], value)
+    return kind(**checked)
 
 
-def _no_setting(name: str, setting: str, known: Sequence[str]) -> str:
-    owners = [
-        other
-        for other in objective_names()
-        if setting in (f.name for f in fields(find_objective(other)))
-    ]
-    elsewhere = f" (a setting of {', '.join(owners)})" if owners else ""
-    listed = f"its settings are {', '.join(known)}" if known else "it has no settings"
-    return f"objective {name!r} has no setting {setting!r}{elsewhere}; {listed}"
+def _explain_unknown_setting(name: str, setting: str, known: Sequence[str]) -> str:
+    owners: list[str] = []
+    for other in objective_names():
+        if setting in (field.name for field in fields(find_objective(other))):
+            owners.append(other)
+    text = f"objective {name!r} has no setting {setting!r}"
+    if owners:
+        text += f" (a setting of {', '.join(owners)})"
+    if known:
+        return f"{text}; its settings are {', '.join(known)}"
+    return f"{text}; it has no settings"
 
 
-def _settings(value: Any) -> dict[str, Any]:
+def _read_settings(value: Any) -> dict[str, Any]:
     """Returns an argument file's objective as settings, among them `name`."""
     if value is None or isinstance(value, str):
         return {"name": value} if value else {}
@@ -292,12 +310,13 @@ def _settings(value: Any) -> dict[str, Any]:
     return {str(key).replace("-", "_"): setting for key, setting in value.items()}
 
 
-def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_values(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of two argument files.
 
     The second takes precedence; it may set a part of an objective.
     """
-    before = _settings(low.get("objective"))
-    after = _settings(high.get("objective"))
-    same = after.get("name", before.get("name")) == before.get("name")
-    return {**low, **high, "objective": {**before, **after} if same else after}
+    before = _read_settings(low.get("objective"))
+    objective = _read_settings(high.get("objective"))
+    if objective.get("name", before.get("name")) == before.get("name"):
+        objective = {**before, **objective}
+    return {**low, **high, "objective": objective}
