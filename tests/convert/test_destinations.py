@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import pytest
 
 from shardzoo.convert import destination, operations, workers
-from shardzoo.convert.journal import Journal
+from shardzoo.convert.journal import JOURNAL, Journal
 
 
 def test_one_that_exists(arena, gpt2_folder):
@@ -182,3 +183,18 @@ def test_a_source_that_shrinks_meanwhile(arena, gpt2_folder, monkeypatch):
     assert code == 2
     assert "changed while it was being read" in message
     assert sorted(path.name for path in arena.folder.iterdir()) == ["source"]
+
+
+def test_a_journal_that_is_replaced_before_it_is_locked(tmp_path, monkeypatch):
+    """Another process finishes its conversion, or begins it again, between opening and locking."""
+    Journal(tmp_path, "first").close()
+    original = fcntl.flock
+
+    def replace_and_lock(file, how):
+        (tmp_path / "new").write_bytes(b"")
+        os.replace(tmp_path / "new", tmp_path / JOURNAL)
+        original(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", replace_and_lock)
+    with pytest.raises(ValueError, match="has ended or begun again"):
+        Journal(tmp_path, "first")
