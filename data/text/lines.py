@@ -67,13 +67,12 @@ def parse_json_text(raw: bytes, problem: str) -> Any:
 
 
 def begins_json_array(path: Path) -> bool:
-    """Returns whether a file begins with a JSON array: with `[`, and then `{`, `[` or `]`.
+    """Returns whether a file begins with a JSON array of objects: with `[`, and then `{`.
 
     So a text that begins with a bracket is none.
     """
     beginning = _read_beginning(path)
-    following = beginning[1:].lstrip()[:1]
-    return beginning[:1] == b"[" and following in (b"{", b"[", b"]")
+    return beginning[:1] == b"[" and beginning[1:].lstrip()[:1] == b"{"
 
 
 def begins_json(path: Path) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from .lines import iter_json_records
 from .sources import Chunk
 
 LARGEST_RECORD_BYTES = 16 << 20  # tokenizing a record takes about 50 times its size in memory
@@ -57,6 +58,7 @@ def read_chunk(chunk: Chunk, text_key: str = "text") -> ChunkText:
     """
     readers = {
         "jsonl": _read_jsonl,
+        "array": _read_array,
         "text": _read_text_range,
         "files": _read_files,
         "parquet": _read_parquet,
@@ -85,6 +87,25 @@ def _read_jsonl(chunk: Chunk, text_key: str, found: ChunkText) -> None:
                     found.bad.append(BadRecord(path, found.lines, str(error)))
 
 
+def _read_array(chunk: Chunk, text_key: str, found: ChunkText) -> None:
+    path = chunk.paths[0]
+    try:
+        records = list(iter_json_records(path))
+    except ValueError:
+        found.lines = 1
+        found.bad.append(BadRecord(path, 1, "the file begins with a JSON array, but is not one"))
+        return
+    for number, value in records:
+        found.lines = number
+        try:
+            text = find_text(value, text_key)
+        except ValueError as error:
+            found.bad.append(BadRecord(path, number, str(error)))
+            continue
+        found.bytes += len(text.encode("utf-8"))
+        found.add(text)
+
+
 def parse_json_line(raw: bytes, text_key: str) -> str:
     """Returns the text of one JSON line. ValueError gives the defect of a bad line."""
     try:
@@ -95,6 +116,11 @@ def parse_json_line(raw: bytes, text_key: str) -> str:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("unusable JSON: nested too deeply") from None
+    return find_text(value, text_key)
+
+
+def find_text(value: object, text_key: str) -> str:
+    """Returns the text of a parsed record. ValueError gives the defect of a bad one."""
     if not isinstance(value, dict):
         raise ValueError(
             f"a JSON {type(value).__name__} instead of an object with the key {text_key!r}"

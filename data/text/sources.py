@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from .lines import begins_json_array
+
 CHUNK_BYTES = 4 << 20
 ROWS_PER_CHUNK = 2048
+# The parsed objects of a JSON array take several times its size in memory.
+LARGEST_ARRAY_BYTES = 256 << 20
 JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
 # A single text file is cut into documents of PIECE_BYTES, so that some can be held out. In a folder
 # each file is a document; files above FILE_PIECE_BYTES are cut, which bounds the memory of a
@@ -38,7 +42,7 @@ class Chunk:
     `start:stop` counts bytes of a file, row groups (parquet) or rows (arrow).
     """
 
-    kind: str  # "jsonl", "text", "files", "parquet" or "arrow"
+    kind: str  # "jsonl", "array", "text", "files", "parquet" or "arrow"
     paths: tuple[Path, ...]
     start: int = 0
     stop: int = 0
@@ -137,7 +141,9 @@ def _plan_files(files: list[Path], described: str) -> list[Chunk]:
     chunks: list[Chunk] = []
     texts: list[Path] = []
     for path in files:
-        if path.suffix in JSON_SUFFIXES:
+        if path.suffix in JSON_SUFFIXES and begins_json_array(path):
+            chunks.append(_plan_array(path))
+        elif path.suffix in JSON_SUFFIXES:
             chunks += _plan_ranges("jsonl", path, FILE_PIECE_BYTES)
         elif path.suffix == ".parquet":
             chunks += _plan_parquet(path)
@@ -157,6 +163,17 @@ def _plan_files(files: list[Path], described: str) -> list[Chunk]:
             ".parquet, none compressed"
         )
     return chunks
+
+
+def _plan_array(path: Path) -> Chunk:
+    """Plans a JSON array, which can be read only as a whole."""
+    size = path.stat().st_size
+    if size > LARGEST_ARRAY_BYTES:
+        raise ValueError(
+            f"{path} is a JSON array of {size:,} bytes; it may have {LARGEST_ARRAY_BYTES:,}: write "
+            "its records as JSON lines"
+        )
+    return Chunk("array", (path,), 0, size)
 
 
 def _plan_ranges(kind: str, path: Path, piece_bytes: int) -> list[Chunk]:

@@ -560,6 +560,7 @@ def load_transformers_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     check_tokenizer_folder(folder)
+    _check_t5_model(folder)
     with library_errors(folder):
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
@@ -572,6 +573,21 @@ def load_transformers_tokenizer(folder: Path) -> Any:
             "as tokenizer.json, vocab.txt, or spiece.model with tokenizer_config.json"
         )
     return tokenizer
+
+
+def _check_t5_model(folder: Path) -> None:
+    """Raises ValueError for a BPE model that is said to be T5's, which transformers would read as a
+    unigram model.
+    """
+    kind = str(_read_json(folder / CONFIG).get("tokenizer_class", "")).removesuffix("Fast")
+    if kind not in ("T5Tokenizer", "MT5Tokenizer") or (folder / TOKENIZER_JSON).is_file():
+        return
+    file = folder / SENTENCEPIECE_FILES[0]
+    if file.is_file() and SentencePieceModel.from_file(file).kind == BPE:
+        raise ValueError(
+            f"{file} is a BPE model, of which transformers' {kind} makes another tokenizer; write "
+            f"the folder again: save_tokenizer(load_tokenizer({str(folder)!r}), {str(folder)!r})"
+        )
 
 
 def t5_sentinel_names(count: int = T5_SENTINELS) -> list[str]:

@@ -19,6 +19,8 @@ from shardzoo.data import (
     ResumableLoader,
     Seq2SeqDataset,
     Share,
+    SourceReport,
+    iter_documents,
     load_chats,
     load_choices,
     load_labeled,
@@ -27,6 +29,7 @@ from shardzoo.data import (
     load_questions,
     load_tokenizer,
     pack_lengths,
+    skip_bad,
 )
 from shardzoo.finetuning.tasks import first_record
 
@@ -104,6 +107,20 @@ def test_lines_of_text_have_no_byte_order_mark(tmp_path):
     (tmp_path / "c.txt").write_bytes(MARK + b"-DOCSTART- -X- O\n\n[ X O\nEU X B\n")
     (sentence,) = load_labeled_words(tmp_path / "c.txt")
     assert (sentence.words, sentence.labels) == (("[", "EU"), ("O", "B"))
+
+
+def test_a_corpus_may_be_an_array(tmp_path):
+    records = [{"text": "one"}, {"text": 2}, {"text": "three"}]
+    (tmp_path / "a.json").write_bytes(MARK + json.dumps(records, indent=1).encode())
+    report = SourceReport()
+    found = iter_documents(tmp_path / "a.json", on_bad=skip_bad, report=report)
+    assert list(found) == ["one", "three"]
+    assert report.first_bad == [
+        f"{tmp_path}/a.json, record 2: the value of 'text' is int, not a string"
+    ]
+    (tmp_path / "a.json").write_bytes(b'[{"text": "one"}')
+    with pytest.raises(ValueError, match=r"a\.json, record 1: .* is not one"):
+        list(iter_documents(tmp_path / "a.json"))
 
 
 def test_other_keys_and_a_prefix(tmp_path):

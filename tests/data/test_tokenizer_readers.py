@@ -103,6 +103,17 @@ def test_a_folder_of_another_family_is_read_as_transformers_does(tmp_path):
     assert load_tokenizer(tmp_path).encode_batch(ODD) == ids_of_transformers(tmp_path, ODD)
 
 
+def test_an_old_export_of_a_bpe_model_is_refused(tmp_path):
+    train_model(tmp_path, "bpe").rename(tmp_path / "spiece.model")
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"tokenizer_class": "T5Tokenizer", "extra_ids": 0}')
+    with pytest.raises(ValueError, match="is a BPE model"):
+        load_transformers_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    save_tokenizer(tokenizer, tmp_path)
+    assert ids_of_transformers(tmp_path, ODD) == tokenizer.encode_batch(ODD)
+
+
 def test_a_class_that_makes_another_tokenizer_is_replaced(tmp_path):
     """transformers' GPT2Tokenizer would split these words into letters."""
     backend = RustTokenizer(WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))

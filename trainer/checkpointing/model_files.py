@@ -113,10 +113,14 @@ class ShardedFiles:
         self, hashes: Sequence[Hashes], vocabulary: Vocabulary | None
     ) -> Callable[[Path], None]:
         config = self.model.config
+        generation = getattr(self.model, "generation_config", None)
         manifest = replace(make_manifest(self.model, config, hashes), vocabulary=vocabulary)
 
         def write(folder: Path) -> None:
             config.save(folder)
+            # The settings of the folder from which the model was loaded, if config.json lacks them.
+            if generation is not None and not generation.follows_from(config.to_dict()):
+                generation.save(folder)
             manifest.write(folder)
 
         return write
