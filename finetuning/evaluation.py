@@ -38,7 +38,8 @@ def metric_names(given: str, kind: str) -> tuple[str, ...]:
     """Returns the metrics to compute: those of the `kind` that are named, and its default unless it
     is of texts.
 
-    Raises ValueError for an unknown metric, or one whose package is missing.
+    Raises:
+        ValueError: A metric is unknown, or its package is missing.
     """
     named = [name.strip() for name in given.split(",") if name.strip()]
     for name in named:
@@ -58,7 +59,10 @@ def metric_names(given: str, kind: str) -> tuple[str, ...]:
 
 def value_names(metrics: Sequence[str]) -> list[str]:
     """Returns the names of the values of metrics."""
-    return list(dict.fromkeys(name for metric in metrics for name in VALUES.get(metric, (metric,))))
+    names: list[str] = []
+    for metric in metrics:
+        names += VALUES.get(metric, (metric,))
+    return list(dict.fromkeys(names))
 
 
 def text_values(
@@ -113,15 +117,13 @@ def generated_texts(
     return [found[number] for number in range(len(sources))]
 
 
-def predictions_of(kind: str, output: Any, batch: Mapping[str, Tensor]) -> list[Any]:
+def collect_predictions(kind: str, output: Any, batch: Mapping[str, Tensor]) -> list[Any]:
     """Returns what the metrics of a `kind` need of each row: (prediction, label), for words lists
     of such pairs, and for answers the logits of the first and the last token."""
     if kind == "answers":
-        logits = (
-            find_output_field(output, f"{end}_logits").float().cpu().tolist()
-            for end in ("start", "end")
-        )
-        return list(zip(*logits, strict=True))
+        start = find_output_field(output, "start_logits").float().cpu().tolist()
+        end = find_output_field(output, "end_logits").float().cpu().tolist()
+        return list(zip(start, end, strict=True))
     logits = find_output_field(output, "logits").float().cpu()
     labels = batch["labels"].cpu()
     if kind == "numbers":
@@ -131,28 +133,29 @@ def predictions_of(kind: str, output: Any, batch: Mapping[str, Tensor]) -> list[
     chosen = logits.argmax(-1).tolist()
     if kind == "classes":
         return list(zip(chosen, labels.tolist(), strict=True))
-    pairs = (
-        zip(row, wanted, strict=True) for row, wanted in zip(chosen, labels.tolist(), strict=True)
-    )
-    return [[(found, label) for found, label in row if label != IGNORED] for row in pairs]
+    rows: list[Any] = []
+    for predicted, wanted in zip(chosen, labels.tolist(), strict=True):
+        pairs = zip(predicted, wanted, strict=True)
+        rows.append([(found, label) for found, label in pairs if label != IGNORED])
+    return rows
 
 
 def predicted_values(
     kind: str, metrics: Sequence[str], found: Sequence[Any], names: Sequence[str]
 ) -> dict[str, float]:
-    """Returns the values of metrics of predictions, which `predictions_of` returned.
+    """Returns the values of metrics of predictions, which `collect_predictions` returned.
 
     Classes: f1, precision and recall are of class 1 if there are two classes, else means over the
-    classes; of several
-    classes they are over all decisions, and accuracy is the share of rows that are right in all
-    classes. Words: accuracy is that of words, and seqeval's values are those of entities
-    (CoNLL-2000's, by BIO labels `names`).
+    classes; of several classes they are over all decisions, and accuracy is the share of rows that
+    are right in all classes. Words: accuracy is that of words, and seqeval's values are those of
+    entities (CoNLL-2000's, by BIO labels `names`).
     """
     if kind == "words":
         return _word_values(metrics, found, names)
-    predicted, wanted = (np.array([pair[side] for pair in found]) for side in (0, 1))
+    predicted = np.array([prediction for prediction, _ in found])
+    wanted = np.array([label for _, label in found])
     if kind == "numbers":
-        return {metric: _number_value(metric, predicted, wanted) for metric in metrics}
+        return {metric: _measure_numbers(metric, predicted, wanted) for metric in metrics}
     values: dict[str, float] = {}
     for metric in metrics:
         if metric == "accuracy":
@@ -163,19 +166,23 @@ def predicted_values(
         if metric == "matthews_correlation":
             values[metric] = float(library.matthews_corrcoef(wanted, predicted))
             continue
-        average = "micro" if kind == "several classes" else "binary" if len(names) == 2 else "macro"
+        average = "macro"
+        if kind == "several classes":
+            average = "micro"
+        elif len(names) == 2:
+            average = "binary"
         function = getattr(library, f"{metric}_score")
         values[metric] = float(function(wanted, predicted, average=average, zero_division=0))
     return values
 
 
-def _number_value(metric: str, predicted: np.ndarray, wanted: np.ndarray) -> float:
-    if metric in ("mse", "mae"):
-        errors = np.abs(predicted - wanted)
-        return float((errors**2 if metric == "mse" else errors).mean())
-    if (
-        metric == "spearmanr"
-    ):  # Pearson's correlation of the ranks, of which equal numbers share their mean
+def _measure_numbers(metric: str, predicted: np.ndarray, wanted: np.ndarray) -> float:
+    if metric == "mse":
+        return float((np.abs(predicted - wanted) ** 2).mean())
+    if metric == "mae":
+        return float(np.abs(predicted - wanted).mean())
+    if metric == "spearmanr":
+        # It is Pearson's correlation of the ranks, of which equal numbers share their mean.
         from scipy.stats import rankdata
 
         predicted = rankdata(predicted)
@@ -193,13 +200,14 @@ def _word_values(
     if "seqeval" in metrics:
         from seqeval import metrics as library
 
-        predicted, wanted = (
-            [[names[pair[side]] for pair in row] for row in found] for side in (0, 1)
-        )
+        predicted: list[list[str]] = []
+        wanted: list[list[str]] = []
+        for row in found:
+            predicted.append([names[prediction] for prediction, _ in row])
+            wanted.append([names[label] for _, label in row])
         for name in VALUES["seqeval"]:
-            values[name] = float(
-                getattr(library, f"{name}_score")(wanted, predicted, zero_division=0)
-            )
+            function = getattr(library, f"{name}_score")
+            values[name] = float(function(wanted, predicted, zero_division=0))
     return values
 
 
@@ -235,7 +243,8 @@ def answer_values(answers: Sequence[str], records: Sequence[Any]) -> dict[str, f
     """Returns SQuAD's values (Rajpurkar et al., 2016), 0 to 100: the shares of answers that equal
     one of a question's, and the mean over the questions of the largest F1 of words, both after
     `normalized`."""
-    exact = f1 = 0.0
+    exact = 0.0
+    f1 = 0.0
     for answer, record in zip(answers, records, strict=True):
         wanted = [normalized(text) for text, _ in record.answers] or [""]
         exact += normalized(answer) in wanted

@@ -26,15 +26,17 @@ def embedding_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
     A head that is tied to the token table is the same parameter.
     """
-    table = input_embedding(model)  # a pipeline stage may lack the weight
+    table = input_embedding(model)
+    # A pipeline stage may lack the weight.
     width = getattr(table, "embedding_dim", None) or table.weight.shape[1]
-    return {
-        f"{name}.{own}": parameter
-        for name, module in model.named_modules()
-        if isinstance(module, EMBEDDINGS)
-        for own, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() == 2 and parameter.shape[1] == width
-    }
+    found: dict[str, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, EMBEDDINGS):
+            continue
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 2 and parameter.shape[1] == width:
+                found[f"{name}.{own}"] = parameter
+    return found
 
 
 def part_parameters(model: nn.Module, source: ModelSource, part: str) -> dict[str, nn.Parameter]:
@@ -50,51 +52,50 @@ def part_parameters(model: nn.Module, source: ModelSource, part: str) -> dict[st
         return embeddings
     if source.shape != "encoder-decoder" and source.shape != part:
         raise ValueError(
-            f"{type(model).__name__} is a {source.shape} and has no {part}: freeze its {source.shape} or its embeddings"
+            f"{type(model).__name__} is a {source.shape} and has no {part}: freeze its "
+            f"{source.shape} or its embeddings"
         )
     apart = {id(parameter) for parameter in embeddings.values()}
-    modules = (
-        _native_part(model, part) if source.native else _transformers_part(model, source, part)
-    )
-    prefixes = tuple(
-        f"{name}."
-        for name, module in model.named_modules()
-        if any(module is one for one in modules)
-    )
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if name.startswith(prefixes) and id(parameter) not in apart
-    }
+    modules = {id(module) for module in _find_modules(model, source, part)}
+    prefixes = tuple(f"{name}." for name, module in model.named_modules() if id(module) in modules)
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if name.startswith(prefixes) and id(parameter) not in apart:
+            found[name] = parameter
+    return found
 
 
-def _native_part(model: Any, part: str) -> list[nn.Module]:
-    if hasattr(model, part):  # BERT also has an `encoder`
-        return [getattr(model, part)]
-    return [model.blocks, model.final_norm]
-
-
-def _transformers_part(model: Any, source: ModelSource, part: str) -> list[nn.Module]:
+def _find_modules(model: Any, source: ModelSource, part: str) -> list[nn.Module]:
+    """Returns the modules of an encoder or a decoder."""
+    if source.native:
+        # Some encoders have an `encoder`, too.
+        if hasattr(model, part):
+            return [getattr(model, part)]
+        return [model.blocks, model.final_norm]
     if source.shape == "encoder-decoder":
         return [model.get_encoder() if part == "encoder" else model.get_decoder()]
     # The pooler belongs to the head.
     return [child for name, child in model.base_model.named_children() if name != "pooler"]
 
 
+def list_parts(source: ModelSource) -> tuple[str, ...]:
+    """Returns the names of a model's parts besides embeddings and head."""
+    if source.shape == "encoder-decoder":
+        return ("encoder", "decoder")
+    return (source.shape,)
+
+
 def head_parameters(model: nn.Module, source: ModelSource) -> dict[str, nn.Parameter]:
     """Returns the parameters that are in no other part."""
-    parts = ("encoder", "decoder") if source.shape == "encoder-decoder" else (source.shape,)
-    others = {
-        id(p)
-        for part in (*parts, "embeddings")
-        for p in part_parameters(model, source, part).values()
-    }
+    others: set[int] = set()
+    for part in (*list_parts(source), "embeddings"):
+        others.update(id(parameter) for parameter in part_parameters(model, source, part).values())
     return {name: p for name, p in model.named_parameters() if id(p) not in others}
 
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """Numbers of parameters of the whole model, independent of how it is split. A shared parameter
+    """Counts the parameters of the whole model, independent of how it is split. A shared parameter
     counts once.
 
     Attributes:
@@ -121,25 +122,29 @@ class ModelSummary:
 
 
 def summarize(model: nn.Module, source: ModelSource) -> ModelSummary:
-    shapes = ("encoder", "decoder") if source.shape == "encoder-decoder" else (source.shape,)
-    groups = {part: part_parameters(model, source, part) for part in ("embeddings", *shapes)}
+    """Returns the numbers of parameters of a model, or of one of its pipeline stages."""
+    groups: dict[str, dict[str, nn.Parameter]] = {}
+    for part in ("embeddings", *list_parts(source)):
+        groups[part] = part_parameters(model, source, part)
     groups["head"] = head_parameters(model, source)
-    parts = {}
+    parts: dict[str, tuple[int, int]] = {}
     copies = find_copied_parameters(model)
     for part, parameters in groups.items():
-        owned = (p for name, p in parameters.items() if name not in copies)
-        distinct = {id(p): (full_size(p), p.requires_grad) for p in owned}
+        distinct = {id(p): p for name, p in parameters.items() if name not in copies}
         if distinct:
-            sizes = distinct.values()
-            parts[part] = (sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains))
-    return summary_of(type(model).__name__, [parts])
+            total = sum(full_size(p) for p in distinct.values())
+            trainable = sum(full_size(p) for p in distinct.values() if p.requires_grad)
+            parts[part] = (total, trainable)
+    return merge_summaries(type(model).__name__, [parts])
 
 
-def summary_of(name: str, stages: Sequence[dict[str, tuple[int, int]]]) -> ModelSummary:
+def merge_summaries(name: str, stages: Sequence[dict[str, tuple[int, int]]]) -> ModelSummary:
     """Returns the summary of a model from the parts of each of its pipeline stages."""
     parts: dict[str, tuple[int, int]] = {}
-    for part in dict.fromkeys(part for stage in stages for part in stage):
-        pairs = [stage[part] for stage in stages if part in stage]
-        parts[part] = (sum(total for total, _ in pairs), sum(trained for _, trained in pairs))
-    total, trainable = (sum(counts[i] for counts in parts.values()) for i in (0, 1))
+    for stage in stages:
+        for part, (total, trainable) in stage.items():
+            total_before, trainable_before = parts.get(part, (0, 0))
+            parts[part] = (total_before + total, trainable_before + trainable)
+    total = sum(count for count, _ in parts.values())
+    trainable = sum(count for _, count in parts.values())
     return ModelSummary(name, total, trainable, parts)

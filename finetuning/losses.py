@@ -32,15 +32,16 @@ def parse_class_weights(given: str, counts: Sequence[int]) -> list[float]:
         weights = []
     if len(weights) != len(counts) or min(weights, default=-1) < 0:
         raise ValueError(
-            f"class_weights must be 'balanced' or {len(counts)} numbers of at least 0 with commas, one for each class, "
-            f"not {given!r}"
+            f"class_weights must be 'balanced' or {len(counts)} numbers of at least 0 with commas, "
+            f"one for each class, not {given!r}"
         )
     return weights
 
 
 @dataclass(frozen=True)
 class WeightedLoss:
-    """The sum of weighted, smoothed losses divided by the number of targets, as for equal weights.
+    """Computes the sum of weighted, smoothed losses divided by the number of targets, as for equal
+    weights.
 
     Attributes:
         kind: What the labels are: a key of METRICS.
@@ -74,12 +75,14 @@ class WeightedLoss:
         losses, count = self.losses(logits, labels)
         if weights is not None:
             losses = losses * weights.view(-1, *[1] * (losses.dim() - 1))
-        return {"loss": losses.sum() / (count if items is None else items), "logits": logits}
+        if items is not None:
+            count = items
+        return {"loss": losses.sum() / count, "logits": logits}
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the loss of each target, 0 where a label is ignored, and the number of targets."""
         if self.kind in ("texts", "tokens"):
-            return self._word_losses(logits, labels)
+            return self._token_losses(logits, labels)
         logits = logits.float()
         if self.kind == "numbers":
             losses = F.mse_loss(logits.view_as(labels), labels, reduction="none")
@@ -100,7 +103,8 @@ class WeightedLoss:
             losses = losses * logits.new_tensor(self.class_weights)[labels.masked_fill(~kept, 0)]
         return losses, kept.sum()
 
-    def _word_losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _token_losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Does what `losses` does for labels that are tokens."""
         targets = labels
         if self.native:
             targets = self.model.targets(labels)

@@ -31,16 +31,16 @@ from .data import Collate, FinetuningData, TextTokenizer
 from .evaluation import (
     answer_values,
     best_answers,
+    collect_predictions,
     generated_texts,
     metric_names,
     next_token_accuracy,
     perplexity,
     predicted_values,
-    predictions_of,
     text_values,
     value_names,
 )
-from .freezing import ModelSummary, part_parameters, summarize, summary_of
+from .freezing import ModelSummary, merge_summaries, part_parameters, summarize
 from .loading import find_source, label_modules, load_model, positions_of, task_config
 from .losses import SMOOTHED, WEIGHTED, WeightedLoss, parse_class_weights
 from .saving import check_run, open_run, save_whole, tokenizer_folder, write_companions
@@ -247,7 +247,9 @@ class Trainer(BaseTrainer):
         summary = summarize(self.model, self.source)
         if self.ranks.pp_size > 1:
             first = self.ranks.dp_rank == self.ranks.tp_rank == 0
-            summary = summary_of(summary.name, self.ranks.gather(summary.parts if first else {}))
+            summary = merge_summaries(
+                summary.name, self.ranks.gather(summary.parts if first else {})
+            )
         self.console.print(summary.table())
         return summary
 
@@ -519,7 +521,7 @@ class Trainer(BaseTrainer):
         """Keeps what the metrics need of the model's output for the samples `rows`."""
         if self._data.kind not in ("texts", "tokens") and self.ranks.reports:
             self._predictions |= zip(
-                rows, predictions_of(self._data.kind, output, batch), strict=True
+                rows, collect_predictions(self._data.kind, output, batch), strict=True
             )
 
     def _measures_texts(self) -> bool:
