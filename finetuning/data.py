@@ -88,7 +88,7 @@ class FinetuningData:
         counts = np.zeros(len(self.labels.names), np.int64)
         for label in self._all_labels(self._train_records()):
             for name in label if isinstance(label, tuple) else (label,):
-                counts[self.labels.class_of(name)] += 1
+                counts[self.labels.find_class(name)] += 1
         return counts.tolist()
 
     def _all_labels(self, records: Any) -> list[Any]:

@@ -22,7 +22,8 @@ from ..mpu import VocabParallelEmbedding
 
 PROMPT_FILE = "soft_prompt.safetensors"
 TOKENS_FILE = "soft_prompt.json"
-COMMON_TOKENS = 5000  # new rows are initialized from frequent tokens, which have the lowest ids
+COMMON_TOKENS = 5000
+"""New rows are initialized from frequent tokens, which have the lowest ids."""
 
 
 class PromptedEmbedding(nn.Module):
@@ -37,9 +38,8 @@ class PromptedEmbedding(nn.Module):
 
     def __init__(self, base: nn.Module, first_id: int, prompt: nn.Parameter) -> None:
         super().__init__()
-        self._base = (
-            base,
-        )  # in a tuple, so that it is not a submodule and its weight keeps its name
+        # It is in a tuple, so that it is no submodule, and its weight keeps its name.
+        self._base = (base,)
         self.weight: Any = base.weight
         self.first_id = first_id
         self.prompt = prompt
@@ -74,9 +74,9 @@ class PromptedEmbedding(nn.Module):
         return self._insert(x, ids, new), shared
 
     def _insert(self, x: Tensor, ids: Tensor, new: Tensor) -> Tensor:
-        return torch.where(
-            new[..., None], F.embedding((ids - self.first_id).clamp(min=0), self.prompt), x
-        )
+        """Returns embeddings x [B, S, H] with the rows of the prompt where ids are `new`."""
+        rows = F.embedding((ids - self.first_id).clamp(min=0), self.prompt)
+        return torch.where(new[..., None], rows, x)
 
 
 def input_embedding(model: Any) -> Any:
@@ -102,7 +102,10 @@ def add_prompt(model: Any, embedding: Any, first_id: int, rows: Tensor) -> nn.Pa
     """Adds new input tokens to the model and freezes everything else. Returns their rows, [P, H].
 
     Every module with the embedding's weight is replaced, because encoder and decoder of
-    transformers have their own. ValueError with sequence parallelism.
+    transformers have their own.
+
+    Raises:
+        ValueError: The model has sequence parallelism.
     """
     if getattr(embedding, "sequence_parallel", False):
         raise ValueError(
@@ -111,21 +114,18 @@ def add_prompt(model: Any, embedding: Any, first_id: int, rows: Tensor) -> nn.Pa
     for parameter in model.parameters():
         parameter.requires_grad = False
     prompt = nn.Parameter(rows)
-    _replace(
-        model,
-        lambda module: (
-            PromptedEmbedding(module, first_id, prompt) if _looks_up(module, embedding) else None
-        ),
-    )
+
+    def extend(module: Any) -> nn.Module | None:
+        if type(module) is type(embedding) and module.weight is embedding.weight:
+            return PromptedEmbedding(module, first_id, prompt)
+        return None
+
+    _replace_modules(model, extend)
     model.extra_input_ids = max(0, first_id + len(rows) - model.config.vocab_size)
     return prompt
 
 
-def _looks_up(module: Any, embedding: Any) -> bool:
-    return type(module) is type(embedding) and module.weight is embedding.weight
-
-
-def _replace(model: nn.Module, choose: Callable[[nn.Module], nn.Module | None]) -> None:
+def _replace_modules(model: nn.Module, choose: Callable[[nn.Module], nn.Module | None]) -> None:
     """Replaces each submodule by what `choose` returns for it, unless that is None; shared modules
     stay shared.
     """
@@ -134,7 +134,8 @@ def _replace(model: nn.Module, choose: Callable[[nn.Module], nn.Module | None]) 
         for name, child in list(parent.named_children()):
             if id(child) not in chosen:
                 chosen[id(child)] = choose(child)
-            if (new := chosen[id(child)]) is not None:
+            new = chosen[id(child)]
+            if new is not None:
                 parent._modules[name] = new
 
 
@@ -142,11 +143,13 @@ def _replace(model: nn.Module, choose: Callable[[nn.Module], nn.Module | None]) 
 def without_prompt(model: nn.Module) -> Iterator[None]:
     """Removes the model's soft prompt, if it has one, for the duration of the context."""
     prompted = {id(m.base): m for m in model.modules() if isinstance(m, PromptedEmbedding)}
-    _replace(model, lambda module: module.base if isinstance(module, PromptedEmbedding) else None)
+    _replace_modules(
+        model, lambda module: module.base if isinstance(module, PromptedEmbedding) else None
+    )
     try:
         yield
     finally:
-        _replace(model, lambda module: prompted.get(id(module)))
+        _replace_modules(model, lambda module: prompted.get(id(module)))
 
 
 def save_prompt(prompt: Tensor, tokens: Sequence[str], first_id: int, folder: Path) -> None:

@@ -16,11 +16,8 @@ from .loading import ModelSource
 
 PAIR_SUFFIXES = (".source", ".target")
 WORD_SUFFIXES = (".conll", ".bio", ".iob")
-WITHOUT_TEXTS = (
-    *WITH_LABELS,
-    "question-answering",
-    "multiple-choice",
-)  # their models generate nothing
+# The models of these tasks generate nothing.
+WITHOUT_TEXTS = (*WITH_LABELS, "question-answering", "multiple-choice")
 _OF_ANY = ("text-classification", "token-classification", "question-answering")
 TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
     "encoder-decoder": ("text2text-generation", *_OF_ANY),
@@ -32,30 +29,26 @@ TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
 def choose_task(arguments: FinetuningArguments, source: ModelSource) -> Task:
     """Returns the task given by the arguments, or implied by model and file.
 
-    ValueError if the model does not fit.
+    Raises:
+        ValueError: The model does not learn the task.
     """
-    fitting = (
-        tuple(family(source.model_type).tasks)
-        if source.native
-        else TRANSFORMERS_TASKS[source.shape]
-    )
-    task = arguments.task or _implied_task(arguments, source, fitting)
+    fitting = TRANSFORMERS_TASKS[source.shape]
+    if source.native:
+        fitting = tuple(family(source.model_type).tasks)
+    task = arguments.task or _infer_task(arguments, source, fitting)
     if task not in fitting:
-        hint = (
-            ""
-            if source.native is False or task not in TRANSFORMERS_TASKS[source.shape]
-            else "; native=False does"
-        )
+        hint = ""
+        if source.native and task in TRANSFORMERS_TASKS[source.shape]:
+            hint = "; native=False does"
         raise ValueError(
-            f"{source.folder} is a {source.shape} ({source.model_type}), which does not learn {task}; it "
-            f"learns {' or '.join(fitting)}{hint}"
+            f"{source.folder} is a {source.shape} ({source.model_type}), which does not learn "
+            f"{task}; it learns {' or '.join(fitting)}{hint}"
         )
     return cast(Task, task)
 
 
-def _implied_task(
-    arguments: FinetuningArguments, source: ModelSource, fitting: Sequence[str]
-) -> str:
+def _infer_task(arguments: FinetuningArguments, source: ModelSource, fitting: Sequence[str]) -> str:
+    """Returns the task that the first record of the training file is for."""
     if arguments.train_file is None:
         return fitting[0]
     path = Path(arguments.train_file)
@@ -91,11 +84,9 @@ def first_record(path: Path) -> dict[str, Any]:
         from datasets import Dataset, load_from_disk
 
         data: Any = load_from_disk(str(path)) if path.is_dir() else Dataset.from_parquet(str(path))
-        return (
-            dict(data[0])
-            if hasattr(data, "column_names") and isinstance(data, Dataset) and len(data)
-            else {}
-        )
+        if not isinstance(data, Dataset) or not len(data):
+            return {}
+        return dict(data[0])
     if not path.is_file() or path.suffix not in (".json", ".jsonl"):
         return {}
     record: Any = {}
@@ -123,25 +114,24 @@ def stored_labels(source: ModelSource, task: str) -> list[str] | None:
     """
     names = source.values.get("id2label")
     architecture = str((source.values.get("architectures") or [""])[0])
-    if not architecture.endswith(
-        "ForTokenClassification" if task == "token-classification" else "ForSequenceClassification"
-    ):
+    head = "ForSequenceClassification"
+    if task == "token-classification":
+        head = "ForTokenClassification"
+    if not architecture.endswith(head):
         return None
     if not isinstance(names, dict):
         return ["LABEL_0", "LABEL_1"]  # transformers' default
     return [str(names[number]) for number in sorted(names, key=int)]
 
 
-def problem_of(labels: Sequence[Any]) -> ProblemType:
+def infer_problem(labels: Sequence[Any]) -> ProblemType:
     """Returns the problem type that labels imply: names of classes, lists of names, or numbers of
     which one has a fraction or a point."""
     if any(isinstance(label, tuple) for label in labels):
         return "multi_label_classification"
-    return (
-        "regression"
-        if any(isinstance(label, float) for label in labels)
-        else "single_label_classification"
-    )
+    if any(isinstance(label, float) for label in labels):
+        return "regression"
+    return "single_label_classification"
 
 
 class Labels:
@@ -158,15 +148,16 @@ class Labels:
         self.problem = problem
         self.stored = stored
         self._classes = {name: number for number, name in enumerate(self.names)}
-        if self.names == [
-            f"LABEL_{number}" for number in range(len(self.names))
-        ]:  # the default names of a model without label names
+        # A model without label names has these; then the labels of the data are numbers.
+        if self.names == [f"LABEL_{number}" for number in range(len(self.names))]:
             self._classes |= {str(number): number for number in range(len(self.names))}
 
     def covers(self, labels: Iterable[str]) -> bool:
+        """Returns whether the model has a class for all labels."""
         return all(label in self._classes for label in labels)
 
-    def class_of(self, label: Any) -> int:
+    def find_class(self, label: Any) -> int:
+        """Returns the number of a label's class. ValueError if there is none."""
         if label not in self._classes:
             few = ", ".join(self.names[:10]) + (", …" if len(self.names) > 10 else "")
             raise ValueError(f"the label {label!r} is not one of the model's: {few}")
@@ -185,10 +176,9 @@ class Labels:
                 ) from None
         if self.problem == "multi_label_classification":
             several = label if isinstance(label, tuple) else (label,)
-            return np.isin(
-                np.arange(len(self.names)), [self.class_of(name) for name in several]
-            ).astype(np.float32)
-        return np.array(self.class_of(label), np.int64)
+            classes = [self.find_class(name) for name in several]
+            return np.isin(np.arange(len(self.names)), classes).astype(np.float32)
+        return np.array(self.find_class(label), np.int64)
 
     def head(self, task: str) -> dict[str, Any] | None:
         """Returns the settings of a new classifier in the model's configuration; None if it has
@@ -196,7 +186,8 @@ class Labels:
         """
         if self.stored:
             return None
-        names = self.names or ["LABEL_0"]  # of the one output of a regression
+        # A regression has one output without a name.
+        names = self.names or ["LABEL_0"]
         settings: dict[str, Any] = {
             "num_labels": len(names),
             "id2label": {str(number): name for number, name in enumerate(names)},
@@ -204,12 +195,9 @@ class Labels:
         }
         # transformers writes the problem type of sequences only, and one class of several is its
         # default.
-        one = self.problem == "single_label_classification"
-        return (
-            settings
-            if one or task != "text-classification"
-            else {**settings, "problem_type": self.problem}
-        )
+        if task == "text-classification" and self.problem != "single_label_classification":
+            settings["problem_type"] = self.problem
+        return settings
 
 
 def find_labels(
@@ -222,29 +210,34 @@ def find_labels(
         labels: Of the training data, as its records have them (a list of words' labels is
             flattened); None without.
 
-    Raises ValueError if there are fewer than two classes, or neither data nor a classifier.
+    Raises:
+        ValueError: There are fewer than two classes, or neither data nor a classifier.
     """
     names = stored_labels(source, task)
-    known = source.values.get("problem_type") or (
-        "regression" if names is not None and len(names) == 1 else None
-    )
+    known = source.values.get("problem_type")
+    if not known and names is not None and len(names) == 1:
+        known = "regression"
     if labels is None:
         if names is None:
             raise ValueError(
                 f"{source.folder} has no classifier, and without train_file its labels are unknown"
             )
         return Labels(names, arguments.problem_type or known or "single_label_classification")
-    problem = arguments.problem_type or (
-        "single_label_classification" if task != WITH_LABELS[0] else problem_of(labels)
-    )
+    problem: ProblemType = "single_label_classification"
+    if arguments.problem_type:
+        problem = arguments.problem_type
+    elif task == WITH_LABELS[0]:
+        problem = infer_problem(labels)
     if problem == "regression":
         return Labels([], problem, stored=names is not None and len(names) == 1)
-    distinct = label_names(
-        name for label in labels for name in (label if isinstance(label, tuple) else (str(label),))
-    )
+    found: list[str] = []
+    for label in labels:
+        found += label if isinstance(label, tuple) else (str(label),)
+    distinct = label_names(found)
     if names is not None and Labels(names, problem).covers(distinct) and known in (None, problem):
         return Labels(names, problem)
-    if len(distinct) < (1 if problem == "multi_label_classification" else 2):
+    least = 1 if problem == "multi_label_classification" else 2
+    if len(distinct) < least:
         of = repr(distinct[0]) if distinct else "empty"
         raise ValueError(f"all labels of {arguments.train_file} are {of}; at least 2 are needed")
     return Labels(distinct, problem, stored=False)

@@ -81,22 +81,24 @@ class TextGenerator:
             found = fill_blanks(model, ids, self.blanks.tokens, mask, **settings)
             return [self.blanks.decode(one.pieces[0]) for one in found]
         if self.source.shape == "encoder":
-            return [text for source in sources for text in self._complete(model, source, given)]
+            texts: list[str] = []
+            for source in sources:
+                texts += self._complete(model, source, given)
+            return texts
         answers = self.source.shape == "encoder-decoder"
         rows = self._encode(sources, answers)
-        if empty := [text for text, row in zip(sources, rows, strict=True) if not row]:
-            raise ValueError(f"the text {empty[0]!r} has no tokens")
-        pad = self._pad_token_id(model)
-        ids, mask = pad_prompts(
-            rows, pad, left=not answers
-        )  # an encoder's input is padded as in training
+        for text, row in zip(sources, rows, strict=True):
+            if not row:
+                raise ValueError(f"the text {text!r} has no tokens")
+        pad = self._find_padding(model)
+        # An encoder's input is padded as in training.
+        ids, mask = pad_prompts(rows, pad, left=not answers)
         settings = {**self.defaults, "pad_token_id": pad, **given}
         if "max_length" in given and "max_new_tokens" not in given:
             del settings["max_new_tokens"]
         elif not answers and self.positions is not None and "max_new_tokens" not in given:
-            settings["max_new_tokens"] = max(
-                1, min(settings["max_new_tokens"], self.positions - ids.shape[1] + 1)
-            )
+            room = self.positions - ids.shape[1] + 1
+            settings["max_new_tokens"] = max(1, min(settings["max_new_tokens"], room))
         device = next(model.parameters()).device
         if settings.get("num_beam_groups", 1) > 1 and not self.source.native:
             found = generate_in_groups(model, ids, mask, settings)
@@ -117,7 +119,7 @@ class TextGenerator:
         prompt = torch.from_numpy(row)[None].to(next(model.parameters()).device)  # [1, S]
         settings = {
             **self.defaults,
-            "pad_token_id": self._pad_token_id(model),
+            "pad_token_id": self._find_padding(model),
             "eos_token_id": sep,
             **given,
         }
@@ -136,13 +138,12 @@ class TextGenerator:
         rows = self.tokenizer.encode_batch(list(sources))
         length = self.max_source_length
         if answers:
-            return [
-                truncate_with_end(begin + row, length, self.tokenizer.eos_token_id).tolist()
-                for row in rows
-            ]
+            end = self.tokenizer.eos_token_id
+            return [truncate_with_end(begin + row, length, end).tolist() for row in rows]
         return [truncate_with_begin(row, length, begin).tolist() for row in rows]
 
-    def _pad_token_id(self, model: Any) -> int:
+    def _find_padding(self, model: Any) -> int:
+        """Returns a token of the vocabulary to pad with."""
         config = model.config
         stored = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
         for known in (*stored, self.tokenizer.backend.pad_token_id):
@@ -200,7 +201,8 @@ class PrefixDecoder(Decoder):
     """
 
     def __init__(self, model: Any, prefix: int, segments: bool, copies: int) -> None:
-        super().__init__(model if hasattr(model, "mesh") else unsplit(model), 0, copies, None)
+        is_native = hasattr(model, "mesh")
+        super().__init__(model if is_native else unsplit(model), 0, copies, None)
         self.inner = model
         self.prefix = prefix
         self.segments = segments
@@ -236,11 +238,9 @@ def generate_in_groups(model: Any, ids: Tensor, mask: Tensor, settings: dict[str
         visible = mask
         if model.config.is_encoder_decoder:
             encoded = model.get_encoder()(input_ids=ids, attention_mask=mask)
-            start = (
-                made.decoder_start_token_id
-                if made.decoder_start_token_id is not None
-                else made.bos_token_id
-            )
+            start = made.decoder_start_token_id
+            if start is None:
+                start = made.bos_token_id
             prompt = torch.full((len(ids), 1), start or 0, device=ids.device)
             visible = None
         decoder = TransformersDecoder(model, mask, encoded, made.num_beams)
