@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..finetuning.loading import ModelSource, positions_of
+from ..finetuning.loading import ModelSource, find_positions
 from ..finetuning.text_generator import TextGenerator
 from ..models import family
 from .auto_loader import FlagAITokenizer
@@ -110,7 +110,7 @@ class Predictor:
         generator = TextGenerator(
             source,
             self.tokenizer.words,
-            positions=positions_of(self.model, source),
+            positions=find_positions(self.model, source),
             max_source_length=longest_input,
             max_new_tokens=longest_output,
             num_beams=settings.pop("num_beams"),

@@ -76,8 +76,9 @@ class FinetuningData:
             self._choose_labels()
 
     def _choose_labels(self) -> None:
-        has_data = self.arguments.train_file is not None
-        found = self._all_labels(self._train_records()) if has_data else None
+        found = None
+        if self.arguments.train_file is not None:
+            found = self._collect_labels(self._train_records())
         self.labels = find_labels(self.arguments, self.task, self.source, found)
 
     def label_counts(self) -> list[int]:
@@ -86,16 +87,20 @@ class FinetuningData:
         if self.arguments.train_file is None:
             return [1] * len(self.labels.names)
         counts = np.zeros(len(self.labels.names), np.int64)
-        for label in self._all_labels(self._train_records()):
-            for name in label if isinstance(label, tuple) else (label,):
+        for label in self._collect_labels(self._train_records()):
+            names = label if isinstance(label, tuple) else (label,)
+            for name in names:
                 counts[self.labels.find_class(name)] += 1
         return counts.tolist()
 
-    def _all_labels(self, records: Any) -> list[Any]:
+    def _collect_labels(self, records: Any) -> list[Any]:
         """Returns the labels of all records, or of all their words."""
         if self.task == WITH_LABELS[0]:
             return [record.label for record in records]
-        return [label for record in records for label in record.labels]
+        labels: list[Any] = []
+        for record in records:
+            labels += record.labels
+        return labels
 
     @property
     def generates(self) -> bool:
@@ -105,11 +110,12 @@ class FinetuningData:
     def pair(self, record: Any) -> tuple[str, str]:
         """Returns source and target of a record as texts; the source as the generator reads it."""
         if self.task != "chat":
-            end = self.arguments.separator if self.continues else ""
-            return self.prepare_source(record[0]) + end, record[1]
-        last = max(
-            number for number, message in enumerate(record) if message["role"] == "assistant"
-        )
+            source = self.prepare_source(record[0])
+            if self.continues:
+                source += self.arguments.separator
+            return source, record[1]
+        answers = [place for place, message in enumerate(record) if message["role"] == "assistant"]
+        last = answers[-1]
         return self.chat(record[:last]), record[last]["content"]
 
     def chat(self, messages: list[dict[str, str]]) -> str:
@@ -120,9 +126,8 @@ class FinetuningData:
     def kind(self) -> str:
         """What is measured: a key of `evaluation.METRICS`."""
         if self.labels is not None and self.task == WITH_LABELS[0]:
-            return {"regression": "numbers", "multi_label_classification": "several classes"}.get(
-                self.labels.problem, "classes"
-            )
+            of_problems = {"regression": "numbers", "multi_label_classification": "several classes"}
+            return of_problems.get(self.labels.problem, "classes")
         kinds = {
             "text-generation": "tokens",
             "token-classification": "words",
@@ -134,11 +139,8 @@ class FinetuningData:
     @property
     def continues(self) -> bool:
         """Whether a target continues its source after the separator."""
-        return (
-            self.source.shape == "decoder"
-            and self.task == "text2text-generation"
-            and self.blanks is None
-        )
+        is_decoder = self.source.shape == "decoder" and self.blanks is None
+        return is_decoder and self.task == "text2text-generation"
 
     def check_lengths(self, positions: int | None) -> None:
         """Raises ValueError if samples may be longer than the model's positions."""
@@ -146,16 +148,13 @@ class FinetuningData:
         if positions is None:
             return
         arguments = self.arguments
-        asked = {
-            "text-generation": {"block_size": arguments.block_size or 0},
-            **{task: {"max_source_length": arguments.max_source_length} for task in WITHOUT_TEXTS},
-        }.get(
-            self.task,
-            {
-                "max_source_length": arguments.max_source_length,
-                "max_target_length": arguments.max_target_length,
-            },
-        )
+        asked: dict[str, int] = {}
+        if self.task == "text-generation":
+            asked["block_size"] = arguments.block_size or 0
+        else:
+            asked["max_source_length"] = arguments.max_source_length
+            if self.task not in WITHOUT_TEXTS:
+                asked["max_target_length"] = arguments.max_target_length
         if sum(asked.values()) > positions:
             named = " + ".join(f"{name}={value}" for name, value in asked.items())
             raise ValueError(f"{named} is more than the model's {positions} positions; use less")
@@ -177,16 +176,23 @@ class FinetuningData:
                 return None
             else:
                 found = self._split_records().valid
-                found = None if found is None else _first(found, self.arguments.max_eval_samples)
+                if found is not None:
+                    found = _select_first(found, self.arguments.max_eval_samples)
             self._validation = found
         return self._validation
 
     def read(self, path: str, most: int | None) -> Any:
-        records = _first(self._read(path), most)
+        """Returns the first `most` records of a file, by default all.
+
+        Raises:
+            ValueError: A record is bad, or has a label that the model does not have.
+        """
+        records = _select_first(self._read(path), most)
         if self.labels is not None:
             for number in range(len(records)):
                 record = records[number]
-                for label in getattr(record, "labels", None) or [record.label]:
+                labels = getattr(record, "labels", None) or [record.label]
+                for label in labels:
                     self.labels.target(label)
         return records
 
@@ -258,11 +264,8 @@ class FinetuningData:
         samples = self.samples(records)
         chosen = self.arguments
         if chosen.packing:
-            if (
-                self.source.shape != "decoder"
-                or self.task not in ("chat", "text2text-generation")
-                or self.blanks
-            ):
+            is_decoder = self.source.shape == "decoder" and not self.blanks
+            if not is_decoder or self.task not in ("chat", "text2text-generation"):
                 raise ValueError(
                     f"packing is for conversations and pairs of decoders, not for {self.task}"
                 )
@@ -316,8 +319,11 @@ class FinetuningData:
         return self._split
 
 
-def _first(records: Any, most: int | None) -> Any:
-    return records if most is None or most >= len(records) else Chosen(records, range(most))
+def _select_first(records: Any, most: int | None) -> Any:
+    """Returns the first `most` records, or all."""
+    if most is None or most >= len(records):
+        return records
+    return Chosen(records, range(most))
 
 
 class TextTokenizer(TransformersTokenizer):
@@ -333,12 +339,16 @@ class TextTokenizer(TransformersTokenizer):
         self.vocab_size = len(backend)
         whole = backend("a")["input_ids"]
         bare = backend("a", add_special_tokens=False)["input_ids"]
-        starts = (n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
-        self.begin: list[int] = whole[: next(starts, 0)]
-        self.ends = (backend.cls_token_id, backend.sep_token_id)  # around the texts of an encoder
-        self.special = (
-            {"eos_token": backend.eos_token_id} if backend.eos_token_id is not None else {}
-        )
+        self.begin: list[int] = []
+        for place in range(len(whole)):
+            if whole[place : place + len(bare)] == bare:
+                self.begin = whole[:place]
+                break
+        # They are around the texts of an encoder.
+        self.ends = (backend.cls_token_id, backend.sep_token_id)
+        self.special = {}
+        if backend.eos_token_id is not None:
+            self.special["eos_token"] = backend.eos_token_id
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self.backend(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
@@ -386,9 +396,9 @@ class ByLength:
         return self.samples[index]
 
     def make_order(self, seed: int, global_batch: int) -> LengthBuckets:
-        lengths = [
-            self.samples[number]["input_ids"].shape[-1] for number in range(len(self.samples))
-        ]
+        lengths: list[int] = []
+        for number in range(len(self.samples)):
+            lengths.append(self.samples[number]["input_ids"].shape[-1])
         return LengthBuckets(lengths, global_batch, seed=seed)
 
 
@@ -401,15 +411,16 @@ class HeldOutSplit:
 def held_out(records: Any, percent: float, seed: int) -> HeldOutSplit:
     """Holds out `percent` of the records for validation, at least one unless 0.
 
-    ValueError if none remains to train.
+    Raises:
+        ValueError: None remains to train on.
     """
     if percent == 0:
         return HeldOutSplit(records, None)
     count = max(1, round(len(records) * percent / 100))
     if count >= len(records):
         raise ValueError(
-            f"the training file has {len(records)} sample(s), and validation_split={percent:g} leaves none to train "
-            "on; name a validation_file, or train without validation"
+            f"the training file has {len(records)} sample(s), and validation_split={percent:g} "
+            "leaves none to train on; name a validation_file, or train without validation"
         )
     order = np.random.default_rng(seed).permutation(len(records))
     return HeldOutSplit(

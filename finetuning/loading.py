@@ -65,11 +65,13 @@ class ModelSource:
 def locate(name: str, cache: str | None = None) -> Path:
     """Returns the folder of a model, downloaded by the first rank if needed.
 
-    ValueError if there is none.
+    Raises:
+        ValueError: There is none.
     """
     if not name:
         raise ValueError(
-            "model_name_or_path is missing: name the folder of a model, or one on the Hugging Face Hub"
+            "model_name_or_path is missing: name the folder of a model, or one on the Hugging Face "
+            "Hub"
         )
     return on_first_rank(lambda: find_folder(name, "model_name_or_path", cache=cache))
 
@@ -77,7 +79,8 @@ def locate(name: str, cache: str | None = None) -> Path:
 def find_source(arguments: FinetuningArguments) -> ModelSource:
     """Finds the model and decides between the zoo's and transformers'.
 
-    ValueError if it does not fit the arguments.
+    Raises:
+        ValueError: It does not fit the arguments.
     """
     folder = locate(arguments.model_name_or_path, arguments.cache_dir)
     adapter = None
@@ -103,18 +106,20 @@ def find_source(arguments: FinetuningArguments) -> ModelSource:
         )
     elif not native and (folder / MANIFEST).exists():
         raise ValueError(
-            f"{folder} holds shards, which only the zoo's models load; merge them with `shardzoo convert merge`"
+            f"{folder} holds shards, which only the zoo's models load; merge them with `shardzoo "
+            "convert merge`"
         )
     for name in ("model_parallel_size", "pipeline_parallel_size"):
         if getattr(arguments, name) > 1 and not native:
             raise ValueError(
-                f"{name}={getattr(arguments, name)} splits the model, which transformers' {model_type} does not "
-                f"support; use {name}=1, or a model of {', '.join(FAMILIES)}"
+                f"{name}={getattr(arguments, name)} splits the model, which transformers' "
+                f"{model_type} does not support; use {name}=1, or a model of {', '.join(FAMILIES)}"
             )
-    return ModelSource(folder, values, _shape(folder, values), native, adapter)
+    return ModelSource(folder, values, _find_shape(folder, values), native, adapter)
 
 
-def _shape(folder: Path, values: dict[str, Any]) -> str:
+def _find_shape(folder: Path, values: dict[str, Any]) -> str:
+    """Returns whether a model is an encoder-decoder, an encoder or a decoder."""
     if values["model_type"] in FAMILIES:
         return family(values["model_type"]).kind
     from transformers import AutoConfig
@@ -138,13 +143,11 @@ def with_dropout(values: dict[str, Any] | None, rate: float | None) -> dict[str,
     known = dict(values)
     if values.get("model_type") in FAMILIES:
         known |= vars(config_from_dict(values))
-    rates = [
-        name
-        for name, value in known.items()
-        if re.search("dropout|pdrop", name)
-        and "classifier" not in name
-        and isinstance(value, float)
-    ]
+    rates: list[str] = []
+    for name, value in known.items():
+        is_dropout = re.search("dropout|pdrop", name) and "classifier" not in name
+        if is_dropout and isinstance(value, float):
+            rates.append(name)
     if not rates:
         raise ValueError(
             f"the {values.get('model_type')} has no dropout, so dropout_rate={rate} cannot be set"
@@ -165,11 +168,11 @@ def load_model(
     `head` are the settings of a new classifier in the configuration; None loads the stored one.
     """
     if source.native:
-        return _native(source, task, arguments, mesh, device, head).train()
-    return _transformers(source, task, arguments, head or {}).train()
+        return _load_native(source, task, arguments, mesh, device, head).train()
+    return _load_transformers(source, task, arguments, head or {}).train()
 
 
-def _native(
+def _load_native(
     source: ModelSource,
     task: str,
     arguments: FinetuningArguments,
@@ -184,15 +187,17 @@ def _native(
     made["parallel_config"] = ParallelConfig(
         arguments.sequence_parallel, arguments.recompute, blocks
     )
-    of_adapter = source.adapter is not None and (source.adapter / CONFIG).exists()
-    stored = architecture in (source.values.get("architectures") or [architecture])
-    new = (
-        [] if stored else missing_modules(source.folder, config)
-    )  # a damaged head is not replaced by random values
-    if head is not None or of_adapter:
-        new = [*new, *(name for name in label_modules(config) if name not in new)]
-    if not stored or new or head is not None or arguments.dropout_rate is not None:
-        made["config"] = config  # else the folder's own, which its weights must fit
+    # A head of the stored architecture that is damaged is not replaced by random values.
+    is_stored = architecture in (source.values.get("architectures") or [architecture])
+    new: list[str] = []
+    if not is_stored:
+        new += missing_modules(source.folder, config)
+    has_labels_of_adapter = source.adapter is not None and (source.adapter / CONFIG).exists()
+    if head is not None or has_labels_of_adapter:
+        new += [name for name in label_modules(config) if name not in new]
+    # Without these changes, the weights must fit the folder's own configuration.
+    if not is_stored or new or head is not None or arguments.dropout_rate is not None:
+        made["config"] = config
     try:
         return from_pretrained(source.folder, mesh, new=sorted(new), seed=arguments.seed, **made)
     except ValueError as error:
@@ -237,21 +242,21 @@ def _stage_blocks(
     )
 
 
-def _transformers(
+def _load_transformers(
     source: ModelSource, task: str, arguments: FinetuningArguments, head: dict[str, Any]
 ) -> nn.Module:
     import transformers
 
+    # What differs from the folder's configuration are the rates of dropout_rate.
     stored = read_folder_json(source.folder, CONFIG) or {}
-    rates = {
-        key: value for key, value in source.values.items() if stored.get(key) != value
-    }  # of dropout_rate
+    rates = {key: value for key, value in source.values.items() if stored.get(key) != value}
     name = AUTO_CLASSES[task]
     if task == "text2text-generation" and source.shape == "encoder-decoder":
         name = "AutoModelForSeq2SeqLM"
     elif task == "text2text-generation" and source.shape == "encoder":
         name = "AutoModelForMaskedLM"
-    with torch.random.fork_rng():  # a new head has the same weights on every rank
+    with torch.random.fork_rng():
+        # A new head has the same weights on every rank.
         torch.manual_seed(arguments.seed)
         try:
             model: Any = getattr(transformers, name).from_pretrained(
@@ -267,7 +272,7 @@ def _transformers(
     return model
 
 
-def positions_of(model: nn.Module, source: ModelSource) -> int | None:
+def find_positions(model: nn.Module, source: ModelSource) -> int | None:
     """Returns the maximum number of tokens that the model reads; None if positions are relative."""
     config: Any = model.config
     if source.shape == "encoder-decoder":
@@ -275,15 +280,17 @@ def positions_of(model: nn.Module, source: ModelSource) -> int | None:
     if source.native:
         return config.max_sequence_length
     longest = getattr(config, "max_position_embeddings", None)
-    return None if longest is None else longest - _positions_of_padding(model)
+    if longest is None:
+        return None
+    return longest - _count_padding_positions(model)
 
 
-def _positions_of_padding(model: nn.Module) -> int:
+def _count_padding_positions(model: nn.Module) -> int:
     """Returns the rows of a transformers model's position table that no token uses, such as
     RoBERTa's padding rows.
     """
-    tables = (
-        module for name, module in model.named_modules() if name.endswith("position_embeddings")
-    )
-    padding = next((getattr(table, "padding_idx", None) for table in tables), None)
-    return 0 if padding is None else padding + 1
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings"):
+            padding = getattr(module, "padding_idx", None)
+            return 0 if padding is None else padding + 1
+    return 0

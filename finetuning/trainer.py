@@ -41,7 +41,7 @@ from .evaluation import (
     value_names,
 )
 from .freezing import ModelSummary, merge_summaries, part_parameters, summarize
-from .loading import find_source, label_modules, load_model, positions_of, task_config
+from .loading import find_positions, find_source, label_modules, load_model, task_config
 from .losses import SMOOTHED, WEIGHTED, WeightedLoss, parse_class_weights
 from .saving import check_run, open_run, save_whole, tokenizer_folder, write_companions
 from .soft_prompt import (
@@ -101,7 +101,7 @@ class Trainer(BaseTrainer):
         self.model.to(self.device)
         self._complete_padding()
         self.weighted_loss = self._make_loss()
-        self.positions = positions_of(self.model, self.source)
+        self.positions = find_positions(self.model, self.source)
         self._data.check_lengths(self.positions)
         self._prompt: Any = None
         if (prompt := load_prompt(self.source.folder)) is not None:
