@@ -200,8 +200,8 @@ def _word_values(
     if "seqeval" in metrics:
         from seqeval import metrics as library
 
-        predicted: list[list[str]] = []
-        wanted: list[list[str]] = []
+        predicted: list[list[Any]] = []
+        wanted: list[list[Any]] = []
         for row in found:
             predicted.append([names[prediction] for prediction, _ in row])
             wanted.append([names[label] for _, label in row])

@@ -122,7 +122,7 @@ def from_pretrained(
         initialize(model.get_submodule(name), model.init_weights, seed, mesh, prefix=name)
     # transformers has this name too. The trainer finds the tokenizer in that folder.
     model.name_or_path = str(folder)
-    if isinstance(model, GenerationMixin):
+    if issubclass(type(model), GenerationMixin):
         model.generation_config = GenerationConfig.from_folder(folder, settings)
     if adapter is not None:
         load_adapter(model, find_model(adapter, "adapter"))

@@ -646,11 +646,11 @@ def _find_class(folder: Path, config: dict[str, Any]) -> str:
     model_type = _read_json(folder / "config.json").get("model_type")
     if not isinstance(model_type, str):
         return "MT5Tokenizer"
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     chosen = TOKENIZER_MAPPING_NAMES.get(model_type)
-    if chosen == "T5Tokenizer" or model_type not in CONFIG_MAPPING_NAMES:
+    if chosen == "T5Tokenizer" or model_type not in CONFIG_MAPPING:
         return "MT5Tokenizer"
     return str(chosen)
 

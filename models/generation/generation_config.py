@@ -141,5 +141,8 @@ def resolve_settings(model: Any, given: Any, arguments: Mapping[str, Any]) -> Ge
     if isinstance(given, GenerationSettings):
         values |= given.named_values()
     elif given is not None:
-        values |= select_settings(given if isinstance(given, Mapping) else given.to_dict())
+        entries: Any = given
+        if not isinstance(given, Mapping):
+            entries = given.to_dict()
+        values |= select_settings(entries)
     return GenerationSettings.from_values(values, arguments)
