@@ -113,47 +113,51 @@ class MegatronMap:
     def to_local_names(self, stored: Iterable[str]) -> dict[str, str]:
         """Returns name as entries spell it -> name in a checkpoint of any style.
 
-        ValueError if two are the same.
+        Raises ValueError if two names are spelled alike.
         """
         spelled: dict[str, str] = {}
         for name in stored:
             found = name
-            for pattern, replacement in (*_OLDER, *self._renamed()):
+            for pattern, replacement in (*_OLDER, *self._list_renamings()):
                 found = re.sub(f"^{pattern}$", replacement, found)
             if spelled.setdefault(found, name) != name:
                 raise ValueError(
                     f"the checkpoint has {found} twice, as {spelled[found]} and as {name}"
                 )
-        if self.post_norm:
-            layers = layer_count(spelled)
-            final = f"{self.stack}.final_layernorm."
-            following = f"{self.stack}.layers.{layers}.input_layernorm."
-            spelled = {
-                re.sub(f"^{re.escape(final)}", following, name): own
-                for name, own in spelled.items()
-            }
-        return spelled
+        if not self.post_norm:
+            return spelled
+        # The final norm counts as the input norm of one more layer.
+        final = f"{self.stack}.final_layernorm."
+        following = f"{self.stack}.layers.{count_layers(spelled)}.input_layernorm."
+        renamed: dict[str, str] = {}
+        for name, own in spelled.items():
+            if name.startswith(final):
+                name = following + name.removeprefix(final)
+            renamed[name] = own
+        return renamed
 
-    def _renamed(self) -> list[tuple[str, str]]:
+    def _list_renamings(self) -> list[tuple[str, str]]:
         """Returns (regular expression for a name in another style, name in the style `local`)."""
         stack = self.stack
         pairs = [(r"language_model\.(?:transformer|encoder)\.(.*)", rf"{stack}.\1")]
-        pairs += [(re.escape(legacy) + "(.*)", rf"{local}\1") for local, legacy in _OUTSIDE]
+        for local, legacy in _OUTSIDE:
+            pairs.append((re.escape(legacy) + "(.*)", rf"{local}\1"))
         pairs.append((r"word_embeddings_for_head\.weight", TIED_HEAD))
         for local, fused, legacy in _IN_LAYER:
             for other in {fused, legacy} - {local}:
                 pairs.append((rf"({stack}\.layers\.\d+\.){re.escape(other)}(.*)", rf"\1{local}\2"))
-        # the names of Transformer Engine's norms begin like those of its matrices, so they come
-        # first
+        # The names of Transformer Engine's norms begin like those of its matrices, so they come
+        # first.
         return sorted(pairs, key=lambda pair: "layer_norm_" not in pair[0])
 
     def written_name(self, name: str, style: Style, layers: int) -> str:
-        """Returns the name that a checkpoint of this style has in place of an entry's; the model
-        has so many layers.
+        """Returns the name that a checkpoint of this style has in place of an entry's.
+
+        Args:
+            layers: The number of the model's layers.
         """
-        name = name.replace(
-            f"{self.stack}.layers.{layers}.input_layernorm.", f"{self.stack}.final_layernorm."
-        )
+        following = f"{self.stack}.layers.{layers}.input_layernorm."
+        name = name.replace(following, f"{self.stack}.final_layernorm.")
         column = STYLES.index(style)
         for row in _IN_LAYER:
             name = re.sub(
@@ -179,9 +183,8 @@ class MegatronMap:
             split = replace(shard.tensor_split, pad_multiple=rows or PADDING)
             padded = Shard.from_splits(shard.shape, split, tied_to=shard.tied_to)
             return replace(parameter, shard=padded)
-        return replace(
-            parameter, order=order if parameter.name.endswith(self.fused_qkv) else "blocks"
-        )
+        is_fused = parameter.name.endswith(self.fused_qkv)
+        return replace(parameter, order=order if is_fused else "blocks")
 
     def check(self, arguments: Mapping[str, Any], names: Iterable[str]) -> None:
         """Raises ValueError, with the reason, if the zoo's family is not the model that the
@@ -196,11 +199,13 @@ class MegatronMap:
             if arguments.get(name, values[0]) not in values:
                 wanted = " or ".join(map(repr, dict.fromkeys(values)))
                 raise ValueError(
-                    f"its arguments say {name}={arguments[name]!r}, but the zoo's models have {wanted}"
+                    f"its arguments say {name}={arguments[name]!r}, but the zoo's models have "
+                    f"{wanted}"
                 )
         if self.post_norm and not any(name.startswith("language_model.") for name in names):
             raise ValueError(
-                "it is a BERT of megatron-core, with the norms of transformers' megatron-bert, which the zoo lacks"
+                "it is a BERT of megatron-core, with the norms of transformers' megatron-bert, "
+                "which the zoo lacks"
             )
 
     def infer_config(
@@ -212,16 +217,13 @@ class MegatronMap:
         names = self.to_local_names(ranks[0])
         self.check(arguments, ranks[0])
         shapes = {name: ranks[0][own].shape for name, own in names.items()}
-        for split in (
-            EMBEDDING,
-            *(name for name in shapes if name.endswith(".mlp.linear_fc1.weight")),
-        ):
-            if len(shape := shapes.get(split, ())) > 1:
-                shapes[split] = (
-                    sum(tensors[names[split]].shape[0] for tensors in ranks),
-                    *shape[1:],
-                )
-        return self.infer(arguments, shapes, layer_count(ranks[0]))
+        # Of the sizes that configurations hold, the ranks split these alone.
+        for name, shape in shapes.items():
+            is_split = name == EMBEDDING or name.endswith(".mlp.linear_fc1.weight")
+            if is_split and len(shape) > 1:
+                rows = sum(tensors[names[name]].shape[0] for tensors in ranks)
+                shapes[name] = (rows, *shape[1:])
+        return self.infer(arguments, shapes, count_layers(ranks[0]))
 
     def match(self, parameters: Iterable[str], spelled: Iterable[str]) -> Match:
         """Matches a model's parameters with a checkpoint's tensors, whose names are spelled as
@@ -246,21 +248,26 @@ class MegatronMap:
         stored = {
             entry.native: entry.stored_names()[0] for entry in self.name_map.resolve(parameters)
         }
-        layers = layer_count(stored.values()) - self.post_norm
+        layers = count_layers(stored.values()) - self.post_norm
         if stages < 1 or layers % stages:
             fitting = [count for count in range(1, layers + 1) if layers % count == 0]
             raise ValueError(
-                f"{layers} layers cannot be divided over {stages} pipeline stages; use one of {fitting}"
+                f"{layers} layers cannot be divided over {stages} pipeline stages; use one of "
+                f"{fitting}"
             )
         per_stage = layers // stages
         plan: list[dict[str, str]] = [{} for _ in range(stages)]
         for native, name in stored.items():
             name = self.written_name(name, style, layers)
-            if match := re.search(r"\.layers\.(\d+)\.", name):
+            match = re.search(r"\.layers\.(\d+)\.", name)
+            if match is not None:
+                # Each stage counts its own layers from 0.
                 stage, local = divmod(int(match[1]), per_stage)
                 name = name[: match.start(1)] + str(local) + name[match.end(1) :]
+            elif ".embedding." in f".{name}":
+                stage = 0
             else:
-                stage = 0 if ".embedding." in f".{name}" else stages - 1
+                stage = stages - 1
             plan[stage][name] = native
         tied = TIED_HEAD not in stored.values()
         if stages > 1 and tied:
@@ -285,7 +292,7 @@ class MegatronMap:
         embedding = stored[EMBEDDING]
         hidden = embedding.shape[1]
         return {
-            "num_layers": layer_count(stored) - self.post_norm,
+            "num_layers": count_layers(stored) - self.post_norm,
             "hidden_size": hidden,
             "num_attention_heads": config.attention_heads,
             "kv_channels": hidden // config.attention_heads,
@@ -305,17 +312,25 @@ class MegatronMap:
         }
 
 
-def layer_count(names: Iterable[str]) -> int:
+def count_layers(names: Iterable[str]) -> int:
     """Returns the number of layers that the names have."""
-    found = (re.search(r"\.layers\.(\d+)\.", name) for name in names)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    last = -1
+    for name in names:
+        found = re.search(r"\.layers\.(\d+)\.", name)
+        if found:
+            last = max(last, int(found[1]))
+    return last + 1
 
 
 def block_entries(
     stack: str, native: str, norms: tuple[tuple[str, str], ...]
 ) -> tuple[NameEntry, ...]:
-    """Returns the entries of a family's blocks; `norms` are pairs of a native norm and its name in
-    Megatron-LM.
+    """Returns the entries of a family's blocks.
+
+    Args:
+        stack: First part of the names of the layers: `decoder` or `encoder`.
+        native: The native name of the list of blocks.
+        norms: Pairs of a native norm and its name in Megatron-LM.
     """
     pairs = (
         ("attention.qkv", f"{stack}.layers.{{i}}.self_attention.linear_qkv"),
@@ -333,9 +348,9 @@ def block_entries(
 
 def weight_and_bias(native: str, stored: str) -> tuple[NameEntry, NameEntry]:
     """Returns the entries of a weight and its bias."""
-    return NameEntry(f"{native}.weight", f"{stored}.weight"), NameEntry(
-        f"{native}.bias", f"{stored}.bias"
-    )
+    weight = NameEntry(f"{native}.weight", f"{stored}.weight")
+    bias = NameEntry(f"{native}.bias", f"{stored}.bias")
+    return weight, bias
 
 
 @dataclass(frozen=True)
@@ -362,19 +377,12 @@ class Sizes:
         heads = arguments.get("num_attention_heads")
         if type(heads) is not int:
             raise ValueError(
-                "its arguments, with the number of heads, are not stored; name a config.json by --config"
+                "its arguments, with the number of heads, are not stored; name a config.json by "
+                "--config"
             )
-        names = (
-            EMBEDDING,
-            f"{stack}.layers.0.mlp.linear_fc1.weight",
-            "embedding.position_embeddings.weight",
-        )
-        for name in names:
-            if len(found := shapes.get(name, ())) != 2:
-                raise ValueError(
-                    f"{name} has the shape {list(found)}, but a matrix is needed to find the sizes"
-                )
-        (vocabulary, hidden), (inner, _), (positions, _) = (shapes[name] for name in names)
+        vocabulary, hidden = find_matrix(shapes, EMBEDDING)
+        inner, _ = find_matrix(shapes, f"{stack}.layers.0.mlp.linear_fc1.weight")
+        positions, _ = find_matrix(shapes, "embedding.position_embeddings.weight")
         epsilon = arguments.get("norm_epsilon", arguments.get("layernorm_epsilon"))
         return cls(
             heads,
@@ -386,12 +394,26 @@ class Sizes:
         )
 
 
+def find_matrix(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
+    """Returns the shape of a matrix. Raises ValueError if it is missing, or is none."""
+    found = shapes.get(name, ())
+    if len(found) != 2:
+        raise ValueError(
+            f"{name} has the shape {list(found)}, but a matrix is needed to find the sizes"
+        )
+    return found[0], found[1]
+
+
 def rates(arguments: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
     """Returns key of a configuration -> value of the argument that `keys` names for it, for those
     that are stored.
     """
-    found = {key: arguments.get(name) for key, name in keys.items()}
-    return {key: float(value) for key, value in found.items() if isinstance(value, (int, float))}
+    found: dict[str, Any] = {}
+    for key, name in keys.items():
+        value = arguments.get(name)
+        if isinstance(value, (int, float)):
+            found[key] = float(value)
+    return found
 
 
 def has_tanh_gelu(arguments: Mapping[str, Any]) -> bool:

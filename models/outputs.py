@@ -124,7 +124,8 @@ class LazyLogits:
         """
         if versions(self.parameters) != self.versions:
             raise RuntimeError(
-                f"{name} is computed when it is first read, but the weights have changed since the forward pass; "
+                f"{name} is computed when it is first read, but the weights have changed since "
+                "the forward pass; "
                 "read it before the optimizer's step, or call the model without labels"
             )
         enabled, dtype = self.autocast

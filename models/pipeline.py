@@ -106,7 +106,7 @@ class StageTransfer(Protocol):
 
 
 class PeerTransfer:
-    """Moves hidden states by a message from stage to stage, without gradients, outside of training."""
+    """Moves hidden states by messages between stages, without gradients, outside of training."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self.mesh = mesh
@@ -117,7 +117,8 @@ class PeerTransfer:
     def send(self, hidden: Tensor) -> None:
         if torch.is_grad_enabled() and hidden.requires_grad:
             raise ValueError(
-                "a pipeline stage is trained by Trainer; for logits or a loss alone, use torch.no_grad()"
+                "a pipeline stage is trained by Trainer; for logits or a loss alone, use "
+                "torch.no_grad()"
             )
         send_to_stage(hidden, self.mesh.pp_rank + 1, self.mesh)
 
@@ -200,7 +201,8 @@ def _refuse_hidden_states(
     if options.get("output_hidden_states"):
         stage = cast(StagePlace, model.stage)
         raise ValueError(
-            f"output_hidden_states needs all blocks in one process, and this is stage {stage.index} of "
+            "output_hidden_states needs all blocks in one process, and this is stage "
+            f"{stage.index} of "
             f"{len(stage.counts)}; use pipeline_parallel_size=1"
         )
 
@@ -311,18 +313,20 @@ def split_blocks_evenly(model: nn.Module, stages: int) -> tuple[int, ...]:
     blocks = sum(len(stack) for _, stack in list_stacks(model))
     if blocks % stages:
         raise ValueError(
-            f"{blocks} blocks cannot be dealt evenly to {stages} pipeline stages; use pipeline_parallel_size "
+            f"{blocks} blocks cannot be dealt evenly to {stages} pipeline stages; use "
+            "pipeline_parallel_size "
             f"{describe_sizes(divisors(blocks))}, or pipeline_partition=parameters"
         )
     return (blocks // stages,) * stages
 
 
 def check_block_counts(model: nn.Module, counts: Sequence[int], stages: int) -> None:
-    """Raises ValueError unless `counts` deals all blocks to `stages` stages, at least one to each."""
+    """Raises ValueError unless `counts` deals all blocks to the stages, at least one to each."""
     blocks = sum(len(stack) for _, stack in list_stacks(model))
     if len(counts) != stages or sum(counts) != blocks or min(counts) < 1:
         raise ValueError(
-            f"pipeline_blocks={tuple(counts)} must give each of {stages} stages at least one block, {blocks} in all"
+            f"pipeline_blocks={tuple(counts)} must give each of {stages} stages at least one "
+            f"block, {blocks} in all"
         )
 
 

@@ -9,9 +9,9 @@ from ..name_map import NameEntry, NameMap
 
 def both(native: str, stored: str) -> tuple[NameEntry, NameEntry]:
     """Returns the entries of a weight and its bias."""
-    return NameEntry(f"{native}.weight", f"{stored}.weight"), NameEntry(
-        f"{native}.bias", f"{stored}.bias"
-    )
+    weight = NameEntry(f"{native}.weight", f"{stored}.weight")
+    bias = NameEntry(f"{native}.bias", f"{stored}.bias")
+    return weight, bias
 
 
 def _projections(native: str, stored: str, names: str) -> tuple[NameEntry, ...]:
@@ -66,8 +66,7 @@ NAME_MAP = NameMap(
         r"(model\.)?(encoder|decoder)\.version",
         r"(model\.)?(encoder|decoder)\.embed_positions\.weights",
     ),
-    zeros=(
-        "final_logits_bias",
-    ),  # a buffer that transformers adds to the logits, and no training changes
+    # A buffer that transformers adds to the logits, and no training changes.
+    zeros=("final_logits_bias",),
     spelled=((r".*ForCausalLM", r"model\.shared\.weight", "model.decoder.embed_tokens.weight"),),
 )

@@ -64,15 +64,18 @@ class BertConfig(HeadsConfig):
         self.check_heads(self.hidden_size, self.num_attention_heads)
         if self.is_decoder or self.add_cross_attention:
             raise ValueError(
-                f"{self.model_type} is supported only as an encoder: is_decoder and add_cross_attention must be false"
+                f"{self.model_type} is supported only as an encoder: is_decoder and "
+                "add_cross_attention must be false"
             )
         if not self.tie_word_embeddings:
             raise ValueError(
-                f"{self.model_type}'s output head is the word embedding: tie_word_embeddings must be true"
+                f"{self.model_type}'s output head is the word embedding: tie_word_embeddings "
+                "must be true"
             )
         if self.position_embedding_type != "absolute":
             raise ValueError(
-                f"position_embedding_type {self.position_embedding_type!r} is not supported; use 'absolute'"
+                f"position_embedding_type {self.position_embedding_type!r} is not supported; use "
+                "'absolute'"
             )
 
     @property

@@ -10,9 +10,9 @@ OLD_NORM_NAMES = ((r"(.*LayerNorm)\.gamma", r"\1.weight"), (r"(.*LayerNorm)\.bet
 
 def both(native: str, stored: str) -> tuple[NameEntry, NameEntry]:
     """Returns the entries of a weight and its bias."""
-    return NameEntry(f"{native}.weight", f"{stored}.weight"), NameEntry(
-        f"{native}.bias", f"{stored}.bias"
-    )
+    weight = NameEntry(f"{native}.weight", f"{stored}.weight")
+    bias = NameEntry(f"{native}.bias", f"{stored}.bias")
+    return weight, bias
 
 
 def encoder_entries(prefix: str) -> tuple[NameEntry, ...]:

@@ -32,9 +32,9 @@ _RATES = {
 
 
 def _owns(names: Iterable[str]) -> bool:
-    return any(name.startswith("lm_head.") for name in names) and any(
-        name.startswith("encoder.") for name in names
-    )
+    found = list(names)
+    has_head = any(name.startswith("lm_head.") for name in found)
+    return has_head and any(name.startswith("encoder.") for name in found)
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -43,11 +43,13 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     """
     if "apply_residual_connection_post_layernorm" not in arguments:
         raise ValueError(
-            "its arguments lack apply_residual_connection_post_layernorm; if it was set, name a config.json by --config"
+            "its arguments lack apply_residual_connection_post_layernorm; if it was set, name a "
+            "config.json by --config"
         )
     if has_tanh_gelu(arguments) and not arguments.get("openai_gelu"):
         raise ValueError(
-            "its blocks have the tanh approximation of GELU (bias_gelu_fusion) and its head the exact one, but a BERT "
+            "its blocks have the tanh approximation of GELU (bias_gelu_fusion) and its head the "
+            "exact one, but a BERT "
             "has one activation; name a config.json with the hidden_act of your choice by --config"
         )
 
@@ -81,7 +83,8 @@ def _arguments(config: BertConfig) -> dict[str, Any]:
         )
     if config.hidden_act != "gelu":
         raise ValueError(
-            f"the head of Megatron-LM's BERT has the exact GELU, but hidden_act is {config.hidden_act}"
+            "the head of Megatron-LM's BERT has the exact GELU, but hidden_act is "
+            f"{config.hidden_act}"
         )
     return {
         "ffn_hidden_size": config.intermediate_size,
@@ -125,8 +128,7 @@ MEGATRON = MegatronMap(
     owns=_owns,
     infer=_infer,
     arguments=_arguments,
-    writable=(
-        "legacy",
-    ),  # megatron-core has the option for residuals after the norms, but its layers ignore it
+    # megatron-core has the option for residuals after the norms, but its layers ignore it.
+    writable=("legacy",),
     post_norm=True,
 )

@@ -140,20 +140,22 @@ class BertEncoder(nn.Module):
             ValueError: There are more tokens than positions.
         """
         length = input_ids.shape[1]
+        most = self.max_sequence_length
         padding = self.config.position_padding_idx
-        is_token = None if padding is None else input_ids != self.config.pad_token_id
-        if seq_idx is not None:
-            positions = restart_positions(seq_idx, is_token)
-            if is_token is None:
-                check_positions(positions, 0, self.max_sequence_length)
-                return positions
-            positions = positions * is_token
-            check_positions(positions, 0, self.max_sequence_length)
-            return (positions + 1) * is_token + padding
-        check_positions(None, length, self.max_sequence_length)
-        if is_token is None:
-            return torch.arange(length, device=input_ids.device)[None]
-        return is_token.cumsum(1) * is_token + padding
+        if seq_idx is None:
+            check_positions(None, length, most)
+        if padding is None:
+            if seq_idx is None:
+                return torch.arange(length, device=input_ids.device)[None]
+            positions = restart_positions(seq_idx)
+            check_positions(positions, 0, most)
+            return positions
+        is_token = input_ids != self.config.pad_token_id
+        if seq_idx is None:
+            return is_token.cumsum(1) * is_token + padding
+        positions = restart_positions(seq_idx, is_token) * is_token
+        check_positions(positions, 0, most)
+        return (positions + 1) * is_token + padding
 
 
 class BertBackbone(Backbone):

@@ -188,7 +188,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Attention of one sequence to another, with a query projection and a fused projection [K|V]."""
+    """Attention of one sequence to another, with projections of queries and, fused, of [K|V]."""
 
     projections: ClassVar = {"query": "q", "key_value": "kv"}
     query: ColumnParallelLinear
@@ -392,7 +392,8 @@ def check_heads(num_heads: int, tensor_parallel_size: int) -> None:
     """Raises ValueError if there are more ranks than attention heads."""
     if tensor_parallel_size > num_heads:
         raise ValueError(
-            f"{num_heads} attention heads cannot be split {tensor_parallel_size} ways; use a model-parallel size from "
+            f"{num_heads} attention heads cannot be split {tensor_parallel_size} ways; use a "
+            "model-parallel size from "
             f"1 to {num_heads}"
         )
 

@@ -22,11 +22,11 @@ from ...ops.dispatcher import can_bypass_dispatcher
 
 RopeValue = str | float | bool | list[float] | None
 RopeParameters = dict[str, RopeValue]
-"""The `rope_parameters` of a `config.json` of transformers:
-
-`rope_type`, `rope_theta` and the scaling's numbers.
+"""The `rope_parameters` of a `config.json` of transformers: `rope_type`, `rope_theta` and the
+numbers of the scaling.
 """
 
+# The numbers that each type of scaling needs.
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -35,11 +35,8 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-_WITH_ORIGINAL = (
-    "yarn",
-    "longrope",
-    "llama3",
-)  # they compare with the length that the model was pretrained with
+# The types that compare positions with the length that the model was pretrained with.
+_WITH_ORIGINAL = ("yarn", "longrope", "llama3")
 
 
 class Rotary(NamedTuple):
@@ -87,22 +84,28 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
         return _Rotation.apply(x, *rotary)
     # The result is [B, S, N, D] in memory, so that attention's output is too and needs no copy to
     # merge its heads.
-    x, cos, sin = (tensor.transpose(1, 2) for tensor in (x, rotary.cos, rotary.sin))
-    first, second, rest = _pairs(x, 2 * cos.shape[-1], rotary.interleaved)
-    pairs = (first * cos - second * sin, second * cos + first * sin)
-    turned = (torch.stack(pairs, dim=-1).flatten(-2),) if rotary.interleaved else pairs
-    return torch.cat([*turned, rest], dim=-1).transpose(1, 2)
+    x = x.transpose(1, 2)
+    cos = rotary.cos.transpose(1, 2)
+    sin = rotary.sin.transpose(1, 2)
+    first, second, rest = _split_pairs(x, 2 * cos.shape[-1], rotary.interleaved)
+    turned_first = first * cos - second * sin
+    turned_second = second * cos + first * sin
+    if rotary.interleaved:
+        parts = [torch.stack([turned_first, turned_second], dim=-1).flatten(-2), rest]
+    else:
+        parts = [turned_first, turned_second, rest]
+    return torch.cat(parts, dim=-1).transpose(1, 2)
 
 
-def _pairs(x: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _split_pairs(x: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Returns views of the first and the second feature of each pair, and of the features that do
     not rotate.
     """
     turning = x[..., :rotated]
     rest = x[..., rotated:]
-    first, second = (
-        (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
-    )
+    if interleaved:
+        return turning[..., ::2], turning[..., 1::2], rest
+    first, second = turning.chunk(2, dim=-1)
     return first, second, rest
 
 
@@ -117,21 +120,24 @@ class _Rotation(Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _rotated(x, cos, sin, interleaved, forward=True)
+        return _turn(x, cos, sin, interleaved, forward=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, sin, ctx.interleaved, forward=False), None, None, None
+        return _turn(grads[0], cos, sin, ctx.interleaved, forward=False), None, None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, forward: bool) -> Tensor:
-    x, cos, sin = (tensor.transpose(1, 2) for tensor in (x, cos, sin))
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, forward: bool) -> Tensor:
+    """Returns x [B, N, S, D] rotated by the angles, or by the opposite ones for the backward pass."""
+    x = x.transpose(1, 2)
+    cos = cos.transpose(1, 2)
+    sin = sin.transpose(1, 2)
     turned = empty_pooled(x)
     rotated = 2 * cos.shape[-1]
-    first, second, rest = _pairs(x, rotated, interleaved)
-    turned_first, turned_second, turned_rest = _pairs(turned, rotated, interleaved)
+    first, second, rest = _split_pairs(x, rotated, interleaved)
+    turned_first, turned_second, turned_rest = _split_pairs(turned, rotated, interleaved)
     torch.mul(first, cos, out=turned_first)
     product = second * sin
     turned_first.add_(product, alpha=-1 if forward else 1)
@@ -213,51 +219,59 @@ def check_rope_parameters(parameters: Mapping[str, Any], head_size: int) -> None
             raise ValueError(f"rope_parameters of type {kind} need {name}")
     for name, least in numbers.items():
         value = parameters.get(name)
-        if value is not None and not (
-            isinstance(value, (int, float)) and least <= value < math.inf and value
-        ):
+        if value is None:
+            continue
+        is_number = isinstance(value, (int, float))
+        if not is_number or not least <= value < math.inf or value == 0:
             raise ValueError(
-                f"rope_parameters: {name} must be a number of at least {least:g}, not 0; got {value!r}"
+                f"rope_parameters: {name} must be a number of at least {least:g}, not 0; got "
+                f"{value!r}"
             )
-    _check_rotated(parameters, head_size)
 
-
-def _check_rotated(parameters: Mapping[str, Any], head_size: int) -> None:
     rotated = head_size * parameters.get("partial_rotary_factor", 1.0)
     pairs = (int(rotated) + 1) // 2
     least = 3 if parameters["rope_type"] == "dynamic" else 1
     if int(rotated) < least or 2 * pairs > head_size:
         raise ValueError(
-            f"rotary positions turn pairs of a head's features: partial_rotary_factor times the head size {head_size} "
-            f"must be from {least} to {head_size - head_size % 2}, not {rotated:g}"
+            "rotary positions turn pairs of a head's features: partial_rotary_factor times the "
+            f"head size {head_size} must be from {least} to {head_size - head_size % 2}, not "
+            f"{rotated:g}"
         )
-    for name in ("short_factor", "long_factor") if parameters["rope_type"] == "longrope" else ():
+    if kind != "longrope":
+        return
+    for name in ("short_factor", "long_factor"):
         if not isinstance(parameters[name], list) or len(parameters[name]) != pairs:
             raise ValueError(f"rope_parameters: {name} must be a list of {pairs} numbers")
 
 
+# The functions of the scalings return the frequency of each pair of features, fp32 [R/2], and a
+# factor of the cosines and sines. They take R, the parameters, `max_positions` and the positions.
+
+
 def _exponents(rotated: int, position_ids: Tensor) -> Tensor:
-    """2i / R for the pair i. An odd R turns one feature more, as transformers does."""
+    """Returns 2i / R for each pair i. An odd R turns one feature more, as in transformers."""
     return torch.arange(0, rotated, 2, device=position_ids.device, dtype=torch.float32) / rotated
 
 
 def _default(
     rotated: int, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
 ) -> tuple[Tensor, float]:
-    """Frequency i is theta^(-2i / R)."""
-    return 1.0 / parameters["rope_theta"] ** _exponents(rotated, position_ids), 1.0
+    """Returns theta^(-2i / R) for each pair i."""
+    frequencies = 1.0 / parameters["rope_theta"] ** _exponents(rotated, position_ids)
+    return frequencies, 1.0
 
 
 def _linear(rotated: int, parameters: Mapping[str, Any], *call: Any) -> tuple[Tensor, float]:
-    """Position interpolation (Chen et al., 2023, arXiv:2306.15595)."""
-    return _default(rotated, parameters, *call)[0] / parameters["factor"], 1.0
+    """Interpolates positions (Chen et al., 2023, arXiv:2306.15595)."""
+    frequencies, _ = _default(rotated, parameters, *call)
+    return frequencies / parameters["factor"], 1.0
 
 
 def _dynamic(
     rotated: int, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
 ) -> tuple[Tensor, float]:
-    """Dynamic NTK scaling: theta grows with the longest sequence of the call beyond
-    `max_positions`.
+    """Scales theta with the length of the call's longest sequence beyond `max_positions` (dynamic
+    NTK scaling).
     """
     factor = parameters["factor"]
     length = (position_ids.max() + 1).clamp(min=max_positions)
@@ -269,7 +283,7 @@ def _dynamic(
 def _yarn(
     rotated: int, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
 ) -> tuple[Tensor, float]:
-    """YaRN (Peng et al., 2023, arXiv:2309.00071), sections 3.2 to 3.4.
+    """Computes YaRN (Peng et al., 2023, arXiv:2309.00071, sections 3.2 to 3.4).
 
     Pairs that turn more than `beta_fast` times within the original length keep their frequency,
     those that turn less than `beta_slow` times are interpolated, and a ramp joins them.
@@ -279,33 +293,32 @@ def _yarn(
     exponents = _exponents(rotated, position_ids)
     original = parameters["original_max_position_embeddings"]
 
-    def pair_of(turns: float) -> float:
+    def find_pair(turns: float) -> float:
+        """Returns the number of the pair that turns so often within the original length."""
         return rotated * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = (
-        pair_of(parameters.get(name) or default)
-        for name, default in (("beta_fast", 32), ("beta_slow", 1))
-    )
+    low = find_pair(parameters.get("beta_fast") or 32)
+    high = find_pair(parameters.get("beta_slow") or 1)
     if parameters.get("truncate", True):
         low = math.floor(low)
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, rotated - 1)
+    width = high - low if high != low else 0.001
     ramp = torch.arange(len(exponents), device=exponents.device, dtype=torch.float32) - low
-    kept = 1 - (ramp / (high - low if high != low else 0.001)).clamp(0, 1)
+    kept = 1 - (ramp / width).clamp(0, 1)
     powers = theta**exponents
-    return (1.0 / (factor * powers)) * (1 - kept) + (1.0 / powers) * kept, _yarn_attention_factor(
-        parameters
-    )
+    frequencies = (1.0 / (factor * powers)) * (1 - kept) + (1.0 / powers) * kept
+    return frequencies, _compute_yarn_attention_factor(parameters)
 
 
-def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
+def _compute_yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
+    """Returns YaRN's factor of the cosines and sines (section 3.4, and DeepSeek's `mscale`)."""
+
     def mscale(weight: float) -> float:
-        return (
-            1.0
-            if parameters["factor"] <= 1
-            else 0.1 * weight * math.log(parameters["factor"]) + 1.0
-        )
+        if parameters["factor"] <= 1:
+            return 1.0
+        return 0.1 * weight * math.log(parameters["factor"]) + 1.0
 
     if parameters.get("attention_factor") is not None:
         return parameters["attention_factor"]
@@ -317,8 +330,8 @@ def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
 def _longrope(
     rotated: int, parameters: Mapping[str, Any], max_positions: int, position_ids: Tensor
 ) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al., 2024, arXiv:2402.13753): a divisor for each pair, others beyond the
-    original length.
+    """Computes LongRoPE (Ding et al., 2024, arXiv:2402.13753): a divisor for each pair, and another
+    one beyond the original length.
     """
     original = parameters["original_max_position_embeddings"]
     factor = parameters.get("factor") or max_positions / original
@@ -326,18 +339,17 @@ def _longrope(
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     exponents = _exponents(rotated, position_ids)
-    long, short = (
-        exponents.new_tensor(parameters[name]) for name in ("long_factor", "short_factor")
-    )
+    long = exponents.new_tensor(parameters["long_factor"])
+    short = exponents.new_tensor(parameters["short_factor"])
     divisors = torch.where(position_ids.max() + 1 > original, long, short)
     return 1.0 / (divisors * parameters["rope_theta"] ** exponents), attention
 
 
 def _llama3(rotated: int, parameters: Mapping[str, Any], *call: Any) -> tuple[Tensor, float]:
-    """Llama 3.1 (Dubey et al., 2024, arXiv:2407.21783): long wavelengths are stretched, those
-    between are blended.
+    """Computes Llama 3.1's scaling (Dubey et al., 2024, arXiv:2407.21783): long wavelengths are
+    stretched, and medium ones are a blend.
     """
-    frequencies = _default(rotated, parameters, *call)[0]
+    frequencies, _ = _default(rotated, parameters, *call)
     factor = parameters["factor"]
     low = parameters["low_freq_factor"]
     high = parameters["high_freq_factor"]

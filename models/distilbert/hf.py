@@ -40,7 +40,6 @@ NAME_MAP = NameMap(
         *both("qa_outputs", "qa_outputs"),
     ),
     aliases=(("vocab_projector.weight", "distilbert.embeddings.word_embeddings.weight"),),
-    ignored=(
-        r"(distilbert\.)?embeddings\.position_ids",
-    ),  # a buffer in files written before transformers 4.31
+    # A buffer in files written before transformers 4.31.
+    ignored=(r"(distilbert\.)?embeddings\.position_ids",),
 )

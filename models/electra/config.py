@@ -35,8 +35,10 @@ class ElectraConfig(BertConfig):
         summary = (self.summary_type, self.summary_use_proj, self.summary_activation)
         if self.architecture == "ElectraForMultipleChoice" and summary != ("first", True, "gelu"):
             raise ValueError(
-                "multiple choice summarizes a sequence by its first token, a projection and GELU: summary_type, "
-                f"summary_use_proj and summary_activation must be 'first', true and 'gelu', not {summary}"
+                "multiple choice summarizes a sequence by its first token, a projection and "
+                "GELU: summary_type, "
+                "summary_use_proj and summary_activation must be 'first', true and 'gelu', not "
+                f"{summary}"
             )
 
     @property

@@ -26,7 +26,6 @@ NAME_MAP = NameMap(
     ),
     aliases=(("generator_lm_head.weight", "electra.embeddings.word_embeddings.weight"),),
     renamed=OLD_NORM_NAMES,
-    ignored=(
-        r"(electra\.)?embeddings\.position_ids",
-    ),  # a buffer in files written before transformers 4.31
+    # A buffer in files written before transformers 4.31.
+    ignored=(r"(electra\.)?embeddings\.position_ids",),
 )

@@ -58,8 +58,8 @@ class ReplacedTokenDetection(Classifier):
     def forward(
         self,
         input_ids: Tensor,
+        *,
         attention_mask: Tensor | None = None,
-        *inputs: Any,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **options: Any,
@@ -68,7 +68,7 @@ class ReplacedTokenDetection(Classifier):
         if labels is not None and attention_mask is not None:
             labels = labels.masked_fill(attention_mask == 0, IGNORED)
         options |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
-        return super().forward(input_ids, attention_mask, *inputs, **options)
+        return super().forward(input_ids, attention_mask=attention_mask, **options)
 
     def make_logits(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         return self.discriminator(self.gather_hidden_states(x))
@@ -80,9 +80,8 @@ class ReplacedTokenDetection(Classifier):
         counted = labels != IGNORED
         wide = widen(logits)
         losses = F.binary_cross_entropy_with_logits(wide, labels.to(wide.dtype), reduction="none")
-        return (losses * counted).sum() / (
-            counted.sum() if num_items_in_batch is None else num_items_in_batch
-        )
+        number = counted.sum() if num_items_in_batch is None else num_items_in_batch
+        return (losses * counted).sum() / number
 
 
 class ElectraModel(BareModel, BertBackbone):

@@ -68,12 +68,14 @@ class GLMConfig(ModelConfig):
         self.check_heads(self.hidden_size, self.num_attention_heads)
         if self.relative_encoding or not self.block_position_encoding:
             raise ValueError(
-                "only GLM's two-dimensional positions are supported: relative_encoding must be false and "
+                "only GLM's two-dimensional positions are supported: relative_encoding must be "
+                "false and "
                 "block_position_encoding true, as in every release"
             )
         if self.spell_length is not None:
             raise ValueError(
-                f"prompt tuning (spell_length={self.spell_length}) is not supported; use spell_length=null"
+                f"prompt tuning (spell_length={self.spell_length}) is not supported; use "
+                "spell_length=null"
             )
 
     @classmethod
@@ -86,8 +88,10 @@ class GLMConfig(ModelConfig):
         if not any(key in values for key in _ORIGINAL_KEYS):
             raise ValueError(
                 'this configuration has model_type "glm" but neither of the keys num_layers and '
-                "block_position_encoding: it belongs to the GLM-4 line of 2024 (GlmForCausalLM), another architecture. "
-                "Only the original GLM of 2021-22, e.g. glm-10b or glm-large-chinese, and GLM-4-0414 (model_type "
+                "block_position_encoding: it belongs to the GLM-4 line of 2024 "
+                "(GlmForCausalLM), another architecture. "
+                "Only the original GLM of 2021-22, e.g. glm-10b or glm-large-chinese, and "
+                "GLM-4-0414 (model_type "
                 '"glm4") are supported'
             )
         # Only the zoo calls the positions so: the authors' classes ignore the common name.

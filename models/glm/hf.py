@@ -57,7 +57,7 @@ NAME_MAP = NameMap(
 
 
 def has_config(values: Mapping[str, Any]) -> bool:
-    """Returns whether a `config.json` without a `model_type` is FlagAI's file of the original GLM."""
+    """Returns whether a `config.json` without a `model_type` is FlagAI's of the original GLM."""
     return "block_position_encoding" in values
 
 
@@ -80,21 +80,23 @@ def infer_config(ranks: Sequence[Mapping[str, StoredTensor]]) -> GLMConfig:
     for tensor in (*embeddings, positions):
         if len(tensor.shape) != 2:
             raise ValueError(
-                f"{tensor} has shape {list(tensor.shape)}, but an embedding must have two dimensions"
+                f"{tensor} has shape {list(tensor.shape)}, but an embedding must have two "
+                "dimensions"
             )
     hidden_size = embeddings[0].shape[1]
-    layers = {
-        int(match[1])
-        for name in ranks[0]
-        if (match := re.match(r"transformer\.layers\.(\d+)\.", name))
-    }
+    last = -1
+    for name in ranks[0]:
+        match = re.match(r"transformer\.layers\.(\d+)\.", name)
+        if match:
+            last = max(last, int(match[1]))
     if hidden_size % _HEAD_SIZE:
         raise ValueError(
-            f"the hidden size {hidden_size} must be a multiple of {_HEAD_SIZE}, the head size of GLM"
+            f"the hidden size {hidden_size} must be a multiple of {_HEAD_SIZE}, the head size of "
+            "GLM"
         )
     return GLMConfig(
         vocab_size=sum(tensor.shape[0] for tensor in embeddings),
-        num_layers=max(layers, default=-1) + 1,
+        num_layers=last + 1,
         hidden_size=hidden_size,
         num_attention_heads=hidden_size // _HEAD_SIZE,
         max_sequence_length=positions.shape[0] - 1,

@@ -36,6 +36,7 @@ def visible_keys(
     if fits and len(shape) == 4 and shape[2] in (1, queries) and shape[3] >= keys:
         return attention_mask.bool()[..., -keys:], False
     raise ValueError(
-        f"attention_mask has shape {tuple(shape)}; for {batch} x {queries} tokens after {memory} cached ones use "
+        f"attention_mask has shape {tuple(shape)}; for {batch} x {queries} tokens after {memory} "
+        "cached ones use "
         f"[{batch}] (the length of part A), [{batch}, {keys}] or [{batch}, 1, {queries}, {keys}]"
     )

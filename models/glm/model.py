@@ -161,7 +161,8 @@ class GLMForConditionalGeneration(LanguageModel):
             )
         if self.sequence_parallel and (use_cache or mems is not None):
             raise ValueError(
-                "mems need the whole sequence on each rank: build the model without sequence parallelism"
+                "mems need the whole sequence on each rank: build the model without sequence "
+                "parallelism"
             )
         batch, length = input_ids.shape
         memory = self.memory_length(mems) if cache is None else cache.length
@@ -197,13 +198,15 @@ class GLMForConditionalGeneration(LanguageModel):
             positions = self.position_embeddings.num_embeddings
             if length > positions:
                 raise ValueError(
-                    f"the sequence has {length} tokens, but the model has only {positions} positions"
+                    f"the sequence has {length} tokens, but the model has only {positions} "
+                    "positions"
                 )
             text = torch.arange(length, device=input_ids.device)
             position_ids = torch.stack([text, torch.zeros_like(text)])[None]
         if position_ids.dim() != 3 or position_ids.shape[1:] != (2, input_ids.shape[1]):
             raise ValueError(
-                f"position_ids has shape {tuple(position_ids.shape)}; use [B, 2, {input_ids.shape[1]}], the positions "
+                f"position_ids has shape {tuple(position_ids.shape)}; use [B, 2, "
+                f"{input_ids.shape[1]}], the positions "
                 "in the text and within the span"
             )
         text, span = position_ids.unbind(1)
@@ -216,7 +219,8 @@ class GLMForConditionalGeneration(LanguageModel):
             return 0
         if len(mems) != len(self.blocks) + 1:
             raise ValueError(
-                f"mems has {len(mems)} tensors, but {len(self.blocks)} blocks need {len(self.blocks) + 1}"
+                f"mems has {len(mems)} tensors, but {len(self.blocks)} blocks need "
+                f"{len(self.blocks) + 1}"
             )
         return mems[0].shape[1]
 

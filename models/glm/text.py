@@ -38,7 +38,8 @@ class GLMText:
         vocabulary = vocabulary or _VOCABULARIES.get(self.tokenizer.vocab_size)
         if vocabulary is None:
             raise ValueError(
-                f"no GLM release has a vocabulary of {self.tokenizer.vocab_size} tokens; name the vocabulary: "
+                f"no GLM release has a vocabulary of {self.tokenizer.vocab_size} tokens; name "
+                "the vocabulary: "
                 "bert, gpt2, roberta, chinese or chinese-10b"
             )
         self.tokens: GLMTokens = glm_tokenizer(self.tokenizer, vocabulary)

@@ -18,6 +18,8 @@ from ..megatron import (
 from ..name_map import NameEntry, NameMap
 from .config import GPT2Config
 
+# Tensors that tell it from the decoders with rotary positions.
+_OWN = ("embedding.position_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.bias")
 _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 _RATES = {
     "resid_pdrop": "hidden_dropout",
@@ -29,13 +31,11 @@ _RATES = {
 
 def _owns(names: Iterable[str]) -> bool:
     found = set(names)
-    return (
-        any(name.startswith("decoder.layers.") for name in found)
-        and not found.isdisjoint(
-            ("embedding.position_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.bias")
-        )
-        and not any(name.startswith(("lm_head.", "encoder.")) for name in found)
-    )
+    if not any(name.startswith("decoder.layers.") for name in found):
+        return False
+    if any(name.startswith(("lm_head.", "encoder.")) for name in found):
+        return False
+    return not found.isdisjoint(_OWN)
 
 
 def _infer(
@@ -61,11 +61,13 @@ def _arguments(config: GPT2Config) -> dict[str, Any]:
     if config.activation_function not in (*_TANH, "gelu") or not config.scale_attn_weights:
         raise ValueError(
             "Megatron-LM's GPT has GELU and scaled attention, but this model has "
-            f"activation_function={config.activation_function}, scale_attn_weights={config.scale_attn_weights}"
+            f"activation_function={config.activation_function}, "
+            f"scale_attn_weights={config.scale_attn_weights}"
         )
     if config.scale_attn_by_inverse_layer_idx:
         raise ValueError(
-            "Megatron-LM's GPT does not scale attention by the layer: scale_attn_by_inverse_layer_idx=true"
+            "Megatron-LM's GPT does not scale attention by the layer: "
+            "scale_attn_by_inverse_layer_idx=true"
         )
     tanh = config.activation_function in _TANH
     return {

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..blocks.rotary import RopeParameters
-from ..megatron import EMBEDDING, SUPPORTED, TIED_HEAD, MegatronMap, rates
+from ..megatron import EMBEDDING, SUPPORTED, TIED_HEAD, MegatronMap, find_matrix, rates
 from ..name_map import NameEntry, NameMap
 from .config import DecoderConfig
 
@@ -46,6 +46,8 @@ _LLAMA3 = {
 }
 _BIAS = "decoder.layers.0.self_attention.linear_qkv.bias"
 _QK_NORM = "decoder.layers.0.self_attention.q_layernorm.weight"
+# Tensors that no decoder with rotary positions has.
+_OF_OTHERS = ("decoder.layers.0.mlp.linear_fc1.bias", "embedding.position_embeddings.weight")
 
 
 def owns(names: Iterable[str], *, bias: bool = False, qk_norm: bool = False) -> bool:
@@ -53,13 +55,13 @@ def owns(names: Iterable[str], *, bias: bool = False, qk_norm: bool = False) -> 
     these parts.
     """
     found = set(names)
-    return (
-        any(name.startswith("decoder.layers.") for name in found)
-        and "decoder.layers.0.mlp.linear_fc1.bias" not in found
-        and "embedding.position_embeddings.weight" not in found
-        and ((_BIAS in found, _QK_NORM in found) == (bias, qk_norm))
-        and not any(name.startswith(("lm_head.", "encoder.")) for name in found)
-    )
+    if not any(name.startswith("decoder.layers.") for name in found):
+        return False
+    if any(name.startswith(("lm_head.", "encoder.")) for name in found):
+        return False
+    if not found.isdisjoint(_OF_OTHERS):
+        return False
+    return (_BIAS in found) == bias and (_QK_NORM in found) == qk_norm
 
 
 def megatron(
@@ -72,12 +74,17 @@ def megatron(
     return MegatronMap(
         name_map=NameMap(entries=_entries(), aliases=((TIED_HEAD, EMBEDDING),)),
         stack="decoder",
-        owns=partial(owns, bias=bias, qk_norm=qk_norm) if inferred else lambda names: False,
+        owns=partial(owns, bias=bias, qk_norm=qk_norm) if inferred else _owns_none,
         infer=partial(_infer, config),
         arguments=_arguments,
         supported=_SUPPORTED,
         writable=("transformer_engine", "local"),
     )
+
+
+def _owns_none(names: Iterable[str]) -> bool:
+    """Returns False: another family has the same names."""
+    return False
 
 
 def _entries() -> tuple[NameEntry, ...]:
@@ -109,15 +116,17 @@ def _infer(
     shapes: Mapping[str, tuple[int, ...]],
     layers: int,
 ) -> DecoderConfig:
-    (vocabulary, hidden), (inner, _) = (
-        _matrix(shapes, name) for name in (EMBEDDING, LAYER.format(i=0) + ".mlp.linear_fc1.weight")
-    )
+    vocabulary, hidden = find_matrix(shapes, EMBEDDING)
+    inner, _ = find_matrix(shapes, LAYER.format(i=0) + ".mlp.linear_fc1.weight")
     heads = arguments.get("num_attention_heads")
     if type(heads) is not int or heads < 1:
         raise ValueError(
-            "its arguments, with the number of heads, are not stored; name a config.json by --config"
+            "its arguments, with the number of heads, are not stored; name a config.json by "
+            "--config"
         )
-    groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else heads
+    groups = heads
+    if arguments.get("group_query_attention"):
+        groups = arguments.get("num_query_groups")
     sizes = {
         "num_key_value_heads": groups,
         "head_dim": arguments.get("kv_channels") or hidden // heads,
@@ -142,63 +151,52 @@ def _infer(
     )
 
 
-def _matrix(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
-    if len(found := shapes.get(name, ())) != 2:
-        raise ValueError(
-            f"{name} has the shape {list(found)}, but a matrix is needed to find the sizes"
-        )
-    return found[0], found[1]
-
-
 def _rope(arguments: Mapping[str, Any]) -> RopeParameters:
     """Returns the rotation that the arguments describe.
 
-    ValueError for one that transformers does not have.
+    Raises ValueError for one that transformers does not have.
     """
-    base, factor = (
-        arguments.get(n, default)
-        for n, default in (("rotary_base", 10000), ("rope_scaling_factor", 8.0))
-    )
+    base = arguments.get("rotary_base", 10000)
+    factor = arguments.get("rope_scaling_factor", 8.0)
     length = arguments.get("rotary_seq_len_interpolation_factor")
-    for name, value in (
-        ("rotary_base", base),
-        ("rope_scaling_factor", factor),
-        ("interpolation factor", length or 1),
-    ):
+    numbers = {
+        "rotary_base": base,
+        "rope_scaling_factor": factor,
+        "interpolation factor": length or 1,
+    }
+    for name, value in numbers.items():
         if type(value) not in (int, float):
             raise ValueError(f"its arguments say {name}={value!r}, which must be a number")
     theta = {"rope_theta": float(base)}
     if arguments.get("use_rope_scaling"):
         if length is not None:
             raise ValueError(
-                "its arguments scale the rotation twice: use_rope_scaling, and an interpolation factor"
+                "its arguments scale the rotation twice: use_rope_scaling, and an interpolation "
+                "factor"
             )
         return {"rope_type": "llama3", **theta, "factor": float(factor), **_LLAMA3}
-    return (
-        {"rope_type": "default", **theta}
-        if length is None
-        else {"rope_type": "linear", **theta, "factor": length}
-    )
+    if length is not None:
+        return {"rope_type": "linear", **theta, "factor": length}
+    return {"rope_type": "default", **theta}
 
 
 def _arguments(config: DecoderConfig) -> dict[str, Any]:
-    for wrong, reason in (
-        (config.hidden_act != "silu", f"SwiGLU, but this model has hidden_act={config.hidden_act}"),
-        (
-            config.output_bias or config.mlp_bias,
-            "no biases behind attention and MLP, but this model has some",
-        ),
-        (
-            any(config.windows),
-            f"no sliding window, but this model has one of {next(filter(None, config.windows), 0)}",
-        ),
-        (
-            not config.architecture.endswith("ForCausalLM"),
-            f"a language-model head, not that of {config.architecture}",
-        ),
-    ):
-        if wrong:
-            raise ValueError(f"Megatron-LM's GPT of this kind has {reason}")
+    """Returns Megatron-LM's arguments for a configuration.
+
+    Raises ValueError if its GPT cannot be such a model.
+    """
+    reason = ""
+    if config.hidden_act != "silu":
+        reason = f"SwiGLU, but this model has hidden_act={config.hidden_act}"
+    elif config.output_bias or config.mlp_bias:
+        reason = "no biases behind attention and MLP, but this model has some"
+    elif any(config.windows):
+        window = next(filter(None, config.windows))
+        reason = f"no sliding window, but this model has one of {window}"
+    elif not config.architecture.endswith("ForCausalLM"):
+        reason = f"a language-model head, not that of {config.architecture}"
+    if reason:
+        raise ValueError(f"Megatron-LM's GPT of this kind has {reason}")
     return {
         "ffn_hidden_size": config.intermediate_size,
         "kv_channels": config.head_size,
@@ -218,7 +216,7 @@ def _arguments(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _rope_arguments(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Does the reverse of `_rope`."""
+    """Returns the arguments for rotary parameters: the reverse of `_rope`."""
     found = {
         "rotary_base": rope["rope_theta"],
         "use_rope_scaling": False,
@@ -226,13 +224,13 @@ def _rope_arguments(rope: Mapping[str, Any]) -> dict[str, Any]:
     }
     if rope["rope_type"] == "linear":
         return found | {"rotary_seq_len_interpolation_factor": rope["factor"]}
-    if rope["rope_type"] == "llama3" and all(
-        rope.get(name) == value for name, value in _LLAMA3.items()
-    ):
+    is_llama3 = all(rope.get(name) == value for name, value in _LLAMA3.items())
+    if rope["rope_type"] == "llama3" and is_llama3:
         return found | {"use_rope_scaling": True, "rope_scaling_factor": rope["factor"]}
     if rope["rope_type"] != "default":
         numbers = ", ".join(f"{name}={value}" for name, value in rope.items())
         raise ValueError(
-            f"Megatron-LM's GPT rotates plainly, with linear scaling or Llama 3.1's, but not with {numbers}"
+            "Megatron-LM's GPT rotates plainly, with linear scaling or Llama 3.1's, but not with "
+            f"{numbers}"
         )
     return found

@@ -40,7 +40,8 @@ class QwenConfig(DecoderConfig):
             return
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types names {len(self.layer_types)} layers, but num_hidden_layers is {self.num_hidden_layers}"
+                f"layer_types names {len(self.layer_types)} layers, but num_hidden_layers is "
+                f"{self.num_hidden_layers}"
             )
         if "sliding_attention" in self.layer_types and not self.window:
             raise ValueError(

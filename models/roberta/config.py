@@ -28,11 +28,13 @@ class RobertaConfig(BertConfig):
         super().__post_init__()
         if self.pad_token_id is None:
             raise ValueError(
-                "RoBERTa counts positions from its padding token's id: pad_token_id must be an integer"
+                "RoBERTa counts positions from its padding token's id: pad_token_id must be an "
+                "integer"
             )
         if self.max_sequence_length < 1:
             raise ValueError(
-                f"max_position_embeddings={self.max_position_embeddings} leaves no position after that of padding "
+                f"max_position_embeddings={self.max_position_embeddings} leaves no position "
+                "after that of padding "
                 f"({self.pad_token_id}); use at least {self.pad_token_id + 2}"
             )
 

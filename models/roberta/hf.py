@@ -26,7 +26,6 @@ NAME_MAP = NameMap(
         ("lm_head.decoder.bias", "lm_head.bias"),
     ),
     renamed=OLD_NORM_NAMES,
-    ignored=(
-        r"(roberta\.)?embeddings\.position_ids",
-    ),  # a buffer in files written before transformers 4.31
+    # A buffer in files written before transformers 4.31.
+    ignored=(r"(roberta\.)?embeddings\.position_ids",),
 )

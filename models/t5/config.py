@@ -85,12 +85,15 @@ class T5Config(HeadsConfig):
         exact = self.relative_attention_num_buckets // 4
         if self.relative_attention_max_distance <= 2 * exact:
             raise ValueError(
-                f"relative_attention_max_distance={self.relative_attention_max_distance} must be more than half of "
-                f"relative_attention_num_buckets={self.relative_attention_num_buckets}; use at least {2 * exact + 1}"
+                f"relative_attention_max_distance={self.relative_attention_max_distance} must be "
+                "more than half of "
+                f"relative_attention_num_buckets={self.relative_attention_num_buckets}; use at "
+                f"least {2 * exact + 1}"
             )
         if self.feed_forward_proj.removeprefix("gated-") not in ACTIVATIONS:
             raise ValueError(
-                f"feed_forward_proj={shown(self.feed_forward_proj)} must be ACTIVATION or gated-ACTIVATION, "
+                f"feed_forward_proj={shown(self.feed_forward_proj)} must be ACTIVATION or "
+                "gated-ACTIVATION, "
                 f"where ACTIVATION is one of {', '.join(ACTIVATIONS)}"
             )
         if self.scale_decoder_outputs is None:
@@ -171,7 +174,7 @@ class T5Config(HeadsConfig):
         return super().from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the contents of a `config.json`; what `feed_forward_proj` says is not repeated."""
+        """Returns the contents of a `config.json`, which do not repeat `feed_forward_proj`."""
         values = super().to_dict()
         for name in ("dense_act_fn", "is_gated_act"):
             if values[name] is None:

@@ -9,6 +9,11 @@ def _self_attention(stack: str, shares_bias: bool) -> tuple[NameEntry, ...]:
     native = f"{stack}.blocks.{{i}}"
     stored = f"{stack}.block.{{i}}.layer.0"
     bias = f"{stored}.SelfAttention.relative_attention_bias.weight"
+    if shares_bias:
+        # A bias that all blocks of the stack use is stored in the first.
+        relative_bias = NameEntry(f"{stack}.relative_bias.weight", bias.replace("{i}", "0"))
+    else:
+        relative_bias = NameEntry(f"{native}.relative_bias.weight", bias)
     return (
         NameEntry(f"{native}.attention_norm.weight", f"{stored}.layer_norm.weight"),
         NameEntry(
@@ -16,10 +21,7 @@ def _self_attention(stack: str, shares_bias: bool) -> tuple[NameEntry, ...]:
             tuple(f"{stored}.SelfAttention.{x}.weight" for x in "qkv"),
         ),
         NameEntry(f"{native}.attention.output.weight", f"{stored}.SelfAttention.o.weight"),
-        # A bias that all blocks of the stack use is stored in the first.
-        NameEntry(f"{stack}.relative_bias.weight", bias.replace("{i}", "0"))
-        if shares_bias
-        else NameEntry(f"{native}.relative_bias.weight", bias),
+        relative_bias,
     )
 
 

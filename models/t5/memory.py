@@ -16,7 +16,7 @@ def activations(config: T5Config) -> Activations:
         "heads": config.num_heads,
         "head_size": config.d_kv,
         "feed_forward": config.d_ff,
-        "mlp_kept": _mlp_kept(config, drops),
+        "mlp_kept": _count_kept(config, drops),
         "gated": config.is_gated,
         "attention_dropout": drops,
         "bias": True,
@@ -31,13 +31,14 @@ def activations(config: T5Config) -> Activations:
     return Activations(tuple(stacks))
 
 
-def _mlp_kept(config: T5Config, drops: bool) -> int:
-    if config.is_gated:
-        # The outputs of gate and up and the input of down. Without a fused gate, the activation's
-        # output is kept too.
-        return (
-            3
-            if config.activation in FUSED_GATES
-            else 4 + (config.activation != "relu") - (not drops)
-        )
-    return (1 if config.activation == "relu" else 2) + (drops and config.activation == "relu")
+def _count_kept(config: T5Config, drops: bool) -> int:
+    """Returns the number of tensors as wide as the MLP that it keeps."""
+    is_relu = config.activation == "relu"
+    if not config.is_gated:
+        kept = 1 if is_relu else 2
+        return kept + (drops and is_relu)
+    # The outputs of gate and up and the input of down. Without a fused gate, the activation's
+    # output is kept too.
+    if config.activation in FUSED_GATES:
+        return 3
+    return 4 + (not is_relu) - (not drops)

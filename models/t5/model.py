@@ -177,7 +177,11 @@ class T5EncoderBackbone(Backbone):
         self.encoder = T5Stack(config, False, mesh, self.parallel_config)
 
     def run_backbone(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, seq_idx: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        seq_idx: Tensor | None = None,
     ) -> BackboneOutput | StageOutput:
         """Runs the encoder.
 

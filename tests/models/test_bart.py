@@ -11,6 +11,7 @@ from tiny_models import hf_model, tiny
 
 import shardzoo
 from shardzoo.convert.operations import merge, split
+from shardzoo.generation import generate
 from shardzoo.models import config_from_dict, from_config
 
 FAMILIES = ("bart", "mbart", "m2m_100")
@@ -60,11 +61,8 @@ def test_learned_positions_are_limited():
     with pytest.raises(
         ValueError, match=r"1 prompt tokens and 10 new tokens need 10 positions.*up to 9"
     ):
-        shardzoo.generation.generate(model, ids[:, :4], max_new_tokens=10)
-    assert (
-        shardzoo.generation.generate(model, ids[:, :4], max_new_tokens=9, eos_token_id=96).shape[1]
-        <= 10
-    )
+        generate(model, ids[:, :4], max_new_tokens=10)
+    assert generate(model, ids[:, :4], max_new_tokens=9, eos_token_id=96).shape[1] <= 10
 
 
 @pytest.mark.parametrize("name", FAMILIES)
