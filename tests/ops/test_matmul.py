@@ -601,3 +601,15 @@ def test_the_kernel_for_few_rows_gives_way(calls):
     leaf = weight.requires_grad_()
     ops.linear(x, leaf).sum().backward()
     torch.testing.assert_close(leaf.grad, x.sum(0).expand(8, -1))
+
+
+def test_the_arguments_of_a_layer_are_cast_as_torch_casts_them():
+    from shardzoo.ops import autocast_arguments
+
+    wide, single = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2)
+    assert [t.dtype for t in autocast_arguments(wide, single)] == [torch.float64, torch.float32]
+    with torch.autocast("cpu", torch.bfloat16):
+        for tensor in (wide, single):
+            ours, none = autocast_arguments(tensor, None)
+            assert ours.dtype == torch.nn.functional.linear(tensor, tensor).dtype
+            assert none is None
