@@ -199,12 +199,15 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     if launch.world_size < processes:
         return start_processes(processes)
     if launch.world_size != processes:
-        asked = f"--tp {arguments.tp}" + (f" --pp {arguments.pp}" if arguments.pp > 1 else "")
+        asked = f"--tp {arguments.tp}"
+        if arguments.pp > 1:
+            asked += f" --pp {arguments.pp}"
         raise ValueError(f"{launch.world_size} processes were started for {asked}: make them equal")
     return run(arguments, given_settings(arguments, given), launch)
 
 
 def run(arguments: GenerateArguments, settings: dict[str, Any], launch: RankInfo) -> int:
+    """Generates texts for all prompts, batch after batch. Raises ValueError if there is none."""
     import torch
 
     from ..generation.pipeline import TextGenerationPipeline
@@ -217,23 +220,34 @@ def run(arguments: GenerateArguments, settings: dict[str, Any], launch: RankInfo
     if arguments.tp * arguments.pp > 1:
         device = initialize_distributed(launch)
         mesh = ParallelMesh(arguments.tp, arguments.pp)
+    dtype = None
+    if arguments.dtype:
+        dtype = getattr(torch, arguments.dtype)
     pipeline = TextGenerationPipeline(
         arguments.model,
         mesh,
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        dtype=dtype,
         device=device,
         batch_size=arguments.batch_size,
         glm_vocabulary=arguments.glm_vocabulary,
         tokenizer=arguments.tokenizer,
         adapter=arguments.adapter,
     )
-    prompts = read_prompts(arguments) if launch.is_first else iter(())
-    together = 1 if arguments.stream or is_interactive(arguments) else arguments.batch_size
+    # The first rank reads the prompts, and the others get each batch from it.
+    prompts: Iterator[str] = iter(())
+    if launch.is_first:
+        prompts = read_prompts(arguments)
+    batch_size = arguments.batch_size
+    if arguments.stream or is_interactive(arguments):
+        batch_size = 1
     count = 0
     try:
-        while batch := on_first_rank(lambda: list(islice(prompts, together))):
+        while True:
+            batch = on_first_rank(lambda: list(islice(prompts, batch_size)))
+            if not batch:
+                break
             count += len(batch)
-            show(pipeline, batch, arguments, settings, launch.is_first)
+            print_texts(pipeline, batch, arguments, settings, launch.is_first)
     finally:
         if mesh is not None:
             torch.distributed.destroy_process_group()
@@ -242,13 +256,16 @@ def run(arguments: GenerateArguments, settings: dict[str, Any], launch: RankInfo
     return 0
 
 
-def show(
+def print_texts(
     pipeline: TextGenerationPipeline,
     batch: list[str],
     arguments: GenerateArguments,
     settings: dict[str, Any],
     is_first: bool,
 ) -> None:
+    """Generates a text for each prompt of a batch, and prints it as a line of JSON, or as it is
+    made.
+    """
     if arguments.stream:
         from transformers import TextStreamer
 
@@ -268,12 +285,10 @@ def show(
 
 
 def is_interactive(arguments: GenerateArguments) -> bool:
-    return (
-        not arguments.prompt
-        and arguments.file is None
-        and sys.stdin is not None
-        and sys.stdin.isatty()
-    )
+    """Returns whether the prompts are typed on a terminal."""
+    if arguments.prompt or arguments.file is not None:
+        return False
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def read_prompts(arguments: GenerateArguments) -> Iterator[str]:
