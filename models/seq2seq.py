@@ -174,6 +174,7 @@ class Seq2SeqBackbone(Backbone):
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: EncoderOutput | tuple[Tensor, ...] | None = None,
         cache: Cache | None = None,
+        *,
         seq_idx: Tensor | None = None,
         decoder_seq_idx: Tensor | None = None,
     ) -> BackboneOutput | StageOutput:
@@ -397,8 +398,8 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
             decoder_attention_mask,
             encoder_outputs,
             cache,
-            seq_idx,
-            decoder_seq_idx,
+            seq_idx=seq_idx,
+            decoder_seq_idx=decoder_seq_idx,
         )
         if isinstance(hidden, StageOutput):
             return hidden
