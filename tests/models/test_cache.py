@@ -107,3 +107,15 @@ def test_rows_are_selected_and_room_ends():
     assert kept.extend(torch.ones(4, 2, 1, 5), torch.ones(4, 2, 1, 5))[0].shape == (4, 2, 4, 5)
     with pytest.raises(ValueError, match="room for 4 positions, but 5 are needed"):
         kept.extend(torch.ones(4, 2, 1, 5), torch.ones(4, 2, 1, 5))
+
+
+def test_a_decoder_with_relative_bias_sees_no_later_position_in_inference_mode():
+    from shardzoo.models import from_config
+
+    model = from_config(tiny("t5")).eval()
+    ids = torch.arange(3, 17).view(2, 7)
+    with torch.no_grad():
+        wanted = model(input_ids=ids, decoder_input_ids=ids).logits
+    with torch.inference_mode():
+        found = model(input_ids=ids, decoder_input_ids=ids).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

@@ -273,3 +273,10 @@ def test_many_logits_never_exist_whole(dtype, has_bias, equal, monkeypatch):
     if dtype == torch.bfloat16 and has_bias and not equal:
         # Both are fp32 sums of the same numbers, rounded once; sums of rounded sums differ in a third of the elements.
         assert (results[1][3] != results[0][3]).float().mean() < 0.02
+
+
+def test_a_head_refuses_a_label_outside_the_classes():
+    hidden, weight = torch.ones(2, 4), torch.ones(8, 4)
+    for bad in (7, -1):
+        with pytest.raises(ValueError, match="label"):
+            head_losses(hidden, weight, None, torch.tensor([0, bad]), num_classes=7)
