@@ -329,7 +329,8 @@ def cases(
         heads = 8
         length = length or 256
         positions = 8192
-    scores = (max(1, int(scores[0] * scale)), *scores[1:])
+    batch, score_heads, queries, keys = scores
+    scores = (max(1, int(batch * scale)), score_heads, queries, keys)
     matrix = (max(int(matrix[0] * scale) // 8, 1) * 8, matrix[1])
     rows, width = shape or matrix
     tokens = max(1, int(logits[0] * scale))
