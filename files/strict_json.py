@@ -85,7 +85,7 @@ def parse_record(line: bytes | str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("nested too deeply") from None
 
 
 def read_folder_json(folder: Path, name: str, *, finite: bool = True) -> dict[str, Any] | None:

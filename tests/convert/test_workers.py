@@ -68,7 +68,7 @@ def test_workers_that_die_leave_what_can_be_resumed(
     def progress(as_json: bool):
         yield kill
 
-    monkeypatch.setattr(command, "transfer_progress", progress)
+    monkeypatch.setattr(command, "show_transfer", progress)
     arguments = ["split", str(model), str(tmp_path / "three"), "--tp", "3", "--workers", "2"]
     assert command.main(arguments) == 2
     assert "a worker process died (out of memory?); continue with --resume" in " ".join(
@@ -136,7 +136,7 @@ def test_wrong_numbers(options, message, model, tmp_path):
 def test_progress_has_speed_and_remaining_time(as_json, monkeypatch, capsys):
     now = iter((0.0, 1.0, 1.5, 11.0, 11.5, 21.0))
     monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
-    with console.transfer_progress(as_json=as_json) as report:
+    with console.show_transfer(as_json=as_json) as report:
         for done in (
             4_000,
             5_000,
