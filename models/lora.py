@@ -233,7 +233,7 @@ def lora_config(**settings: Any) -> Any:
         if not is_right(value) and value is not getattr(plain, name):
             raise ValueError(f"LoRA: {name} must be {wanted}, not {reprlib.repr(value)}")
     for name, expression in _list_expressions(config):
-        compile_expression(expression, f"LoRA: {name}: ")
+        compile_expression(expression, f"LoRA: {name}:")
     return config
 
 

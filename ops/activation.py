@@ -40,7 +40,8 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
     Raises:
         ValueError: `approximate` has another value, or the bias has another size.
     """
-    _check_approximation(approximate)
+    if approximate not in APPROXIMATIONS:
+        raise _approximation_error(approximate)
     if bias is not None and tuple(bias.shape) != (x.shape[-1],):
         raise ValueError(
             f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}"
@@ -59,7 +60,8 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     Raises:
         ValueError: The shapes differ, or `approximate` has another value.
     """
-    _check_approximation(approximate)
+    if approximate not in APPROXIMATIONS:
+        raise _approximation_error(approximate)
     _check_same_shape(gate, up)
     return glu_op(gate, up, GELU_TANH if approximate == "tanh" else GELU)
 
@@ -98,11 +100,10 @@ class _ReLU(Function):
         )
 
 
-def _check_approximation(approximate: str) -> None:
-    if approximate not in APPROXIMATIONS:
-        raise ValueError(
-            f"approximate must be {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}"
-        )
+def _approximation_error(approximate: str) -> ValueError:
+    return ValueError(
+        f"approximate must be {' or '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}"
+    )
 
 
 def _check_same_shape(gate: Tensor, up: Tensor) -> None:

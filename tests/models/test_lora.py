@@ -191,25 +191,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"use_rslora": "yes"}, "use_rslora must be True or False, not 'yes'"),
     *(
         ({"target_modules": value}, "target_modules must be names")
-        for value in (5, "(", ["c_attn", None])
+        for value in (5, ["c_attn", None])
     ),
-    *(({"exclude_modules": value}, "exclude_modules must be names") for value in (5, "(")),
+    ({"exclude_modules": 5}, "exclude_modules must be names"),
+    *(
+        ({name: "("}, f"{name}: '\\(' is no regular expression")
+        for name in ("target_modules", "exclude_modules")
+    ),
     *(
         ({"modules_to_save": value}, "modules_to_save must be a list")
         for value in (5, "lm_head", [1])
     ),
     *(
         ({"rank_pattern": value}, "rank_pattern must be a dict of regular expressions and ranks")
-        for value in (
-            {"c_attn": "x"},
-            {"c_attn": 0},
-            {"c_attn": 2.5},
-            {"c_attn": True},
-            {"(": 3},
-            [1],
-            "x",
-        )
+        for value in ({"c_attn": "x"}, {"c_attn": 0}, {"c_attn": 2.5}, {"c_attn": True}, [1], "x")
     ),
+    ({"rank_pattern": {"(": 3}}, "rank_pattern: .* is no regular expression"),
     ({"rank_pattern": {"c_attn": 10**12}}, "the rank 1000000000000 is above both sizes"),
     *(
         ({"alpha_pattern": value}, "alpha_pattern must be a dict")

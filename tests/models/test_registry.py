@@ -84,7 +84,7 @@ UNKNOWN_ARCHITECTURES = {  # the nearest architecture, and what is missing
     ("bert", "BertLMHeadModel"): ("BertFor", "the head ForCausalLM"),
     ("bert", "BertForCausalLM"): ("BertFor", "the head ForCausalLM"),
     ("bert", "BertForX"): ("BertFor", "the head ForX"),
-    ("bert", "BERTForMaskedLM"): ("BertForMaskedLM", "a class called 'BERTForMaskedLM'"),
+    ("bert", "BertMaskedLM"): ("BertForMaskedLM", "a class called 'BertMaskedLM'"),
     ("gpt2", "GPT2DoubleHeadsModel"): ("GPT2", "the head"),
     ("roberta", "RobertaForCausalLM"): ("RobertaFor", "the head ForCausalLM"),
 }
