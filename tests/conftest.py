@@ -6,6 +6,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +24,16 @@ sys.path.insert(0, str(Path(__file__).parent / "harness"))
 importlib.import_module("quick_disk")
 EVERY_CASE = importlib.import_module("every_case").EVERY_CASE
 gc.disable()  # until all tests are collected: imports make nothing but what stays
+
+
+# Processes that are started in the background or under nohup ignore these signals, and so would all
+# that the tests start.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -183,7 +183,6 @@ def test_a_run_is_saved_when_its_terminal_is_closed(workspace):
     master, terminal = os.openpty()
 
     def use_terminal() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # The tests themselves may run under nohup.
         fcntl.ioctl(terminal, termios.TIOCSCTTY)
 
     process = subprocess.Popen(
