@@ -42,13 +42,14 @@ WEIGHT_SUFFIXES = frozenset(
 )
 OWN_FILES = frozenset(("manifest.json", STATE, "latest", "latest_checkpointed_iteration.txt"))
 LARGEST_AUXILIARY_FILE = 1 << 30  # bytes
-# The files in which a model is saved, with their indexes; a file like model_ema.safetensors is
+GENERATION_CONFIG = "generation_config.json"
+# The files in which a model or an adapter is saved, with their indexes; a file like model_ema.safetensors is
 # somebody else's.
-SAVED_WEIGHTS = re.compile(
-    r"(model|pytorch_model|adapter_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
-)
-# The other files of a saved model; those of a tokenizer are in TOKENIZER_FILES.
-DESCRIPTIONS = (CONFIG, "adapter_config.json", "generation_config.json")
+_PARTS = r"(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
+MODEL_WEIGHTS = re.compile(f"(model|pytorch_model){_PARTS}")
+ADAPTER_WEIGHTS = re.compile(f"adapter_model{_PARTS}")
+# The other files of a saved model or adapter; those of a tokenizer are in TOKENIZER_FILES.
+DESCRIPTIONS = (CONFIG, "adapter_config.json", GENERATION_CONFIG)
 # The version of the state file. In version 1 only the tensors' files had digests.
 STATE_VERSION = 2
 
@@ -63,21 +64,28 @@ def holds_weights(name: str) -> bool:
     return Path(name).suffix in WEIGHT_SUFFIXES
 
 
+def remove_files(folder: Path, names: re.Pattern[str]) -> None:
+    """Removes the files of a folder whose whole names match."""
+    for path in sorted(folder.iterdir()):
+        if names.fullmatch(path.name):
+            path.unlink()
+
+
 def replace_saved_model(folder: Path, new: Path) -> None:
     """Moves the files of a newly saved model into a folder, and removes `new`.
 
-    What an earlier saved model left there is removed: its weights, configurations and tokenizer.
+    What an earlier saved model or adapter left there is removed: its weights, configurations and
+    tokenizer.
     All other files stay. The configurations go first and come last, so that nothing loads a
     folder that is half of each.
     """
     if not folder.exists():
         new.rename(folder)
         return
-    for name in DESCRIPTIONS:
+    for name in (*DESCRIPTIONS, *TOKENIZER_FILES):
         (folder / name).unlink(missing_ok=True)
-    for path in folder.iterdir():
-        if SAVED_WEIGHTS.fullmatch(path.name) or path.name in TOKENIZER_FILES:
-            path.unlink()
+    remove_files(folder, MODEL_WEIGHTS)
+    remove_files(folder, ADAPTER_WEIGHTS)
     for path in sorted(new.rglob("*"), key=lambda path: path.name in DESCRIPTIONS):
         target = folder / path.relative_to(new)
         if path.is_dir():

@@ -8,9 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder_files import STATE, replace_saved_model
+from ..checkpoint.folder_files import GENERATION_CONFIG, STATE, replace_saved_model
 from ..data.tokenizers.tokenizer import check_saved_copy
-from ..models.generation.generation_config import FILE as GENERATION_CONFIG
 from ..models.generation.generation_config import TOKENS, GenerationConfig
 from ..models.lora import save_adapter
 from ..trainer.launch.rank_process import mark_run_as_begun

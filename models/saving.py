@@ -22,7 +22,15 @@ from torch import Tensor
 
 from ..checkpoint.dtypes import from_torch_name
 from ..checkpoint.file_io import OpenFiles
-from ..checkpoint.folder_files import CONFIG, OWN_FILES, SAVED_WEIGHTS, STATE, holds_training_state
+from ..checkpoint.folder_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    MODEL_WEIGHTS,
+    OWN_FILES,
+    STATE,
+    holds_training_state,
+    remove_files,
+)
 from ..checkpoint.hub import upload_folder
 from ..checkpoint.layout import ParameterSpec
 from ..checkpoint.planned_file import PlannedFile
@@ -33,7 +41,6 @@ from ..mpu import ParallelMesh, tp_rank, tp_size
 from ..mpu.collectives import gather_bytes
 from .config import ModelConfig
 from .family_table import family
-from .generation.generation_config import FILE as GENERATION_CONFIG
 from .generation.mixin import GenerationMixin
 from .huggingface import LARGEST_FILE, lay_out_huggingface, list_stored_shapes, plan_weight_files
 from .lora import save_adapter
@@ -347,9 +354,7 @@ def _replace_weights(
     last.
     """
     (folder / CONFIG).unlink(missing_ok=True)
-    for path in sorted(folder.iterdir()):
-        if SAVED_WEIGHTS.fullmatch(path.name):
-            path.unlink()
+    remove_files(folder, MODEL_WEIGHTS)
     for file in files:
         (work / file.name).rename(folder / file.name)
     work.rmdir()

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.folder_files import CONFIG, GENERATION_CONFIG
 from ...files.strict_json import read_folder_json
 from .settings import UNSUPPORTED, GenerationSettings, select_settings, setting_names
 
-FILE = "generation_config.json"
-MODEL_CONFIG = "config.json"
 RETURN_DICT = "return_dict_in_generate"
 FORCE_FIRST = "force_bos_token_to_be_generated"
 TOKENS = (
@@ -61,12 +60,12 @@ class GenerationConfig:
         Raises:
             ValueError: A file is not a JSON object.
         """
-        values = read_folder_json(folder, FILE)
+        values = read_folder_json(folder, GENERATION_CONFIG)
         if values is not None:
             if values.get("_from_model_config"):
                 return cls(_force_first_token(values))
             return cls(values)
-        values = read_folder_json(folder, MODEL_CONFIG)
+        values = read_folder_json(folder, CONFIG)
         if values is not None:
             return cls(select_of_model_config(values))
         return cls.from_config(config)
@@ -95,7 +94,7 @@ class GenerationConfig:
     def save(self, folder: Path) -> None:
         """Writes the folder's `generation_config.json`."""
         text = json.dumps(self.to_dict(), indent=2, sort_keys=True)
-        (folder / FILE).write_text(text + "\n", encoding="utf-8")
+        (folder / GENERATION_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def select_of_model_config(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,13 @@ def _write(folder, *names):
 
 def test_a_saved_model_replaces_only_what_another_one_left(tmp_path):
     folder = tmp_path / "model"
-    old = ("pytorch_model.bin", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
+    old = (
+        "pytorch_model.bin",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    )
     _write(folder, "config.json", "vocab.txt", "README.md", "runs/log", *old, *OTHERS)
     new = tmp_path / "new"
     _write(new, "config.json", "model.safetensors", "tokenizer.json", "README.md", "more/file")

@@ -214,7 +214,8 @@ def test_a_push_without_its_working_directory_fails_on_every_rank(run_mesh, fold
 def test_only_weights_under_hugging_faces_names_are_deleted(folders, tmp_path):
     kept = [
         "model_ema.safetensors", "model-best.safetensors", "model-1-of-2.safetensors", "pytorch_model_ema.bin",
-        "pytorch_model.bin.old", "notes.txt",
+        "pytorch_model.bin.old", "notes.txt", "adapter_model.safetensors", "adapter_model.bin",
+        "adapter_config.json",
     ]  # fmt: skip
     old = [
         "model.safetensors.index.json", "model-00001-of-00002.safetensors", "pytorch_model.bin",

@@ -11,9 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ...checkpoint.folder_files import CONFIG, holds_weights
+from ...checkpoint.folder_files import CONFIG, GENERATION_CONFIG, holds_weights
 from ...checkpoint.manifest import checked_tokenizer
-from ...data.tokenizers.files import JSON_FILES, OTHER_FILES, check_tokenizer_folder
+from ...data.tokenizers.files import TOKENIZER_FILES, check_tokenizer_folder
 from ...data.tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from ...data.tokenizers.vocabulary import Vocabulary
 from ...files.safe_paths import checked_file
@@ -21,8 +21,6 @@ from ..launch.ranks import on_first_rank
 
 # Bytes of all files: they are in memory while training runs, and are written into each checkpoint.
 LARGEST_TOTAL = 256 << 20
-TOKENIZER_FILES = tuple(name for name in (*JSON_FILES, *OTHER_FILES) if name != CONFIG)
-GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoint.checkpoint import open_checkpoint
+from ...checkpoint.folder_files import CONFIG, GENERATION_CONFIG
 from ...checkpoint.manifest import Manifest, TensorRecord
 from ...checkpoint.rank_files import (
     OPTIMIZER,
@@ -227,9 +228,9 @@ class WholeFiles:
         texts = {}
         if hasattr(config, "to_dict"):
             values = {**config.to_dict(), "architectures": [type(self.model).__name__]}
-            texts["config.json"] = json.dumps(values, indent=2, sort_keys=True, default=str) + "\n"
+            texts[CONFIG] = json.dumps(values, indent=2, sort_keys=True, default=str) + "\n"
         if hasattr(generation, "to_json_string"):
-            texts["generation_config.json"] = generation.to_json_string()
+            texts[GENERATION_CONFIG] = generation.to_json_string()
 
         def write(folder: Path) -> None:
             for name, text in texts.items():
