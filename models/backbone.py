@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..mpu import ParallelMesh, VocabParallelEmbedding, gather_sequence, scatter_sequence
+from ..mpu import (
+    ParallelMesh,
+    VocabParallelEmbedding,
+    draw_seed,
+    dropout_state,
+    gather_sequence,
+    scatter_sequence,
+)
 from .blocks.masks import number_pieces
 from .huggingface import LARGEST_FILE
 from .outputs import BackboneOutput, StageOutput
@@ -51,8 +58,18 @@ class Backbone(PipelineStage):
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Calls the model. Arguments by position mean what they mean to transformers' class of this
         name; see `forward` for their names.
+
+        Dropout masks follow from PyTorch's generator, unless `dropout_state.set` names a seed.
         """
-        return super().__call__(**self.name_inputs(inputs, options))
+        named = self.name_inputs(inputs, options)
+
+        def draw() -> tuple[int, int]:
+            """Returns the seed, and the first of this rank's samples, which no other replica has."""
+            replica = 0 if self.mesh is None else self.mesh.dp_rank
+            return draw_seed(self.mesh), replica * count_samples(named)
+
+        with dropout_state.drawing(draw):
+            return super().__call__(**named)
 
     def name_inputs(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a call by name.
@@ -169,6 +186,11 @@ class Backbone(PipelineStage):
             "encoder_last_hidden_state": last,
             "encoder_hidden_states": every,
         }
+
+
+def count_samples(inputs: dict[str, Any]) -> int:
+    """Returns the number of samples B of a call's inputs [B, ...]."""
+    return max(len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim())
 
 
 class Head(Backbone):

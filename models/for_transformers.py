@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from ..mpu import dropout_state
 from .loading import from_pretrained
 
 # transformers' Trainer reads a checkpoint by `load_state_dict` only if it is in one file.
@@ -160,15 +158,11 @@ class TransformersModel(PreTrainedModel):
     ) -> Output | tuple[Any, ...]:
         """Calls the model; see its `forward`.
 
-        In training the dropout masks follow from PyTorch's generator.
-
         Args:
             return_dict: Whether to return an `Output` and not a tuple; by default as `config` says.
             use_cache: Not used: what a forward pass returns has no cache.
         """
         self._apply_settings()
-        if self.training:
-            dropout_state.set(int(torch.randint(1 << 32, ())), first_sample=0)
         if labels is not None:
             options["labels"] = labels
         if options.get("output_hidden_states") is None:

@@ -14,7 +14,14 @@ from .collectives import (
 )
 from .cross_entropy import head_losses, vocab_parallel_cross_entropy
 from .division import divide
-from .dropout import Dropout, assign_dropout_sites, checkpoint, dropout_state, scaled_masked_softmax
+from .dropout import (
+    Dropout,
+    assign_dropout_sites,
+    checkpoint,
+    draw_seed,
+    dropout_state,
+    scaled_masked_softmax,
+)
 from .embedding import VocabParallelEmbedding
 from .fused_products import use_symmetric_memory
 from .grad_clipping import clip_factor, clip_grad_norm_, grad_norm
@@ -48,6 +55,7 @@ __all__ = [
     "column_parallel",
     "copy_to_tp",
     "divide",
+    "draw_seed",
     "dropout_state",
     "gather_from_tp",
     "gather_sequence",

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -53,6 +54,9 @@ class DropoutKey(NamedTuple):
 class DropoutState:
     """Holds the key of the current forward pass. Each process has one instance, `dropout_state`.
 
+    Someone who says which samples a pass has calls `set`. Otherwise a model's call draws a key from
+    PyTorch's generator when the pass first needs one; see `drawing`.
+
     The keys of one use are some sixteen operators on as many numbers as there are samples. A pass
     computes those of all uses that the pass before it made as one table, so that a step launches
     these operators once instead of per site.
@@ -60,6 +64,9 @@ class DropoutState:
 
     def __init__(self) -> None:
         self._key: DropoutKey | None = None
+        self._draw: Callable[[], tuple[int, int]] | None = None
+        # The last key that was drawn, whose uses the next one will probably make too.
+        self._drawn: DropoutKey | None = None
 
     def set(self, seed: int, first_sample: int) -> None:
         """Sets the key. Call this before every training forward pass.
@@ -70,25 +77,46 @@ class DropoutState:
                 first_sample + b. It must never repeat during a run, across epochs either, because
                 masks would repeat with it.
         """
-        self._key = DropoutKey(int(seed), int(first_sample), {}, self._uses_so_far(), {})
+        known = _collect_uses(self._key, int(seed))
+        self._key = DropoutKey(int(seed), int(first_sample), {}, known, {})
 
-    def _uses_so_far(self) -> dict[int, int]:
-        """Returns `known` of the next key. The same passes share one dictionary."""
-        if self._key is None:
-            return {}
-        known = self._key.known
-        uses = [
-            use_key(self._key.seed, site, visit)
-            for site, count in self._key.visits.items()
-            for visit in range(count)
-        ]
-        if uses == list(known):
-            return known
-        return {use: row for row, use in enumerate(uses)}
+    def clear(self) -> None:
+        """Forgets the key, so that models' calls draw keys again; see `drawing`."""
+        self._key = None
+
+    @contextmanager
+    def drawing(self, draw: Callable[[], tuple[int, int]]) -> Generator[None]:
+        """Within the context, the first use draws a key if there is none.
+
+        The key is forgotten after the context.
+
+        Args:
+            draw: Returns a seed and the index of the first sample. It is called at most once, and
+                not at all if nothing is dropped.
+        """
+        if self._key is not None or self._draw is not None:
+            yield
+            return
+        self._draw = draw
+        try:
+            yield
+        finally:
+            self._draw = None
+            self._drawn = self._key or self._drawn
+            self._key = None
+
+    def _current_key(self) -> DropoutKey | None:
+        """Returns the key of this pass, which it draws if there is none."""
+        if self._key is None and self._draw is not None:
+            seed, first_sample = self._draw()
+            known = _collect_uses(self._drawn, seed)
+            self._key = DropoutKey(seed, first_sample, {}, known, {})
+        return self._key
 
     def capture(self) -> DropoutKey | None:
         """Returns a copy of the current key for a later `replay`."""
-        return None if self._key is None else _copy_key(self._key)
+        key = self._current_key()
+        return None if key is None else _copy_key(key)
 
     @contextmanager
     def _using(self, key: DropoutKey | None) -> Generator[None]:
@@ -108,7 +136,7 @@ class DropoutState:
     @contextmanager
     def rows_per_sample(self, count: int) -> Generator[None]:
         """Within the context, each sample of the micro-batch has `count` consecutive rows."""
-        key = self._key
+        key = self._current_key()
         if key is not None:
             key = key._replace(first_sample=key.first_sample * count)
         with self._using(key):
@@ -119,7 +147,7 @@ class DropoutState:
         """Within the context, tensors have a row for each of these positions: see
         `DropoutKey.rows`.
         """
-        key = self._key
+        key = self._current_key()
         if key is not None:
             key = key._replace(rows=(batch, samples, positions))
         with self._using(key):
@@ -130,21 +158,23 @@ class DropoutState:
 
         Within `packed_rows` they are the keys of its rows, int64 [T].
         """
-        if self._key is None or self._key.rows is None:
+        key = self._current_key()
+        if key is None or key.rows is None:
             return self.visit(site, batch, device)
-        batch, samples, positions = self._key.rows
+        batch, samples, positions = key.rows
         return keys_from_row(self.visit(site, batch, device)[samples], positions)
 
     def visit(self, site: int, batch: int, device: torch.device) -> Tensor:
         """Returns the keys of the samples for this use of the site, int64 [batch].
 
-        Raises RuntimeError before `set`.
+        Raises RuntimeError before `set` and outside `drawing`.
         """
-        if self._key is None:
+        key = self._current_key()
+        if key is None:
             raise RuntimeError(
                 "call dropout_state.set(seed, first_sample) before a forward pass with dropout"
             )
-        seed, first_sample, visits, known, tables, _ = self._key
+        seed, first_sample, visits, known, tables, _ = key
         count = visits.get(site, 0)
         visits[site] = count + 1
         use = use_key(seed, site, count)
@@ -158,12 +188,40 @@ class DropoutState:
         return table[known[use]]
 
 
+def _collect_uses(key: DropoutKey | None, seed: int) -> dict[int, int]:
+    """Returns `known` of the key that follows `key`: the uses so far, as they are with its seed.
+
+    Keys with the same uses share one dictionary.
+    """
+    if key is None:
+        return {}
+    uses = [
+        use_key(seed, site, visit) for site, count in key.visits.items() for visit in range(count)
+    ]
+    if uses == list(key.known):
+        return key.known
+    return {use: row for row, use in enumerate(uses)}
+
+
 def _copy_key(key: DropoutKey) -> DropoutKey:
     """Returns a key that counts visits of its own."""
     return key._replace(visits=dict(key.visits))
 
 
 dropout_state = DropoutState()
+
+
+def draw_seed(mesh: ParallelMesh | None) -> int:
+    """Returns a seed from PyTorch's generator on the CPU: that of the first tensor-parallel rank.
+
+    The other ranks draw too, so that all generators advance alike.
+    """
+    seed = torch.randint(1 << 32, ())
+    if mesh is None or mesh.tp_size == 1:
+        return int(seed)
+    seed = seed.to(mesh.device_type)
+    cast(Any, dist).broadcast(seed, group=mesh.tp_group, group_src=0)
+    return int(seed)
 
 
 def _visit_site(x: Tensor, site: int) -> Tensor:
@@ -190,7 +248,8 @@ class Dropout(nn.Module):
 
     The input is [B, ..., C], with at least two dimensions; the batch is dimension 0. Before the
     forward pass, `assign_dropout_sites` must set the site (`materialize` and `initialize` call it),
-    and `dropout_state.set` must name the samples.
+    and `dropout_state.set` must name the samples, unless it is part of a model's call, which draws
+    a seed.
 
     Args:
         p: The probability of zeroing an element; the other elements are scaled by 1 / (1 - p).

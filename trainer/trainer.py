@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Share
 from ..data.loading.collate import DataCollator, with_loss_mask
-from ..mpu import ParallelMesh, set_reduction
+from ..mpu import ParallelMesh, dropout_state, set_reduction
 from ..mpu.fused_products import use_symmetric_memory
 from ..ops.device import computes_on_host, has_tf32
 from .arguments.deepspeed_file import deepspeed_notice
@@ -496,6 +496,7 @@ class Trainer:
                 on_first_rank(self.write_report)
             succeeded = True
         finally:
+            dropout_state.clear()  # later calls of the model draw their masks again
             loop.saver.close()
             if self.ranks.rank == 0:
                 return_folder(self.run_folder.path)
