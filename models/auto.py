@@ -33,7 +33,7 @@ def find_config(name: str) -> ModelConfig:
     """
     for preset, config in presets():
         if preset == name:
-            return config
+            return config.with_changes()  # The caller may change it.
     path = Path(find_config_folder(name))
     if path.is_dir():
         values = read_folder_json(path, CONFIG)

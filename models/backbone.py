@@ -12,12 +12,17 @@ from torch import Tensor
 from ..mpu import (
     ParallelMesh,
     VocabParallelEmbedding,
+    draw_model_seed,
     draw_seed,
     dropout_state,
     gather_sequence,
+    initialize,
     scatter_sequence,
 )
+from .auto import as_config
 from .blocks.masks import number_pieces
+from .config import ModelConfig
+from .family_table import find_architecture
 from .huggingface import LARGEST_FILE
 from .outputs import BackboneOutput, StageOutput
 from .parallel_config import ParallelConfig
@@ -100,6 +105,60 @@ class Backbone(PipelineStage):
             for name in ("cu_seq_lens_q", *FLASH_ATTENTION_INPUTS):
                 named.pop(name, None)
         return named
+
+    @classmethod
+    def take_config(cls, config: Any) -> Any:
+        """Returns the copy of a configuration that a new model of this class keeps.
+
+        Args:
+            config: A family's configuration, the contents of a `config.json`, a preset's name, a
+                path, or a configuration object of transformers. The class decides the architecture.
+
+        Raises:
+            ValueError: The configuration belongs to another family, or is not valid.
+        """
+        facts, architecture = find_architecture(cls)
+        if not isinstance(config, (ModelConfig, str, Path)) and facts is not None:
+            values: dict[str, Any] = dict(config if isinstance(config, dict) else config.to_dict())
+            values.setdefault("model_type", facts.config.model_type)
+            values["architectures"] = [architecture]
+            config = values
+        config = as_config(config)
+        if facts is None:
+            return config.copy_for_model(cls.__name__)
+        if config.model_type != facts.config.model_type:
+            raise ValueError(
+                f"{cls.__name__} is built from a {facts.config.__name__}, not from a "
+                f"{type(config).__name__}"
+            )
+        changes = {}
+        if config.architecture != architecture and len(facts.architectures) > 1:
+            changes["architecture"] = architecture
+        return config.copy_for_model(cls.__name__, **changes)
+
+    def init_parameters(self) -> None:
+        """Initializes the parameters of a model that a user constructs; its constructor ends so.
+
+        They follow from PyTorch's generator, and do not depend on the mesh. On the meta device,
+        where `from_config` and `from_pretrained` build models, nothing happens. Collective over the
+        mesh.
+
+        Raises:
+            ValueError: The mesh has several pipeline stages: this model has all blocks.
+        """
+        first = next(self.parameters(), None)
+        if first is None or first.is_meta:
+            return
+        if self.mesh is not None and self.mesh.pp_size > 1:
+            raise ValueError(
+                f"{type(self).__name__}(config, mesh=…) has the blocks of all pipeline stages; use "
+                "from_config, which builds this rank's stage"
+            )
+        initialize(self, self.init_weights, draw_model_seed(self.mesh), self.mesh)
+
+    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Initializes a parameter's unsplit value in place."""
+        raise NotImplementedError
 
     def run_backbone(self, *inputs: Any, **options: Any) -> BackboneOutput | StageOutput:
         """Runs the embeddings and blocks.
@@ -206,6 +265,7 @@ class Head(Backbone):
         mesh: ParallelMesh | None = None,
         parallel_config: ParallelConfig | None = None,
     ) -> None:
+        config = self.take_config(config)
         super().__init__(config, mesh, parallel_config)  # of the family's backbone
         backbone_modules = {name for name, _ in self.named_children()}
         self.add_head()
@@ -214,6 +274,7 @@ class Head(Backbone):
             if name not in backbone_modules and any(True for _ in module.parameters()):
                 names.append(name)
         self.head_modules = tuple(names)
+        self.init_parameters()
 
     def add_head(self) -> None:
         """Adds the modules of the head."""

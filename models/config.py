@@ -15,6 +15,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Any,
     ClassVar,
@@ -90,9 +91,87 @@ InitializerScale = Annotated[float, Range(0, 1000)]
 Activation = Annotated[str, OneOf(tuple(ACTIVATIONS))]
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """Base of the families' frozen configurations.
+# Keys of a `config.json` that belong to the file or to its weights, and that no attribute keeps.
+FILE_KEYS = frozenset(
+    {
+        "architectures",
+        "auto_map",
+        "model_type",
+        "quantization_config",
+        "transformers_version",
+        # Spellings of the rotary parameters, which the families with rotary positions read.
+        "global_rope_theta",
+        "local_rope_theta",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "sliding_window",
+    }
+)
+# Attributes that files do not have: where a model came from, and the type of its parameters.
+UNSAVED = ("name_or_path", "dtype")
+# What a call of a model does unless its arguments say otherwise, for every family.
+CALL_SETTINGS = (
+    "use_cache",
+    "return_dict",
+    "output_hidden_states",
+    "output_attentions",
+    "chunk_size_feed_forward",
+    "name_or_path",
+    "dtype",
+)
+# Other names of attributes, for every family.
+SPELLINGS = {"_name_or_path": "name_or_path", "torch_dtype": "dtype"}
+
+
+class ConfigType(type):
+    """Makes configurations from transformers' keyword arguments.
+
+    These are the family's keys, the common names of `attribute_map`, and any other names, which the
+    configuration keeps as attributes.
+    """
+
+    if not TYPE_CHECKING:  # A type checker shall see the fields.
+
+        def __call__(cls, *values: Any, **settings: Any) -> Any:
+            known = {field.name for field in fields(cls)}
+            own: dict[str, Any] = {}
+            extras: dict[str, Any] = {}
+            for name, value in settings.items():
+                name = cls.attribute_map.get(name, name)
+                target = own if name in known else extras
+                target[name] = value
+            names = extras.pop("architectures", None)
+            if names and "architecture" in known:
+                own.setdefault("architecture", names[0])
+            labels = own.get("id2label")
+            if isinstance(labels, dict):
+                own.setdefault("num_labels", len(labels))
+
+            config = super().__call__(*values, **own)
+            # From now on, `__setattr__` checks what is set.
+            vars(config)["_owner"] = ""
+            for name, value in extras.items():
+                if name not in FILE_KEYS:
+                    setattr(config, name, value)
+            return config
+
+
+@dataclass
+class ModelConfig(metaclass=ConfigType):
+    """Base of the families' configurations.
+
+    Attributes can be set, also by the common names of `attribute_map`. A model has a copy of the
+    configuration that it is built from. In that copy, what is built into the model's modules cannot
+    be changed any more.
+
+    Attributes:
+        use_cache, return_dict, output_hidden_states, output_attentions: What a call of the model
+            does unless its arguments say otherwise.
+        name_or_path: Where the model was loaded from.
+        dtype: The type of the parameters, if a program has set it; files do not have it.
 
     Raises:
         ValueError: A field's annotation does not allow its value, or the values of several fields
@@ -109,14 +188,125 @@ class ModelConfig:
     ties_without_head: ClassVar[bool] = False
     """Whether the head is the word embedding if files do not store one, whatever they say."""
 
+    live_settings: ClassVar[tuple[str, ...]] = ("problem_type", "label2id", "tokenizer_class")
+    """The settings, beside the ids of tokens, that a model reads in each call."""
+
+    # Settings that transformers' configurations have in every family. They are no fields, so files
+    # have them only where they differ from these values.
+    use_cache: ClassVar[bool] = True
+    return_dict: ClassVar[bool] = True
+    output_hidden_states: ClassVar[bool] = False
+    output_attentions: ClassVar[bool] = False
+    is_encoder_decoder: ClassVar[bool] = False
+    chunk_size_feed_forward: ClassVar[int] = 0
+    name_or_path: ClassVar[str] = ""
+    dtype: ClassVar[Any] = None
+
     vocab_size: VocabSize
 
     def __post_init__(self) -> None:
         for name, annotation in _find_annotations(type(self)).items():
-            value = getattr(self, name)
-            allowed = _describe_mismatch(annotation, value)
-            if allowed is not None:
-                raise ValueError(f"{name} must be {allowed}, not {shown(value)}")
+            _check_value(name, annotation, getattr(self, name))
+
+    if not TYPE_CHECKING:  # A type checker shall find misspelled attributes.
+
+        def __getattr__(self, name: str) -> Any:
+            """Returns an attribute by its common name. Python asks for what it does not find."""
+            own = type(self).attribute_map.get(name) or SPELLINGS.get(name)
+            if own is None:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            return getattr(self, own)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute, after a check of its type and range.
+
+        Raises:
+            ValueError: The value is not allowed, or is built into the modules of a model.
+        """
+        name = self.attribute_map.get(name, name)
+        name = SPELLINGS.get(name, name)
+        owner = vars(self).get("_owner")
+        annotation = _find_annotations(type(self)).get(name)
+        if owner is None or name.startswith("_"):
+            object.__setattr__(self, name, value)
+            return
+        if name == "architectures":
+            self._set_architectures(value)
+            return
+        if annotation is not None:
+            _check_value(name, annotation, value)
+        elif isinstance(getattr(type(self), name, None), property):
+            raise ValueError(f"{name} follows from other settings of {type(self).__name__}")
+        elif name == "is_encoder_decoder" and value != self.is_encoder_decoder:
+            raise ValueError(
+                f"is_encoder_decoder must be {self.is_encoder_decoder}, as every {self.model_type} is"
+            )
+        is_live = name.endswith("_token_id") or name in self.live_settings
+        is_built = owner != "" and annotation is not None and not is_live
+        if is_built and value != getattr(self, name):
+            raise ValueError(
+                f"{name}={shown(value)} cannot be set: the modules of this {owner} were built with "
+                f"{name}={shown(getattr(self, name))}; change the configuration before the model "
+                "is built"
+            )
+        object.__setattr__(self, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy gets: it belongs to no model, so all of it can be changed."""
+        state = dict(vars(self))
+        if state.get("_owner"):
+            state["_owner"] = ""
+        return state
+
+    def _set_architectures(self, names: Any) -> None:
+        if not names or names[0] == self.architecture:
+            return
+        if "architecture" not in _find_annotations(type(self)):
+            raise ValueError(
+                f"architectures must be {[self.architecture]}, the only one of {self.model_type}, "
+                f"not {shown(names)}"
+            )
+        self.architecture = names[0]
+
+    @property
+    def architectures(self) -> list[str]:
+        """The name of the model's class, as transformers has it."""
+        return [self.architecture]
+
+    @property
+    def use_return_dict(self) -> bool:
+        """Whether a call returns an output with names, unless its arguments say otherwise."""
+        return self.return_dict
+
+    def copy_for_model(self, owner: str, **changes: Any) -> Self:
+        """Returns a copy that a model keeps, with other values of some fields.
+
+        Fields that were set one by one are checked together here.
+
+        Args:
+            owner: The name of the model's class.
+        """
+        copy = self.with_changes(**changes)
+        copy.bind_to_model(owner)
+        return copy
+
+    def bind_to_model(self, owner: str) -> None:
+        """Refuses from now on the changes that the modules of a model would not follow."""
+        vars(self)["_owner"] = owner
+
+    def change_built(self, **changes: Any) -> None:
+        """Sets fields of a built model whose modules have been changed accordingly."""
+        vars(self).update(changes)
+
+    def list_extras(self) -> dict[str, Any]:
+        """Returns the attributes that are no fields, and differ from the class's."""
+        known = _find_annotations(type(self))
+        extras: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            is_own = name in known or name.startswith("_")
+            if not is_own and value != getattr(type(self), name, None):
+                extras[name] = value
+        return extras
 
     @property
     def attention_heads(self) -> int:
@@ -148,7 +338,7 @@ class ModelConfig:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Returns a configuration from the keys of a `config.json`.
 
-        It ignores keys that this family does not use.
+        Keys that this family does not use become attributes, which change nothing and are saved.
 
         Raises:
             ValueError: A value is not allowed, or a key asks for another model than the zoo's.
@@ -160,6 +350,12 @@ class ModelConfig:
         values = cls.replace_common_names(values)
         known = {field.name for field in fields(cls)}
         config = cls(**{name: value for name, value in values.items() if name in known})
+        for name, value in values.items():
+            # Names of properties and methods, and of settings that every model of the family has.
+            is_taken = hasattr(cls, name) and name not in CALL_SETTINGS
+            is_kept = name not in FILE_KEYS and not is_taken and not name.startswith("_")
+            if name not in known and is_kept and value is not None:
+                setattr(config, name, value)
         for name in known:
             if name.endswith("_token_id") and getattr(config, name) == -1:
                 warnings.warn(f"{name} is -1, which is no token of the vocabulary", stacklevel=2)
@@ -180,7 +376,57 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the contents of a `config.json` that transformers' `AutoConfig` reads."""
-        return {"architectures": [self.architecture], "model_type": self.model_type, **asdict(self)}
+        values = {"architectures": self.architectures, "model_type": self.model_type}
+        values |= asdict(self)
+        for name, value in self.list_extras().items():
+            if name not in UNSAVED:
+                values.setdefault(name, value)
+        return values
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Returns what differs from the family's default configuration, and the model's type."""
+        default = type(self)(architecture=self.architecture).to_dict()
+        changed: dict[str, Any] = {}
+        for name, value in self.to_dict().items():
+            if name in ("architectures", "model_type") or default.get(name) != value:
+                changed[name] = value
+        return changed
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """Returns the contents of a `config.json` as text.
+
+        Args:
+            use_diff: Leave out what is the family's default.
+        """
+        values = self.to_diff_dict() if use_diff else self.to_dict()
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+    def to_json_file(self, json_file_path: str | Path, use_diff: bool = True) -> None:
+        """Writes the text of `to_json_string`."""
+        Path(json_file_path).write_text(self.to_json_string(use_diff), encoding="utf-8")
+
+    def get_text_config(self, decoder: Any = None, encoder: Any = None) -> Self:
+        """Returns itself: the part of a configuration that describes the text model."""
+        return self
+
+    def update(self, config_dict: Mapping[str, Any]) -> None:
+        """Sets several attributes."""
+        for name, value in config_dict.items():
+            setattr(self, name, value)
+
+    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False) -> None:
+        """Writes `config.json` into a folder, which is made if needed.
+
+        Raises:
+            ValueError: `push_to_hub` is set: a model is committed with its configuration.
+        """
+        if push_to_hub:
+            raise ValueError("push_to_hub of a configuration alone is not supported; push a model")
+        folder = Path(save_directory)
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder} is a file; name a folder to save the configuration in")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save(folder)
 
     def fitted_to(self, stored_names: Collection[str]) -> Self:
         """Returns the configuration of the model whose tensors have these names, if the names
@@ -199,11 +445,18 @@ class ModelConfig:
         """
         own = {self.attribute_map.get(name, name): value for name, value in changes.items()}
         known = [field.name for field in fields(self)]
+        extras = self.list_extras()
+        for name in list(own):
+            if name in CALL_SETTINGS or name in extras:
+                extras[name] = own.pop(name)
         if unknown := [name for name in own if name not in known]:
             raise ValueError(
                 f"{self.model_type} has no setting {unknown[0]!r}; use one of {', '.join(known)}"
             )
-        return replace(self, **own)
+        changed = replace(self, **own)
+        for name, value in extras.items():
+            setattr(changed, name, value)
+        return changed
 
     def check_heads(self, hidden_size: int, heads: int) -> None:
         """Raises ValueError, with this family's keys, if the number of heads does not divide the
@@ -235,7 +488,7 @@ def refuse_bidirectional(values: Mapping[str, Any]) -> None:
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeadsConfig(ModelConfig):
     """Base of the configurations of families with several heads.
 
@@ -243,8 +496,8 @@ class HeadsConfig(ModelConfig):
         architecture: The transformers class name, which selects the head.
         num_labels, problem_type: Settings of the classification heads; `config.json` stores the
             number of labels as the length of `id2label`.
-        id2label, label2id: The names of the labels; `LABEL_0`, … by default. As in transformers,
-            they need not name all labels.
+        id2label, label2id: The names of the labels by their numbers, and back; `LABEL_0`, … by
+            default. As in transformers, they need not name all labels.
     """
 
     _: KW_ONLY
@@ -261,6 +514,10 @@ class HeadsConfig(ModelConfig):
                 "problem_type='single_label_classification' needs num_labels of at least 2, not 1"
             )
         if self.id2label is None:
+            object.__setattr__(self, "id2label", name_labels(self.num_labels))
+            if self.label2id is None:
+                numbers = {name: i for i, name in name_labels(self.num_labels).items()}
+                object.__setattr__(self, "label2id", numbers)
             return
         if len(self.id2label) != self.num_labels:
             raise ValueError(
@@ -272,6 +529,38 @@ class HeadsConfig(ModelConfig):
                 f"id2label must name numbers of labels, from 0 to {self.num_labels - 1}, not "
                 f"{shown(list(self.id2label))}"
             )
+        numbered = {int(number): name for number, name in self.id2label.items()}
+        if len(numbered) != self.num_labels:
+            raise ValueError(f"id2label names a label twice: {shown(list(self.id2label))}")
+        object.__setattr__(self, "id2label", numbered)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute. As in transformers, another number of labels gets new names, and
+        `id2label` sets the number.
+        """
+        has_number = vars(self).get("_owner") is not None
+        if has_number and name == "num_labels" and value != self.num_labels:
+            super().__setattr__(name, value)
+            vars(self)["id2label"] = name_labels(self.num_labels)
+            vars(self)["label2id"] = {text: i for i, text in name_labels(self.num_labels).items()}
+            return
+        if has_number and name == "id2label":
+            changed = self.with_changes(id2label=value, num_labels=len(value or ()) or 2)
+            super().__setattr__("num_labels", changed.num_labels)
+            vars(self)["id2label"] = changed.id2label
+            return
+        super().__setattr__(name, value)
+
+    def with_changes(self, **changes: Any) -> Self:
+        """Returns a copy with other values; see `ModelConfig.with_changes`.
+
+        The default names of labels follow their number.
+        """
+        if changes.get("num_labels", self.num_labels) != self.num_labels:
+            if self.id2label == name_labels(self.num_labels):
+                changes.setdefault("id2label", None)
+                changes.setdefault("label2id", None)
+        return super().with_changes(**changes)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -312,11 +601,22 @@ class HeadsConfig(ModelConfig):
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
         del values["architecture"]
-        number = values.pop("num_labels")
-        if self.id2label is None:
-            values["id2label"] = {str(i): f"LABEL_{i}" for i in range(number)}
-            values["label2id"] = {f"LABEL_{i}": i for i in range(number)}
+        del values["num_labels"]
+        names = self.id2label or {}
+        values["id2label"] = {str(number): name for number, name in names.items()}
         return values
+
+
+def name_labels(count: int) -> dict[int, str]:
+    """Returns transformers' names of labels that have none."""
+    return {number: f"LABEL_{number}" for number in range(count)}
+
+
+def _check_value(name: str, annotation: Any, value: Any) -> None:
+    """Raises ValueError if the annotation of a field does not allow its value."""
+    allowed = _describe_mismatch(annotation, value)
+    if allowed is not None:
+        raise ValueError(f"{name} must be {allowed}, not {shown(value)}")
 
 
 @lru_cache

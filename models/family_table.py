@@ -42,6 +42,19 @@ def family(model_type: str, architecture: str = "") -> Family:
     return _BY_MODEL_TYPE[model_type]
 
 
+def find_architecture(architecture: type[Any]) -> tuple[Family | None, str]:
+    """Returns the family of a class, and the name of the family's architecture that it is.
+
+    A user's class is the architecture that it inherits from. For a class of no family of the zoo
+    the result is None and "".
+    """
+    for base in architecture.__mro__:
+        for facts in _BY_MODEL_TYPE.values():
+            if facts.architectures.get(base.__name__) is base:
+                return facts, base.__name__
+    return None, ""
+
+
 def find_family(values: Mapping[str, Any]) -> Family:
     """Returns the family of the contents of a `config.json`.
 

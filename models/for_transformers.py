@@ -177,24 +177,12 @@ class TransformersModel(PreTrainedModel):
 
         As in transformers, sizes and rates of a model do not change after that.
         """
-        changes: dict[str, Any] = {}
         for name in LIVE_SETTINGS:
             if not hasattr(self.model.config, name):
                 continue
             value = getattr(self.config, name, None)
-            if name in ("id2label", "label2id"):
-                value = self._find_new_labels(name, value)
             if value != getattr(self.model.config, name):
-                changes[name] = value
-        if changes:
-            self.model.config = self.model.config.with_changes(**changes)
-
-    def _find_new_labels(self, name: str, value: Any) -> Any:
-        """Returns the value that the zoo's configuration has for names of labels."""
-        stored = self.model.config.to_dict().get(name) or {}
-        if _with_text_keys(stored) == _with_text_keys(value or {}):
-            return getattr(self.model.config, name)
-        return value
+                setattr(self.model.config, name, value)
 
     def generate(self, *inputs: Any, **settings: Any) -> Any:
         """Generates sequences; see `shardzoo.generate`."""
@@ -284,8 +272,3 @@ def _collect_parameters(function: Any) -> dict[str, inspect.Parameter]:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             found[name] = parameter.replace(kind=parameter.KEYWORD_ONLY)
     return found
-
-
-def _with_text_keys(names: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns names of labels with their numbers as text, as in a file."""
-    return {str(key): value for key, value in names.items()}

@@ -368,4 +368,4 @@ def _tie_equal(model: Any, mapped: MappedCheckpoint, mesh: ParallelMesh | None) 
                 continue
         owner, _, attribute = entry.native.rpartition(".")
         setattr(model.get_submodule(owner), attribute, parameters[embedding])
-        model.config = model.config.with_changes(tie_word_embeddings=True)
+        model.config.change_built(tie_word_embeddings=True)

@@ -26,7 +26,7 @@ from .embedding import VocabParallelEmbedding
 from .fused_products import use_symmetric_memory
 from .grad_clipping import clip_factor, clip_grad_norm_, grad_norm
 from .head import VocabParallelHead
-from .initialization import initialize, materialize
+from .initialization import draw_model_seed, initialize, materialize
 from .linear import ColumnParallelLinear, RowParallelLinear, cache_shared_heads, column_parallel
 from .mesh import ParallelMesh, tp_rank, tp_size, validate_layout
 from .norm import LayerNorm, RMSNorm
@@ -55,6 +55,7 @@ __all__ = [
     "column_parallel",
     "copy_to_tp",
     "divide",
+    "draw_model_seed",
     "draw_seed",
     "dropout_state",
     "gather_from_tp",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .collectives import gather_bytes
 from .dropout import assign_dropout_sites
 from .mesh import ParallelMesh, axis_ranks, axis_sizes
 
@@ -69,6 +70,17 @@ def _renew_parameter(
     return renewed
 
 
+def draw_model_seed(mesh: ParallelMesh | None = None) -> int:
+    """Returns a seed for `initialize` from PyTorch's generator: that of the mesh's first rank.
+
+    Collective over the mesh.
+    """
+    seed = int(torch.randint(1 << 62, (), device="cpu"))
+    if mesh is None or mesh.world_size == 1:
+        return seed
+    return int(gather_bytes(str(seed).encode())[0])
+
+
 def parameter_seed(seed: int, name: str) -> int:
     """Returns a 63-bit seed that depends only on (seed, name), in every process and Python."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
@@ -101,7 +113,7 @@ def initialize(
         if shard is not None and shard.tied_to is not None:
             name = shard.tied_to
         shape = parameter.shape if shard is None else shard.shape
-        full = torch.full(shape, float("nan"), dtype=torch.float32)
+        full = torch.full(shape, float("nan"), dtype=torch.float32, device="cpu")
         fill(name, full, torch.Generator().manual_seed(parameter_seed(seed, name)))
         if full.isnan().any():
             raise ValueError(f"fill left values of {name!r} unset")

@@ -26,7 +26,7 @@ from ..config import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class BartConfig(HeadsConfig):
     """The sizes and constants of a BART. Names, meanings and defaults are those of transformers.
 

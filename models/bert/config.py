@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from typing_extensions import Self
@@ -25,7 +25,7 @@ from ..config import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class BertConfig(HeadsConfig):
     """The sizes and constants of a BERT. Names, meanings and defaults are those of transformers.
 
@@ -113,7 +113,7 @@ class BertConfig(HeadsConfig):
         """Returns the configuration of a bare model with a pooler only if the files have one."""
         if not self.architecture.endswith("Model"):
             return self
-        return replace(self, add_pooling_layer=any("pooler." in name for name in stored_names))
+        return self.with_changes(add_pooling_layer=any("pooler." in name for name in stored_names))
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()

@@ -84,6 +84,8 @@ class BertEncoder(nn.Module):
         super().__init__()
         self.config = config
         self.max_sequence_length = config.max_sequence_length
+        # As in transformers, it is built in: the configuration's may be changed later.
+        self.pad_token_id = config.pad_token_id
         size = config.embedding_width
         shared = layer_arguments(mesh, parallel_config)
         self.word_embeddings = VocabParallelEmbedding(
@@ -150,7 +152,7 @@ class BertEncoder(nn.Module):
             positions = restart_positions(seq_idx)
             check_positions(positions, 0, most)
             return positions
-        is_token = input_ids != self.config.pad_token_id
+        is_token = input_ids != self.pad_token_id
         if seq_idx is None:
             return is_token.cumsum(1) * is_token + padding
         positions = restart_positions(seq_idx, is_token) * is_token

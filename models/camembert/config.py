@@ -9,7 +9,7 @@ from ..config import VocabSize
 from ..roberta.config import RobertaConfig
 
 
-@dataclass(frozen=True)
+@dataclass
 class CamembertConfig(RobertaConfig):
     """The sizes and constants of a CamemBERT.
 

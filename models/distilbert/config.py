@@ -32,7 +32,7 @@ CONSTANTS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class DistilBertConfig(BertConfig):
     """The sizes and constants of a DistilBERT. Meanings and defaults are those of transformers.
 

@@ -9,7 +9,7 @@ from ..bert.config import BertConfig
 from ..config import HeadCount, HiddenSize, InnerSize, Probability
 
 
-@dataclass(frozen=True)
+@dataclass
 class ElectraConfig(BertConfig):
     """The sizes and constants of an ELECTRA. Names, meanings and defaults are those of
     transformers.

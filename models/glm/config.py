@@ -25,7 +25,7 @@ from ..config import (
 _ORIGINAL_KEYS = ("num_layers", "block_position_encoding")
 
 
-@dataclass(frozen=True)
+@dataclass
 class GLMConfig(ModelConfig):
     """The sizes and constants of a GLM. Names, meanings and defaults are those of its authors.
 

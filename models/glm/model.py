@@ -97,6 +97,7 @@ class GLMForConditionalGeneration(LanguageModel):
         parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__()
+        config = self.take_config(config)
         parallel_config = parallel_config or ParallelConfig()
         self.config = config
         self.mesh = mesh
@@ -119,6 +120,7 @@ class GLMForConditionalGeneration(LanguageModel):
         )
         self.final_norm = LayerNorm(size, config.layer_norm_eps, **shared)
         self.head = VocabParallelHead(size, config.vocab_size, tied=self.word_embeddings, **shared)
+        self.init_parameters()
 
     def forward(
         self,

@@ -18,7 +18,7 @@ from ..config import (
 from ..llama.config import DecoderConfig
 
 
-@dataclass(frozen=True)
+@dataclass
 class Glm4Config(DecoderConfig):
     """The sizes and constants of a GLM-4-0414.
 

@@ -24,7 +24,7 @@ from ..config import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class GPT2Config(HeadsConfig):
     """The sizes and constants of a GPT-2.
 

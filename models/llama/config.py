@@ -33,7 +33,7 @@ from ..config import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class DecoderConfig(HeadsConfig):
     """The sizes and constants of a decoder like Llama. Names, meanings and defaults are those of
     transformers.
@@ -161,7 +161,7 @@ class DecoderConfig(HeadsConfig):
         return values
 
 
-@dataclass(frozen=True)
+@dataclass
 class LlamaConfig(DecoderConfig):
     """A configuration of Llama."""
 

@@ -9,7 +9,7 @@ from ..bart.config import BartConfig
 from ..config import Activation, ClassCount, Probability, TokenId, VocabSize
 
 
-@dataclass(frozen=True)
+@dataclass
 class M2M100Config(BartConfig):
     """The sizes and constants of an M2M100.
 

@@ -9,7 +9,7 @@ from ..bart.config import BartConfig
 from ..config import ClassCount, TokenId
 
 
-@dataclass(frozen=True)
+@dataclass
 class MBartConfig(BartConfig):
     """The sizes and constants of an mBART.
 

@@ -9,7 +9,7 @@ from ..config import HeadCount, InnerSize, PositionCount, TokenId
 from ..llama.config import DecoderConfig
 
 
-@dataclass(frozen=True)
+@dataclass
 class MistralConfig(DecoderConfig):
     """The sizes and constants of a Mistral.
 

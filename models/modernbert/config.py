@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from typing_extensions import Self
@@ -40,7 +40,7 @@ OLD_THETAS: dict[AttentionType, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModernBertConfig(HeadsConfig):
     """The sizes and constants of a ModernBERT. Names, meanings and defaults are those of
     transformers.
@@ -160,7 +160,7 @@ class ModernBertConfig(HeadsConfig):
             values["local_attention"] = 2 * values.pop("sliding_window")
         positions = values.get("max_position_embeddings", cls.max_position_embeddings)
         config = super().from_dict({**values, "rope_parameters": cls.read_rope(values, positions)})
-        pattern = replace(config, layer_types=None)
+        pattern = config.with_changes(layer_types=None)
         return pattern if pattern.attention_types == config.attention_types else config
 
     def to_dict(self) -> dict[str, Any]:

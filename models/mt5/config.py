@@ -11,7 +11,7 @@ from ..config import HeadCount, InnerSize, LayerCount, VocabSize
 from ..t5.config import T5Config
 
 
-@dataclass(frozen=True)
+@dataclass
 class MT5Config(T5Config):
     """The sizes and constants of an mT5. Names, meanings and defaults are those of transformers.
 

@@ -13,7 +13,7 @@ from ..llama.config import DecoderConfig
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class QwenConfig(DecoderConfig):
     """The sizes and constants that Qwen2 and Qwen3 share. Names, meanings and defaults are those of
     transformers.
@@ -64,7 +64,7 @@ class QwenConfig(DecoderConfig):
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Qwen2Config(QwenConfig):
     """A configuration of Qwen2 or Qwen2.5."""
 

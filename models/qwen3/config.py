@@ -9,7 +9,7 @@ from ..config import HiddenSize
 from ..qwen2.config import QwenConfig
 
 
-@dataclass(frozen=True)
+@dataclass
 class Qwen3Config(QwenConfig):
     """The sizes and constants of a Qwen3.
 

@@ -9,7 +9,7 @@ from ..bert.config import BertConfig
 from ..config import TokenId, VocabSize
 
 
-@dataclass(frozen=True)
+@dataclass
 class RobertaConfig(BertConfig):
     """The sizes and constants of a RoBERTa.
 

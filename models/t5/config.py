@@ -28,7 +28,7 @@ from ..config import (
 PRETRAINED_LENGTH = 512  # positions are relative, so longer sequences also work
 
 
-@dataclass(frozen=True)
+@dataclass
 class T5Config(HeadsConfig):
     """The sizes and constants of a T5. Names, meanings and defaults are those of transformers.
 

@@ -9,7 +9,7 @@ from ..config import HeadCount, InnerSize, LayerCount, VocabSize
 from ..t5.config import T5Config
 
 
-@dataclass(frozen=True)
+@dataclass
 class UMT5Config(T5Config):
     """The sizes and constants of a UMT5. Names, meanings and defaults are those of transformers.
 

@@ -9,7 +9,7 @@ from ..config import VocabSize
 from ..roberta.config import RobertaConfig
 
 
-@dataclass(frozen=True)
+@dataclass
 class XLMRobertaConfig(RobertaConfig):
     """The sizes and constants of an XLM-RoBERTa.
 

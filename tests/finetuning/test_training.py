@@ -236,7 +236,7 @@ def test_labels_may_be_numbers_and_layers_split(checkpoints, files, tmp_path, ru
         trainer.train(valid=False)
         return trainer.model.config.id2label
 
-    assert run_mesh(1, tune, 1) == [{"0": "0", "1": "1"}]
+    assert run_mesh(1, tune, 1) == [{0: "0", 1: "1"}]
     run_mesh(2, tune, 2)
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
 
