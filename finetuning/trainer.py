@@ -443,10 +443,8 @@ class Trainer(BaseTrainer):
             if self.tokenizer.pad_token_id is None
             else self.tokenizer.pad_token_id
         )
-        if not self.source.native:
+        if not self.source.native or self._data.labels is not None:
             config.pad_token_id = pad
-        elif self._data.labels is not None:
-            self.model.config = config.with_changes(pad_token_id=pad)
 
     def _make_loss(self) -> WeightedLoss | None:
         """Returns the loss with the smoothing and weights of the arguments;

@@ -119,7 +119,8 @@ class Backbone(PipelineStage):
         """
         facts, architecture = find_architecture(cls)
         if not isinstance(config, (ModelConfig, str, Path)) and facts is not None:
-            values: dict[str, Any] = dict(config if isinstance(config, dict) else config.to_dict())
+            given: Any = config if isinstance(config, dict) else config.to_dict()
+            values: dict[str, Any] = dict(given)
             values.setdefault("model_type", facts.config.model_type)
             values["architectures"] = [architecture]
             config = values
@@ -135,6 +136,11 @@ class Backbone(PipelineStage):
         if config.architecture != architecture and len(facts.architectures) > 1:
             changes["architecture"] = architecture
         return config.copy_for_model(cls.__name__, **changes)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Sets the attributes of a copy, whose configuration belongs to it."""
+        super().__setstate__(state)  # type: ignore[reportUnknownMemberType] - torch's
+        self.config.bind_to_model(type(self).__name__)
 
     def init_parameters(self) -> None:
         """Initializes the parameters of a model that a user constructs; its constructor ends so.

@@ -266,7 +266,7 @@ class ModelConfig(metaclass=ConfigType):
                 f"architectures must be {[self.architecture]}, the only one of {self.model_type}, "
                 f"not {shown(names)}"
             )
-        self.architecture = names[0]
+        setattr(self, "architecture", names[0])  # noqa: B010 - a field, in families with several
 
     @property
     def architectures(self) -> list[str]:
@@ -385,7 +385,7 @@ class ModelConfig(metaclass=ConfigType):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Returns what differs from the family's default configuration, and the model's type."""
-        default = type(self)(architecture=self.architecture).to_dict()
+        default = cast(Any, type(self))(architectures=self.architectures).to_dict()
         changed: dict[str, Any] = {}
         for name, value in self.to_dict().items():
             if name in ("architectures", "model_type") or default.get(name) != value:
@@ -556,10 +556,10 @@ class HeadsConfig(ModelConfig):
 
         The default names of labels follow their number.
         """
-        if changes.get("num_labels", self.num_labels) != self.num_labels:
-            if self.id2label == name_labels(self.num_labels):
-                changes.setdefault("id2label", None)
-                changes.setdefault("label2id", None)
+        has_new_number = changes.get("num_labels", self.num_labels) != self.num_labels
+        if has_new_number and self.id2label == name_labels(self.num_labels):
+            changes.setdefault("id2label", None)
+            changes.setdefault("label2id", None)
         return super().with_changes(**changes)
 
     @classmethod
