@@ -75,6 +75,7 @@ class GenerateArguments(GenerationSettings):
     # Lists of lists cannot be written on a command line, but a YAML file can contain them.
     bad_words_ids: Annotated[Any, tyro.conf.Suppress] = None
     sequence_bias: Annotated[Any, tyro.conf.Suppress] = None
+    watermarking_config: Annotated[Any, tyro.conf.Suppress] = None
 
 
 HELP = HelpPage(

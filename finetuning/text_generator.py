@@ -168,7 +168,7 @@ class TransformersDecoder(Decoder):
         self.encoded = encoded
         self.past: Any = None
 
-    def next_logits(self, ids: Tensor, cached: int) -> Tensor:
+    def next_logits(self, ids: Tensor, cached: int, kept: int) -> Tensor:
         cached = 0 if self.past is None else int(self.past.get_seq_length())
         inputs: dict[str, Any] = {"past_key_values": self.past, "use_cache": True}
         if self.encoded is not None:
@@ -181,7 +181,7 @@ class TransformersDecoder(Decoder):
                 ids[:, cached:], attention_mask=mask, position_ids=positions, **inputs
             )
         self.past = output.past_key_values
-        return output.logits[:, -1]
+        return output.logits[:, -kept:]
 
     def repeat_rows(self) -> None:
         self.past.batch_repeat_interleave(self.copies)
@@ -207,14 +207,14 @@ class PrefixDecoder(Decoder):
         self.prefix = prefix
         self.segments = segments
 
-    def next_logits(self, ids: Tensor, cached: int) -> Tensor:
+    def next_logits(self, ids: Tensor, cached: int, kept: int) -> Tensor:
         rows, length = ids.shape
         places = torch.arange(length, device=ids.device)
         visible = (places < self.prefix) | (places <= places[:, None])  # [T, T]
         inputs = {"attention_mask": visible.expand(rows, 1, -1, -1)}
         if self.segments:
             inputs["token_type_ids"] = (places >= self.prefix).long().expand(rows, -1)
-        return self.last_logits(self.inner(ids, **inputs))
+        return self.last_logits(self.inner(ids, **inputs))[:, -kept:]
 
 
 def unsplit(model: Any) -> Any:

@@ -150,7 +150,7 @@ class TextGenerationPipeline:
             if full and not answers:
                 new = text + new
             entry = {"prompt": text, "generated_text": new}
-            if found.sequences_scores is not None:
+            if "sequences_scores" in found:
                 entry["score"] = float(found.sequences_scores[number])
             entries.append(entry)
         return entries

@@ -98,6 +98,11 @@ class Cache:
         """
         return max(layer.length for layer in self.layers)
 
+    def crop(self, length: int) -> None:
+        """Forgets the positions after the first `length`. A stage keeps what it never filled."""
+        for layer in self.layers:
+            layer.length = min(layer.length, length)
+
     def select(self, rows: Tensor) -> None:
         """Replaces sequence i by the previous sequence rows[i].
 

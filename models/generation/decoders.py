@@ -13,6 +13,7 @@ from ...mpu import broadcast_from_stage
 from ..blocks.cache import Cache
 from ..blocks.masks import lower_triangular_mask
 from ..outputs import EncoderOutput
+from .outputs import StepRecord
 from .vocabulary import mask_padding
 
 
@@ -24,7 +25,12 @@ class Decoder(ABC):
         copies: Sequences for each prompt, in consecutive rows. The prompt itself is processed once.
         capacity: Number of positions in the cache; None for no cache.
         source_length: Number of positions of the encoder's output.
+
+    Attributes:
+        record: Where the states of the forward passes are kept; None if nobody asked for them.
     """
+
+    record: StepRecord | None = None
 
     def __init__(
         self,
@@ -48,24 +54,47 @@ class Decoder(ABC):
         """
         if self.is_first and self.copies > 1:
             # The copies of a prompt are equal until the first token is chosen.
-            logits = self.next_logits(ids[:: self.copies], 0).repeat_interleave(self.copies, 0)
+            logits = self.next_logits(ids[:: self.copies], 0, 1).repeat_interleave(self.copies, 0)
             self.repeat_rows()
         else:
-            logits = self.next_logits(ids, 0 if self.cache is None else self.cache.length)
+            logits = self.next_logits(ids, 0 if self.cache is None else self.cache.length, 1)
         self.is_first = False
-        return mask_padding(logits, self.model.config.vocab_size, self.model.mesh)
+        return mask_padding(logits[:, -1], self.model.config.vocab_size, self.model.mesh)
+
+    def verify(self, ids: Tensor, drafted: int) -> Tensor:
+        """Returns the logits after each of the last `drafted` tokens of one sequence, and before
+        them: fp32 [drafted + 1, Vp], as a call does.
+
+        Args:
+            ids: int64 [1, T], with the drafted tokens. The cache must have no position of theirs.
+        """
+        logits = self.next_logits(ids, 0 if self.cache is None else self.cache.length, drafted + 1)
+        self.is_first = False
+        return mask_padding(logits[0], self.model.config.vocab_size, self.model.mesh)
+
+    def crop(self, length: int) -> None:
+        """Forgets the positions after the first `length`."""
+        if self.cache is not None:
+            self.cache.crop(length)
+
+    @property
+    def forward_options(self) -> dict[str, Any]:
+        """What the forward passes are asked for."""
+        return {} if self.record is None else self.record.forward_options()
 
     @abstractmethod
-    def next_logits(self, ids: Tensor, cached: int) -> Tensor:
-        """Returns logits [R, Vp] for ids [R, T], of which the first `cached` tokens are in the
-        cache.
+    def next_logits(self, ids: Tensor, cached: int, kept: int) -> Tensor:
+        """Returns the logits [R, kept, Vp] of the last positions of ids [R, T], of which the first
+        `cached` tokens are in the cache.
         """
 
     def last_logits(self, output: Any) -> Tensor:
-        """Returns the logits [R, Vp] of the last position, on each stage of a pipeline."""
+        """Returns the logits of the output [R, kept, Vp], on each stage of a pipeline."""
+        if self.record is not None:
+            self.record.add_states(output, self.copies if self.is_first else 1)
         if getattr(self.model, "stage", None) is None:
-            return output.logits[:, -1]
-        logits = output.logits[:, -1] if self.model.stage.is_last else None
+            return output.logits
+        logits = output.logits if self.model.stage.is_last else None
         return broadcast_from_stage(logits, self.model.stage.last, self.model.mesh)
 
     def repeat_rows(self) -> None:
@@ -83,28 +112,52 @@ class CausalDecoder(Decoder):
     """Decodes with a causal language model.
 
     Args:
-        attention_mask: int64 [B, T0] of the prompts, which are padded on the left; None without
-            padding.
+        attention_mask: int64 [B, T0] of the prompts; None without padding.
+        position_ids: int64 [B or 1, T0] of the prompts; by default their tokens are counted. New
+            tokens count up from the last one.
+        token_type_ids: int64 [B, T0] of the prompts, for a model that has token types. New tokens
+            have the type of the last one.
     """
 
     def __init__(
-        self, model: Any, attention_mask: Tensor | None, *, copies: int = 1, capacity: int | None
+        self,
+        model: Any,
+        attention_mask: Tensor | None,
+        *,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        copies: int = 1,
+        capacity: int | None,
     ) -> None:
         super().__init__(model, len(model.decoder_blocks), copies, capacity)
         self.mask = attention_mask
+        self.positions = position_ids
+        self.types = token_type_ids
+        if position_ids is None and attention_mask is not None:
+            # As in transformers, padding has position 0, on whichever side it is.
+            self.positions = (attention_mask.cumsum(1) - 1) * attention_mask
 
-    def next_logits(self, ids: Tensor, cached: int) -> Tensor:
+    def next_logits(self, ids: Tensor, cached: int, kept: int) -> Tensor:
+        options = self.forward_options
         mask = None
         positions = None
+        length = ids.shape[1]
         if self.mask is not None:
-            mask = F.pad(self.mask, (0, ids.shape[1] - self.mask.shape[1]), value=1)  # [R, T]
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, cached:]
+            mask = F.pad(self.mask, (0, length - self.mask.shape[1]), value=1)  # [R, T]
+        if self.positions is not None:
+            last = self.positions[:, -1:]
+            steps = torch.arange(1, length - self.positions.shape[1] + 1, device=ids.device)
+            positions = torch.cat([self.positions, last + steps], 1)[:, cached:]
+        if self.types is not None:
+            new = self.types[:, -1:].expand(-1, length - self.types.shape[1])
+            options["token_type_ids"] = torch.cat([self.types, new], 1)[:, cached:]
         output = self.model(
             ids[:, cached:],
             attention_mask=mask,
             position_ids=positions,
             cache=self.cache,
-            logits_to_keep=1,
+            logits_to_keep=kept,
+            **options,
         )
         return self.last_logits(output)
 
@@ -112,6 +165,10 @@ class CausalDecoder(Decoder):
         super().repeat_rows()
         if self.mask is not None:
             self.mask = self.mask.repeat_interleave(self.copies, 0)
+        if self.positions is not None and len(self.positions) > 1:
+            self.positions = self.positions.repeat_interleave(self.copies, 0)
+        if self.types is not None:
+            self.types = self.types.repeat_interleave(self.copies, 0)
 
 
 class Seq2SeqDecoder(Decoder):
@@ -140,7 +197,7 @@ class Seq2SeqDecoder(Decoder):
         self.mask = attention_mask
         self.decoder_mask = decoder_mask
 
-    def next_logits(self, ids: Tensor, cached: int) -> Tensor:
+    def next_logits(self, ids: Tensor, cached: int, kept: int) -> Tensor:
         mask = self.decoder_mask
         if mask is not None:
             mask = F.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)  # [R, T]
@@ -150,7 +207,8 @@ class Seq2SeqDecoder(Decoder):
             decoder_attention_mask=mask,
             encoder_outputs=self.encoded,
             cache=self.cache,
-            logits_to_keep=1,
+            logits_to_keep=kept,
+            **self.forward_options,
         )
         return self.last_logits(output)
 
@@ -182,7 +240,7 @@ class BlankDecoder(Decoder):
         self.positions = positions
         self.visible = visible
 
-    def next_logits(self, ids: Tensor, cached: int) -> Tensor:
+    def next_logits(self, ids: Tensor, cached: int, kept: int) -> Tensor:
         length = ids.shape[1]
         prompt = self.visible.shape[1]
         steps = torch.arange(1, length - prompt + 1, device=ids.device)
@@ -198,7 +256,13 @@ class BlankDecoder(Decoder):
         whole = torch.cat([F.pad(self.visible, (0, length - prompt)), new], 1)  # [B, T, T]
         mask = whole[:, None, cached:]  # [B, 1, S, T]
         output = self.model(
-            ids[:, cached:], positions, mask, cache=self.cache, logits_to_keep=1, use_cache=False
+            ids[:, cached:],
+            positions,
+            mask,
+            cache=self.cache,
+            logits_to_keep=kept,
+            use_cache=False,
+            **self.forward_options,
         )
         return self.last_logits(output)
 

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...mpu import cache_shared_heads
-from ..outputs import EncoderOutput, ModelOutput
+from ..outputs import EncoderOutput
+from .assistance_settings import AssistanceSettings
+from .assisted import Assistant, Drafts, PromptLookup, decode_assisted
 from .decoders import BlankDecoder, CausalDecoder, Decoder, Seq2SeqDecoder
-from .generation_config import resolve_settings
-from .prompts import begin_decoder, check_ids, check_mask, find_left_padding
+from .generation_config import resolve_call
+from .outputs import Decoded, GenerateOutput, StepRecord
+from .prompts import begin_decoder, check_ids, check_mask, find_padding, name_token_types
 from .settings import GenerationSettings
 from .strategies import beam_search, decode, group_beam_search
 
 
-@dataclass
-class GenerateOutput(ModelOutput):
-    """Sequences, int64 [B · num_return_sequences, T], and after beam search their scores, fp32 of
-    each.
-    """
-
-    sequences: Tensor
-    sequences_scores: Tensor | None = None
-
-
 @dataclass(frozen=True)
 class Extras:
-    """The arguments of `generate` that are objects with transformers' interfaces. stop_strings
-    needs the tokenizer.
+    """The arguments of `generate` that are objects: with transformers' interfaces, and what keeps
+    the steps' results. stop_strings needs the tokenizer.
     """
 
     logits_processor: Sequence[Any] = ()
@@ -40,6 +33,9 @@ class Extras:
     prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None
     streamer: Any = None
     tokenizer: Any = None
+    record: StepRecord | None = None
+    assistance: AssistanceSettings = field(default_factory=AssistanceSettings)
+    assistant: Any = None
 
 
 def generate(
@@ -49,8 +45,9 @@ def generate(
     *,
     decoder_input_ids: Tensor | None = None,
     decoder_attention_mask: Tensor | None = None,
-    encoder_outputs: EncoderOutput | None = None,
+    encoder_outputs: EncoderOutput | tuple[Tensor, ...] | None = None,
     position_ids: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
     generation_attention_mask: Tensor | None = None,
     generation_config: Any = None,
     logits_processor: Sequence[Any] | None = None,
@@ -58,7 +55,8 @@ def generate(
     prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
     streamer: Any = None,
     tokenizer: Any = None,
-    return_dict_in_generate: bool | None = None,
+    synced_gpus: bool | None = None,
+    assistant_model: Any = None,
     **settings: Any,
 ) -> Tensor | GenerateOutput:
     """Generates sequences. The model's class attribute `generates` determines what they are.
@@ -69,42 +67,65 @@ def generate(
     Args:
         input_ids: int64 [B, S], the same on every tensor-parallel rank; None starts from the bos
             token.
-        attention_mask: [B, S], 0 for padding, which is on the left of prompts to be continued.
-        position_ids: for a GLM, as its tokenizer's `build_inputs_for_generation` makes them; not
-            for `fill_blanks`.
-        generation_attention_mask: The same.
+        attention_mask: [B, S], 0 for padding, which should be on the left of prompts to be
+            continued.
+        position_ids: int64 [B or 1, S], for a decoder; by default the mask's tokens are counted.
+            For a GLM, as its tokenizer's `build_inputs_for_generation` makes them; not for
+            `fill_blanks`.
+        token_type_ids: int64 [B, S], for a decoder that has token types (GPT-2); for others zeros.
+        generation_attention_mask: See position_ids.
         generation_config: transformers' object, the contents of its file, or `GenerationSettings`.
             It overrides `model.generation_config`, the settings of the model's folder.
-        return_dict_in_generate: Whether to return a `GenerateOutput`; by default as
-            `model.generation_config` says, or else not.
-        settings: fields of `GenerationSettings`, with transformers' names. They override
-            generation_config; None unsets a setting.
+        synced_gpus: Only for replicas that gather each other's parameters, which the zoo's models
+            do not do in decoding.
+        assistant_model: A smaller model of the zoo with the same vocabulary, on the same mesh or
+            whole on each rank, that drafts tokens, for one prompt without beams.
+        settings: fields of `GenerationSettings`, `OutputSettings` and `AssistanceSettings`, with
+            transformers' names. They override generation_config; None unsets a setting.
 
     Returns:
         int64 [B * num_return_sequences, T] on every rank: prompt and continuation, or the decoder's
-        sequence. A `GenerateOutput` with return_dict_in_generate. With max_new_tokens=0 the result
-        is the prompt.
+        sequence. With return_dict_in_generate, a `GenerateOutput`, with scores of all sequences
+        after beam search. With max_new_tokens=0 the result is the prompt.
 
     Raises:
         ValueError: an unknown argument, a token outside the vocabulary, or too few positions for
             the sequences.
     """
     check_model(model)
-    made = resolve_settings(model, generation_config, settings)
-    if return_dict_in_generate is None:
-        return_dict_in_generate = model.generation_config.returns_dict
+    if synced_gpus:
+        raise ValueError(
+            "synced_gpus=True is for replicas that gather each other's parameters in each step; a "
+            "model of the zoo decodes with its own parts: leave it out"
+        )
+    call = resolve_call(model, generation_config, settings)
+    made = call.generation
+    kind = getattr(model, "generates", None)
+    record = None
+    if call.outputs.return_dict_in_generate:
+        record = StepRecord(call.outputs)
+        _check_record(record, model, made)
     extras = Extras(
         logits_processor or (),
         stopping_criteria or (),
         prefix_allowed_tokens_fn,
         streamer,
         tokenizer,
+        record,
+        call.assistance,
+        assistant_model,
     )
-    kind = getattr(model, "generates", None)
     # Inference mode saves a few percent of a step; the results are copied into ordinary tensors
-    # afterwards.
-    with evaluating(model), torch.inference_mode():
+    # afterwards. What the steps leave is too large to copy.
+    mode: Any = torch.inference_mode() if record is None else torch.no_grad()
+    assistant_mode: Any = nullcontext()
+    if assistant_model is not None:
+        _check_assistant(assistant_model, model)
+        assistant_mode = evaluating(assistant_model)
+    with evaluating(model), assistant_mode, mode:
         if kind == "answer":
+            _check_absent(model, position_ids=position_ids)
+            name_token_types(model, token_type_ids, _find_source(input_ids, token_type_ids))
             found = _answer(
                 model,
                 input_ids,
@@ -118,26 +139,91 @@ def generate(
         elif kind == "blanks":
             found = _fill(model, input_ids, position_ids, generation_attention_mask, made, extras)
         elif kind == "continuation":
-            found = _continue(model, input_ids, attention_mask, made, extras)
+            _check_absent(
+                model,
+                decoder_input_ids=decoder_input_ids,
+                decoder_attention_mask=decoder_attention_mask,
+                encoder_outputs=encoder_outputs,
+                generation_attention_mask=generation_attention_mask,
+            )
+            found = _continue(
+                model, input_ids, attention_mask, position_ids, token_type_ids, made, extras
+            )
         else:
             raise ValueError(
                 f"a {type(model).__name__} generates no text; see generation.fill_mask"
             )
-    sequences = found.sequences.clone()
-    if not return_dict_in_generate:
-        return sequences
-    scores = found.sequences_scores
-    return GenerateOutput(sequences, None if scores is None else scores.clone())
+    if record is None:
+        return found.sequences.clone()
+    return record.make_output(found, has_encoder=kind == "answer", has_beams=made.num_beams > 1)
+
+
+def _find_source(ids: Tensor | None, types: Tensor | None) -> Any:
+    """Returns the tensor whose shape an encoder's token types must have."""
+    return types if ids is None else ids
+
+
+def _check_absent(model: Any, **arguments: Any) -> None:
+    """Raises ValueError for an argument that models of this kind do not have."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"a {type(model).__name__} generates without {name}: leave it out")
+
+
+def _check_assistant(assistant: Any, model: Any) -> None:
+    """Raises ValueError unless a model can draft tokens for another one."""
+    kind = getattr(assistant, "generates", None)
+    if kind != getattr(model, "generates", None):
+        raise ValueError(
+            f"assistant_model is a {type(assistant).__name__}, but a {type(model).__name__} needs "
+            "a model of the zoo that generates as it does: load it with shardzoo.from_pretrained"
+        )
+    check_model(assistant)
+    words = model.config.vocab_size
+    if assistant.config.vocab_size != words:
+        raise ValueError(
+            f"assistant_model has a vocabulary of {assistant.config.vocab_size} tokens, but the "
+            f"model has {words}; use an assistant with the same tokenizer"
+        )
+    if assistant.mesh is not None and assistant.mesh is not model.mesh:
+        raise ValueError(
+            "assistant_model is split over another mesh than the model; load it with the model's "
+            "mesh, or without one"
+        )
+
+
+def _check_record(record: StepRecord, model: Any, settings: GenerationSettings) -> None:
+    """Raises ValueError if the model or the strategy cannot keep what a call asks for."""
+    wanted = record.wanted
+    if wanted.output_attentions:
+        raise ValueError(
+            "output_attentions=True: decoding never computes whole attention weights; call the "
+            "model with output_attentions=True on the sequences instead"
+        )
+    if wanted.output_hidden_states and getattr(model, "stage", None) is not None:
+        raise ValueError(
+            "output_hidden_states=True: a pipeline stage has the states of its own blocks only; "
+            "use tensor parallelism alone"
+        )
+    has_steps = wanted.output_scores or wanted.output_logits or wanted.output_hidden_states
+    if settings.num_beam_groups > 1 and has_steps:
+        raise ValueError(
+            "diverse beam search keeps no scores, logits or states of its steps; use "
+            "num_beam_groups=1"
+        )
 
 
 def _continue(
     model: Any,
     ids: Tensor | None,
     mask: Tensor | None,
+    positions: Tensor | None,
+    types: Tensor | None,
     settings: GenerationSettings,
     extras: Extras,
-) -> GenerateOutput:
+) -> Decoded:
     """Continues prompts int64 [B, S], or the bos token."""
+    device = find_device(model)
     if ids is None or ids.shape[-1] == 0:
         if settings.bos_token_id is None:
             raise ValueError(
@@ -145,18 +231,36 @@ def _continue(
                 "bos_token_id=…"
             )
         rows = 1 if ids is None else len(ids)
-        ids = torch.full((rows, 1), settings.bos_token_id, device=find_device(model))
+        ids = torch.full((rows, 1), settings.bos_token_id, device=device)
         mask = None
-    ids = ids.to(find_device(model))
+    ids = ids.to(device)
     check_ids(ids, model.config.vocab_size + model.extra_input_ids)
-    mask = find_left_padding(ids, None if mask is None else mask.to(ids.device), settings)
+    mask = find_padding(ids, None if mask is None else mask.to(device), settings)
+    if positions is not None:
+        positions = positions.to(device)
+        if positions.dim() != 2 or positions.shape[1] != ids.shape[1]:
+            raise ValueError(
+                f"position_ids must be [batch or 1, {ids.shape[1]}], not {list(positions.shape)}"
+            )
+    types = name_token_types(model, types, ids)
     limit = settings.length_limit(ids.shape[1])
     limit = fit_positions(ids.shape[1], limit, model.config.max_sequence_length, settings)
     copies = sequences_per_prompt(settings)
     # The last token is never read.
     capacity = limit - 1 if settings.use_cache else None
-    decoder = CausalDecoder(model, mask, copies=copies, capacity=capacity)
-    return search(decoder, ids, limit, settings, extras, attention_mask=mask)
+    decoder = CausalDecoder(
+        model, mask, position_ids=positions, token_type_ids=types, copies=copies, capacity=capacity
+    )
+    drafting = None
+    if extras.assistant is not None:
+        drafting = CausalDecoder(
+            extras.assistant,
+            mask,
+            position_ids=positions,
+            token_type_ids=name_token_types(extras.assistant, types, ids),
+            capacity=limit,
+        )
+    return search(decoder, ids, limit, settings, extras, attention_mask=mask, drafting=drafting)
 
 
 def _answer(
@@ -165,13 +269,14 @@ def _answer(
     mask: Tensor | None,
     decoder_ids: Tensor | None,
     decoder_mask: Tensor | None,
-    encoded: EncoderOutput | None,
+    encoded: Any,
     settings: GenerationSettings,
     extras: Extras,
-) -> GenerateOutput:
+) -> Decoded:
     """Answers inputs int64 [B, S], or what the encoder made of them."""
     device = find_device(model)
     copies = sequences_per_prompt(settings)
+    record = extras.record
     if ids is None and encoded is None:
         raise ValueError("an encoder-decoder answers input_ids: pass them, or encoder_outputs")
     if ids is not None:
@@ -191,11 +296,12 @@ def _answer(
             if bool((mask != 0).all()):
                 mask = None
     if encoded is None:
-        encoded = model.encode(ids, mask)
-    assert encoded is not None
-    prompt, decoder_mask = begin_decoder(
-        decoder_ids, decoder_mask, len(encoded.last_hidden_state), settings, device
-    )
+        wants_states = record is not None and record.wanted.output_hidden_states
+        encoded = model.encode(ids, mask, wants_states)
+    if record is not None:
+        record.add_encoder(encoded)
+    source: Tensor = encoded[0]
+    prompt, decoder_mask = begin_decoder(decoder_ids, decoder_mask, len(source), settings, device)
     check_ids(prompt, model.config.vocab_size, "decoder_input_ids")
     if decoder_mask is not None and bool((decoder_mask != 0).all()):
         decoder_mask = None
@@ -204,8 +310,17 @@ def _answer(
     if positions is not None:
         limit = fit_positions(prompt.shape[1], limit, positions, settings)
     capacity = limit - 1 if settings.use_cache else None
-    decoder = Seq2SeqDecoder(model, encoded, mask, decoder_mask, copies=copies, capacity=capacity)
-    return search(decoder, prompt, limit, settings, extras, encoder_ids=ids)
+    decoder = Seq2SeqDecoder(
+        model, EncoderOutput(source), mask, decoder_mask, copies=copies, capacity=capacity
+    )
+    drafting = None
+    if extras.assistant is not None:
+        if ids is None:
+            raise ValueError("an assistant_model encodes the prompt itself: pass input_ids, too")
+        drafting = Seq2SeqDecoder(
+            extras.assistant, extras.assistant.encode(ids, mask), mask, decoder_mask, capacity=limit
+        )
+    return search(decoder, prompt, limit, settings, extras, encoder_ids=ids, drafting=drafting)
 
 
 def _fill(
@@ -215,7 +330,7 @@ def _fill(
     visible: Tensor | None,
     settings: GenerationSettings,
     extras: Extras,
-) -> GenerateOutput:
+) -> Decoded:
     """Fills the first blank of texts int64 [B, S] that the tokenizer of a GLM has prepared."""
     if ids is None or positions is None or visible is None:
         raise ValueError(
@@ -248,7 +363,7 @@ def fill(
     visible: Tensor,
     settings: GenerationSettings,
     extras: Extras,
-) -> GenerateOutput:
+) -> Decoded:
     """Fills one blank of each row of ids [B, T0], as `BlankDecoder`.
 
     Raises:
@@ -278,17 +393,24 @@ def search(
     *,
     encoder_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
-) -> GenerateOutput:
+    drafting: Decoder | None = None,
+) -> Decoded:
     """Decodes from prompts int64 [B, T] to at most `limit` tokens, with the strategy that the
     settings select.
 
-    `encoder_ids` [B, S] are the encoder's input; `attention_mask` [B, T] is that of prompts that
-    are continued.
+    Args:
+        encoder_ids: [B, S], the encoder's input.
+        attention_mask: [B, T], that of prompts that are continued.
+        drafting: The assistant's decoder for the same prompts.
     """
+    is_assisted = drafting is not None or extras.assistance.prompt_lookup_num_tokens is not None
+    if is_assisted:
+        _check_assistance(decoder, prompt, settings, drafting, extras)
     ids = prompt.repeat_interleave(decoder.copies, 0)
     model = decoder.model
     if limit == prompt.shape[1]:
-        return GenerateOutput(ids[:: max(1, decoder.copies // settings.num_return_sequences)])
+        return Decoded(ids[:: max(1, decoder.copies // settings.num_return_sequences)])
+    decoder.record = extras.record
     # Diverse beam search processes the scores of one group at a time.
     rows_of_call = decoder.copies // settings.num_beam_groups
     if encoder_ids is not None:
@@ -312,14 +434,69 @@ def search(
         prefix_allowed_tokens_fn=extras.prefix_allowed_tokens_fn,
         tokenizer=extras.tokenizer,
     )
+    if is_assisted:
+        drafts: Drafts
+        if drafting is None:
+            drafts = PromptLookup(extras.assistance, encoder_ids, settings.eos_token_ids)
+        else:
+            drafts = Assistant(
+                drafting,
+                # Without what the caller gave, which may count its calls.
+                LogitsProcessors(
+                    replace(settings, watermarking_config=None, max_time=None, stop_strings=None),
+                    model.config.vocab_size,
+                    drafting.model.mesh,
+                    prompt=ids,
+                    limit=limit,
+                    encoder_ids=encoder_ids,
+                    attention_mask=attention_mask,
+                ),
+                extras.assistance,
+                settings.eos_token_ids,
+                _count_positions(drafting.model),
+                model.mesh,
+            )
+        return decode_assisted(decoder, ids, limit, settings, processors, drafts, extras.streamer)
     if settings.num_beams == 1:
-        return GenerateOutput(decode(decoder, ids, limit, settings, processors, extras.streamer))
+        return decode(decoder, ids, limit, settings, processors, extras.streamer)
     if extras.streamer is not None:
         raise ValueError(
             "a streamer needs num_beams=1, because beam search chooses its tokens only at the end"
         )
     method = beam_search if settings.num_beam_groups == 1 else group_beam_search
-    return GenerateOutput(*method(decoder, ids, limit, settings, processors))
+    return method(decoder, ids, limit, settings, processors)
+
+
+def _check_assistance(
+    decoder: Decoder,
+    prompt: Tensor,
+    settings: GenerationSettings,
+    drafting: Decoder | None,
+    extras: Extras,
+) -> None:
+    """Raises ValueError unless tokens can be drafted for the prompts."""
+    wrong = None
+    if isinstance(decoder, BlankDecoder):
+        wrong = (
+            "a GLM decodes without drafts: leave assistant_model and prompt_lookup_num_tokens out"
+        )
+    elif drafting is not None and extras.assistance.prompt_lookup_num_tokens is not None:
+        wrong = "pass assistant_model or prompt_lookup_num_tokens, not both"
+    elif len(prompt) > 1:
+        wrong = f"assisted decoding is for one prompt, not {len(prompt)}: call it for each"
+    elif settings.num_beams > 1 or settings.num_return_sequences > 1:
+        wrong = "assisted decoding makes one sequence: use num_beams=1 and num_return_sequences=1"
+    elif not settings.use_cache:
+        wrong = "assisted decoding needs use_cache=True"
+    if wrong is not None:
+        raise ValueError(wrong)
+
+
+def _count_positions(model: Any) -> int | None:
+    """Returns the number of positions that generated tokens can have; None if it is unlimited."""
+    if model.generates == "answer":
+        return model.config.max_target_length
+    return model.config.max_sequence_length
 
 
 def sequences_per_prompt(settings: GenerationSettings) -> int:

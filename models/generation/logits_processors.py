@@ -7,12 +7,16 @@ complete rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import transformers.generation.logits_process as p
 from torch import Tensor
+from transformers.generation.configuration_utils import (
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -71,6 +75,10 @@ class LogitsProcessors:
         self.processors: Any = p.LogitsProcessorList(_replace_same_class(made, processors))
         if settings.do_sample:
             self.processors += _make_warpers(settings, eos, prompt.device)
+        if settings.watermarking_config is not None:
+            self.processors.append(
+                _make_watermark(settings.watermarking_config, vocab_size, prompt.device)
+            )
         if settings.renormalize_logits:
             self.processors.append(p.LogitNormalization())
         self.needs_rows = any(type(processor) not in _SPLIT for processor in self.processors)
@@ -92,11 +100,15 @@ class LogitsProcessors:
             scores = _SPLIT[type(processor)](processor, scores, self.mesh)
         return scores, self.mesh
 
-    def stops(self, ids: Tensor) -> Tensor:
+    def stops(self, ids: Tensor, scores: tuple[Tensor, ...] | None = None) -> Tensor:
         """Returns which sequences [R, T] end with their last token: bool [R], the same on every
         rank.
+
+        Args:
+            scores: Those of the steps so far, [R, V] each, for a caller's criterion that reads
+                them.
         """
-        stops = self.criteria(ids, None)
+        stops = self.criteria(ids, scores)
         if self.may_disagree:
             # Clocks differ, and a caller's criterion may be anything.
             stops = take_from_first_rank(stops.to(torch.uint8), self.mesh).bool()
@@ -177,6 +189,16 @@ def _make_edits(
             p.SuppressTokensAtBeginLogitsProcessor(s.begin_suppress_tokens, begin, device=device)
         )
     return made
+
+
+def _make_watermark(config: Any, vocab_size: int, device: torch.device) -> Any:
+    """Returns the processor of transformers' object, or of its contents, that marks a text."""
+    if isinstance(config, Mapping):
+        values = dict(cast(Mapping[str, Any], config))
+        kinds: list[type] = [WatermarkingConfig, SynthIDTextWatermarkingConfig]
+        config = kinds["ngram_len" in values](**values)
+    config.validate()
+    return config.construct_processor(vocab_size, device)
 
 
 def _make_warpers(s: GenerationSettings, eos: Tensor | None, device: Any) -> list[Any]:

@@ -5,7 +5,9 @@ Every rank raises the same errors.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,17 +62,13 @@ def check_mask(mask: Tensor, ids: Tensor, name: str = "attention_mask") -> None:
         )
 
 
-def find_left_padding(
-    ids: Tensor, mask: Tensor | None, settings: GenerationSettings
-) -> Tensor | None:
+def find_padding(ids: Tensor, mask: Tensor | None, settings: GenerationSettings) -> Tensor | None:
     """Returns the attention mask of prompts to be continued, int64 [B, T]; None if nothing is
     padded.
 
     Without a mask, the padding token marks padding unless it also ends sequences, as in
-    transformers.
-
-    Raises:
-        ValueError: The padding is on the right, where a continuation would not follow the prompt.
+    transformers. Padding on the right is taken with a warning, as there: the continuation then
+    follows the padding.
     """
     if mask is None:
         pad = settings.pad_token_id
@@ -82,10 +80,37 @@ def find_left_padding(
     if bool((mask == 1).all()):
         return None
     if bool((mask[:, -1] == 0).any()):
-        raise ValueError(
-            "prompts to be continued must be padded on the left: use padding_side='left'"
+        warnings.warn(
+            "prompts to be continued are padded on the right, so their continuations do not follow "
+            "them directly; use padding_side='left'",
+            stacklevel=2,
         )
     return mask
+
+
+def name_token_types(model: Any, types: Tensor | None, ids: Tensor) -> Tensor | None:
+    """Returns the token types of prompts int64 [B, T] that a model reads; None if it reads none.
+
+    Tokenizers write zeros for texts of one segment. They mean nothing to a model that has no token
+    types.
+
+    Raises:
+        ValueError: The types have another shape, or the model would ignore types that differ.
+    """
+    if types is None:
+        return None
+    if types.shape != ids.shape:
+        raise ValueError(
+            f"token_type_ids have shape {list(types.shape)}, but must have that of the ids, "
+            f"{list(ids.shape)}"
+        )
+    if "token_type_ids" in model.positional_inputs:
+        return types.to(ids.device)
+    if bool((types != 0).any()):
+        raise ValueError(
+            f"a {type(model).__name__} has no token types: leave token_type_ids out, or pass zeros"
+        )
+    return None
 
 
 def begin_decoder(

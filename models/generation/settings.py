@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from types import NoneType
@@ -12,17 +12,63 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 from ..config import shown
 
 DEFAULT_NEW_TOKENS = 20
-UNSUPPORTED = (
-    "guidance_scale",
-    "penalty_alpha",
-    "dola_layers",
-    "constraints",
-    "force_words_ids",
-    "watermarking_config",
-    "token_healing",
+_REMOVED = "transformers 5 does not have it either, but loads code from the Hub for it"
+_SAME_CACHES = ("dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window")
+REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "guidance_scale": ((1,), "guidance would need a second forward pass in each step"),
+    "negative_prompt_ids": ((), "guidance would need a second forward pass in each step"),
+    "negative_prompt_attention_mask": (
+        (),
+        "guidance would need a second forward pass in each step",
+    ),
+    "penalty_alpha": ((), _REMOVED),
+    "dola_layers": ((), _REMOVED),
+    "constraints": ((), _REMOVED),
+    "force_words_ids": ((), _REMOVED),
+    "custom_generate": ((), "decoding runs no code of others; write a logits_processor"),
+    "trust_remote_code": ((), "decoding runs no code of others"),
+    "low_memory": ((), "transformers 5 refuses it too"),
+    "token_healing": ((), "shorten the prompt by its last token, and force it by a processor"),
+    "prefill_chunk_size": ((), "a prompt is processed at once"),
+    "continuous_batching_config": ((), "the rows of a batch start together"),
+    "compile_config": ((), "decoding is not compiled"),
+    "use_mtp": ((), "the models have no heads for later tokens"),
+    "speculation_type": ((), "drafts come from an assistant_model or from the prompt"),
+    "assistant_tokenizer": ((), "an assistant_model must have the model's vocabulary"),
+    "assistant_early_exit": ((), "the model's early layers have no head"),
+    "assistant_ensemble_weight": ((1,), "the tokens are those of the model alone"),
+    "is_assistant": ((), "pass assistant_model=… to the model that is assisted"),
+    "cache_config": ((), "keys and values stay on the device, in the model's data type"),
+    "cache_implementation": (
+        _SAME_CACHES,
+        "keys and values stay on the device, in the model's data type; the names that change "
+        f"nothing are {', '.join(_SAME_CACHES)}",
+    ),
+    "past_key_values": ((), "a call makes its own cache; see the guide for a loop of your own"),
+}
+"""Settings of transformers that the zoo does not have: the values that change nothing, and why
+others are refused. Other unknown entries of a `generation_config.json` have no effect in
+transformers either."""
+
+_CHANGE_NO_TOKEN = (
+    "low_memory",
+    "prefill_chunk_size",
+    "continuous_batching_config",
+    "compile_config",
+    "cache_config",
 )
-"""Settings of transformers that would change the tokens, and that the zoo does not have. Other
-unknown entries of a `generation_config.json` have no effect in transformers either."""
+"""Those that a model's file may have, because they decide only how transformers decodes."""
+
+WITHOUT_EFFECT = (
+    "max_cache_len",
+    "disable_compile",
+    "logits_to_keep",
+    "target_lookbehind",
+    "assistant_lookbehind",
+    "use_model_defaults",
+)
+"""Arguments of transformers that change nothing here, because the cache has the size that a call
+needs, decoding is not compiled, and only the last logits of a prompt are computed in any case."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +155,9 @@ class GenerationSettings:
     """(start, factor): after `start` new tokens, the end token becomes likelier exponentially with
     this factor.
     """
+    watermarking_config: dict[str, Any] | None = None
+    """Marks the text by preferring a part of the vocabulary, as transformers' object or its dict says.
+    """
     remove_invalid_values: bool = False
     """Replace infinities and NaN in the scores."""
     renormalize_logits: bool = False
@@ -188,7 +237,9 @@ class GenerationSettings:
         """
         chosen = dict(values)
         for name, value in arguments.items():
-            _check_name(name)
+            if name not in setting_names():
+                hint = suggest_name(name, setting_names())
+                raise ValueError(f"generation has no argument {name!r}{hint}")
             if value is None:
                 chosen.pop(name, None)
             else:
@@ -247,20 +298,25 @@ def select_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in values.items():
-        is_neutral = value in (None, False) or (name == "guidance_scale" and value == 1)
-        if name in UNSUPPORTED and not is_neutral:
-            _check_name(name)
+        if name in REFUSALS and name not in _CHANGE_NO_TOKEN:
+            check_refused(name, value)
         if name in setting_names() and value is not None:
             found[name] = value
     return found
 
 
-def _check_name(name: str) -> None:
-    """Raises ValueError, with a similar name, for a name that is none of a setting."""
-    if name not in setting_names():
-        close = difflib.get_close_matches(name, setting_names(), n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"generation has no argument {name!r}{hint}")
+def check_refused(name: str, value: Any) -> None:
+    """Raises ValueError unless the value of a setting that is not supported changes nothing."""
+    neutral, reason = REFUSALS[name]
+    if value is None or value is False or value in neutral:
+        return
+    raise ValueError(f"generation has no argument {name!r} with the value {shown(value)}: {reason}")
+
+
+def suggest_name(name: str, names: Iterable[str]) -> str:
+    """Returns the end of a message that says which of `names` a wrong one may mean."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 @lru_cache
@@ -284,7 +340,7 @@ def _is_allowed(value: Any, kinds: tuple[Any, ...]) -> bool:
     if isinstance(value, list | tuple | dict):
         items: list[Any] = list(cast(Any, value))
         for kind in kinds:
-            if get_origin(kind) not in (list, tuple):
+            if get_origin(kind) not in (list, tuple, dict):
                 continue
             item_kinds = get_args(kind)
             # Only lists of one simple type are checked item by item.

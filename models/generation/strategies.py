@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...mpu import ParallelMesh, tp_rank
 from .decoders import Decoder
+from .outputs import Decoded
 from .settings import GenerationSettings
 from .vocabulary import (
     UniformNumbers,
@@ -45,13 +46,15 @@ def decode(
     settings: GenerationSettings,
     processors: LogitsProcessors,
     streamer: Any = None,
-) -> Tensor:
+) -> Decoded:
     """Decodes prompts int64 [R, T] to at most [R, limit], greedily or by sampling.
 
     Sequences that have ended are filled with the padding token. On the first rank of a replica, the
     streamer receives the prompt and each step's tokens.
     """
     mesh = decoder.model.mesh
+    vocab_size = decoder.model.config.vocab_size
+    record = decoder.record
     rows, length = ids.shape
     padding = settings.pad_token_id or 0
     sequences = ids.new_full((rows, limit), padding)
@@ -66,7 +69,12 @@ def decode(
     running = ids.new_ones(rows).bool()
     while length < limit and running.any():
         so_far = sequences[:, :length]
-        scores, split_over = processors(so_far, decoder(so_far))
+        logits = decoder(so_far)
+        if record is not None:
+            record.add_logits(logits, vocab_size, mesh)
+        scores, split_over = processors(so_far, logits)
+        if record is not None:
+            record.add_scores(scores, vocab_size, split_over)
         if draws is None:
             tokens = choose_most_likely(scores, split_over)
         else:
@@ -77,10 +85,11 @@ def decode(
         length += 1
         if streamer is not None:
             streamer.put(tokens.cpu())
-        running &= ~processors.stops(sequences[:, :length])
+        seen = None if record is None else record.scores_so_far
+        running &= ~processors.stops(sequences[:, :length], seen)
     if streamer is not None:
         streamer.end()
-    return sequences[:, :length]
+    return Decoded(sequences[:, :length])
 
 
 def beam_search(
@@ -89,7 +98,7 @@ def beam_search(
     limit: int,
     settings: GenerationSettings,
     processors: LogitsProcessors,
-) -> tuple[Tensor, Tensor]:
+) -> Decoded:
     """Decodes by beam search.
 
     Args:
@@ -97,24 +106,33 @@ def beam_search(
 
     Returns:
         The best sequences for each prompt, best first: int64 [B · num_return_sequences, T], filled
-        with the padding token, and their scores, fp32 [B · num_return_sequences].
+        with the padding token; their scores, fp32 [B · num_return_sequences]; and the beams that
+        they followed.
     """
     mesh = decoder.model.mesh
+    record = decoder.record
     vocab_size = decoder.model.config.vocab_size
     prompt = ids.shape[1]
     search = _BeamSearch(torch.unflatten(ids, 0, (-1, settings.num_beams)), limit, settings, mesh)
     while True:
         running = search.running.flatten(0, 1)[:, : search.length]
-        scores, split_over = processors(running, log_probabilities(decoder(running), mesh))
+        logits = decoder(running)
+        if record is not None:
+            record.add_logits(logits, vocab_size, mesh)
+        scores, split_over = processors(running, log_probabilities(logits, mesh))
+        if record is not None:
+            record.add_scores(scores, vocab_size, split_over)
+            search.scores_so_far = record.scores_so_far
         candidates = search.find_candidates(scores, split_over, vocab_size)
         origins = search.step(*candidates, processors)
         if not search.may_continue():
             break
         decoder.select(origins)
     kept = settings.num_return_sequences
-    length = prompt + int(search.finished_lengths[:, :kept].max())
-    sequences = search.finished[:, :kept, :length].flatten(0, 1)
-    return sequences, search.finished_scores[:, :kept].flatten()
+    new_tokens = int(search.finished_lengths[:, :kept].max())
+    sequences = search.finished[:, :kept, : prompt + new_tokens].flatten(0, 1)
+    followed = search.finished_rows[:, :kept, :new_tokens].flatten(0, 1)
+    return Decoded(sequences, search.finished_scores[:, :kept].flatten(), followed)
 
 
 class _BeamSearch:
@@ -136,6 +154,10 @@ class _BeamSearch:
         self.running = ids.new_full((rows, beams, limit), settings.pad_token_id or 0)
         self.running[:, :, :length] = ids
         self.finished = self.running.clone()
+        # The row of R that each new token continues, -1 for tokens that are not there.
+        self.running_rows = ids.new_full((rows, beams, limit - length), -1, dtype=torch.int32)
+        self.finished_rows = self.running_rows.clone()
+        self.scores_so_far: tuple[Tensor, ...] | None = None
         # All beams of a prompt start equal, so only the first may be continued in the first step.
         self.running_scores = torch.full((rows, beams), NEVER, device=device)
         self.running_scores[:, 0] = 0
@@ -174,23 +196,28 @@ class _BeamSearch:
 
         Returns int64 [B · n], the row that each running sequence continues.
         """
+        first_row = torch.arange(len(beams), device=beams.device)[:, None] * self.settings.num_beams
         sequences = _select_beams(self.running, beams)  # [B, K, limit]
         sequences[:, :, self.length] = tokens
+        rows = _select_beams(self.running_rows, beams)  # [B, K, limit - prompt]
+        rows[:, :, self.length - self.prompt] = beams + first_row
         self.length += 1
-        self.ends = processors.stops(sequences.flatten(0, 1)[:, : self.length]).view(tokens.shape)
+        ends = processors.stops(sequences.flatten(0, 1)[:, : self.length], self.scores_so_far)
+        self.ends = ends.view(tokens.shape)
         going = values + self.ends * NEVER
         chosen = going.topk(self.settings.num_beams).indices  # [B, n]
         self.running = _select_beams(sequences, chosen)
+        self.running_rows = _select_beams(rows, chosen)
         self.running_scores = going.gather(1, chosen)
-        self._finish(sequences, values)
-        first_row = torch.arange(len(beams), device=beams.device)[:, None] * self.settings.num_beams
+        self._finish(sequences, rows, values)
         return (beams.gather(1, chosen) + first_row).flatten()
 
-    def _finish(self, sequences: Tensor, values: Tensor) -> None:
+    def _finish(self, sequences: Tensor, rows: Tensor, values: Tensor) -> None:
         """Keeps the best n of the finished sequences and of the candidates that end.
 
         Args:
             sequences: int64 [B, K, limit], all candidates.
+            rows: int32 [B, K, limit - prompt], the rows that their new tokens continue.
             values: [B, K], their log-probabilities.
         """
         settings = self.settings
@@ -208,6 +235,7 @@ class _BeamSearch:
         chosen = merged.topk(beams).indices
         self.finished_scores = merged.gather(1, chosen)
         self.finished = _select_beams(torch.cat([self.finished, sequences], 1), chosen)
+        self.finished_rows = _select_beams(torch.cat([self.finished_rows, rows], 1), chosen)
         self.finished_lengths = torch.cat([self.finished_lengths, lengths], 1).gather(1, chosen)
         self.is_finished = torch.cat([self.is_finished, ends], 1).gather(1, chosen)
 
@@ -297,7 +325,7 @@ def group_beam_search(
     limit: int,
     settings: GenerationSettings,
     processors: LogitsProcessors,
-) -> tuple[Tensor, Tensor]:
+) -> Decoded:
     """Decodes by diverse beam search; arguments and results are those of `beam_search`."""
     mesh = decoder.model.mesh
     groups = settings.num_beam_groups
@@ -341,7 +369,7 @@ def group_beam_search(
             break
         first = torch.arange(batch * groups, device=ids.device).view(batch, groups, 1) * size
         decoder.select((origins + first).flatten())
-    return _finalize(hypotheses, beams, scores, prompt, limit, settings)
+    return Decoded(*_finalize(hypotheses, beams, scores, prompt, limit, settings))
 
 
 def _subtract_chosen(

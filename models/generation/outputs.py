@@ -1,0 +1,242 @@
+"""The outputs of `generate`, with transformers' names and fields, and what its steps leave for
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from ...mpu import ParallelMesh
+from ..outputs import ModelOutput
+from .vocabulary import gather_rows
+
+
+@dataclass
+class GenerateOutput(ModelOutput):
+    """The sequences, int64 [B · num_return_sequences, T], and what else a call asked for.
+
+    A call returns one of the subclasses. There are as many `scores` and `logits` as steps, each
+    [R, V] with the whole vocabulary on every rank, for the R rows that are decoded.
+    """
+
+    sequences: Tensor
+
+
+@dataclass
+class GenerateDecoderOnlyOutput(GenerateOutput):
+    """What a decoder, or a GLM, generates without beams.
+
+    Attributes:
+        scores: fp32, what tokens were chosen from: after all processors.
+        logits: fp32, before the processors.
+        hidden_states: The hidden states of each step's forward pass, [R, S, H] each.
+        attentions: The attention weights of each step's forward pass.
+        past_key_values: Always None, because the cache ends with the call.
+    """
+
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    attentions: tuple[Any, ...] | None = None
+    hidden_states: tuple[tuple[Tensor, ...], ...] | None = None
+    past_key_values: Any = None
+
+
+@dataclass
+class GenerateEncoderDecoderOutput(GenerateOutput):
+    """What an encoder-decoder generates without beams; see `GenerateDecoderOnlyOutput`.
+
+    The encoder's states have a row for each prompt.
+    """
+
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    encoder_attentions: tuple[Tensor, ...] | None = None
+    encoder_hidden_states: tuple[Tensor, ...] | None = None
+    decoder_attentions: tuple[Any, ...] | None = None
+    cross_attentions: tuple[Any, ...] | None = None
+    decoder_hidden_states: tuple[tuple[Tensor, ...], ...] | None = None
+    past_key_values: Any = None
+
+
+@dataclass
+class GenerateBeamDecoderOnlyOutput(GenerateOutput):
+    """What a decoder generates with beams; see `GenerateDecoderOnlyOutput`.
+
+    Attributes:
+        sequences_scores: fp32, the score of each sequence.
+        beam_indices: int32, the row whose scores each token was chosen from, -1 after the end; None
+            after diverse beam search.
+    """
+
+    sequences_scores: Tensor | None = None
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    beam_indices: Tensor | None = None
+    attentions: tuple[Any, ...] | None = None
+    hidden_states: tuple[tuple[Tensor, ...], ...] | None = None
+    past_key_values: Any = None
+
+
+@dataclass
+class GenerateBeamEncoderDecoderOutput(GenerateOutput):
+    """What an encoder-decoder generates with beams; see `GenerateEncoderDecoderOutput` and
+    `GenerateBeamDecoderOnlyOutput`.
+    """
+
+    sequences_scores: Tensor | None = None
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    beam_indices: Tensor | None = None
+    encoder_attentions: tuple[Tensor, ...] | None = None
+    encoder_hidden_states: tuple[Tensor, ...] | None = None
+    decoder_attentions: tuple[Any, ...] | None = None
+    cross_attentions: tuple[Any, ...] | None = None
+    decoder_hidden_states: tuple[tuple[Tensor, ...], ...] | None = None
+    past_key_values: Any = None
+
+
+@dataclass(frozen=True)
+class OutputSettings:
+    """The arguments of `generate` that say what it returns, with transformers' names."""
+
+    return_dict_in_generate: bool = False
+    """Return a `GenerateOutput`, without which the others have no effect."""
+    output_scores: bool = False
+    """With the scores of each step, after the processors."""
+    output_logits: bool = False
+    """With the logits of each step."""
+    output_hidden_states: bool = False
+    """With the hidden states of each step's forward pass."""
+    output_attentions: bool = False
+    """With the attention weights of each step's forward pass."""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{entry.name} must be true or false, not {value!r}")
+
+
+@dataclass
+class Decoded:
+    """What a strategy has found.
+
+    Attributes:
+        sequences: int64 [B · num_return_sequences, T].
+        sequences_scores, beam_indices: As in `GenerateBeamDecoderOnlyOutput`.
+    """
+
+    sequences: Tensor
+    sequences_scores: Tensor | None = None
+    beam_indices: Tensor | None = None
+
+
+@dataclass
+class StepRecord:
+    """Keeps what the steps of one call compute, as far as the call asks for it."""
+
+    wanted: OutputSettings
+    scores: list[Tensor] = field(default_factory=list[Tensor])
+    logits: list[Tensor] = field(default_factory=list[Tensor])
+    hidden_states: list[tuple[Tensor, ...]] = field(default_factory=list[tuple[Tensor, ...]])
+    attentions: list[Any] = field(default_factory=list[Any])
+    cross_attentions: list[Any] = field(default_factory=list[Any])
+    encoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_attentions: tuple[Tensor, ...] | None = None
+
+    def forward_options(self) -> dict[str, Any]:
+        """Returns what the forward passes must be asked for."""
+        options: dict[str, Any] = {}
+        for name in ("output_hidden_states", "output_attentions"):
+            if getattr(self.wanted, name):
+                options[name] = True
+        return options
+
+    def add_states(self, output: Any, copies: int) -> None:
+        """Keeps the states of a forward pass, each row of them `copies` times."""
+        if self.wanted.output_hidden_states:
+            states = output.get("decoder_hidden_states", output.get("hidden_states"))
+            self.hidden_states.append(_repeat_rows(states, copies))
+        if self.wanted.output_attentions:
+            weights = output.get("decoder_attentions", output.get("attentions"))
+            self.attentions.append(_repeat_rows(weights, copies))
+            if output.get("cross_attentions") is not None:
+                self.cross_attentions.append(_repeat_rows(output["cross_attentions"], copies))
+
+    def split_states(self, drafted: int, new: int) -> None:
+        """Replaces the states of the last forward pass by one entry for each of `new` tokens.
+
+        Args:
+            drafted: The number of drafted tokens that the pass has read, after what each pass
+                reads.
+        """
+        for kept in (self.hidden_states, self.attentions, self.cross_attentions):
+            if not kept:
+                continue
+            states = kept.pop()
+            # Hidden states are [1, S, H], attention weights [1, N, S, T].
+            dim = states[0].dim() - 2
+            first = states[0].shape[dim] - drafted
+            for number in range(new):
+                start = 0 if number == 0 else first + number - 1
+                kept.append(
+                    tuple(part.narrow(dim, start, first + number - start) for part in states)
+                )
+
+    def add_encoder(self, encoded: Any) -> None:
+        """Keeps the states of the encoder."""
+        if self.wanted.output_hidden_states:
+            self.encoder_hidden_states = getattr(encoded, "hidden_states", None)
+        if self.wanted.output_attentions:
+            self.encoder_attentions = getattr(encoded, "attentions", None)
+
+    def add_logits(self, logits: Tensor, vocab_size: int, mesh: ParallelMesh | None) -> None:
+        """Keeps a step's logits [R, Vp] before they are processed. Collective."""
+        if self.wanted.output_logits:
+            self.logits.append(gather_rows(logits, vocab_size, mesh).clone())
+
+    def add_scores(self, scores: Tensor, vocab_size: int, split_over: ParallelMesh | None) -> None:
+        """Keeps a step's processed scores [R, Vp], which are split over a mesh. Collective."""
+        if self.wanted.output_scores:
+            self.scores.append(gather_rows(scores, vocab_size, split_over).clone())
+
+    @property
+    def scores_so_far(self) -> tuple[Tensor, ...] | None:
+        """The scores as a stopping criterion of transformers gets them."""
+        return tuple(self.scores) if self.wanted.output_scores else None
+
+    def make_output(self, found: Decoded, *, has_encoder: bool, has_beams: bool) -> GenerateOutput:
+        """Returns what the call returns."""
+        values: dict[str, Any] = {
+            "scores": self.scores_so_far,
+            "logits": tuple(self.logits) if self.wanted.output_logits else None,
+        }
+        states = tuple(self.hidden_states) if self.wanted.output_hidden_states else None
+        weights = tuple(self.attentions) if self.wanted.output_attentions else None
+        if has_beams:
+            values["sequences_scores"] = found.sequences_scores
+            values["beam_indices"] = found.beam_indices
+        if not has_encoder:
+            values |= {"hidden_states": states, "attentions": weights}
+            made = GenerateBeamDecoderOnlyOutput if has_beams else GenerateDecoderOnlyOutput
+            return made(found.sequences, **values)
+        cross = tuple(self.cross_attentions) if self.wanted.output_attentions else None
+        values |= {
+            "encoder_hidden_states": self.encoder_hidden_states,
+            "encoder_attentions": self.encoder_attentions,
+            "decoder_hidden_states": states,
+            "decoder_attentions": weights,
+            "cross_attentions": cross,
+        }
+        made = GenerateBeamEncoderDecoderOutput if has_beams else GenerateEncoderDecoderOutput
+        return made(found.sequences, **values)
+
+
+def _repeat_rows(tensors: Sequence[Tensor], copies: int) -> tuple[Tensor, ...]:
+    if copies == 1:
+        return tuple(tensors)
+    return tuple(tensor.repeat_interleave(copies, 0) for tensor in tensors)
