@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +32,10 @@ VERIFIED = ".shardzoo-verified"
 
 
 def find_model(
-    name: str | Path, argument: str, patterns: tuple[str, ...] = (*TEXTS, *WEIGHTS)
+    name: str | Path,
+    argument: str,
+    patterns: tuple[str, ...] = (*TEXTS, *WEIGHTS),
+    options: Mapping[str, Any] | None = None,
 ) -> Path:
     """Returns the folder of `org/name[@revision]` on the Hub, or of any other name the path itself.
 
@@ -42,12 +46,12 @@ def find_model(
     match = HUB_NAME.fullmatch(str(name))
     if match is None or path.exists() or path.is_symlink() or Path(match["owner"]).exists():
         return path
-    return find_folder(str(name), argument, patterns)
+    return find_folder(str(name), argument, patterns, options=options)
 
 
-def find_config_folder(name: str) -> str:
+def find_config_folder(name: str, options: Mapping[str, Any] | None = None) -> str:
     """Does what `find_model` does, but downloads only `config.json`."""
-    return str(find_model(name, "model", (CONFIG,)))
+    return str(find_model(name, "model", (CONFIG,), options))
 
 
 def find_folder(
@@ -56,6 +60,7 @@ def find_folder(
     patterns: tuple[str, ...] = (*TEXTS, *WEIGHTS),
     *,
     cache: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Path:
     """Returns the folder `name`, or that of the Hub's repository `name[@revision]`.
 
@@ -67,6 +72,7 @@ def find_folder(
         argument: What the name was given as, for messages.
         patterns: The files to download.
         cache: The folder for downloads; by default the Hub's.
+        options: Other options of the Hub's client, such as `token`.
 
     Raises:
         ValueError: There is neither, the Hub cannot be reached, or a file is damaged.
@@ -79,15 +85,15 @@ def find_folder(
 
     import huggingface_hub
 
-    options: dict[str, Any] = {}
+    settings = dict(options or {})
     if revision:
-        options["revision"] = revision
+        settings["revision"] = revision
     if cache is not None:
-        options["cache_dir"] = str(Path(cache).expanduser())
+        settings["cache_dir"] = str(Path(cache).expanduser())
     hub = cast(Any, huggingface_hub)  # It leaves the types of some arguments open.
     try:
         downloaded: str = hub.snapshot_download(
-            repository, allow_patterns=list(patterns), ignore_patterns=list(IGNORED), **options
+            repository, allow_patterns=list(patterns), ignore_patterns=list(IGNORED), **settings
         )
     except _list_failures() as error:
         raise ValueError(

@@ -1,6 +1,19 @@
 """Model families, the classes of their architectures, and the functions that build models."""
 
 from .auto import config_from_dict, find_config, from_config
+from .auto_classes import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForNextSentencePrediction,
+    AutoModelForPreTraining,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from .bart import (
     BartConfig,
     BartForCausalLM,
@@ -167,6 +180,17 @@ from .xlm_roberta import (
 
 __all__ = [
     "FAMILIES",
+    "AutoConfig",
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForMultipleChoice",
+    "AutoModelForNextSentencePrediction",
+    "AutoModelForPreTraining",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
     "BartConfig",
     "BartForCausalLM",
     "BartForConditionalGeneration",

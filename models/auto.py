@@ -19,6 +19,7 @@ from ..files.strict_json import read_folder_json
 from ..mpu import ParallelMesh, initialize, materialize
 from .config import ModelConfig
 from .family_table import architectures, family, find_family, list_families, presets
+from .loading_options import LoadingOptions, change_config, read_device, read_dtype
 from .megatron import MegatronMap
 from .nearest import refuse_architecture
 from .parallel_config import ParallelConfig
@@ -34,7 +35,16 @@ def find_config(name: str) -> ModelConfig:
     for preset, config in presets():
         if preset == name:
             return config.with_changes()  # The caller may change it.
-    path = Path(find_config_folder(name))
+    return config_from_dict(read_config_values(name))
+
+
+def read_config_values(name: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the contents of the `config.json` of a folder, a file, or a name on the Hub.
+
+    Args:
+        options: Options of the Hub's client.
+    """
+    path = Path(find_config_folder(name, options))
     if path.is_dir():
         values = read_folder_json(path, CONFIG)
     else:
@@ -44,7 +54,7 @@ def find_config(name: str) -> ModelConfig:
         raise ValueError(
             f"model {name!r} is neither a preset nor a folder with a {CONFIG}; presets: {known}"
         )
-    return config_from_dict(values)
+    return values
 
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:
@@ -132,15 +142,21 @@ def model_class(config: ModelConfig) -> type[nn.Module]:
 
 
 def build_on_meta(
-    config: ModelConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig | None = None
+    config: ModelConfig,
+    mesh: ParallelMesh | None,
+    parallel_config: ParallelConfig | None = None,
+    architecture: type[nn.Module] | None = None,
 ) -> nn.Module:
     """Builds this rank's part of the model on the meta device: parameters have their `.shard` but
     no storage.
+
+    Args:
+        architecture: The class to build; by default that which the configuration names.
     """
+    if architecture is None:
+        architecture = model_class(config)
     with torch.device("meta"):
-        return model_class(config)(
-            config, mesh=mesh, parallel_config=parallel_config or ParallelConfig()
-        )
+        return architecture(config, mesh=mesh, parallel_config=parallel_config or ParallelConfig())
 
 
 @dataclass(frozen=True)
@@ -179,9 +195,13 @@ def from_config(
     mesh: ParallelMesh | None = None,
     *,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     seed: int = 1234,
     parallel_config: ParallelConfig | None = None,
+    architecture: type[nn.Module] | None = None,
+    torch_dtype: torch.dtype | str | None = None,
+    device_map: Any = None,
+    **options: Any,
 ) -> nn.Module:
     """Builds a model with newly initialized weights; under a mesh, this rank's part of it.
 
@@ -191,13 +211,21 @@ def from_config(
         mesh: The mesh over whose tensor-parallel ranks the model is split.
         device: Where the parameters are. "meta" gives parameters with their `.shard` but without
             storage.
-        dtype: The type of the parameters; by default PyTorch's default type.
+        dtype, torch_dtype: The type of the parameters; by default PyTorch's default type.
         seed: Determines the weights together with the parameters' names, independently of the mesh.
         parallel_config: How the model runs.
+        architecture: The class of the model; by default that which the configuration names.
+        device_map: The device, as transformers takes it.
+        options: Other arguments of transformers, and settings of the configuration.
     """
-    model: Any = build_on_meta(as_config(config), mesh, parallel_config)
+    taken = LoadingOptions.from_arguments(options)
+    read = as_config(config)
+    if taken.changes:
+        read = change_config(read, taken.changes, "from_config")
+    place = read_device(device, device_map, mesh)
+    model: Any = build_on_meta(read, mesh, parallel_config, architecture)
     slice_pipeline_stage(model, mesh, parallel_config)
-    if torch.device(device).type != "meta":
-        materialize(model, device, dtype)
+    if place.type != "meta":
+        materialize(model, place, read_dtype(dtype, torch_dtype))
         initialize(model, model.init_weights, seed, mesh)
     return model

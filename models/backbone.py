@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -19,11 +19,12 @@ from ..mpu import (
     initialize,
     scatter_sequence,
 )
-from .auto import as_config
+from .auto import as_config, from_config
 from .blocks.masks import number_pieces
 from .config import ModelConfig
 from .family_table import find_architecture
 from .huggingface import LARGEST_FILE
+from .loading import from_pretrained
 from .outputs import BackboneOutput, StageOutput
 from .parallel_config import ParallelConfig
 from .pipeline import PipelineStage
@@ -107,6 +108,27 @@ class Backbone(PipelineStage):
         return named
 
     @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        mesh: ParallelMesh | None = None,
+        dtype: torch.dtype | str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Loads a model of this class; see `shardzoo.from_pretrained` for the options.
+
+        What the folder lacks of the head is initialized, with a warning.
+        """
+        return from_pretrained(
+            pretrained_model_name_or_path, mesh, dtype, architecture=cls, **options
+        )
+
+    @classmethod
+    def from_config(cls, config: Any, mesh: ParallelMesh | None = None, **options: Any) -> Any:
+        """Builds a model of this class with new weights; see `shardzoo.from_config`."""
+        return from_config(cls.take_config(config), mesh, architecture=cls, **options)
+
+    @classmethod
     def take_config(cls, config: Any) -> Any:
         """Returns the copy of a configuration that a new model of this class keeps.
 
@@ -119,8 +141,8 @@ class Backbone(PipelineStage):
         """
         facts, architecture = find_architecture(cls)
         if not isinstance(config, (ModelConfig, str, Path)) and facts is not None:
-            given: Any = config if isinstance(config, dict) else config.to_dict()
-            values: dict[str, Any] = dict(given)
+            given = config if isinstance(config, dict) else config.to_dict()
+            values = dict(cast(dict[str, Any], given))
             values.setdefault("model_type", facts.config.model_type)
             values["architectures"] = [architecture]
             config = values
@@ -133,7 +155,8 @@ class Backbone(PipelineStage):
                 f"{type(config).__name__}"
             )
         changes = {}
-        if config.architecture != architecture and len(facts.architectures) > 1:
+        # A family with one head has its name in a class variable.
+        if config.architecture != architecture and "architecture" in vars(config):
             changes["architecture"] = architecture
         return config.copy_for_model(cls.__name__, **changes)
 
@@ -192,6 +215,11 @@ class Backbone(PipelineStage):
     def dtype(self) -> torch.dtype:
         """The dtype of the parameters, on every stage of a pipeline."""
         return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(self.parameters()).device
 
     @property
     def embedding(self) -> VocabParallelEmbedding:

@@ -29,6 +29,9 @@ from typing import (
 
 from typing_extensions import Self
 
+from ..checkpoint.folder_files import CONFIG
+from ..checkpoint.hub import find_config_folder
+from ..files.strict_json import read_folder_json
 from .blocks.activation_functions import ACTIVATIONS
 
 
@@ -359,6 +362,34 @@ class ModelConfig(metaclass=ConfigType):
         for name in known:
             if name.endswith("_token_id") and getattr(config, name) == -1:
                 warnings.warn(f"{name} is -1, which is no token of the vocabulary", stacklevel=2)
+        return config
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, *, token: str | None = None, **changes: Any
+    ) -> Self:
+        """Returns the configuration of a folder, a file, or a name on the Hub.
+
+        Args:
+            changes: Settings that replace the file's.
+
+        Raises:
+            ValueError: There is no configuration of this family, or a value is not allowed.
+        """
+        source = str(pretrained_model_name_or_path)
+        options = {} if token is None else {"token": token}
+        path = Path(find_config_folder(source, options))
+        folder = path if path.is_dir() else path.parent
+        values = read_folder_json(folder, CONFIG if path.is_dir() else path.name)
+        if values is None:
+            raise ValueError(f"{source} is neither a folder with a {CONFIG} nor such a file")
+        found = values.get("model_type", cls.model_type)
+        if found != cls.model_type:
+            raise ValueError(f"{source} has a configuration of {found}, not of {cls.model_type}")
+        config = cls.from_dict(values)
+        for name, value in changes.items():
+            setattr(config, name, value)
+        vars(config)["name_or_path"] = source
         return config
 
     @classmethod

@@ -50,8 +50,9 @@ def find_architecture(architecture: type[Any]) -> tuple[Family | None, str]:
     """
     for base in architecture.__mro__:
         for facts in _BY_MODEL_TYPE.values():
-            if facts.architectures.get(base.__name__) is base:
-                return facts, base.__name__
+            for name, known in facts.architectures.items():
+                if known is base:
+                    return facts, name
     return None, ""
 
 

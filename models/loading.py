@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -11,15 +12,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.checkpoint import open_checkpoint
+from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.hub import find_model
 from ..checkpoint.layout import ParameterPlacement, ParameterSpec
 from ..checkpoint.stored_tensor import StoredTensor
-from ..checkpoint.tensor_reader import TensorReader, check_digests, torch_dtype
+from ..checkpoint.tensor_reader import TensorReader, check_digests
+from ..checkpoint.tensor_reader import torch_dtype as stored_dtype
 from ..mpu import (
     ParallelMesh,
     VocabParallelHead,
     any_rank,
+    draw_model_seed,
     gather_from_tp,
     initialize,
     materialize,
@@ -28,16 +31,20 @@ from ..mpu import (
 )
 from .auto import as_config, build_on_meta
 from .config import ModelConfig
-from .family_table import family
+from .family_table import family, find_architecture
 from .generation.generation_config import GenerationConfig
 from .generation.mixin import GenerationMixin
+from .loading_options import LoadingOptions, change_config, name_source, read_device, read_dtype
 from .lora import load_adapter
 from .mapping import (
     MappedCheckpoint,
     NativeModel,
     config_errors,
+    find_mismatched,
+    find_unstored,
     have_same_bytes,
     map_checkpoint,
+    read_architecture,
     read_model_config,
 )
 from .name_map import NameMap
@@ -48,15 +55,19 @@ from .pipeline import slice_pipeline_stage
 def from_pretrained(
     path: str | Path,
     mesh: ParallelMesh | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     *,
     device: torch.device | str = "cpu",
-    config: ModelConfig | dict[str, Any] | str | None = None,
+    config: ModelConfig | dict[str, Any] | str | Any = None,
     parallel_config: ParallelConfig | None = None,
     new: Sequence[str] = (),
-    seed: int = 1234,
+    seed: int | None = None,
     adapter: str | Path | None = None,
-) -> nn.Module:
+    architecture: type[nn.Module] | None = None,
+    torch_dtype: torch.dtype | str | None = None,
+    device_map: Any = None,
+    **options: Any,
+) -> Any:
     """Loads the model of a checkpoint folder; under a mesh, this rank's part of it.
 
     The model is in evaluation mode, as transformers returns it. A rank reads its part of each split
@@ -70,63 +81,184 @@ def from_pretrained(
             folder of rank files of the original GLM, DeepSpeed or FlagAI; or `org/name[@revision]`
             on the Hugging Face Hub, of which it reads safetensors.
         mesh: The mesh over whose tensor-parallel ranks the model is split.
-        dtype: The type of the parameters; by default the stored one.
+        dtype, torch_dtype: The type of the parameters; by default, and with "auto", the stored one.
         device: Where the parameters are.
         config: Used instead of the folder's `config.json`, for example to choose another head.
         parallel_config: How the model runs.
         new: Modules whose parameters are initialized from `seed`, even if the folder has values for
             them. For example, `("classifier",)` with a `config` of that architecture adds a
             classifier to a language model.
-        seed: Determines the parameters of the new modules.
+        seed: Determines the parameters of the new modules, 1234 by default. Those of a head that
+            the folder lacks follow from PyTorch's generator by default.
         adapter: peft's LoRA weights, a folder or a name on the Hub; `models.lora.merge_lora` merges
             them.
+        architecture: The class of the model, whatever the folder's configuration names. What the
+            folder lacks of its head is initialized, with a warning. A class's own `from_pretrained`
+            and the Auto classes pass it.
+        device_map: The device, as transformers takes it: "cpu", "cuda:0", "auto" for the rank's.
+        options: The other arguments of transformers' `from_pretrained`; see
+            docs/transformers-compatibility.md. What is none of them is a setting of the
+            configuration, such as `num_labels=3`.
+
+    Returns:
+        The model; with `output_loading_info=True` also which tensors were missing, unexpected, or
+        of another shape, as transformers reports it.
 
     Raises:
         ValueError: A file is damaged, or a tensor is missing, is unknown to the model, or has a
-            wrong shape or digest. The message names the file and the tensor.
+            wrong shape or digest; the message names the file and the tensor. Or an argument is
+            refused.
     """
-    folder = find_model(path, "path")
+    taken = LoadingOptions.from_arguments(options)
+    wanted_dtype = read_dtype(dtype, torch_dtype)
+    place = read_device(device, device_map, mesh)
+    folder = find_model(name_source(path, taken), "path", options=taken.hub) / taken.subfolder
     if not folder.is_dir():
         raise ValueError(
             f"{path} is not a folder, nor a name on the Hugging Face Hub: org/name[@revision]"
         )
     checkpoint = open_checkpoint(folder)
+    _check_formats(checkpoint, taken.use_safetensors)
     given = None if config is None else as_config(config)
+
+    chosen = ""
+    if architecture is not None:
+        facts, chosen = find_architecture(architecture)
+        if facts is None:
+            raise ValueError(f"{architecture.__name__} is no architecture of the zoo's families")
+        if "architecture" not in {setting.name for setting in fields(facts.config)}:
+            chosen = ""  # The family has one head.
+
+    def change(read: ModelConfig) -> ModelConfig:
+        return change_config(read, taken.changes, "from_pretrained") if taken.changes else read
 
     # A stored head is first loaded into a parameter of its own; _tie_equal ties it when both are in
     # memory. No stage of a pipeline may have both, so there the stored bytes decide.
     holds_all_stages = mesh is None or mesh.pp_size == 1
-    if holds_all_stages:
-        settings = read_model_config(checkpoint, given, is_same=lambda head, embedding: False)
-    else:
-        settings = read_model_config(checkpoint, given)
+    compare = _keep_apart if holds_all_stages else None
+    settings = read_model_config(checkpoint, given, compare, chosen, change)
     with config_errors():
-        model: Any = build_on_meta(settings, mesh, parallel_config)
+        model: Any = build_on_meta(settings, mesh, parallel_config, architecture)
+    native = NativeModel.from_config(settings, model)
+
+    # What is initialized and not read: the modules that the caller names, what the files lack of
+    # the head of a chosen class, and what they store in another shape.
     absent = _find_absent_names(model, new)
-    mapped = map_checkpoint(checkpoint, NativeModel.from_config(settings, model), absent)
+    missing: set[str] = set()
+    if chosen and chosen != read_architecture(checkpoint.config or {}):
+        missing = _find_missing_parts(checkpoint, native, model.head_modules) - absent
+    mismatched: dict[str, Any] = {}
+    if taken.ignore_mismatched_sizes:
+        mismatched = find_mismatched(checkpoint, native)
+    fresh = missing | mismatched.keys()
+    if fresh:
+        absent |= fresh | _find_other_heads(model)
+    mapped = map_checkpoint(checkpoint, native, absent)
 
     slice_pipeline_stage(model, mesh, parallel_config)
-    if dtype is None:
-        dtype = _promote(
+    if wanted_dtype is None:
+        wanted_dtype = _promote(
             {
-                torch_dtype(part.tensor)
+                stored_dtype(part.tensor)
                 for placement in mapped.layout.placements.values()
                 for part in placement.slices()
             }
         )
-    materialize(model, device, dtype)
+    materialize(model, place, wanted_dtype)
     _load(model, mapped, mesh)
     if holds_all_stages:
         _tie_equal(model, mapped, mesh)
     for name in new:
-        initialize(model.get_submodule(name), model.init_weights, seed, mesh, prefix=name)
-    # transformers has this name too. The trainer finds the tokenizer in that folder.
+        module_seed = 1234 if seed is None else seed
+        initialize(model.get_submodule(name), model.init_weights, module_seed, mesh, prefix=name)
+    if fresh:
+        head_seed = draw_model_seed(mesh) if seed is None else seed
+        initialize(model, model.init_weights, head_seed, mesh, only=fresh)
+        _warn_of_fresh(native, folder, missing, mismatched, mesh)
+
+    # transformers has these names too. The trainer finds the tokenizer in that folder.
     model.name_or_path = str(folder)
+    model.config.name_or_path = str(path)
+    model.config.dtype = wanted_dtype
     if issubclass(type(model), GenerationMixin):
         model.generation_config = GenerationConfig.from_folder(folder, settings)
     if adapter is not None:
         load_adapter(model, find_model(adapter, "adapter"))
-    return model.eval()
+    if taken.state_dict is not None:
+        model.load_state_dict(taken.state_dict)
+    model.eval()
+    if not taken.output_loading_info:
+        return model
+    return model, _describe_loading(native, mapped, missing, mismatched)
+
+
+def _keep_apart(head: StoredTensor, embedding: StoredTensor) -> bool:
+    """Says that a stored head does not repeat the embedding."""
+    return False
+
+
+def _check_formats(checkpoint: Checkpoint, use_safetensors: bool | None) -> None:
+    """Raises ValueError if the files are not of the kind that `use_safetensors` asks for."""
+    if use_safetensors is None:
+        return
+    files = {tensor.file for tensor in checkpoint.tensors()}
+    others = sorted(file.name for file in files if file.suffix != ".safetensors")
+    if use_safetensors and others:
+        raise ValueError(
+            f"use_safetensors=True, but {checkpoint.folder} has its weights in {others[0]}"
+        )
+    if not use_safetensors and len(others) < len(files):
+        raise ValueError(
+            f"use_safetensors=False, but {checkpoint.folder} has safetensors, which are read first"
+        )
+
+
+def _find_missing_parts(
+    checkpoint: Checkpoint, native: NativeModel, head_modules: Sequence[str]
+) -> set[str]:
+    """Returns the names of a head's parameters of which the files store nothing."""
+    unstored = find_unstored(checkpoint, native)
+    return {name for name in unstored if name.partition(".")[0] in head_modules}
+
+
+def _warn_of_fresh(
+    native: NativeModel,
+    folder: Path,
+    missing: Collection[str],
+    mismatched: Collection[str],
+    mesh: ParallelMesh | None,
+) -> None:
+    """Warns, on the first rank, that parameters were initialized."""
+    if mesh is not None and mesh.rank > 0:
+        return
+    for names, reason in ((missing, "lacks them"), (mismatched, "has them in other shapes")):
+        if names:
+            modules = sorted({name.rpartition(".")[0] for name in names})
+            warnings.warn(
+                f"{', '.join(modules)} of {native.config.architecture} are newly initialized, "
+                f"because {folder} {reason}; train the model before you use it",
+                stacklevel=3,
+            )
+
+
+def _describe_loading(
+    native: NativeModel,
+    mapped: MappedCheckpoint,
+    missing: Collection[str],
+    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+) -> dict[str, Any]:
+    """Returns what transformers' `output_loading_info` returns, in its names of tensors."""
+    names = native.list_module_names().by_parameter
+    missing_keys = {stored for name in missing for stored in names[name]}
+    for alias, kept in native.name_map.aliases:
+        if kept in missing_keys:
+            missing_keys.add(alias)
+    return {
+        "missing_keys": missing_keys,
+        "unexpected_keys": set(mapped.layout.extras),
+        "mismatched_keys": {(names[name][0], *shapes) for name, shapes in mismatched.items()},
+        "error_msgs": [],
+    }
 
 
 def check_pretrained(folder: Path) -> None:
@@ -175,10 +307,17 @@ def _find_absent_names(model: nn.Module, new: Sequence[str]) -> set[str]:
                 f"new names the module {module!r}, which the model does not have; it has {children}"
             )
         absent.update(f"{module}.{name}" for name, _ in modules[module].named_parameters())
-    # The folder may hold the head of another architecture, which the new modules replace.
+    return absent | _find_other_heads(model)
+
+
+def _find_other_heads(model: nn.Module) -> set[str]:
+    """Returns the names of parameters of heads that the model does not have.
+
+    The folder may hold the head of another architecture, which new modules replace.
+    """
     name_map: NameMap = family(cast(Any, model).config.model_type).name_map
     heads = {entry.native for entry in name_map.entries if "{i}" not in entry.native}
-    return absent | (heads - {name for name, _ in model.named_parameters()})
+    return heads - {name for name, _ in model.named_parameters()}
 
 
 def _promote(dtypes: set[torch.dtype]) -> torch.dtype:
@@ -281,7 +420,7 @@ def _read_flat(
     parts = placement.copies[copy]
     if len(parts) == 1 and not parts[0].transposed:
         return reader.flat(parts[0].tensor, start, stop)
-    whole = torch.empty(placement.shape, dtype=torch_dtype(parts[0].tensor))
+    whole = torch.empty(placement.shape, dtype=stored_dtype(parts[0].tensor))
     every_row = [(0, placement.shape[placement.dim])]
     reader.fill(replace(placement, copies=(parts,)), every_row, whole)
     return whole.view(-1)[start:stop]
@@ -361,7 +500,7 @@ def _tie_equal(model: Any, mapped: MappedCheckpoint, mesh: ParallelMesh | None) 
         # They may be equal only after rounding. The stored values decide, as in the converter.
         head_copy = mapped.layout.placements[entry.native].copies[0]
         embedding_copy = mapped.layout.placements[embedding].copies[0]
-        stored_dtypes = {torch_dtype(copy[0].tensor) for copy in (head_copy, embedding_copy)}
+        stored_dtypes = {stored_dtype(copy[0].tensor) for copy in (head_copy, embedding_copy)}
         if stored_dtypes != {head.dtype}:
             pairs = zip(head_copy, embedding_copy, strict=True)
             if not all(have_same_bytes(mine.tensor, other.tensor) for mine, other in pairs):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -221,6 +221,8 @@ def read_model_config(
     checkpoint: Checkpoint,
     config: ModelConfig | None = None,
     is_same: Callable[[StoredTensor, StoredTensor], bool] | None = None,
+    architecture: str = "",
+    change: Callable[[ModelConfig], ModelConfig] | None = None,
 ) -> ModelConfig:
     """Returns the configuration of a checkpoint's model; the files decide whether its head is tied.
 
@@ -229,6 +231,9 @@ def read_model_config(
         config: Used instead of the folder's `config.json`.
         is_same: Returns whether a stored output head repeats the stored embedding; by default it
             compares their bytes.
+        architecture: Used instead of the architecture that the configuration names. If it is
+            another one, the model has all parts of that one, whatever the files store.
+        change: Changes the configuration.
 
     Raises:
         ValueError: There is no configuration, it is invalid, or it has more layers than the files
@@ -236,8 +241,12 @@ def read_model_config(
     """
     refuse_quantized(checkpoint)
     values: Mapping[str, Any] = {}
+    fits_files = True
     if config is None and checkpoint.config is not None:
         values = checkpoint.config
+        if architecture:
+            fits_files = read_architecture(values) == architecture
+            values = {**values, "architectures": [architecture]}
         try:
             with config_errors():
                 config = config_from_dict(dict(values))
@@ -247,6 +256,11 @@ def read_model_config(
         if checkpoint.kind not in ("legacy", "megatron"):
             raise ValueError("there is no config.json; name one with --config")
         config = infer_config(checkpoint.ranks, checkpoint.saved)
+    if architecture and config.architecture != architecture:
+        fits_files = False
+        config = config.with_changes(architecture=architecture)
+    if change is not None:
+        config = change(config)
 
     # A hostile number of layers would take forever to build, even without storage.
     tensor_count = sum(1 for _ in checkpoint.tensors())
@@ -258,11 +272,59 @@ def read_model_config(
             "tensors in all"
         )
 
-    config = config.fitted_to(checkpoint.ranks[0].keys())
+    if fits_files:
+        config = config.fitted_to(checkpoint.ranks[0].keys())
     tied = _is_tied(checkpoint, config, values, is_same or have_same_bytes)
     if tied is None:
         return config
     return config.with_changes(tie_word_embeddings=tied)
+
+
+def read_architecture(values: Mapping[str, Any]) -> str:
+    """Returns the architecture that the contents of a `config.json` name, or ""."""
+    names = values.get("architectures")
+    if isinstance(names, list) and names:
+        return str(cast(list[Any], names)[0])
+    return ""
+
+
+def find_unstored(checkpoint: Checkpoint, model: NativeModel) -> set[str]:
+    """Returns the names of a model's parameters of which the files store nothing."""
+    stored = checkpoint.ranks[0].keys()
+    if checkpoint.kind not in ("huggingface", "dcp"):
+        return set(model.parameters) - stored
+    found = model.name_map.find_current_names(stored)
+    unstored: set[str] = set()
+    for name, entry in model.entries().items():
+        if not any(part in found for part in entry.stored_names()):
+            unstored.add(name)
+    return unstored
+
+
+def find_mismatched(
+    checkpoint: Checkpoint, model: NativeModel
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Returns the parameters that a Hugging Face folder stores in another shape.
+
+    Returns:
+        Name of a parameter -> the stored shape, and the model's, of its first tensor that differs.
+    """
+    if checkpoint.kind not in ("huggingface", "dcp"):
+        raise ValueError(
+            f"ignore_mismatched_sizes needs a Hugging Face folder, not {checkpoint.description}"
+        )
+    tensors = checkpoint.ranks[0]
+    sources = model.name_map.find_current_names(tensors)
+    mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for name, entry in model.entries().items():
+        parameter = model.parameters[name]
+        spans = compute_stacked_ranges(parameter, entry)
+        for part, span in zip(entry.stored_names(), spans, strict=True):
+            wanted = compute_stored_shape(parameter, span, entry)
+            source = sources.get(part)
+            if source is not None and tensors[source].shape != wanted:
+                mismatched.setdefault(name, (tensors[source].shape, wanted))
+    return mismatched
 
 
 @contextmanager

@@ -140,6 +140,20 @@ class NameMap:
             return prefixed
         return stored_name
 
+    def find_current_names(self, stored_names: Iterable[str]) -> dict[str, str]:
+        """Returns the name that entries have -> the name in a checkpoint, of each tensor there.
+
+        A tied tensor that is stored under its alias alone has both names.
+        """
+        known = self.stored_names()
+        found: dict[str, str] = {}
+        for stored in stored_names:
+            found[self.to_current_name(stored, known)] = stored
+        for alias, kept in self.aliases:
+            if alias in found and alias not in self.untied_names():
+                found.setdefault(kept, found[alias])
+        return found
+
     def is_ignored(self, stored_name: str) -> bool:
         """Returns whether a stored tensor of this name is known to be no parameter."""
         return any(re.fullmatch(pattern, stored_name) for pattern in self.ignored)

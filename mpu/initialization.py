@@ -7,7 +7,7 @@ Initial values do not depend on how the model is split: a parameter's full value
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,12 @@ def parameter_seed(seed: int, name: str) -> int:
 
 @torch.no_grad()
 def initialize(
-    model: nn.Module, fill: Fill, seed: int, mesh: ParallelMesh | None = None, prefix: str = ""
+    model: nn.Module,
+    fill: Fill,
+    seed: int,
+    mesh: ParallelMesh | None = None,
+    prefix: str = "",
+    only: Collection[str] | None = None,
 ) -> None:
     """Initializes every parameter with its part of a full value that depends only on (seed, name).
 
@@ -101,6 +106,7 @@ def initialize(
             parameter is filled under the name of the parameter it is tied to, so both get the same
             values.
         prefix: For a pipeline stage, the prefix that its modules have in the whole model.
+        only: The names of the parameters to initialize; by default all.
 
     Raises:
         ValueError: `fill` leaves a value unset.
@@ -108,6 +114,8 @@ def initialize(
     ranks = axis_ranks(mesh)
     sizes = axis_sizes(mesh)
     for own_name, parameter in model.named_parameters(prefix=prefix):
+        if only is not None and own_name not in only:
+            continue
         shard = getattr(parameter, "shard", None)
         name = own_name
         if shard is not None and shard.tied_to is not None:

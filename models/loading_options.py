@@ -1,0 +1,227 @@
+"""Reads the keyword arguments that transformers' `from_pretrained` and `from_config` take.
+
+Each is taken with transformers' meaning, or refused with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+import torch
+
+from ..mpu import ParallelMesh
+from .config import CALL_SETTINGS, ModelConfig, shown
+
+# Arguments that change nothing here: models are always loaded so, and no code of a repository runs.
+WITHOUT_EFFECT = frozenset(
+    {
+        "adapter_kwargs",
+        "code_revision",
+        "low_cpu_mem_usage",
+        "mirror",
+        "resume_download",
+        "trust_remote_code",
+        "use_flash_attention_2",
+        "_commit_hash",
+        "_fast_init",
+        "_from_auto",
+        "_from_pipeline",
+    }
+)
+# Arguments that are refused unless they are None, False or empty, and why.
+REFUSED = {
+    "device_mesh": "pass mesh=, a ParallelMesh",
+    "distributed_config": "pass mesh=, a ParallelMesh",
+    "experts_implementation": "the zoo's families have no experts",
+    "from_flax": "a Flax file has to be converted by transformers first",
+    "from_tf": "a TensorFlow file has to be converted by transformers first",
+    "fusion_config": "the zoo's models are built with fused projections",
+    "gguf_file": "GGUF files are not supported; use the model's safetensors",
+    "key_mapping": "each family has one map of names, models/<family>/hf.py",
+    "load_in_4bit": "quantized models are not supported",
+    "load_in_8bit": "quantized models are not supported",
+    "max_memory": "each rank holds its part on one device; split the model with mesh= instead",
+    "offload_buffers": "each rank holds its part on one device; split the model with mesh= instead",
+    "offload_folder": "each rank holds its part on one device; split the model with mesh= instead",
+    "offload_state_dict": "a rank reads only its own part, so there is nothing to offload",
+    "proxies": "the Hub's client takes them from the environment: HTTPS_PROXY",
+    "quantization_config": "quantized models are not supported",
+    "tp_plan": "pass mesh=ParallelMesh(tensor_parallel_size=…)",
+    "tp_size": "pass mesh=ParallelMesh(tensor_parallel_size=…)",
+    "use_kernels": "SHARDZOO_KERNELS chooses the kernels",
+    "variant": "name the folder with the files of the variant",
+}
+# They say how attention is computed and not what; the zoo chooses the kernel.
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+# Keyword argument -> that of the Hub's client.
+HUB = {
+    "cache_dir": "cache_dir",
+    "force_download": "force_download",
+    "local_files_only": "local_files_only",
+    "token": "token",
+    "use_auth_token": "token",
+}
+
+
+@dataclass(frozen=True)
+class LoadingOptions:
+    """The keyword arguments of one call.
+
+    Attributes:
+        hub: Options of the Hub's client.
+        revision: The branch, tag or commit on the Hub.
+        subfolder: The folder inside the named one that holds the model.
+        changes: Settings of the configuration.
+        use_safetensors: Whether only, or no, safetensors may be read; None for any.
+        ignore_mismatched_sizes: Initialize parameters whose stored tensor has another shape.
+        output_loading_info: Return what was missing, too.
+        state_dict: The tensors to load instead of the folder's.
+    """
+
+    hub: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    revision: str | None = None
+    subfolder: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    use_safetensors: bool | None = None
+    ignore_mismatched_sizes: bool = False
+    output_loading_info: bool = False
+    state_dict: Any = None
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> LoadingOptions:
+        """Reads keyword arguments. What is no argument of loading is a setting of the configuration.
+
+        Raises:
+            ValueError: An argument is refused.
+        """
+        own = {known.name for known in fields(cls)} - {"hub", "changes"}
+        found: dict[str, Any] = {}
+        hub: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
+        for name, value in arguments.items():
+            if name in own:
+                found[name] = value
+            elif name in HUB:
+                if value not in (None, False):
+                    hub[HUB[name]] = value
+            elif name == "attn_implementation":
+                check_attention(value)
+            elif name == "weights_only":
+                if value is False:
+                    raise ValueError("weights_only must be True: no pickle is ever run")
+            elif name in REFUSED:
+                if value not in (None, False, {}, ""):
+                    raise ValueError(f"{name}={shown(value)} is not supported: {REFUSED[name]}")
+            elif name not in WITHOUT_EFFECT:
+                changes[name] = value
+        found["subfolder"] = found.get("subfolder") or ""
+        return cls(hub=hub, changes=changes, **found)
+
+
+def check_attention(implementation: Any) -> None:
+    """Raises ValueError for an `attn_implementation` that transformers does not have."""
+    if implementation is not None and implementation not in ATTENTION:
+        raise ValueError(
+            f"attn_implementation must be one of {', '.join(ATTENTION)}, not "
+            f"{shown(implementation)}; all of them compute the same, and the zoo chooses the kernel"
+        )
+
+
+def read_dtype(dtype: Any, other: Any = None) -> torch.dtype | None:
+    """Returns the type of the parameters; None for the stored one.
+
+    Args:
+        dtype: A type, its name ("bfloat16", "torch.bfloat16"), "auto" or None.
+        other: The value of `torch_dtype`, the older name of the argument.
+
+    Raises:
+        ValueError: It is no floating-point type, or both are given and differ.
+    """
+    if dtype is not None and other is not None and dtype != other:
+        raise ValueError(f"dtype={dtype} and torch_dtype={other} differ; give one of them")
+    wanted = other if dtype is None else dtype
+    if wanted is None or wanted == "auto":
+        return None
+    found = wanted
+    if isinstance(wanted, str):
+        found = getattr(torch, wanted.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"dtype must be a floating-point type such as torch.bfloat16, its name, or 'auto', not "
+            f"{shown(wanted)}"
+        )
+    return found
+
+
+def read_device(
+    device: torch.device | str | int, device_map: Any, mesh: ParallelMesh | None
+) -> torch.device:
+    """Returns the device of the parameters.
+
+    Args:
+        device_map: As in transformers, if it means one device: a device, its number, "auto" (the
+            rank's own), or a map of the whole model to a device.
+
+    Raises:
+        ValueError: It would put the model on several devices.
+    """
+    if isinstance(device_map, Mapping):
+        devices = {str(value) for value in cast(Mapping[str, Any], device_map).values()}
+        if len(devices) != 1:
+            raise ValueError(
+                f"device_map puts the model on {len(devices)} devices; a rank holds its part on "
+                "one device: split the model over ranks with mesh="
+            )
+        device_map = next(iter(cast(Mapping[str, Any], device_map).values()))
+    if device_map is None:
+        return torch.device(device)
+    if device_map in ("balanced", "balanced_low_0", "sequential"):
+        raise ValueError(
+            f"device_map={device_map!r} puts the model on several devices; use 'auto', the rank's "
+            "own device, and split the model over ranks with mesh="
+        )
+    if device_map == "auto":
+        has_gpu = torch.cuda.is_available() if mesh is None else mesh.device_type == "cuda"
+        if not has_gpu:
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+    if isinstance(device_map, int) or (isinstance(device_map, str) and device_map.isdecimal()):
+        return torch.device("cuda", int(device_map))
+    try:
+        return torch.device(device_map)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device_map must be a device, 'auto', or a map of the whole model to a device, not "
+            f"{shown(device_map)}"
+        ) from None
+
+
+def name_source(path: str | os.PathLike[str], options: LoadingOptions) -> str:
+    """Returns the path, or the name on the Hub with its revision."""
+    name = os.fspath(path)
+    if options.revision is None or os.path.isdir(name) or "@" in name:
+        return name
+    return f"{name}@{options.revision}"
+
+
+def change_config(config: ModelConfig, changes: Mapping[str, Any], what: str) -> ModelConfig:
+    """Returns a copy of a configuration with settings that the caller names.
+
+    Args:
+        what: The function that they are arguments of, for the message.
+
+    Raises:
+        ValueError: A name is no setting of the configuration, or its value is not allowed.
+    """
+    changed = config.with_changes()
+    for name, value in changes.items():
+        is_setting = hasattr(changed, name) or name in CALL_SETTINGS
+        if not is_setting or name.startswith("_") or callable(getattr(changed, name)):
+            raise ValueError(
+                f"{what} has no argument {name!r}, and {type(config).__name__} no such setting"
+            )
+        setattr(changed, name, value)
+    return changed

@@ -1,0 +1,191 @@
+"""`from_pretrained`, as a function, a class method and of the Auto classes, takes transformers' arguments."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from tiny_models import hf_model
+
+import shardzoo
+import shardzoo.models as zoo
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of transformers' models, by architecture."""
+    found = {}
+    for name in ("BertForMaskedLM", "BertModel", "GPT2LMHeadModel", "T5ForConditionalGeneration",
+                 "LlamaModel"):  # fmt: skip
+        changes = {"tie_word_embeddings": False} if name == "LlamaModel" else {}
+        model = hf_model(name, 0.0, **changes).eval()
+        folder = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folder)
+        found[name] = folder
+    return found
+
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "fresh"),
+    [
+        ("BertForMaskedLM", "BertForMaskedLM", ()),
+        ("BertForMaskedLM", "BertForSequenceClassification", ("classifier", "pooler")),
+        ("BertModel", "BertForMaskedLM", ("head.decoder", "head.dense", "head.norm")),
+        ("BertForMaskedLM", "BertModel", ("pooler",)),
+        ("GPT2LMHeadModel", "GPT2Model", ()),
+        ("GPT2LMHeadModel", "GPT2ForTokenClassification", ("token_classifier",)),
+        ("T5ForConditionalGeneration", "T5EncoderModel", ()),
+        ("LlamaModel", "LlamaForCausalLM", ("head",)),
+    ],
+)
+def test_class_methods(folders, stored, wanted, fresh):
+    folder = folders[stored]
+    ours_class = getattr(zoo, wanted)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, info = ours_class.from_pretrained(folder, output_loading_info=True)
+    said = [str(one.message) for one in caught if "newly initialized" in str(one.message)]
+    assert type(model) is ours_class
+    assert not model.training
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    if fresh:
+        assert said[0].startswith(f"{', '.join(fresh)} of {wanted} are newly initialized")
+    else:
+        assert not said
+    theirs, their_info = getattr(transformers, wanted).from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert info["missing_keys"] == set(their_info["missing_keys"])
+    assert info["mismatched_keys"] == set()
+    # The body is the stored one.
+    name = "last_hidden_state" if wanted.endswith("Model") and "LMHead" not in wanted else None
+    if name is not None:
+        options = {"input_ids": IDS}
+        torch.testing.assert_close(model(**options)[name], theirs(**options)[name])
+    assert model.config.name_or_path == str(folder)
+    assert model.dtype == torch.float32
+
+
+def test_auto_classes(folders):
+    for auto, stored, expected in (
+        ("AutoModel", "BertForMaskedLM", "BertModel"),
+        ("AutoModel", "GPT2LMHeadModel", "GPT2Model"),
+        ("AutoModelForCausalLM", "GPT2LMHeadModel", "GPT2LMHeadModel"),
+        ("AutoModelForSeq2SeqLM", "T5ForConditionalGeneration", "T5ForConditionalGeneration"),
+        ("AutoModelForMaskedLM", "BertForMaskedLM", "BertForMaskedLM"),
+        ("AutoModelForPreTraining", "BertForMaskedLM", "BertForPreTraining"),
+        ("AutoModelForPreTraining", "GPT2LMHeadModel", "GPT2LMHeadModel"),
+        ("AutoModelForQuestionAnswering", "BertForMaskedLM", "BertForQuestionAnswering"),
+        ("AutoModelForMultipleChoice", "BertForMaskedLM", "BertForMultipleChoice"),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = getattr(zoo, auto).from_pretrained(folders[stored])
+        assert type(model).__name__ == expected
+        torch.manual_seed(0)
+        built = getattr(zoo, auto).from_config(model.config, torch_dtype="bfloat16")
+        assert type(built).__name__ == expected
+        assert built.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="gpt2 has no architecture …ForMaskedLM"):
+        zoo.AutoModelForMaskedLM.from_pretrained(folders["GPT2LMHeadModel"])
+
+
+def test_every_argument_is_taken_or_refused_with_its_reason(folders):
+    folder = folders["BertForMaskedLM"]
+    taken = {
+        "trust_remote_code": True, "revision": "main", "cache_dir": "/tmp/x", "token": None,
+        "torch_dtype": "auto", "device_map": "auto", "attn_implementation": "eager",
+        "low_cpu_mem_usage": True, "use_safetensors": True, "force_download": False,
+        "local_files_only": True, "_fast_init": True, "weights_only": True, "load_in_8bit": False,
+        "quantization_config": None, "hidden_dropout_prob": 0.0,
+    }  # fmt: skip
+    model = shardzoo.from_pretrained(folder, **taken)
+    assert model.config.hidden_dropout_prob == 0.0
+    for dtype in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+        assert shardzoo.from_pretrained(folder, dtype=dtype).dtype == torch.bfloat16
+    for device_map in ("cpu", {"": "cpu"}, torch.device("cpu")):
+        assert shardzoo.from_pretrained(folder, device_map=device_map).device.type == "cpu"
+    for options, message in (
+        ({"load_in_8bit": True}, "load_in_8bit=True is not supported: quantized"),
+        ({"device_map": "balanced"}, "device_map='balanced' puts the model on several devices"),
+        ({"device_map": {"bert": 0, "cls": 1}}, "puts the model on 2 devices"),
+        ({"tp_plan": "auto"}, "pass mesh=ParallelMesh"),
+        ({"attn_implementation": "fast"}, "attn_implementation must be one of eager"),
+        ({"dtype": "int8"}, "dtype must be a floating-point type"),
+        ({"use_safetensors": False}, "has safetensors"),
+        ({"weights_only": False}, "no pickle"),
+        ({"anything": 1}, "from_pretrained has no argument 'anything'"),
+        ({"gguf_file": "x"}, "GGUF"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shardzoo.from_pretrained(folder, **options)
+
+
+def test_labels_and_mismatched_sizes(folders, tmp_path):
+    folder = folders["BertForMaskedLM"]
+    names = {0: "a", 1: "b", 2: "c"}
+    with pytest.warns(UserWarning, match="classifier, pooler of BertForSequenceClassification"):
+        model = zoo.BertForSequenceClassification.from_pretrained(
+            folder, num_labels=3, id2label=names, label2id={"a": 0, "b": 1, "c": 2}
+        )
+    assert model.config.id2label == names
+    assert model(IDS).logits.shape == (1, 3)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has shape \[3, 32\], but classifier.weight needs"):
+        zoo.BertForSequenceClassification.from_pretrained(tmp_path, num_labels=4)
+    options = {"num_labels": 4, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    with pytest.warns(
+        UserWarning, match="classifier of .* are newly initialized, because .* other"
+    ):
+        again, info = zoo.BertForSequenceClassification.from_pretrained(tmp_path, **options)
+    _, their_info = transformers.BertForSequenceClassification.from_pretrained(tmp_path, **options)
+    assert info["mismatched_keys"] == {
+        (name, tuple(mine), tuple(theirs)) for name, mine, theirs in their_info["mismatched_keys"]
+    }
+    assert again(IDS).logits.shape == (1, 4)
+
+
+def test_the_generator_governs_a_new_head(folders):
+    def load(seed):
+        torch.manual_seed(seed)
+        model = zoo.GPT2ForSequenceClassification.from_pretrained(folders["GPT2LMHeadModel"])
+        return model.classifier.weight
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(load(1), load(1))
+        assert not torch.equal(load(1), load(2))
+
+
+def test_configurations(folders):
+    folder = folders["T5ForConditionalGeneration"]
+    config = zoo.T5Config.from_pretrained(folder, dropout_rate=0.25, output_hidden_states=True)
+    assert (config.dropout_rate, config.output_hidden_states) == (0.25, True)
+    assert zoo.AutoConfig.from_pretrained(folder, dropout_rate=0.25) == config
+    found, unused = zoo.AutoConfig.from_pretrained(folder, no_setting=3, return_unused_kwargs=True)
+    assert (type(found), unused) == (zoo.T5Config, {"no_setting": 3})
+    assert zoo.AutoConfig.for_model("gpt2", hidden_size=36).n_embd == 36
+    with pytest.raises(ValueError, match="a configuration of t5, not of bert"):
+        zoo.BertConfig.from_pretrained(folder)
+
+
+def classify(mesh, folder):
+    """The logits of a new head on a rank whose generator has its own state."""
+    torch.manual_seed(mesh.rank + 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = zoo.AutoModelForSequenceClassification.from_pretrained(
+            folder, mesh=mesh, num_labels=3, device_map="auto", torch_dtype="float32"
+        )
+    return model(IDS).logits.detach()
+
+
+def test_split_models(folders, run_mesh):
+    (whole,) = run_mesh(1, classify, folders["BertForMaskedLM"])
+    for split in run_mesh(2, classify, folders["BertForMaskedLM"]):
+        torch.testing.assert_close(split, whole)
