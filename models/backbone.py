@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -20,26 +21,26 @@ from ..mpu import (
     scatter_sequence,
 )
 from .auto import as_config, from_config
-from .blocks.masks import number_pieces
+from .blocks.attention import attention_record
+from .blocks.stack import BlockList
+from .calls import (
+    FLASH_ATTENTION_INPUTS,
+    SignedForward,
+    collect_parameters,
+    count_samples,
+    list_keywords,
+    name_inputs,
+    resolve_inputs,
+    take_cache,
+)
 from .config import ModelConfig
 from .family_table import find_architecture
 from .huggingface import LARGEST_FILE
 from .loading import from_pretrained
 from .outputs import BackboneOutput, StageOutput
 from .parallel_config import ParallelConfig
-from .pipeline import PipelineStage
+from .pipeline import PipelineStage, list_stacks
 from .saving import push_to_hub, save_pretrained
-
-# Arguments of transformers' classes that the zoo's models do not have. None is accepted for them.
-ABSENT_INPUTS = (
-    "past_key_values",
-    "inputs_embeds",
-    "decoder_inputs_embeds",
-    "encoder_hidden_states",
-    "encoder_attention_mask",
-)
-# What flash attention needs beside `cu_seq_lens_q` to keep packed pieces apart.
-FLASH_ATTENTION_INPUTS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class Backbone(PipelineStage):
@@ -53,6 +54,8 @@ class Backbone(PipelineStage):
 
     positional_inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask")
     """The names of a call's arguments before the labels, in the order of transformers' class."""
+    attends_to_encoder: bool = False
+    """Whether the last stack of blocks attends to an encoder's output, which a call always has."""
     label_names: ClassVar[tuple[str, ...]] = ()
     """The names of the labels, which follow them there."""
 
@@ -61,51 +64,95 @@ class Backbone(PipelineStage):
     parallel_config: ParallelConfig
     word_embeddings: VocabParallelEmbedding
 
+    forward: Any = SignedForward()
+    parameter_names: ClassVar[tuple[str, ...]] = ()
+    """The names of what `compute_outputs` takes."""
+    call_names: ClassVar[frozenset[str]] = frozenset()
+    """The names of what a call takes."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Collects the names of what a call of this class takes."""
+        super().__init_subclass__(**options)
+        cls.parameter_names = collect_parameters(cls)
+        own = (*cls.positional_inputs, *cls.label_names, *list_keywords(cls))
+        cls.call_names = frozenset((*own, "cu_seq_lens_q", *FLASH_ATTENTION_INPUTS))
+
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Calls the model. Arguments by position mean what they mean to transformers' class of this
         name; see `forward` for their names.
 
         Dropout masks follow from PyTorch's generator, unless `dropout_state.set` names a seed.
         """
-        named = self.name_inputs(inputs, options)
+        with dropout_state.drawing(lambda: self._draw_masks(inputs, options)):
+            return super().__call__(*inputs, **options)
 
-        def draw() -> tuple[int, int]:
-            """Returns the seed, and the first of this rank's samples, which no other replica has."""
-            replica = 0 if self.mesh is None else self.mesh.dp_rank
-            return draw_seed(self.mesh), replica * count_samples(named)
+    def _draw_masks(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, int]:
+        """Returns a seed, and the first of this rank's samples, which no other replica has."""
+        replica = 0 if self.mesh is None else self.mesh.dp_rank
+        return draw_seed(self.mesh), replica * count_samples((*inputs, *options.values()))
 
-        with dropout_state.drawing(draw):
-            return super().__call__(**named)
-
-    def name_inputs(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of a call by name.
-
-        `cu_seq_lens_q`, the cumulative lengths of packed pieces, becomes `seq_idx`.
-
-        Raises:
-            TypeError: There are too many arguments by position, or one is given twice.
-            ValueError: An argument of transformers' class is given that the zoo's does not have.
+    def run_call(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Reads the arguments of a call, computes its outputs, and returns them in the form that
+        was asked for.
         """
-        names = self.positional_inputs + self.label_names
-        if len(inputs) > len(names):
-            raise TypeError(
-                f"{type(self).__name__} takes at most {len(names)} arguments by position: "
-                f"{', '.join(names)}"
-            )
-        named = dict(zip(names, inputs, strict=False))
-        repeated = named.keys() & options.keys()
-        if repeated:
-            raise TypeError(f"{type(self).__name__} got two values for {min(repeated)}")
-        named.update(options)
-        for name in ABSENT_INPUTS:
-            if named.pop(name, None) is not None:
-                raise ValueError(f"{type(self).__name__} has no argument {name}; it must be None")
-        if named.get("cu_seq_lens_q") is not None:
-            length = named["input_ids"].shape[1]
-            named["seq_idx"] = number_pieces(named["cu_seq_lens_q"], length)
-            for name in ("cu_seq_lens_q", *FLASH_ATTENTION_INPUTS):
-                named.pop(name, None)
-        return named
+        named = name_inputs(self, inputs, options)
+        settings = self.config
+        returns_dict = named.pop("return_dict", None)
+        if returns_dict is None:
+            returns_dict = getattr(settings, "return_dict", True)
+        records = named.pop("output_attentions", None)
+        if records is None:
+            records = getattr(settings, "output_attentions", False)
+        if getattr(settings, "output_hidden_states", False):
+            named.setdefault("output_hidden_states", True)
+        past = take_cache(self, named)
+        resolve_inputs(self, named)
+        with contextlib.ExitStack() as contexts:
+            if not torch.compiler.is_compiling():
+                # Compiled code runs within `__call__`, which has entered this context.
+                draw = dropout_state.drawing(lambda: self._draw_masks(inputs, options))
+                contexts.enter_context(draw)
+            if records:
+                record = contexts.enter_context(attention_record.recording())
+                output = self.compute_outputs(**named)
+                self._add_attentions(output, record, named.get("encoder_outputs"))
+            else:
+                output = self.compute_outputs(**named)
+        if past is not None and hasattr(output, "past_key_values"):
+            output.past_key_values = past
+        return output if returns_dict else output.to_tuple()
+
+    def compute_outputs(self, *inputs: Any, **options: Any) -> Any:
+        """Computes the outputs of a call, whose arguments `run_call` has brought into one form."""
+        raise NotImplementedError
+
+    def _add_attentions(self, output: Any, record: dict[Any, Tensor], encoder_outputs: Any) -> None:
+        """Sets the attention probabilities of an output, for all heads.
+
+        Args:
+            record: See `AttentionRecord`.
+            encoder_outputs: See `read_encoder_outputs`.
+        """
+        if isinstance(output, StageOutput):
+            return
+        stacks = [blocks for _, blocks in list_stacks(self)]
+
+        def collect(blocks: BlockList, name: str) -> tuple[Tensor, ...] | None:
+            cores = [getattr(block, name).core for block in blocks if hasattr(block, name)]
+            found = tuple(core.gather_heads(record[core]) for core in cores if core in record)
+            return found or None
+
+        cross = collect(stacks[-1], "cross_attention")
+        if len(stacks) == 1:
+            output.attentions = collect(stacks[0], "attention")
+            if cross is not None:
+                output.cross_attentions = cross
+            return
+        output.encoder_attentions = collect(stacks[0], "attention")
+        if encoder_outputs is not None:
+            output.encoder_attentions = encoder_outputs[2]
+        output.decoder_attentions = collect(stacks[1], "attention")
+        output.cross_attentions = cross
 
     @classmethod
     def from_pretrained(
@@ -279,11 +326,6 @@ class Backbone(PipelineStage):
             "encoder_last_hidden_state": last,
             "encoder_hidden_states": every,
         }
-
-
-def count_samples(inputs: dict[str, Any]) -> int:
-    """Returns the number of samples B of a call's inputs [B, ...]."""
-    return max(len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim())
 
 
 class Head(Backbone):

@@ -87,7 +87,7 @@ class BareModel(Head):
         if self.pooler_name is not None and self.config.add_pooling_layer:
             self.add_module(self.pooler_name, nn.Linear(self.hidden_size, self.hidden_size))
 
-    def forward(
+    def compute_outputs(
         self,
         input_ids: Tensor | None = None,
         *,
@@ -119,7 +119,7 @@ class PreTraining(MaskedLM):
         self.pooler = nn.Linear(self.hidden_size, self.hidden_size)
         self.next_sentence = nn.Linear(self.hidden_size, 2)
 
-    def forward(
+    def compute_outputs(
         self,
         input_ids: Tensor,
         *,
@@ -197,7 +197,7 @@ class Classifier(Head):
         """The number of classes of integer labels; None for one class, which is a regression."""
         return None if self.config.num_labels == 1 else self.config.num_labels
 
-    def forward(
+    def compute_outputs(
         self,
         input_ids: Tensor,
         *,
@@ -295,7 +295,9 @@ class SequenceClassification(Classifier):
             return first_token(x, **layer_arguments(self.mesh, self.parallel_config))
         x = self.gather_hidden_states(x)  # [B, S, H]
         if self.pooling == "mean":
-            weights = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            weights = attention_mask
+            if weights is None:
+                weights = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
             weights = weights[..., None]  # [B, S, 1]
             return (x * weights).sum(1) / weights.sum(1)
         if self.pooling == "eos":
@@ -311,19 +313,26 @@ class SequenceClassification(Classifier):
         Without a padding token, a batch is one sequence.
         """
         if self.config.pad_token_id is not None:
+            if input_ids.is_floating_point():  # as in transformers, none are padding then
+                return torch.ones_like(input_ids[..., 0], dtype=torch.bool)
             return input_ids != self.config.pad_token_id
         if len(input_ids) > 1:
             raise ValueError(
                 f"{type(self).__name__} finds the last token by the padding token's id: set "
                 "pad_token_id in the configuration, or classify one sequence at a time"
             )
-        return torch.ones_like(input_ids, dtype=torch.bool)
+        return torch.ones(input_ids.shape[:2], dtype=torch.bool, device=input_ids.device)
 
     def find_ends(self, input_ids: Tensor) -> Tensor:
         """Returns which ids end a sequence, bool [B, S].
 
         Raises ValueError if a sequence has no end.
         """
+        if input_ids.is_floating_point():
+            raise ValueError(
+                f"{type(self).__name__} finds the end of a sequence by its id: pass input_ids "
+                "instead of inputs_embeds"
+            )
         end_ids = torch.tensor(self.config.eos_token_id, device=input_ids.device)
         ends = torch.isin(input_ids, end_ids)
         if not ends.any(1).all():
@@ -413,7 +422,7 @@ class MultipleChoice(SequenceClassification):
     def example_ids(cls, config: Any, ids: Tensor) -> Tensor:
         return torch.stack([ids, ids.flip(1)], 1)  # [B, 2, S]
 
-    def forward(
+    def compute_outputs(
         self,
         input_ids: Tensor,
         *,
@@ -426,16 +435,16 @@ class MultipleChoice(SequenceClassification):
         Hidden states are those of all B · C sequences.
 
         Args:
-            input_ids: int64 [B, C, S]; the other inputs of the family's `run_backbone` have the
-                same shape.
+            input_ids: int64 [B, C, S], or embeddings [B, C, S, H]; the other inputs of the family's
+                `run_backbone` have the shape of the ids.
             labels: int64 [B], the number of the right choice; -100 is ignored.
         """
-        batch, choices, _ = input_ids.shape
+        batch, choices = input_ids.shape[:2]
         for name, value in options.items():
-            if isinstance(value, Tensor) and value.dim() == 3:
+            if isinstance(value, Tensor) and value.dim() >= 3:
                 options[name] = value.flatten(0, 1)  # [B · C, S]
         with dropout_state.rows_per_sample(choices):
-            output = super().forward(input_ids.flatten(0, 1), **options)
+            output = super().compute_outputs(input_ids.flatten(0, 1), **options)
         if isinstance(output, StageOutput):
             return output
         logits = output.logits.view(batch, choices)
@@ -463,7 +472,7 @@ class QuestionAnswering(Classifier):
     def num_outputs(self) -> int:
         return 2
 
-    def forward(
+    def compute_outputs(
         self,
         input_ids: Tensor,
         *,

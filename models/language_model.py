@@ -28,6 +28,7 @@ from ..ops.device import can_overwrite_gradients, host_can_read
 from .backbone import Backbone, Head
 from .blocks.activation_functions import find_activation
 from .blocks.linear import ReplicatedLinear
+from .calls import keep_positions
 from .generation.mixin import GenerationMixin
 from .outputs import CausalLMOutput, LazyLogits, MaskedLMOutput, ModelOutput, StageOutput
 from .parallel_config import LayerArguments, layer_arguments
@@ -57,7 +58,7 @@ class LanguageModel(GenerationMixin, Backbone):
         self,
         head: VocabParallelHead,
         hidden: Tensor,
-        labels: Tensor | None,
+        targets: Tensor | None,
         num_items_in_batch: Tensor | int | None = None,
         table: Tensor | None = None,
     ) -> tuple[Tensor | None, Any]:
@@ -69,19 +70,19 @@ class LanguageModel(GenerationMixin, Backbone):
 
         Args:
             hidden: [B, S, H], or [B, S/tp, H] under sequence parallelism.
-            labels: int64 [B, S].
+            targets: int64 [B, S], the id that each position predicts; see `targets`.
             table: See `VocabParallelHead.forward`.
         """
 
         def logits() -> Tensor:
             return self.unpad_logits(head(hidden, table))
 
-        if labels is None:
+        if targets is None:
             return None, logits()
         loss = compute_loss(
             head,
             hidden,
-            self.targets(labels),
+            targets,
             table,
             num_items=num_items_in_batch,
             sparse_labels=self.sparse_labels,
@@ -205,7 +206,7 @@ class CausalLM(Head, LanguageModel):
     def add_head(self) -> None:
         self.head = vocabulary_head(self)
 
-    def forward(
+    def compute_outputs(
         self,
         input_ids: Tensor,
         *,
@@ -213,7 +214,8 @@ class CausalLM(Head, LanguageModel):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
-        logits_to_keep: int = 0,
+        logits_to_keep: Tensor | int = 0,
+        shift_labels: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutput | StageOutput:
         """Returns the logits and, with labels, the mean loss, or the summed loss divided by
@@ -223,13 +225,17 @@ class CausalLM(Head, LanguageModel):
             input_ids, attention_mask, options: See the family's `run_backbone`.
             labels: int64 [B, S], which are shifted here, as in transformers; -100 is ignored. In
                 packed rows, the first label of each piece must be -100.
-            logits_to_keep: The number of last positions whose logits are returned; 0 means all.
+            logits_to_keep: The positions whose logits are returned; see `keep_positions`.
+            shift_labels: int64 [B, S], labels that the caller has shifted, instead of labels.
         """
         hidden = self.run_backbone(input_ids, attention_mask, **options)
         if isinstance(hidden, StageOutput):
             return hidden
-        x = hidden.states[-1][:, -logits_to_keep:]
-        loss, logits = self.loss_and_logits(self.head, x, labels, num_items_in_batch, hidden.table)
+        x = keep_positions(hidden.states[-1], logits_to_keep)
+        targets = shift_labels
+        if shift_labels is None and labels is not None:
+            targets = self.targets(labels)
+        loss, logits = self.loss_and_logits(self.head, x, targets, num_items_in_batch, hidden.table)
         states = self.collect_hidden_states(hidden, output_hidden_states)
         return CausalLMOutput(loss, logits, **states)
 
@@ -282,7 +288,7 @@ class MaskedLM(Head, LanguageModel):
     def add_head(self) -> None:
         self.head = self.masked_lm_head()
 
-    def forward(
+    def compute_outputs(
         self,
         input_ids: Tensor,
         *,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .blocks.padding import Tokens
 
@@ -30,19 +31,43 @@ class BackboneOutput(NamedTuple):
     encoder_tokens: Tokens | None = None
 
 
+def absent() -> Any:
+    """Returns None, the default of a field that may be `LazyLogits`.
+
+    As a factory, it makes a default that is no attribute of the class.
+    """
+    return None
+
+
 @dataclass
 class ModelOutput:
-    """Base of the outputs: dataclasses whose fields, except those that are None, also have an index
-    and a key.
+    """Base of the outputs: dataclasses that are also used like the outputs of transformers.
 
-    They have a mapping's methods, as in transformers. Iteration yields the values, like that of a
-    tuple.
+    A field that is not None has a key and an index: `output["loss"]`, `output[0]`, `output[:2]`,
+    `"loss" in output`, `output.items()`. Iteration yields the values, like that of a tuple. The
+    fields that transformers' output has for the same class are there, None if they are absent. The
+    classes are nodes for PyTorch's trees, and instances can be pickled.
 
-    A field without a default may be `LazyLogits`. Reading it computes it, so all tensor-parallel
-    ranks must read it.
+    A field with `absent` as its default factory may be `LazyLogits`. Reading it computes it, so all
+    tensor-parallel ranks must read it.
     """
 
+    def __init_subclass__(cls) -> None:
+        def unflatten(values: Iterable[Any], names: Iterable[str]) -> Any:
+            return cls(**dict(zip(names, values, strict=True)))
+
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        cast(Any, pytree).register_pytree_node(
+            cls, cls._flatten, unflatten, serialized_type_name=name
+        )
+
     def __post_init__(self) -> None:
+        first = vars(self)[fields(self)[0].name]
+        if isinstance(first, Mapping):
+            # Like transformers' outputs, all fields may be given as one mapping.
+            setattr(self, fields(self)[0].name, None)
+            for name, value in cast(Mapping[str, Any], first).items():
+                self[name] = value
         self._lazy_logits = {
             name: value for name, value in vars(self).items() if isinstance(value, LazyLogits)
         }
@@ -93,11 +118,23 @@ class ModelOutput:
             raise KeyError(key)
         return getattr(self, key)
 
-    def __iter__(self):
-        return iter(self.to_tuple())
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in {field.name for field in fields(self)}:
+            raise KeyError(key)
+        vars(self).get("_lazy_logits", {}).pop(key, None)
+        setattr(self, key, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values())
 
     def __len__(self) -> int:
         return len(self.keys())
+
+    def _flatten(self) -> tuple[list[Any], list[str]]:
+        """Returns the values and the names of the fields, without computing lazy logits."""
+        names = list(self.keys())
+        lazy = self._lazy_logits
+        return [lazy[name] if name in lazy else getattr(self, name) for name in names], names
 
 
 class LazyLogits:
@@ -158,13 +195,20 @@ class CausalLMOutput(ModelOutput):
         logits: [B, S, Vp], this rank's columns of the padded vocabulary ([B, S, V] in one process);
             `model.gather_logits` returns [B, S, V]. With labels they are computed when they are
             first read.
+        past_key_values: The cache, of transformers, with the keys and values of this rank's heads;
+            None unless the call takes one or `use_cache`.
         hidden_states: The embedding output and each block's output, [B, S, H] each (the last one
             after the final norm, as in transformers); None unless requested.
+        attentions: Each block's attention probabilities, [B, N, S, S]; None unless requested.
+        cross_attentions: The same of the attention to an encoder's output, [B, N, S, T].
     """
 
-    loss: Tensor | None
-    logits: Tensor
+    loss: Tensor | None = None
+    logits: Tensor = field(default_factory=absent)
+    past_key_values: Any = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -174,10 +218,12 @@ class EncoderOutput(ModelOutput):
     Attributes:
         last_hidden_state: [B, S, H].
         hidden_states: [B, S, H] each; the last one is last_hidden_state. None unless requested.
+        attentions: As in `CausalLMOutput`.
     """
 
-    last_hidden_state: Tensor
+    last_hidden_state: Tensor = field(default_factory=absent)
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -185,45 +231,58 @@ class Seq2SeqLMOutput(ModelOutput):
     """The output of an encoder-decoder. S is the source length, T the target length.
 
     Attributes:
-        loss, logits: As in `CausalLMOutput`; logits are [B, T, Vp].
+        loss, logits, past_key_values: As in `CausalLMOutput`; logits are [B, T, Vp].
         decoder_hidden_states, encoder_hidden_states: The embedding output and each block's output,
             [B, T, H] and [B, S, H] each, the last one after the final norm; None unless requested.
+        decoder_attentions, cross_attentions, encoder_attentions: Each block's attention
+            probabilities, [B, N, T, T], [B, N, T, S] and [B, N, S, S]; None unless requested.
         encoder_last_hidden_state: [B, S, H]; a later call takes it as `encoder_outputs`.
     """
 
-    loss: Tensor | None
-    logits: Tensor
+    loss: Tensor | None = None
+    logits: Tensor = field(default_factory=absent)
+    past_key_values: Any = None
     decoder_hidden_states: tuple[Tensor, ...] | None = None
+    decoder_attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
     encoder_last_hidden_state: Tensor | None = None
     encoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
 class BaseModelOutput(ModelOutput):
-    """The output of a bare model. The fields for encoder-decoders are as in `Seq2SeqLMOutput`.
+    """The output of a bare model.
+
+    The fields for encoder-decoders are as in `Seq2SeqLMOutput`, the others but the following as in
+    `CausalLMOutput`.
 
     Attributes:
         last_hidden_state: [B, S, H].
         pooler_output: [B, H], the pooled state of the first token, of a model that has a pooler.
-        hidden_states: The embedding output and each block's output, [B, S, H] each; None unless
-            requested.
     """
 
-    last_hidden_state: Tensor
+    last_hidden_state: Tensor = field(default_factory=absent)
     pooler_output: Tensor | None = None
+    past_key_values: Any = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
     decoder_hidden_states: tuple[Tensor, ...] | None = None
+    decoder_attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
     encoder_last_hidden_state: Tensor | None = None
     encoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
 class MaskedLMOutput(ModelOutput):
-    """The output of a masked language model. Its loss and logits are as in `CausalLMOutput`."""
+    """The output of a masked language model. Its fields are as in `CausalLMOutput`."""
 
-    loss: Tensor | None
-    logits: Tensor
+    loss: Tensor | None = None
+    logits: Tensor = field(default_factory=absent)
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
@@ -237,41 +296,56 @@ class PreTrainingOutput(ModelOutput):
             first read.
         seq_relationship_logits: [B, 2], replicated; class 0 means that the second sentence follows
             the first.
+        hidden_states, attentions: As in `CausalLMOutput`.
     """
 
-    loss: Tensor | None
-    prediction_logits: Tensor
-    seq_relationship_logits: Tensor
+    loss: Tensor | None = None
+    prediction_logits: Tensor = field(default_factory=absent)
+    seq_relationship_logits: Tensor = field(default_factory=absent)
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
 class ClassifierOutput(ModelOutput):
-    """The output of a classifier. The fields for encoder-decoders are as in `Seq2SeqLMOutput`.
+    """The output of a classifier.
+
+    The fields for encoder-decoders are as in `Seq2SeqLMOutput`, the others but the following as in
+    `CausalLMOutput`.
 
     Attributes:
         loss: Scalar fp32; None without labels.
         logits: [B, num_labels] for sequences, [B, S, num_labels] for tokens, [B, C] for C choices.
     """
 
-    loss: Tensor | None
-    logits: Tensor
+    loss: Tensor | None = None
+    logits: Tensor = field(default_factory=absent)
+    past_key_values: Any = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
     decoder_hidden_states: tuple[Tensor, ...] | None = None
+    decoder_attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
     encoder_last_hidden_state: Tensor | None = None
     encoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_attentions: tuple[Tensor, ...] | None = None
 
 
 @dataclass
 class QuestionAnsweringOutput(ModelOutput):
     """The output of `QuestionAnswering`: a scalar loss, and scores of each position as an answer's
-    ends, [B, S].
+    ends, [B, S]. The other fields are as in `ClassifierOutput`.
     """
 
-    loss: Tensor | None
-    start_logits: Tensor
-    end_logits: Tensor
+    loss: Tensor | None = None
+    start_logits: Tensor = field(default_factory=absent)
+    end_logits: Tensor = field(default_factory=absent)
+    past_key_values: Any = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
     decoder_hidden_states: tuple[Tensor, ...] | None = None
+    decoder_attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
     encoder_last_hidden_state: Tensor | None = None
     encoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_attentions: tuple[Tensor, ...] | None = None

@@ -16,9 +16,11 @@ from ..ops.device import host_can_read
 from ..ops.dispatcher import is_watched
 from .backbone import Backbone, Head
 from .blocks.cache import Cache
+from .blocks.embeddings import embed_tokens
 from .blocks.masks import causal_mask, find_pieces, key_mask
 from .blocks.padding import Tokens
 from .blocks.stack import BlockList
+from .calls import keep_positions
 from .language_model import IGNORED, LanguageModel, vocabulary_head
 from .outputs import BackboneOutput, EncoderOutput, Seq2SeqLMOutput, StageOutput
 from .pipeline import find_stage
@@ -51,7 +53,7 @@ class Seq2SeqStack(nn.Module):
 
         Args:
             words: Word embeddings [B, S, H], or [B, S/tp, H] under sequence parallelism.
-            ids: int64 [B, S].
+            ids: int64 [B, S], or embeddings [B, S, H].
             cached: The number of earlier positions.
             pieces: The number of each token's piece in packed rows, [B or 1, S].
         """
@@ -80,7 +82,7 @@ class Seq2SeqStack(nn.Module):
         Args:
             x: The word embeddings [B, S, H]; on a pipeline stage without the stack's first block,
                 the hidden states that an earlier stage has computed.
-            ids: int64 [B, S].
+            ids: int64 [B, S], or embeddings [B, S, H] that the words are.
             mask, source_mask: See `SelfAttention` and `CrossAttention`.
             source: The encoder's output, for a decoder.
             pieces: See `embed`.
@@ -132,9 +134,11 @@ def find_tokens(mask: Tensor | None, ids: Tensor, blocks: nn.ModuleList) -> Tens
     depend on the batch.
 
     Args:
-        ids: [B, S].
+        ids: [B, S], or embeddings [B, S, H].
     """
-    if mask is None or not host_can_read(mask) or mask.shape != (len(ids), 1, 1, ids.shape[-1]):
+    if mask is None or not host_can_read(mask) or mask.dtype != torch.bool:
+        return mask
+    if mask.shape != (len(ids), 1, 1, ids.shape[1]):
         return mask
     if any(getattr(block, "_compiled_call_impl", None) for block in blocks):
         return mask
@@ -163,6 +167,7 @@ class Seq2SeqBackbone(Backbone):
         "inputs_embeds",
         "decoder_inputs_embeds",
     )
+    attends_to_encoder = True
     encoder: Seq2SeqStack
     decoder: Seq2SeqStack
 
@@ -172,7 +177,7 @@ class Seq2SeqBackbone(Backbone):
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
-        encoder_outputs: EncoderOutput | tuple[Tensor, ...] | None = None,
+        encoder_outputs: tuple[Any, ...] | None = None,
         cache: Cache | None = None,
         *,
         seq_idx: Tensor | None = None,
@@ -194,11 +199,13 @@ class Seq2SeqBackbone(Backbone):
         its hidden states alone.
 
         Args:
-            input_ids: int64 [B, S].
+            input_ids: int64 [B, S], or embeddings [B, S, H].
             attention_mask: [B, S], 0 for padding.
-            decoder_input_ids: int64 [B, T]; by default input_ids, shifted right by one.
+            decoder_input_ids: int64 [B, T], or embeddings [B, T, H]; by default input_ids, shifted
+                right by one.
             decoder_attention_mask: [B, T], or [B, M + T] with a cache; 0 for padding.
-            encoder_outputs: The result of `encode`, instead of input_ids.
+            encoder_outputs: The encoder's output [B, S, H], and what else is known of it, instead
+                of input_ids; see `read_encoder_outputs`.
             cache: The keys and values of M earlier decoder positions and of the encoder's output;
                 not supported under sequence parallelism. With a cache, the decoder may have n rows
                 for each row of the encoder.
@@ -210,7 +217,7 @@ class Seq2SeqBackbone(Backbone):
             raise ValueError("packed rows need both seq_idx and decoder_seq_idx")
         pieces = find_pieces(decoder_seq_idx, None, decoder_attention_mask, cache is not None)
         if decoder_input_ids is None:
-            if input_ids is None:
+            if input_ids is None or input_ids.is_floating_point():
                 raise ValueError(
                     "pass decoder_input_ids, or labels to a model with a language-modeling head"
                 )
@@ -250,7 +257,7 @@ class Seq2SeqBackbone(Backbone):
         if not decoder_blocks.own:
             return self.send_hidden_states()
         if hidden is None:
-            hidden, table = self.word_embeddings.embed(decoder_input_ids, table)
+            hidden, table = embed_tokens(self.word_embeddings, decoder_input_ids, table)
         mask = causal_mask(decoder_attention_mask, decoder_input_ids.shape[1], pieces)
         states = self.decoder(
             hidden, decoder_input_ids, mask, encoder_states[-1], cross_mask, cache, pieces
@@ -316,7 +323,7 @@ class Seq2SeqBackbone(Backbone):
         if input_ids is None:
             raise ValueError("pass input_ids, or the encoder_outputs of an earlier call")
         if self.encoder.blocks.has_first:
-            x, table = self.word_embeddings.embed(input_ids)
+            x, table = embed_tokens(self.word_embeddings, input_ids)
         else:
             x = self.receive_hidden_states()
             table = None
@@ -356,7 +363,7 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
     def add_head(self) -> None:
         self.head = vocabulary_head(self)
 
-    def forward(
+    def compute_outputs(
         self,
         input_ids: Tensor | None = None,
         *,
@@ -364,11 +371,11 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        encoder_outputs: EncoderOutput | tuple[Tensor, ...] | None = None,
+        encoder_outputs: tuple[Any, ...] | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool = False,
         cache: Cache | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: Tensor | int = 0,
         seq_idx: Tensor | None = None,
         decoder_seq_idx: Tensor | None = None,
     ) -> Seq2SeqLMOutput | StageOutput:
@@ -378,8 +385,7 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
         Args:
             decoder_input_ids: int64 [B, T]; by default the labels, shifted right by one.
             labels: int64 [B, T]; -100 is ignored.
-            logits_to_keep: The number of last decoder positions whose logits are returned; 0 means
-                all.
+            logits_to_keep: The decoder positions whose logits are returned; see `keep_positions`.
 
         The other arguments are those of `Seq2SeqBackbone.run_backbone`.
         """
@@ -403,9 +409,10 @@ class Seq2SeqLM(Head, LanguageModel, Seq2SeqBackbone):
         )
         if isinstance(hidden, StageOutput):
             return hidden
-        x = self.head_input(hidden.states[-1][:, -logits_to_keep:])  # [B, T, H], or [B, T/tp, H]
+        x = keep_positions(hidden.states[-1], logits_to_keep)  # [B, T, H], or [B, T/tp, H]
+        x = self.head_input(x)
         loss, logits = self.loss_and_logits(self.head, x, labels, num_items_in_batch, hidden.table)
         states = self.collect_hidden_states(hidden, output_hidden_states)
         if encoder_outputs is not None:
-            states["encoder_hidden_states"] = None  # the caller has them
+            states["encoder_hidden_states"] = encoder_outputs[1]
         return Seq2SeqLMOutput(loss, logits, **states)

@@ -15,7 +15,7 @@ vocabulary with its padding.
    the loss of a micro-batch, for `forward_backward` (`trainer/engines/`).
 4. The engine calls this function, which calls `Trainer.forward_step`, and that the model. What is
    called is `engine.model`, DeepSpeed's or DDP's wrapper; `engine.module` is the model within.
-5. `CausalLM.forward` (`models/language_model.py`) runs the family's `run_backbone`
+5. `CausalLM.compute_outputs` (`models/language_model.py`) runs the family's `run_backbone`
    (`models/gpt2/model.py`). `VocabParallelEmbedding` (`mpu/embedding.py`) looks up the rows that
    this rank has, V / 2 of them, and sums over the ranks: [B, S, H].
 6. `run_stack` (`models/pipeline.py`) runs the blocks (`models/blocks/`). In each, a

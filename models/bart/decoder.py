@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...mpu import ParallelMesh
 from ..blocks.cache import Cache
+from ..blocks.embeddings import embed_tokens
 from ..blocks.masks import causal_mask, find_pieces
 from ..blocks.stack import BlockList
 from ..language_model import CausalLM
@@ -56,7 +57,7 @@ class BartDecoderBackbone(BartEmbeddings):
         """Runs the decoder.
 
         Args:
-            input_ids: int64 [B, S].
+            input_ids: int64 [B, S], or embeddings [B, S, H].
             attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
             position_ids: Not used: padding has positions like other tokens, as in transformers.
             cache: The keys and values of M earlier positions; not supported under sequence
@@ -66,7 +67,7 @@ class BartDecoderBackbone(BartEmbeddings):
         """
         pieces = find_pieces(seq_idx, None, attention_mask, cache is not None)
         if self.blocks.has_first:
-            x, table = self.word_embeddings.embed(input_ids)
+            x, table = embed_tokens(self.word_embeddings, input_ids)
         else:
             x = self.receive_hidden_states()
             table = None

@@ -157,7 +157,9 @@ class BartStack(Seq2SeqStack):
                 "0 in config.json"
             )
         positions = self.position_embeddings.embed(ids, cached, words.dtype, pieces)
-        return self.embedding_dropout(self.embedding_norm(words * self.scale + positions))
+        if not ids.is_floating_point():  # the caller has scaled the embeddings that it gives
+            words = words * self.scale
+        return self.embedding_dropout(self.embedding_norm(words + positions))
 
     def finish(self, x: Tensor) -> Tensor:
         return self.final_norm(x)

@@ -82,10 +82,14 @@ class SinusoidalPositions(nn.Module):
     def embed(
         self, ids: Tensor, cached: int, dtype: torch.dtype, pieces: Tensor | None = None
     ) -> Tensor:
-        """Returns [B, S, H], or [B, S/tp, H] under sequence parallelism, for ids [B, S] after
-        `cached` positions. See `LearnedPositions.embed` for `pieces`.
+        """Returns [B, S, H], or [B, S/tp, H] under sequence parallelism, for ids [B, S], or
+        embeddings [B, S, H], after `cached` positions. See `LearnedPositions.embed` for `pieces`.
         """
-        is_token = ids != self.padding  # [B, S]
+        if ids.is_floating_point():
+            # Of embeddings nobody knows which are padding.
+            is_token = torch.ones_like(ids[..., 0], dtype=torch.bool)
+        else:
+            is_token = ids != self.padding  # [B, S]
         if pieces is None:
             counted = is_token.cumsum(1) + cached
         else:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
-from ..blocks.embeddings import PositionEmbedding, check_positions
+from ..blocks.embeddings import PositionEmbedding, check_positions, embed_tokens
 from ..blocks.linear import ReplicatedLinear
 from ..blocks.masks import key_mask, restart_positions
 from ..blocks.mlp import MLP
@@ -117,16 +117,17 @@ class BertEncoder(nn.Module):
         token_type_ids: Tensor | None,
         position_ids: Tensor | None,
         seq_idx: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the
         table for a head.
         """
         if position_ids is None:
             position_ids = self.default_position_ids(input_ids, seq_idx)
-        x, table = self.word_embeddings.embed(input_ids)
+        x, table = embed_tokens(self.word_embeddings, input_ids)
         if self.token_type_embeddings is not None:
             if token_type_ids is None:
-                token_type_ids = torch.zeros_like(input_ids[:1])
+                length = input_ids.shape[1]
+                token_type_ids = torch.zeros(1, length, dtype=torch.long, device=input_ids.device)
             x = x + self.token_type_embeddings(token_type_ids)
         x = self.embedding_dropout(self.embedding_norm(x + self.position_embeddings(position_ids)))
         return self.projection(x), table
@@ -152,7 +153,11 @@ class BertEncoder(nn.Module):
             positions = restart_positions(seq_idx)
             check_positions(positions, 0, most)
             return positions
-        is_token = input_ids != self.pad_token_id
+        if input_ids.is_floating_point():
+            # Of embeddings nobody knows which are padding.
+            is_token = torch.ones_like(input_ids[..., 0], dtype=torch.bool)
+        else:
+            is_token = input_ids != self.pad_token_id
         if seq_idx is None:
             return is_token.cumsum(1) * is_token + padding
         positions = restart_positions(seq_idx, is_token) * is_token
@@ -199,7 +204,8 @@ class BertBackbone(Backbone):
         """Runs the encoder.
 
         Args:
-            input_ids, token_type_ids, position_ids: int64 [B, S].
+            input_ids: int64 [B, S], or embeddings [B, S, H].
+            token_type_ids, position_ids: int64 [B, S].
             attention_mask: [B, S], 0 for padding.
             seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows, which
                 attends to itself alone.

@@ -6,6 +6,9 @@ See masks.py for the masks.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +23,7 @@ from ...mpu import (
     RowParallelLinear,
     checkpoint,
     divide,
+    gather_from_tp,
     scaled_masked_softmax,
     tp_rank,
     tp_size,
@@ -29,11 +33,39 @@ from ...ops import attention, empty_pooled, few_queries_attention, in_inference_
 from ...ops.attention import eager_beats_sdpa, lacks_fused_attention, suits_tiles
 from ...ops.autograd import Function, once_differentiable
 from ...ops.device import writes_gradients_in_place
+from ...ops.softmax import lay_out_diagonals
 from ..parallel_config import LayerArguments, ParallelConfig
 from .cache import LayerKVCache
 from .masks import AttentionMask, split_mask
 from .padding import Tokens
 from .rotary import Rotary, rotate
+
+
+class AttentionRecord:
+    """Keeps the attention probabilities of a call that asks for them. Each process has one
+    instance, `attention_record`.
+
+    Attributes:
+        probabilities: While a call is recorded, what each `CoreAttention` has computed, with
+            dropout, for this rank's heads, [B, Np, Sq, Sk]; otherwise None.
+    """
+
+    def __init__(self) -> None:
+        self.probabilities: dict[nn.Module, Tensor] | None = None
+
+    @contextmanager
+    def recording(self) -> Generator[dict[nn.Module, Tensor]]:
+        """Records within the context."""
+        before = self.probabilities
+        self.probabilities = {}
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield self.probabilities
+        finally:
+            self.probabilities = before
+
+
+attention_record = AttentionRecord()
 
 
 class Attention(nn.Module):
@@ -183,6 +215,8 @@ class SelfAttention(Attention):
             q = q[:, :, memory.shape[1] :]
         if cache is not None:
             k, v = cache.extend(k, v)
+            if mask is not None and mask.dim() > 1 and mask.shape[-1] > k.shape[2]:
+                mask = mask[..., -k.shape[2] :]  # of a cache that keeps a sliding window alone
         merged = merge_heads(self.core(q, k, v, mask, position_bias, causal))
         return self.output(merged if tokens is None else tokens.unpad(merged))
 
@@ -256,6 +290,8 @@ class CoreAttention(nn.Module):
         self.queries_per_kv: tuple[int, ...] = ()
         if len(set(counts.values())) > 1:
             self.queries_per_kv = tuple(counts.values())
+        self.num_heads = num_heads
+        self.mesh = mesh
         self.recompute = parallel_config.recompute == "selective"
 
     def forward(
@@ -277,6 +313,8 @@ class CoreAttention(nn.Module):
             k = repeat_unequally(k, self.queries_per_kv)
             v = repeat_unequally(v, self.queries_per_kv)
         attention_mask = AttentionMask.from_arguments(mask, causal, q.shape[2])
+        if attention_record.probabilities is not None:
+            return self.attend_and_record(q, k, v, attention_mask, position_bias)
         if self.uses_tiles(q, k, position_bias):
             return self.attend_in_tiles(q, k, v, attention_mask, position_bias)
         if self.recompute and torch.is_grad_enabled():
@@ -323,10 +361,15 @@ class CoreAttention(nn.Module):
             )
         # Compute the probabilities explicitly, for one of three reasons: the gradient of a trained
         # bias, a dropout mask that does not depend on the layout, or speed.
-        k = repeat_heads(k, q.shape[1])
-        v = repeat_heads(v, q.shape[1])
-        scores = matmul(q, k.mT)  # [B, Np, Sq, Sk]
-        probabilities = scaled_masked_softmax(
+        probabilities = self.compute_probabilities(q, k, attention_mask, position_bias)
+        return matmul(probabilities, repeat_heads(v, q.shape[1]))
+
+    def compute_probabilities(
+        self, q: Tensor, k: Tensor, attention_mask: AttentionMask, position_bias: Tensor | None
+    ) -> Tensor:
+        """Returns the attention probabilities [B, Np, Sq, Sk], with dropout."""
+        scores = matmul(q, repeat_heads(k, q.shape[1]).mT)
+        return scaled_masked_softmax(
             scores,
             attention_mask.mask,
             position_bias,
@@ -335,7 +378,35 @@ class CoreAttention(nn.Module):
             prefix=attention_mask.prefix,
             dropout=self.dropout,
         )
-        return matmul(probabilities, v)
+
+    def attend_and_record(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: AttentionMask,
+        position_bias: Tensor | None,
+    ) -> Tensor:
+        """Returns [B, Np, Sq, D], and keeps the probabilities in `attention_record`."""
+        if position_bias is not None and position_bias.dim() == 2:  # of each distance
+            position_bias = lay_out_diagonals(position_bias, q.shape[2], k.shape[2])[None]
+        probabilities = self.compute_probabilities(q, k, attention_mask, position_bias)
+        assert attention_record.probabilities is not None
+        attention_record.probabilities[self] = probabilities
+        return matmul(probabilities, repeat_heads(v, q.shape[1]))
+
+    def gather_heads(self, x: Tensor) -> Tensor:
+        """Returns the heads of all ranks, [B, Np, ...] -> [B, N, ...]. Ranks may have unequal numbers."""
+        if self.mesh is None or self.mesh.tp_size == 1:
+            return x
+        size = self.mesh.tp_size
+        firsts = [find_first_unit(self.num_heads, rank, size) for rank in range(size + 1)]
+        counts = [stop - start for start, stop in pairwise(firsts)]
+        most = max(counts)
+        missing = x.new_zeros(x.shape[0], most - x.shape[1], *x.shape[2:])
+        gathered = gather_from_tp(torch.cat([x, missing], 1), self.mesh, 1)
+        parts = torch.split(gathered, most, 1)
+        return torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], 1)
 
     def uses_tiles(self, q: Tensor, k: Tensor, position_bias: Tensor | None) -> bool:
         """Whether attention computes the scores in tiles (Dao et al., 2022, arXiv:2205.14135).

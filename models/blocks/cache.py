@@ -4,6 +4,9 @@ heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -85,8 +88,8 @@ class Cache:
     """
 
     def __init__(self, layers: int, capacity: int, source_length: int | None = None) -> None:
-        self.layers = [LayerKVCache(capacity) for _ in range(layers)]
-        self.sources = (
+        self.layers: Sequence[LayerKVCache] = [LayerKVCache(capacity) for _ in range(layers)]
+        self.sources: Sequence[LayerKVCache] = (
             [] if source_length is None else [LayerKVCache(source_length) for _ in range(layers)]
         )
 
@@ -120,3 +123,66 @@ class Cache:
     def nbytes(self) -> int:
         """The size in bytes of this rank's allocated buffers."""
         return sum(layer.nbytes for layer in [*self.layers, *self.sources])
+
+
+class TransformersLayer(LayerKVCache):
+    """The keys and values of one attention layer, in a `Cache` of transformers.
+
+    Attributes:
+        cache: The cache, with the heads of this rank.
+        layer: The number of the layer.
+    """
+
+    def __init__(self, cache: Any, layer: int) -> None:
+        self.cache = cache
+        self.layer = layer
+
+    @property
+    def length(self) -> int:
+        """The number of positions so far."""
+        return int(self.cache.get_seq_length(self.layer))
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LayerKVCache.extend`. A cache that keeps a sliding window returns its keys alone."""
+        stop = self.length + keys.shape[2]
+        keys, values = self.cache.update(keys, values, self.layer)
+        return keys[:, :, :stop], values[:, :, :stop]  # a static cache has room for more
+
+    def filled(self) -> tuple[Tensor, Tensor]:
+        """See `LayerKVCache.filled`."""
+        stored = self.cache.layers[self.layer]
+        return stored.keys[:, :, : self.length], stored.values[:, :, : self.length]
+
+
+class TransformersSource(TransformersLayer):
+    """The keys and values of an encoder's output for one layer, in an `EncoderDecoderCache`."""
+
+    def __init__(self, cache: Any, layer: int) -> None:
+        super().__init__(cache.cross_attention_cache, layer)
+        self.is_updated = cache.is_updated
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.is_updated[self.layer] = True
+        return super().extend(keys, values)
+
+
+class TransformersCache(Cache):
+    """A `Cache` of transformers in the place of our own, for loops that hand it from call to call.
+
+    Args:
+        cache: The cache; for a decoder that attends to an encoder's output, an
+            `EncoderDecoderCache`.
+        layers: The number of layers.
+        has_sources: Whether the decoder attends to an encoder's output.
+    """
+
+    def __init__(self, cache: Any, layers: int, *, has_sources: bool) -> None:
+        own = cache.self_attention_cache if has_sources else cache
+        self.layers = [TransformersLayer(own, layer) for layer in range(layers)]
+        self.sources = []
+        if has_sources:
+            self.sources = [TransformersSource(cache, layer) for layer in range(layers)]
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].length

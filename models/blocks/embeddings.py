@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ...mpu import ParallelMesh, scatter_sequence
+from ...mpu import ParallelMesh, VocabParallelEmbedding, scatter_sequence
 from ...ops.device import can_overwrite_gradients, host_can_read
 
 
@@ -44,6 +44,22 @@ class PositionEmbedding(nn.Embedding):
         else:
             x = super().forward(input)
         return scatter_sequence(x, self.mesh) if self.sequence_parallel else x
+
+
+def embed_tokens(
+    embedding: VocabParallelEmbedding, tokens: Tensor, table: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the embeddings of tokens, [B, S, H] or [B, S/tp, H] under sequence parallelism, and
+    the table for its next use; see `VocabParallelEmbedding.embed`.
+
+    Args:
+        tokens: int64 [B, S], or their embeddings [B, S, H], whole on each rank.
+    """
+    if not tokens.is_floating_point():
+        return embedding.embed(tokens, table)
+    if embedding.sequence_parallel:
+        tokens = scatter_sequence(tokens, embedding.mesh)
+    return tokens, table
 
 
 def check_positions(position_ids: Tensor | None, length: int, most: int) -> None:

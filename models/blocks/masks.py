@@ -1,7 +1,8 @@
 """Makes the masks that say which keys a query attends to.
 
 An attention mask is bool and broadcastable to [B, N, Sq, Sk]. True means that the query attends to
-the key, and None stands for True everywhere. With `causal=True` in attention's call, a query does
+the key, and None stands for True everywhere. A complete mask may be in floating point instead, which
+is added to the scaled scores. With `causal=True` in attention's call, a query does
 not attend to later keys, unless the mask has a row for each query: such a mask is complete. In
 place of a mask, int64 [B] with `causal=True` is the length of each sample's prefix, whose keys
 every query attends to.
@@ -95,29 +96,41 @@ def key_mask(
 
     Args:
         attention_mask: None; or [B, Sk], nonzero for tokens and 0 for padding, as in transformers;
-            or a complete mask [B or 1, N or 1, Sq, Sk], nonzero where a query attends to a key.
+            or a complete mask [B, Sq, Sk] or [B or 1, N or 1, Sq, Sk], nonzero where a query
+            attends to a key, or in floating point with four dimensions, which is added to the
+            scores.
         pieces: The number of each key's piece in packed rows, [B or 1, Sk]. Queries attend to the
             keys of their own piece only, so that the mask is complete.
         queries: The same of the queries, if they are other tokens than the keys.
 
     Raises:
-        ValueError: The shape is another one, or a 4-D mask has floats, which may be meant to be
-            added.
+        ValueError: The shape is another one.
     """
     if pieces is not None:
         same = are_in_one_piece(pieces if queries is None else queries, pieces)
-        keys = key_mask(attention_mask)
-        return same if keys is None else same & keys
+        return join_masks(same, key_mask(attention_mask))
     if attention_mask is None:
         return None
     if attention_mask.dim() == 2:
         return attention_mask.bool()[:, None, None, :]
-    if attention_mask.dim() == 4 and not attention_mask.is_floating_point():
-        return attention_mask.bool()
+    if attention_mask.dim() == 3:
+        return attention_mask.bool()[:, None]
+    if attention_mask.dim() == 4:
+        return attention_mask if attention_mask.is_floating_point() else attention_mask.bool()
     raise ValueError(
-        "attention_mask must be [B, S], 0 for padding, or a bool or integer [B, N, Sq, Sk], 0 "
-        f"where not attended; got {attention_mask.dtype} {tuple(attention_mask.shape)}"
+        "attention_mask must be [B, S], 0 for padding; [B, Sq, Sk] or [B, N, Sq, Sk], 0 where not "
+        "attended; or [B, N, Sq, Sk] in floating point, which is added; got "
+        f"{attention_mask.dtype} {tuple(attention_mask.shape)}"
     )
+
+
+def join_masks(allowed: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the mask of what both allow. The first one is bool."""
+    if mask is None:
+        return allowed
+    if mask.is_floating_point():
+        return mask.masked_fill(~allowed, float("-inf"))
+    return allowed & mask
 
 
 def split_mask(mask: Tensor | Tokens | None) -> tuple[Tokens | None, Tensor | None]:
@@ -136,7 +149,7 @@ def causal_mask(
     See `key_mask` for `attention_mask` and `pieces`.
     """
     keys = key_mask(attention_mask)
-    is_complete = attention_mask is not None and attention_mask.dim() == 4
+    is_complete = attention_mask is not None and attention_mask.dim() > 2
     if keys is not None and is_complete:
         keys = keys.expand(-1, -1, sequence_length, -1)
     if pieces is None:
@@ -144,7 +157,7 @@ def causal_mask(
     allowed = are_in_one_piece(pieces, pieces)
     if not is_complete:
         allowed = allowed & lower_triangular_mask(sequence_length, sequence_length, pieces.device)
-    return allowed if keys is None else allowed & keys
+    return join_masks(allowed, keys)
 
 
 def window_mask(
@@ -176,7 +189,7 @@ def window_mask(
     else:
         keys = key_mask(attention_mask, pieces)
     total = cached + sequence_length
-    if attention_mask is not None and attention_mask.dim() == 4:
+    if attention_mask is not None and attention_mask.dim() > 2:
         return keys
     reach = window if causal else window + 1  # the positions on one side, this one included
     if total <= reach:

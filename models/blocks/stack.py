@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...mpu import checkpoint
 from ..parallel_config import ParallelConfig
+from .attention import attention_record
 
 BlockArguments = Callable[[int], tuple[Any, ...]]
 """Returns the arguments of block i after its input, such as masks and caches."""
@@ -52,10 +53,12 @@ class BlockList(nn.ModuleList):
         Returns:
             That input, and each block's output in the same shape.
         """
+        # What is recorded would be computed twice.
+        recomputes = self.recompute_blocks and attention_record.probabilities is None
         states = [x]
         for number in self.own:
             block = self[number]
-            if self.recompute_blocks:
+            if recomputes:
                 x = checkpoint(block, x, *block_arguments(number))
             else:
                 x = block(x, *block_arguments(number))

@@ -55,7 +55,7 @@ class ReplacedTokenDetection(Classifier):
     def label_classes(self) -> int:
         return 2
 
-    def forward(
+    def compute_outputs(
         self,
         input_ids: Tensor,
         *,
@@ -68,7 +68,7 @@ class ReplacedTokenDetection(Classifier):
         if labels is not None and attention_mask is not None:
             labels = labels.masked_fill(attention_mask == 0, IGNORED)
         options |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
-        return super().forward(input_ids, attention_mask=attention_mask, **options)
+        return super().compute_outputs(input_ids, attention_mask=attention_mask, **options)
 
     def make_logits(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         return self.discriminator(self.gather_hidden_states(x))

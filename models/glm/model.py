@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.stack import BlockList
 from ..language_model import VOCABULARY_MULTIPLE, LanguageModel
-from ..outputs import ModelOutput, StageOutput
+from ..outputs import ModelOutput, StageOutput, absent
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import GLMConfig
 from .masks import visible_keys
@@ -122,7 +122,7 @@ class GLMForConditionalGeneration(LanguageModel):
         self.head = VocabParallelHead(size, config.vocab_size, tied=self.word_embeddings, **shared)
         self.init_parameters()
 
-    def forward(
+    def compute_outputs(
         self,
         input_ids: Tensor,
         position_ids: Tensor | None = None,
@@ -262,9 +262,11 @@ class GLMOutput(ModelOutput):
             unless requested.
         hidden_states: The same for this call's positions, the last one after the final norm; None
             unless requested.
+        attentions: As in `CausalLMOutput`.
     """
 
-    loss: Tensor | None
-    logits: Tensor
+    loss: Tensor | None = None
+    logits: Tensor = field(default_factory=absent)
     mems: tuple[Tensor, ...] | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None

@@ -20,7 +20,7 @@ from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
 from ..blocks.cache import Cache, LayerKVCache
-from ..blocks.embeddings import PositionEmbedding, check_positions
+from ..blocks.embeddings import PositionEmbedding, check_positions, embed_tokens
 from ..blocks.masks import causal_mask, find_pieces, restart_positions
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
@@ -123,7 +123,7 @@ class GPT2Backbone(Backbone):
         """Runs the embeddings and blocks.
 
         Args:
-            input_ids: int64 [B, S].
+            input_ids: int64 [B, S], or embeddings [B, S, H].
             attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
             position_ids: int64 [B, S] or [1, S]. Without a mask and a cache, rows whose positions
                 restart are packed, and each of their pieces attends to itself alone.
@@ -152,11 +152,11 @@ class GPT2Backbone(Backbone):
         position_ids: Tensor | None,
         token_type_ids: Tensor | None,
         cached: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the
         table for a head.
         """
-        x, table = self.word_embeddings.embed(input_ids)
+        x, table = embed_tokens(self.word_embeddings, input_ids)
         if position_ids is None:
             x = x + self.position_embeddings(range(cached, cached + input_ids.shape[1]))
         else:

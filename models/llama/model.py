@@ -27,6 +27,7 @@ from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
 from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
 from ..blocks.cache import Cache, LayerKVCache
+from ..blocks.embeddings import embed_tokens
 from ..blocks.masks import causal_mask, find_pieces, restart_positions, window_mask
 from ..blocks.mlp import GatedMLP
 from ..blocks.rotary import Rotary, rotary_embedding
@@ -143,7 +144,7 @@ class LlamaBackbone(Backbone):
         """Runs the embeddings and blocks.
 
         Args:
-            input_ids: int64 [B, S].
+            input_ids: int64 [B, S], or embeddings [B, S, H].
             attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
             position_ids: int64 [B, S] or [1, S]. Without a mask and a cache, rows whose positions
                 restart are packed, and each of their pieces attends to itself alone.
@@ -188,11 +189,11 @@ class LlamaBackbone(Backbone):
             final_norm=self.final_norm,
         )
 
-    def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the
         table for a head.
         """
-        return self.word_embeddings.embed(input_ids)
+        return embed_tokens(self.word_embeddings, input_ids)
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""

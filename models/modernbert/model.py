@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
+from ..blocks.embeddings import embed_tokens
 from ..blocks.masks import key_mask, restart_positions, window_mask
 from ..blocks.mlp import GatedMLP
 from ..blocks.residual import add_and_norm, residual_dropout
@@ -121,7 +122,8 @@ class ModernBertBackbone(Backbone):
         """Runs the embeddings and blocks.
 
         Args:
-            input_ids, position_ids: int64 [B, S].
+            input_ids: int64 [B, S], or embeddings [B, S, H].
+            position_ids: int64 [B, S].
             attention_mask: [B, S], 0 for padding.
             seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows, which
                 attends to itself alone.
@@ -160,11 +162,11 @@ class ModernBertBackbone(Backbone):
             final_norm=self.final_norm,
         )
 
-    def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the
         table for a head.
         """
-        x, table = self.word_embeddings.embed(input_ids)
+        x, table = embed_tokens(self.word_embeddings, input_ids)
         return self.embedding_dropout(self.embedding_norm(x)), table
 
     def masked_lm_head(self) -> MaskedLMHead:

@@ -21,6 +21,7 @@ from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
 from ..backbone import Backbone
 from ..blocks.attention import CrossAttention, SelfAttention
 from ..blocks.cache import LayerKVCache
+from ..blocks.embeddings import embed_tokens
 from ..blocks.masks import key_mask
 from ..blocks.mlp import MLP, GatedMLP
 from ..blocks.relative_bias import RelativeBias, distance_buckets
@@ -186,13 +187,13 @@ class T5EncoderBackbone(Backbone):
         """Runs the encoder.
 
         Args:
-            input_ids: int64 [B, S].
+            input_ids: int64 [B, S], or embeddings [B, S, H].
             attention_mask: [B, S], 0 for padding.
             seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows, which
                 attends to itself alone.
         """
         if self.encoder.blocks.has_first:
-            x, table = self.word_embeddings.embed(input_ids)
+            x, table = embed_tokens(self.word_embeddings, input_ids)
         else:
             x = self.receive_hidden_states()
             table = None

@@ -59,8 +59,8 @@ def test_logits_of_changed_weights_are_refused():
         RuntimeError, match="logits is computed when it is first read, but the weights have changed"
     ):
         output.logits  # noqa: B018
-    with pytest.raises(AttributeError, match="MaskedLMOutput has no attribute 'attentions'"):
-        output.attentions  # noqa: B018
+    with pytest.raises(AttributeError, match="MaskedLMOutput has no attribute 'mems'"):
+        output.mems  # noqa: B018
 
 
 def loss_and_gradients(mesh, model_type, labels, sequence_parallel):

@@ -190,9 +190,8 @@ def test_the_loss_is_a_share_of_the_global_batchs_mean(values):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (torch.zeros(2, 1, 20, 20), "attention_mask must be"),
         (torch.ones(20), "attention_mask must be"),
-        (torch.ones(2, 20, 20), "attention_mask must be"),
+        (torch.ones(1, 2, 1, 20, 20), "attention_mask must be"),
     ],
 )
 def test_a_mask_of_another_kind_is_refused(mask, message):

@@ -148,7 +148,7 @@ def _measure_seconds(config: ModelConfig, job: Job) -> float:
         if "labels" in batch:
             loss = output.loss
         else:
-            loss = sum(value.float().sum() for value in output)
+            loss = sum(value.float().sum() for value in output.values())
         loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize()
