@@ -35,15 +35,14 @@ from .calls import (
 )
 from .config import ModelConfig
 from .family_table import find_architecture
-from .huggingface import LARGEST_FILE
 from .loading import from_pretrained
+from .model_methods import ModelMethods
 from .outputs import BackboneOutput, StageOutput
 from .parallel_config import ParallelConfig
 from .pipeline import PipelineStage, list_stacks
-from .saving import push_to_hub, save_pretrained
 
 
-class Backbone(PipelineStage):
+class Backbone(ModelMethods, PipelineStage):
     """Base of the models: embeddings and blocks, without a head.
 
     A family's backbone sets the attributes and gives `run_backbone` and `init_weights`.
@@ -188,8 +187,8 @@ class Backbone(PipelineStage):
         """
         facts, architecture = find_architecture(cls)
         if not isinstance(config, (ModelConfig, str, Path)) and facts is not None:
-            given = config if isinstance(config, dict) else config.to_dict()
-            values = dict(cast(dict[str, Any], given))
+            values: dict[str, Any] = {}
+            values.update(cast(Any, config if isinstance(config, dict) else config.to_dict()))
             values.setdefault("model_type", facts.config.model_type)
             values["architectures"] = [architecture]
             config = values
@@ -243,30 +242,10 @@ class Backbone(PipelineStage):
         """
         raise NotImplementedError
 
-    def save_pretrained(
-        self, save_directory: str | Path, *, max_shard_size: int | str = LARGEST_FILE
-    ) -> None:
-        """Writes a Hugging Face folder; see `shardzoo.models.save_pretrained`."""
-        save_pretrained(self, save_directory, max_shard_size=max_shard_size)
-
-    def push_to_hub(self, repo_id: str, **options: Any) -> str | None:
-        """Commits the model to the Hub; see `shardzoo.models.push_to_hub` for the options."""
-        return push_to_hub(self, repo_id, **options)
-
     @property
     def hidden_size(self) -> int:
         """The width H of the hidden states."""
         return getattr(self.config, self.config.attribute_map.get("hidden_size", "hidden_size"))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the parameters, on every stage of a pipeline."""
-        return next(self.parameters()).dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return next(self.parameters()).device
 
     @property
     def embedding(self) -> VocabParallelEmbedding:

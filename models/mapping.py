@@ -293,7 +293,7 @@ def find_unstored(checkpoint: Checkpoint, model: NativeModel) -> set[str]:
     stored = checkpoint.ranks[0].keys()
     if checkpoint.kind not in ("huggingface", "dcp"):
         return set(model.parameters) - stored
-    found = model.name_map.find_current_names(stored)
+    found = model.name_map.find_current_names(stored, model.entries().values())
     unstored: set[str] = set()
     for name, entry in model.entries().items():
         if not any(part in found for part in entry.stored_names()):
@@ -314,7 +314,7 @@ def find_mismatched(
             f"ignore_mismatched_sizes needs a Hugging Face folder, not {checkpoint.description}"
         )
     tensors = checkpoint.ranks[0]
-    sources = model.name_map.find_current_names(tensors)
+    sources = model.name_map.find_current_names(tensors, model.entries().values())
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for name, entry in model.entries().items():
         parameter = model.parameters[name]

@@ -140,12 +140,19 @@ class NameMap:
             return prefixed
         return stored_name
 
-    def find_current_names(self, stored_names: Iterable[str]) -> dict[str, str]:
+    def find_current_names(
+        self, stored_names: Iterable[str], entries: Iterable[NameEntry]
+    ) -> dict[str, str]:
         """Returns the name that entries have -> the name in a checkpoint, of each tensor there.
 
         A tied tensor that is stored under its alias alone has both names.
+
+        Args:
+            entries: Those of the model's parameters, with layer numbers filled in.
         """
         known = self.stored_names()
+        for entry in entries:
+            known.update(entry.stored_names())
         found: dict[str, str] = {}
         for stored in stored_names:
             found[self.to_current_name(stored, known)] = stored

@@ -124,6 +124,23 @@ class ParallelMesh:
             incomplete.
     """
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
+        """Returns itself: a copy of a model is on the same mesh."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles the mesh of one process.
+
+        Raises:
+            ValueError: It has several processes, which no file can hold.
+        """
+        if self.world_size > 1:
+            raise ValueError(
+                "a model on a mesh of several processes cannot be pickled; write it with "
+                "save_pretrained, or save its state_dict"
+            )
+        return ParallelMesh, ()
+
     def __init__(
         self,
         tensor_parallel_size: int = 1,

@@ -40,6 +40,17 @@ class SplitParameter(nn.Parameter):
         vars(copy).update(vars(self))
         return copy
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles the parameter with its attributes and its class."""
+        return _rebuild, (self.data, self.requires_grad, dict(vars(self)))
+
+
+def _rebuild(values: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> Any:
+    """Returns an unpickled `SplitParameter`."""
+    parameter = SplitParameter(values, requires_grad=requires_grad)
+    vars(parameter).update(attributes)
+    return parameter
+
 
 def split_parameter(shard: Shard, mesh: ParallelMesh | None) -> SplitParameter:
     """Returns a parameter for this rank's part, filled with NaN until it is initialized or loaded."""

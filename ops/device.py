@@ -45,6 +45,11 @@ def records_graph() -> bool:
     return torch.compiler.is_compiling()
 
 
+def traces_whole_program() -> bool:
+    """Returns whether `torch.export` records the model, in which no call may depend on data."""
+    return torch.compiler.is_exporting()
+
+
 def overlaps_communication(tensor: Tensor) -> bool:
     """Returns whether the device computes while tensors travel between ranks, as accelerators do."""
     return not tensor.is_cpu

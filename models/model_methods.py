@@ -1,0 +1,478 @@
+"""The methods of transformers' models that do not run the model: what programs ask a model for, and
+change in it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..mpu import ParallelMesh, VocabParallelEmbedding, VocabParallelHead
+from .blocks.relative_bias import RelativeBias
+from .blocks.stack import BlockList
+from .family_table import find_architecture
+from .hf_state import hf_state_dict, is_hf_state, load_hf_state_dict
+from .huggingface import LARGEST_FILE
+from .resizing import resize_token_embeddings
+from .saving import push_to_hub, save_pretrained
+from .sizes import full_size, is_embedding
+
+if TYPE_CHECKING:
+    pass  # type: ignore[reportPrivateUsage]
+
+
+class BaseModelName:
+    """Makes an attribute that is `base_model` in the families that call it so, such as `bert`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, model: Any, owner: type | None = None) -> Any:
+        if model is None or model.base_model_prefix != self.name or model.base_model is model:
+            raise AttributeError(self.name)
+        return model.base_model
+
+
+class EncoderView(nn.Module):
+    """The encoder of an encoder-decoder, as a module that is called like transformers'.
+
+    Its parameters are those of the model.
+    """
+
+    main_input_name = "input_ids"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.embed_tokens = model.embedding
+        self.stack = model.encoder
+        # The model is no module of its own encoder.
+        self._encode = model.encode
+        self.config = model.config
+        self.training = model.training
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """Returns the encoder's output, which the model takes as `encoder_outputs`."""
+        given = {name: value for name, value in options.items() if value is not None}
+        if output_hidden_states is None:
+            output_hidden_states = bool(self.config.output_hidden_states)
+        output = self._encode(
+            input_ids, attention_mask, output_hidden_states=output_hidden_states, **given
+        )
+        if return_dict is False:
+            return output.to_tuple()
+        return output
+
+
+class ModelMethods(nn.Module):
+    """A base of all models, with the methods that code written for transformers calls."""
+
+    config: Any
+    mesh: ParallelMesh | None
+
+    main_input_name: ClassVar[str] = "input_ids"
+    framework: ClassVar[str] = "pt"
+    input_modalities: ClassVar[tuple[str, ...]] = ("text",)
+    output_modalities: ClassVar[tuple[str, ...]] = ("text",)
+    supports_gradient_checkpointing: ClassVar[bool] = True
+    is_parallelizable: ClassVar[bool] = False
+    # What transformers' Trainer, accelerate and peft look up; they are about tensors' names.
+    _tied_weights_keys: ClassVar[None] = None
+    _keys_to_ignore_on_save: ClassVar[None] = None
+    _keys_to_ignore_on_load_missing: ClassVar[None] = None
+    _is_stateful: ClassVar[bool] = False
+    _auto_class: ClassVar[None] = None
+    model_tags: list[str] | None = None
+
+    bert = BaseModelName()
+    roberta = BaseModelName()
+    distilbert = BaseModelName()
+    electra = BaseModelName()
+    transformer = BaseModelName()
+    model = BaseModelName()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters, on every stage of a pipeline."""
+        return next(self.parameters()).dtype
+
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        """The word embedding, to which a head may be tied."""
+        raise NotImplementedError
+
+    @property
+    def warnings_issued(self) -> dict[str, bool]:
+        """Which warnings a program has given, by name: transformers' Trainer sets them."""
+        return vars(self).setdefault("_warnings_issued", {})
+
+    @property
+    def config_class(self) -> Any:
+        """The class of the model's configuration."""
+        return self.config.__class__
+
+    @property
+    def base_model_prefix(self) -> str:
+        """The name that transformers' classes give to the model without the head."""
+        facts, _ = find_architecture(type(self))
+        prefix = "" if facts is None else facts.name_map.prefix.removesuffix(".")
+        return prefix or "transformer"
+
+    @property
+    def base_model(self) -> Any:
+        """The family's model without a head, which shares this model's modules.
+
+        A model without a head is its own. A head's pooler counts as part of it where the family's
+        bare model has one.
+        """
+        facts, own_name = find_architecture(type(self))
+        body = _find_body(type(self))
+        if facts is None or (own_name.endswith("Model") and not own_name.endswith("HeadModel")):
+            return self
+        for name, architecture in facts.architectures.items():
+            is_bare = name.endswith("Model") and not name.endswith("HeadModel")
+            if is_bare and _find_body(architecture) is body:
+                return self._share_modules(architecture, name)
+        return self
+
+    def _share_modules(self, architecture: Any, name: str) -> Any:
+        """Returns a model of another architecture of the family that has this model's modules."""
+        bare = cast(ModelMethods, architecture.__new__(architecture))
+        state = dict(vars(self))
+        head_modules: tuple[str, ...] = state.get("head_modules", ())
+        pooler: str | None = getattr(architecture, "pooler_name", None)
+        modules = dict(self.named_children())
+        state["_modules"] = {
+            child: module
+            for child, module in modules.items()
+            if child not in head_modules or child == pooler
+        }
+        vars(bare).update(state)
+        changes: dict[str, Any] = {"architecture": name}
+        if pooler is not None:
+            changes["add_pooling_layer"] = pooler in modules
+        bare.config = self.config.copy_for_model(name, **changes)
+        return bare
+
+    def get_input_embeddings(self) -> VocabParallelEmbedding:
+        """Returns the word embedding."""
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replaces the word embedding, and the weight of a head that is tied to it.
+
+        Args:
+            value: An embedding of the zoo; or torch's, of which this rank takes its part.
+
+        Raises:
+            ValueError: It is no embedding, or of another width.
+        """
+        old = self.embedding
+        new = value
+        if isinstance(value, nn.Embedding):
+            count, width = value.weight.shape
+            new = VocabParallelEmbedding(
+                count,
+                width,
+                padding_idx=value.padding_idx,
+                pad_multiple=old.shard.pad_multiple,
+                sequence_parallel=old.sequence_parallel,
+                mesh=self.mesh,
+            )
+            rank = 0 if self.mesh is None else self.mesh.tp_rank
+            size = 1 if self.mesh is None else self.mesh.tp_size
+            new.weight.data = new.shard.slice(value.weight.detach(), rank, size)
+        if not isinstance(new, VocabParallelEmbedding) or new.embedding_dim != old.embedding_dim:
+            raise ValueError(
+                f"the word embedding must be an embedding of width {old.embedding_dim}, not {value}"
+            )
+        for module in list(self.modules()):
+            for name, child in list(module.named_children()):
+                if child is old:
+                    setattr(module, name, new)
+            if isinstance(module, VocabParallelHead) and module.tied:
+                module.weight = new.weight
+                module.shard = new.shard
+                module.num_embeddings = new.num_embeddings
+        self.config.change_built(vocab_size=new.num_embeddings)
+
+    def get_output_embeddings(self) -> VocabParallelHead | None:
+        """Returns the head that predicts tokens, or None if the model has none."""
+        for module in self.modules():
+            if isinstance(module, VocabParallelHead):
+                return module
+        return None
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replaces the head that predicts tokens.
+
+        Raises:
+            ValueError: The model has none, or it is no such head of the zoo.
+        """
+        old = self.get_output_embeddings()
+        if old is None or not isinstance(new_embeddings, VocabParallelHead):
+            raise ValueError(
+                f"{type(self).__name__} takes a VocabParallelHead in the place of the one that it has"
+            )
+        for module in list(self.modules()):
+            for name, child in list(module.named_children()):
+                if child is old:
+                    setattr(module, name, new_embeddings)
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> VocabParallelEmbedding:
+        """Adds or removes the last tokens; see `shardzoo.models.resizing`."""
+        return resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
+
+    def tie_weights(self, *arguments: Any, **options: Any) -> None:
+        """Ties the head to the word embedding, if the configuration says so.
+
+        Models are built with their ties, so this matters only after a module was replaced.
+        """
+        head = self.get_output_embeddings()
+        if head is None or not head.tied or not getattr(self.config, "tie_word_embeddings", True):
+            return
+        if head.num_embeddings == self.embedding.num_embeddings:
+            head.weight = self.embedding.weight
+
+    def get_encoder(self, modality: str | None = None) -> Any:
+        """Returns the encoder of an encoder-decoder as a module; of other models the model itself."""
+        if self.config.is_encoder_decoder and hasattr(self, "encode"):
+            return EncoderView(self)
+        return self
+
+    def get_decoder(self) -> Any:
+        """Returns the decoder of an encoder-decoder; of other models the model without its head."""
+        if self.config.is_encoder_decoder and hasattr(self, "decoder"):
+            return self.decoder
+        return self.base_model
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Returns the number of parameters of the whole model, as transformers counts them.
+
+        Under a mesh these are the parameters of all tensor-parallel ranks, without padding.
+        """
+        left_out: set[nn.Parameter] = set()
+        if exclude_embeddings:
+            for module in self.modules():
+                if is_embedding(module) or isinstance(module, RelativeBias):
+                    left_out.update(module.parameters(recurse=False))
+        total = 0
+        for parameter in self.parameters():
+            if parameter not in left_out and (parameter.requires_grad or not only_trainable):
+                total += full_size(parameter)
+        return total
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Returns the bytes of this rank's parameters and buffers."""
+        tensors = list(self.parameters())
+        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if return_buffers:
+            total += sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+        return total
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """Returns whether the model generates text from left to right."""
+        return getattr(cls, "generates", None) in ("continuation", "answer", "blanks")
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether the backward pass computes the blocks again."""
+        lists = [module for module in self.modules() if isinstance(module, BlockList)]
+        return any(blocks.recompute_blocks for blocks in lists)
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Any = None, **options: Any
+    ) -> None:
+        """Keeps only each block's input for the backward pass, which computes the block again.
+
+        Raises:
+            ValueError: `every_n_layers` or `offload` asks for something else.
+        """
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keeps all activations for the backward pass."""
+        self.activation_checkpointing_disable()
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: Any = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """The name of `gradient_checkpointing_enable` since transformers 5.23."""
+        if every_n_layers != 1 or offload:
+            raise ValueError(
+                "models of the zoo recompute all blocks: leave out "
+                f"every_n_layers={every_n_layers} and offload={offload} of the activation "
+                "checkpointing"
+            )
+        self._set_recompute(True)
+
+    def activation_checkpointing_disable(self) -> None:
+        """The name of `gradient_checkpointing_disable` since transformers 5.23."""
+        self._set_recompute(False)
+
+    def _set_recompute(self, on: bool) -> None:
+        for module in self.modules():
+            if isinstance(module, BlockList):
+                module.recompute_blocks = on
+
+    def enable_input_require_grads(self) -> None:
+        """Does nothing: recomputation here needs no gradient of its input (it is not reentrant)."""
+
+    def disable_input_require_grads(self) -> None:
+        """Does nothing; see `enable_input_require_grads`."""
+
+    def post_init(self) -> None:
+        """Does nothing: constructors of the zoo initialize their own parameters. A user's class that
+        was written for transformers calls it last.
+        """
+
+    def add_model_tags(self, tags: list[str] | str) -> None:
+        """Notes tags, which transformers' Trainer writes into a model card."""
+        wanted = [tags] if isinstance(tags, str) else list(tags)
+        known = self.model_tags or []
+        self.model_tags = known + [tag for tag in wanted if tag not in known]
+
+    def is_remote_code(self) -> bool:
+        """Returns False: no code of a repository ever runs."""
+        return False
+
+    @property
+    def all_tied_weights_keys(self) -> dict[str, str]:
+        """The names of tied parameters, which a state dict repeats -> the first name of each."""
+        first: dict[int, str] = {}
+        tied: dict[str, str] = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            kept = first.setdefault(id(parameter), name)
+            if kept != name:
+                tied[name] = kept
+        return tied
+
+    @property
+    def _no_split_modules(self) -> list[str]:
+        """The names of the classes of blocks, which FSDP and accelerate keep in one piece."""
+        names: list[str] = []
+        for module in self.modules():
+            if isinstance(module, BlockList) and len(module):
+                names.append(type(module[0]).__name__)
+        return sorted(set(names))
+
+    def hf_state_dict(self, *, gather: bool = True) -> dict[str, Tensor]:
+        """Returns the parameters under transformers' names; see `shardzoo.models.hf_state`."""
+        return hf_state_dict(self, gather=gather)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads the model's own `state_dict`, or whole tensors under transformers' names, of which
+        each rank takes its part.
+
+        Raises:
+            ValueError: Tensors under transformers' names do not fit the model.
+        """
+        own = self.state_dict()
+        if not is_hf_state(self, state_dict, own):
+            return super().load_state_dict(state_dict, strict, assign)
+        from torch.nn.modules.module import _IncompatibleKeys  # type: ignore[reportPrivateUsage]
+
+        return _IncompatibleKeys(*load_hf_state_dict(self, state_dict, strict))
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        *,
+        max_shard_size: int | str = LARGEST_FILE,
+        safe_serialization: bool = True,
+        push_to_hub: bool = False,
+        variant: str | None = None,
+        token: str | None = None,
+        repo_id: str | None = None,
+        commit_message: str = "Upload model",
+        private: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """Writes a Hugging Face folder; see `shardzoo.models.save_pretrained`.
+
+        Args:
+            is_main_process: Whether a process that holds the whole model writes. A model on a mesh
+                of several ranks is written by all of them, so there it changes nothing.
+            state_dict: Other values, under the model's own names or transformers'.
+            push_to_hub: Also commit the model to `repo_id`, by default the folder's name.
+            options: `save_function`, `save_peft_format` and `save_original_format` change nothing.
+
+        Raises:
+            ValueError: An argument is refused, or the folder cannot be written.
+        """
+        if not safe_serialization:
+            raise ValueError("safe_serialization must be True: the zoo writes safetensors alone")
+        if variant is not None:
+            raise ValueError(f"variant={variant!r} is not supported; name another folder for it")
+        known = ("save_function", "save_peft_format", "save_original_format")
+        for name in options:
+            if name not in known:
+                raise ValueError(f"save_pretrained has no argument {name!r}")
+        is_alone = self.mesh is None or self.mesh.world_size == 1
+        if is_alone and not is_main_process:
+            return
+        saved = self
+        if state_dict is not None and not self._owns(state_dict):
+            saved = copy.deepcopy(self)
+            saved.load_state_dict(state_dict)
+        save_pretrained(saved, save_directory, max_shard_size=max_shard_size)
+        if push_to_hub:
+            name = repo_id or Path(save_directory).name
+            saved.push_to_hub(name, token=token, commit_message=commit_message, private=private)
+
+    def _owns(self, state_dict: Mapping[str, Tensor]) -> bool:
+        """Returns whether all tensors of a state dict are this model's own memory."""
+        own = self.state_dict()
+        for name, tensor in state_dict.items():
+            if name not in own or own[name].data_ptr() != tensor.data_ptr():
+                return False
+        return True
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str | None:
+        """Commits the model to the Hub; see `shardzoo.models.push_to_hub` for the options."""
+        return push_to_hub(self, repo_id, **options)
+
+
+def _find_body(architecture: type[Any]) -> type[Any] | None:
+    """Returns the class of an architecture that runs the model without its head."""
+    for base in architecture.__mro__:
+        if "run_backbone" in vars(base):
+            return base
+    return None
