@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from .stored_tensor import StoredTensor, read_file_state
+from .dtypes import item_size
+from .stored_tensor import StoredTensor, StridedTensor, WidenedTensor, read_file_state
 
 ZEROS = bytes(1 << 16)
 SPARE_FILES = 64  # descriptors left for what threads and libraries open besides
@@ -95,6 +97,12 @@ def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: NDArray
     """
     if tensor.file_state not in (None, read_file_state(descriptor)):
         raise ValueError(f"{tensor.file} changed while it was being read; begin again")
+    if isinstance(tensor, WidenedTensor):
+        _read_widened(tensor, descriptor, start, buffer)
+        return
+    if isinstance(tensor, StridedTensor):
+        _gather_strided(tensor, descriptor, start, buffer)
+        return
     view = view_bytes(buffer)
     done = 0
     while done < len(view):
@@ -105,6 +113,49 @@ def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: NDArray
         if count == 0:
             raise ValueError(f"{tensor} ends early: the file was truncated while it was being read")
         done += count
+
+
+def _read_widened(tensor: WidenedTensor, descriptor: int, start: int, buffer: NDArray[Any]) -> None:
+    """Fills a contiguous buffer with a widened tensor's bytes from byte `start` on."""
+    wide_size = item_size(tensor.dtype)
+    narrow_size = item_size(tensor.narrow.dtype)
+    first, inside = divmod(start, wide_size)
+    view = _flatten_to_bytes(buffer)
+    count = -(-(inside + len(view)) // wide_size)
+    narrow = np.empty(count, f"u{narrow_size}")
+    read_into(tensor.narrow, descriptor, first * narrow_size, narrow)
+    if tensor.narrow.dtype == "BF16":  # the first half of an fp32 number
+        values = (narrow.astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = narrow.view(f"f{narrow_size}")
+    wide = values.astype(f"f{wide_size}")
+    view[:] = _flatten_to_bytes(wide)[inside : inside + len(view)]
+
+
+def _gather_strided(
+    tensor: StridedTensor, descriptor: int, start: int, buffer: NDArray[Any]
+) -> None:
+    """Fills a contiguous buffer with a strided tensor's bytes, in row-major order, from byte
+    `start` on.
+    """
+    itemsize = item_size(tensor.dtype)
+    first, inside = divmod(start, itemsize)
+    view = _flatten_to_bytes(buffer)
+    count = -(-(inside + len(view)) // itemsize)
+    try:
+        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped:
+            elements = np.ndarray(
+                tensor.view_shape,
+                f"u{itemsize}",
+                buffer=mapped,
+                offset=tensor.offset,
+                strides=tuple(stride * itemsize for stride in tensor.strides),
+            )
+            gathered = elements.flat[first : first + count]
+            del elements  # The file cannot be closed while an array shows it.
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"cannot read {tensor}: {error}") from None
+    view[:] = _flatten_to_bytes(gathered)[inside : inside + len(view)]
 
 
 def read_bytes(tensor: StoredTensor, descriptor: int, start: int, count: int) -> bytes:

@@ -57,6 +57,31 @@ class StoredTensor:
         return f"tensor {self.name} in {self.file}"
 
 
+@dataclass(frozen=True)
+class StridedTensor(StoredTensor):
+    """A tensor whose elements do not follow one another in the file, such as one that was saved
+    transposed or expanded. It is read as if they did.
+
+    Attributes:
+        view_shape: The shape of the saved view, whose elements in row-major order are the tensor's.
+        strides: Elements of the file between neighbors along each dimension of the view.
+    """
+
+    view_shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WidenedTensor(StoredTensor):
+    """A tensor that is read in a wider floating-point type than it is stored in.
+
+    Attributes:
+        narrow: The tensor as it is stored.
+    """
+
+    narrow: StoredTensor
+
+
 # A chunk: the offset of its first element in each dimension of the whole tensor, and where the
 # chunk is stored.
 Chunk = tuple[tuple[int, ...], StoredTensor]

@@ -179,9 +179,13 @@ def compute_loss(
     return head.losses(rows, target, table, ignore_index=IGNORED).sum() / count
 
 
-def vocabulary_head(model: Backbone) -> VocabParallelHead:
-    """Returns a head without a bias, which is the word embedding if the configuration ties them."""
-    return VocabParallelHead(
+def vocabulary_head(
+    model: Backbone, kind: type[VocabParallelHead] = VocabParallelHead
+) -> VocabParallelHead:
+    """Returns a head without a trained bias, which is the word embedding if the configuration ties
+    them.
+    """
+    return kind(
         model.hidden_size,
         model.config.vocab_size,
         tied=model.embedding if model.config.tie_word_embeddings else None,
@@ -246,6 +250,7 @@ class MaskedLMHead(nn.Module):
     Args:
         hidden_size: The width of x; the dense layer's output is as wide as the embedding.
         dense_bias, norm_bias, decoder_bias: Which parts have biases.
+        tied: Whether it multiplies the word embedding itself, or a matrix of the same shape.
     """
 
     def __init__(
@@ -259,6 +264,7 @@ class MaskedLMHead(nn.Module):
         dense_bias: bool = True,
         norm_bias: bool = True,
         decoder_bias: bool = True,
+        tied: bool = True,
     ) -> None:
         super().__init__()
         size = embedding.weight.shape[1]
@@ -266,7 +272,14 @@ class MaskedLMHead(nn.Module):
         self.activation = find_activation(activation)
         self.dense = ReplicatedLinear(hidden_size, size, bias=dense_bias, **shared)
         self.norm = LayerNorm(size, eps, bias=norm_bias, **shared)
-        self.decoder = VocabParallelHead(size, words, bias=decoder_bias, tied=embedding, **shared)
+        self.decoder = VocabParallelHead(
+            size,
+            words,
+            bias=decoder_bias,
+            tied=embedding if tied else None,
+            pad_multiple=embedding.shard.pad_multiple,
+            **shared,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the logits [B, S, Vp] of [B, S, H] or [B, S/tp, H]."""

@@ -390,11 +390,13 @@ def _check_digests(
 
 def _check_zeros(reader: TensorReader, mapped: MappedCheckpoint) -> None:
     """Raises ValueError if a stored tensor that the model does not add is not zero."""
+    if mapped.checkpoint.kind != "shards":
+        return
     for name, tensor in mapped.layout.extras.items():
         if name in mapped.model.name_map.zeros and reader.flat(tensor, 0, prod(tensor.shape)).any():
             raise ValueError(
-                f"{tensor} must be zero, because the zoo's models do not add it; such a checkpoint "
-                "can be converted, but not loaded"
+                f"{tensor} must be zero, because an old version kept it beside the parameters; "
+                "merge the folder and split it again"
             )
 
 
@@ -495,6 +497,7 @@ def _tie_equal(model: Any, mapped: MappedCheckpoint, mesh: ParallelMesh | None) 
         (stored,) = entry.stored_names()
         embedding = natives[(kept_names[stored],)]
         if any_rank(not _same_bytes(head, parameters[embedding]), mesh):
+            _warn_of_head(model.config, mapped, stored)
             continue
 
         # They may be equal only after rounding. The stored values decide, as in the converter.
@@ -504,7 +507,21 @@ def _tie_equal(model: Any, mapped: MappedCheckpoint, mesh: ParallelMesh | None) 
         if stored_dtypes != {head.dtype}:
             pairs = zip(head_copy, embedding_copy, strict=True)
             if not all(have_same_bytes(mine.tensor, other.tensor) for mine, other in pairs):
+                _warn_of_head(model.config, mapped, stored)
                 continue
         owner, _, attribute = entry.native.rpartition(".")
         setattr(model.get_submodule(owner), attribute, parameters[embedding])
         model.config.change_built(tie_word_embeddings=True)
+
+
+def _warn_of_head(config: ModelConfig, mapped: MappedCheckpoint, head: str) -> None:
+    """Warns, as transformers does, of a stored head that `config.json` says is tied."""
+    values = mapped.checkpoint.config or {}
+    if config.ties_without_head or mapped.checkpoint.kind not in ("huggingface", "dcp"):
+        return
+    if values.get("tie_word_embeddings", type(config).tie_word_embeddings):
+        warnings.warn(
+            f"{head} differs from the word embedding, although config.json says that both are "
+            "tied; as in transformers, they are not",
+            stacklevel=2,
+        )

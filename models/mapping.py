@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,17 +34,18 @@ from ..checkpoint.layout import (
     slice_tensor,
 )
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.stored_tensor import StoredTensor, list_chunks
+from ..checkpoint.stored_tensor import StoredTensor, WidenedTensor, list_chunks
 from ..checkpoint.tensor_reader import TensorReader
 from .auto import build_on_meta, config_from_dict, infer_config
 from .config import ModelConfig
 from .family_table import family, list_families
 from .megatron import EMBEDDING, TIED_HEAD, MegatronMap
-from .name_map import NameEntry, NameMap, refuse_names
+from .name_map import Match, NameEntry, NameMap, refuse_names
 from .quantization import refuse_quantized
 
 CHUNK = 1 << 20  # bytes that two tensors are compared by at a time
 HEAD_BYTES = 4096  # bytes at the beginning of a tensor that tell two rank files apart
+LOGITS_BIAS = "final_logits_bias"  # BART's, which nearly always is zero
 MOST_PROBLEMS = 20  # that one error message lists
 
 
@@ -274,6 +276,8 @@ def read_model_config(
 
     if fits_files:
         config = config.fitted_to(checkpoint.ranks[0].keys())
+    if getattr(config, "may_add_logits_bias", False):
+        config = config.with_changes(final_logits_bias=_has_logits_bias(checkpoint))
     tied = _is_tied(checkpoint, config, values, is_same or have_same_bytes)
     if tied is None:
         return config
@@ -452,6 +456,20 @@ def _is_tied(
     return True
 
 
+def _has_logits_bias(checkpoint: Checkpoint) -> bool:
+    """Returns whether the files have a bias of the logits that is not zero."""
+    tensors = checkpoint.ranks[0]
+    if checkpoint.kind not in ("huggingface", "dcp"):
+        return f"head.{LOGITS_BIAS}" in tensors
+    if LOGITS_BIAS not in tensors:
+        return False
+    for _, chunk in list_chunks(tensors[LOGITS_BIAS]):
+        for start in range(0, chunk.nbytes, CHUNK):
+            if any(_read_bytes(chunk, start, CHUNK)):
+                return True
+    return False
+
+
 def _is_tied_in_megatron(
     checkpoint: Checkpoint,
     saved: SavedRun,
@@ -463,8 +481,9 @@ def _is_tied_in_megatron(
     Its arguments decide, or else whether the last stage repeats the embedding.
     """
     tensors = checkpoint.ranks[0]
-    names = find_megatron_map(config).to_local_names(tensors)
-    if TIED_HEAD not in names:
+    megatron = find_megatron_map(config)
+    names = megatron.to_local_names(tensors)
+    if TIED_HEAD not in names or TIED_HEAD not in megatron.name_map.untied_names():
         return True
     untied = saved.arguments.get("untie_embeddings_and_output_weights")
     if isinstance(untied, bool):
@@ -508,6 +527,7 @@ def _map_huggingface(
     tensors = checkpoint.ranks[0]
     untied = getattr(model.config, "tie_word_embeddings", True) is False
     match = model.name_map.match(model.parameters, tensors, untied=untied)
+    _choose_biases(checkpoint, model, match)
     stored: dict[str, tuple[str, ...]] = {}
     for name, entry in match.entries.items():
         stored[name] = tuple(match.sources[current] for current in entry.stored_names())
@@ -540,12 +560,72 @@ def _map_huggingface(
                 _check_shape(tensors[stored_name], expected, name, problems)
                 parts += slice_tensor(tensors[stored_name], (span,), parameter.dim, entry.transpose)
             copies.append(tuple(parts))
-        placements[name] = ParameterPlacement(
-            name, parameter.shape or (1,), parameter.dim, tuple(copies)
+        placements[name] = _widen_parts(
+            ParameterPlacement(name, parameter.shape or (1,), parameter.dim, tuple(copies))
         )
     _refuse_shapes(problems)
     extras = {name: tensor for name, tensor in tensors.items() if name not in used}
     return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements, extras), names, {})
+
+
+def _choose_biases(checkpoint: Checkpoint, model: NativeModel, match: Match) -> None:
+    """Leaves in a match the one of two stored biases of a head that transformers computes with.
+
+    Its heads have a bias of their own and one in their last layer, which are one tensor unless the
+    files have different values for both. Then, or with `tie_word_embeddings: false`, the last
+    layer's counts.
+
+    Raises:
+        ValueError: Only the other one is stored, and the configuration says that they differ.
+    """
+    tensors = checkpoint.ranks[0]
+    current_names = {name: model.name_map.to_current_name(name, ()) for name in match.aliases}
+    is_untied = (checkpoint.config or {}).get("tie_word_embeddings") is False
+    for alias, kept in model.name_map.aliases:
+        if not kept.endswith(".bias") or kept not in match.sources:
+            continue
+        source = match.sources[kept]
+        stored = next((name for name in match.aliases if current_names[name] == alias), None)
+        if stored is not None and not have_same_bytes(tensors[stored], tensors[source]):
+            warnings.warn(
+                f"{stored} differs from {source}, although they are one bias; as in transformers, "
+                f"{stored} counts",
+                stacklevel=2,
+            )
+            match.sources[kept] = stored
+            del match.aliases[stored]
+        elif stored is None and is_untied and source != alias:
+            raise ValueError(
+                f"the checkpoint lacks {alias}, which differs from {source} if "
+                "tie_word_embeddings is false"
+            )
+
+
+def _widen_parts(placement: ParameterPlacement) -> ParameterPlacement:
+    """Returns the placement with all its tensors in one type, which can represent all values."""
+    dtypes = {part.tensor.dtype for part in placement.slices()}
+    if len(dtypes) == 1 or not dtypes <= {"F64", "F32", "F16", "BF16"}:
+        return placement
+    widest = "F64" if "F64" in dtypes else "F32"
+    copies: list[tuple[TensorSlice, ...]] = []
+    for copy in placement.copies:
+        parts: list[TensorSlice] = []
+        for part in copy:
+            narrow = part.tensor
+            if narrow.dtype != widest:
+                wide = WidenedTensor(
+                    narrow.name,
+                    narrow.file,
+                    widest,
+                    narrow.shape,
+                    narrow.offset,
+                    narrow,
+                    file_state=narrow.file_state,
+                )
+                part = replace(part, tensor=wide)
+            parts.append(part)
+        copies.append(tuple(parts))
+    return replace(placement, copies=tuple(copies))
 
 
 def _locate(tensor: StoredTensor) -> list[tuple[Path, int]]:

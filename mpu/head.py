@@ -65,7 +65,11 @@ class VocabParallelHead(SplitLayer):
         """
         weight = self.shared_weight(table)
         return column_parallel(
-            hidden, weight, self.bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh
+            hidden,
+            weight,
+            self.logits_bias,
+            sequence_parallel=self.sequence_parallel,
+            mesh=self.mesh,
         )
 
     def losses(
@@ -86,7 +90,7 @@ class VocabParallelHead(SplitLayer):
             return linear_cross_entropy(
                 hidden,
                 weight,
-                self.bias,
+                self.logits_bias,
                 target,
                 num_classes=self.num_embeddings,
                 ignore_index=ignore_index,
@@ -94,13 +98,18 @@ class VocabParallelHead(SplitLayer):
         return head_losses(
             hidden,
             weight,
-            self.bias,
+            self.logits_bias,
             target,
             num_classes=self.num_embeddings,
             ignore_index=ignore_index,
             partial_grad=not self.sequence_parallel,
             mesh=self.mesh,
         )
+
+    @property
+    def logits_bias(self) -> Tensor | None:
+        """What is added to the logits, [Vp]. A subclass may keep it under another name."""
+        return self.bias
 
     def shared_weight(self, table: Tensor | None) -> Tensor:
         """Returns the weight [Vp, H]: the `table` of a tied embedding's last use, if given."""

@@ -39,11 +39,13 @@ from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 from ...files.printable import describe
 from ..dtypes import from_torch_name, item_size
 from ..planned_file import PlannedFile
-from ..stored_tensor import FileState, StoredTensor, read_file_state
+from ..stored_tensor import FileState, StoredTensor, StridedTensor, read_file_state
 from .pickle_check import check_pickle
 
 # The pickles describe each tensor in about 250 bytes. The limit bounds the time and the memory.
 LARGEST_PICKLE = 4 << 20
+# Bytes that an expanded tensor, which repeats those of the file, may have.
+LARGEST_EXPANDED = 1 << 30
 # Bytes of the zip format's list of records, which has about 70 bytes for each.
 LARGEST_DIRECTORY = 16 << 20
 
@@ -192,7 +194,7 @@ def locate_tensors(
         file_state: The state of the file before `load_without_storage` opened it.
 
     Raises:
-        ValueError: An entry is no tensor, or a tensor is not contiguous, dense and complete.
+        ValueError: An entry is no tensor, or a tensor is not dense and complete.
     """
     records = ZipRecords(path) if zipfile.is_zipfile(path) else None
     tensors: dict[str, StoredTensor] = {}
@@ -233,6 +235,8 @@ def locate_saved_tensor(path: Path, name: str, start: int, length: int) -> Store
     first_byte = records.named.get(f"data/{key}")
     if first_byte is not None:
         cast(Any, tensor.untyped_storage())._checkpoint_offset = first_byte
+    if tensor.layout == torch.strided and tensor.numel() and not tensor.is_contiguous():
+        raise ValueError(f"{where} is not contiguous; save it after .contiguous()")
     return _locate(path, name, tensor, records, file_state)
 
 
@@ -246,8 +250,6 @@ def _locate(
         raise ValueError(
             f"{where} is not a dense tensor but {tensor.layout}; save it after .to_dense()"
         )
-    if tensor.numel() and not tensor.is_contiguous():
-        raise ValueError(f"{where} is not contiguous; save it after .contiguous()")
     dtype = from_torch_name(str(tensor.dtype))
     storage = tensor.untyped_storage()
     storage_start = getattr(storage, "_checkpoint_offset", None)
@@ -259,6 +261,18 @@ def _locate(
     stored = StoredTensor(name, path, dtype, shape, offset, file_state=file_state)
     if tensor.numel():
         stop = offset + stored.nbytes
+        if not tensor.is_contiguous():
+            strides = tensor.stride()
+            last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            stop = offset + (last + 1) * tensor.element_size()
+            if stored.nbytes > max(stop - offset, LARGEST_EXPANDED):
+                raise ValueError(
+                    f"{where} repeats {stop - offset:,} bytes of the file as {stored.nbytes:,}; "
+                    "save it after .contiguous()"
+                )
+            stored = StridedTensor(
+                name, path, dtype, shape, offset, shape, strides, file_state=file_state
+            )
         if records is not None:
             is_complete = records.contain(storage_start, stop)
         else:

@@ -37,8 +37,16 @@ class BartConfig(HeadsConfig):
             block.
         embedding_norm: Whether the embeddings are normalized.
         learned_positions: Whether the positions are learned; otherwise they are sinusoids.
+        has_logits_bias: Whether the language model of the family may add a stored vector to the
+            logits.
         encoder_layerdrop, decoder_layerdrop: The share of blocks that a training step leaves out.
             The zoo computes all blocks, so training needs 0.
+        tie_word_embeddings: False if the files have an output head that differs from the word
+            embedding. `config.json` keeps true, because with false transformers would also give
+            encoder and decoder embeddings of their own; it finds out about the head as the zoo
+            does.
+        final_logits_bias: Whether the head adds that vector. The files decide: transformers writes
+            it into every one of them, nearly always as zeros.
     """
 
     model_type: ClassVar[str] = "bart"
@@ -50,6 +58,7 @@ class BartConfig(HeadsConfig):
     pre_norm: ClassVar[bool] = False
     embedding_norm: ClassVar[bool] = True
     learned_positions: ClassVar[bool] = True
+    has_logits_bias: ClassVar[bool] = True
 
     vocab_size: VocabSize = 50265
     max_position_embeddings: PositionCount = 1024
@@ -78,22 +87,34 @@ class BartConfig(HeadsConfig):
     forced_bos_token_id: TokenId | None = None
     forced_eos_token_id: TokenId | list[TokenId] | None = 2
     num_labels: ClassCount = 3
+    final_logits_bias: bool = False
     architecture: str = "BartForConditionalGeneration"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.tie_word_embeddings:
-            raise ValueError(
-                f"{self.model_type}'s output head is the word embedding: tie_word_embeddings must "
-                "be true"
-            )
         self.check_heads(self.d_model, self.encoder_attention_heads)
         self.check_heads(self.d_model, self.decoder_attention_heads)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         refuse_bidirectional(values)
+        if values.get("tie_word_embeddings", True) is False:
+            raise ValueError(
+                f"{cls.model_type}'s encoder and decoder share one word embedding: "
+                "tie_word_embeddings must be true; an output head that the files store may differ "
+                "from it"
+            )
         return super().from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        values = super().to_dict()
+        values["tie_word_embeddings"] = True
+        del values["final_logits_bias"]
+        return values
+
+    @property
+    def may_add_logits_bias(self) -> bool:
+        return self.has_logits_bias and self.architecture.endswith("ForConditionalGeneration")
 
     @property
     def num_attention_heads(self) -> int:

@@ -51,6 +51,8 @@ NAME_MAP = NameMap(
         *_projections(f"{_CROSS}.key_value", _STORED_CROSS, "kv"),
         *both(f"{_CROSS}.output", f"{_STORED_CROSS}.out_proj"),
         *both(f"{_CROSS}_norm", f"{_STORED_CROSS}_layer_norm"),
+        NameEntry("head.weight", "lm_head.weight"),
+        NameEntry("head.final_logits_bias", "final_logits_bias"),
         *both("pooler", "classification_head.dense"),
         *both("classifier", "classification_head.out_proj"),
         *both("qa_outputs", "qa_outputs"),
@@ -61,12 +63,11 @@ NAME_MAP = NameMap(
         ("lm_head.weight", "model.shared.weight"),
     ),
     ignored=(
-        "final_logits_bias",
         # Of old files: fairseq's version numbers, and M2M100's sinusoids.
         r"(model\.)?(encoder|decoder)\.version",
         r"(model\.)?(encoder|decoder)\.embed_positions\.weights",
     ),
-    # A buffer that transformers adds to the logits, and no training changes.
+    # Shards of version 1.0 keep it beside the parameters. Other files may have any values.
     zeros=("final_logits_bias",),
     spelled=((r".*ForCausalLM", r"model\.shared\.weight", "model.decoder.embed_tokens.weight"),),
 )

@@ -23,7 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding
+from ...mpu import (
+    Dropout,
+    LayerNorm,
+    ParallelMesh,
+    Shard,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from ...mpu.parameter import split_parameter
 from ..backbone import Backbone
 from ..blocks.attention import CrossAttention, SelfAttention
 from ..blocks.cache import LayerKVCache
@@ -31,7 +39,7 @@ from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.stack import BlockList
 from ..heads import BareModel, QuestionAnswering, SequenceClassification
-from ..language_model import VOCABULARY_MULTIPLE
+from ..language_model import VOCABULARY_MULTIPLE, vocabulary_head
 from ..parallel_config import ParallelConfig, layer_arguments
 from ..seq2seq import SEQ2SEQ_INPUTS, Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
 from .config import BartConfig
@@ -190,7 +198,7 @@ class BartEmbeddings(Backbone):
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             full.zero_()
         elif "norm" in name:
             full.fill_(1.0)
@@ -214,7 +222,32 @@ class BartBackbone(Seq2SeqBackbone, BartEmbeddings):
         self.decoder = BartStack(config, True, mesh, self.parallel_config)
 
 
-class BartForConditionalGeneration(Seq2SeqLM, BartBackbone):
+class LogitsBiasHead(VocabParallelHead):
+    """A head that adds a stored vector, which no training changes, to the logits.
+
+    The vector is [1, V], as transformers stores its buffer `final_logits_bias`.
+    """
+
+    def __init__(self, hidden_size: int, num_embeddings: int, **options: Any) -> None:
+        super().__init__(hidden_size, num_embeddings, **options)
+        shard = Shard((1, num_embeddings), 1, pad_multiple=self.shard.pad_multiple)
+        self.final_logits_bias = split_parameter(shard, self.mesh)
+        self.final_logits_bias.requires_grad = False
+
+    @property
+    def logits_bias(self) -> Tensor:
+        return self.final_logits_bias[0]
+
+
+class BartLM(Seq2SeqLM):
+    """Predicts the label at each position of the decoder; the logits may have a stored bias."""
+
+    def add_head(self) -> None:
+        kind = LogitsBiasHead if self.config.final_logits_bias else VocabParallelHead
+        self.head = vocabulary_head(self, kind)
+
+
+class BartForConditionalGeneration(BartLM, BartBackbone):
     """BART that answers a text with another one."""
 
 

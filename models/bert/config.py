@@ -67,11 +67,6 @@ class BertConfig(HeadsConfig):
                 f"{self.model_type} is supported only as an encoder: is_decoder and "
                 "add_cross_attention must be false"
             )
-        if not self.tie_word_embeddings:
-            raise ValueError(
-                f"{self.model_type}'s output head is the word embedding: tie_word_embeddings "
-                "must be true"
-            )
         if self.position_embedding_type != "absolute":
             raise ValueError(
                 f"position_embedding_type {self.position_embedding_type!r} is not supported; use "
@@ -117,6 +112,9 @@ class BertConfig(HeadsConfig):
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
+        # With false, transformers would leave the head's bias untied too. It finds out by itself
+        # that the files store a head that differs from the word embedding.
+        values["tie_word_embeddings"] = True
         if self.add_pooling_layer:  # transformers has no such key
             del values["add_pooling_layer"]
         return values

@@ -49,6 +49,7 @@ NAME_MAP = NameMap(
         *encoder_entries("bert."),
         *both("head.dense", "cls.predictions.transform.dense"),
         *both("head.norm", "cls.predictions.transform.LayerNorm"),
+        NameEntry("head.decoder.weight", "cls.predictions.decoder.weight"),
         NameEntry("head.decoder.bias", "cls.predictions.bias"),
         *both("pooler", "bert.pooler.dense"),
         *both("next_sentence", "cls.seq_relationship"),

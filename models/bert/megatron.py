@@ -81,6 +81,10 @@ def _arguments(config: BertConfig) -> dict[str, Any]:
         raise ValueError(
             "Megatron-LM's BERT has a language-model head, but this model has a classifier"
         )
+    if not config.tie_word_embeddings:
+        raise ValueError(
+            "the head of Megatron-LM's BERT is the word embedding, but this model's differs from it"
+        )
     if config.hidden_act != "gelu":
         raise ValueError(
             "the head of Megatron-LM's BERT has the exact GELU, but hidden_act is "

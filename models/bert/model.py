@@ -225,6 +225,7 @@ class BertBackbone(Backbone):
             config.head_act,
             config.layer_norm_eps,
             layer_arguments(self.mesh, self.parallel_config),
+            tied=config.tie_word_embeddings,
         )
 
     def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:

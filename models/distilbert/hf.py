@@ -32,6 +32,7 @@ NAME_MAP = NameMap(
         *both(f"{BLOCK}.mlp_norm", f"{LAYER}.output_layer_norm"),
         *both("head.dense", "vocab_transform"),
         *both("head.norm", "vocab_layer_norm"),
+        NameEntry("head.decoder.weight", "vocab_projector.weight"),
         NameEntry("head.decoder.bias", "vocab_projector.bias"),
         *both("pre_classifier", "pre_classifier"),
         *both("classifier", "classifier"),

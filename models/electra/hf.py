@@ -14,6 +14,7 @@ NAME_MAP = NameMap(
         *both("encoder.projection", "electra.embeddings_project"),
         *both("head.dense", "generator_predictions.dense"),
         *both("head.norm", "generator_predictions.LayerNorm"),
+        NameEntry("head.decoder.weight", "generator_lm_head.weight"),
         NameEntry("head.decoder.bias", "generator_lm_head.bias"),
         *both("discriminator.dense", "discriminator_predictions.dense"),
         *both("discriminator.output", "discriminator_predictions.dense_prediction"),

@@ -20,6 +20,7 @@ class M2M100Config(BartConfig):
     pre_norm: ClassVar[bool] = True
     embedding_norm: ClassVar[bool] = False
     learned_positions: ClassVar[bool] = False
+    has_logits_bias: ClassVar[bool] = False
 
     vocab_size: VocabSize = 128112
     encoder_layerdrop: Probability = 0.05

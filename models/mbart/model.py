@@ -9,10 +9,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..bart.decoder import BartForCausalLM
-from ..bart.model import BartBackbone
+from ..bart.model import BartBackbone, BartLM
 from ..heads import BareModel, QuestionAnswering, SequenceClassification
 from ..language_model import IGNORED
-from ..seq2seq import SEQ2SEQ_INPUTS, Seq2SeqLM
+from ..seq2seq import SEQ2SEQ_INPUTS
 
 
 class MBartBackbone(BartBackbone):
@@ -30,7 +30,7 @@ class MBartBackbone(BartBackbone):
         return ids
 
 
-class MBartForConditionalGeneration(Seq2SeqLM, MBartBackbone):
+class MBartForConditionalGeneration(BartLM, MBartBackbone):
     """mBART that answers a text with another one."""
 
 

@@ -89,10 +89,6 @@ class ModernBertConfig(HeadsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_heads(self.hidden_size, self.num_attention_heads)
-        if not self.tie_word_embeddings:
-            raise ValueError(
-                "modernbert's output head is the word embedding: tie_word_embeddings must be true"
-            )
         if len(self.attention_types) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_types lists {len(self.attention_types)} layers, but num_hidden_layers is "

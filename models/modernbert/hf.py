@@ -24,7 +24,7 @@ NAME_MAP = NameMap(
         *both("final_norm", "model.final_norm"),
         *both("head.dense", "head.dense"),
         *both("head.norm", "head.norm"),
-        both("head.decoder", "decoder")[1],
+        *both("head.decoder", "decoder"),
         *(entry for native in CLASSIFIERS for entry in both(native, "classifier")),
     ),
     aliases=(("decoder.weight", "model.embeddings.tok_embeddings.weight"),),

@@ -177,6 +177,7 @@ class ModernBertBackbone(Backbone):
             config.classifier_activation,
             config.norm_eps,
             layer_arguments(self.mesh, self.parallel_config),
+            tied=config.tie_word_embeddings,
             dense_bias=config.classifier_bias,
             norm_bias=config.norm_bias,
             decoder_bias=config.decoder_bias,

@@ -13,6 +13,7 @@ NAME_MAP = NameMap(
         *encoder_entries("roberta."),
         *both("head.dense", "lm_head.dense"),
         *both("head.norm", "lm_head.layer_norm"),
+        NameEntry("head.decoder.weight", "lm_head.decoder.weight"),
         NameEntry("head.decoder.bias", "lm_head.bias"),
         *both("pooler", "classifier.dense"),
         *both("classifier", "classifier.out_proj"),

@@ -1,16 +1,13 @@
-"""BART, mBART and M2M100 where the parity matrix does not look: labels, positions, the logits' bias, refusals."""
+"""BART, mBART and M2M100 where the parity matrix does not look: labels, positions, refusals."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from stored_models import tensor_hashes
 from tiny_models import hf_model, tiny
 
 import shardzoo
-from shardzoo.convert.operations import merge, split
 from shardzoo.generation import generate
 from shardzoo.models import config_from_dict, from_config
 
@@ -87,23 +84,6 @@ def folder(tmp_path):
     """A BART as transformers writes it, without its bias of zeros in `bare`."""
     hf_model("BartForConditionalGeneration").save_pretrained(tmp_path / "hf")
     return tmp_path
-
-
-def test_a_bias_of_the_logits_survives_conversion_and_must_be_zero_to_be_loaded(folder):
-    file = folder / "hf" / "model.safetensors"
-    tensors = load_file(file)
-    assert not tensors["final_logits_bias"].any()
-    shardzoo.from_pretrained(folder / "hf")
-    save_file({**tensors, "final_logits_bias": torch.arange(97.0)[None]}, file)
-    split(folder / "hf", folder / "shards", 2)
-    merge(folder / "shards", folder / "merged")
-    assert tensor_hashes(folder / "merged") == tensor_hashes(folder / "hf")
-    for name in ("hf", "shards"):
-        with pytest.raises(ValueError, match=r"final_logits_bias .* must be zero"):
-            shardzoo.from_pretrained(folder / name)
-    tensors.pop("final_logits_bias")
-    save_file(tensors, file)
-    shardzoo.from_pretrained(folder / "hf")
 
 
 def test_every_head_loads_the_published_bare_model(tmp_path):

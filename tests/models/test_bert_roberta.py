@@ -220,17 +220,6 @@ def test_old_roberta_files(tmp_path):
     assert_loads(folder_of(model, tmp_path, change), model)
 
 
-@pytest.mark.parametrize("name", ["weight", "bias"])
-def test_a_decoder_that_is_not_tied_is_refused(name, tmp_path):
-    def change(tensors):
-        with_decoder(tensors)
-        tensors[f"cls.predictions.decoder.{name}"][3] += 1
-
-    folder = folder_of(reference("BertForMaskedLM"), tmp_path, change)
-    with pytest.raises(ValueError, match=rf"cls.predictions.decoder.{name} .* must be equal"):
-        shardzoo.from_pretrained(folder)
-
-
 def test_a_pretraining_checkpoint_gives_its_masked_language_model(tmp_path):
     """As released: the files have both heads, the configuration names one."""
     model = reference("BertForPreTraining")
@@ -356,5 +345,3 @@ def test_refused_configurations():
         config_from_dict({"model_type": "bert", "num_attention_heads": 7})
     with pytest.raises(ValueError, match="needs num_labels of at least 2"):
         BertConfig(num_labels=1, problem_type="single_label_classification")
-    with pytest.raises(ValueError, match="tie_word_embeddings must be true"):
-        BertConfig(tie_word_embeddings=False)

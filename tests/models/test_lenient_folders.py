@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from every_case import every_day
 from parity import randomize
 from safetensors.torch import load_file, save_file
 from tiny_models import hf_model
 
 import shardzoo
+from shardzoo.convert.operations import Options, merge, split
+from shardzoo.convert.verification import verify_equal
 
 WEIGHTS = "model.safetensors"
 
@@ -35,17 +38,28 @@ def edit_tensors(folder: Path, change: Any) -> None:
     save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS, {"format": "pt"})
 
 
-def assert_same_logits(folder: Path, architecture: str) -> None:
-    theirs = getattr(transformers, architecture).from_pretrained(folder)
-    ours = shardzoo.from_pretrained(folder)
+def compute_logits(mesh, folder: Path, is_encoder_decoder: bool) -> torch.Tensor:
+    model = shardzoo.from_pretrained(folder, mesh, torch.float32)
     ids = torch.arange(3, 12)[None]
     inputs = {"input_ids": ids}
-    if theirs.config.is_encoder_decoder:
+    if is_encoder_decoder:
         inputs["decoder_input_ids"] = ids[:, :5]
     with torch.no_grad():
-        torch.testing.assert_close(
-            ours(**inputs).logits, theirs(**inputs).logits, rtol=1e-4, atol=1e-4
-        )
+        return model.gather_logits(model(**inputs).logits)
+
+
+def assert_same_logits(folder: Path, architecture: str, run_mesh: Any = None) -> None:
+    theirs = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32)
+    has_decoder = bool(theirs.config.is_encoder_decoder)
+    ids = torch.arange(3, 12)[None]
+    inputs = {"input_ids": ids, **({"decoder_input_ids": ids[:, :5]} if has_decoder else {})}
+    with torch.no_grad():
+        expected = theirs(**inputs).logits
+    found = [compute_logits(None, folder, has_decoder)]
+    if run_mesh is not None:
+        found += run_mesh(2, compute_logits, folder, has_decoder)
+    for logits in found:
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_llamas_first_name_and_buffers(tmp_path):
@@ -73,6 +87,195 @@ def test_nothing_among_the_tensors_of_a_torch_file(tmp_path):
     (tmp_path / WEIGHTS).unlink()
     torch.save({**tensors, "absent.bias": None}, tmp_path / "pytorch_model.bin")
     assert_same_logits(tmp_path, "GPT2LMHeadModel")
+
+
+def find_differences(first: Path, second: Path) -> tuple[str, ...]:
+    return verify_equal(first, second, Options(), lambda done, total: None).differences
+
+
+def add_different(name: str, like: str) -> Any:
+    """Returns a change of tensors that adds one, of `like`'s shape and other values."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        return {**tensors, name: torch.randn(tensors[like].shape, generator=generator)}
+
+    return change
+
+
+HEADS = {
+    "BartForConditionalGeneration": ("lm_head.weight", "model.shared.weight"),
+    "MBartForConditionalGeneration": ("lm_head.weight", "model.shared.weight"),
+    "M2M100ForConditionalGeneration": ("lm_head.weight", "model.shared.weight"),
+    "BartForCausalLM": ("lm_head.weight", "model.decoder.embed_tokens.weight"),
+    "BertForMaskedLM": ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    "RobertaForMaskedLM": ("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),
+    "ElectraForMaskedLM": ("generator_lm_head.weight", "electra.embeddings.word_embeddings.weight"),
+    "DistilBertForMaskedLM": (
+        "vocab_projector.weight",
+        "distilbert.embeddings.word_embeddings.weight",
+    ),
+    "ModernBertForMaskedLM": ("decoder.weight", "model.embeddings.tok_embeddings.weight"),
+}
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    every_day(
+        ("BartForConditionalGeneration", "BertForMaskedLM"),
+        more=(
+            "MBartForConditionalGeneration",
+            "M2M100ForConditionalGeneration",
+            "BartForCausalLM",
+            "RobertaForMaskedLM",
+            "ElectraForMaskedLM",
+            "DistilBertForMaskedLM",
+            "ModernBertForMaskedLM",
+        ),
+    ),
+)
+def test_a_head_that_differs_from_the_tie(tmp_path, run_mesh, architecture):
+    head, embedding = HEADS[architecture]
+    make_folder(tmp_path / "hf", architecture)
+    edit_tensors(tmp_path / "hf", add_different(head, embedding))
+    with pytest.warns(UserWarning, match=f"{head} differs from the word embedding"):
+        assert_same_logits(tmp_path / "hf", architecture)
+    expected = load_file(tmp_path / "hf" / WEIGHTS)
+
+    # No copy loses it: neither a conversion nor a saved model, on however many ranks.
+    split(tmp_path / "hf", tmp_path / "shards", 2)
+    merge(tmp_path / "shards", tmp_path / "merged")
+    assert not find_differences(tmp_path / "hf", tmp_path / "shards")
+    saved = shardzoo.from_pretrained(tmp_path / "shards")
+    saved.save_pretrained(tmp_path / "saved")
+    for name in ("merged", "saved"):
+        found = load_file(tmp_path / name / WEIGHTS)
+        assert all(torch.equal(expected[key], found[key]) for key in found)
+        assert torch.equal(found[head], expected[head])
+        assert_same_logits(tmp_path / name, architecture, run_mesh if name == "saved" else None)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "alias", "bias"),
+    [
+        ("BertForMaskedLM", "cls.predictions.decoder.bias", "cls.predictions.bias"),
+        ("RobertaForMaskedLM", "lm_head.decoder.bias", "lm_head.bias"),
+    ],
+)
+def test_a_bias_that_differs_from_the_tie(tmp_path, run_mesh, architecture, alias, bias):
+    make_folder(tmp_path / "hf", architecture)
+    edit_tensors(tmp_path / "hf", add_different(alias, bias))
+    with pytest.warns(UserWarning, match=f"{alias} differs from {bias}"):
+        assert_same_logits(tmp_path / "hf", architecture, run_mesh)
+    with pytest.warns(UserWarning, match=f"{alias} differs from {bias}"):
+        split(tmp_path / "hf", tmp_path / "shards", 2)
+    merge(tmp_path / "shards", tmp_path / "merged")
+    expected = load_file(tmp_path / "hf" / WEIGHTS)
+    found = load_file(tmp_path / "merged" / WEIGHTS)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    # The flag unties the bias too, so that transformers would begin with zeros if it is missing.
+    edit_config(tmp_path / "hf", tie_word_embeddings=False)
+    edit_tensors(tmp_path / "hf", lambda tensors: {k: v for k, v in tensors.items() if k != alias})
+    head, embedding = HEADS[architecture]
+    edit_tensors(tmp_path / "hf", add_different(head, embedding))
+    with pytest.raises(ValueError, match=f"lacks {alias}, which differs from {bias}"):
+        shardzoo.from_pretrained(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    "architecture", ["BartForConditionalGeneration", "MBartForConditionalGeneration"]
+)
+def test_a_bias_of_the_logits(tmp_path, run_mesh, architecture):
+    make_folder(tmp_path / "hf", architecture)
+    assert not shardzoo.from_pretrained(tmp_path / "hf").config.final_logits_bias
+    edit_tensors(tmp_path / "hf", add_different("final_logits_bias", "final_logits_bias"))
+    assert_same_logits(tmp_path / "hf", architecture, run_mesh)
+    expected = load_file(tmp_path / "hf" / WEIGHTS)
+    split(tmp_path / "hf", tmp_path / "shards", 2)
+    merge(tmp_path / "shards", tmp_path / "merged")
+    model = shardzoo.from_pretrained(tmp_path / "shards")
+    model.save_pretrained(tmp_path / "saved")
+    for name in ("merged", "saved"):
+        found = load_file(tmp_path / name / WEIGHTS)
+        assert all(torch.equal(expected[key], found[key]) for key in found)
+        assert torch.equal(found["final_logits_bias"], expected["final_logits_bias"])
+        assert_same_logits(tmp_path / name, architecture)
+
+    # The loss has it too, and no training changes it, as in transformers.
+    ids = torch.arange(3, 12)[None]
+    theirs = getattr(transformers, architecture).from_pretrained(tmp_path / "hf")
+    loss = model(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(loss, theirs(input_ids=ids, labels=ids).loss)
+    loss.backward()
+    assert model.head.final_logits_bias.grad is None
+
+
+def test_projections_of_two_types(tmp_path, run_mesh):
+    make_folder(tmp_path / "hf", "BertForMaskedLM")
+
+    def narrow(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        types = {
+            "query.weight": torch.bfloat16,
+            "key.weight": torch.float16,
+            "key.bias": torch.float64,
+        }
+        changed = dict(tensors)
+        for name, tensor in tensors.items():
+            for ending, dtype in types.items():
+                if name.endswith(ending):
+                    changed[name] = tensor.to(dtype)
+        return changed
+
+    edit_tensors(tmp_path / "hf", narrow)
+    assert_same_logits(tmp_path / "hf", "BertForMaskedLM", run_mesh)
+    split(tmp_path / "hf", tmp_path / "shards", 2)
+    assert not find_differences(tmp_path / "hf", tmp_path / "shards")
+    merge(tmp_path / "shards", tmp_path / "merged")
+    expected = load_file(tmp_path / "hf" / WEIGHTS)
+    found = load_file(tmp_path / "merged" / WEIGHTS)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].double(), tensor.double()), name
+
+
+def test_views_in_a_torch_file(tmp_path, run_mesh):
+    """Transposed, expanded and cut tensors, and a step of two: all that torch.load gives back."""
+    make_folder(tmp_path / "hf", "GPT2LMHeadModel")
+    tensors = load_file(tmp_path / "hf" / WEIGHTS)
+    (tmp_path / "hf" / WEIGHTS).unlink()
+    norm = "transformer.h.0.ln_1.weight"
+    down = "transformer.h.1.mlp.c_proj.weight"
+    views = {
+        "transformer.wte.weight": tensors["transformer.wte.weight"].t().contiguous().t(),
+        norm: tensors[norm][:1].clone().expand(tensors[norm].shape),
+        down: torch.stack([tensors[down]] * 2, 2)[:, :, 1],
+    }
+    assert not any(view.is_contiguous() for view in views.values())
+    views["transformer.h.0.ln_2.bias"] = torch.cat([tensors["transformer.h.0.ln_2.bias"]] * 2)[32:]
+    for is_zip in (True, False):
+        torch.save(
+            {**tensors, **views},
+            tmp_path / "hf" / "pytorch_model.bin",
+            _use_new_zipfile_serialization=is_zip,
+        )
+        assert_same_logits(tmp_path / "hf", "GPT2LMHeadModel", run_mesh if is_zip else None)
+    split(tmp_path / "hf", tmp_path / "shards", 2)
+    assert not find_differences(tmp_path / "hf", tmp_path / "shards")
+    merge(tmp_path / "shards", tmp_path / "merged")
+    found = load_file(tmp_path / "merged" / WEIGHTS)
+    for name, tensor in {**tensors, **views}.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_small_file_cannot_claim_a_huge_expanded_tensor(tmp_path):
+    make_folder(tmp_path, "GPT2LMHeadModel")
+    tensors = load_file(tmp_path / WEIGHTS)
+    (tmp_path / WEIGHTS).unlink()
+    tensors["transformer.h.0.attn.bias"] = torch.ones(1).expand(1 << 30)
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"repeats 4 bytes of the file as 4,294,967,296"):
+        shardzoo.from_pretrained(tmp_path)
 
 
 def test_a_t5_without_a_head_has_a_tied_one(tmp_path):

@@ -113,7 +113,6 @@ LIES = {
     "a tensor as model": (changed(["model"], torch.zeros(3)), "model is a Tensor, not named tensors"),
     "a number as tensor": (changed(["model", QKV], 3), "is a int, but weights are named tensors"),
     "a sparse tensor": (changed(["model", QKV], lambda t: t.to_sparse()), "is not a dense tensor"),
-    "a transposed tensor": (changed(["model", QKV], lambda t: t.t().contiguous().t()), "is not contiguous"),
     "integers": (changed(["model", QKV], lambda t: t.long()), "type I64|type int64"),
     "half of the rows": (changed(["model", QKV], lambda t: t[: len(t) // 2].clone()), "has shape"),
     "three dimensions": (changed(["model", QKV], lambda t: t[None]), "has shape"),
