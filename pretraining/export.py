@@ -83,10 +83,19 @@ def exported_loss(
     """
     model = load_exported(folder)
 
+    def run(batch: Any, model: Any, mems: Any) -> Any:
+        if "seq_idx" in batch:
+            # transformers finds the documents of a sample by their positions, if there is neither
+            # a mask nor a cache.
+            names = ("input_ids", "labels", "position_ids", "num_items_in_batch")
+            batch = {name: batch[name] for name in names if name in batch}
+            batch["use_cache"] = False
+        return model(**batch)
+
     def loss_on(device: torch.device) -> float:
         with all_cores():
             return evaluate(
-                lambda batch, model, mems: model(**batch),
+                run,
                 model.to(device),
                 model,
                 samples,

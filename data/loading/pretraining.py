@@ -59,6 +59,7 @@ def build_pad_batch(config: PretrainingData, tokenizer: Tokenizer) -> PadBatch:
     lengths = {
         "input_ids": input_length,
         "position_ids": input_length,
+        "seq_idx": input_length,
         "token_type_ids": input_length,
         "labels": label_length,
     }

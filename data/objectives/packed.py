@@ -87,6 +87,13 @@ class PackedTokens:
 
     def tokens(self, index: int) -> np.ndarray:
         """Returns sample `index`: int64 [length]."""
+        return self.tokens_and_beginnings(index)[0]
+
+    def tokens_and_beginnings(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns sample `index`: int64 [length], and where its documents begin: int64 [documents].
+
+        The first is 0: a document that began in another sample begins anew in this one.
+        """
         if index < 0:
             raise IndexError(f"sample {index}: samples count from 0 and have no end")
         epoch = self.find_epoch(index)
@@ -94,11 +101,12 @@ class PackedTokens:
         sample = order.shuffled[index - self._count_samples_before(epoch)]
         place, offset = order.starts[sample]
         out = np.empty(self.length, np.int64)
-        filled = self._copy(order, int(place), int(offset), out)
-        while filled < self.length:
+        sizes = self._copy(order, int(place), int(offset), out)
+        while sum(sizes) < self.length:
             epoch += 1
-            filled += self._copy(self._get_epoch(epoch), 0, 0, out[filled:])
-        return out
+            sizes += self._copy(self._get_epoch(epoch), 0, 0, out[sum(sizes) :])
+        ends = np.cumsum([size for size in sizes if size])
+        return out, np.concatenate([[0], ends[:-1]]).astype(np.int64)
 
     def __getstate__(self) -> dict[str, object]:
         return {
@@ -131,20 +139,24 @@ class PackedTokens:
         starts = sample_index(self._lengths[documents], begin, self.stride, following - first)
         return EpochOrder(documents, starts, generator.permutation(following - first))
 
-    def _copy(self, order: EpochOrder, place: int, offset: int, out: np.ndarray) -> int:
-        """Fills `out` from a position in the epoch up to the epoch's end, and returns the number of
-        tokens copied.
+    def _copy(self, order: EpochOrder, place: int, offset: int, out: np.ndarray) -> list[int]:
+        """Fills `out` from a position in the epoch up to the epoch's end.
+
+        Returns:
+            The number of tokens that were copied of each document.
         """
         filled = 0
+        sizes: list[int] = []
         while filled < len(out) and place < len(order.documents):
             start, stop = self.indexed.token_range(int(order.documents[place]))
             begin = start + offset
             part = self.indexed.tokens[begin : min(stop, begin + len(out) - filled)]
             out[filled : filled + len(part)] = part
             filled += len(part)
+            sizes.append(len(part))
             place += 1
             offset = 0
-        return filled
+        return sizes
 
 
 class ObjectiveDataset:

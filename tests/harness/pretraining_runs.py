@@ -14,12 +14,12 @@ SHORT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def arguments_of(folder: Path | None, objective: str | None = None, **changes: Any) -> Any:
-    """`PretrainingArguments` of a short run in a folder."""
-    from shardzoo.data import find_objective
+def arguments_of(folder: Path | None, objective: Any = None, **changes: Any) -> Any:
+    """`PretrainingArguments` of a short run in a folder; objective: a name, or settings."""
+    from shardzoo.data.objectives.registry import resolve_objective
     from shardzoo.pretraining.arguments import PretrainingArguments
 
-    named = {} if objective is None else {"objective": find_objective(objective)()}
+    named = {} if objective is None else {"objective": resolve_objective(objective)}
     return PretrainingArguments(
         **{**SHORT, **named, "output_dir": folder and str(folder), **changes}
     )
@@ -28,7 +28,7 @@ def arguments_of(folder: Path | None, objective: str | None = None, **changes: A
 def run_pretraining(
     mesh: Any,
     folder: Path | None,
-    objective: str | None = None,
+    objective: Any = None,
     *,
     export: bool = True,
     **changes: Any,

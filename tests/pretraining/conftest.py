@@ -30,7 +30,7 @@ def config(tmp_path_factory):
     def make(family: str, **changes) -> Path:
         folder = tmp_path_factory.mktemp(family)
         (folder / "config.json").write_text(
-            json.dumps(tiny(family, layers=1, vocab_size=420, **changes))
+            json.dumps(tiny(family, **{"layers": 1, "vocab_size": 420, **changes}))
         )
         return folder
 
