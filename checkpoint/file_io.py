@@ -122,7 +122,7 @@ def _read_widened(tensor: WidenedTensor, descriptor: int, start: int, buffer: ND
     first, inside = divmod(start, wide_size)
     view = _flatten_to_bytes(buffer)
     count = -(-(inside + len(view)) // wide_size)
-    narrow = np.empty(count, f"u{narrow_size}")
+    narrow: Any = np.empty(count, f"u{narrow_size}")
     read_into(tensor.narrow, descriptor, first * narrow_size, narrow)
     if tensor.narrow.dtype == "BF16":  # the first half of an fp32 number
         values = (narrow.astype(np.uint32) << 16).view(np.float32)
@@ -144,14 +144,14 @@ def _gather_strided(
     count = -(-(inside + len(view)) // itemsize)
     try:
         with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped:
-            elements = np.ndarray(
+            elements: NDArray[Any] = np.ndarray(
                 tensor.view_shape,
                 f"u{itemsize}",
                 buffer=mapped,
                 offset=tensor.offset,
                 strides=tuple(stride * itemsize for stride in tensor.strides),
             )
-            gathered = elements.flat[first : first + count]
+            gathered = cast(Any, elements).flat[first : first + count]
             del elements  # The file cannot be closed while an array shows it.
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"cannot read {tensor}: {error}") from None

@@ -519,7 +519,7 @@ def _warn_of_head(config: ModelConfig, mapped: MappedCheckpoint, head: str) -> N
     values = mapped.checkpoint.config or {}
     if config.ties_without_head or mapped.checkpoint.kind not in ("huggingface", "dcp"):
         return
-    if values.get("tie_word_embeddings", type(config).tie_word_embeddings):
+    if values.get("tie_word_embeddings", getattr(type(config), "tie_word_embeddings", True)):
         warnings.warn(
             f"{head} differs from the word embedding, although config.json says that both are "
             "tied; as in transformers, they are not",

@@ -26,12 +26,7 @@ def arguments_of(folder: Path | None, objective: Any = None, **changes: Any) -> 
 
 
 def run_pretraining(
-    mesh: Any,
-    folder: Path | None,
-    objective: Any = None,
-    *,
-    export: bool = True,
-    **changes: Any,
+    mesh: Any, folder: Path | None, objective: Any = None, *, export: bool = True, **changes: Any
 ) -> Any:
     """Runs `arguments_of` on a rank of a mesh; returns the recorded metrics. Without `export` it ends with training."""
     from shardzoo.pretraining.inputs import choose_inputs

@@ -54,7 +54,6 @@ def test_modernberts_configuration_of_transformers_4():
             {"layer_types": ["full_attention"]},
             "layer_types lists 1 layers, but num_hidden_layers is 22",
         ),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings must be true"),
     ],
 )
 def test_modernberts_that_do_not_exist(changes, message):

@@ -90,6 +90,39 @@ def test_numbered_pieces_give_what_each_gives_alone(architecture):
     torch.testing.assert_close(packed, torch.cat(alone, 1), **TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "architecture", ["GPT2LMHeadModel", "MistralForCausalLM", "BertModel", "T5Model"]
+)
+def test_padding_within_pieces_is_not_seen(architecture):
+    """A mask excludes the last token of each longer piece: the others give what they give without it."""
+    kind = getattr(transformers, architecture).config_class.model_type
+    values = tiny(kind, architectures=[architecture], **DECODERS.get(architecture, {}))
+    model = shardzoo.from_config(values).eval()
+    randomize(model, 1)
+    pieces = make_pieces()
+    padded = [torch.cat([piece, piece[:, :1]], 1) for piece in pieces]
+    lengths = torch.tensor([piece.shape[1] for piece in padded])
+    seq_idx = torch.repeat_interleave(lengths)[None]
+    mask = torch.cat(
+        [torch.ones(1, length + 1).index_fill(1, torch.tensor(length), 0) for length in LENGTHS], 1
+    )
+    calls = {"seq_idx": seq_idx, "attention_mask": mask.long()}
+    short = [piece[:, :1] for piece in pieces]
+    is_pair = hasattr(model, "decoder") and hasattr(model, "encoder")
+    if is_pair:
+        calls["decoder_input_ids"] = torch.cat(short, 1)
+        calls["decoder_seq_idx"] = torch.arange(len(pieces))[None]
+    with torch.no_grad():
+        packed = model(torch.cat(padded, 1), **calls)[0]
+        alone = [
+            model(piece, **({"decoder_input_ids": target} if is_pair else {}))[0]
+            for piece, target in zip(pieces, short, strict=True)
+        ]
+    if not is_pair:
+        packed = packed[mask.bool()][None]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), **TOLERANCE)
+
+
 def test_cumulative_lengths_number_the_pieces():
     model = shardzoo.from_config(tiny("llama")).eval()
     pieces = make_pieces()
