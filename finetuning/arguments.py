@@ -28,6 +28,16 @@ METRICS = {
     "words": ("accuracy", "seqeval"),
     "answers": ("squad",),
 }
+# The smallest values of arguments that count something.
+SMALLEST = {
+    "max_source_length": 2,
+    "max_target_length": 2,
+    "block_size": 2,
+    "generation_num_beams": 1,
+    "generation_max_length": 1,
+    "max_train_samples": 1,
+    "max_eval_samples": 1,
+}
 WITH_LABELS = ("text-classification", "token-classification")
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 
@@ -146,15 +156,18 @@ class FinetuningArguments(TrainingArguments):
     """Delete the run in output_dir first."""
 
     def __post_init__(self) -> None:
+        # The checks of the base class need the environment that the run will have.
         chosen = self.env_type
-        object.__setattr__(
-            self, "env_type", self._environment()
-        )  # the checks need the resolved value
+        object.__setattr__(self, "env_type", self._find_environment())
         super().__post_init__()
         object.__setattr__(self, "env_type", chosen)
-        for name, least in (("max_source_length", 2), ("max_target_length", 2), ("block_size", 2),
-                            ("generation_num_beams", 1), ("generation_max_length", 1), ("max_train_samples", 1),
-                            ("max_eval_samples", 1)):  # fmt: skip
+        self._check_ranges()
+        self._check_folders()
+        self._check_splitting()
+        self._check_metric()
+
+    def _check_ranges(self) -> None:
+        for name, least in SMALLEST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
@@ -162,14 +175,15 @@ class FinetuningArguments(TrainingArguments):
             object.__setattr__(self, "validation_split", 100 * self.validation_split)
         if not 0 <= self.validation_split < 100:
             raise ValueError(
-                f"validation_split must be a percentage from 0 to 99 or a share below 1, not {self.validation_split}"
+                "validation_split must be a percentage from 0 to 99 or a share below 1, not "
+                f"{self.validation_split}"
             )
-        for name in ("model_parallel_size", "pipeline_parallel_size"):
-            if self.native is False and getattr(self, name) > 1:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} splits the model, which only the zoo's models support; use "
-                    f"native=True, or {name}=1"
-                )
+        for name in ("label_smoothing", "dropout_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, not {value}")
+
+    def _check_folders(self) -> None:
         if self.resume and self.output_dir is None:
             raise ValueError("resume needs output_dir, the folder of the run to resume")
         if self.resume and self.overwrite:
@@ -179,50 +193,58 @@ class FinetuningArguments(TrainingArguments):
         for name in ("save_dir", "experiment_name"):
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not supported in fine-tuning; set --output-dir instead"
+                    f"{name}={getattr(self, name)!r} is not supported in fine-tuning; set "
+                    "--output-dir instead"
                 )
-        for name in ("label_smoothing", "dropout_rate"):
-            if not 0 <= (getattr(self, name) or 0) < 1:
+
+    def _check_splitting(self) -> None:
+        for name in ("model_parallel_size", "pipeline_parallel_size"):
+            size = getattr(self, name)
+            if self.native is False and size > 1:
                 raise ValueError(
-                    f"{name} must be at least 0 and below 1, not {getattr(self, name)}"
+                    f"{name}={size} splits the model, which only the zoo's models support; use "
+                    f"native=True, or {name}=1"
                 )
         for name in ("label_smoothing", "class_weights", "weight_id", "packing"):
             if getattr(self, name) and self.pipeline_parallel_size > 1:
                 raise ValueError(
                     f"{name} does not work with pipeline stages; use pipeline_parallel_size=1"
                 )
+        if self.predict_with_generate and self.zero_stage == 3:
+            raise ValueError(
+                "predict_with_generate needs whole parameters, which ZeRO stage 3 splits; use "
+                "stage 2"
+            )
+
+    def _check_metric(self) -> None:
         known = list(dict.fromkeys(name for names in METRICS.values() for name in names))
         for name in self.metric.split(","):
             if name.strip() not in known:
                 raise ValueError(
-                    f"metric must be one of {', '.join(known)}, or several with commas, not {name!r}"
+                    f"metric must be one of {', '.join(known)}, or several with commas, not "
+                    f"{name!r}"
                 )
-        if self.predict_with_generate and self.zero_stage == 3:
-            raise ValueError(
-                "predict_with_generate needs whole parameters, which ZeRO stage 3 splits; use stage 2"
-            )
 
-    def _environment(self) -> EnvType:
+    def _find_environment(self) -> EnvType:
+        """Returns `env_type`, or the one that the number of processes and ZeRO ask for."""
         if self.env_type is not None:
             return self.env_type
-        several = (
-            max(
-                self.num_gpus,
-                self.model_parallel_size,
-                self.pipeline_parallel_size,
-                self.num_nodes,
-                RankInfo.from_environment().world_size,
-            )
-            > 1
-        )
         if self.zero_stage == 3:
             return "deepspeed"
-        zero = (
-            self.zero_stage is not None
+        processes = max(
+            self.num_gpus,
+            self.model_parallel_size,
+            self.pipeline_parallel_size,
+            self.num_nodes,
+            RankInfo.from_environment().world_size,
+        )
+        needs_deepspeed = (
+            processes > 1
+            or self.zero_stage is not None
             or self.offload_optimizer
             or self.deepspeed_config is not None
         )
-        return "deepspeed+mpu" if several or zero else "pytorch"
+        return "deepspeed+mpu" if needs_deepspeed else "pytorch"
 
     def resolved(self) -> FinetuningArguments:
         """Returns the arguments with defaults resolved for this machine and the number of
@@ -235,12 +257,12 @@ class FinetuningArguments(TrainingArguments):
             path = getattr(self, name)
             if path is not None and not Path(path).exists() and not Path(f"{path}.source").exists():
                 raise ValueError(f"{name} {path} does not exist")
-        import torch
+        import torch  # Reading the arguments alone does not need it.
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return replace(
             self,
-            env_type=self._environment(),
+            env_type=self._find_environment(),
             pytorch_device=device if self.pytorch_device == "auto" else self.pytorch_device,
             recompute="full" if self.gradient_checkpointing else self.recompute,
         )

@@ -65,6 +65,7 @@ def open_run(arguments: FinetuningArguments, write_companions: Callable[[Path], 
 
 
 def tokenizer_folder(run: RunFolder) -> Path:
+    """Returns the folder of a run whose files every checkpoint gets."""
     return run.path / "tokenizer"
 
 
@@ -82,7 +83,7 @@ def write_companions(tokenizer: Any, source: ModelSource, folder: Path) -> None:
         return
     # An old folder has settings in its config.json, which is written anew without them.
     settings = GenerationConfig.from_folder(source.folder, None)
-    if not settings.to_dict().keys() <= {*TOKENS}:
+    if not settings.to_dict().keys() <= set(TOKENS):
         settings.save(folder)
 
 
@@ -120,12 +121,12 @@ def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path) 
 
 
 def check_destination(folder: Path) -> None:
+    """Makes the parent of a folder. Raises ValueError unless a model may be saved in the folder,
+    which is then new, empty, or holds a model that it replaces.
+    """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder to save the model in")
-    if (
-        folder.is_dir()
-        and any(folder.iterdir())
-        and not any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
-    ):
+    holds_model = (folder / "config.json").exists() or (folder / "adapter_config.json").exists()
+    if folder.is_dir() and any(folder.iterdir()) and not holds_model:
         raise ValueError(f"{folder} holds files other than a model; choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -89,27 +89,36 @@ class Trainer(BaseTrainer):
         super().__init__(arguments, mesh=mesh, **keywords)
         self.source = find_source(self.arguments)
         self.task = choose_task(self.arguments, self.source)
-        stored_with = self.source.adapter or self.source.folder
-        self.tokenizer: Any = load_transformers_tokenizer(stored_with)
-        checked_tokenizer(self.source.folder, stored_with)
+
+        # An adapter's folder has the tokenizer that the adapter was trained with.
+        tokenizer_source = self.source.adapter or self.source.folder
+        self.tokenizer: Any = load_transformers_tokenizer(tokenizer_source)
+        checked_tokenizer(self.source.folder, tokenizer_source)
         self._texts = TextTokenizer(self.tokenizer)
         self._data = FinetuningData(self.arguments, self.task, self.source, self._texts)
         self.metrics = metric_names(self.arguments.metric, self._data.kind)
+
+        head = None if self._data.labels is None else self._data.labels.head(self.task)
         self.model: Any = load_model(
-            self.source, self.task, self.arguments, self.mesh, self.device, self._head()
+            self.source, self.task, self.arguments, self.mesh, self.device, head
         )
         self.model.to(self.device)
         self._complete_padding()
         self.weighted_loss = self._make_loss()
         self.positions = find_positions(self.model, self.source)
         self._data.check_lengths(self.positions)
+
         self._prompt: Any = None
-        if (prompt := load_prompt(self.source.folder)) is not None:
-            self._add_prompt(*prompt)
+        stored_prompt = load_prompt(self.source.folder)
+        if stored_prompt is not None:
+            self._add_prompt(*stored_prompt)
         self._add_adapter()
+
         self._has_run = False
-        self._measured: Any = None  # the records of evaluations
-        self._samples: Any = None  # and their samples
+        # What the evaluation in progress measures: the records, their samples, and the model's
+        # prediction for each sample by its number.
+        self._eval_records: Any = None
+        self._eval_samples: Any = None
         self._predictions: dict[int, Any] = {}
         self._generator = TextGenerator(
             self.source,
@@ -128,13 +137,13 @@ class Trainer(BaseTrainer):
         """Raises ValueError, before any process is started, if the model or the batch cannot be
         split over them.
         """
-        launch = RankInfo.from_environment()
-        if launch.world_size > 1:
+        rank_info = RankInfo.from_environment()
+        if rank_info.world_size > 1:
             return
         source = find_source(self.arguments)
         if source.native:
             config = task_config(source, choose_task(self.arguments, source))
-            check_layout(self.arguments, config, launch)
+            check_layout(self.arguments, config, rank_info)
 
     def run_model(self, data: dict[str, Any], model: Any, mems: Any) -> Any:
         """Runs one forward pass; its loss has the smoothing and weights of the arguments."""
@@ -153,13 +162,13 @@ class Trainer(BaseTrainer):
         """Freezes a part (True), makes it trainable again (False), or leaves it unchanged (None).
 
         Embeddings are the tables of tokens, positions and segments; a head that is tied to the
-        token table is frozen with it. ValueError for a part that the model does not have.
+        token table is frozen with it.
+
+        Raises:
+            ValueError: The model does not have the part.
         """
-        for part, frozen in (
-            ("encoder", encoder),
-            ("decoder", decoder),
-            ("embeddings", embeddings),
-        ):
+        choices = {"encoder": encoder, "decoder": decoder, "embeddings": embeddings}
+        for part, frozen in choices.items():
             if frozen is None:
                 continue
             for parameter in part_parameters(self.model, self.source, part).values():
@@ -170,68 +179,78 @@ class Trainer(BaseTrainer):
         ["<p0>", "<p1>"].
 
         The tokens are put before every source that has none of them; `prefix` or the data may place
-        them elsewhere. ValueError for tokens that the tokenizer has already, and for plain text,
-        which has no sources.
+        them elsewhere.
+
+        Raises:
+            ValueError: The tokenizer has one of the tokens already, the model has a soft prompt
+                already, or the task has no sources, as plain text.
         """
-        tokens = [prompt_list] if isinstance(prompt_list, str) else list(dict.fromkeys(prompt_list))
-        known = self.tokenizer.get_vocab()
+        if isinstance(prompt_list, str):
+            prompt_list = [prompt_list]
+        tokens = list(dict.fromkeys(prompt_list))
         if not tokens or "" in tokens:
             raise ValueError('prompt_list must name new tokens, such as ["<prompt0>", "<prompt1>"]')
-        if old := [token for token in tokens if token in known]:
-            raise ValueError(
-                f"the tokenizer has the token {old[0]!r} already; name new ones in prompt_list"
-            )
-        if (
-            self.task not in ("text2text-generation", "text-classification")
-            or self._data.blanks is not None
-        ):
+        vocabulary = self.tokenizer.get_vocab()
+        for token in tokens:
+            if token in vocabulary:
+                raise ValueError(
+                    f"the tokenizer has the token {token!r} already; name new ones in prompt_list"
+                )
+
+        has_sources = self.task in ("text2text-generation", "text-classification")
+        if not has_sources or self._data.blanks is not None:
             what = "plain text" if self.task == "text-generation" else f"data for {self.task}"
             raise ValueError(
                 f"prompt tuning puts tokens before sources, and {what} has no sources; use pairs"
             )
         if self._prompt is not None:
             raise ValueError(f"the model has a soft prompt already: {', '.join(self._data.prompt)}")
+
+        # The new vectors begin as those of tokens that the tokenizer and the model both have.
+        first_id = max(len(self.tokenizer), max(vocabulary.values()) + 1)
+        known_tokens = min(self.model.config.vocab_size, len(self.tokenizer))
         embedding = input_embedding(self.model)
-        first_id = max(len(self.tokenizer), max(known.values()) + 1)
-        vocab_size = min(self.model.config.vocab_size, len(self.tokenizer))
-        self._add_prompt(
-            tokens, first_id, initial_rows(embedding, len(tokens), vocab_size, self.arguments.seed)
-        )
+        rows = initial_rows(embedding, len(tokens), known_tokens, self.arguments.seed)
+        self._add_prompt(tokens, first_id, rows)
 
     def convert_to_lora(self, **settings: Any) -> None:
-        """Freezes the model and adds LoRA weights. `settings` are those of peft's LoraConfig (r,
-        target_modules, …).
+        """Freezes the model and adds LoRA weights. The head of a classifier is trained besides, as
+        in peft.
 
-        The head of a classifier is trained besides, as in peft. ValueError for settings that the
-        model does not follow.
+        Args:
+            settings: Those of peft's LoraConfig (r, target_modules, …).
+
+        Raises:
+            ValueError: The model has LoRA weights or a soft prompt already, or does not follow a
+                setting.
         """
         if has_lora(self.model) or self._prompt is not None:
             raise ValueError(
                 "the model has LoRA weights or a soft prompt already; load it again for others"
             )
-        heads = self._heads_to_save()
         settings = {"task_type": self._peft_task(), **settings}
+        heads = self._heads_to_save()
         if heads:
-            settings["modules_to_save"] = list(
-                dict.fromkeys([*(settings.get("modules_to_save") or ()), *heads])
-            )
+            named = settings.get("modules_to_save") or ()
+            settings["modules_to_save"] = list(dict.fromkeys([*named, *heads]))
         convert_to_lora(self.model, settings, self.arguments.seed, self.source.folder)
 
     def _add_adapter(self) -> None:
         """Adds the LoRA weights that the arguments name, or that the model's folder holds."""
-        folder = (
-            self.source.adapter if self.arguments.adapter is None else Path(self.arguments.adapter)
-        )
+        folder = self.source.adapter
+        if self.arguments.adapter is not None:
+            folder = Path(self.arguments.adapter)
         if folder is not None and not has_lora(self.model):
             take_adapter(self.model, folder)
         if self.arguments.lora_rank:
             self.convert_to_lora(**lora_settings(self.arguments))
 
     def _peft_task(self) -> str:
-        kinds = {"token-classification": "TOKEN_CLS", "question-answering": "QUESTION_ANS"}
-        if self._data.kind not in ("texts", "tokens"):
-            return kinds.get(self.task, "SEQ_CLS")
-        return "SEQ_2_SEQ_LM" if self.source.shape == "encoder-decoder" else "CAUSAL_LM"
+        """Returns peft's name of the task."""
+        if self._data.kind in ("texts", "tokens"):
+            return "SEQ_2_SEQ_LM" if self.source.shape == "encoder-decoder" else "CAUSAL_LM"
+        names = {"token-classification": "TOKEN_CLS", "question-answering": "QUESTION_ANS"}
+        return names.get(self.task, "SEQ_CLS")
 
     def _heads_to_save(self) -> list[str]:
         """Returns transformers' names of the modules of a new head, which are trained whole."""
@@ -246,10 +265,10 @@ class Trainer(BaseTrainer):
         """
         summary = summarize(self.model, self.source)
         if self.ranks.pp_size > 1:
-            first = self.ranks.dp_rank == self.ranks.tp_rank == 0
-            summary = merge_summaries(
-                summary.name, self.ranks.gather(summary.parts if first else {})
-            )
+            # One rank of each pipeline stage counts the parameters of its stage.
+            counts = self.ranks.dp_rank == self.ranks.tp_rank == 0
+            parts = self.ranks.gather(summary.parts if counts else {})
+            summary = merge_summaries(summary.name, parts)
         self.console.print(summary.table())
         return summary
 
@@ -270,12 +289,12 @@ class Trainer(BaseTrainer):
                 f"save_best={best!r} is a validation value, but nothing validates: set a "
                 "validation_file or a validation_split above 0, and call train(valid=True)"
             )
-        names = (
-            value_names(self.metrics)
-            if self._data.kind != "texts" or self._measures_texts()
-            else []
-        )
-        self.check_arguments(["loss", *self._perplexity({"loss": 0.0}), *names])
+        names = ["loss"]
+        if self._data.kind in ("texts", "tokens"):
+            names.append("perplexity")
+        if self._data.kind != "texts" or self._measures_texts():
+            names += value_names(self.metrics)
+        self.check_arguments(names)
         on_first_rank(lambda: check_run(self.arguments))
 
     def train(
@@ -311,14 +330,13 @@ class Trainer(BaseTrainer):
         folder = on_first_rank(lambda: open_run(self.arguments, self._write_companions).path)
         self.run_folder = RunFolder(folder)
         self._has_run = True
-        records = self._data.validation() if valid else None
-        self._measure(records)
+        self._prepare_evaluation(self._data.validation() if valid else None)
         try:
             return super().train(
                 self.model,
                 train_dataset=self._data.training_samples(self._data.train(valid)),
-                valid_dataset=self._samples,
-                metric_methods=self._metrics(),
+                valid_dataset=self._eval_samples,
+                metric_methods=self._mean_metrics(),
                 collate_fn=collate,
                 extra_files=tokenizer_folder(self.run_folder),
             )
@@ -343,8 +361,10 @@ class Trainer(BaseTrainer):
             raise ValueError(
                 "there is no validation data: set a validation_file, or a validation_split above 0"
             )
-        self._measure(records)
-        return super().evaluate(self.model, self._samples, self._metrics(), self._collate())
+        self._prepare_evaluation(records)
+        return super().evaluate(
+            self.model, self._eval_samples, self._mean_metrics(), self._collate()
+        )
 
     def test(self) -> dict[str, float]:
         """Evaluates on the test_file; see `evaluate`."""
@@ -375,13 +395,13 @@ class Trainer(BaseTrainer):
         """Returns `output_count` answers by diverse beam search with beam_width · output_count
         beams.
         """
-        chosen = {
+        search = {
             "num_return_sequences": output_count,
             "num_beams": beam_width * output_count,
             "num_beam_groups": num_beam_groups,
             "diversity_penalty": diversity_penalty,
         }
-        return self._generate(text, {**chosen, **settings})
+        return self._generate(text, {**search, **settings})
 
     def save_model(self, folder: str | Path | None = None, *, merge_adapter: bool = False) -> Path:
         """Writes a Hugging Face folder with the tokenizer, by default `hf` in the run's folder, and
@@ -410,14 +430,14 @@ class Trainer(BaseTrainer):
             shutil.rmtree(scratch)
             if self._prompt is not None:
                 tokens = self._data.prompt
-                save_prompt(
-                    self._prompt, tokens, self.tokenizer.convert_tokens_to_ids(tokens[0]), path
-                )
+                first_id = self.tokenizer.convert_tokens_to_ids(tokens[0])
+                save_prompt(self._prompt, tokens, first_id, path)
 
         on_first_rank(finish)
         return path
 
     def _add_prompt(self, tokens: list[str], first_id: int, rows: Any) -> None:
+        """Adds a soft prompt: its tokens, numbered from `first_id`, and their vectors, [T, H]."""
         if self.ranks.pp_size > 1:
             raise ValueError(
                 "soft prompts need the embedding on every process: use pipeline_parallel_size=1"
@@ -438,18 +458,16 @@ class Trainer(BaseTrainer):
         config = self.model.config
         if getattr(config, "pad_token_id", None) is not None:
             return
-        pad = (
-            self.tokenizer.eos_token_id
-            if self.tokenizer.pad_token_id is None
-            else self.tokenizer.pad_token_id
-        )
+        pad = self.tokenizer.pad_token_id
+        if pad is None:
+            pad = self.tokenizer.eos_token_id
         if not self.source.native or self._data.labels is not None:
             config.pad_token_id = pad
 
     def _make_loss(self) -> WeightedLoss | None:
-        """Returns the loss with the smoothing and weights of the arguments;
+        """Returns the loss with the smoothing and weights that the arguments ask for, or None.
 
-        None if they ask for neither.
+        Raises ValueError if they ask for something that the task does not have.
         """
         arguments = self.arguments
         kind = self._data.kind
@@ -463,6 +481,7 @@ class Trainer(BaseTrainer):
             raise ValueError(f"weight_id is for text-classification, not for {self.task}")
         if not (arguments.label_smoothing or arguments.class_weights or weighs):
             return None
+
         weights = None
         if arguments.class_weights is not None:
             if self._data.labels is None:
@@ -478,51 +497,56 @@ class Trainer(BaseTrainer):
             weights,
         )
 
-    def _head(self) -> dict[str, Any] | None:
-        return None if self._data.labels is None else self._data.labels.head(self.task)
-
     def _as_in_training(self, text: str) -> str:
+        """Returns a text as training presents it: with prefix and soft prompt, or as a chat."""
+        prefix = self.arguments.prefix
         if self.task == "chat":
-            return self._data.chat([{"role": "user", "content": self.arguments.prefix + text}])
-        prefix = (
-            "" if text.startswith(self.arguments.prefix) else self.arguments.prefix
-        )  # t2t's texts have it
-        return self._data.pair((prefix + text, ""))[0] if self._data.generates else text
+            return self._data.chat([{"role": "user", "content": prefix + text}])
+        if not self._data.generates:
+            return text
+        # The texts of t2t-tuner's users begin with the prefix already.
+        if not text.startswith(prefix):
+            text = prefix + text
+        source, _ = self._data.pair((text, ""))
+        return source
 
     def _collate(self) -> Collate:
-        pad = getattr(self.model.config, "pad_token_id", None)
-        learns = not self.arguments.ignore_pad_token_for_loss
-        if learns and (
-            self.task != "text2text-generation" or self.source.shape != "encoder-decoder"
-        ):
+        """Returns what makes a batch of samples."""
+        has_pairs = self.task == "text2text-generation"
+        learns_padding = not self.arguments.ignore_pad_token_for_loss
+        if learns_padding and not (has_pairs and self.source.shape == "encoder-decoder"):
             raise ValueError(
                 "ignore_pad_token_for_loss=False is for the targets of encoder-decoders"
             )
-        prefixes = self.source.shape == "encoder" and self.task == "text2text-generation"
-        multiple = self.arguments.length_multiple
-        return Collate(0 if pad is None else pad, multiple, learn_padding=learns, prefixes=prefixes)
-
-    def _metrics(self) -> dict[str, Any]:
-        """Returns the metrics that are means over targets; the others need all predictions."""
-        return (
-            {"accuracy": next_token_accuracy}
-            if self._data.kind == "tokens" and self.metrics
-            else {}
+        pad = getattr(self.model.config, "pad_token_id", None)
+        return Collate(
+            0 if pad is None else pad,
+            self.arguments.length_multiple,
+            learn_padding=learns_padding,
+            prefixes=has_pairs and self.source.shape == "encoder",
         )
 
-    def _measure(self, records: Any) -> None:
-        self._measured = records
+    def _mean_metrics(self) -> dict[str, Any]:
+        """Returns the metrics that are means over targets; the others need all predictions."""
+        if self._data.kind == "tokens" and self.metrics:
+            return {"accuracy": next_token_accuracy}
+        return {}
+
+    def _prepare_evaluation(self, records: Any) -> None:
+        """Makes the samples of the records that the next evaluations measure, if any."""
+        self._eval_records = records
         self._predictions = {}
-        self._samples = None if records is None else self._data.samples(records)
+        self._eval_samples = None if records is None else self._data.samples(records)
 
     def collect_output(self, rows: range, batch: Mapping[str, Any], output: Any) -> None:
         """Keeps what the metrics need of the model's output for the samples `rows`."""
-        if self._data.kind not in ("texts", "tokens") and self.ranks.reports:
-            self._predictions |= zip(
-                rows, collect_predictions(self._data.kind, output, batch), strict=True
-            )
+        if self._data.kind in ("texts", "tokens") or not self.ranks.reports:
+            return
+        predictions = collect_predictions(self._data.kind, output, batch)
+        self._predictions.update(zip(rows, predictions, strict=True))
 
     def _measures_texts(self) -> bool:
+        """Returns whether evaluations generate texts and compare them with the targets."""
         return self.arguments.predict_with_generate and self._data.generates
 
     def validate(
@@ -537,38 +561,42 @@ class Trainer(BaseTrainer):
         or texts.
         """
         values = super().validate(model, module, dataset, metrics, collate)
-        values = {"loss": values["loss"], **self._perplexity(values), **values}
-        records = self._measured
         kind = self._data.kind
+        if kind in ("texts", "tokens"):
+            # The perplexity stands beside the loss.
+            loss = values.pop("loss")
+            values = {"loss": loss, "perplexity": perplexity(loss), **values}
+        records = self._eval_records
         if records is None or kind == "tokens" or (kind == "texts" and not self._measures_texts()):
             return values
+
         if kind == "texts":
             pairs = [self._data.pair(records[number]) for number in range(len(records))]
-            texts = generated_texts(
-                self._generator, module, [source for source, _ in pairs], self.ranks
-            )
-            return {**values, **text_values(self.metrics, texts, [target for _, target in pairs])}
+            sources = [source for source, _ in pairs]
+            targets = [target for _, target in pairs]
+            texts = generated_texts(self._generator, module, sources, self.ranks)
+            return {**values, **text_values(self.metrics, texts, targets)}
+
+        # Each data-parallel rank has the predictions for its own samples.
         own = self._predictions
         self._predictions = {}
-        every = dict(pair for part in self.ranks.gather(own) for pair in part.items())
-        found = [every[row] for row in range(len(self._samples))]
+        predictions: dict[int, Any] = {}
+        for part in self.ranks.gather(own):
+            predictions.update(part)
+        in_order = [predictions[number] for number in range(len(self._eval_samples))]
         if kind == "answers":
-            answers = best_answers(self._samples, found)
-            return {
-                **values,
-                **answer_values(answers, [records[number] for number in range(len(records))]),
-            }
-        names = self._data.labels.names if self._data.labels else []
-        return {**values, **predicted_values(kind, self.metrics, found, names)}
-
-    def _perplexity(self, values: dict[str, float]) -> dict[str, float]:
-        generates = self._data.kind in ("texts", "tokens")
-        return {"perplexity": perplexity(values["loss"])} if generates else {}
+            answers = best_answers(self._eval_samples, in_order)
+            questions = [records[number] for number in range(len(records))]
+            return {**values, **answer_values(answers, questions)}
+        labels = self._data.labels.names if self._data.labels else []
+        return {**values, **predicted_values(kind, self.metrics, in_order, labels)}
 
     def _generate(self, text: str, settings: dict[str, Any]) -> list[str]:
+        """Returns the texts that the model generates for one text."""
         if self._data.kind not in ("texts", "tokens"):
             raise ValueError(f"a model of {self.task} generates no text")
         return self._generator(self.model, [self._as_in_training(text)], **settings)
 
     def _write_companions(self, folder: Path) -> None:
+        """Writes what lies beside the weights; see `write_companions`."""
         write_companions(self.tokenizer, self.source, folder)

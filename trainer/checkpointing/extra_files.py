@@ -17,6 +17,7 @@ from ...data.tokenizers.files import TOKENIZER_FILES, check_tokenizer_folder
 from ...data.tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from ...data.tokenizers.vocabulary import Vocabulary
 from ...files.safe_paths import checked_file
+from ...models.config import ModelConfig
 from ..launch.ranks import on_first_rank
 
 # Bytes of all files: they are in memory while training runs, and are written into each checkpoint.
@@ -46,8 +47,10 @@ def read_extra_files(
 
     def read(folder: str | Path) -> ExtraFiles:
         own: set[str] = set()
-        # The checkpoint of a model of transformers has its settings; see `WholeFiles`.
-        if hasattr(getattr(model, "generation_config", None), "to_json_string"):
+        # The checkpoint of a model of transformers has its settings of generation; see `WholeFiles`.
+        is_zoo_model = isinstance(getattr(model, "config", None), ModelConfig)
+        settings = getattr(model, "generation_config", None)
+        if not is_zoo_model and hasattr(settings, "to_json_string"):
             own.add(GENERATION_CONFIG)
         contents = read_folder(folder, own)
         if contents.keys().isdisjoint(TOKENIZER_FILES):
@@ -126,8 +129,9 @@ def read_folder(folder: str | Path, own: set[str]) -> dict[str, bytes]:
         for file in files:
             if holds_weights(file.name) or file.name in {CONFIG, *own}:
                 raise ValueError(
-                    f"extra_files: {file} would replace a file of the checkpoint; put the tokenizer's files into a "
-                    "folder of their own, or leave extra_files out if the model was loaded from this folder"
+                    f"extra_files: {file} would replace a file of the checkpoint; put the "
+                    "tokenizer's files into a folder of their own, or leave extra_files out if "
+                    "the model was loaded from this folder"
                 )
         total = sum(file.stat().st_size for file in files)
         if total > LARGEST_TOTAL:
