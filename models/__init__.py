@@ -31,10 +31,12 @@ from .bert import (
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
+    BertLMHeadModel,
     BertModel,
 )
 from .camembert import (
     CamembertConfig,
+    CamembertForCausalLM,
     CamembertForMaskedLM,
     CamembertForMultipleChoice,
     CamembertForQuestionAnswering,
@@ -53,6 +55,7 @@ from .distilbert import (
 )
 from .electra import (
     ElectraConfig,
+    ElectraForCausalLM,
     ElectraForMaskedLM,
     ElectraForMultipleChoice,
     ElectraForPreTraining,
@@ -72,6 +75,7 @@ from .glm4 import (
 )
 from .gpt2 import (
     GPT2Config,
+    GPT2DoubleHeadsModel,
     GPT2ForQuestionAnswering,
     GPT2ForSequenceClassification,
     GPT2ForTokenClassification,
@@ -142,6 +146,7 @@ from .qwen3 import (
 from .registry import FAMILIES, family, presets
 from .roberta import (
     RobertaConfig,
+    RobertaForCausalLM,
     RobertaForMaskedLM,
     RobertaForMultipleChoice,
     RobertaForQuestionAnswering,
@@ -170,6 +175,7 @@ from .umt5 import (
 )
 from .xlm_roberta import (
     XLMRobertaConfig,
+    XLMRobertaForCausalLM,
     XLMRobertaForMaskedLM,
     XLMRobertaForMultipleChoice,
     XLMRobertaForQuestionAnswering,
@@ -205,8 +211,10 @@ __all__ = [
     "BertForQuestionAnswering",
     "BertForSequenceClassification",
     "BertForTokenClassification",
+    "BertLMHeadModel",
     "BertModel",
     "CamembertConfig",
+    "CamembertForCausalLM",
     "CamembertForMaskedLM",
     "CamembertForMultipleChoice",
     "CamembertForQuestionAnswering",
@@ -221,6 +229,7 @@ __all__ = [
     "DistilBertForTokenClassification",
     "DistilBertModel",
     "ElectraConfig",
+    "ElectraForCausalLM",
     "ElectraForMaskedLM",
     "ElectraForMultipleChoice",
     "ElectraForPreTraining",
@@ -232,6 +241,7 @@ __all__ = [
     "GLMConfig",
     "GLMForConditionalGeneration",
     "GPT2Config",
+    "GPT2DoubleHeadsModel",
     "GPT2ForQuestionAnswering",
     "GPT2ForSequenceClassification",
     "GPT2ForTokenClassification",
@@ -291,6 +301,7 @@ __all__ = [
     "Qwen3ForTokenClassification",
     "Qwen3Model",
     "RobertaConfig",
+    "RobertaForCausalLM",
     "RobertaForMaskedLM",
     "RobertaForMultipleChoice",
     "RobertaForQuestionAnswering",
@@ -312,6 +323,7 @@ __all__ = [
     "UMT5ForTokenClassification",
     "UMT5Model",
     "XLMRobertaConfig",
+    "XLMRobertaForCausalLM",
     "XLMRobertaForMaskedLM",
     "XLMRobertaForMultipleChoice",
     "XLMRobertaForQuestionAnswering",

@@ -53,8 +53,6 @@ class Backbone(ModelMethods, PipelineStage):
 
     positional_inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask")
     """The names of a call's arguments before the labels, in the order of transformers' class."""
-    attends_to_encoder: bool = False
-    """Whether the last stack of blocks attends to an encoder's output, which a call always has."""
     label_names: ClassVar[tuple[str, ...]] = ()
     """The names of the labels, which follow them there."""
 
@@ -120,6 +118,11 @@ class Backbone(ModelMethods, PipelineStage):
         if past is not None and hasattr(output, "past_key_values"):
             output.past_key_values = past
         return output if returns_dict else output.to_tuple()
+
+    @property
+    def attends_to_encoder(self) -> bool:
+        """Whether the last stack of blocks attends to an encoder's output."""
+        return False
 
     def compute_outputs(self, *inputs: Any, **options: Any) -> Any:
         """Computes the outputs of a call, whose arguments `run_call` has brought into one form."""

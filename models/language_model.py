@@ -205,7 +205,7 @@ class CausalLM(Head, LanguageModel):
 
     def targets(self, labels: Tensor) -> Tensor:
         # Shifting the labels instead of the hidden states avoids a copy of the hidden states.
-        return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
     def add_head(self) -> None:
         self.head = vocabulary_head(self)
@@ -221,7 +221,7 @@ class CausalLM(Head, LanguageModel):
         logits_to_keep: Tensor | int = 0,
         shift_labels: Tensor | None = None,
         **options: Any,
-    ) -> CausalLMOutput | StageOutput:
+    ) -> ModelOutput:
         """Returns the logits and, with labels, the mean loss, or the summed loss divided by
         `num_items_in_batch`.
 
@@ -235,13 +235,24 @@ class CausalLM(Head, LanguageModel):
         hidden = self.run_backbone(input_ids, attention_mask, **options)
         if isinstance(hidden, StageOutput):
             return hidden
-        x = keep_positions(hidden.states[-1], logits_to_keep)
+        x = self.head_input(keep_positions(hidden.states[-1], logits_to_keep))
         targets = shift_labels
         if shift_labels is None and labels is not None:
             targets = self.targets(labels)
-        loss, logits = self.loss_and_logits(self.head, x, targets, num_items_in_batch, hidden.table)
+        loss, logits = self.loss_and_logits(
+            self.output_head, x, targets, num_items_in_batch, hidden.table
+        )
         states = self.collect_hidden_states(hidden, output_hidden_states)
         return CausalLMOutput(loss, logits, **states)
+
+    @property
+    def output_head(self) -> VocabParallelHead:
+        """What makes the logits."""
+        return self.head
+
+    def head_input(self, x: Tensor) -> Tensor:
+        """Returns what the output head multiplies, from the last hidden states."""
+        return x
 
 
 class MaskedLMHead(nn.Module):
@@ -288,6 +299,22 @@ class MaskedLMHead(nn.Module):
     def transform(self, x: Tensor) -> Tensor:
         """Returns the input of `decoder`, in the shape of x."""
         return self.norm(self.activation(self.dense(x)))
+
+
+class MaskedHeadCausalLM(CausalLM):
+    """Predicts each token from the tokens before it, with the head of a masked language model."""
+
+    masked_lm_head: Callable[[], MaskedLMHead]
+
+    def add_head(self) -> None:
+        self.head = self.masked_lm_head()
+
+    @property
+    def output_head(self) -> VocabParallelHead:
+        return self.head.decoder
+
+    def head_input(self, x: Tensor) -> Tensor:
+        return self.head.transform(x)
 
 
 class MaskedLM(Head, LanguageModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, cast
 
@@ -154,6 +154,12 @@ class LazyLogits:
             torch.is_autocast_enabled(self.device),
             torch.get_autocast_dtype(self.device),
         )
+
+    def reshaped(self, rows: Sequence[int]) -> LazyLogits:
+        """Returns the same logits with these sizes in place of the first one."""
+        calculate = self.calculate
+        self.calculate = lambda: torch.unflatten(calculate(), 0, tuple(rows))
+        return self
 
     def read(self, name: str) -> Tensor:
         """Returns the logits. Raises RuntimeError if the weights have changed since the forward

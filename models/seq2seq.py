@@ -167,9 +167,12 @@ class Seq2SeqBackbone(Backbone):
         "inputs_embeds",
         "decoder_inputs_embeds",
     )
-    attends_to_encoder = True
     encoder: Seq2SeqStack
     decoder: Seq2SeqStack
+
+    @property
+    def attends_to_encoder(self) -> bool:
+        return True
 
     def run_backbone(
         self,

@@ -13,6 +13,7 @@ from .model import (
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
+    BertLMHeadModel,
     BertModel,
 )
 from .presets import PRESETS
@@ -22,6 +23,7 @@ FAMILY = Family(
     architectures=by_name(
         BertModel,
         BertForMaskedLM,
+        BertLMHeadModel,
         BertForPreTraining,
         BertForNextSentencePrediction,
         BertForSequenceClassification,
@@ -49,5 +51,6 @@ __all__ = [
     "BertForQuestionAnswering",
     "BertForSequenceClassification",
     "BertForTokenClassification",
+    "BertLMHeadModel",
     "BertModel",
 ]

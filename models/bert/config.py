@@ -24,6 +24,9 @@ from ..config import (
     VocabSize,
 )
 
+# The architectures that predict the next token, and may be decoders.
+CAUSAL_HEADS = ("LMHeadModel", "ForCausalLM")
+
 
 @dataclass
 class BertConfig(HeadsConfig):
@@ -62,9 +65,11 @@ class BertConfig(HeadsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_heads(self.hidden_size, self.num_attention_heads)
-        if self.is_decoder or self.add_cross_attention:
+        if self.add_cross_attention and not self.is_decoder:
+            raise ValueError("add_cross_attention needs is_decoder")
+        if self.is_decoder and not self.architecture.endswith(CAUSAL_HEADS):
             raise ValueError(
-                f"{self.model_type} is supported only as an encoder: is_decoder and "
+                f"{self.architecture} is supported only as an encoder: is_decoder and "
                 "add_cross_attention must be false"
             )
         if self.position_embedding_type != "absolute":
@@ -106,7 +111,7 @@ class BertConfig(HeadsConfig):
 
     def fitted_to(self, stored_names: Collection[str]) -> Self:
         """Returns the configuration of a bare model with a pooler only if the files have one."""
-        if not self.architecture.endswith("Model"):
+        if not self.architecture.endswith("Model") or self.architecture.endswith("LMHeadModel"):
             return self
         return self.with_changes(add_pooling_layer=any("pooler." in name for name in stored_names))
 

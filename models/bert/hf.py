@@ -37,10 +37,24 @@ def encoder_entries(prefix: str) -> tuple[NameEntry, ...]:
         ),
         *both("encoder.blocks.{i}.attention.output", f"{layer}.attention.output.dense"),
         *both("encoder.blocks.{i}.attention_norm", f"{layer}.attention.output.LayerNorm"),
+        *cross_attention_entries(f"{layer}.crossattention"),
         *both("encoder.blocks.{i}.mlp.up", f"{layer}.intermediate.dense"),
         *both("encoder.blocks.{i}.mlp.down", f"{layer}.output.dense"),
         *both("encoder.blocks.{i}.mlp_norm", f"{layer}.output.LayerNorm"),
     )
+
+
+def cross_attention_entries(stored: str) -> tuple[NameEntry, ...]:
+    """Returns the entries of a decoder's attention to an encoder's output."""
+    native = "encoder.blocks.{i}.cross_attention"
+    entries: list[NameEntry] = []
+    for kind in ("weight", "bias"):
+        key_value = (f"{stored}.self.key.{kind}", f"{stored}.self.value.{kind}")
+        entries.append(NameEntry(f"{native}.query.{kind}", f"{stored}.self.query.{kind}"))
+        entries.append(NameEntry(f"{native}.key_value.{kind}", key_value))
+    entries += both(f"{native}.output", f"{stored}.output.dense")
+    entries += both(f"{native}_norm", f"{stored}.output.LayerNorm")
+    return tuple(entries)
 
 
 NAME_MAP = NameMap(

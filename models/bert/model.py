@@ -14,15 +14,18 @@ Understanding").
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..backbone import Backbone
-from ..blocks.attention import SelfAttention
+from ..blocks.attention import CrossAttention, SelfAttention
+from ..blocks.cache import Cache, LayerKVCache
 from ..blocks.embeddings import PositionEmbedding, check_positions, embed_tokens
 from ..blocks.linear import ReplicatedLinear
-from ..blocks.masks import key_mask, restart_positions
+from ..blocks.masks import causal_mask, find_pieces, key_mask, restart_positions
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.stack import BlockList
@@ -35,7 +38,7 @@ from ..heads import (
     SequenceClassification,
     TokenClassification,
 )
-from ..language_model import VOCABULARY_MULTIPLE, MaskedLM, MaskedLMHead
+from ..language_model import VOCABULARY_MULTIPLE, MaskedHeadCausalLM, MaskedLM, MaskedLMHead
 from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import BertConfig
@@ -60,6 +63,20 @@ class BertBlock(nn.Module):
         )
         self.attention_dropout = residual_dropout(config.hidden_dropout_prob, mesh, parallel_config)
         self.attention_norm = LayerNorm(size, eps, **shared)
+        self.is_decoder = config.is_decoder
+        if config.add_cross_attention:
+            self.cross_attention = CrossAttention(
+                size,
+                heads,
+                scale=(size // heads) ** -0.5,
+                dropout=config.attention_probs_dropout_prob,
+                mesh=mesh,
+                parallel_config=parallel_config,
+            )
+            self.cross_attention_dropout = residual_dropout(
+                config.hidden_dropout_prob, mesh, parallel_config
+            )
+            self.cross_attention_norm = LayerNorm(size, eps, **shared)
         self.mlp = MLP(
             size,
             config.intermediate_size,
@@ -70,8 +87,27 @@ class BertBlock(nn.Module):
         self.mlp_dropout = residual_dropout(config.hidden_dropout_prob, mesh, parallel_config)
         self.mlp_norm = LayerNorm(size, eps, **shared)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x, _ = add_and_norm(self.attention_norm, self.attention_dropout, self.attention(x, mask), x)
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        source: Tensor | None = None,
+        source_mask: Tensor | None = None,
+        cache: LayerKVCache | None = None,
+        source_cache: LayerKVCache | None = None,
+    ) -> Tensor:
+        """Returns [B, S, H].
+
+        Args:
+            x: [B, S, H].
+            source: An encoder's output [B, T, H], for a decoder. For the other arguments see
+                `SelfAttention` and `CrossAttention`.
+        """
+        y = self.attention(x, mask, causal=self.is_decoder, cache=cache)
+        x, _ = add_and_norm(self.attention_norm, self.attention_dropout, y, x)
+        if source is not None:
+            y = self.cross_attention(x, source, source_mask, source_cache)
+            x, _ = add_and_norm(self.cross_attention_norm, self.cross_attention_dropout, y, x)
         return add_and_norm(self.mlp_norm, self.mlp_dropout, self.mlp(x), x)[0]
 
 
@@ -117,12 +153,13 @@ class BertEncoder(nn.Module):
         token_type_ids: Tensor | None,
         position_ids: Tensor | None,
         seq_idx: Tensor | None = None,
+        cached: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the blocks' input [B, S, H], or [B, S/tp, H] under sequence parallelism, and the
         table for a head.
         """
         if position_ids is None:
-            position_ids = self.default_position_ids(input_ids, seq_idx)
+            position_ids = self.default_position_ids(input_ids, seq_idx, cached)
         x, table = embed_tokens(self.word_embeddings, input_ids)
         if self.token_type_embeddings is not None:
             if token_type_ids is None:
@@ -132,12 +169,15 @@ class BertEncoder(nn.Module):
         x = self.embedding_dropout(self.embedding_norm(x + self.position_embeddings(position_ids)))
         return self.projection(x), table
 
-    def default_position_ids(self, input_ids: Tensor, seq_idx: Tensor | None = None) -> Tensor:
+    def default_position_ids(
+        self, input_ids: Tensor, seq_idx: Tensor | None = None, cached: int = 0
+    ) -> Tensor:
         """Returns position ids, int64 [1, S], or [B, S] if padding has a separate position.
 
         In that case the other tokens are counted from the padding position, wherever the padding
         is: cumsum(token is not padding) + padding position, as in fairseq and transformers. Each
-        piece of a packed row is counted from the beginning; see `BertBackbone.run_backbone`.
+        piece of a packed row is counted from the beginning; see `BertBackbone.run_backbone`. A
+        decoder counts on after the `cached` positions.
 
         Raises:
             ValueError: There are more tokens than positions.
@@ -146,10 +186,10 @@ class BertEncoder(nn.Module):
         most = self.max_sequence_length
         padding = self.config.position_padding_idx
         if seq_idx is None:
-            check_positions(None, length, most)
+            check_positions(None, cached + length, most)
         if padding is None:
             if seq_idx is None:
-                return torch.arange(length, device=input_ids.device)[None]
+                return torch.arange(cached, cached + length, device=input_ids.device)[None]
             positions = restart_positions(seq_idx)
             check_positions(positions, 0, most)
             return positions
@@ -159,7 +199,7 @@ class BertEncoder(nn.Module):
         else:
             is_token = input_ids != self.pad_token_id
         if seq_idx is None:
-            return is_token.cumsum(1) * is_token + padding
+            return (is_token.cumsum(1) + cached) * is_token + padding
         positions = restart_positions(seq_idx, is_token) * is_token
         check_positions(positions, 0, most)
         return (positions + 1) * is_token + padding
@@ -242,6 +282,79 @@ class BertBackbone(Backbone):
                 full[self.config.position_padding_idx].zero_()
 
 
+class BertDecoderBackbone(BertBackbone):
+    """The blocks as a decoder, which may attend to an encoder's output."""
+
+    positional_inputs = (
+        *BertBackbone.positional_inputs,
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+    )
+
+    @property
+    def attends_to_encoder(self) -> bool:
+        return self.config.add_cross_attention
+
+    @property
+    def blocks(self) -> BlockList:
+        return self.encoder.blocks
+
+    def run_backbone(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> BackboneOutput | StageOutput:
+        """Runs the decoder; without `config.is_decoder`, every token attends to all.
+
+        Args:
+            attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
+            encoder_hidden_states: [B, T, H], whole on each rank, which the blocks attend to.
+            encoder_attention_mask: [B, T], 0 for padding.
+            cache: The keys and values of M earlier positions; not supported under sequence
+                parallelism. For the other arguments see `BertBackbone.run_backbone`.
+
+        Raises:
+            ValueError: The configuration has no `is_decoder`, or no `add_cross_attention`.
+        """
+        config = self.config
+        if cache is not None and not config.is_decoder:
+            raise ValueError(f"{type(self).__name__} has a cache only with is_decoder")
+        if encoder_hidden_states is not None and not config.add_cross_attention:
+            raise ValueError(
+                f"{type(self).__name__} takes encoder_hidden_states only with add_cross_attention"
+            )
+        cached = 0 if cache is None else cache.length
+        pieces = find_pieces(seq_idx, None, attention_mask, cache is not None)
+        mask = key_mask(attention_mask, pieces)
+        if config.is_decoder:
+            mask = causal_mask(attention_mask, input_ids.shape[1], pieces)
+        source = None
+        if encoder_hidden_states is not None:
+            source = self.scatter_hidden_states(encoder_hidden_states)
+        source_mask = key_mask(encoder_attention_mask)
+
+        def block_arguments(layer: int) -> tuple[Any, ...]:
+            shared = (mask, source, source_mask)
+            if cache is None:
+                return shared
+            source_cache = cache.sources[layer] if cache.sources else None
+            return (*shared, cache.layers[layer], source_cache)
+
+        return self.run_stack(
+            self.encoder.blocks,
+            embed=lambda: self.encoder.embed(
+                input_ids, token_type_ids, position_ids, seq_idx, cached
+            ),
+            block_arguments=block_arguments,
+        )
+
+
 class BertModel(BareModel, BertBackbone):
     """BERT without a head."""
 
@@ -256,6 +369,10 @@ class BertForMaskedLM(MaskedLM, BertBackbone):
         "encoder_hidden_states",
         "encoder_attention_mask",
     )
+
+
+class BertLMHeadModel(MaskedHeadCausalLM, BertDecoderBackbone):
+    """BERT that predicts the next token."""
 
 
 class BertForPreTraining(PreTraining, BertBackbone):

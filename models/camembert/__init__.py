@@ -7,6 +7,7 @@ from ..family import Family, by_name
 from ..roberta.hf import NAME_MAP
 from .config import CamembertConfig
 from .model import (
+    CamembertForCausalLM,
     CamembertForMaskedLM,
     CamembertForMultipleChoice,
     CamembertForQuestionAnswering,
@@ -21,13 +22,14 @@ FAMILY = Family(
     architectures=by_name(
         CamembertModel,
         CamembertForMaskedLM,
+        CamembertForCausalLM,
         CamembertForSequenceClassification,
         CamembertForTokenClassification,
         CamembertForMultipleChoice,
         CamembertForQuestionAnswering,
     ),
     presets=PRESETS,
-    name_map=replace(NAME_MAP, head_first="CamembertForMaskedLM"),
+    name_map=replace(NAME_MAP, head_first="CamembertFor(MaskedLM|CausalLM)"),
     kind="encoder",
     objective="roberta",
     pretrains={"masked": "CamembertForMaskedLM"},
@@ -38,6 +40,7 @@ FAMILY = Family(
 __all__ = [
     "FAMILY",
     "CamembertConfig",
+    "CamembertForCausalLM",
     "CamembertForMaskedLM",
     "CamembertForMultipleChoice",
     "CamembertForQuestionAnswering",

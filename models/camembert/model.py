@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..roberta.model import (
+    RobertaForCausalLM,
     RobertaForMaskedLM,
     RobertaForMultipleChoice,
     RobertaForQuestionAnswering,
@@ -18,6 +19,10 @@ class CamembertModel(RobertaModel):
 
 class CamembertForMaskedLM(RobertaForMaskedLM):
     """CamemBERT that predicts masked tokens."""
+
+
+class CamembertForCausalLM(RobertaForCausalLM):
+    """CamemBERT that predicts the next token."""
 
 
 class CamembertForSequenceClassification(RobertaForSequenceClassification):

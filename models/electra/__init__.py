@@ -5,6 +5,7 @@ from ..family import Family, by_name
 from .config import ElectraConfig
 from .hf import NAME_MAP
 from .model import (
+    ElectraForCausalLM,
     ElectraForMaskedLM,
     ElectraForMultipleChoice,
     ElectraForPreTraining,
@@ -20,6 +21,7 @@ FAMILY = Family(
     architectures=by_name(
         ElectraModel,
         ElectraForMaskedLM,
+        ElectraForCausalLM,
         ElectraForPreTraining,
         ElectraForSequenceClassification,
         ElectraForTokenClassification,
@@ -38,6 +40,7 @@ FAMILY = Family(
 __all__ = [
     "FAMILY",
     "ElectraConfig",
+    "ElectraForCausalLM",
     "ElectraForMaskedLM",
     "ElectraForMultipleChoice",
     "ElectraForPreTraining",

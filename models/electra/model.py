@@ -14,7 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bert.model import BertBackbone
+from ..bert.model import BertBackbone, BertDecoderBackbone
 from ..blocks.activation_functions import find_activation
 from ..heads import (
     BareModel,
@@ -25,7 +25,7 @@ from ..heads import (
     TokenClassification,
     widen,
 )
-from ..language_model import IGNORED, MaskedLM
+from ..language_model import IGNORED, MaskedHeadCausalLM, MaskedLM
 from ..outputs import ModelOutput
 from .config import ElectraConfig
 
@@ -90,6 +90,10 @@ class ElectraModel(BareModel, BertBackbone):
 
 class ElectraForMaskedLM(MaskedLM, BertBackbone):
     """ELECTRA that predicts masked tokens."""
+
+
+class ElectraForCausalLM(MaskedHeadCausalLM, BertDecoderBackbone):
+    """ELECTRA that predicts the next token."""
 
 
 class ElectraForPreTraining(ReplacedTokenDetection, BertBackbone):

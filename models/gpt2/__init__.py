@@ -6,6 +6,7 @@ from .hf import NAME_MAP
 from .megatron import MEGATRON
 from .memory import activations
 from .model import (
+    GPT2DoubleHeadsModel,
     GPT2ForQuestionAnswering,
     GPT2ForSequenceClassification,
     GPT2ForTokenClassification,
@@ -18,6 +19,7 @@ FAMILY = Family(
     config=GPT2Config,
     architectures=by_name(
         GPT2LMHeadModel,
+        GPT2DoubleHeadsModel,
         GPT2Model,
         GPT2ForSequenceClassification,
         GPT2ForTokenClassification,
@@ -37,6 +39,7 @@ FAMILY = Family(
 __all__ = [
     "FAMILY",
     "GPT2Config",
+    "GPT2DoubleHeadsModel",
     "GPT2ForQuestionAnswering",
     "GPT2ForSequenceClassification",
     "GPT2ForTokenClassification",

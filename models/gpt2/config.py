@@ -59,6 +59,11 @@ class GPT2Config(HeadsConfig):
     eos_token_id: TokenId | list[TokenId] | None = 50256
     pad_token_id: TokenId | None = None
     classifier_dropout: Probability | None = None
+    summary_type: str = "cls_index"
+    summary_use_proj: bool = True
+    summary_activation: str | None = None
+    summary_proj_to_labels: bool = True
+    summary_first_dropout: Probability = 0.1
     architecture: str = "GPT2LMHeadModel"
 
     def __post_init__(self) -> None:
@@ -68,6 +73,15 @@ class GPT2Config(HeadsConfig):
                 "GPT-2 is supported only without an encoder: add_cross_attention must be false"
             )
         self.check_heads(self.n_embd, self.n_head)
+        if self.architecture != "GPT2DoubleHeadsModel":
+            return
+        kind = (self.summary_type, self.summary_use_proj, self.summary_proj_to_labels)
+        if kind != ("cls_index", True, True) or self.summary_activation is not None:
+            raise ValueError(
+                "GPT2DoubleHeadsModel scores a choice by the state of its classification token and "
+                "one projection: summary_type, summary_use_proj, summary_proj_to_labels and "
+                "summary_activation must be 'cls_index', true, true and null"
+            )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

@@ -34,6 +34,8 @@ NAME_MAP = NameMap(
         NameEntry("final_norm.weight", "transformer.ln_f.weight"),
         NameEntry("final_norm.bias", "transformer.ln_f.bias"),
         NameEntry("head.weight", "lm_head.weight"),
+        NameEntry("choice_head.weight", "multiple_choice_head.summary.weight"),
+        NameEntry("choice_head.bias", "multiple_choice_head.summary.bias"),
         NameEntry("classifier.weight", "score.weight"),
         NameEntry("token_classifier.weight", "classifier.weight"),
         NameEntry("token_classifier.bias", "classifier.bias"),

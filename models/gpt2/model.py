@@ -12,11 +12,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
+from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, dropout_state
 from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
 from ..blocks.cache import Cache, LayerKVCache
@@ -25,9 +27,16 @@ from ..blocks.masks import causal_mask, find_pieces, restart_positions
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.stack import BlockList
-from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
+from ..calls import keep_positions
+from ..heads import (
+    BareModel,
+    QuestionAnswering,
+    SequenceClassification,
+    TokenClassification,
+    class_loss,
+)
 from ..language_model import VOCABULARY_MULTIPLE, CausalLM
-from ..outputs import BackboneOutput, StageOutput
+from ..outputs import BackboneOutput, LazyLogits, ModelOutput, StageOutput, absent
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import GPT2Config
 
@@ -188,6 +197,111 @@ class GPT2LMHeadModel(CausalLM, GPT2Backbone):
         "encoder_hidden_states",
         "encoder_attention_mask",
     )
+
+
+class GPT2DoubleHeadsModel(CausalLM, GPT2Backbone):
+    """GPT-2 that predicts the next token, and chooses one of several texts."""
+
+    positional_inputs = (*GPT2Backbone.positional_inputs, "mc_token_ids")
+    label_names = ("labels", "mc_labels")
+
+    def add_head(self) -> None:
+        super().add_head()
+        self.choice_dropout = Dropout(self.config.summary_first_dropout)
+        self.choice_head = nn.Linear(self.hidden_size, 1)
+
+    @classmethod
+    def example_ids(cls, config: Any, ids: Tensor) -> Tensor:
+        return torch.stack([ids, ids.flip(1)], 1)  # [B, 2, S]
+
+    def compute_outputs(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        mc_token_ids: Tensor | None = None,
+        mc_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool = False,
+        logits_to_keep: Tensor | int = 0,
+        **options: Any,
+    ) -> DoubleHeadsOutput | StageOutput:
+        """Returns both kinds of logits and, with labels, both losses.
+
+        Args:
+            input_ids: int64 [B, C, S], or embeddings [B, C, S, H], the texts of C choices; the other
+                inputs of `GPT2Backbone.run_backbone` have the shape of the ids. A batch [B, S] is
+                one of B choices.
+            labels: int64 [B, C, S], which are shifted here; -100 is ignored.
+            mc_token_ids: int64 [B, C], the place of the token whose state represents a text; the
+                last one by default.
+            mc_labels: int64 [B], the number of the right choice.
+            logits_to_keep: The positions whose logits are returned; see `keep_positions`.
+        """
+        shape = input_ids.shape[:-1]  # [B, C], or [B]
+        if input_ids.is_floating_point():
+            shape = shape[:-1]
+        choices = shape[1] if len(shape) == 2 else 1
+        rows: dict[str, Any] = {"attention_mask": attention_mask, **options}
+        if len(shape) == 2:
+            input_ids = input_ids.flatten(0, 1)
+            for name, value in rows.items():
+                if isinstance(value, Tensor) and value.dim() == 3:
+                    rows[name] = value.flatten(0, 1)  # [B · C, S]
+        with dropout_state.rows_per_sample(choices):
+            hidden = self.run_backbone(input_ids, **rows)
+            if isinstance(hidden, StageOutput):
+                return hidden
+            x = self.gather_hidden_states(hidden.states[-1])  # [B · C, S, H]
+            places = torch.full(x.shape[:1], x.shape[1] - 1, device=x.device)
+            if mc_token_ids is not None:
+                places = mc_token_ids.reshape(-1)
+            chosen = x[torch.arange(len(x), device=x.device), places]  # [B · C, H]
+            scores = self.choice_head(self.choice_dropout(chosen)).view(shape)
+        choice_loss = None
+        if mc_labels is not None:
+            choice_loss = class_loss(scores.view(-1, scores.shape[-1]), mc_labels)
+        targets = None
+        if labels is not None:
+            targets = self.targets(labels).view(-1, labels.shape[-1])
+        loss, logits = self.loss_and_logits(
+            self.head,
+            keep_positions(hidden.states[-1], logits_to_keep),
+            targets,
+            num_items_in_batch,
+            hidden.table,
+        )
+        states = self.collect_hidden_states(hidden, output_hidden_states)
+        if output_hidden_states:
+            *before, last = states["hidden_states"]
+            states["hidden_states"] = (*before, last.unflatten(0, shape))  # as in transformers
+        by_choice: Any
+        if isinstance(logits, LazyLogits):
+            by_choice = logits.reshaped(shape)
+        else:
+            by_choice = torch.unflatten(logits, 0, shape)
+        return DoubleHeadsOutput(loss, choice_loss, by_choice, scores, **states)
+
+
+@dataclass
+class DoubleHeadsOutput(ModelOutput):
+    """The output of a `GPT2DoubleHeadsModel`.
+
+    Attributes:
+        loss: The loss of the language model, without that of the choices.
+        mc_loss: The cross-entropy of the choices.
+        logits: [B, C, S, Vp], as in `CausalLMOutput`.
+        mc_logits: [B, C]. The other fields are as in `CausalLMOutput`.
+    """
+
+    loss: Tensor | None = None
+    mc_loss: Tensor | None = None
+    logits: Tensor = field(default_factory=absent)
+    mc_logits: Tensor = field(default_factory=absent)
+    past_key_values: Any = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 class GPT2Model(BareModel, GPT2Backbone):

@@ -5,6 +5,7 @@ from ..family import Family, by_name
 from .config import RobertaConfig
 from .hf import NAME_MAP
 from .model import (
+    RobertaForCausalLM,
     RobertaForMaskedLM,
     RobertaForMultipleChoice,
     RobertaForQuestionAnswering,
@@ -19,6 +20,7 @@ FAMILY = Family(
     architectures=by_name(
         RobertaModel,
         RobertaForMaskedLM,
+        RobertaForCausalLM,
         RobertaForSequenceClassification,
         RobertaForTokenClassification,
         RobertaForMultipleChoice,
@@ -36,6 +38,7 @@ FAMILY = Family(
 __all__ = [
     "FAMILY",
     "RobertaConfig",
+    "RobertaForCausalLM",
     "RobertaForMaskedLM",
     "RobertaForMultipleChoice",
     "RobertaForQuestionAnswering",

@@ -10,7 +10,7 @@ RoBERTa is BERT with these differences:
 
 from __future__ import annotations
 
-from ..bert.model import BertBackbone
+from ..bert.model import BertBackbone, BertDecoderBackbone
 from ..heads import (
     BareModel,
     MultipleChoice,
@@ -18,7 +18,7 @@ from ..heads import (
     SequenceClassification,
     TokenClassification,
 )
-from ..language_model import MaskedLM
+from ..language_model import MaskedHeadCausalLM, MaskedLM
 
 
 class RobertaModel(BareModel, BertBackbone):
@@ -35,6 +35,10 @@ class RobertaForMaskedLM(MaskedLM, BertBackbone):
         "encoder_hidden_states",
         "encoder_attention_mask",
     )
+
+
+class RobertaForCausalLM(MaskedHeadCausalLM, BertDecoderBackbone):
+    """RoBERTa that predicts the next token."""
 
 
 class RobertaForSequenceClassification(SequenceClassification, BertBackbone):

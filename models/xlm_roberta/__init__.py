@@ -7,6 +7,7 @@ from ..family import Family, by_name
 from ..roberta.hf import NAME_MAP
 from .config import XLMRobertaConfig
 from .model import (
+    XLMRobertaForCausalLM,
     XLMRobertaForMaskedLM,
     XLMRobertaForMultipleChoice,
     XLMRobertaForQuestionAnswering,
@@ -21,13 +22,14 @@ FAMILY = Family(
     architectures=by_name(
         XLMRobertaModel,
         XLMRobertaForMaskedLM,
+        XLMRobertaForCausalLM,
         XLMRobertaForSequenceClassification,
         XLMRobertaForTokenClassification,
         XLMRobertaForMultipleChoice,
         XLMRobertaForQuestionAnswering,
     ),
     presets=PRESETS,
-    name_map=replace(NAME_MAP, head_first="XLMRobertaForMaskedLM"),
+    name_map=replace(NAME_MAP, head_first="XLMRobertaFor(MaskedLM|CausalLM)"),
     kind="encoder",
     objective="roberta",
     pretrains={"masked": "XLMRobertaForMaskedLM"},
@@ -38,6 +40,7 @@ FAMILY = Family(
 __all__ = [
     "FAMILY",
     "XLMRobertaConfig",
+    "XLMRobertaForCausalLM",
     "XLMRobertaForMaskedLM",
     "XLMRobertaForMultipleChoice",
     "XLMRobertaForQuestionAnswering",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..roberta.model import (
+    RobertaForCausalLM,
     RobertaForMaskedLM,
     RobertaForMultipleChoice,
     RobertaForQuestionAnswering,
@@ -18,6 +19,10 @@ class XLMRobertaModel(RobertaModel):
 
 class XLMRobertaForMaskedLM(RobertaForMaskedLM):
     """XLM-RoBERTa that predicts masked tokens."""
+
+
+class XLMRobertaForCausalLM(RobertaForCausalLM):
+    """XLM-RoBERTa that predicts the next token."""
 
 
 class XLMRobertaForSequenceClassification(RobertaForSequenceClassification):

@@ -146,7 +146,7 @@ def stacks(name: str) -> str:
     architecture = architecture_of(name)
     if architecture.endswith(("EncoderModel", "T5ForTokenClassification")):
         return "encoder"
-    if architecture.endswith("ForCausalLM"):
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
         return "decoder"
     return next(family(f).kind for f in FAMILIES if architecture in family(f).architectures)
 
@@ -183,7 +183,7 @@ class Inputs:
 
     def batch(self) -> dict[str, Tensor]:
         mask = padded(self.padding)
-        if self.architecture.endswith("ForMultipleChoice"):
+        if self.architecture.endswith(("ForMultipleChoice", "DoubleHeadsModel")):
             mask = mask[:, None].repeat(1, CHOICES, 1)
         inputs = {"input_ids": self.ids(mask), "attention_mask": mask}
         if self.kind == "encoder" and getattr(self.config, "type_vocab_size", 0):
@@ -201,6 +201,12 @@ class Inputs:
             return {"labels": self.class_labels(rows)}
         if "ForMultipleChoice" in architecture:
             return {"labels": self.integers(CHOICES, rows)}
+        if architecture == "GPT2DoubleHeadsModel":
+            labels = ids.masked_fill(mask == 0, -100)
+            labels[..., 1:][mask[..., :-1] == 0] = -100  # what padding predicts is noise
+            places = (mask * torch.arange(LENGTH)).argmax(-1)  # the last token of each text
+            choices = self.integers(CHOICES, rows)
+            return {"labels": labels, "mc_token_ids": places, "mc_labels": choices}
         if "ForNextSentencePrediction" in architecture:
             return {"labels": self.integers(2, rows)}
         if "ForQuestionAnswering" in architecture:
@@ -272,7 +278,7 @@ def attended(name: str, value: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     """Sets what an output has at positions of padding to zero: what comes out of nothing is nobody's business."""
     is_decoders = "decoder_attention_mask" in inputs and not name.startswith("encoder")
     mask = inputs["decoder_attention_mask" if is_decoders else "attention_mask"]
-    if name.startswith("hidden_states"):
+    if name.startswith("hidden_states") and value.dim() == 3:
         mask = mask.view(-1, mask.shape[-1])  # the rows of all choices
     if value.shape[: mask.dim()] != mask.shape or name.startswith(("start", "end")):
         return value

@@ -334,9 +334,9 @@ def test_initial_weights_are_those_of_transformers(name):
 
 def test_refused_configurations():
     with pytest.raises(
-        ValueError, match="architecture 'BertLMHeadModel' is not supported; use one of"
+        ValueError, match="architecture 'BertForSpeech' is not supported; use one of"
     ):
-        config_from_dict({"model_type": "bert", "architectures": ["BertLMHeadModel"]})
+        config_from_dict({"model_type": "bert", "architectures": ["BertForSpeech"]})
     with pytest.raises(ValueError, match="is_decoder and add_cross_attention must be false"):
         config_from_dict({"model_type": "roberta", "is_decoder": True})
     with pytest.raises(ValueError, match="position_embedding_type 'relative_key'"):

@@ -81,12 +81,12 @@ def test_an_unknown_family_names_the_nearest_model_and_what_is_missing(wanted):
 
 
 UNKNOWN_ARCHITECTURES = {  # the nearest architecture, and what is missing
-    ("bert", "BertLMHeadModel"): ("BertFor", "the head ForCausalLM"),
-    ("bert", "BertForCausalLM"): ("BertFor", "the head ForCausalLM"),
+    ("distilbert", "DistilBertForCausalLM"): ("DistilBertFor", "the head ForCausalLM"),
+    ("bert", "BertForCausalLM"): ("BertLMHeadModel", "a class called 'BertForCausalLM'"),
     ("bert", "BertForX"): ("BertFor", "the head ForX"),
     ("bert", "BertMaskedLM"): ("BertForMaskedLM", "a class called 'BertMaskedLM'"),
-    ("gpt2", "GPT2DoubleHeadsModel"): ("GPT2", "the head"),
-    ("roberta", "RobertaForCausalLM"): ("RobertaFor", "the head ForCausalLM"),
+    ("gpt2", "GPT2ForMultipleChoice"): ("GPT2", "the head"),
+    ("modernbert", "ModernBertForCausalLM"): ("ModernBertFor", "the head ForCausalLM"),
 }
 
 

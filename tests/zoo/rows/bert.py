@@ -14,6 +14,7 @@ CASES = {
     "BertForMaskedLM": Case(SIZES, sizes=(1, 2, 3, 4)),
     "BertForMaskedLM, other sizes": Case(OTHERS, sizes=(1, 2, 3, 4)),
     "BertForPreTraining": Case(SIZES),
+    "BertLMHeadModel": Case({**SIZES, "is_decoder": True}),
     "BertForSequenceClassification": Case({**SIZES, "num_labels": 3}),
     "BertModel": Case(SIZES),
     "BertForTokenClassification": Case({**SIZES, "num_labels": 5}),

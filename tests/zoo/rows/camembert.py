@@ -9,6 +9,7 @@ SIZES = {
 CASES = {
     "CamembertForMaskedLM": Case(SIZES),
     "CamembertForSequenceClassification": Case({**SIZES, "num_labels": 1}),
+    "CamembertForCausalLM": Case({**SIZES, "is_decoder": True, "max_position_embeddings": 21}),
     "CamembertModel": Case(SIZES),
     "CamembertForTokenClassification": Case({**SIZES, "num_labels": 3}),
     "CamembertForMultipleChoice": Case(SIZES),

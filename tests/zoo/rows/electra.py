@@ -9,6 +9,7 @@ SIZES = {
 CASES = {
     "ElectraModel": Case(SIZES),
     "ElectraForMaskedLM": Case(SIZES),
+    "ElectraForCausalLM": Case({**SIZES, "is_decoder": True}),
     "ElectraForPreTraining": Case(SIZES),
     "ElectraForSequenceClassification": Case({**SIZES, "embedding_size": 36, "num_labels": 3}),
     "ElectraForTokenClassification": Case({**SIZES, "num_labels": 5}),

@@ -22,6 +22,7 @@ CASES = {
             "activation_function": "relu",
         }
     ),
+    "GPT2DoubleHeadsModel": Case({**SIZES, "summary_first_dropout": 0.0}),
     "GPT2Model": Case(SIZES),
     "GPT2ForSequenceClassification": Case({**SIZES, "num_labels": 3}, sizes=(1, 2, 3, 4)),
     "GPT2ForTokenClassification": Case({**SIZES, "num_labels": 5}),

@@ -11,6 +11,7 @@ CASES = {
     "RobertaForSequenceClassification": Case(
         {**SIZES, "num_labels": 5, "problem_type": "multi_label_classification"}
     ),
+    "RobertaForCausalLM": Case({**SIZES, "is_decoder": True}),
     "RobertaModel": Case(SIZES),
     "RobertaForTokenClassification": Case({**SIZES, "num_labels": 3}),
     "RobertaForMultipleChoice": Case(SIZES),

@@ -9,6 +9,7 @@ SIZES = {
 CASES = {
     "XLMRobertaForMaskedLM": Case(SIZES),
     "XLMRobertaForSequenceClassification": Case({**SIZES, "num_labels": 3}),
+    "XLMRobertaForCausalLM": Case({**SIZES, "is_decoder": True}),
     "XLMRobertaModel": Case(SIZES),
     "XLMRobertaForTokenClassification": Case({**SIZES, "num_labels": 3}),
     "XLMRobertaForMultipleChoice": Case(SIZES),
