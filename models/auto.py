@@ -19,7 +19,7 @@ from ..files.strict_json import read_folder_json
 from ..mpu import ParallelMesh, initialize, materialize
 from .config import ModelConfig
 from .family_table import architectures, family, find_family, list_families, presets
-from .loading_options import LoadingOptions, change_config, read_device, read_dtype
+from .loading_options import LoadingOptions, change_config, note_attention, read_device, read_dtype
 from .megatron import MegatronMap
 from .nearest import refuse_architecture
 from .parallel_config import ParallelConfig
@@ -224,6 +224,7 @@ def from_config(
         read = change_config(read, taken.changes, "from_config")
     place = read_device(device, device_map, mesh)
     model: Any = build_on_meta(read, mesh, parallel_config, architecture)
+    note_attention(model.config, taken.attention)
     slice_pipeline_stage(model, mesh, parallel_config)
     if place.type != "meta":
         materialize(model, place, read_dtype(dtype, torch_dtype))

@@ -178,6 +178,12 @@ class Backbone(ModelMethods, PipelineStage):
         return from_config(cls.take_config(config), mesh, architecture=cls, **options)
 
     @classmethod
+    def _from_config(cls, config: Any, **options: Any) -> Any:
+        """Builds a model as transformers' method of this name does: PyTorch's generator governs."""
+        options.setdefault("seed", draw_model_seed(options.get("mesh")))
+        return cls.from_config(config, **options)
+
+    @classmethod
     def take_config(cls, config: Any) -> Any:
         """Returns the copy of a configuration that a new model of this class keeps.
 
@@ -332,6 +338,8 @@ class Head(Backbone):
             if name not in backbone_modules and any(True for _ in module.parameters()):
                 names.append(name)
         self.head_modules = tuple(names)
+        if getattr(config, "gradient_checkpointing", False):
+            self.gradient_checkpointing_enable()
         self.init_parameters()
 
     def add_head(self) -> None:

@@ -204,6 +204,7 @@ class ModelConfig(metaclass=ConfigType):
     chunk_size_feed_forward: ClassVar[int] = 0
     name_or_path: ClassVar[str] = ""
     dtype: ClassVar[Any] = None
+    _attn_implementation: ClassVar[str] = "sdpa"
 
     vocab_size: VocabSize
 

@@ -29,12 +29,19 @@ from ..mpu import (
     tp_rank,
     tp_size,
 )
-from .auto import as_config, build_on_meta
+from .auto import as_config, build_on_meta, from_config
 from .config import ModelConfig
 from .family_table import family, find_architecture
 from .generation.generation_config import GenerationConfig
 from .generation.mixin import GenerationMixin
-from .loading_options import LoadingOptions, change_config, name_source, read_device, read_dtype
+from .loading_options import (
+    LoadingOptions,
+    change_config,
+    name_source,
+    note_attention,
+    read_device,
+    read_dtype,
+)
 from .lora import load_adapter
 from .mapping import (
     MappedCheckpoint,
@@ -53,7 +60,7 @@ from .pipeline import slice_pipeline_stage
 
 
 def from_pretrained(
-    path: str | Path,
+    path: str | Path | None,
     mesh: ParallelMesh | None = None,
     dtype: torch.dtype | str | None = None,
     *,
@@ -79,7 +86,8 @@ def from_pretrained(
         path: A Hugging Face folder (`model.safetensors`, `pytorch_model.bin`, or several files with
             their index), a shardzoo folder (`manifest.json`) written by any number of ranks, or a
             folder of rank files of the original GLM, DeepSpeed or FlagAI; or `org/name[@revision]`
-            on the Hugging Face Hub, of which it reads safetensors.
+            on the Hugging Face Hub, of which it reads safetensors. None, with `config` and
+            `state_dict`, reads no folder.
         mesh: The mesh over whose tensor-parallel ranks the model is split.
         dtype, torch_dtype: The type of the parameters; by default, and with "auto", the stored one.
         device: Where the parameters are.
@@ -112,6 +120,10 @@ def from_pretrained(
     taken = LoadingOptions.from_arguments(options)
     wanted_dtype = read_dtype(dtype, torch_dtype)
     place = read_device(device, device_map, mesh)
+    if path is None:
+        return _build_from_state(
+            config, mesh, taken, architecture, device=place, dtype=wanted_dtype
+        )
     folder = find_model(name_source(path, taken), "path", options=taken.hub) / taken.subfolder
     if not folder.is_dir():
         raise ValueError(
@@ -180,6 +192,7 @@ def from_pretrained(
     model.name_or_path = str(folder)
     model.config.name_or_path = str(path)
     model.config.dtype = wanted_dtype
+    note_attention(model.config, taken.attention)
     if issubclass(type(model), GenerationMixin):
         model.generation_config = GenerationConfig.from_folder(folder, settings)
     if adapter is not None:
@@ -190,6 +203,33 @@ def from_pretrained(
     if not taken.output_loading_info:
         return model
     return model, _describe_loading(native, mapped, missing, mismatched)
+
+
+def _build_from_state(
+    config: Any,
+    mesh: ParallelMesh | None,
+    taken: LoadingOptions,
+    architecture: type[nn.Module] | None,
+    **options: Any,
+) -> Any:
+    """Returns a model of a configuration with the tensors of a state dict, without a folder."""
+    if config is None or taken.state_dict is None:
+        raise ValueError("without a path, config= and state_dict= are needed")
+    read = as_config(config)
+    if taken.changes:
+        read = change_config(read, taken.changes, "from_pretrained")
+    seed = draw_model_seed(mesh)
+    if architecture is not None:
+        read = cast(Any, architecture).take_config(read)
+    model: Any = from_config(read, mesh, seed=seed, architecture=architecture, **options)
+    result = model.load_state_dict(taken.state_dict, strict=False)
+    if result.missing_keys:
+        warnings.warn(
+            f"{', '.join(result.missing_keys)} of {type(model).__name__} are newly initialized; "
+            "train the model before you use it",
+            stacklevel=3,
+        )
+    return model.eval()
 
 
 def _keep_apart(head: StoredTensor, embedding: StoredTensor) -> bool:

@@ -79,6 +79,7 @@ class LoadingOptions:
         ignore_mismatched_sizes: Initialize parameters whose stored tensor has another shape.
         output_loading_info: Return what was missing, too.
         state_dict: The tensors to load instead of the folder's.
+        attention: The name of an implementation of attention, which the configuration notes.
     """
 
     hub: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -89,6 +90,7 @@ class LoadingOptions:
     ignore_mismatched_sizes: bool = False
     output_loading_info: bool = False
     state_dict: Any = None
+    attention: str | None = None
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> LoadingOptions:
@@ -97,10 +99,11 @@ class LoadingOptions:
         Raises:
             ValueError: An argument is refused.
         """
-        own = {known.name for known in fields(cls)} - {"hub", "changes"}
+        own = {known.name for known in fields(cls)} - {"hub", "changes", "attention"}
         found: dict[str, Any] = {}
         hub: dict[str, Any] = {}
         changes: dict[str, Any] = {}
+        attention: str | None = None
         for name, value in arguments.items():
             if name in own:
                 found[name] = value
@@ -109,6 +112,7 @@ class LoadingOptions:
                     hub[HUB[name]] = value
             elif name == "attn_implementation":
                 check_attention(value)
+                attention = value
             elif name == "weights_only":
                 if value is False:
                     raise ValueError("weights_only must be True: no pickle is ever run")
@@ -118,7 +122,7 @@ class LoadingOptions:
             elif name not in WITHOUT_EFFECT:
                 changes[name] = value
         found["subfolder"] = found.get("subfolder") or ""
-        return cls(hub=hub, changes=changes, **found)
+        return cls(hub=hub, changes=changes, attention=attention, **found)
 
 
 def check_attention(implementation: Any) -> None:
@@ -128,6 +132,12 @@ def check_attention(implementation: Any) -> None:
             f"attn_implementation must be one of {', '.join(ATTENTION)}, not "
             f"{shown(implementation)}; all of them compute the same, and the zoo chooses the kernel"
         )
+
+
+def note_attention(config: ModelConfig, implementation: str | None) -> None:
+    """Sets the name of an implementation of attention, where transformers' configuration has it."""
+    if implementation is not None:
+        vars(config)["_attn_implementation"] = implementation
 
 
 def read_dtype(dtype: Any, other: Any = None) -> torch.dtype | None:

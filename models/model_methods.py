@@ -18,6 +18,7 @@ from .blocks.stack import BlockList
 from .family_table import find_architecture
 from .hf_state import hf_state_dict, is_hf_state, load_hf_state_dict
 from .huggingface import LARGEST_FILE
+from .loading_options import check_attention
 from .resizing import resize_token_embeddings
 from .saving import push_to_hub, save_pretrained
 from .sizes import full_size, is_embedding
@@ -36,6 +37,16 @@ class BaseModelName:
         if model is None or model.base_model_prefix != self.name or model.base_model is model:
             raise AttributeError(self.name)
         return model.base_model
+
+
+class ConfigClass:
+    """Makes `config_class`, the class of a model's configuration, of the model and of its class."""
+
+    def __get__(self, model: Any, owner: type[Any]) -> Any:
+        if model is not None:
+            return model.config.__class__
+        facts, _ = find_architecture(owner)
+        return None if facts is None else facts.config
 
 
 class EncoderView(nn.Module):
@@ -95,12 +106,20 @@ class ModelMethods(nn.Module):
     output_modalities: ClassVar[tuple[str, ...]] = ("text",)
     supports_gradient_checkpointing: ClassVar[bool] = True
     is_parallelizable: ClassVar[bool] = False
-    # What transformers' Trainer, accelerate and peft look up; they are about tensors' names.
-    _tied_weights_keys: ClassVar[None] = None
+    config_class = ConfigClass()
+    # What transformers' Trainer, its tests, accelerate and peft look up in a class.
     _keys_to_ignore_on_save: ClassVar[None] = None
     _keys_to_ignore_on_load_missing: ClassVar[None] = None
+    _keys_to_ignore_on_load_unexpected: ClassVar[None] = None
+    _keep_in_fp32_modules: ClassVar[frozenset[str]] = frozenset()
+    _keep_in_fp32_modules_strict: ClassVar[frozenset[str]] = frozenset()
     _is_stateful: ClassVar[bool] = False
     _auto_class: ClassVar[None] = None
+    _supports_sdpa: ClassVar[bool] = True
+    _supports_flash_attn: ClassVar[bool] = False
+    _supports_flex_attn: ClassVar[bool] = False
+    _supports_attention_backend: ClassVar[bool] = False
+    _can_compile_fullgraph: ClassVar[bool] = False
     model_tags: list[str] | None = None
 
     bert = BaseModelName()
@@ -129,11 +148,6 @@ class ModelMethods(nn.Module):
     def warnings_issued(self) -> dict[str, bool]:
         """Which warnings a program has given, by name: transformers' Trainer sets them."""
         return vars(self).setdefault("_warnings_issued", {})
-
-    @property
-    def config_class(self) -> Any:
-        """The class of the model's configuration."""
-        return self.config.__class__
 
     @property
     def base_model_prefix(self) -> str:
@@ -368,6 +382,34 @@ class ModelMethods(nn.Module):
     def is_remote_code(self) -> bool:
         """Returns False: no code of a repository ever runs."""
         return False
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """Returns True: names of attention implementations are taken, and change nothing."""
+        return True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Returns False: no family has experts."""
+        return False
+
+    def set_attn_implementation(self, attn_implementation: Any) -> None:
+        """Notes how transformers would compute attention; the zoo chooses the kernel.
+
+        Raises:
+            ValueError: transformers has no such implementation.
+        """
+        check_attention(attn_implementation)
+        self.config._attn_implementation = attn_implementation
+
+    @property
+    def _tied_weights_keys(self) -> dict[str, str] | None:
+        """The names of tied parameters in the model's own state dict; None if there are none."""
+        return self.all_tied_weights_keys or None
+
+    def _shift_right(self, input_ids: Tensor) -> Tensor:
+        """Returns the decoder's input for labels, by T5's name in transformers."""
+        return cast(Any, self).prepare_decoder_input_ids_from_labels(input_ids)
 
     @property
     def all_tied_weights_keys(self) -> dict[str, str]:

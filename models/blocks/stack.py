@@ -34,6 +34,11 @@ class BlockList(nn.ModuleList):
         self.recompute_blocks = parallel_config.recompute == "full"
 
     @property
+    def gradient_checkpointing(self) -> bool:
+        """transformers' name of `recompute_blocks`."""
+        return self.recompute_blocks
+
+    @property
     def has_first(self) -> bool:
         """Whether the first block of the stack is in this pipeline stage."""
         return len(self.own) > 0 and self.own.start == 0

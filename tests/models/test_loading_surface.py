@@ -189,3 +189,22 @@ def test_split_models(folders, run_mesh):
     (whole,) = run_mesh(1, classify, folders["BertForMaskedLM"])
     for split in run_mesh(2, classify, folders["BertForMaskedLM"]):
         torch.testing.assert_close(split, whole)
+
+
+def test_models_without_a_folder(folders):
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(folders["GPT2LMHeadModel"])
+    model = zoo.GPT2LMHeadModel.from_pretrained(
+        None, config=theirs.config, state_dict=theirs.state_dict()
+    )
+    torch.testing.assert_close(model(IDS).logits, theirs(IDS).logits)
+    with pytest.raises(ValueError, match="config= and state_dict= are needed"):
+        zoo.GPT2LMHeadModel.from_pretrained(None)
+    assert zoo.GPT2LMHeadModel.config_class is zoo.GPT2Config
+    torch.manual_seed(0)
+    first = zoo.GPT2LMHeadModel._from_config(theirs.config, attn_implementation="eager")
+    torch.manual_seed(0)
+    second = zoo.GPT2LMHeadModel._from_config(theirs.config)
+    assert torch.equal(first.word_embeddings.weight, second.word_embeddings.weight)
+    assert first.config._attn_implementation == "eager"
+    first.set_attn_implementation("sdpa")
+    assert first.config._attn_implementation == second.config._attn_implementation == "sdpa"
