@@ -448,8 +448,7 @@ def _is_tied(
                 embedding_names.append(alias)
         embedding = next((tensors[name] for name in embedding_names if name in tensors), None)
         if embedding is None:
-            is_tied = getattr(config, "tie_word_embeddings", True)
-            repeats_embedding = config.ties_without_head or is_tied
+            repeats_embedding = getattr(config, "tie_word_embeddings", True)
         else:
             repeats_embedding = is_same(tensors[head], embedding)
         if not repeats_embedding:
