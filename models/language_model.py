@@ -179,15 +179,14 @@ def compute_loss(
     return head.losses(rows, target, table, ignore_index=IGNORED).sum() / count
 
 
-def vocabulary_head(
-    model: Backbone, kind: type[VocabParallelHead] = VocabParallelHead
-) -> VocabParallelHead:
+def vocabulary_head(model: Backbone, *, fixed_bias: bool = False) -> VocabParallelHead:
     """Returns a head without a trained bias, which is the word embedding if the configuration ties
     them.
     """
-    return kind(
+    return VocabParallelHead(
         model.hidden_size,
         model.config.vocab_size,
+        fixed_bias=fixed_bias,
         tied=model.embedding if model.config.tie_word_embeddings else None,
         pad_multiple=VOCABULARY_MULTIPLE,
         **layer_arguments(model.mesh, model.parallel_config),

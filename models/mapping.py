@@ -460,7 +460,7 @@ def _has_logits_bias(checkpoint: Checkpoint) -> bool:
     """Returns whether the files have a bias of the logits that is not zero."""
     tensors = checkpoint.ranks[0]
     if checkpoint.kind not in ("huggingface", "dcp"):
-        return f"head.{LOGITS_BIAS}" in tensors
+        return "head.fixed_bias" in tensors
     if LOGITS_BIAS not in tensors:
         return False
     for _, chunk in list_chunks(tensors[LOGITS_BIAS]):

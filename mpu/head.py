@@ -22,6 +22,8 @@ class VocabParallelHead(SplitLayer):
     `vocab_parallel_cross_entropy`.
 
     Args:
+        fixed_bias: Whether there is a bias that no training changes; it is [1, V], like the buffer
+            `final_logits_bias` of transformers' BART.
         tied: The embedding whose weight this head shares, as the same parameter.
         sequence_parallel: The input is this rank's part of the sequence; the logits are those of
             the whole sequence.
@@ -33,6 +35,7 @@ class VocabParallelHead(SplitLayer):
         num_embeddings: int,
         *,
         bias: bool = False,
+        fixed_bias: bool = False,
         tied: VocabParallelEmbedding | None = None,
         pad_multiple: int = 1,
         sequence_parallel: bool = False,
@@ -55,6 +58,11 @@ class VocabParallelHead(SplitLayer):
         self.weight = split_parameter(self.shard, mesh) if tied is None else tied.weight  # [Vp, H]
         bias_shard = Shard((num_embeddings,), 0, pad_multiple=pad_multiple)
         self.bias = split_parameter(bias_shard, mesh) if bias else None  # [Vp]
+        self.fixed_bias = None
+        if fixed_bias:
+            row = Shard((1, num_embeddings), 1, pad_multiple=pad_multiple)
+            self.fixed_bias = split_parameter(row, mesh)  # [1, Vp]
+            self.fixed_bias.requires_grad = False
 
     def forward(self, hidden: Tensor, table: Tensor | None = None) -> Tensor:
         """Returns the logits [B, S, Vp].
@@ -64,12 +72,9 @@ class VocabParallelHead(SplitLayer):
             table: The table that the tied embedding's `embed` returned; an untied head ignores it.
         """
         weight = self.shared_weight(table)
+        bias = self.bias if self.fixed_bias is None else self.fixed_bias[0]
         return column_parallel(
-            hidden,
-            weight,
-            self.logits_bias,
-            sequence_parallel=self.sequence_parallel,
-            mesh=self.mesh,
+            hidden, weight, bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh
         )
 
     def losses(
@@ -85,12 +90,13 @@ class VocabParallelHead(SplitLayer):
             ignore_index: A target with this value has loss 0 and no gradient.
         """
         weight = self.shared_weight(table)
+        bias = self.bias if self.fixed_bias is None else self.fixed_bias[0]
         if self.mesh is None or self.mesh.tp_size == 1:
             check_ids(target.masked_fill(target == ignore_index, 0), self.num_embeddings, "label")
             return linear_cross_entropy(
                 hidden,
                 weight,
-                self.logits_bias,
+                bias,
                 target,
                 num_classes=self.num_embeddings,
                 ignore_index=ignore_index,
@@ -98,18 +104,13 @@ class VocabParallelHead(SplitLayer):
         return head_losses(
             hidden,
             weight,
-            self.logits_bias,
+            bias,
             target,
             num_classes=self.num_embeddings,
             ignore_index=ignore_index,
             partial_grad=not self.sequence_parallel,
             mesh=self.mesh,
         )
-
-    @property
-    def logits_bias(self) -> Tensor | None:
-        """What is added to the logits, [Vp]. A subclass may keep it under another name."""
-        return self.bias
 
     def shared_weight(self, table: Tensor | None) -> Tensor:
         """Returns the weight [Vp, H]: the `table` of a tied embedding's last use, if given."""

@@ -52,7 +52,7 @@ NAME_MAP = NameMap(
         *both(f"{_CROSS}.output", f"{_STORED_CROSS}.out_proj"),
         *both(f"{_CROSS}_norm", f"{_STORED_CROSS}_layer_norm"),
         NameEntry("head.weight", "lm_head.weight"),
-        NameEntry("head.final_logits_bias", "final_logits_bias"),
+        NameEntry("head.fixed_bias", "final_logits_bias"),
         *both("pooler", "classification_head.dense"),
         *both("classifier", "classification_head.out_proj"),
         *both("qa_outputs", "qa_outputs"),

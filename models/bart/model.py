@@ -23,15 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...mpu import (
-    Dropout,
-    LayerNorm,
-    ParallelMesh,
-    Shard,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-)
-from ...mpu.parameter import split_parameter
+from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..backbone import Backbone
 from ..blocks.attention import CrossAttention, SelfAttention
 from ..blocks.cache import LayerKVCache
@@ -222,29 +214,11 @@ class BartBackbone(Seq2SeqBackbone, BartEmbeddings):
         self.decoder = BartStack(config, True, mesh, self.parallel_config)
 
 
-class LogitsBiasHead(VocabParallelHead):
-    """A head that adds a stored vector, which no training changes, to the logits.
-
-    The vector is [1, V], as transformers stores its buffer `final_logits_bias`.
-    """
-
-    def __init__(self, hidden_size: int, num_embeddings: int, **options: Any) -> None:
-        super().__init__(hidden_size, num_embeddings, **options)
-        shard = Shard((1, num_embeddings), 1, pad_multiple=self.shard.pad_multiple)
-        self.final_logits_bias = split_parameter(shard, self.mesh)
-        self.final_logits_bias.requires_grad = False
-
-    @property
-    def logits_bias(self) -> Tensor:
-        return self.final_logits_bias[0]
-
-
 class BartLM(Seq2SeqLM):
     """Predicts the label at each position of the decoder; the logits may have a stored bias."""
 
     def add_head(self) -> None:
-        kind = LogitsBiasHead if self.config.final_logits_bias else VocabParallelHead
-        self.head = vocabulary_head(self, kind)
+        self.head = vocabulary_head(self, fixed_bias=self.config.final_logits_bias)
 
 
 class BartForConditionalGeneration(BartLM, BartBackbone):

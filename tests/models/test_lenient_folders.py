@@ -209,7 +209,7 @@ def test_a_bias_of_the_logits(tmp_path, run_mesh, architecture):
     loss = model(input_ids=ids, labels=ids).loss
     torch.testing.assert_close(loss, theirs(input_ids=ids, labels=ids).loss)
     loss.backward()
-    assert model.head.final_logits_bias.grad is None
+    assert model.head.fixed_bias.grad is None
 
 
 def test_projections_of_two_types(tmp_path, run_mesh):
