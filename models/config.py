@@ -541,10 +541,6 @@ class HeadsConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.problem_type == "single_label_classification" and self.num_labels == 1:
-            raise ValueError(
-                "problem_type='single_label_classification' needs num_labels of at least 2, not 1"
-            )
         if self.id2label is None:
             object.__setattr__(self, "id2label", name_labels(self.num_labels))
             if self.label2id is None:

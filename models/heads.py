@@ -194,8 +194,13 @@ class Classifier(Head):
 
     @property
     def label_classes(self) -> int | None:
-        """The number of classes of integer labels; None for one class, which is a regression."""
-        return None if self.config.num_labels == 1 else self.config.num_labels
+        """The number of classes of integer labels; None for a regression, which one class is unless
+        `problem_type` says that it is a class.
+        """
+        is_class = self.config.problem_type == "single_label_classification"
+        if self.config.num_labels == 1 and not is_class:
+            return None
+        return self.config.num_labels
 
     def compute_outputs(
         self,

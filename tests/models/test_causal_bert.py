@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import hf_model, tiny
+from tiny_models import hf_model
 from torch.utils import _pytree as pytree
 
 import shardzoo
@@ -127,10 +127,17 @@ def test_two_heads_without_labels_and_choices(tmp_path):
     torch.testing.assert_close(dict(found), dict(expected), **TOLERANCE)
 
 
-def test_one_class_is_refused_as_in_transformers():
-    changes = {"num_labels": 1, "problem_type": "single_label_classification"}
-    with pytest.raises(ValueError, match="requires `num_labels > 1`"):
-        hf_model("BertForSequenceClassification", 0.0, **changes)
-    values = tiny("bert", architectures=["BertForSequenceClassification"], **changes)
-    with pytest.raises(ValueError, match="needs num_labels of at least 2, not 1"):
-        shardzoo.from_config(values)
+def test_one_class_that_is_no_number(tmp_path):
+    """transformers takes it where the settings change after the model was built."""
+    theirs = hf_model("BertForSequenceClassification", 0.0, num_labels=1).eval()
+    theirs.save_pretrained(tmp_path)
+    theirs.config.problem_type = "single_label_classification"
+    ours = shardzoo.from_pretrained(tmp_path).eval()
+    ours.config.problem_type = "single_label_classification"
+    ids = make_ids((2, 5))
+    labels = torch.tensor([0, -100])
+    expected, found = theirs(input_ids=ids, labels=labels), ours(input_ids=ids, labels=labels)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.logits, expected.logits, **TOLERANCE)
+    with pytest.raises(ValueError, match="label 1 is no class of the model, which has 1"):
+        ours(input_ids=ids, labels=labels + 1)
