@@ -106,7 +106,9 @@ class AutoModelClass:
         """
         for head in cls.heads:
             for name, architecture in facts.architectures.items():
-                is_other = head == "Model" and name.endswith(("HeadModel", "EncoderModel"))
+                is_other = head == "Model" and name.endswith(
+                    ("HeadModel", "HeadsModel", "EncoderModel")
+                )
                 if name.endswith(head) and not is_other:
                     return architecture
         raise ValueError(

@@ -164,8 +164,9 @@ def load_hf_state_dict(
     aliases = dict(native.name_map.aliases)
     unexpected: list[str] = []
     for current, name in found.items():
+        is_zero = current in native.name_map.zeros and not bool(state[name].any())
         is_known = name in used or current in aliases or native.name_map.is_ignored(name)
-        if not is_known:
+        if not is_known and not is_zero:
             unexpected.append(name)
     if strict and (missing or unexpected):
         raise ValueError(

@@ -165,11 +165,10 @@ class ModelMethods(nn.Module):
         """
         facts, own_name = find_architecture(type(self))
         body = _find_body(type(self))
-        if facts is None or (own_name.endswith("Model") and not own_name.endswith("HeadModel")):
+        if facts is None or _is_bare(own_name):
             return self
         for name, architecture in facts.architectures.items():
-            is_bare = name.endswith("Model") and not name.endswith("HeadModel")
-            if is_bare and _find_body(architecture) is body:
+            if _is_bare(name) and _find_body(architecture) is body:
                 return self._share_modules(architecture, name)
         return self
 
@@ -295,6 +294,9 @@ class ModelMethods(nn.Module):
         Under a mesh these are the parameters of all tensor-parallel ranks, without padding.
         """
         left_out: set[nn.Parameter] = set()
+        head = self.get_output_embeddings()
+        if head is not None and head.fixed_bias is not None:
+            left_out.add(head.fixed_bias)  # a buffer in transformers
         if exclude_embeddings:
             for module in self.modules():
                 if is_embedding(module) or isinstance(module, RelativeBias):
@@ -510,6 +512,11 @@ class ModelMethods(nn.Module):
     def push_to_hub(self, repo_id: str, **options: Any) -> str | None:
         """Commits the model to the Hub; see `shardzoo.models.push_to_hub` for the options."""
         return push_to_hub(self, repo_id, **options)
+
+
+def _is_bare(architecture: str) -> bool:
+    """Returns whether the name of an architecture is that of a model without a head."""
+    return architecture.endswith("Model") and not architecture.endswith(("HeadModel", "HeadsModel"))
 
 
 def _find_body(architecture: type[Any]) -> type[Any] | None:

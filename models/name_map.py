@@ -120,7 +120,8 @@ class NameMap:
     def to_module_name(self, stored_name: str, architecture: str) -> str:
         """Returns the name of an entry's tensor in transformers' module of an architecture."""
         name = self.to_hf_name(stored_name, architecture)
-        is_body = architecture.endswith("Model") and not architecture.endswith("HeadModel")
+        has_head = architecture.endswith(("HeadModel", "HeadsModel"))
+        is_body = architecture.endswith("Model") and not has_head
         if is_body:
             return name.removeprefix(self.prefix)
         return name

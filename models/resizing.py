@@ -72,6 +72,13 @@ def resize_token_embeddings(
             else:
                 head.weight = cast(Any, weight)
             head.bias = cast(Any, bias)
+            if head.fixed_bias is not None:
+                # BART's bias of the logits is [1, V]; as in transformers, new tokens have none.
+                values = _gather(head.fixed_bias, model.mesh)
+                padded = values.new_zeros(1, count)
+                kept = min(count, old_count)
+                padded[:, :kept] = values[:, :kept]
+                head.fixed_bias = cast(Any, _split(padded, head.fixed_bias, model.mesh))
             head.num_embeddings = count
             head.shard = cast(SplitParameter, head.weight).shard
     embedding.weight = cast(Any, table)
@@ -186,7 +193,8 @@ def _gather(parameter: SplitParameter, mesh: ParallelMesh | None) -> Tensor:
 
 def _split(whole: Tensor, old: SplitParameter, mesh: ParallelMesh | None) -> nn.Parameter:
     """Returns a parameter for this rank's part of other values, on the device of the old one."""
-    shard = Shard(tuple(whole.shape), 0, pad_multiple=old.shard.pad_multiple)
+    dim = old.shard.dim
+    shard = Shard(tuple(whole.shape), dim, pad_multiple=old.shard.pad_multiple)
     part = shard.slice(whole, axis_ranks(mesh), axis_sizes(mesh))
     made = split_parameter(shard, mesh)
     made.data = part.to(old.device)

@@ -192,6 +192,20 @@ def test_resized_embeddings(pairs, name, count):
     )
 
 
+def test_a_resized_bias_of_the_logits():
+    config = zoo.BartConfig(d_model=32, encoder_layers=1, decoder_layers=1, vocab_size=97,
+                            encoder_attention_heads=4, decoder_attention_heads=4,
+                            final_logits_bias=True)  # fmt: skip
+    model = zoo.BartForConditionalGeneration(config)
+    model.head.fixed_bias.data.fill_(2.0)
+    count = model.num_parameters()
+    model.resize_token_embeddings(203)
+    assert model.num_parameters() == count + 32 * (203 - 97)
+    bias = model.hf_state_dict()["final_logits_bias"]
+    assert bias.tolist() == [[2.0] * 97 + [0.0] * (203 - 97)]
+    assert model(IDS, decoder_input_ids=IDS).logits.shape == (1, 6, 203)
+
+
 def resize(mesh, name, folder, saved):
     torch.manual_seed(mesh.rank)
     model = getattr(zoo, name).from_pretrained(folder, mesh)
