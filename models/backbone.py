@@ -124,6 +124,11 @@ class Backbone(ModelMethods, PipelineStage):
         """Whether the last stack of blocks attends to an encoder's output."""
         return False
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether `use_cache` makes a cache, of a model that takes one."""
+        return True
+
     def compute_outputs(self, *inputs: Any, **options: Any) -> Any:
         """Computes the outputs of a call, whose arguments `run_call` has brought into one form."""
         raise NotImplementedError

@@ -177,7 +177,7 @@ def take_cache(model: Any, named: dict[str, Any]) -> Any:
     past = named.get("past_key_values")
     if past is None and not uses:
         return None
-    if "cache" not in parameters:
+    if "cache" not in parameters or (past is None and not model.keeps_cache):
         return None  # `resolve_inputs` refuses a cache that is given
     if past is not None and not hasattr(past, "get_seq_length"):
         raise ValueError(

@@ -454,7 +454,7 @@ class MultipleChoice(SequenceClassification):
             return output
         logits = output.logits.view(batch, choices)
         loss = None if labels is None else class_loss(logits, labels, num_items_in_batch)
-        return ClassifierOutput(loss, logits, output.hidden_states)
+        return ClassifierOutput(loss, logits, hidden_states=output.hidden_states)
 
     def count_targets(self, labels: Tensor) -> Tensor:
         return (labels != IGNORED).sum()

@@ -15,6 +15,7 @@ from ..mpu import broadcast_from_stage, dropout_state
 from ..ops.device import host_can_read
 from ..ops.dispatcher import is_watched
 from .backbone import Backbone, Head
+from .blocks.attention import attention_record
 from .blocks.cache import Cache
 from .blocks.embeddings import embed_tokens
 from .blocks.masks import causal_mask, find_pieces, key_mask
@@ -138,6 +139,8 @@ def find_tokens(mask: Tensor | None, ids: Tensor, blocks: nn.ModuleList) -> Tens
     """
     if mask is None or not host_can_read(mask) or mask.dtype != torch.bool:
         return mask
+    if attention_record.probabilities is not None:
+        return mask  # what is recorded should be part of the graph, with padding
     if mask.shape != (len(ids), 1, 1, ids.shape[1]):
         return mask
     if any(getattr(block, "_compiled_call_impl", None) for block in blocks):

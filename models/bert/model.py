@@ -296,6 +296,10 @@ class BertDecoderBackbone(BertBackbone):
         return self.config.add_cross_attention
 
     @property
+    def keeps_cache(self) -> bool:
+        return self.config.is_decoder
+
+    @property
     def blocks(self) -> BlockList:
         return self.encoder.blocks
 

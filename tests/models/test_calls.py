@@ -143,6 +143,29 @@ def test_attentions_and_hidden_states(architecture, models, run_mesh):
     compare(architecture, models, run_mesh, inputs, ["loss", "logits", *names], ranks)
 
 
+def test_hidden_states_of_choices(models):
+    theirs, ours, _ = models("BertForMultipleChoice")
+    inputs = {"input_ids": make_ids((2, 3, 7)), "labels": torch.tensor([2, 0])}
+    inputs |= {"output_attentions": True, "output_hidden_states": True}
+    expected, found = theirs(**inputs), ours(**inputs)
+    assert list(found.keys()) == list(expected.keys())
+    torch.testing.assert_close(dict(found), dict(expected), **TOLERANCE)
+
+
+def test_what_is_recorded_has_gradients(models):
+    """Also where an encoder in training leaves padding out."""
+    _, ours, _ = models("T5ForConditionalGeneration")
+    inputs = {"input_ids": make_ids(), "attention_mask": make_mask(), "labels": make_ids()}
+    output = ours.train()(**inputs, output_attentions=True, output_hidden_states=True)
+    ours.eval()
+    kept = [output.encoder_hidden_states[0], output.encoder_attentions[0]]
+    kept += [output.decoder_hidden_states[0], output.cross_attentions[0]]
+    for tensor in kept:
+        tensor.retain_grad()
+    output.logits.sum().backward()
+    assert all(tensor.grad is not None for tensor in kept)
+
+
 def complete_masks():
     """Masks with a row for each query, for decoders and encoders."""
     allowed = torch.rand(3, 7, 7, generator=torch.Generator().manual_seed(3)) < 0.6

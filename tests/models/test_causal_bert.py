@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_models import hf_model
 from torch.utils import _pytree as pytree
+from transformers import DynamicCache
 
 import shardzoo
 
@@ -97,8 +98,9 @@ def test_what_a_decoder_needs(tmp_path):
     values |= {"num_hidden_layers": 1, "intermediate_size": 8, "architectures": ["BertLMHeadModel"]}
     model = shardzoo.from_config(values).eval()  # every token attends to all, as in transformers
     assert model(ids, use_cache=False).logits.shape == (3, 7, 97)
+    assert model(ids, use_cache=True).past_key_values is None
     with pytest.raises(ValueError, match="BertLMHeadModel has a cache only with is_decoder"):
-        model(ids, use_cache=True)
+        model(ids, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="encoder_hidden_states only with add_cross_attention"):
         model(ids, encoder_hidden_states=torch.zeros(3, 2, 8))
     with pytest.raises(ValueError, match="add_cross_attention needs is_decoder"):
