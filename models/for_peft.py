@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -269,7 +269,7 @@ class ModelForPeft(PreTrainedModel):
                     places.append((piece, *piece.rows))
                 else:
                     places.append((piece, 0, native.get_parameter(piece.native).shape[0]))
-            attach(layer, PeftAdapter(self.find_module, places))
+            attach(layer, cast(Any, PeftAdapter(self.find_module, places)))
         self._watched = set(by_layer)
 
     def _count_lists(self) -> dict[str, int]:
@@ -345,9 +345,10 @@ class ModelForPeft(PreTrainedModel):
 
     def _call(self, runner: _Runner, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         for name, count in self._blocks.items():
-            if len(self.get_submodule(name)) != count:
+            now = len(cast(nn.ModuleList, self.get_submodule(name)))
+            if now != count:
                 raise ValueError(
-                    f"{name} has {len(self.get_submodule(name))} blocks instead of {count}: a model "
+                    f"{name} has {now} blocks instead of {count}: a model "
                     "of the zoo does not repeat blocks; leave layer_replication out"
                 )
         self.share_memory()

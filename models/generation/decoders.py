@@ -117,6 +117,8 @@ class CausalDecoder(Decoder):
             tokens count up from the last one.
         token_type_ids: int64 [B, T0] of the prompts, for a model that has token types. New tokens
             have the type of the last one.
+        embeddings: [B, T0, H], prompts that are no tokens. The ids of a call are then new tokens
+            alone. It needs a cache.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class CausalDecoder(Decoder):
         *,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        embeddings: Tensor | None = None,
         copies: int = 1,
         capacity: int | None,
     ) -> None:
@@ -133,6 +136,7 @@ class CausalDecoder(Decoder):
         self.mask = attention_mask
         self.positions = position_ids
         self.types = token_type_ids
+        self.embeddings = embeddings
         if position_ids is None and attention_mask is not None:
             # As in transformers, padding has position 0, on whichever side it is.
             self.positions = (attention_mask.cumsum(1) - 1) * attention_mask
@@ -141,7 +145,8 @@ class CausalDecoder(Decoder):
         options = self.forward_options
         mask = None
         positions = None
-        length = ids.shape[1]
+        before = 0 if self.embeddings is None else self.embeddings.shape[1]
+        length = before + ids.shape[1]
         if self.mask is not None:
             mask = F.pad(self.mask, (0, length - self.mask.shape[1]), value=1)  # [R, T]
         if self.positions is not None:
@@ -151,8 +156,11 @@ class CausalDecoder(Decoder):
         if self.types is not None:
             new = self.types[:, -1:].expand(-1, length - self.types.shape[1])
             options["token_type_ids"] = torch.cat([self.types, new], 1)[:, cached:]
+        if self.embeddings is not None and not cached:
+            options["inputs_embeds"] = self.embeddings
+        else:
+            options["input_ids"] = ids[:, cached - before :]
         output = self.model(
-            ids[:, cached:],
             attention_mask=mask,
             position_ids=positions,
             cache=self.cache,

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import cache_shared_heads
+from ..blocks.attention import attention_record
+from ..calls import read_encoder_outputs
 from ..outputs import EncoderOutput
 from .assistance_settings import AssistanceSettings
 from .assisted import Assistant, Drafts, PromptLookup, decode_assisted
@@ -46,6 +48,7 @@ def generate(
     decoder_input_ids: Tensor | None = None,
     decoder_attention_mask: Tensor | None = None,
     encoder_outputs: EncoderOutput | tuple[Tensor, ...] | None = None,
+    inputs_embeds: Tensor | None = None,
     position_ids: Tensor | None = None,
     token_type_ids: Tensor | None = None,
     generation_attention_mask: Tensor | None = None,
@@ -69,6 +72,8 @@ def generate(
             token.
         attention_mask: [B, S], 0 for padding, which should be on the left of prompts to be
             continued.
+        inputs_embeds: [B, S, H], prompts that are no tokens, instead of input_ids. The result of a
+            decoder is then new tokens alone.
         position_ids: int64 [B or 1, S], for a decoder; by default the mask's tokens are counted.
             For a GLM, as its tokenizer's `build_inputs_for_generation` makes them; not for
             `fill_blanks`.
@@ -98,6 +103,12 @@ def generate(
             "synced_gpus=True is for replicas that gather each other's parameters in each step; a "
             "model of the zoo decodes with its own parts: leave it out"
         )
+    if inputs_embeds is not None:
+        if input_ids is not None and input_ids.numel():
+            raise ValueError("input_ids and inputs_embeds are both given: pass one of them")
+        if assistant_model is not None or settings.get("prompt_lookup_num_tokens"):
+            raise ValueError("tokens cannot be drafted for inputs_embeds: pass input_ids")
+        input_ids = inputs_embeds
     call = resolve_call(model, generation_config, settings)
     made = call.generation
     kind = getattr(model, "generates", None)
@@ -195,17 +206,15 @@ def _check_assistant(assistant: Any, model: Any) -> None:
 def _check_record(record: StepRecord, model: Any, settings: GenerationSettings) -> None:
     """Raises ValueError if the model or the strategy cannot keep what a call asks for."""
     wanted = record.wanted
-    if wanted.output_attentions:
+    wants_states = wanted.output_hidden_states or wanted.output_attentions
+    if wants_states and getattr(model, "stage", None) is not None:
         raise ValueError(
-            "output_attentions=True: decoding never computes whole attention weights; call the "
-            "model with output_attentions=True on the sequences instead"
+            "output_hidden_states and output_attentions: a pipeline stage has those of its own "
+            "blocks only; use tensor parallelism alone"
         )
-    if wanted.output_hidden_states and getattr(model, "stage", None) is not None:
-        raise ValueError(
-            "output_hidden_states=True: a pipeline stage has the states of its own blocks only; "
-            "use tensor parallelism alone"
-        )
-    has_steps = wanted.output_scores or wanted.output_logits or wanted.output_hidden_states
+    if wanted.output_attentions and model.generates == "blanks":
+        raise ValueError("output_attentions: a GLM keeps none in decoding; call the model instead")
+    has_steps = wanted.output_scores or wanted.output_logits or wants_states
     if settings.num_beam_groups > 1 and has_steps:
         raise ValueError(
             "diverse beam search keeps no scores, logits or states of its steps; use "
@@ -224,6 +233,8 @@ def _continue(
 ) -> Decoded:
     """Continues prompts int64 [B, S], or the bos token."""
     device = find_device(model)
+    if ids is not None and ids.is_floating_point() and ids.dim() == 3:
+        return _continue_embeddings(model, ids.to(device), mask, positions, settings, extras)
     if ids is None or ids.shape[-1] == 0:
         if settings.bos_token_id is None:
             raise ValueError(
@@ -263,6 +274,33 @@ def _continue(
     return search(decoder, ids, limit, settings, extras, attention_mask=mask, drafting=drafting)
 
 
+def _continue_embeddings(
+    model: Any,
+    embeddings: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    settings: GenerationSettings,
+    extras: Extras,
+) -> Decoded:
+    """Continues prompts that are no tokens, [B, S, H]; the sequences are the new tokens."""
+    length = embeddings.shape[1]
+    if mask is not None:
+        mask = find_padding(embeddings[..., 0], mask.to(embeddings.device), settings)
+    limit = settings.length_limit(length)
+    limit = fit_positions(length, limit, model.config.max_sequence_length, settings)
+    decoder = CausalDecoder(
+        model,
+        mask,
+        position_ids=None if positions is None else positions.to(embeddings.device),
+        embeddings=embeddings,
+        copies=sequences_per_prompt(settings),
+        capacity=limit - 1,
+    )
+    ids = torch.zeros(len(embeddings), 0, dtype=torch.int64, device=embeddings.device)
+    settings = replace(settings, min_length=max(0, settings.min_length - length))
+    return search(decoder, ids, limit - length, settings, extras)
+
+
 def _answer(
     model: Any,
     ids: Tensor | None,
@@ -286,20 +324,26 @@ def _answer(
                 "end-of-sequence token"
             )
         ids = ids.to(device)
-        check_ids(ids, model.config.vocab_size + model.extra_input_ids)
+        is_embedded = ids.is_floating_point() and ids.dim() == 3
+        if not is_embedded:
+            check_ids(ids, model.config.vocab_size + model.extra_input_ids)
         pad = settings.pad_token_id
-        if mask is None and pad is not None and pad not in settings.eos_token_ids:
+        if (
+            mask is None
+            and not is_embedded
+            and pad is not None
+            and pad not in settings.eos_token_ids
+        ):
             mask = (ids != pad).long()
         if mask is not None:
             mask = mask.to(device)
-            check_mask(mask, ids)
+            check_mask(mask, ids[..., 0] if is_embedded else ids)
             if bool((mask != 0).all()):
                 mask = None
     if encoded is None:
-        wants_states = record is not None and record.wanted.output_hidden_states
-        encoded = model.encode(ids, mask, wants_states)
-    if record is not None:
-        record.add_encoder(encoded)
+        encoded = _encode(model, ids, mask, record)
+    elif record is not None:
+        record.add_encoder(*read_encoder_outputs(encoded)[1:])
     source: Tensor = encoded[0]
     prompt, decoder_mask = begin_decoder(decoder_ids, decoder_mask, len(source), settings, device)
     check_ids(prompt, model.config.vocab_size, "decoder_input_ids")
@@ -320,7 +364,27 @@ def _answer(
         drafting = Seq2SeqDecoder(
             extras.assistant, extras.assistant.encode(ids, mask), mask, decoder_mask, capacity=limit
         )
-    return search(decoder, prompt, limit, settings, extras, encoder_ids=ids, drafting=drafting)
+    encoder_ids = None if ids is None or ids.is_floating_point() else ids
+    return search(
+        decoder, prompt, limit, settings, extras, encoder_ids=encoder_ids, drafting=drafting
+    )
+
+
+def _encode(model: Any, ids: Any, mask: Tensor | None, record: StepRecord | None) -> EncoderOutput:
+    """Runs the encoder, and keeps its states if they are wanted."""
+    if record is None:
+        return model.encode(ids, mask)
+    wanted = record.wanted
+    if not wanted.output_attentions:
+        encoded = model.encode(ids, mask, wanted.output_hidden_states)
+        record.add_encoder(encoded.hidden_states, None)
+        return encoded
+    with attention_record.recording() as kept:
+        encoded = model.encode(ids, mask, wanted.output_hidden_states)
+    cores = [block.attention.core for block in model.encoder.blocks]
+    weights = tuple(core.gather_heads(kept[core]) for core in cores)
+    record.add_encoder(encoded.hidden_states, weights)
+    return encoded
 
 
 def _fill(

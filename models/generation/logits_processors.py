@@ -148,6 +148,8 @@ def _make_edits(
         )
     if s.repetition_penalty != 1.0:
         padding = None if mask is None else (mask != 0).int().argmax(1)
+        if padding is not None and not padding.any():
+            padding = None
         made.append(
             p.RepetitionPenaltyLogitsProcessor(s.repetition_penalty, prompt_ignore_length=padding)
         )

@@ -69,6 +69,39 @@ class GenerationMixin:
             inputs = options.pop("input_ids")
         return generate(self, inputs, attention_mask, **options)
 
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor | None,
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool = False,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Returns the arguments of a forward pass, for a decoding loop written for transformers.
+
+        `generate` prepares its own.
+
+        Args:
+            input_ids: int64 [B, T], all tokens so far; of an encoder-decoder the decoder's.
+            next_sequence_length: The number of last tokens to read; by default all.
+            inputs_embeds: [B, S, H], read instead in the first step.
+        """
+        is_seq2seq = self.generates == "answer"
+        prefix = "decoder_" if is_seq2seq else ""
+        prepared: dict[str, Any] = {}
+        if inputs_embeds is not None and is_first_iteration and not is_seq2seq:
+            prepared["inputs_embeds"] = inputs_embeds
+        elif input_ids is not None:
+            start = 0 if next_sequence_length is None else -next_sequence_length
+            prepared[f"{prefix}input_ids"] = input_ids[:, start:].contiguous()
+        prepared["past_key_values"] = past_key_values
+        prepared["attention_mask"] = attention_mask
+        options.pop("labels", None)
+        prepared.update(options)
+        return {name: value for name, value in prepared.items() if value is not None}
+
     def compute_transition_scores(
         self,
         sequences: Tensor,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...mpu import ParallelMesh
@@ -165,7 +166,9 @@ class StepRecord:
             weights = output.get("decoder_attentions", output.get("attentions"))
             self.attentions.append(_repeat_rows(weights, copies))
             if output.get("cross_attentions") is not None:
-                self.cross_attentions.append(_repeat_rows(output["cross_attentions"], copies))
+                rows = len(weights[0])
+                cross = [_separate_rows(part, rows) for part in output["cross_attentions"]]
+                self.cross_attentions.append(_repeat_rows(cross, copies))
 
     def split_states(self, drafted: int, new: int) -> None:
         """Replaces the states of the last forward pass by one entry for each of `new` tokens.
@@ -187,12 +190,12 @@ class StepRecord:
                     tuple(part.narrow(dim, start, first + number - start) for part in states)
                 )
 
-    def add_encoder(self, encoded: Any) -> None:
-        """Keeps the states of the encoder."""
+    def add_encoder(self, states: Any, attentions: Any) -> None:
+        """Keeps the states and the attention weights of the encoder, as far as they are known."""
         if self.wanted.output_hidden_states:
-            self.encoder_hidden_states = getattr(encoded, "hidden_states", None)
+            self.encoder_hidden_states = states
         if self.wanted.output_attentions:
-            self.encoder_attentions = getattr(encoded, "attentions", None)
+            self.encoder_attentions = attentions
 
     def add_logits(self, logits: Tensor, vocab_size: int, mesh: ParallelMesh | None) -> None:
         """Keeps a step's logits [R, Vp] before they are processed. Collective."""
@@ -234,6 +237,17 @@ class StepRecord:
         }
         made = GenerateBeamEncoderDecoderOutput if has_beams else GenerateEncoderDecoderOutput
         return made(found.sequences, **values)
+
+
+def _separate_rows(weights: Tensor, rows: int) -> Tensor:
+    """Returns the attention to an encoder's output for each row of the decoder, [R, N, S, T].
+
+    The rows of a prompt attend to it together, [B, N, R/B · S, T].
+    """
+    if len(weights) == rows:
+        return weights
+    of_a_prompt = rows // len(weights)
+    return torch.unflatten(weights, 2, (of_a_prompt, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _repeat_rows(tensors: Sequence[Tensor], copies: int) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ ALL = {
     "output_scores": True,
     "output_logits": True,
     "output_hidden_states": True,
+    "output_attentions": True,
 }
 # (family, options)
 CASES = {
@@ -23,6 +24,7 @@ CASES = {
     "no cache": ("gpt2", {"use_cache": False}),
 }  # fmt: skip
 FIELDS = ("scores", "logits")
+WEIGHTS = ("attentions", "decoder_attentions", "cross_attentions")
 STATES = ("hidden_states", "decoder_hidden_states")
 
 
@@ -56,6 +58,7 @@ def test_fields_are_those_of_transformers(saved, inputs, run_mesh):
     everywhere = [decode_cases(None, *inputs), *run_mesh(3, decode_cases, *inputs)]
     for name, (family, options) in CASES.items():
         reference = saved(family)[0]
+        reference.set_attn_implementation("eager")
         wanted = reference.generate(
             ids[family], attention_mask=masks[family], max_new_tokens=6, **ALL, **options
         )
@@ -82,6 +85,10 @@ def test_fields_are_those_of_transformers(saved, inputs, run_mesh):
                 assert len(output[key]) == len(wanted[key])
                 for own, theirs in zip(output[key], wanted[key], strict=True):
                     torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-4)
+            for key in set(WEIGHTS) & set(keys):
+                assert len(output[key]) == len(wanted[key])
+                for own, theirs in zip(output[key], wanted[key], strict=True):
+                    compare_weights(own, theirs, None if family == "t5" else masks[family])
             for key in set(STATES) & set(keys):
                 for own, theirs in zip(output[key], wanted[key], strict=True):
                     compare_states(own, theirs, masks[family] if family == "gpt2" else None)
@@ -91,6 +98,19 @@ def test_fields_are_those_of_transformers(saved, inputs, run_mesh):
                 ):
                     real = masks[family].bool()
                     torch.testing.assert_close(own[real], theirs[real], rtol=1e-4, atol=1e-4)
+
+
+def compare_weights(own, theirs, mask):
+    """Those of padded queries have no meaning."""
+    assert len(own) == len(theirs)
+    for mine, wanted in zip(own, theirs, strict=True):
+        assert mine.shape == wanted.shape
+        real = torch.ones(len(wanted), wanted.shape[2], dtype=torch.bool)
+        if mask is not None and wanted.shape[2] >= mask.shape[1]:
+            real[:, : mask.shape[1]] = mask.bool().repeat_interleave(len(wanted) // len(mask), 0)
+        torch.testing.assert_close(
+            mine.transpose(1, 2)[real], wanted.transpose(1, 2)[real], rtol=1e-4, atol=1e-5
+        )
 
 
 def compare_states(own, theirs, mask):
@@ -122,7 +142,15 @@ def arguments_cases(mesh, folders, ids, types, processor, criterion):
     gpt2, t5 = (shardzoo.from_pretrained(folders[name], mesh) for name in ("gpt2", "t5"))
     config = transformers.GenerationConfig(max_new_tokens=5, num_beams=2)
     marks = transformers.WatermarkingConfig(bias=4.0, context_width=1)
+    prompts = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(8))
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    width = gpt2.config.n_embd
     return {
+        "embeddings": gpt2.generate(
+            inputs_embeds=prompts[..., :width], attention_mask=mask, max_new_tokens=5, num_beams=2
+        ),
+        "greedy embeddings": gpt2.generate(inputs_embeds=prompts[..., :width], max_length=9),
+        "source embeddings": t5.generate(inputs_embeds=prompts[..., :24], max_new_tokens=5),
         "by position": gpt2.generate(ids, config),
         "inputs": gpt2.generate(inputs=ids, max_new_tokens=5),
         "types": gpt2.generate(input_ids=ids, token_type_ids=types, max_new_tokens=5, num_beams=2),
@@ -161,7 +189,15 @@ def test_arguments_mean_what_they_mean_to_transformers(saved, inputs, run_mesh):
     given = (inputs[0], ids, types, processor, criterion)
     config = transformers.GenerationConfig(max_new_tokens=5, num_beams=2)
     marks = transformers.WatermarkingConfig(bias=4.0, context_width=1)
+    prompts = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(8))
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    width = gpt2.config.n_embd
     wanted = {
+        "embeddings": gpt2.generate(
+            inputs_embeds=prompts[..., :width], attention_mask=mask, max_new_tokens=5, num_beams=2
+        ),
+        "greedy embeddings": gpt2.generate(inputs_embeds=prompts[..., :width], max_length=9),
+        "source embeddings": t5.generate(inputs_embeds=prompts[..., :24], max_new_tokens=5),
         "by position": gpt2.generate(ids, config),
         "inputs": gpt2.generate(ids, max_new_tokens=5),
         "types": gpt2.generate(ids, token_type_ids=types, max_new_tokens=5, num_beams=2),
@@ -184,7 +220,6 @@ def test_what_cannot_be_meant_is_refused(saved):
     for arguments, message in (
         ({"cache_implementation": "quantized"}, "the names that change nothing are dynamic"),
         ({"synced_gpus": True}, "gather each other's parameters"),
-        ({"return_dict_in_generate": True, "output_attentions": True}, "never computes whole attention weights"),
         ({"custom_generate": "org/name"}, "decoding runs no code of others"),
         ({"negative_prompt_ids": ids}, "second forward pass"),
         ({"input_ids": ids}, "the same argument"),
