@@ -140,3 +140,21 @@ def test_modernbert_starts_as_that_of_transformers():
         elif expected.numel() > 5000:
             assert 0.93 < mine[: len(expected)].std() / expected.std() < 1.07, name
             assert mine.abs().max() <= expected.abs().max() * 1.02, name
+
+
+def compute_dropped_loss(mesh) -> float:
+    from shardzoo.mpu import dropout_state
+
+    # 50 inner features do not divide into 3 ranks, and both halves of the gate are cut.
+    # Large weights, with which the loss depends on each of them.
+    sizes = {"intermediate_size": 50, "mlp_dropout": 0.5, "initializer_range": 0.5}
+    values = tiny("modernbert", 0.0, vocab_size=64, **sizes)
+    model = shardzoo.from_config(values, mesh).train()
+    dropout_state.set(7, 0)
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+    return model(ids, labels=ids).loss.item()
+
+
+def test_unequal_parts_of_a_fused_gate_drop_the_same_features(run_mesh):
+    [whole] = run_mesh(1, compute_dropped_loss)
+    assert run_mesh(3, compute_dropped_loss) == pytest.approx([whole] * 3, rel=1e-5)
