@@ -198,3 +198,28 @@ def test_a_journal_that_is_replaced_before_it_is_locked(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", replace_and_lock)
     with pytest.raises(ValueError, match="has ended or begun again"):
         Journal(tmp_path, "first")
+
+
+def test_a_partial_file_with_another_header_is_written_anew(tmp_path):
+    from shardzoo.checkpoint.planned_file import plan_safetensors_file
+    from shardzoo.convert.destination import Destination
+
+    destination = Destination(tmp_path / "out")
+    file = plan_safetensors_file("a.safetensors", {"x": ("F32", (4,))})
+    destination.begin([file], "same", overwrite=False).close()
+    path = destination.partial(file.name)
+    content = path.read_bytes()
+    path.write_bytes(content[:9] + b"?" + content[10:])
+    destination.begin([file], "same", overwrite=False).close()
+    assert path.read_bytes() == content
+
+
+def test_a_failure_between_two_names_brings_the_old_folder_back(tmp_path):
+    """The old folder was set aside, and the new one could not get its name."""
+    from shardzoo.convert.destination import Destination
+
+    (tmp_path / ".out.replaced").mkdir()
+    (tmp_path / ".out.replaced" / "config.json").write_text("{}")
+    Destination(tmp_path / "out").abandon()
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

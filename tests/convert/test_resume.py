@@ -242,3 +242,20 @@ def test_the_journal_says_what_is_done(model, tmp_path):
     assert lines[0].keys() == {"fingerprint"}
     assert all(line.keys() == {"copy", "sha256"} for line in lines[1:])
     assert len({line["copy"] for line in lines[1:]}) == len(lines) - 1
+
+
+def test_what_follows_a_torn_line_of_the_journal_counts(tmp_path):
+    from shardzoo.convert.journal import JOURNAL, Journal
+
+    journal = Journal(tmp_path, "a")
+    journal.record(0, {(Path("x"), "t"): "0"})
+    journal.close()
+    with (tmp_path / JOURNAL).open("ab") as file:
+        file.write(b'{"copy": 1, "sha2')
+    journal = Journal(tmp_path, "a")
+    assert [*journal.finished] == [0]
+    journal.record(2, {(Path("x"), "u"): "1"})
+    journal.close()
+    journal = Journal(tmp_path, "a")
+    assert [*journal.finished] == [0, 2]
+    journal.close()
