@@ -5,16 +5,11 @@
 from __future__ import annotations
 
 import inspect
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
-
-from .loading import from_pretrained
 
 # transformers' Trainer reads a checkpoint by `load_state_dict` only if it is in one file.
 LARGEST_FILE = "50GB"
@@ -226,9 +221,10 @@ class TransformersModel(PreTrainedModel):
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     def _set_recompute(self, on: bool) -> None:
-        for module in self.model.modules():
-            if hasattr(module, "recompute_blocks"):
-                module.recompute_blocks = on
+        if on:
+            self.model.gradient_checkpointing_enable()
+        else:
+            self.model.gradient_checkpointing_disable()
 
     def save_pretrained(
         self,
@@ -252,17 +248,10 @@ class TransformersModel(PreTrainedModel):
     def load_state_dict(
         self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads this module's own state, or the tensors of a Hugging Face folder.
-
-        None of the folder's tensors may be missing.
-        """
+        """Loads this module's own state, or the tensors of a Hugging Face folder."""
         if state_dict.keys() <= self.state_dict().keys():
             return super().load_state_dict(state_dict, strict, assign)
-        with tempfile.TemporaryDirectory() as folder:
-            save_file(dict(state_dict), Path(folder, "model.safetensors"), {"format": "pt"})
-            self.model.config.save(Path(folder))
-            loaded = from_pretrained(folder)
-        return self.model.load_state_dict(loaded.state_dict())
+        return self.model.load_state_dict(state_dict, strict)
 
 
 def _collect_parameters(function: Any) -> dict[str, inspect.Parameter]:
