@@ -78,7 +78,7 @@ class BartConfig(HeadsConfig):
     init_std: InitializerScale = 0.02
     classifier_dropout: Probability = 0.0
     scale_embedding: bool = False
-    is_encoder_decoder: bool = True
+    is_encoder_decoder: bool = True  # type: ignore[misc] - a constant of most families
     tie_word_embeddings: bool = True
     pad_token_id: TokenId = 1
     bos_token_id: TokenId | None = 0

@@ -72,7 +72,7 @@ class T5Config(HeadsConfig):
     is_gated_act: bool | None = None
     tie_word_embeddings: bool = True
     scale_decoder_outputs: bool | None = None
-    is_encoder_decoder: bool = True
+    is_encoder_decoder: bool = True  # type: ignore[misc] - a constant of most families
     pad_token_id: TokenId = 0
     eos_token_id: TokenId | list[TokenId] | None = 1
     decoder_start_token_id: TokenId = 0
