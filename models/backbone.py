@@ -41,6 +41,16 @@ from .outputs import BackboneOutput, StageOutput
 from .parallel_config import ParallelConfig
 from .pipeline import PipelineStage, list_stacks
 
+# transformers' names of losses, which the names of its classes contain.
+LOSS_TYPES = (
+    "ForCausalLM",
+    "ForConditionalGeneration",
+    "ForMaskedLM",
+    "ForQuestionAnswering",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+)
+
 
 class Backbone(ModelMethods, PipelineStage):
     """Base of the models: embeddings and blocks, without a head.
@@ -118,6 +128,19 @@ class Backbone(ModelMethods, PipelineStage):
         if past is not None and hasattr(output, "past_key_values"):
             output.past_key_values = past
         return output if returns_dict else output.to_tuple()
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether a call takes `num_items_in_batch`, which transformers' Trainer asks."""
+        return "num_items_in_batch" in self.call_names
+
+    @property
+    def loss_type(self) -> str | None:
+        """transformers' name of the loss, by which its Trainer knows whether labels are shifted."""
+        for name in LOSS_TYPES:
+            if name in type(self).__name__:
+                return name
+        return None
 
     @property
     def attends_to_encoder(self) -> bool:

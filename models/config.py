@@ -566,6 +566,11 @@ class HeadsConfig(ModelConfig):
         """Sets an attribute. As in transformers, another number of labels gets new names, and
         `id2label` sets the number.
         """
+        # Scripts name labels by numbers too; a file has their texts.
+        if name == "label2id" and isinstance(value, dict):
+            value = {str(text): number for text, number in cast(dict[Any, Any], value).items()}
+        if name == "id2label" and isinstance(value, dict):
+            value = {number: str(text) for number, text in cast(dict[Any, Any], value).items()}
         has_number = vars(self).get("_owner") is not None
         if has_number and name == "num_labels" and value != self.num_labels:
             super().__setattr__(name, value)

@@ -11,6 +11,9 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
+from . import auto_classes
+from .auto_classes import AutoModelClass
+
 # transformers' Trainer reads a checkpoint by `load_state_dict` only if it is in one file.
 LARGEST_FILE = "50GB"
 
@@ -189,6 +192,25 @@ class TransformersModel(PreTrainedModel):
             settings["generation_config"] = getattr(self, "generation_config", None)
         return self.model.generate(*inputs, **settings)
 
+    @property
+    def base_model(self) -> Any:
+        """The zoo's model without a head, which shares this model's modules."""
+        return self.model.base_model
+
+    def get_input_embeddings(self) -> Any:
+        """Returns the word embedding."""
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        """Returns the head that predicts tokens, or None if the model has none."""
+        return self.model.get_output_embeddings()
+
+    def resize_token_embeddings(self, *arguments: Any, **options: Any) -> Any:
+        """Adds or removes the last tokens; see `shardzoo.models.resizing`."""
+        embedding = self.model.resize_token_embeddings(*arguments, **options)
+        self.config.vocab_size = self.model.config.vocab_size
+        return embedding
+
     def tie_weights(self, *arguments: Any, **options: Any) -> None:
         """Does nothing: a model of the zoo is built with its ties."""
 
@@ -261,3 +283,47 @@ def _collect_parameters(function: Any) -> dict[str, inspect.Parameter]:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             found[name] = parameter.replace(kind=parameter.KEYWORD_ONLY)
     return found
+
+
+class _WrappingAutoClass(AutoModelClass):
+    """Base of the Auto classes that return a `TransformersModel` of what the zoo's return."""
+
+    @classmethod
+    def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
+        return TransformersModel(super().from_pretrained(*arguments, **options))
+
+    @classmethod
+    def from_config(cls, *arguments: Any, **options: Any) -> Any:
+        return TransformersModel(super().from_config(*arguments, **options))
+
+
+class AutoModelForCausalLM(_WrappingAutoClass, auto_classes.AutoModelForCausalLM):
+    """Loads a decoder that predicts tokens, for transformers' Trainer."""
+
+
+class AutoModelForMaskedLM(_WrappingAutoClass, auto_classes.AutoModelForMaskedLM):
+    """Loads an encoder that predicts masked tokens, for transformers' Trainer."""
+
+
+class AutoModelForSeq2SeqLM(_WrappingAutoClass, auto_classes.AutoModelForSeq2SeqLM):
+    """Loads an encoder-decoder, for transformers' Trainer."""
+
+
+class AutoModelForSequenceClassification(
+    _WrappingAutoClass, auto_classes.AutoModelForSequenceClassification
+):
+    """Loads a model that classifies texts, for transformers' Trainer."""
+
+
+class AutoModelForTokenClassification(
+    _WrappingAutoClass, auto_classes.AutoModelForTokenClassification
+):
+    """Loads a model that classifies tokens, for transformers' Trainer."""
+
+
+class AutoModelForQuestionAnswering(_WrappingAutoClass, auto_classes.AutoModelForQuestionAnswering):
+    """Loads a model that finds answers, for transformers' Trainer."""
+
+
+class AutoModelForMultipleChoice(_WrappingAutoClass, auto_classes.AutoModelForMultipleChoice):
+    """Loads a model that chooses among texts, for transformers' Trainer."""

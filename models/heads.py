@@ -78,6 +78,7 @@ def first_token(x: Tensor, *, sequence_parallel: bool, mesh: ParallelMesh | None
 class BareModel(Head):
     """The embeddings and blocks without a head."""
 
+    is_bare = True
     pooler_name: ClassVar[str | None] = None
     """The name of the module that pools the first token's state, which `config.add_pooling_layer`
     may leave out.

@@ -7,12 +7,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..mpu import ParallelMesh, VocabParallelEmbedding, VocabParallelHead
+from ..mpu import ParallelMesh, VocabParallelEmbedding, VocabParallelHead, tp_size
 from .blocks.relative_bias import RelativeBias
 from .blocks.stack import BlockList
 from .family_table import find_architecture
@@ -22,9 +22,7 @@ from .loading_options import check_attention
 from .resizing import resize_token_embeddings
 from .saving import push_to_hub, save_pretrained
 from .sizes import full_size, is_embedding
-
-if TYPE_CHECKING:
-    pass  # type: ignore[reportPrivateUsage]
+from .unpadded_head import UnpaddedHead
 
 
 class BaseModelName:
@@ -100,6 +98,8 @@ class ModelMethods(nn.Module):
     config: Any
     mesh: ParallelMesh | None
 
+    is_bare: ClassVar[bool] = False
+    """Whether the class is its family's model without a head."""
     main_input_name: ClassVar[str] = "input_ids"
     framework: ClassVar[str] = "pt"
     input_modalities: ClassVar[tuple[str, ...]] = ("text",)
@@ -163,12 +163,12 @@ class ModelMethods(nn.Module):
         A model without a head is its own. A head's pooler counts as part of it where the family's
         bare model has one.
         """
-        facts, own_name = find_architecture(type(self))
+        facts, _ = find_architecture(type(self))
         body = _find_body(type(self))
-        if facts is None or _is_bare(own_name):
+        if facts is None or self.is_bare:
             return self
         for name, architecture in facts.architectures.items():
-            if _is_bare(name) and _find_body(architecture) is body:
+            if getattr(architecture, "is_bare", False) and _find_body(architecture) is body:
                 return self._share_modules(architecture, name)
         return self
 
@@ -176,6 +176,8 @@ class ModelMethods(nn.Module):
         """Returns a model of another architecture of the family that has this model's modules."""
         bare = cast(ModelMethods, architecture.__new__(architecture))
         state = dict(vars(self))
+        # Programs such as TRL and accelerate put a forward of their own on a model.
+        state.pop("forward", None)
         head_modules: tuple[str, ...] = state.get("head_modules", ())
         pooler: str | None = getattr(architecture, "pooler_name", None)
         modules = dict(self.named_children())
@@ -233,12 +235,22 @@ class ModelMethods(nn.Module):
                 module.num_embeddings = new.num_embeddings
         self.config.change_built(vocab_size=new.num_embeddings)
 
-    def get_output_embeddings(self) -> VocabParallelHead | None:
+    def find_vocabulary_head(self) -> VocabParallelHead | None:
         """Returns the head that predicts tokens, or None if the model has none."""
         for module in self.modules():
             if isinstance(module, VocabParallelHead):
                 return module
         return None
+
+    def get_output_embeddings(self) -> VocabParallelHead | UnpaddedHead | None:
+        """Returns the head that predicts tokens, or None if the model has none.
+
+        Its `weight` is [V, H] in an unsplit model, and this rank's rows [Vp, H] in a split one.
+        """
+        head = self.find_vocabulary_head()
+        if head is None or tp_size(self.mesh) > 1 or len(head.weight) == head.num_embeddings:
+            return head
+        return UnpaddedHead(head)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Replaces the head that predicts tokens.
@@ -246,7 +258,9 @@ class ModelMethods(nn.Module):
         Raises:
             ValueError: The model has none, or it is no such head of the zoo.
         """
-        old = self.get_output_embeddings()
+        old = self.find_vocabulary_head()
+        if isinstance(new_embeddings, UnpaddedHead):
+            new_embeddings = new_embeddings.padded
         if old is None or not isinstance(new_embeddings, VocabParallelHead):
             raise ValueError(
                 f"{type(self).__name__} takes a VocabParallelHead in the place of the one that it has"
@@ -270,7 +284,7 @@ class ModelMethods(nn.Module):
 
         Models are built with their ties, so this matters only after a module was replaced.
         """
-        head = self.get_output_embeddings()
+        head = self.find_vocabulary_head()
         if head is None or not head.tied or not getattr(self.config, "tie_word_embeddings", True):
             return
         if head.num_embeddings == self.embedding.num_embeddings:
@@ -294,7 +308,7 @@ class ModelMethods(nn.Module):
         Under a mesh these are the parameters of all tensor-parallel ranks, without padding.
         """
         left_out: set[nn.Parameter] = set()
-        head = self.get_output_embeddings()
+        head = self.find_vocabulary_head()
         if head is not None and head.fixed_bias is not None:
             left_out.add(head.fixed_bias)  # a buffer in transformers
         if exclude_embeddings:
@@ -512,11 +526,6 @@ class ModelMethods(nn.Module):
     def push_to_hub(self, repo_id: str, **options: Any) -> str | None:
         """Commits the model to the Hub; see `shardzoo.models.push_to_hub` for the options."""
         return push_to_hub(self, repo_id, **options)
-
-
-def _is_bare(architecture: str) -> bool:
-    """Returns whether the name of an architecture is that of a model without a head."""
-    return architecture.endswith("Model") and not architecture.endswith(("HeadModel", "HeadsModel"))
 
 
 def _find_body(architecture: type[Any]) -> type[Any] | None:

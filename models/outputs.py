@@ -89,7 +89,8 @@ class ModelOutput:
         return vars(self)
 
     def keys(self) -> tuple[str, ...]:
-        names = (field.name for field in fields(self))
+        names = [field.name for field in fields(self)]
+        names += vars(self).get("_added_names", ())
         lazy = self._lazy_logits
         return tuple(name for name in names if name in lazy or getattr(self, name) is not None)
 
@@ -119,8 +120,10 @@ class ModelOutput:
         return getattr(self, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
+        """Replaces the value of a field, or adds one, as transformers' pipelines do."""
         if key not in {field.name for field in fields(self)}:
-            raise KeyError(key)
+            added: dict[str, None] = vars(self).setdefault("_added_names", {})
+            added[key] = None
         vars(self).get("_lazy_logits", {}).pop(key, None)
         setattr(self, key, value)
 
