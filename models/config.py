@@ -543,7 +543,7 @@ class HeadsConfig(ModelConfig):
         super().__post_init__()
         if self.id2label is None:
             object.__setattr__(self, "id2label", name_labels(self.num_labels))
-            if self.label2id is None:
+            if not self.label2id:
                 numbers = {name: i for i, name in name_labels(self.num_labels).items()}
                 object.__setattr__(self, "label2id", numbers)
             return
@@ -566,11 +566,13 @@ class HeadsConfig(ModelConfig):
         """Sets an attribute. As in transformers, another number of labels gets new names, and
         `id2label` sets the number.
         """
-        # Scripts name labels by numbers too; a file has their texts.
+        # Scripts name labels by whole numbers too; a file has their texts.
         if name == "label2id" and isinstance(value, dict):
-            value = {str(text): number for text, number in cast(dict[Any, Any], value).items()}
+            numbers = cast(dict[Any, Any], value)
+            value = {_name_label(label): number for label, number in numbers.items()}
         if name == "id2label" and isinstance(value, dict):
-            value = {number: str(text) for number, text in cast(dict[Any, Any], value).items()}
+            labels = cast(dict[Any, Any], value)
+            value = {number: _name_label(label) for number, label in labels.items()}
         has_number = vars(self).get("_owner") is not None
         if has_number and name == "num_labels" and value != self.num_labels:
             super().__setattr__(name, value)
@@ -638,6 +640,11 @@ class HeadsConfig(ModelConfig):
         names = self.id2label or {}
         values["id2label"] = {str(number): name for number, name in names.items()}
         return values
+
+
+def _name_label(label: Any) -> Any:
+    """Returns the text of a label that is a whole number; anything else as it is."""
+    return str(label) if isinstance(label, int) else label
 
 
 def name_labels(count: int) -> dict[int, str]:

@@ -59,11 +59,17 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True)
-def threads_come_back():
-    """Rounding in 16 bits depends on the number of threads, which code under test may set."""
+def settings_come_back():
+    """Rounding in 16 bits depends on the number of threads, and masks on the key of dropout.
+
+    Code under test may set both.
+    """
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+    mpu = sys.modules.get("shardzoo.mpu")
+    if mpu is not None:
+        mpu.dropout_state.clear()
 
 
 @pytest.fixture(scope="session")

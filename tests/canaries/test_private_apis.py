@@ -608,6 +608,19 @@ def test_pytorch_says_in_which_types_it_multiplies_by_a_library(name):
         assert f"supported {'matmul' in run.stdout}" in run.stdout
 
 
+def test_peft_tells_which_attributes_a_wrapper_trains():
+    peft = pytest.importorskip("peft")
+    with needed_by(
+        "models/for_peft.py (_read_value)",
+        breaks="The forward pass of a model with modules_to_save or trainable_token_indices reads the weights "
+        "from before the training, and so computes as if nothing had been trained.",
+        remedy="Find how peft's AuxiliaryTrainingWrapper.__getattr__ decides between the original module and the "
+        "trained one, and ask that.",
+    ):
+        wrapper = peft.utils.other.ModulesToSaveWrapper(torch.nn.Linear(2, 3), "default")
+        assert wrapper._hasattr_wrapped("weight", wrapper._modules)
+
+
 def test_every_private_name_has_a_canary():
     """A new use of another library's private name needs a test in this file."""
     import shardzoo
@@ -622,6 +635,7 @@ def test_every_private_name_has_a_canary():
         "_MEM_FORMAT_ENCODING", "_get_layout",
         "_set_pg_timeout", "_symmetric_memory", "_cli", "_do_optimizer_sanity_check",
         "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported",
+        "_hasattr_wrapped",
         "_INSTRUCTION_MAP", "_exec_schedule", "_train_schedule", "_exec_optimizer_step", "_compute_loss", "_hp_grad",
     }  # fmt: skip
     # Of long standing and documented, or in a benchmark alone.

@@ -76,10 +76,11 @@ def test_commands(command, workplace, monkeypatch, capsys):
 
 def test_the_code_of_the_document(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
-    first, second = blocks(PAGE, "python")
+    first, *others = blocks(PAGE, "python")
     names: dict = {}
     exec(first.text, names)
-    exec(second.text, {})
+    for block in others:
+        exec(block.text, {})
     assert isinstance(names["trainer"].generate_single("one two three", max_new_tokens=4), str)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import stored_models
+import torch
+from safetensors.torch import load_file
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +66,15 @@ class Arena:
         self._capsys.readouterr()
         code = main([str(argument) for argument in arguments])
         return code, self._capsys.readouterr().err
+
+    def converted(self, source: Path) -> dict[str, torch.Tensor]:
+        """Splits a folder in two, merges the ranks again, and returns the tensors."""
+        merged = self.folder / "merged"
+        code, message = self.convert("split", source, self.destination, "--tp", 2)
+        assert code == 0, message
+        code, message = self.convert("merge", self.destination, merged)
+        assert code == 0, message
+        return load_file(merged / "model.safetensors")
 
     def refused(self, *arguments: object) -> str:
         """Runs a command that must exit with 2 and change nothing on disk; returns its message."""

@@ -101,8 +101,12 @@ def serve(
 
 
 def _run(job: bytes) -> bytes:
+    from shardzoo.mpu import dropout_state
+
     try:
-        torch.set_num_threads(1)  # whatever the last function set
+        # Whatever the last function set.
+        torch.set_num_threads(1)
+        dropout_state.clear()
         function, args, kwargs = cloudpickle.loads(job)
         return cloudpickle.dumps((True, function(*args, **kwargs)))
     except BaseException:  # whatever it is, even SystemExit, belongs to the test

@@ -202,7 +202,8 @@ def test_a_truncated_zip(arena, folder, weights):
 def test_a_tensor_that_is_not_contiguous(arena, folder, weights):
     name = "transformer.h.0.mlp.c_fc.weight"
     torch.save({**weights, name: weights[name].t().contiguous().t()}, folder / "pytorch_model.bin")
-    assert f"tensor {name}" in arena.refused_split(folder)
+    found = arena.converted(folder)[name]
+    torch.testing.assert_close(found, weights[name], rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_view_out_of_its_storage(arena, folder, weights):
