@@ -228,5 +228,5 @@ def from_config(
     slice_pipeline_stage(model, mesh, parallel_config)
     if place.type != "meta":
         materialize(model, place, read_dtype(dtype, torch_dtype))
-        initialize(model, model.init_weights, seed, mesh)
+        initialize(model, model.initialize_parameter, seed, mesh)
     return model

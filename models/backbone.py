@@ -55,7 +55,7 @@ LOSS_TYPES = (
 class Backbone(ModelMethods, PipelineStage):
     """Base of the models: embeddings and blocks, without a head.
 
-    A family's backbone sets the attributes and gives `run_backbone` and `init_weights`.
+    A family's backbone sets the attributes and gives `run_backbone` and `initialize_parameter`.
     `run_backbone` has three parts: the embeddings, the blocks with what follows from the batch
     (masks, rotary positions, caches), and the final norm. Most families give all three to
     `run_stack`; encoder-decoders have `Seq2SeqBackbone.run_backbone`.
@@ -266,9 +266,13 @@ class Backbone(ModelMethods, PipelineStage):
                 f"{type(self).__name__}(config, mesh=…) has the blocks of all pipeline stages; use "
                 "from_config, which builds this rank's stage"
             )
-        initialize(self, self.init_weights, draw_model_seed(self.mesh), self.mesh)
+        self.init_weights()
 
-    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+    def init_weights(self) -> None:
+        """Gives all parameters new values, for which PyTorch's generator governs."""
+        initialize(self, self.initialize_parameter, draw_model_seed(self.mesh), self.mesh)
+
+    def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""
         raise NotImplementedError
 

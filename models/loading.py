@@ -182,10 +182,12 @@ def from_pretrained(
         _tie_equal(model, mapped, mesh)
     for name in new:
         module_seed = 1234 if seed is None else seed
-        initialize(model.get_submodule(name), model.init_weights, module_seed, mesh, prefix=name)
+        initialize(
+            model.get_submodule(name), model.initialize_parameter, module_seed, mesh, prefix=name
+        )
     if fresh:
         head_seed = draw_model_seed(mesh) if seed is None else seed
-        initialize(model, model.init_weights, head_seed, mesh, only=fresh)
+        initialize(model, model.initialize_parameter, head_seed, mesh, only=fresh)
         _warn_of_fresh(native, folder, missing, mismatched, mesh)
 
     # transformers has these names too. The trainer finds the tokenizer in that folder.

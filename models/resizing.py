@@ -147,7 +147,7 @@ def _resize_table(
             seed = int(torch.randint(1 << 62, ()))
             names = {id(parameter): name for name, parameter in model.named_parameters()}
             generator = torch.Generator().manual_seed(seed)
-            model.init_weights(names[id(old_parameter)], full, generator)
+            model.initialize_parameter(names[id(old_parameter)], full, generator)
             rows = full.to(old.dtype)
     kept = min(count, len(old))
     rows[:kept] = old[:kept].to(rows.device)

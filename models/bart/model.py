@@ -188,7 +188,7 @@ class BartEmbeddings(Backbone):
             **layer_arguments(mesh, self.parallel_config),
         )
 
-    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+    def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""
         if name.endswith("bias"):
             full.zero_()

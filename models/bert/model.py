@@ -268,7 +268,7 @@ class BertBackbone(Backbone):
             tied=config.tie_word_embeddings,
         )
 
-    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+    def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""
         if name.endswith(".bias"):
             full.zero_()

@@ -226,7 +226,7 @@ class GLMForConditionalGeneration(LanguageModel):
             )
         return mems[0].shape[1]
 
-    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+    def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""
         if name.endswith(".bias"):
             full.zero_()

@@ -175,7 +175,7 @@ class GPT2Backbone(Backbone):
             x = x + types
         return self.embedding_dropout(x), table
 
-    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+    def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""
         if name.endswith(".bias"):
             full.zero_()

@@ -195,7 +195,7 @@ class LlamaBackbone(Backbone):
         """
         return embed_tokens(self.word_embeddings, input_ids)
 
-    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+    def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""
         if name.endswith(".bias"):
             full.zero_()

@@ -183,7 +183,7 @@ class ModernBertBackbone(Backbone):
             decoder_bias=config.decoder_bias,
         )
 
-    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+    def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""
         config = self.config
         if name.endswith(".bias"):

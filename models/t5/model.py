@@ -202,7 +202,7 @@ class T5EncoderBackbone(Backbone):
             return self.send_hidden_states(states[-1])
         return BackboneOutput(states, table)
 
-    def init_weights(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+    def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place, with the standard deviations of the T5
         code base.
         """
