@@ -1,6 +1,7 @@
 """How every architecture of the zoo's table is split stays as it was, because folders on disk are split so.
 
-`golden/zoo_layouts.json` was written by `digest_layouts` below with the package of the commit 7dfb116, for every row.
+`golden/zoo_layouts.json` was written by `digest_layouts` below with the package of the commit 7dfb116; rows of later
+architectures were added when those were.
 """
 
 from __future__ import annotations
