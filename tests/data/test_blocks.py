@@ -18,6 +18,7 @@ from number_texts import Numbers, Plain
 
 from shardzoo.data import (
     BlockStream,
+    GPTObjective,
     IndexedDataset,
     IndexedDatasetWriter,
     IterableRecords,
@@ -263,14 +264,18 @@ def tokenizers(texts, tmp_path_factory, tokenizer_dir):
 
 
 OBJECTIVES = {
-    "gpt": "bpe", "t5": "sentencepiece", "prefix-lm": "sentencepiece", "bert-nsp": "wordpiece", "bert-sop": "wordpiece",
+    "gpt": "bpe", "separate gpt": "bpe", "t5": "sentencepiece", "prefix-lm": "sentencepiece",
+    "bert-nsp": "wordpiece", "bert-sop": "wordpiece",
     "roberta": "wordpiece", "glm": "bpe", "ul2": "sentencepiece",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_streams(objective, tokenizers, texts):
-    if objective == "glm":
+    if objective == "separate gpt":
+        tokenizer = load_tokenizer(tokenizers["bpe"])
+        chosen = GPTObjective(separate_documents=True)
+    elif objective == "glm":
         from shardzoo.data import GLMObjective
 
         tokenizer = load_tokenizer(tokenizers["bpe"])
@@ -296,6 +301,10 @@ def test_every_objective_streams(objective, tokenizers, texts):
     whole = [json.dumps({k: v.tolist() for k, v in batch.items()}) for batch in make()]
     assert len(whole) > 10
     assert len(set(whole)) == len(whole)
+    if objective == "separate gpt":
+        assert any(
+            "seq_idx" in batch and max(map(max, json.loads(batch)["seq_idx"])) for batch in whole
+        )
     first = make()
     seen = [next(batches) for batches in [iter(first)] for _ in range(7)]
     pair = [make(r, 2) for r in range(2)]

@@ -289,6 +289,24 @@ def test_every_answer_is_in_some_window_and_is_found_again(kind):
     assert answer_values(answers, records) == {"exact_match": 100, "f1": 100}
 
 
+def test_an_answer_ends_after_it_begins_and_is_not_too_long():
+    """The largest sums of logits belong to spans that no answer may have."""
+    words = text(1, 60)
+    record = Question("where is it", words, ((words.split()[3], words.index(words.split()[3])),))
+    spans = AnswerSpans([record], Encoder(tokenizer_like("bert"), 400), 6)
+    [(_, places, _)] = spans.windows
+    inside = [token for token, place in enumerate(places) if place is not None]
+    assert len(inside) > 40
+    start = np.zeros(len(places))
+    end = np.zeros(len(places))
+    start[inside[35]] = 9  # The end of highest score is before it, and the next one too far behind.
+    end[inside[2]] = 9
+    start[inside[1]] = 5
+    end[inside[4]] = 3
+    expected = words[places[inside[1]][0] : places[inside[2]][1]]
+    assert best_answers(spans, [(start, end)]) == [expected]
+
+
 def made(number: int) -> Question:
     words = text(number, 30).split()
     place = random.Random(number).randrange(30)
