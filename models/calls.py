@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MethodType
 from typing import Any, cast
 
@@ -34,17 +34,18 @@ def collect_parameters(model_class: Any) -> tuple[str, ...]:
         function = vars(kind).get("compute_outputs")
         if function is None or not is_open:
             continue
-        names += _read_names(function)
-        is_open = bool(function.__code__.co_flags & inspect.CO_VARKEYWORDS)
+        parameters = inspect.signature(function).parameters.values()
+        names += _list_names(parameters)
+        is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     if is_open:
-        names += _read_names(model_class.run_backbone)
+        names += _list_names(inspect.signature(model_class.run_backbone).parameters.values())
     return tuple(dict.fromkeys(name for name in names if name != "self"))
 
 
-def _read_names(function: Any) -> tuple[str, ...]:
-    """Returns the names of a function's parameters, without those with a star."""
-    code = function.__code__
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+def _list_names(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    """Returns the names of parameters, without those with a star."""
+    stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind not in stars]
 
 
 def list_keywords(model_class: Any) -> tuple[str, ...]:
