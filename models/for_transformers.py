@@ -224,29 +224,19 @@ class TransformersModel(PreTrainedModel):
 
         Raises ValueError for settings that the zoo does not have.
         """
-        if every_n_layers != 1 or offload:
-            raise ValueError(
-                "models of the zoo recompute all blocks: leave out "
-                f"every_n_layers={every_n_layers} and offload={offload} of the activation "
-                "checkpointing"
-            )
-        self._set_recompute(True)
+        self.model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs, every_n_layers, offload
+        )
 
     def activation_checkpointing_disable(self) -> None:
         """Keeps activations for the backward pass."""
-        self._set_recompute(False)
+        self.model.activation_checkpointing_disable()
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Any = None, **options: Any
     ) -> None:
         """The name of `activation_checkpointing_enable` before transformers 5.23."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
-
-    def _set_recompute(self, on: bool) -> None:
-        if on:
-            self.model.gradient_checkpointing_enable()
-        else:
-            self.model.gradient_checkpointing_disable()
 
     def save_pretrained(
         self,
