@@ -17,7 +17,7 @@ from ..checkpoint.checkpoint import EXTRAS, UNIVERSAL
 from ..checkpoint.dtypes import FLOATS
 from ..checkpoint.formats.dcp import METADATA, build_metadata, plan_dcp_file
 from ..checkpoint.formats.megatron import RANK_FILES, TRACKER, build_rank_state
-from ..checkpoint.formats.torch_file import plan_torch_file
+from ..checkpoint.formats.torch_file_writer import plan_torch_file
 from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, place_by_rank
 from ..checkpoint.planned_file import PlannedFile, plan_safetensors_file
 from ..checkpoint.stored_tensor import StoredTensor

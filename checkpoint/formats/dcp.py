@@ -25,7 +25,7 @@ from ..stored_tensor import Chunk, ChunkedTensor, StoredTensor, list_chunks
 from .megatron import VERSION, SavedRun, check_version, read_arguments, read_state
 
 if TYPE_CHECKING:  # It imports torch, which inspecting a folder does without.
-    from .torch_file import PlannedTorchFile
+    from .torch_file_writer import PlannedTorchFile
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -527,7 +527,7 @@ def plan_dcp_file(
     Returns:
         The file, and for each tensor the first byte and the length of its chunk.
     """
-    from .torch_file import plan_concatenated_file
+    from .torch_file_writer import plan_concatenated_file
 
     return plan_concatenated_file(f"__{number}_0{SUFFIX}", shapes)
 

@@ -9,8 +9,32 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import struct
 from dataclasses import dataclass
 from typing import Any, cast
+
+# The pickles of torch files describe each tensor in about 250 bytes. The limit bounds the time and
+# the memory.
+LARGEST_PICKLE = 4 << 20
+
+# Unpickling a bytearray allocates as much memory as its argument says. In a pickle, a newline
+# follows its name.
+ALLOCATION = b"bytearray\n"
+
+# Errors that torch raises for damaged pickles.
+DAMAGE = (
+    RuntimeError,
+    OSError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    AssertionError,
+    MemoryError,
+    ArithmeticError,
+    struct.error,
+)
 
 # Elements, counted as often as they are used. A file of 10,000 tensors has half a million, in
 # dictionaries within one another.

@@ -669,7 +669,7 @@ def test_torch_load_tells_where_bytes_lie(tmp_path):
 
 def test_torch_saves_a_tensor_as_a_call_that_builds_it_from_its_storage():
     with needed_by(
-        "checkpoint/formats/torch_file.py, which writes files as torch.save does",
+        "checkpoint/formats/torch_file_writer.py, which writes files as torch.save does",
         breaks="files that the converter writes for DeepSpeed do not load",
         remedy="name the function that torch.save names now, with its arguments",
     ):
@@ -698,7 +698,7 @@ def test_the_metadata_of_a_distributed_checkpoint_has_known_classes():
 
 def test_the_restricted_unpickler_takes_our_storages():
     with needed_by(
-        "checkpoint/formats/torch_file.py, which reads files from before torch 1.6 by torch._weights_only_unpickler",
+        "checkpoint/formats/legacy_torch_file.py, which reads old files by torch._weights_only_unpickler",
         breaks="these files are refused as damaged",
         remedy="refuse them with the advice to save them again, as torch.save writes them today",
     ):
