@@ -143,6 +143,7 @@ def html(site) -> dict[Path, Page]:
     return {path: Page(path.read_text()) for path in site.rglob("*.html")}
 
 
+@pytest.mark.before_release
 def test_no_link_of_the_site_is_dead(site, html):
     dead = []
     for path, page in html.items():

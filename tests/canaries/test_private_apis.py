@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from every_case import by_turns
 
 
 @contextmanager
@@ -585,7 +586,7 @@ def test_lm_evaluation_harness_has_its_command():
         assert callable(HarnessCLI().execute)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", by_turns(["bf16", "fp16"], 2))
 def test_pytorch_says_in_which_types_it_multiplies_by_a_library(name):
     with needed_by(
         "ops/cpu/products.py (_has_library)",

@@ -11,6 +11,7 @@ import pytest
 import transformers
 from commands import warm_environment
 from documents import ROOT, blocks, commands
+from every_case import by_turns
 from tiny_models import PRETRAINED, save_model, text
 
 PAGE = "docs/finetune.md"
@@ -45,7 +46,9 @@ def finetune(*arguments: str, cwd: Path, monkeypatch) -> int:
     return main(["finetune", *arguments])
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith("shardzoo")])
+@pytest.mark.parametrize(
+    "command", by_turns((line for line in COMMANDS if not line.startswith("shardzoo")), 2)
+)
 def test_scripts(command, workplace):
     """Started as a user does, where that is what is tested."""
     done = subprocess.run(

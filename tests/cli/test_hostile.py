@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from every_case import EVERY_CASE
+from every_case import EVERY_CASE, by_turns
 from safetensors.torch import save_file
 
 from shardzoo.cli.main import main
@@ -167,7 +167,7 @@ def test_arguments_are_read_from_regular_files_alone(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("command", LAUNCHES)
+@pytest.mark.parametrize("command", by_turns(LAUNCHES, 2))
 def test_a_hostile_hostfile(tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("w1 w2 w3 w4\n" * 50)

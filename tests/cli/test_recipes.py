@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from every_case import by_turns
 
 import shardzoo.cli.pretrain
 from shardzoo.cli.models import measure
@@ -48,7 +49,7 @@ def test_a_recipe_says_what_it_is(file):
         assert any(line.startswith("# Hardware: ") for line in comment)
 
 
-@pytest.mark.parametrize("file", FILES, ids=NAMES)
+@pytest.mark.parametrize("file", by_turns(FILES, 2), ids=by_turns(NAMES, 2))
 def test_a_recipe_can_start_on_its_hardware(file):
     """Its model can be split so, its objective fits the model, and a rank's memory is enough."""
     arguments = read(file)

@@ -17,7 +17,7 @@ import megatron_files
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from every_case import every_day
+from every_case import by_turns, every_day
 from megatron_files import Layout, gpt_modules, in_megatron_core
 from safetensors.torch import load_file
 from tiny_models import save_model
@@ -71,9 +71,12 @@ def save(source: Path, folder: Path, prefix: str, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    every_day(
-        [("gpt", "rows"), ("bert", "grid"), ("gpt", "columns"), ("bert", "both")],
-        more=[("bert", "rows"), ("gpt", "grid"), ("bert", "columns"), ("gpt", "both")],
+    by_turns(
+        every_day(
+            [("gpt", "rows"), ("bert", "grid"), ("gpt", "columns"), ("bert", "both")],
+            more=[("bert", "rows"), ("gpt", "grid"), ("bert", "columns"), ("gpt", "both")],
+        ),
+        2,
     ),
 )
 def test_chunks_of_every_kind_become_the_original_bytes(

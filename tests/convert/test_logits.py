@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from every_case import by_turns
 from safetensors.torch import load_file, save_file
 
 from shardzoo.cli.convert import main
@@ -29,7 +30,7 @@ def with_sensible_values(folder):
     return folder
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", by_turns(VARIANTS, 2))
 def test_two_ranks_against_transformers(variant, zoo, tmp_path):
     source = with_sensible_values(zoo.make(tmp_path / "hf", variant, heads=4, head_size=8))
     found = compare_logits(source, 2)

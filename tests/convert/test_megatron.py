@@ -11,6 +11,7 @@ import megatron_files
 import pytest
 import torch
 import torch.nn.functional as F
+from every_case import by_turns
 from megatron_files import Layout, bert_modules, gpt_modules, write, write_layers
 from safetensors.torch import load_file
 from tiny_models import hf_model, save_model
@@ -93,7 +94,8 @@ def test_files_of_layers(name, layout, program, folders, hashes, tmp_path, capsy
 
 @pytest.mark.parametrize("name", ["gpt", "untied", "bert", "masked"])
 @pytest.mark.parametrize(
-    ("tp", "pp", "style"), [(1, 1, "local"), (2, 2, "local"), (4, 1, "legacy"), (2, 4, "legacy")]
+    ("tp", "pp", "style"),
+    by_turns([(1, 1, "local"), (2, 2, "local"), (4, 1, "legacy"), (2, 4, "legacy")], 2),
 )
 def test_written_files_hold_what_megatron_would(
     tp, pp, style, name, folders, hashes, tmp_path, monkeypatch

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from math import prod
 
+import pytest
+
 from shardzoo.checkpoint.safetensors_header import make_header
 
 BOUND = 96  # MiB, of docs/performance.md
@@ -65,6 +67,7 @@ def write_gpt2(folder, layers: int, hidden: int = 480) -> int:
     return size
 
 
+@pytest.mark.before_release
 def test_the_peak_does_not_grow_with_the_model(tmp_path):
     small = write_gpt2(tmp_path / "small", 4)
     large = write_gpt2(tmp_path / "large", 19)

@@ -33,7 +33,7 @@ VARIANTS = (
 )
 
 
-@pytest.mark.parametrize("variant", by_turns(VARIANTS, 2))
+@pytest.mark.parametrize("variant", by_turns(VARIANTS, 3))
 def test_every_size_to_every_other(variant, zoo, hashes, tmp_path):
     source = zoo.make(tmp_path / "hf", variant, heads=24, head_size=2, feed_forward=48, layers=1)
     wanted = hashes(source)
@@ -94,7 +94,7 @@ def test_drawn_configurations(zoo, hashes, tmp_path, data):
     assert hashes(folder / "merged") == hashes(source)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", by_turns(VARIANTS, 3))
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_hold_what_the_layers_slice(variant, size, zoo, tmp_path):
     """Against the models' own loader and `Shard.slice`, which share nothing with the byte-range engine."""

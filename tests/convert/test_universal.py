@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_case import EVERY_CASE, every_day
+from every_case import EVERY_CASE, by_turns, every_day
 from safetensors.torch import load_file
 from tiny_models import hf_model
 from training import Pairs, on_ranks
@@ -174,7 +174,7 @@ CASES += [
 ] * EVERY_CASE
 
 
-@pytest.mark.parametrize(("family", "size", "replicas", "stage"), CASES)
+@pytest.mark.parametrize(("family", "size", "replicas", "stage"), by_turns(CASES, 2))
 def test_deepspeed_goes_on_where_the_run_was(
     family, size, replicas, stage, saved, run_ranks, run_mesh, tmp_path
 ):

@@ -12,6 +12,7 @@ from dataclasses import replace
 import datasets
 import numpy as np
 import pytest
+from every_case import by_turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from number_texts import Numbers, Plain
@@ -108,7 +109,7 @@ def test_gpt_predicts_each_token_once():
     assert sum(count - 1 for count in predicted.values()) <= blocks
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", by_turns([1, 2, 3], 2))
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_ranks_and_workers_change_nothing(world, workers):
     one = global_steps([stream(batch=6, epochs=2)])
@@ -175,7 +176,7 @@ def test_streams_are_mixed_in_exact_shares():
         assert max(counts.values()) - min(counts.values()) <= 1
 
 
-@pytest.mark.parametrize("stop", [1, 17, 60])
+@pytest.mark.parametrize("stop", by_turns([1, 17, 60], 3))
 def test_mixtures_resume_with_other_ranks(stop):
     whole = global_steps([mixture(batch=6)], 80)
     assert global_steps([mixture(r, 3, 2, num_workers=2) for r in range(3)], 80) == whole
@@ -270,7 +271,7 @@ OBJECTIVES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", by_turns(OBJECTIVES, 2))
 def test_every_objective_streams(objective, tokenizers, texts):
     if objective == "separate gpt":
         tokenizer = load_tokenizer(tokenizers["bpe"])
@@ -612,6 +613,7 @@ def peak_of(count: int) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.before_release
 def test_memory_does_not_grow_with_the_source(monkeypatch):
     monkeypatch.setattr("shardzoo.data.loading.blocks.BATCH_CHARACTERS", 8_000)
     peak_of(400)  # imports

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from every_case import by_turns
 
 from shardzoo.cli.data import main
 from shardzoo.data import (
@@ -233,7 +234,7 @@ END = {
 
 
 @pytest.mark.parametrize("kind", TOKENIZER_KINDS)
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", by_turns([False, True], 3))
 def test_documents_end_as_their_tokenizer_says_but_sentences_do_not(
     kind, split, jsonl, texts, tmp_path
 ):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from every_case import by_turns
 
 from shardzoo.cli import main as cli
 from shardzoo.data import load_tokenizer, train_byte_level_bpe, train_sentencepiece, train_wordpiece
@@ -181,7 +182,9 @@ def test_ids_that_are_none_or_huge(kind, name, index, folders, tmp_path, alarm):
 SETTINGS = ("extra_ids", "tokenizer_class", "model_max_length", "eos_token", "added_tokens_decoder")
 
 
-@pytest.mark.parametrize("value", [value for value in WRONG if value is not None], ids=str)
+@pytest.mark.parametrize(
+    "value", by_turns([value for value in WRONG if value is not None], 2), ids=str
+)
 @pytest.mark.parametrize("key", SETTINGS)
 @pytest.mark.parametrize("kind", FILES)
 def test_settings_of_other_types(kind, key, value, folders, tmp_path, alarm):

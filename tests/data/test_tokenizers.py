@@ -542,7 +542,7 @@ def test_another_tokenizer_in_the_folder_is_replaced(trained, texts, tmp_path):
     assert (tmp_path / "saved/config.json").exists()  # a model's file
 
 
-@pytest.mark.parametrize("kind", by_turns(TOKENIZER_KINDS, 2))
+@pytest.mark.parametrize("kind", by_turns(TOKENIZER_KINDS, 4))
 def test_training_twice_gives_the_same_tokenizer(kind, trained, texts, tmp_path):
     """Also in another process: the library's WordPiece numbers its letters at random."""
     code = (

@@ -164,6 +164,7 @@ def run(command: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.before_release
 def test_the_command_evaluates_a_split_model_and_reports_once(folders, tasks, workplace):
     command, _ = commands(PAGE)
     assert "tensor_parallel_size=2" in command

@@ -119,6 +119,7 @@ def test_every_command_is_run_by_a_test():
     assert sorted(map(command, named)) == sorted(COMMANDS)
 
 
+@pytest.mark.before_release
 def test_one_script_for_every_environment(run, folder):
     """Plain python, also with ranks started by it; as under torchrun; transformers' model, and the native one split."""
     lines = {
@@ -170,6 +171,7 @@ def record(words: list[str], folder: Path, stop_after: int = 0) -> tuple[int, li
         multiprocessing.set_start_method("forkserver", force=True)
 
 
+@pytest.mark.before_release
 def test_diacritics_take_each_text_once_also_when_stopped(folder, run_ranks, tiny):
     """Two ranks with two workers each are stopped, and go on with another number of workers."""
     import shardzoo.data
@@ -200,6 +202,7 @@ def test_diacritics_take_each_text_once_also_when_stopped(folder, run_ranks, tin
     assert curve[50] < curve[5] - 1
 
 
+@pytest.mark.before_release
 def test_bert_sorts_texts(run, folder):
     shown = run(command("bert"))
     majority = 0.37

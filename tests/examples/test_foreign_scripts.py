@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from commands import warm_environment
+from every_case import by_turns
 from tiny_models import save_glm, save_model, text
 
 from shardzoo.cli.pretrain import RECIPES, read_arguments
@@ -279,7 +280,7 @@ def changed_lines(script: str) -> int:
     return sum(line.endswith(CHANGED) for line in script.splitlines())
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", by_turns(SCRIPTS, 2))
 def test_a_script_runs(name, folder, monkeypatch):
     """In this process, or if it starts several, as a command."""
     path = folder / f"{name.replace(' ', '_')}.py"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from every_case import by_turns
 from memory import peak_of
 from tiny_models import hf_model, tiny
 from training import Pairs, losses, native_t5, on_ranks, run_training, tiny_t5
@@ -95,7 +96,7 @@ REPLICATED = {
 }
 
 
-@pytest.mark.parametrize("name", REPLICATED)
+@pytest.mark.parametrize("name", by_turns(REPLICATED, 2))
 def test_replicas_stay_identical_and_each_byte_has_one_writer(run_mesh, tmp_path, name):
     tp, settings = REPLICATED[name]
     training = partial(

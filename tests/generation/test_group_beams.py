@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from every_case import EVERY_CASE
+from every_case import EVERY_CASE, every_day
 from parity import load_stored
 from safetensors import safe_open
 
@@ -26,7 +26,7 @@ def search(mesh, config, stored, ids, mask, cases):
     ]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize("family", every_day(["gpt2"], more=["t5"]))
 def test_sequences_and_scores(family, run_mesh):
     with safe_open(GOLDEN, "pt") as file:
         config, cases = json.loads(file.metadata()[family]), json.loads(file.metadata()["cases"])

@@ -46,7 +46,7 @@ def sample(mesh, folder, ids, mask, seed):
     return {name: model.generate(ids, mask, **options, **case) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("family", every_day(["qwen3", "t5"], more=["gpt2", "bart"]))
+@pytest.mark.parametrize("family", every_day(["t5"], more=["qwen3", "gpt2", "bart"]))
 def test_a_seed_decides_the_tokens_whatever_the_ranks(family, saved, prompts, run_mesh):
     reference, folder = saved(family)
     ids, mask = prompts(16, padded_left=not reference.config.is_encoder_decoder)

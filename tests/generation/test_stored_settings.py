@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from every_case import by_turns
 
 import shardzoo
 from shardzoo.models.for_transformers import TransformersModel
@@ -31,7 +32,7 @@ def copy_with(folder, target, settings, place):
 
 
 @pytest.mark.parametrize("place", ["generation_config", "config"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", by_turns(CASES, 2))
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
 def test_the_settings_of_a_folder_are_those_of_transformers(family, case, place, saved, tmp_path):
     settings = dict(CASES[case])

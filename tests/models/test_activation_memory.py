@@ -139,7 +139,7 @@ def test_recomputation_keeps_what_the_formula_says(name, drops, recompute):
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(3, False), (2, True)])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", by_turns(TINY, 3))
 def test_a_rank_keeps_what_the_formula_says(name, tp, sequence_parallel, run_mesh):
     """The busiest rank: of four heads over three, the one with two."""
     parallel_config = ParallelConfig(sequence_parallel=sequence_parallel)

@@ -559,7 +559,7 @@ def generates(case: Case) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", by_turns(ALL, 3))
 def test_edited_folders(family, base, tmp_path, run_mesh):
     counts: Counter[str] = Counter()
     problems: list[str] = []

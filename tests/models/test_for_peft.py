@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 import transformers
+from every_case import by_turns
 from safetensors.torch import load_file
 from tiny_models import hf_model
 
@@ -76,7 +77,7 @@ def disturb(model: Any) -> None:
         assert not parameter.is_meta, name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", by_turns(CASES, 2))
 @pytest.mark.filterwarnings("ignore")
 def test_peft_computes_what_it_computes_on_transformers(case, tmp_path):
     architecture, settings, changes = CASES[case]

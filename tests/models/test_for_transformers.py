@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from every_case import by_turns
 from tiny_models import save_model
 
 import shardzoo
@@ -63,7 +64,7 @@ def losses(trainer: transformers.Trainer) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("family", by_turns(CLASSES, 2))
 def test_the_losses_are_those_of_transformers_and_the_checkpoints_are_its_own(tmp_path, family):
     architecture = CLASSES[family]
     kind = getattr(transformers, architecture)

@@ -177,7 +177,7 @@ def test_the_modules_that_a_checkpoint_lacks(tmp_path):
             assert found == expected, architecture
 
 
-@pytest.mark.parametrize("name", by_turns(sorted(load_rows()), 3))
+@pytest.mark.parametrize("name", by_turns(sorted(load_rows()), 6))
 def test_transformers_loads_every_new_model(name, tmp_path):
     """As after training: shards of a model that no Hugging Face folder gave names, merged into such a folder."""
     architecture, (_, case) = architecture_of(name), load_rows()[name]

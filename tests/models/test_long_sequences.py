@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from every_case import every_day
+from every_case import by_turns, every_day
 from parity import assert_same, oracle, randomize, run_modes, whole
 from tiny_models import hf_model, tiny
 
@@ -64,7 +64,7 @@ def step(mesh, family, sequence_parallel, recompute):
     return loss.detach(), model.word_embeddings.weight.grad.norm()
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", by_turns(ARCHITECTURES, 2))
 def test_a_step_with_8192_positions_is_the_same_in_every_layout(family, run_mesh):
     loss, norm = step(None, family, False, "none")
     assert norm.isfinite()

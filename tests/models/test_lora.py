@@ -151,7 +151,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "size"), by_turns(SIZES, 2))
+@pytest.mark.parametrize(("case", "size"), by_turns(SIZES, 4))
 def test_a_split_model_computes_what_peft_computes(adapted, run_mesh, case, size):
     folder, expected = adapted(case)
     stored = load_file(folder / "adapter" / "adapter_model.safetensors")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from every_case import by_turns
 from matrix import architecture_of, load_rows
 
 from shardzoo.models.auto import config_from_dict
@@ -13,7 +14,7 @@ from shardzoo.models.mapping import NativeModel
 ROWS = load_rows()
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", by_turns(ROWS, 2))
 def test_each_parameter_has_the_name_that_the_module_has(name):
     module_class = getattr(transformers, architecture_of(name))
     with torch.device("meta"):

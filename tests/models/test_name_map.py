@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from every_case import by_turns
 
 from shardzoo.models import FAMILIES, family, presets
 from shardzoo.models.auto import build_on_meta, model_class
@@ -80,7 +81,7 @@ def test_a_parameter_without_an_entry_is_a_mistake_of_the_family():
         list(MAP.resolve(["layers.0.new"]))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", by_turns(FAMILIES, 2))
 def test_every_map_covers_its_models_and_nothing_twice(name):
     """Each parameter has stored names of its own, from which the map leads back to it."""
     small = next(config for _, config in presets() if config.model_type == name)

@@ -106,6 +106,7 @@ def test_a_key_that_is_set_counts_until_it_is_cleared():
     assert model(**batch).loss != model(**batch).loss
 
 
+@pytest.mark.before_release
 def test_a_loop_over_a_compiled_model():
     dropout_state.clear()
     torch.compiler.reset()

@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 from documents import ROOT
+from every_case import by_turns
 
 from shardzoo.data.objectives.objective import Format
 from shardzoo.data.objectives.registry import find_objective
@@ -19,7 +20,7 @@ from shardzoo.models.nearest import MISSING
 NOT_OF_THE_PACKAGE = {"tests", "benchmarks", "examples", "build", "models"}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", by_turns(FAMILIES, 3))
 def test_the_facts_of_a_family_fit(name):
     facts = family(name)
     assert facts.config.model_type == name

@@ -162,6 +162,7 @@ def test_what_cannot_have_a_cache(models):
         model(ids, use_cache=True)
 
 
+@pytest.mark.before_release
 def test_a_call_without_a_cache_does_not_import_transformers():
     program = (
         "import sys, torch, shardzoo\n"

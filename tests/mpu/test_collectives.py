@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from every_case import every_day
+from every_case import by_turns, every_day
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -71,12 +71,20 @@ def apply(mesh, name, xs, grads, strided, way):
     return output.detach(), x.grad
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", by_turns(FUNCTIONS, 2))
 @pytest.mark.parametrize(
     ("tp", "way"),
     every_day(
-        [(1, "memory"), (3, "memory"), (3, "native"), (4, "fp32")],
-        more=[(2, "fp32"), (4, "memory"), (2, "memory"), (4, "auto"), (2, "native"), (4, "native")],
+        [(3, "memory"), (3, "native"), (4, "fp32")],
+        more=[
+            (1, "memory"),
+            (2, "fp32"),
+            (4, "memory"),
+            (2, "memory"),
+            (4, "auto"),
+            (2, "native"),
+            (4, "native"),
+        ],
     ),
 )
 def test_forward_and_backward(tp, way, name, run_mesh):

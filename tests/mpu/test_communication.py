@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from every_case import by_turns
 from small_transformer import build_transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -141,7 +142,7 @@ def test_ranks_of_one_host_exchange_the_same_through_memory(tp, sequence_paralle
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", by_turns(["none", "selective", "full"], 2))
 def test_a_layer_with_sequence_parallelism(tp, recompute, run_mesh):
     n = BATCH * POSITIONS * HIDDEN * 4
     forward, backward = per_layer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from every_case import by_turns
 from small_transformer import build_transformer
 
 from shardzoo import mpu
@@ -33,7 +34,7 @@ def gradients(mesh, build, recompute, sequence_parallel, dtype):
     return first.detach(), second.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", by_turns([torch.float32, torch.bfloat16], 2))
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("tp", [1, 2])

@@ -74,6 +74,7 @@ def single():
     return train(None, build_transformer, False, "none")
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize(
     ("tp", "data", "recompute"),
     every_day([(2, 2, "selective")], more=[(2, 1, "full"), (4, 1, "selective")]),

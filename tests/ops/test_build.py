@@ -48,6 +48,7 @@ def no_compiler(request, tmp_path):
     }, "g++ failed: fatal error: this compiler"
 
 
+@pytest.mark.before_release
 def test_install_succeeds_and_says_so_once(no_compiler, tmp_path):
     environment, reason = no_compiler
     done = build(tmp_path, **environment)
@@ -57,6 +58,7 @@ def test_install_succeeds_and_says_so_once(no_compiler, tmp_path):
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.before_release
 def test_a_failing_nvcc_costs_only_the_cuda_kernels(tmp_path):
     scripts = {
         "g++": 'while [ "$1" != -o ]; do shift; done; : >"$2"',
@@ -114,6 +116,7 @@ def compiled_sources(checkout):
     )
 
 
+@pytest.mark.before_release
 def test_only_what_has_changed_is_compiled_again(checkout):
     everything = compiled_sources(checkout)
     assert everything.count("norm.cpp") == everything.count("matrix_product.cpp") - 1

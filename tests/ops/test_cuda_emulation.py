@@ -41,6 +41,7 @@ def build():
     return made
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize("order", ["forward", "reversed", "1", "2"] if EVERY_CASE else ["1"])
 def test_every_operator(build, order):
     check(emulated_build.environment(build(), order))

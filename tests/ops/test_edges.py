@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from every_case import EVERY_CASE, every_day
+from every_case import EVERY_CASE, by_turns, every_day
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -225,7 +225,8 @@ def test_vocabularies_in_shards(variant, classes, tokens):
 
 
 @pytest.mark.parametrize(
-    "floats", every_day([torch.bfloat16, torch.float32], more=[torch.float16, torch.float64])
+    "floats",
+    by_turns(every_day([torch.bfloat16, torch.float32], more=[torch.float16, torch.float64]), 2),
 )
 def test_same_bits_for_any_thread_count(zoo, case_name, floats):
     """And from run to run; PyTorch's own operators do not promise it."""
@@ -285,9 +286,8 @@ def test_offsets_beyond_two_to_the_31(zoo):
         assert not x[:32].any()
 
 
-@pytest.mark.parametrize(
-    "isa", every_day(["baseline"], more=["x86-64-v3", "x86-64-v4", "x86-64-v4+bf16"])
-)
+@pytest.mark.before_release
+@pytest.mark.parametrize("isa", ["baseline", "x86-64-v3", "x86-64-v4", "x86-64-v4+bf16"])
 def test_every_instruction_set(isa):
     """The same cases on the code for older processors, in a process that asks for it."""
     names = ("test_few", "test_a_row", "test_non_finite", "test_the_kernel", "test_a_sum")

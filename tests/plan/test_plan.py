@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from every_case import by_turns
 from pretraining_runs import run_pretraining, train_losses
 
 from shardzoo.cli.arguments import read_yaml
@@ -154,7 +155,7 @@ def test_flops_are_six_for_each_weight_and_token():
     assert time.flops == pytest.approx(6 * 16 * 64 * multiplied + scores, rel=1e-9)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", by_turns(["fp32", "bf16", "fp16"], 3))
 def test_the_layouts_are_those_that_the_trainer_accepts(precision):
     """Every combination of sizes, tried on the trainer's own checks of its arguments."""
     config, request_ = tiny(n_layer=6), PlanRequest(12, 24, 126, precision=precision)

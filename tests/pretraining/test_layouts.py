@@ -14,12 +14,14 @@ from pretraining_runs import STEPS, run_pretraining, train_losses
 # Losses in fp32 differ by the order of sums alone.
 SAME_LOSS = {"rel": 1e-5, "abs": 0}
 CASES = [
-    ("gpt2", "gpt"), ("bert", "bert-nsp"), ("roberta", "roberta"), ("t5", "prefix-lm"), ("mt5", "ul2"),
-    ("umt5", "t5"), ("bart", "bart"), ("glm", "glm"),
+    ("gpt2", "gpt"), ("bert", "bert-nsp"), ("t5", "prefix-lm"), ("bart", "bart"), ("glm", "glm"),
 ]  # fmt: skip
 CASES = every_day(
     CASES,
     more=[
+        ("roberta", "roberta"),
+        ("mt5", "ul2"),
+        ("umt5", "t5"),
         ("t5", "t5"),
         ("llama", "gpt"),
         ("bert", "bert-sop"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from every_case import by_turns
 from safetensors.torch import load, load_file
 from tiny_models import tokenizer_like
 from training import Pairs, native_t5, run_training
@@ -345,7 +346,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", by_turns(LAYOUTS, 2))
 def test_replicas_write_equal_shares(run_mesh, tmp_path, name):
     """What they wrote together has every digest that its manifest and its state record."""
     settings = {"train_steps": 2, "global_batch_size": 6, **LAYOUTS[name]}

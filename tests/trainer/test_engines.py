@@ -34,7 +34,7 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "ranks"), ENGINES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("arguments", "ranks"), by_turns(ENGINES, 2), ids=lambda value: str(value))
 def test_engines_and_accumulation_equal_the_big_batch(
     run_mesh, tmp_path, big_batch, arguments, ranks
 ):
@@ -46,8 +46,11 @@ def test_engines_and_accumulation_equal_the_big_batch(
 
 @pytest.mark.parametrize(
     ("stage", "model"),
-    every_day(
-        [(1, native_t5), (2, None), (3, native_t5)], more=[(1, None), (2, native_t5), (3, None)]
+    by_turns(
+        every_day(
+            [(1, native_t5), (2, None), (3, native_t5)], more=[(1, None), (2, native_t5), (3, None)]
+        ),
+        2,
     ),
 )
 def test_each_pass_counts_once_in_bf16(run_mesh, tmp_path, stage, model):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from every_case import by_turns
 from memory import kept_bytes, peak_of
 
 from shardzoo.cli.estimate import main
@@ -126,7 +127,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "job", "optimizer", "moment"), CASES)
+@pytest.mark.parametrize(("name", "changes", "job", "optimizer", "moment"), by_turns(CASES, 2))
 def test_the_peak_of_a_step(name, changes, job, optimizer, moment):
     values = {
         "micro_batch_size": 8,

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from every_case import by_turns
 from training import Pairs, Stream, losses, run_training, tiny_t5
 
 from shardzoo.trainer import Trainer
@@ -58,7 +59,7 @@ class Stopping(Pairs):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("stopped_at", [3, 4, 7])
+@pytest.mark.parametrize("stopped_at", by_turns([3, 4, 7], 3))
 def test_a_stopped_run_evaluates_what_a_whole_one_does(tmp_path, stopped_at):
     """Also the step at which it was stopped, and the last one."""
     arguments = {"train_steps": 7, "save_interval": 7}

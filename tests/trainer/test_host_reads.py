@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from every_case import by_turns
 from tiny_models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import native_t5, run_training
@@ -154,7 +155,7 @@ def test_a_loss_is_read_before_an_update_that_cannot_be_skipped(late, tmp_path):
     assert late == [(1, 1), (2, 2), (3, 3), (4, 4)]  # their gradient norms, before the next update
 
 
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("data", by_turns([1, 2], 2))
 def test_reading_late_changes_no_number(tmp_path, run_mesh, data):
     how = {"model": native_t5, "train_steps": 6, "gradient_accumulation_steps": 2}
     if data == 1:

@@ -136,6 +136,7 @@ def test_the_first_traceback_is_on_top_and_the_code_comes_back(start):
     assert "Setting accelerator" not in messages
 
 
+@pytest.mark.before_release
 def test_a_collective_waits_as_long_as_it_is_told(start):
     code, _, messages = finish(start("late"))
     assert code == 1

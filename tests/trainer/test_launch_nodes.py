@@ -241,6 +241,7 @@ def cluster(hosts, tmp_path):
     return run
 
 
+@pytest.mark.before_release
 def test_a_job_on_two_machines(cluster, tmp_path):
     dry = cluster("two words", "--dry-run")
     assert dry.returncode == 0, dry.stderr

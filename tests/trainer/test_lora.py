@@ -8,7 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from every_case import EVERY_CASE, every_day
+from every_case import EVERY_CASE, by_turns, every_day
 from safetensors.torch import load_file
 from tiny_models import hf_model, save_glm, text
 from training import Pairs, losses, run_training
@@ -120,8 +120,11 @@ EVERY_DAY = [("t5", 3), ("t5", 6), ("llama", 2), ("gpt2", 5)]
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    every_day(
-        EVERY_DAY, more=[("t5", 0), ("t5", 1), ("t5", 2), ("t5", 4), ("t5", 5), ("llama", 4)]
+    by_turns(
+        every_day(
+            EVERY_DAY, more=[("t5", 0), ("t5", 1), ("t5", 2), ("t5", 4), ("t5", 5), ("llama", 4)]
+        ),
+        2,
     ),
 )
 def test_every_layout_takes_the_steps_of_peft(bases, run_mesh, kind, layout):

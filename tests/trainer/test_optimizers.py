@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import pytorch_optimizer
 import torch
+from every_case import by_turns
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -56,7 +57,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", by_turns(OPTIMIZERS, 2))
 def test_a_run_goes_on_byte_for_byte(tmp_path, name):
     make, precision = OPTIMIZERS[name]
 
@@ -113,7 +114,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("rate", [1e-2, torch.tensor(1e-2)], ids=["number", "tensor"])
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", by_turns(SCHEDULERS, 2))
 def test_schedulers_of_torch_go_on(tmp_path, name, rate):
     def train(folder: str, **arguments) -> list[float]:
         model = tiny_t5()

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from every_case import every_day
+from every_case import by_turns, every_day
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import losses, native_t5, on_ranks, run_training
@@ -83,7 +83,7 @@ def exchanges(mesh, how, precision, micro_batches):
     return [events.split() for events in passes], watch.elements, watch.dtypes, trained
 
 
-@pytest.mark.parametrize(("how", "precision"), ENGINES, ids=names)
+@pytest.mark.parametrize(("how", "precision"), by_turns(ENGINES, 3), ids=names)
 def test_gradients_are_exchanged_while_others_are_computed(how, precision, run_mesh):
     for passes, elements, dtypes, trained in run_mesh(1, exchanges, how, precision, 3, data=2):
         *earlier, last = passes

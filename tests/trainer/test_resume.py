@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from every_case import EVERY_CASE, every_day
+from every_case import EVERY_CASE, by_turns, every_day
 from training import Pairs, Stream, losses, native_t5, on_ranks, run_training, tiny_t5
 
 RUNS = {
@@ -57,12 +57,15 @@ STEPS, SAVED, SAMPLES = (8, 6, 40) if EVERY_CASE else (5, 4, 28)
 
 @pytest.mark.parametrize(
     ("name", "data"),
-    every_day(
-        [
-            *((n, "indexed") for n in RUNS | OF_THE_ZOO if n not in CONTAINED),
-            *((n, "streamed") for n in STREAMED),
-        ],
-        more=[(n, "indexed") for n in CONTAINED],
+    by_turns(
+        every_day(
+            [
+                *((n, "indexed") for n in RUNS | OF_THE_ZOO if n not in CONTAINED),
+                *((n, "streamed") for n in STREAMED),
+            ],
+            more=[(n, "indexed") for n in CONTAINED],
+        ),
+        2,
     ),
 )
 def test_going_on_is_bit_for_bit(run_mesh, tmp_path, name, data):
@@ -117,7 +120,7 @@ def test_a_longer_run_takes_the_samples_that_were_left_over(tmp_path):
     assert len(whole) == 5
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", by_turns([0, 2], 2))
 @pytest.mark.parametrize("kind", [datasets.IterableDataset, torch.utils.data.IterableDataset])
 def test_libraries_streams_go_on(tmp_path, kind, workers):
     """They have a `__getitem__` that only raises."""
@@ -292,6 +295,7 @@ def test_large_products_go_on_bit_for_bit(run_mesh, tmp_path):
     assert all(torch.equal(value, same[key]) for key, value in weights.items())
 
 
+@pytest.mark.before_release
 def test_any_engine_and_size_goes_on_from_any_other(run_mesh, tmp_path):
     settings = {"train_steps": 8, "global_batch_size": 8}
     [(whole, _)] = on_ranks(run_mesh, tmp_path / "whole", save_interval=4, **settings)

@@ -118,6 +118,7 @@ def test_an_unused_folder_is_removed_again(tmp_path):
     assert not (tmp_path / "a" / "b").exists()
 
 
+@pytest.mark.before_release
 def test_a_process_of_another_host_counts_as_dead_after_a_while_without_a_sign(
     tmp_path, other_process, monkeypatch
 ):

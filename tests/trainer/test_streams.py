@@ -43,6 +43,7 @@ def trains(mesh, folder, words, micro=4, texts=TEXTS, **arguments):
     )
 
 
+@pytest.mark.before_release
 def test_ranks_train_the_same_curve(run_mesh, tmp_path, words):
     """Over several blocks and the end of an epoch."""
     one = trains(None, tmp_path / "one", words, train_steps=70)

@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from every_case import by_turns
 from torch import nn
 from training import Pairs, Stream, run_training
 
@@ -60,7 +61,9 @@ def test_workers_without_shared_memory(tmp_path, monkeypatch, problem):
     run_training(None, tmp_path / "run", train_steps=1)
 
 
-@pytest.mark.parametrize("make", [BySelf, shuffled, lambda: shuffled(1), lambda: shuffled(4)])
+@pytest.mark.parametrize(
+    "make", by_turns([BySelf, shuffled, lambda: shuffled(1), lambda: shuffled(4)], 2)
+)
 def test_workers_change_nothing_of_streams_that_split_themselves(make):
     plain = ids(training_data(make(), epochs=2).batches)
     assert ids(training_data(make(), epochs=2, num_workers=2).batches) == plain
