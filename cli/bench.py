@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from ..ops import current_choice
 from ..ops.bench.cases import Case, cases
 from ..ops.bench.measure import Result, measure
+from ..trainer.logging.console import make_console
 from .help import HelpPage, show_commands
 
 # Operators whose sizes --shape gives.
@@ -117,7 +117,7 @@ def run(options: Kernels) -> int:
     unknown = [name for name in options.op if name not in names]
     if unknown:
         raise ValueError(f"there is no operator {unknown[0]!r} to measure; use {', '.join(names)}")
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = make_console()
     if options.op:
         chosen = [case for case in chosen if case.name in options.op]
 

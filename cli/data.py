@@ -25,6 +25,7 @@ from ..data.text.sources import Source
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.training import TokenizerKind, train_tokenizer
 from ..files.printable import printable
+from ..trainer.logging.console import make_console
 from .console import explain_error
 from .help import HelpPage, show_commands
 
@@ -185,7 +186,7 @@ def main(argv: list[str]) -> int:
     command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
     command = tyro.cli(command_type, args=argv, prog="shardzoo data")
     try:
-        command.run(Console())
+        command.run(make_console())
     except (ValueError, OSError, RuntimeError) as error:
         print(
             printable(f"shardzoo data: {' '.join(explain_error(error).split())}"), file=sys.stderr

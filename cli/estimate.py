@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +29,7 @@ from ..trainer.estimate import (
     largest_micro_batch,
 )
 from ..trainer.estimate.tables import stage_rows, stage_table
+from ..trainer.logging.console import make_console
 from ..trainer.optimizers.registry import OptimizerName
 from ..trainer.precisions import PrecisionName
 from .console import run_and_report
@@ -185,7 +184,7 @@ def run(arguments: EstimateArguments) -> int:
             result["remedies"] = [vars(remedy) for remedy in remedies]
         print(json.dumps(result, indent=2))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 120)
+        console = make_console()
         console.print(build_table(fullest, arguments))
         if arguments.pp > 1:
             console.print(stage_table(stages, job))

@@ -4,20 +4,19 @@ rank.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from ..models import FAMILIES, family, find_config
 from ..models.auto import build_on_meta
 from ..models.config import ModelConfig
 from ..models.sizes import compute_uneven_work, largest_size, measure_parameters
+from ..trainer.logging.console import make_console
 from ..trainer.optimizers.registry import ENTRIES_BY_NAME
 from ..trainer.precisions import PRECISIONS, PrecisionName
 from .console import run_and_report
@@ -90,7 +89,7 @@ def run(arguments: ModelsArguments) -> int:
     """Prints the table that was asked for. Raises ValueError for a user's mistake."""
     if arguments.tp < 1:
         raise ValueError(f"--tp must be at least 1, not {arguments.tp}")
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = make_console()
     if not arguments.names:
         console.print(build_family_table())
         console.print(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -29,6 +28,7 @@ from ..plan.simulate import (
     simulate_step,
     young_interval,
 )
+from ..trainer.logging.console import make_console
 from ..trainer.optimizers.registry import OptimizerName
 from ..trainer.precisions import PrecisionName
 from .arguments import read_yaml
@@ -293,7 +293,7 @@ def print_plans(
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = make_console()
     if not plans:
         room = cluster.device.memory / GIB
         console.print(

@@ -18,7 +18,6 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import tyro
-from rich.console import Console
 
 from ..data.objectives.objective import Objective
 from ..data.objectives.registry import find_objective, objective_names
@@ -30,6 +29,7 @@ from ..trainer.arguments.value_types import checked_value
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.launch import ensure_processes_for
 from ..trainer.launch.rank_process import is_restarted
+from ..trainer.logging.console import make_console
 from ..trainer.run_folder import RunFolder
 from .arguments import given_value, overrides_as_options, parse, read_yaml
 from .console import USAGE_ERROR
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             defaults = f"defaults of recipes/{arguments.config.name}"
         if arguments.dry_run and launch.is_first:
             print(defaults)
-            Console().print(run_plan(arguments, inputs))
+            make_console().print(run_plan(arguments, inputs))
 
         size = arguments.model_parallel_size
         stages = arguments.pipeline_parallel_size

@@ -96,7 +96,8 @@ def main(
     )
     text, title = pairs[-1]
     ids = tokenizer(text, max_length=max_length, truncation=True, return_tensors="pt").input_ids
-    output = net.eval().generate(ids.to(trainer.device), max_new_tokens=12)
+    # So small a model, trained for so short a time, would end its title at once.
+    output = net.eval().generate(ids.to(trainer.device), min_new_tokens=4, max_new_tokens=12)
     ours = tokenizer.decode(output[0], skip_special_tokens=True)
     trainer.console.print(f"{text[:70]} …\n  title: {title}\n  ours:  {ours}", markup=False)
 

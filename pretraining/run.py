@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 from torch import nn
@@ -34,6 +33,7 @@ from ..trainer.estimate.tables import stage_table
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.rank_process import mark_run_as_begun
 from ..trainer.launch.ranks import on_first_rank
+from ..trainer.logging.console import make_console
 from ..trainer.logging.provenance import command_line
 from ..trainer.logging.report import plot_loss
 from ..trainer.run_folder import RunFolder, make_run_folder
@@ -50,6 +50,7 @@ from .corpora import (
     prepare_data,
 )
 from .export import (
+    MARKS,
     check_export,
     check_tokenizer,
     complete_tokenizer,
@@ -86,7 +87,7 @@ class Pretraining:
         self.inputs = inputs
         if arguments.tf32:
             torch.set_float32_matmul_precision("high")
-        self.console = Console(quiet=not launch.is_first)
+        self.console = make_console(quiet=not launch.is_first)
         self.trainer = Trainer(arguments)
         if dist.is_initialized():
             # Every process has checked the folder that the first rank changes next.
@@ -325,9 +326,10 @@ class Pretraining:
         write_card(
             folder.hf, self.config, {**self.facts, **results}, command=command_line(), sample=sample
         )
-        self.trainer.write_report({"Run": self.facts, "Export": results, "Sample": sample})
+        heading = f"Sample: the exported model wrote the parts in {MARKS[0]} {MARKS[1]}"
+        self.trainer.write_report({"Run": self.facts, "Export": results, heading: sample})
         files = run_files(folder, self.config.architecture)
         self.console.print(facts_table("Result", results | files))
-        title = "the exported model wrote the parts in [[ ]]"
-        self.console.print(Panel(Text(sample), title=title, title_align="left"))
+        panel = Panel(Text(sample), title=Text(heading), title_align="left", expand=False)
+        self.console.print(panel)
         check_export(folder.hf, exported, loss)

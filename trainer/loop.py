@@ -114,6 +114,7 @@ class TrainingLoop:
                 self.best = dict(state.best)
             if self._has_lost_patience():
                 self.total_steps = self.completed_steps
+        self.training_step.unlogged_losses = list(state.unlogged_losses)
         self.engine.load_counters(state.counters)
         tensors = read_optimizer(point.folder, self.engine.module, self.ranks)
         self.engine.load_optimizer_tensors(tensors)
@@ -190,6 +191,7 @@ class TrainingLoop:
             world_size=self.ranks.world_size,
             validation=self.validation,
             best=self.best,
+            unlogged_losses=list(self.training_step.unlogged_losses),
         )
         self.saver.wait()
         snapshot = take_snapshot(

@@ -85,6 +85,7 @@ class TrainingStep:
 
     Attributes:
         loss: The loss of the last step that was read; NaN before the first.
+        unlogged_losses: The losses of the steps since the last logged one.
         stop_requested: Whether any rank had received a signal to stop by the last step that was
             read.
         pending: The last step, if the host has not read its results.
@@ -115,6 +116,7 @@ class TrainingStep:
         self.copy_stream = make_copy_stream(self.device)
         self.pending: PendingStep | None = None
         self.loss = math.nan
+        self.unlogged_losses: list[float] = []
         self.stop_requested = False
         self._end = 0.0  # when the last step ended whose results were read
         self._previous_end = 0.0
@@ -236,8 +238,11 @@ class TrainingStep:
         Collective.
         """
         seconds = self._end - max(result.started, self._previous_end)
+        unlogged = self.unlogged_losses or [self.loss]
+        self.unlogged_losses = []
         values = {
             "loss": self.loss,
+            "mean_loss": math.fsum(unlogged) / len(unlogged),
             "tokens_per_second": result.targets / seconds,
             "seconds": seconds,
             "samples": step * self.global_batch_size,
@@ -322,6 +327,7 @@ class TrainingStep:
         """
         loss, bad_ranks, stopped_ranks = sums
         self.loss = loss
+        self.unlogged_losses.append(loss)
         self.stop_requested = bool(stopped_ranks)
         if bad_ranks:
             self._raise_non_finite(number, micro_batches, target_counts, own_losses)

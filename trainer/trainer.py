@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -45,6 +44,7 @@ from .launch.environment import (
 from .launch.launch import ensure_processes_for
 from .launch.rank_process import is_restarted
 from .launch.ranks import Ranks, on_first_rank
+from .logging.console import make_console
 from .logging.diagnostics import StepProfiler
 from .logging.provenance import command_line, git_commit, hardware, versions
 from .logging.report import Section, write_report
@@ -131,7 +131,7 @@ class Trainer:
         name = self.arguments.experiment_name
         save_dir = Path(self.arguments.save_dir)
         self.run_folder = RunFolder(save_dir / name if name else save_dir)
-        self.console = Console(quiet=self.ranks.rank != 0, markup=False)
+        self.console = make_console(quiet=self.ranks.rank != 0, markup=False)
         notice = deepspeed_notice(self.arguments.deepspeed_config, vars(self.arguments))
         if notice:
             self.console.print(notice)

@@ -51,6 +51,19 @@ CHUNK = 1 << 20  # bytes that are read at once; a longer line is no record of a 
 # Bytes before the place that was read to, which tell whether the file is still the same.
 REMEMBERED = 256
 MOST_CURVES = 2000  # of a run; further names are not shown
+# Values of single steps, which vary so much that the page draws their running means over them.
+VARYING = (
+    "train/loss",
+    "train/grad_norm",
+    "train/tokens_per_second",
+    "train/samples_per_second",
+    "train/seconds",
+    "train/mfu",
+)
+LOSS = "train/loss"
+MEAN_LOSS = "train/mean_loss"  # of the steps since the line before; drawn as the mean of LOSS
+MEAN_SHARE = 1 / 50  # of the shown steps, over which a running mean goes
+LAST_SHARE = 1 / 20  # of a run's lines, whose mean is the loss in the table
 LONGEST_PROBLEM = 300  # characters
 MOST_STEPS = 1 << 53  # up to which a browser's numbers are exact
 # What a folder that no run has written may cause. The page then shows it beside the run's name.
@@ -228,6 +241,31 @@ def on_one_axis(
     return axis.tolist(), [_extremes(edges[:-1], *part) for part in parts]
 
 
+def running_means(
+    axis: Sequence[float], curve: Curve | None, first: float = -math.inf, last: float = math.inf
+) -> list[Any]:
+    """Returns the means of a curve over the steps that end at each step of `axis`.
+
+    They go over a share of the shown steps, and over no steps before the first shown one. None
+    where the curve has not begun, or has ended.
+    """
+    steps, values = _between(curve or Curve(), first, last)
+    kept = np.isfinite(values)
+    if not kept.any():
+        return [None] * len(axis)
+    at = np.array(axis)
+    has_ended = at > steps[-1]
+    steps = steps[kept]
+    values = values[kept]
+    ends = np.searchsorted(steps, at, side="right")
+    starts = np.searchsorted(steps, at - (at[-1] - at[0]) * MEAN_SHARE, side="right")
+    starts = np.minimum(starts, np.maximum(ends - 1, 0))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    means = (sums[ends] - sums[starts]) / np.maximum(ends - starts, 1)
+    means[(ends == 0) | has_ended] = np.nan
+    return _for_json(means)
+
+
 def _between(curve: Curve, first: float, last: float) -> tuple[np.ndarray, np.ndarray]:
     """Returns copies, because an array whose memory is lent cannot grow."""
     steps = np.array(curve.steps)
@@ -310,6 +348,10 @@ class Run:
         except DAMAGE as error:
             self.problem = explain_error(error)
         last = {name: curve.values[-1] for name, curve in self.metrics.curves.items()}
+        losses = self.metrics.curves.get(MEAN_LOSS) or self.metrics.curves.get(LOSS)
+        if losses is not None:
+            window = max(1, round(len(losses.values) * LAST_SHARE))
+            last[MEAN_LOSS] = math.fsum(losses.values[-window:]) / window
         return {
             "name": self.name,
             "step": max((curve.steps[-1] for curve in self.metrics.curves.values()), default=None),
@@ -392,7 +434,7 @@ class Runs:
             charts = [
                 self._chart(name, width, first, last)
                 for name in names
-                if not name.startswith("final/")
+                if not name.startswith("final/") and name != MEAN_LOSS
             ]
         return {"revision": self._revision, "more": is_more, "runs": summaries, "charts": charts}
 
@@ -400,7 +442,15 @@ class Runs:
         steps, values = on_one_axis(
             [run.metrics.curves.get(name) for run in self.runs], width, first, last
         )
-        return {"name": name, "steps": steps, "values": values}
+        chart = {"name": name, "steps": steps, "values": values}
+        if name in VARYING:
+            chart["means"] = []
+            for run in self.runs:
+                curve = run.metrics.curves.get(name)
+                if name == LOSS:
+                    curve = run.metrics.curves.get(MEAN_LOSS) or curve
+                chart["means"].append(running_means(steps, curve, first, last))
+        return chart
 
 
 class Server(ThreadingHTTPServer):

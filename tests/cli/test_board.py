@@ -36,6 +36,7 @@ from shardzoo.cli.board.command import (
     main,
     make_server,
     on_one_axis,
+    running_means,
 )
 from shardzoo.files.json_digest import add_digest
 
@@ -185,6 +186,39 @@ def test_few_steps_are_shown_as_they_are():
     assert len(on_one_axis(apart, 5)[0]) == 10  # each has few, all have many
 
 
+def test_means_go_over_a_share_of_the_shown_steps():
+    rng = random.Random(1)
+    points = [(step, rng.choice([rng.random(), math.nan])) for step in range(500)]
+    for axis, first in (([*range(500)], 0), ([*range(250, 500)], 250), ([*range(0, 499, 7)], 0)):
+        window = (axis[-1] - axis[0]) / 50
+        found = running_means(axis, curve(points), first)
+        for at, mean in zip(axis, found, strict=True):
+            inside = [v for s, v in points if at - window < s <= at and s >= first and v == v]
+            if inside:
+                assert mean == pytest.approx(sum(inside) / len(inside))
+            else:  # The last one that there is.
+                before = [v for s, v in points if first <= s <= at and v == v]
+                assert mean == (pytest.approx(before[-1]) if before else None)
+    assert running_means([1, 2, 3], curve([(2, 5.0)])) == [None, 5.0, None]
+    assert running_means([1, 2], None) == [None, None]
+
+
+def test_the_table_shows_the_mean_of_the_last_losses(tmp_path):
+    """The loss of one batch says little. Mean losses are no chart of their own."""
+    run = make_run(tmp_path / "a", range(1, 41))
+    with served(run) as url:
+        assert ask(f"{url}data")["runs"][0]["last"]["train/mean_loss"] == 39.5
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(10, 410, 10):
+            record = {"step": step, "train/loss": 0.0, "train/mean_loss": step / 10}
+            file.write(json.dumps(record) + "\n")
+    with served(run) as url:
+        shown = ask(f"{url}data")
+        assert shown["runs"][0]["last"]["train/mean_loss"] == 39.5
+        assert [chart["name"] for chart in shown["charts"]] == ["train/loss"]
+        assert shown["charts"][0]["means"][0] == list(range(1, 41))
+
+
 @contextmanager
 def served(*runs, host="127.0.0.1"):
     with make_server(Board(runs=runs, port=0, host=host)) as server:
@@ -208,7 +242,12 @@ def test_the_answer_changes_with_the_runs(tmp_path):
         first = ask(f"{url}data")
         assert [run["step"] for run in first["runs"]] == [3, None]
         assert first["charts"] == [
-            {"name": "train/loss", "steps": [1, 2, 3], "values": [[1, 2, 3], [None] * 3]}
+            {
+                "name": "train/loss",
+                "steps": [1, 2, 3],
+                "values": [[1, 2, 3], [None] * 3],
+                "means": [[1, 2, 3], [None] * 3],
+            }
         ]
         assert ask(f"{url}data?seen={first['revision']}") == {
             "revision": first["revision"],
@@ -228,9 +267,18 @@ def test_the_answer_changes_with_the_runs(tmp_path):
             file.write('{"step": 4, "train/loss": NaN, "final/loss": 1e999}\n')
         third = ask(f"{url}data?seen={second['revision']}&first=2&last=3")
         assert third["charts"] == [
-            {"name": "train/loss", "steps": [2, 3], "values": [[2, 3], [None, None]]}
+            {
+                "name": "train/loss",
+                "steps": [2, 3],
+                "values": [[2, 3], [None, None]],
+                "means": [[2, 3], [None, None]],
+            }
         ]
-        assert third["runs"][1]["last"] == {"train/loss": "nan", "final/loss": "inf"}
+        assert third["runs"][1]["last"] == {
+            "train/loss": "nan",
+            "final/loss": "inf",
+            "train/mean_loss": "nan",
+        }
 
 
 def write_best(content):
@@ -449,7 +497,7 @@ def test_a_browser_follows_runs(tmp_path):
         assert page.evaluate("document.querySelectorAll('#runs td').length") == 22
         assert HOSTILE in page.evaluate("document.getElementById('runs').textContent")
         assert page.evaluate("[...document.querySelectorAll('h2')].map((h) => h.textContent)") == [
-            "train/loss", "valid/loss", HOSTILE,
+            "training loss (nats per target token)", "held-out loss (nats per target token)", HOSTILE,
         ]  # fmt: skip
         drawn = (
             "{const c = document.querySelector('canvas'), "

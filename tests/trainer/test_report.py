@@ -86,10 +86,13 @@ def test_the_report_and_both_plots_end_with_the_last_logged_values(tmp_path, mon
     drawn = lines_of(monkeypatch, lambda: write_report(path, RECORDS, {"lr": 1e-3}, title="a run"))
     rows = Page(path.read_text()).rows
     assert rows["best validation loss"] == "6.1250 at step 1,000"
+    assert rows["training loss"] == (
+        "5.0000, the mean of the last 100 steps (of the first 100: 8.7500)"
+    )
     assert rows["last validation"] == "loss 6.2500 at step 1,500"
     assert rows["final evaluation"] == "loss 6.3125, accuracy 0.5000 at step 1,600"
     assert drawn["held-out, at intervals"] == [(500, 7.5), (1000, 6.125), (1500, 6.25)]
-    assert drawn["held-out, final evaluation"] == [(1600, 6.3125)]
+    assert drawn["held-out, final evaluation of all samples"] == [(1600, 6.3125)]
     assert drawn["texts"] == ["6.3125"]
 
     def plot() -> None:
@@ -104,9 +107,21 @@ def test_the_report_and_both_plots_end_with_the_last_logged_values(tmp_path, mon
 
     drawn = lines_of(monkeypatch, plot)
     assert drawn["held-out, at intervals"] == [(1.0, 7.5), (2.0, 6.125), (3.0, 6.25)]
-    assert drawn["held-out, final evaluation"] == [(3.2, 6.3125)]
+    assert drawn["held-out, final evaluation of all samples"] == [(3.2, 6.3125)]
     assert [y for _, y in drawn["entropy of spans"]] == [5.5, 5.5]
     assert drawn["texts"] == ["6.3125"]
+
+
+def test_the_report_averages_the_losses_that_were_logged_as_means(tmp_path):
+    records = []
+    for step in range(10, 410, 10):
+        records.append({"step": step, "train/loss": 0.0, "train/mean_loss": step / 100, **SPEED})
+    records[-1]["step"] = 395  # The last line of a run may be of fewer steps.
+    write_report(tmp_path / "report.html", records, {}, title="a run")
+    rows = Page((tmp_path / "report.html").read_text()).rows
+    assert rows["training loss"] == (
+        "3.9333, the mean of the last 15 steps (of the first 20: 0.1500)"
+    )
 
 
 def test_a_run_without_a_final_evaluation_shows_the_last_interval(tmp_path, monkeypatch):
@@ -114,7 +129,7 @@ def test_a_run_without_a_final_evaluation_shows_the_last_interval(tmp_path, monk
     drawn = lines_of(monkeypatch, lambda: write_report(path, RECORDS[:-1], {}, title="a run"))
     rows = Page(path.read_text()).rows
     assert "final evaluation" not in rows
-    assert "held-out, final evaluation" not in drawn
+    assert "held-out, final evaluation of all samples" not in drawn
     assert drawn["texts"] == ["6.2500"]
 
 

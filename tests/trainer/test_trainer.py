@@ -202,7 +202,7 @@ def test_a_closed_terminal_ends_no_run_that_prints(run_ranks):
                 with RunReporter(console, [], first_step=0, total_steps=2) as reporter:
                     os.close(terminal)
                     os.close(master)
-                    reporter.training(1, {"loss": 1.0, "tokens_per_second": 1.0})
+                    reporter.training(1, {"mean_loss": 1.0, "tokens_per_second": 1.0})
                     reporter.notice("stopped by a signal")
             written = os.write(2, b"discarded")
             os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
@@ -221,6 +221,72 @@ def test_a_closed_terminal_ends_no_run_that_prints(run_ranks):
         return written, raised
 
     assert run_ranks(1, report) == [(9, "No space left on device")]
+
+
+def test_the_console_shows_mean_losses():
+    """The loss of one batch says little. A line is of all steps since the line before, also where a
+    step is not logged."""
+    import io
+
+    from rich.console import Console
+
+    from shardzoo.trainer.logging.reporter import RunReporter
+
+    lines = io.StringIO()
+    with RunReporter(Console(file=lines), [], first_step=0, total_steps=43) as reporter:
+        for step in range(1, 44):  # A line is printed every second step, and at the last one.
+            reporter.training(
+                step, {"loss": 99.0, "mean_loss": float(step), "tokens_per_second": 1.0}
+            )
+    shown = lines.getvalue().splitlines()
+    assert shown[0] == "step 2/43  loss 1.500  1 tokens/s"
+    assert shown[20:] == [
+        "step 42/43  loss 41.500  1 tokens/s",
+        "step 43/43  loss 43.000  1 tokens/s",
+    ]
+
+    lines = io.StringIO()
+    with RunReporter(Console(file=lines), [], first_step=0, total_steps=None) as reporter:
+        reporter.training(10, {"mean_loss": 2.0, "tokens_per_second": 1.0})
+        reporter.training(13, {"mean_loss": 3.0, "tokens_per_second": 1.0})
+    assert [line.split()[3] for line in lines.getvalue().splitlines()] == ["2.000", "3.000"]
+
+    terminal = io.StringIO()
+    console = Console(file=terminal, force_terminal=True, width=80, color_system=None)
+    with RunReporter(console, [], first_step=0, total_steps=12_000) as reporter:
+        reporter.training(10, {"mean_loss": 2.0, "tokens_per_second": 123_456.0})
+        reporter.training(40, {"mean_loss": 3.0, "tokens_per_second": 123_456.0})
+    last = terminal.getvalue().split("\r")[-1]
+    assert "loss 2.750  123,456 tokens/s" in last
+    # The elapsed and the remaining time are not cut off.
+    assert ("0:00:0" in last and " ETA -:--:--" in last) or " ETA 0:" in last
+
+
+def test_mean_losses_are_of_all_steps_since_the_last_line(tmp_path):
+    """Also where a run was resumed between two lines."""
+    import shutil
+
+    from shardzoo.trainer import Trainer
+
+    def run(folder: str, **arguments) -> dict[int, dict[str, float]]:
+        trainer = Trainer(
+            epochs=2, batch_size=4, lr=1e-2, save_dir=str(tmp_path / folder), **arguments
+        )
+        trainer.train(tiny_t5(), train_dataset=Pairs(24))
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return {record["step"]: record for record in map(json.loads, lines)}
+
+    every_step = run("every-step", log_interval=1)
+    losses = [every_step[step]["train/loss"] for step in range(1, 13)]
+    assert [every_step[step]["train/mean_loss"] for step in range(1, 13)] == losses
+    wanted = {4: sum(losses[:4]) / 4, 8: sum(losses[4:8]) / 4, 12: sum(losses[8:]) / 4}
+    fourth = run("fourth", log_interval=4, save_interval=6)
+    assert {step: fourth[step]["train/mean_loss"] for step in fourth} == pytest.approx(wanted)
+    shutil.rmtree(tmp_path / "fourth/checkpoints/step-000012")
+    resumed = run("fourth", log_interval=4, save_interval=6, resume=True)
+    assert {step: record["train/mean_loss"] for step, record in resumed.items()} == {
+        step: record["train/mean_loss"] for step, record in fourth.items()
+    }
 
 
 def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):
@@ -266,13 +332,14 @@ def test_forward_step_may_be_overridden_and_metrics_are_means(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     logged = [record for record in records if "train/loss" in record]
     assert [record["step"] for record in logged] == [5, 10, 15, 20]
-    wanted = {"loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_gb", "seconds", "samples",
+    wanted = {"loss", "mean_loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_gb", "seconds", "samples",
               "samples_per_second"}  # fmt: skip
     assert all(
         {name.removeprefix("train/") for name in record if "/" in name} == wanted
         for record in logged
     )
     assert logged[-1]["train/loss"] < logged[0]["train/loss"]
+    assert all(record["train/mean_loss"] != record["train/loss"] for record in logged)
     assert all(0 < record["train/mfu"] < 1 for record in logged)
     assert [record["train/samples"] for record in logged] == [20, 40, 60, 80]
     assert all(

@@ -56,6 +56,8 @@ class TrainerState:
         world_size: Number of processes, each of which has random states.
         validation: The last validation values, and their step.
         best: The best validation value so far, its name and its step, if one is tracked.
+        unlogged_losses: The losses of the steps since the last logged one, whose mean is logged
+            with the next one.
     """
 
     step: int
@@ -69,6 +71,7 @@ class TrainerState:
     world_size: int = 1
     validation: dict[str, float] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
+    unlogged_losses: list[float] = field(default_factory=list)
 
 
 @dataclass

@@ -17,8 +17,12 @@ PAGE = """<!doctype html>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }}
 table {{ border-collapse: collapse; margin: 1em 0 }} td, th {{ padding: .15em 1em .15em 0; text-align: left }}
 td + td {{ font-variant-numeric: tabular-nums }} svg {{ width: 100%; height: auto }} pre {{ white-space: pre-wrap }}
-</style></head><body><h1>{title}</h1>{plots}{sections}</body></html>
+</style></head><body><h1>{title}</h1>{plots}{caption}{sections}</body></html>
 """
+CAPTION = """<p>Training: the loss of single steps, pale, and its running mean. Held-out: text or samples
+that are not trained on, of which an evaluation at an interval may take a part and the final one takes
+all; so the final point may lie above or below the line before it.</p>"""
+MEAN_SHARE = 1 / 20  # of a run's logged steps, whose mean is its first or last training loss
 
 PALE_BLUE = "#c9d7ea"
 BLUE = "#5f8fc9"
@@ -52,6 +56,7 @@ def write_report(
     page = PAGE.format(
         title=html.escape(title),
         plots=_draw_plots(records),
+        caption=CAPTION if _select(records, "final") else "",
         sections="".join(_write_section(heading, content) for heading, content in parts.items()),
     )
     partial = path.with_name(f".{path.name}.partial")
@@ -87,8 +92,9 @@ def plot_loss(
     axes = figure.subplots()
     at = [record["step"] * millions for record in train]
     losses = np.array([record["train/loss"] for record in train])
+    means = np.array([record.get("train/mean_loss", record["train/loss"]) for record in train])
     axes.plot(at, losses, color=PALE_BLUE, linewidth=0.8)
-    axes.plot(at, smoothed(losses), color=BLUE, linewidth=1.8, label="training")
+    axes.plot(at, smoothed(means), color=BLUE, linewidth=1.8, label="training, running mean")
     _plot_evaluations(axes, records, millions)
     axes.axhline(entropy, color=RED, linestyle="--", label=entropy_label)
     axes.set(xlabel="tokens trained on (millions)", ylabel="loss (nats per target token)")
@@ -124,14 +130,23 @@ def _summarize(records: Records) -> dict[str, str]:
     final = _select(records, "final")
     rows: dict[str, str] = {}
     if train:
-        first_loss = train[0]["train/loss"]
-        last_loss = train[-1]["train/loss"]
+        window = max(1, round(len(train) * MEAN_SHARE))
+        before = 0
+        if window < len(train):
+            before = int(train[-window - 1]["step"])
+        first_steps = int(train[window - 1]["step"])
+        last_steps = int(train[-1]["step"]) - before
+        first_loss = _average_loss(train[:window], 0)
+        last_loss = _average_loss(train[-window:], before)
         speed = np.median([record["train/tokens_per_second"] for record in train])
         seconds = np.median([record["train/seconds"] for record in train])
         utilization = np.median([record["train/mfu"] for record in train])
         memory = max(record["train/memory_gb"] for record in train)
         rows["steps"] = f"{train[-1]['step']:,.0f}"
-        rows["training loss"] = f"{last_loss:.4f} (first {first_loss:.4f})"
+        rows["training loss"] = (
+            f"{last_loss:.4f}, the mean of the last {last_steps:,} steps "
+            f"(of the first {first_steps:,}: {first_loss:.4f})"
+        )
         rows["tokens per second (median)"] = f"{speed:,.0f}"
         rows["seconds per step (median)"] = f"{seconds:.4f}"
         rows["share of the device's peak arithmetic (median)"] = f"{utilization:.1%}"
@@ -143,6 +158,21 @@ def _summarize(records: Records) -> dict[str, str]:
     if final:
         rows["final evaluation"] = _list_values(final[-1], "final/")
     return rows
+
+
+def _average_loss(train: Records, before: int) -> float:
+    """Returns the mean training loss of the steps after step `before` up to the last record.
+
+    Each record has the mean of the steps since the one before it; records of older runs have the
+    loss of their own step alone.
+    """
+    total = 0.0
+    previous = before
+    for record in train:
+        loss = record.get("train/mean_loss", record["train/loss"])
+        total += loss * (record["step"] - previous)
+        previous = record["step"]
+    return total / (previous - before)
 
 
 def _list_values(record: dict[str, float], prefix: str) -> str:
@@ -167,12 +197,13 @@ def _draw_plots(records: Records) -> str:
     if train:
         steps = np.array([record["step"] for record in train])
         losses = np.array([record["train/loss"] for record in train])
+        means = np.array([record.get("train/mean_loss", record["train/loss"]) for record in train])
         loss.plot(steps, losses, color=PALE_BLUE, linewidth=0.8)
-        loss.plot(steps, smoothed(losses), color=BLUE, linewidth=1.8, label="training")
+        loss.plot(steps, smoothed(means), color=BLUE, linewidth=1.8, label="training, running mean")
     _plot_evaluations(loss, records, 1.0)
     if train or _select(records, "valid") or _select(records, "final"):
         loss.legend()
-    loss.set_ylabel("loss")
+    loss.set_ylabel("loss (nats per target)")
 
     for axes, name, label in zip(
         others, ("train/lr", "train/grad_norm"), ("learning rate", "grad norm"), strict=True
@@ -207,7 +238,7 @@ def _plot_evaluations(axes: Any, records: Records, per_step: float) -> None:
         axes.plot(at, losses, "o-", color=DARK_BLUE, label="held-out, at intervals")
     if final:
         point = (final[-1]["step"] * per_step, final[-1]["final/loss"])
-        axes.plot(*point, "D", color=RED, label="held-out, final evaluation")
+        axes.plot(*point, "D", color=RED, label="held-out, final evaluation of all samples")
     elif valid:
         point = (valid[-1]["step"] * per_step, valid[-1]["valid/loss"])
     else:

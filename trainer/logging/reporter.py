@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
@@ -21,6 +22,8 @@ from ..launch.stop_signal import printing
 from .trackers import Tracker
 
 LINES_WITHOUT_TERMINAL = 20  # number of progress lines if the output is a file
+BAR_WIDTH = 10  # so that the elapsed and the remaining time fit into 80 columns
+LONGEST_MEAN = 50  # logged steps whose mean loss a terminal shows
 
 
 # "valid": an evaluation at an interval. "final": the one at the end, over all held-out samples.
@@ -63,6 +66,9 @@ class Reporter(Protocol):
 class RunReporter:
     """Shows progress on the console, and passes every logged value to `MetricsFile` and the
     trackers.
+
+    The console shows mean losses, because the loss of one batch says little: a printed line that of
+    all steps since the line before, the bar of a terminal that of the last few dozen logged steps.
     """
 
     def __init__(
@@ -76,10 +82,14 @@ class RunReporter:
         self._console = console
         self._total = total_steps
         self._trackers = trackers
+        self._last_step = first_step
+        # Logged means, and how many steps each is of: since the last printed line, and for the bar.
+        self._since_line: list[tuple[float, int]] = []
+        self._recent: deque[tuple[float, int]] = deque(maxlen=LONGEST_MEAN)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=BAR_WIDTH),
             TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
             TimeElapsedColumn(),
             TextColumn("ETA"),
@@ -104,12 +114,22 @@ class RunReporter:
 
     def training(self, step: int, values: dict[str, float]) -> None:
         self._log(step, "train", values)
-        loss = values["loss"]
         speed = values["tokens_per_second"]
+        logged = (values["mean_loss"], step - self._last_step)
+        self._last_step = step
+        self._recent.append(logged)
+        self._since_line.append(logged)
         with printing():
-            self._progress.update(self._task, completed=step, loss=loss, speed=speed, refresh=True)
+            self._progress.update(
+                self._task, completed=step, loss=find_mean(self._recent), speed=speed, refresh=True
+            )
+        if self._console.is_terminal:
+            self._since_line = []
+            return
         every = max(1, (self._total or 0) // LINES_WITHOUT_TERMINAL)
-        if not self._console.is_terminal and (step % every == 0 or step == self._total):
+        if step % every == 0 or step == self._total:
+            loss = find_mean(self._since_line)
+            self._since_line = []
             self.notice(f"step {step}/{self._total or '?'}  loss {loss:.3f}  {speed:,.0f} tokens/s")
 
     def evaluation(self, step: int, values: dict[str, float], kind: Evaluation = "valid") -> None:
@@ -129,6 +149,12 @@ class RunReporter:
         named = {f"{kind}/{name}": value for name, value in values.items()}
         for tracker in self._trackers:
             tracker.log(step, named)
+
+
+def find_mean(parts: Iterable[tuple[float, int]]) -> float:
+    """Returns the mean of several means, each of which is given with its number of values."""
+    parts = list(parts)
+    return sum(mean * count for mean, count in parts) / sum(count for _, count in parts)
 
 
 class SilentReporter:

@@ -3,15 +3,22 @@
 
 const SECONDS_BETWEEN_QUESTIONS = 1;
 const FIRST = ["train/loss", "valid/loss", "train/lr", "train/grad_norm", "train/tokens_per_second", "train/memory_gb"];
+// A chart's title is a quantity and its unit. Of values that vary from step to step it shows the running mean, and pale
+// those of single steps.
 const TITLES = {
-  "train/lr": "learning rate", "train/grad_norm": "gradient norm", "train/tokens_per_second": "tokens per second",
+  "train/loss": "training loss (nats per target token)", "valid/loss": "held-out loss (nats per target token)",
+  "train/lr": "learning rate", "train/grad_norm": "gradient norm", "train/tokens_per_second": "target tokens per second",
   "train/samples_per_second": "samples per second", "train/samples": "samples trained on",
-  "train/memory_gb": "peak memory of the fullest rank (GB)", "train/mfu": "share of the device's peak arithmetic",
+  "train/seconds": "time of a step (seconds)", "train/memory_gb": "peak memory of the fullest rank (GB)",
+  "train/mfu": "share of the device's peak arithmetic", "valid/perplexity": "held-out perplexity",
 };
+// Said by other charts already: the batch size is constant, so these have the shape of tokens per second.
+const SAME = { "train/samples_per_second": "train/tokens_per_second", "train/seconds": "train/tokens_per_second" };
 const COLUMNS = [
-  "run", "step", "samples", "train/loss", "valid/loss", "final/loss", "tokens/s", "GB by rank", "checkpoints", "best",
+  "run", "step", "samples", "training loss", "held-out loss", "final loss", "tokens/s", "GB by rank", "checkpoints", "best",
   "shards",
 ];
+const PALE = 0.3;
 const OF_RANK = "train/memory_gb_rank_";
 
 const plots = new Map(); // name of a chart -> {plot, box}
@@ -20,7 +27,8 @@ let revision = "", range = null; // [first, last] step, or null for all
 let timer = 0, question = 0;
 
 const byId = (id) => document.getElementById(id);
-const color = (run) => `hsl(${(run * 137.5 + 210) % 360} 60% ${run % 2 ? 38 : 50}%)`; // neighbors differ the most
+const color = (run, opacity = 1) => // neighbors differ the most
+  `hsl(${(run * 137.5 + 210) % 360} 60% ${run % 2 ? 38 : 50}% / ${opacity})`;
 
 function element(kind, text = "") {
   const made = document.createElement(kind);
@@ -59,7 +67,9 @@ async function refresh() {
 function draw(answer) {
   drawRuns(answer.runs);
   const place = (name) => (FIRST.indexOf(name) + 1 || FIRST.length + 1);
-  const charts = answer.charts.filter(({ name }) => !name.startsWith(OF_RANK)).sort((a, b) => place(a.name) - place(b.name));
+  const names = new Set(answer.charts.map(({ name }) => name));
+  const charts = answer.charts.filter(({ name }) => !name.startsWith(OF_RANK) && !names.has(SAME[name]))
+    .sort((a, b) => place(a.name) - place(b.name));
   for (const [name, { plot, box }] of plots) {
     if (charts.some((chart) => chart.name === name)) continue;
     plot.destroy();
@@ -70,10 +80,10 @@ function draw(answer) {
   byId("charts").hidden = linked < answer.runs.length;
   if (linked < answer.runs.length && !byId("layout").hasChildNodes()) drawLayout(linked, answer.runs[linked].name);
   for (const chart of charts) {
-    if (!plots.has(chart.name)) plots.set(chart.name, makePlot(chart.name, answer.runs));
+    if (!plots.has(chart.name)) plots.set(chart.name, makePlot(chart, answer.runs));
     const { plot, box } = plots.get(chart.name);
     byId("charts").append(box);
-    plot.setData([chart.steps, ...chart.values]);
+    plot.setData([chart.steps, ...chart.values, ...(chart.means ?? [])]);
   }
 }
 
@@ -99,7 +109,7 @@ function runRow(run, number) {
   shards.append(button);
   const { last, checkpoints } = run;
   const values = [
-    run.step, last["train/samples"], last["train/loss"], last["valid/loss"], last["final/loss"],
+    run.step, last["train/samples"], last["train/mean_loss"], last["valid/loss"], last["final/loss"],
     last["train/tokens_per_second"], memory(last),
   ];
   const kept = checkpoints.length ? `${checkpoints.length}, last ${checkpoints.at(-1)}` : "none";
@@ -115,28 +125,32 @@ function memory(last) {
 function show(number, isShown, row) {
   if (isShown) hidden.delete(number); else hidden.add(number);
   row.className = isShown ? "" : "hidden";
-  for (const { plot } of plots.values()) plot.setSeries(number + 1, { show: isShown });
+  for (const { plot, runs } of plots.values()) {
+    for (let place = number + 1; place < plot.series.length; place += runs) plot.setSeries(place, { show: isShown });
+  }
 }
 
 const chartWidth = () => Math.max(200, Math.floor(byId("charts").firstElementChild?.clientWidth ?? 600));
 
-function makePlot(name, runs) {
+function makePlot({ name, means }, runs) {
   const box = document.createElement("div");
   box.dataset.name = name;
   box.append(element("h2", TITLES[name] ?? name));
   byId("charts").append(box);
-  const series = runs.map((run, number) => ({
-    label: run.name, stroke: color(number), width: 1.2, spanGaps: true, show: !hidden.has(number),
+  const lines = (label, width, opacity) => runs.map((run, number) => ({
+    label: run.name + label, stroke: color(number, opacity), width, spanGaps: true, show: !hidden.has(number),
   }));
+  const series = means ? [...lines(" (single steps)", 1, PALE), ...lines("", 1.8, 1)] : lines("", 1.2, 1);
   const plot = new uPlot({
     width: chartWidth(), height: 240,
     scales: { x: { time: false } },
-    axes: [{}, { size: 70, values: (_, ticks) => ticks.map(shown) }],
+    axes: [{ label: "step", labelSize: 20, size: 36, values: (_, ticks) => ticks.map(shown) },
+      { size: 70, values: (_, ticks) => ticks.map(shown) }],
     cursor: { drag: { x: true, y: false, setScale: false } }, // the server cuts the range, with all its detail
     series: [{ label: "step" }, ...series],
     hooks: { setSelect: [zoom] },
   }, [[], ...runs.map(() => [])], box);
-  return { plot, box };
+  return { plot, box, runs: runs.length };
 }
 
 function zoom(plot) {
