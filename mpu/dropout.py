@@ -224,20 +224,22 @@ def draw_seed(mesh: ParallelMesh | None) -> int:
     return int(seed)
 
 
-def _visit_site(x: Tensor, site: int) -> Tensor:
-    return dropout_state.visit(site % (1 << 64), x.shape[0], x.device)
+def _visit_site(x: Tensor, site: Tensor) -> Tensor:
+    return dropout_state.visit(int(site) % (1 << 64), x.shape[0], x.device)
 
 
-def _allocate_keys(x: Tensor, site: int) -> Tensor:
+def _allocate_keys(x: Tensor, site: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], dtype=torch.int64)
 
 
 # In a compiled graph, the keys come from an operator, because each step has others: they must not
 # become constants, and an operator is called at the same places of the forward pass in which a
 # module that is not compiled counts its visits. The tag keeps a compiler from calling it once for
-# two uses, or again in the backward pass.
+# two uses, or again in the backward pass. The site is a tensor in the host's memory, not a number:
+# a graph would hold the number as a constant, so that each block of a stack would need a graph of
+# its own.
 cast(Any, LIBRARY).define(
-    "keys_of_site(Tensor x, int site) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+    "keys_of_site(Tensor x, Tensor site) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
 )
 cast(Any, LIBRARY).impl("keys_of_site", _visit_site, "CompositeExplicitAutograd")
 cast(Any, torch).library.register_fake("shardzoo::keys_of_site", _allocate_keys, lib=LIBRARY)
@@ -278,6 +280,8 @@ class Dropout(nn.Module):
         self.count = count
         self.mesh = mesh
         self.site: int | None = None
+        # The bits of the site as a signed number, int64 [], on the host: for compiled graphs.
+        self._site_tensor: Tensor | None = None
 
     @property
     def drops(self) -> bool:
@@ -344,11 +348,18 @@ class Dropout(nn.Module):
 
         `visit` is `dropout_state.visit_rows` for tensors of which positions may be left out.
         """
+        if records_graph() and self._site_tensor is not None:
+            return torch.ops.shardzoo.keys_of_site(tensor, self._site_tensor)
         if self.site is None:
             raise RuntimeError("call assign_dropout_sites(model) once after building the model")
-        if records_graph():
-            return torch.ops.shardzoo.keys_of_site(tensor, self.site - (self.site >> 63 << 64))
         return visit(self.site, tensor.shape[0], tensor.device)
+
+    def assign_site(self, name: str) -> None:
+        """Derives the site from the module's qualified name in the model."""
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        self.site = int.from_bytes(digest, "little")
+        signed = self.site - (self.site >> 63 << 64)
+        self._site_tensor = torch.tensor(signed, dtype=torch.int64, device="cpu")
 
     def extra_repr(self) -> str:
         return f"p={self.p}, split_dim={self.split_dim}"
@@ -362,9 +373,7 @@ def assign_dropout_sites(model: nn.Module, prefix: str = "") -> None:
     modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules(prefix=prefix))
     for name, module in modules:
         if isinstance(module, Dropout):
-            module.site = int.from_bytes(
-                hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"
-            )
+            module.assign_site(name)
 
 
 def scaled_masked_softmax(

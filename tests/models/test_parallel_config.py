@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from every_case import every_day
-from tiny_models import tiny
+from tiny_models import TINY, tiny
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import shardzoo
+from shardzoo import mpu
 from shardzoo.models import ParallelConfig
 from shardzoo.models.blocks.attention import CoreAttention
 from shardzoo.models.blocks.relative_bias import RelativeBias
@@ -73,6 +74,63 @@ def test_a_block_compiles_without_a_break(family, recompute, monkeypatch):
         torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
         losses.append(found[0][0].item())
     assert len(set(losses)) == 3
+
+
+STACKS = {"t5": 2, "mt5": 2, "umt5": 2, "bart": 2, "mbart": 2, "m2m_100": 2, "modernbert": 3}
+"""The graphs that a family needs: one a stack; ModernBERT's blocks are of three kinds."""
+
+
+def compare_deep_stacks(mesh, family, layers, sequence_parallel=False, **changes):
+    """Takes three steps of SGD with plain and with compiled blocks; returns losses and graphs."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    config = ParallelConfig(sequence_parallel=sequence_parallel)
+    values = tiny(family, 0.1, layers=layers, **changes)
+    losses = []
+    for is_compiled in (False, True):
+        model = shardzoo.from_config(values, mesh, parallel_config=config).train()
+        if is_compiled:
+            compile_model(model, "aot_eager" if layers == 12 else "eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            mpu.dropout_state.set(5, 2 * step)
+            loss = model(**batch(GPT2)).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    torch.compiler.reset()
+    return losses[:3], losses[3:], counters["stats"]["unique_graphs"]
+
+
+def check_deep_stacks(result, graphs):
+    plain, compiled, found = result
+    assert found == graphs
+    assert len(set(plain)) == 3
+    assert compiled == pytest.approx(plain, rel=1e-6)
+
+
+DEEP_DAILY = [("gpt2", 12, 1), ("t5", 12, 1), ("gpt2", 12, 2)]
+DEEP = [case for case in product(TINY, (12, 24), (1, 2)) if case not in DEEP_DAILY]
+
+
+@pytest.mark.parametrize(("family", "layers", "tp"), every_day(DEEP_DAILY, more=DEEP))
+def test_all_blocks_of_a_stack_share_one_graph(family, layers, tp, run_mesh):
+    """With dropout, whose sites differ from block to block."""
+    if tp == 1:
+        results = [compare_deep_stacks(None, family, layers)]
+    else:
+        results = run_mesh(tp, compare_deep_stacks, family, layers, family == "gpt2")
+    for result in results:
+        check_deep_stacks(result, STACKS.get(family, 1))
+
+
+def test_blocks_that_differ_get_a_graph_each():
+    """The scale of attention is a constant of a graph."""
+    changes = {"scale_attn_by_inverse_layer_idx": True}
+    check_deep_stacks(compare_deep_stacks(None, "gpt2", 10, **changes), 10)
 
 
 @pytest.mark.before_release

@@ -15,6 +15,9 @@ from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from ..precisions import PRECISIONS
 
+# The graphs of one function that a run makes besides one a block: for batches of other sizes.
+DEFAULT_GRAPHS = 8
+
 DTYPES = {name: getattr(torch, precision.dtype) for name, precision in PRECISIONS.items()}
 
 
@@ -64,13 +67,27 @@ def prepare_model(
 
 
 def compile_model(model: nn.Module, backend: str) -> None:
-    """Compiles the blocks of a model of the zoo, each as one graph, or another model as a whole."""
+    """Compiles the blocks of a model of the zoo, each as one graph, or another model as a whole.
+
+    Blocks of a stack that differ in nothing but their parameters and dropout sites share a graph.
+    """
     if not isinstance(getattr(model, "config", None), ModelConfig):
         model.compile(backend=backend)
         return
+    import torch._dynamo.config as limits  # late: it takes longer to import than PyTorch
+
+    blocks: list[nn.Module] = []
     for name, module in model.named_modules():
         if name.rpartition(".")[0].endswith("blocks"):
-            module.compile(backend=backend, fullgraph=True)
+            blocks.append(module)
+    # PyTorch refuses the ninth graph of one function by default, as a sign of a mistake. Blocks can
+    # differ on purpose, such as those of a GPT-2 with `scale_attn_by_inverse_layer_idx`, each of
+    # which needs a graph.
+    limits.recompile_limit = max(limits.recompile_limit, DEFAULT_GRAPHS + len(blocks))
+    most = max(limits.accumulated_recompile_limit, limits.recompile_limit)
+    limits.accumulated_recompile_limit = most
+    for block in blocks:
+        block.compile(backend=backend, fullgraph=True)
 
 
 def _recompute(model: Any, mode: str) -> None:
