@@ -587,9 +587,12 @@ def _gather_stages(
 
 def _gather_parameter(parameter: Any, mesh: ParallelMesh | None) -> Tensor:
     """Returns the full, unpadded value of a parameter. Collective over the tensor-parallel
-    ranks.
+    ranks, and under FSDP over the data-parallel ranks.
     """
     shard = getattr(parameter, "shard", None)
+    sharded = getattr(parameter, "sharded", None)
+    if sharded is not None:
+        parameter = parameter.detach().full_tensor().to(sharded.stored_dtype)
     size = tp_size(mesh)
     if shard is None or (size == 1 and tuple(parameter.shape) == shard.shape):
         return parameter.detach().clone()
@@ -836,7 +839,11 @@ def _fill_parameter(
         )
     if shard is not None:
         whole = shard.slice(whole, tp_rank(mesh), tp_size(mesh))
-    parameter.copy_(whole)
+    sharded = getattr(parameter, "sharded", None)
+    if sharded is not None:  # FSDP
+        sharded.fill(whole)
+    else:
+        parameter.copy_(whole)
 
 
 @torch.no_grad()

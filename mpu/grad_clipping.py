@@ -14,10 +14,15 @@ from .mesh import ParallelMesh
 
 
 @torch.no_grad()
-def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) -> Tensor:
+def grad_norm(
+    parameters: Iterable[Tensor],
+    mesh: ParallelMesh | None = None,
+    shard_group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Returns the 2-norm of all gradients as an fp32 scalar, the same on every rank of the mesh.
 
-    Gradients must already be equal over the data-parallel ranks. A split parameter counts on every
+    Gradients must already be equal over the data-parallel ranks, or be the parts that the ranks of
+    `shard_group` have of them. A split parameter counts on every
     tensor-parallel rank, a replicated one only on the first. All pipeline stages count, except for
     parameters that DeepSpeed marks `ds_pipe_replicated`. Every rank of a tensor × pipeline group
     must call this function.
@@ -42,6 +47,8 @@ def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) ->
     counted = split
     if mesh is None or mesh.tp_rank == 0:
         counted = split + replicated
+    # A rank may have no part of a small parameter.
+    counted = [gradient for gradient in counted if gradient.numel()]
 
     device = parameters[0].device if parameters else torch.device("cpu")
     squares = torch.zeros((), dtype=torch.float32, device=device)
@@ -49,6 +56,8 @@ def grad_norm(parameters: Iterable[Tensor], mesh: ParallelMesh | None = None) ->
         squares = sum_squares(counted, device)
     if mesh is not None and mesh.get_model_parallel_world_size() > 1:
         cast(Any, dist).all_reduce(squares, group=mesh.get_model_parallel_group())
+    if shard_group is not None:
+        cast(Any, dist).all_reduce(squares, group=shard_group)
     return squares.sqrt()
 
 
@@ -59,7 +68,10 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[Tensor], max_norm: float, mesh: ParallelMesh | None = None
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    mesh: ParallelMesh | None = None,
+    shard_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scales all gradients so that their total norm is at most `max_norm`.
 
@@ -69,7 +81,7 @@ def clip_grad_norm_(
         The norm before scaling.
     """
     parameters = list(parameters)
-    norm = grad_norm(parameters, mesh)
+    norm = grad_norm(parameters, mesh, shard_group)
     factor = clip_factor(norm, max_norm)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:

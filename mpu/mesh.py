@@ -234,6 +234,25 @@ class ParallelMesh:
             self._groups[key] = self._make_group(key)
         return self._groups[key]
 
+    def split_data_axis(self, replicas: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup]:
+        """Returns the groups of this process along the two parts of the data axis, [replicas,
+        ranks that share one replica's parameters], of which the second varies fastest.
+
+        Collective over all processes. The first group is None for one replica.
+        """
+        if replicas == 1:
+            return None, self.group("data")
+        grid = torch.arange(self.world_size).view(*self.sizes.values())
+        last = grid.movedim(AXES.index("data"), -1).reshape(-1, replicas, self.dp_size // replicas)
+        across: Any = last.transpose(1, 2).flatten(0, 1)
+        within: Any = last.flatten(0, 1)
+        groups: list[dist.ProcessGroup] = []
+        for ranks in (across, within):
+            group, _ = cast(Any, dist).new_subgroups_by_enumeration(ranks.tolist())
+            assert isinstance(group, dist.ProcessGroup)
+            groups.append(group)
+        return groups[0], groups[1]
+
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """All process groups that the mesh has made so far."""

@@ -18,14 +18,17 @@ class Environment:
         name: Its name in the arguments, which is FlagAI's.
         is_one_process: Whether the run is a single process, on the device `pytorch_device`.
         uses_deepspeed: Whether DeepSpeed's engine trains, with a ZeRO stage.
-        splits_layers: Whether layers may be split over tensor-parallel ranks, and blocks over
-            pipeline stages.
+        uses_fsdp: Whether parameters are split over the data-parallel ranks by torch's FSDP2.
+        splits_layers: Whether layers may be split over tensor-parallel ranks.
+        has_pipelines: Whether blocks may be split over pipeline stages.
     """
 
     name: str
     is_one_process: bool = False
     uses_deepspeed: bool = False
+    uses_fsdp: bool = False
     splits_layers: bool = False
+    has_pipelines: bool = False
 
 
 ENVIRONMENTS = {
@@ -34,7 +37,8 @@ ENVIRONMENTS = {
         Environment("pytorch", is_one_process=True),
         Environment("pytorchDDP"),
         Environment("deepspeed", uses_deepspeed=True),
-        Environment("deepspeed+mpu", uses_deepspeed=True, splits_layers=True),
+        Environment("deepspeed+mpu", uses_deepspeed=True, splits_layers=True, has_pipelines=True),
+        Environment("fsdp", uses_fsdp=True, splits_layers=True),
     )
 }
 

@@ -12,7 +12,7 @@ from .arguments.training_arguments import TrainingArguments
 from .batches.loss_normalization import LossNormalizer
 from .batches.training_data import Batches
 from .checkpointing.extra_files import ExtraFiles
-from .checkpointing.model_files import ModelFiles, read_optimizer
+from .checkpointing.model_files import ModelFiles, StoredOptimizer
 from .checkpointing.random_state import random_state_tensors, restore_random_state
 from .checkpointing.resume import ResumePoint
 from .checkpointing.saver import BackgroundSaver
@@ -116,8 +116,8 @@ class TrainingLoop:
                 self.total_steps = self.completed_steps
         self.training_step.unlogged_losses = list(state.unlogged_losses)
         self.engine.load_counters(state.counters)
-        tensors = read_optimizer(point.folder, self.engine.module, self.ranks)
-        self.engine.load_optimizer_tensors(tensors)
+        with StoredOptimizer(point.folder, self.engine.module, self.ranks) as tensors:
+            self.engine.load_optimizer_tensors(tensors)
         self.schedule.load_state_dict(state.schedule)
         load_group_changes(self.engine.optimizer, state.groups)
         self.batches.load_state_dict(state.data)

@@ -29,7 +29,7 @@ from .checkpointing.random_state import seed_everything
 from .checkpointing.resume import ResumePoint, open_run, restore_random
 from .checkpointing.saver import BackgroundSaver
 from .engines.deepspeed_config import zero_stage
-from .engines.factory import make_engine
+from .engines.factory import make_engine, shard_model
 from .engines.optimizers import check_optimizer, check_stages, make_optimizer
 from .engines.precision import prepare_model
 from .engines.schedule import make_schedule
@@ -254,6 +254,8 @@ class Trainer:
         prepare_model(model, self.device, arguments, ranks)
         check_stages(model, ranks)
 
+        sharded = shard_model(model, arguments, ranks, optimizer)
+
         # Optimizer, data and schedule.
         if optimizer is None:
             optimizer = make_optimizer(model, arguments)
@@ -275,7 +277,7 @@ class Trainer:
         # Before an engine shards the model: it may have to ask the model how it treats labels.
         forward_step_is_users = type(self).forward_step is not Trainer.forward_step
         normalizer = LossNormalizer(model, mean_losses=forward_step_is_users)
-        engine = make_engine(model, optimizer, arguments, ranks)
+        engine = make_engine(model, optimizer, arguments, ranks, sharded)
         collate = own_collate or DataCollator(pad_token_id, arguments.length_multiple)
         validate = partial(
             self.validate, engine.model, engine.module, valid_dataset, metrics, collate

@@ -30,6 +30,7 @@ ENGINES = [
     ({"env_type": "deepspeed", "zero_stage": 2}, 2),
     ({"env_type": "deepspeed", "zero_stage": 2, "offload_optimizer": True}, 2),
     ({"env_type": "deepspeed", "zero_stage": 3}, 2),
+    ({"env_type": "fsdp"}, 2),
     ({"env_type": "pytorch"}, 1),
 ]
 

@@ -26,6 +26,7 @@ RUNS = {
     "pytorchDDP": ({"env_type": "pytorchDDP"}, 1, 2),
     "deepspeed": ({"env_type": "deepspeed", "zero_stage": 2}, 1, 2),
     "deepspeed+mpu": ({"env_type": "deepspeed+mpu", "model_parallel_size": 2}, 2, 2),
+    "fsdp": ({"env_type": "fsdp", "model_parallel_size": 2}, 2, 2),
     "pipeline": (
         {
             "env_type": "deepspeed+mpu",
@@ -37,7 +38,7 @@ RUNS = {
         1,
     ),
 }
-A_FEW = [("pipeline", "indexed", 1), ("pytorchDDP", "streamed", 2)]
+A_FEW = [("pipeline", "indexed", 1), ("fsdp", "indexed", 1), ("pytorchDDP", "streamed", 2)]
 ALL = [(name, data, KILLS) for name in RUNS for data in ("indexed", "streamed")]
 
 

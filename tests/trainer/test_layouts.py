@@ -13,7 +13,7 @@ from every_case import EVERY_CASE, every_day
 
 from shardzoo.convert.operations import split
 from shardzoo.mpu import Shard
-from shardzoo.trainer.checkpointing.model_files import read_optimizer
+from shardzoo.trainer.checkpointing.model_files import StoredOptimizer
 
 # Losses in fp32 differ by the order of sums alone.
 SAME_LOSS = {"rel": 1e-5, "abs": 0}
@@ -206,7 +206,11 @@ def test_resharding_keeps_every_bit(name, train, tmp_path):
     expected, model = checkpointed(saved), build_on_meta(as_config(CONFIGS[name]), None)
     for size in (1, 2, 3):
         ranks = [
-            read_optimizer(saved, model, SimpleNamespace(tp_rank=rank, tp_size=size, pp_size=1))
+            dict(
+                StoredOptimizer(
+                    saved, model, SimpleNamespace(tp_rank=rank, tp_size=size, pp_size=1)
+                )
+            )
             for rank in range(size)
         ]
         for tensor, value in ranks[0].items():

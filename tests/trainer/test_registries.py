@@ -13,7 +13,13 @@ from training import losses, run_training, tiny_t5
 from shardzoo.models.sizes import ParameterSize
 from shardzoo.trainer import TrainingArguments
 from shardzoo.trainer.arguments.deepspeed_file import OPTIMIZER_TYPES, SCHEDULE_TYPES
-from shardzoo.trainer.engines import ddp_engine, deepspeed_engine, pipeline_engine, torch_engine
+from shardzoo.trainer.engines import (
+    ddp_engine,
+    deepspeed_engine,
+    fsdp_engine,
+    pipeline_engine,
+    torch_engine,
+)
 from shardzoo.trainer.engines.factory import make_engine
 from shardzoo.trainer.engines.optimizers import make_optimizer
 from shardzoo.trainer.engines.schedule import make_schedule
@@ -142,6 +148,7 @@ ENGINES = {
     ("deepspeed", 1): deepspeed_engine.DeepSpeedEngine,
     ("deepspeed+mpu", 1): deepspeed_engine.DeepSpeedEngine,
     ("deepspeed+mpu", 2): pipeline_engine.PipelineEngine,
+    ("fsdp", 1): fsdp_engine.FSDPEngine,
 }
 
 
@@ -154,7 +161,7 @@ def test_every_environment_has_an_engine(name, stages, monkeypatch):
     ranks.pp_size = stages
     arguments = TrainingArguments(env_type=name)
     if (name, stages) in ENGINES:
-        made = make_engine(nn.Linear(1, 1), None, arguments, ranks)
+        made = make_engine(nn.Linear(1, 1), None, arguments, ranks, object())
         assert type(made) is ENGINES[name, stages]
     else:
         with pytest.raises(ValueError, match="with pipeline stages; use one of deepspeed"):

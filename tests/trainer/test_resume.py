@@ -31,6 +31,11 @@ RUNS = {
     "ZeRO-2 lion": ({"env_type": "deepspeed", "zero_stage": 2, "optimizer": "lion", "lr": 1e-3}, 2),
     "ZeRO-3": ({"env_type": "deepspeed", "zero_stage": 3}, 2),
     "ZeRO-3 offload": ({"env_type": "deepspeed", "zero_stage": 3, "offload_optimizer": True}, 2),
+    "FSDP": ({"env_type": "fsdp"}, 2),
+    "FSDP of three, bf16": (
+        {"env_type": "fsdp", "precision": "bf16", "global_batch_size": 12, "model": native_t5},
+        3,
+    ),
     "adafactor": ({"optimizer": "adafactor", "lr": 1e-3}, 1),
     "adafactor relative": ({"optimizer": "adafactor", "relative_step": True}, 1),
     "adafactor ZeRO-0": ({"env_type": "deepspeed", "optimizer": "adafactor", "lr": 1e-3}, 2),
@@ -50,7 +55,8 @@ def checkpoint(folder: Path, step: int) -> str:
 
 # Every day, those that others do not contain: a run in bf16, for example, saves fp32's state and more.
 CONTAINED = (
-    "pytorch", "DDP", "DDP bf16", "ZeRO-0", "ZeRO-2", "ZeRO-3", "linear", "lion", "lamb", "adafactor", "ZeRO-2 lion",
+    "pytorch", "DDP", "DDP bf16", "FSDP", "ZeRO-0", "ZeRO-2", "ZeRO-3", "linear", "lion", "lamb", "adafactor",
+    "ZeRO-2 lion",
 )  # fmt: skip
 STEPS, SAVED, SAMPLES = (8, 6, 40) if EVERY_CASE else (5, 4, 28)
 

@@ -32,7 +32,8 @@ class TrainingArguments:
 
     env_type: EnvType = "pytorch"
     """pytorch: one process. pytorchDDP: data-parallel replicas. deepspeed: data-parallel with ZeRO.
-    deepspeed+mpu: also tensor-parallel, each layer split over `model_parallel_size` processes."""
+    deepspeed+mpu: also tensor-parallel, each layer split over `model_parallel_size` processes.
+    fsdp: parameters split over data-parallel ranks by torch's FSDP2, beside tensor parallelism."""
     pytorch_device: str = "cpu"
     """The device of `env_type="pytorch"`, such as "cpu" or "cuda:0"."""
     model_parallel_size: int = 1
@@ -150,7 +151,19 @@ class TrainingArguments:
     3 the parameters too. Default: the stage in `deepspeed_config`, else 1, or 0 for Adafactor and
     LAMB in fp32."""
     offload_optimizer: bool = False
-    """DeepSpeed keeps the optimizer's state in CPU memory and updates the parameters there."""
+    """Keep the optimizer's state in CPU memory and update the parameters there: DeepSpeed, or FSDP,
+    which then keeps its parts of the parameters and gradients there too."""
+    fsdp_reshard_after_forward: bool = True
+    """FSDP frees the gathered parameters of a block after its forward pass, and gathers them again
+    for the backward pass; off, it keeps them: more memory, less communication."""
+    fsdp_exchange_each_pass: bool = True
+    """FSDP adds up the gradients of the ranks in each micro-batch. Off: once in a step, so that
+    each rank keeps whole gradients until then."""
+    fsdp_prefetch: int | None = None
+    """Blocks that FSDP gathers ahead of the one that runs. Default: 1, or 0 on CPUs."""
+    fsdp_replicas: int = 1
+    """FSDP splits parameters over the data-parallel ranks of one replica, and exchanges gradients
+    between so many replicas (hybrid sharding)."""
     deepspeed_config: str | None = None
     """A DeepSpeed JSON file. Its batch sizes, precision, clipping, optimizer, scheduler and
     offloading become arguments, unless an argument is set to another value; its other keys are
@@ -262,6 +275,7 @@ class TrainingArguments:
             "num_gpus",
             "eval_batch_size",
             "early_stopping_patience",
+            "fsdp_replicas",
         )
         for name in at_least_one:
             value = getattr(self, name)
@@ -278,6 +292,7 @@ class TrainingArguments:
             "stall_timeout",
             "grace_period",
             "max_restarts",
+            "fsdp_prefetch",
         ):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -350,7 +365,7 @@ class TrainingArguments:
         if self.model_parallel_size > 1 and not environment.splits_layers:
             raise ValueError(
                 f"model_parallel_size={self.model_parallel_size} splits layers, which "
-                f"env_type={self.env_type!r} does not; use env_type='deepspeed+mpu'"
+                f"env_type={self.env_type!r} does not; use env_type='deepspeed+mpu' or 'fsdp'"
             )
         if self.symmetric_memory and (not self.sequence_parallel or self.model_parallel_size == 1):
             raise ValueError(
@@ -359,7 +374,7 @@ class TrainingArguments:
             )
         if self.pipeline_parallel_size > 1:
             self._check_pipeline()
-        if environment.splits_layers and self.zero_stage == 3:
+        if environment.splits_layers and environment.uses_deepspeed and self.zero_stage == 3:
             raise ValueError(
                 "ZeRO stage 3 splits parameters that deepspeed+mpu has already split; use "
                 "zero_stage 0, 1 or 2, or env_type='deepspeed'"
@@ -371,12 +386,33 @@ class TrainingArguments:
                 "'deepspeed+mpu'"
             )
         if not environment.uses_deepspeed:
-            for name in ("zero_stage", "offload_optimizer", "deepspeed_config"):
+            names = ["zero_stage", "deepspeed_config"]
+            if not environment.uses_fsdp:
+                names.append("offload_optimizer")
+            for name in names:
                 if getattr(self, name):
                     raise ValueError(
                         f"{name} needs env_type 'deepspeed' or 'deepspeed+mpu', not "
                         f"{self.env_type!r}"
                     )
+        self._check_fsdp()
+
+    def _check_fsdp(self) -> None:
+        """Raises ValueError for what does not work with FSDP, or only with it."""
+        if not ENVIRONMENTS[self.env_type].uses_fsdp:
+            for field in fields(self):
+                is_set = getattr(self, field.name) != field.default
+                if field.name.startswith("fsdp_") and is_set:
+                    raise ValueError(f"{field.name} needs env_type 'fsdp', not {self.env_type!r}")
+            return
+        if PRECISIONS[self.precision].scales_loss:
+            raise ValueError(
+                f"precision={self.precision!r} does not work with env_type='fsdp'; use 'bf16' or "
+                "'fp32'"
+            )
+        for name in ("symmetric_memory", "torch_compile"):
+            if getattr(self, name):
+                raise ValueError(f"{name} does not work with env_type='fsdp'; use 'deepspeed+mpu'")
 
     def _check_optimizer(self) -> None:
         """Raises ValueError for an argument that the chosen optimizer does not read."""
@@ -392,7 +428,7 @@ class TrainingArguments:
     def _check_pipeline(self) -> None:
         size = self.pipeline_parallel_size
         wrong = {
-            f"env_type={self.env_type!r}": not ENVIRONMENTS[self.env_type].splits_layers,
+            f"env_type={self.env_type!r}": not ENVIRONMENTS[self.env_type].has_pipelines,
             f"precision={self.precision!r}": PRECISIONS[self.precision].scales_loss,
             f"zero_stage={self.zero_stage}": (self.zero_stage or 0) > 1,
             "offload_optimizer": self.offload_optimizer,

@@ -5,7 +5,7 @@ transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,8 @@ from ..launch.ranks import Ranks, on_first_rank
 
 WEIGHTS = "rank"
 MODEL_FILE = "model.safetensors"
+# What torch's FSDP2 puts before the name of a model's class.
+FSDP_PREFIX = "FSDP"
 # It has the digest of the model that the LoRA weights in a checkpoint belong to.
 BASE_FILE = "adapter_base.json"
 
@@ -103,6 +105,8 @@ class ShardedFiles:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
+        # While a thread writes, FSDP may put other parameters in their places for a forward pass.
+        self._parameters = whole_parameters(model)
 
     def weights_file(self, ranks: Ranks) -> str | None:
         return rank_file(Path(), WEIGHTS, ranks.tp_rank, ranks.pp_rank).name
@@ -115,7 +119,7 @@ class ShardedFiles:
     ) -> Callable[[Path], None]:
         config = self.model.config
         generation = getattr(self.model, "generation_config", None)
-        manifest = replace(make_manifest(self.model, config, hashes), vocabulary=vocabulary)
+        manifest = replace(make_manifest(self._parameters, config, hashes), vocabulary=vocabulary)
 
         def write(folder: Path) -> None:
             config.save(folder)
@@ -213,6 +217,8 @@ class WholeFiles:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
+        # FSDP gives the model a subclass of its own class.
+        self._architecture = type(model).__name__.removeprefix(FSDP_PREFIX)
 
     def weights_file(self, ranks: Ranks) -> str | None:
         return MODEL_FILE
@@ -227,7 +233,7 @@ class WholeFiles:
         generation: Any = getattr(self.model, "generation_config", None)
         texts = {}
         if hasattr(config, "to_dict"):
-            values = {**config.to_dict(), "architectures": [type(self.model).__name__]}
+            values = {**config.to_dict(), "architectures": [self._architecture]}
             texts[CONFIG] = json.dumps(values, indent=2, sort_keys=True, default=str) + "\n"
         if hasattr(generation, "to_json_string"):
             texts[GENERATION_CONFIG] = generation.to_json_string()
@@ -252,13 +258,17 @@ class WholeFiles:
 
 
 def make_manifest(
-    model: nn.Module, config: ModelConfig, hashes_by_rank: Sequence[Hashes]
+    parameters: Mapping[str, nn.Parameter], config: ModelConfig, hashes_by_rank: Sequence[Hashes]
 ) -> Manifest:
-    """Returns the manifest of this run's shards."""
+    """Returns the manifest of this run's shards.
+
+    Args:
+        parameters: Those of the whole model, by name.
+    """
     records = {}
     padded_vocab_size = config.vocab_size
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    for name, parameter in whole_parameters(model).items():
+    dtype = _name_dtype(next(iter(parameters.values())))
+    for name, parameter in parameters.items():
         shard = getattr(parameter, "shard", None)
         if shard is not None and shard.pad_multiple and shard.shape[shard.dim] == config.vocab_size:
             padded_vocab_size = (
@@ -268,7 +278,7 @@ def make_manifest(
             shape=tuple(
                 shard.shape if shard else getattr(parameter, "ds_shape", parameter.shape)
             ),  # ZeRO 3 empties it
-            dtype=dtype if parameter.is_meta else str(parameter.dtype).removeprefix("torch."),
+            dtype=dtype if parameter.is_meta else _name_dtype(parameter),
             shard=shard.to_record() if shard else None,
             sha256=tuple(hashes[name] for hashes in hashes_by_rank),
         )
@@ -294,6 +304,15 @@ def check_names(folder: Path, stored: set[str], wanted: set[str]) -> None:
             raise ValueError(f"{folder} {kind}: {few}; it holds another model")
 
 
+def _name_dtype(parameter: nn.Parameter) -> str:
+    """Returns the type in which a parameter is stored, which is another one than its own if FSDP
+    rounds it.
+    """
+    sharded = getattr(parameter, "sharded", None)
+    dtype = parameter.dtype if sharded is None else sharded.stored_dtype
+    return str(dtype).removeprefix("torch.")
+
+
 def _another_shape(
     folder: Path, name: str, found: Sequence[int], wanted: Sequence[int]
 ) -> ValueError:
@@ -306,29 +325,60 @@ def copy_checked(folder: Path, name: str, value: Tensor, into: Tensor) -> None:
     """Copies a tensor of a checkpoint into the model's. Raises ValueError for another shape."""
     if value.shape != into.shape:
         raise _another_shape(folder, name, value.shape, into.shape)
-    into.copy_(value)
+    # Under FSDP, a rank has a part of the parameter.
+    sharded = getattr(into, "sharded", None)
+    if sharded is not None:
+        sharded.fill(value)
+    else:
+        into.copy_(value)
 
 
-def read_optimizer(folder: Path, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
-    """Returns this rank's optimizer state, from a checkpoint of any layout.
+class StoredOptimizer(Mapping[str, Tensor]):
+    """This rank's optimizer state in a checkpoint of any layout; a tensor is read when it is asked
+    for.
 
-    Raises ValueError if it was not saved.
+    Raises ValueError if the state was not saved.
     """
-    stored = open_rank_files(folder, OPTIMIZER)
-    if not stored:
-        raise ValueError(
-            f"{folder} was saved without the optimizer's state (save_optim=False), so a run cannot resume from it; to "
-            "start another run from its weights, set load_dir, load_optim=False and another save_dir"
-        )
-    parameters = dict(model.named_parameters())
-    shards = {}
-    for name, tensor in stored[0].items():
-        parameter = parameters.get(name.split("/", 1)[1])
-        # Others, such as step counts, are the same on all ranks.
-        if parameter is not None and len(tensor.shape) == parameter.dim() > 0:
-            shards[name] = getattr(parameter, "shard", None)
-    with ShardedReader(stored, shards) as reader:
-        wanted = [
-            name for name in stored[0] if ranks.pp_size == 1 or name.split("/", 1)[1] in parameters
-        ]
-        return {name: reader.read_part(name, ranks.tp_rank, ranks.tp_size) for name in wanted}
+
+    def __init__(self, folder: Path, model: nn.Module, ranks: Ranks) -> None:
+        self._ranks = ranks
+        stored = open_rank_files(folder, OPTIMIZER)
+        if not stored:
+            raise ValueError(
+                f"{folder} was saved without the optimizer's state (save_optim=False), so a run "
+                "cannot resume from it; to start another run from its weights, set load_dir, "
+                "load_optim=False and another save_dir"
+            )
+        parameters = dict(model.named_parameters())
+        shards = {}
+        self._names: dict[str, None] = {}
+        for name, tensor in stored[0].items():
+            owner = name.split("/", 1)[1]
+            if ranks.pp_size == 1 or owner in parameters:
+                self._names[name] = None
+            parameter = parameters.get(owner)
+            if parameter is None:
+                continue
+            # Others, such as step counts, are the same on all ranks. ZeRO 3 empties parameters.
+            dims = len(getattr(parameter, "ds_shape", parameter.shape))
+            if len(tensor.shape) == dims > 0:
+                shards[name] = getattr(parameter, "shard", None)
+        self._reader = ShardedReader(stored, shards)
+
+    def __enter__(self) -> StoredOptimizer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._reader.__exit__(*exception)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._reader.read_part(name, self._ranks.tp_rank, self._ranks.tp_size)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -123,7 +123,8 @@ class DeepSpeedEngine:
             for own, parameters, group in self._partitions():
                 start = group.rank() * own.numel()
                 partitions[own] = [(each, each.storage_offset() - start) for each in parameters]
-            optimizer.set_partitions(partitions, ranks.mesh)
+            shard_group = self._replica_group if ranks.dp_size > 1 else None
+            optimizer.set_partitions(partitions, ranks.mesh, shard_group)
         if self._zero == 3:
             self._hooks.append(model.register_forward_hook(_as_output))
 
@@ -258,7 +259,7 @@ class DeepSpeedEngine:
         count = min(max(0, parameter.ds_numel - start), partition.numel())
         return TensorPart(tuple(parameter.ds_shape), start, partition.reshape(-1)[:count])
 
-    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         if not self._zero or not self._states:
             load_state_tensors(self.optimizer, self._names, tensors, self.applied_steps)
         if not self._zero:

@@ -88,7 +88,7 @@ class Engine(Protocol):
         """
         ...
 
-    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Loads the tensors that `optimizer_tensors` of any engine returned."""
         ...
 

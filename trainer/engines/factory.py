@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -10,11 +12,35 @@ from ..environments import ENVIRONMENTS
 from ..launch.ranks import Ranks
 from .engine import Engine
 
+if TYPE_CHECKING:
+    from .fully_sharded import ShardedModel
+
+
+def shard_model(
+    model: nn.Module, arguments: TrainingArguments, ranks: Ranks, optimizer: Optimizer | None
+) -> ShardedModel | None:
+    """Splits the parameters of a model in place, if the environment asks for it.
+
+    Args:
+        optimizer: One that the caller has made, which gets the new parameters.
+    """
+    if not ENVIRONMENTS[arguments.env_type].uses_fsdp:
+        return None
+    # Importing it takes a second.
+    from .fully_sharded import ShardedModel
+
+    return ShardedModel(model, arguments, ranks, optimizer)
+
 
 def make_engine(
-    model: nn.Module, optimizer: Optimizer, arguments: TrainingArguments, ranks: Ranks
+    model: nn.Module,
+    optimizer: Optimizer,
+    arguments: TrainingArguments,
+    ranks: Ranks,
+    sharded: ShardedModel | None = None,
 ) -> Engine:
-    """Returns the engine of a run. The model already has its device and its precision.
+    """Returns the engine of a run. The model already has its device and its precision, and its
+    parameters are split if the environment asks for it (`sharded`).
 
     An engine is imported when it is used, because importing DeepSpeed takes seconds.
 
@@ -22,10 +48,10 @@ def make_engine(
         ValueError: The model is cut into pipeline stages, which only DeepSpeed trains here.
     """
     environment = ENVIRONMENTS[arguments.env_type]
-    if ranks.pp_size > 1 and not environment.splits_layers:
+    if ranks.pp_size > 1 and not environment.has_pipelines:
         raise ValueError(
             f"no engine for env_type={arguments.env_type!r} with pipeline stages; use one of "
-            f"{', '.join(entry.name for entry in ENVIRONMENTS.values() if entry.splits_layers)}"
+            f"{', '.join(entry.name for entry in ENVIRONMENTS.values() if entry.has_pipelines)}"
         )
     if ranks.pp_size > 1:
         from .pipeline_engine import PipelineEngine
@@ -35,6 +61,11 @@ def make_engine(
         from .deepspeed_engine import DeepSpeedEngine
 
         return DeepSpeedEngine(model, optimizer, arguments, ranks)
+    if environment.uses_fsdp:
+        from .fsdp_engine import FSDPEngine
+
+        assert sharded is not None
+        return FSDPEngine(sharded, optimizer, arguments, ranks)
     if environment.is_one_process:
         from .torch_engine import TorchEngine
 

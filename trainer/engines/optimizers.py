@@ -81,7 +81,8 @@ def _is_split(model: nn.Module, arguments: TrainingArguments) -> bool:
     """Returns whether the optimizer gets parts of parameters; the same on all ranks."""
     if tp_size(getattr(model, "mesh", None)) > 1:
         return True
-    return ENVIRONMENTS[arguments.env_type].uses_deepspeed and zero_stage(arguments) > 0
+    environment = ENVIRONMENTS[arguments.env_type]
+    return environment.uses_fsdp or (environment.uses_deepspeed and zero_stage(arguments) > 0)
 
 
 def _is_padded(model: nn.Module) -> bool:

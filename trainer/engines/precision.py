@@ -12,6 +12,7 @@ from torch import nn
 from ...models.config import ModelConfig
 from ...mpu import tp_size
 from ..arguments.training_arguments import TrainingArguments
+from ..environments import ENVIRONMENTS
 from ..launch.ranks import Ranks
 from ..precisions import PRECISIONS
 
@@ -59,7 +60,15 @@ def prepare_model(
             f"the model is cut into {len(stages)} pipeline stages, but pipeline_parallel_size is "
             f"{ranks.pp_size}; build a model of the zoo with mesh=trainer.mesh"
         )
-    model.to(device, DTYPES[arguments.precision])
+    dtype = DTYPES[arguments.precision]
+    if ENVIRONMENTS[arguments.env_type].uses_fsdp:
+        # It rounds the parameters when it gathers them; what each rank keeps of them is fp32.
+        model.to(device, torch.float32)
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+    else:
+        model.to(device, dtype)
     if arguments.recompute != "none":
         _recompute(model, arguments.recompute)
     if arguments.torch_compile:

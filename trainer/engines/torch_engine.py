@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.rank_files import MASTER_WEIGHT
+from ...checkpoint.rank_files import MASTER_WEIGHT, TensorPart
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.phase import phase
 from ..optimizers.adamw import AdamW, clip_gradients
@@ -21,8 +22,18 @@ class TorchEngine:
     """An `Engine` for one process, and the base class of `DDPEngine`."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: TrainingArguments
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        arguments: TrainingArguments,
+        names: Mapping[Any, str] | None = None,
     ) -> None:
+        """Prepares the optimizer.
+
+        Args:
+            names: What the optimizer updates -> the names of the parameters; by default the model's
+                own.
+        """
         self.module = model
         self.model: Any = model
         self.optimizer = optimizer
@@ -39,7 +50,8 @@ class TorchEngine:
 
         # The names of what the optimizer updates: parameters, and master weights under those of
         # their parameters.
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        if names is None:
+            names = {parameter: name for name, parameter in model.named_parameters()}
         self._master_names = {master: names[parameter] for parameter, master in pairs}
         self._names: dict[Any, str] = {}
         for group in optimizer.param_groups:
@@ -83,7 +95,7 @@ class TorchEngine:
     def step(self, found_inf: Tensor | None = None) -> StepOutcome:
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
-        norm = clip_gradients(list(self._names), self._clip_grad, self.optimizer)
+        norm = self.clip()
         if found_inf is not None:
             is_bad = (found_inf != 0) | ~norm.isfinite()
             vars(self.optimizer)["found_inf"] = is_bad.float()
@@ -100,16 +112,20 @@ class TorchEngine:
         self.applied_steps += applied
 
         if self.applied_steps == 1 and self._saves_state:
-            state_tensors(self.optimizer, self._names)  # raises now if the states cannot be saved
+            self.optimizer_tensors()  # raises now if the states cannot be saved
         if not getattr(self.optimizer, "has_rounded", False):
             self._masters.update_parameters()
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutcome(norm, applied)
 
-    def model_tensors(self) -> dict[str, Tensor]:
+    def clip(self) -> Tensor:
+        """Clips the gradients, and returns their norm before, []."""
+        return clip_gradients(list(self._names), self._clip_grad, self.optimizer)
+
+    def model_tensors(self) -> Mapping[str, Tensor | TensorPart]:
         return model_tensors(self.module)
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> Mapping[str, Tensor | TensorPart]:
         masters = {
             f"{MASTER_WEIGHT}/{name}": master.detach()
             for master, name in self._master_names.items()
@@ -117,7 +133,7 @@ class TorchEngine:
         return {**state_tensors(self.optimizer, self._names), **masters}
 
     @torch.no_grad()
-    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         load_state_tensors(self.optimizer, self._names, tensors, self.applied_steps)
         for master, name in self._master_names.items():
             # It is missing if the run was in fp32 so far.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...mpu import ParallelMesh, clip_factor, clip_grad_norm_, grad_norm
@@ -103,6 +104,8 @@ class AdamW(torch.optim.AdamW):
             *tensors, _, steps = lists
             for own_tensors, step in zip(zip(*tensors, strict=True), steps, strict=True):
                 updates.append((group, own_tensors, step))
+        # A rank may have no row of a small parameter, which is then nothing to update.
+        updates = [update for update in updates if update[1][0].numel()]
         if not all(suits_optimizer_kernels(*tensors) for _, tensors, _ in updates):
             return None
         return updates
@@ -113,19 +116,21 @@ def clip_gradients(
     max_norm: float,
     optimizer: torch.optim.Optimizer,
     mesh: ParallelMesh | None = None,
+    shard_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Clips the gradients before a step, or lets `AdamW` do so in its pass over memory.
 
     Args:
         max_norm: The largest norm; 0 clips nothing.
         mesh: Of a model whose parameters are split.
+        shard_group: The ranks that have the other parts of each gradient; None if it is whole.
 
     Returns:
         The norm before, [].
     """
     if max_norm and not isinstance(optimizer, AdamW):
-        return clip_grad_norm_(parameters, max_norm, mesh)
-    norm = grad_norm(parameters, mesh)
+        return clip_grad_norm_(parameters, max_norm, mesh, shard_group)
+    norm = grad_norm(parameters, mesh, shard_group)
     if max_norm:
         vars(optimizer)["grad_factor"] = clip_factor(norm, max_norm)
     return norm

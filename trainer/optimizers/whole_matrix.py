@@ -112,21 +112,25 @@ class WholeMatrixOptimizer(Optimizer):
     def __init__(self, groups: Any, defaults: dict[str, Any], mesh: ParallelMesh | None) -> None:
         super().__init__(groups, defaults)
         self._mesh = mesh
-        self._is_split_by_zero = False
+        self._shard_group: dist.ProcessGroup | None = None
         self._parts: dict[Tensor, list[ParameterPart]] = {}
 
     def set_partitions(
-        self, partitions: Mapping[Tensor, Sequence[tuple[Tensor, int]]], mesh: ParallelMesh | None
+        self,
+        partitions: Mapping[Tensor, Sequence[tuple[Tensor, int]]],
+        mesh: ParallelMesh | None,
+        shard_group: dist.ProcessGroup | None,
     ) -> None:
-        """Tells which parameters ZeRO's flat partitions have.
+        """Tells which parameters ZeRO's flat partitions, or FSDP's rows, have.
 
         Args:
             partitions: For each flat tensor in a parameter group, all parameters of that group,
                 with the place of their first element in the tensor: negative, or beyond its end, if
                 other ranks have that element.
+            shard_group: The ranks that together have each parameter; None if it is this one alone.
         """
         self._mesh = mesh
-        self._is_split_by_zero = True
+        self._shard_group = shard_group
         self._parts = {
             flat: [self._find_part(parameter, flat, start) for parameter, start in parameters]
             for flat, parameters in partitions.items()
@@ -155,8 +159,8 @@ class WholeMatrixOptimizer(Optimizer):
         total = values.to(mesh.device_type)
         if mesh.tp_size > 1:
             cast(Any, dist).all_reduce(total, group=mesh.tp_group)
-        if self._is_split_by_zero and mesh.dp_size > 1:
-            cast(Any, dist).all_reduce(total, group=mesh.dp_group)
+        if self._shard_group is not None:
+            cast(Any, dist).all_reduce(total, group=self._shard_group)
         return total.to(values.device)
 
     def _find_part(self, parameter: Tensor, tensor: Tensor, start: int) -> ParameterPart:

@@ -1,0 +1,237 @@
+"""FSDP2 takes the steps of one process in every layout, and goes on from every engine's checkpoint."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from every_case import by_turns, every_day
+from tiny_models import tiny
+from training import Pairs, losses, native_t5, on_ranks
+
+from shardzoo.trainer import TrainingArguments
+
+FAMILIES = {
+    "gpt2": {},
+    "glm": {},
+    "mt5": {},
+    "bert": {"architectures": ["BertForMaskedLM"]},
+    "umt5": {},
+    "modernbert": {},
+    "bart": {},
+    "llama": {},
+    "electra": {},
+}
+
+
+class Samples:
+    """Equal lengths, unequal numbers of targets."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(3, 97, (16,), generator=generator)
+        labels = tokens.clone()
+        labels[: 2 + index % 5] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def build(mesh, family: str):
+    from shardzoo.models import from_config
+
+    return from_config(tiny(family, layers=2, **FAMILIES.get(family, {})), mesh)
+
+
+SETTINGS = {
+    "train_steps": 4,
+    "lr": 5e-3,
+    "global_batch_size": 12,
+    "micro_batch_size": 2,
+    "warmup_steps": 0,
+    "data": Samples(),
+}
+# Tensor-parallel ranks, data-parallel ranks, arguments.
+LAYOUTS = {
+    "two": (1, 2, {}),
+    "three, which divide no dimension": (1, 3, {}),
+    "one": (1, 1, {}),
+    "tensor": (2, 2, {}),
+    "three tensor ranks": (3, 1, {}),
+    "sequence": (2, 2, {"sequence_parallel": True}),
+    "full": (1, 2, {"recompute": "full"}),
+    "selective": (2, 1, {"recompute": "selective"}),
+    "kept": (1, 2, {"fsdp_reshard_after_forward": False, "fsdp_exchange_each_pass": False}),
+    "prefetched": (1, 2, {"fsdp_prefetch": 2}),
+    "hybrid": (1, 4, {"micro_batch_size": 1, "fsdp_replicas": 2}),
+    "offloaded": (1, 2, {"offload_optimizer": True}),
+    "lamb": (2, 2, {"optimizer": "lamb"}),
+    "adafactor": (1, 3, {"optimizer": "adafactor", "lr": 1e-3}),
+    "lion": (1, 2, {"optimizer": "lion", "lr": 1e-3}),
+}
+EVERY_DAY = ("three, which divide no dimension", "sequence", "full", "hybrid", "adafactor")
+
+
+def train(run_mesh, folder, tp=1, data_ranks=1, env_type="fsdp", **arguments):
+    settings = {**SETTINGS, "model": partial(build, family="t5"), **arguments}
+    if tp > 1:
+        settings["model_parallel_size"] = tp
+    return on_ranks(run_mesh, folder, tp=tp, data_ranks=data_ranks, env_type=env_type, **settings)
+
+
+def assert_same(run, whole, start=0):
+    assert losses(run) == pytest.approx(losses(whole)[start:], rel=1e-5)
+    norms = [step["grad_norm"] for step in run]
+    assert norms == pytest.approx([step["grad_norm"] for step in whole][start:], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", every_day(list(EVERY_DAY), more=[name for name in LAYOUTS if name not in EVERY_DAY])
+)
+def test_every_layout_takes_the_steps_of_one_process(run_mesh, tmp_path, name):
+    """With dropout, clipping, a tied table, accumulation, and parts of unequal sizes."""
+    tp, ranks, arguments = LAYOUTS[name]
+    plain = {key: arguments[key] for key in ("optimizer", "lr") if key in arguments}
+    [(whole, reference)] = train(run_mesh, tmp_path / "one", env_type="pytorch", **plain)
+    runs = train(run_mesh, tmp_path / "split", tp, ranks, **arguments)
+    for steps, weights in runs:
+        assert_same(steps, whole)
+        for key, value in weights.items() if tp == 1 else ():
+            # AdamW's first steps amplify the rounding of tiny gradients.
+            assert (value - reference[key]).abs().max() < 1e-4, key
+
+
+@pytest.mark.parametrize("family", by_turns(FAMILIES, 3))
+def test_every_family_is_split_by_blocks(run_mesh, tmp_path, family):
+    model = partial(build, family=family)
+    [(whole, _)] = train(run_mesh, tmp_path / "one", env_type="pytorch", model=model)
+    for steps, _ in train(run_mesh, tmp_path / "split", 2, 2, model=model):
+        assert_same(steps, whole)
+
+
+def test_bf16_keeps_fp32_parts(run_mesh, tmp_path):
+    [(whole, _)] = train(run_mesh, tmp_path / "one", env_type="pytorch", precision="bf16")
+    for steps, weights in train(run_mesh, tmp_path / "split", 1, 2, precision="bf16"):
+        assert losses(steps) == pytest.approx(losses(whole), rel=2e-2)
+        assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+
+
+# env_type, tensor-parallel ranks, data-parallel ranks, arguments.
+ENGINES = {
+    "pytorch": ("pytorch", 1, 1, {}),
+    "DDP": ("pytorchDDP", 1, 2, {}),
+    "ZeRO 0": ("deepspeed", 1, 2, {"zero_stage": 0}),
+    "ZeRO 1, two tensor ranks": ("deepspeed+mpu", 2, 2, {"zero_stage": 1}),
+    "ZeRO 2": ("deepspeed", 1, 3, {"zero_stage": 2}),
+    "ZeRO 3": ("deepspeed", 1, 2, {"zero_stage": 3}),
+    "fsdp": ("fsdp", 1, 3, {}),
+    "fsdp, two tensor ranks": ("fsdp", 2, 2, {}),
+}
+FROM_AND_TO = [("ZeRO 2", "fsdp, two tensor ranks"), ("fsdp, two tensor ranks", "ZeRO 3")]
+MORE = [("pytorch", "fsdp"), ("fsdp", "fsdp, two tensor ranks"), ("fsdp, two tensor ranks", "fsdp")]
+for other in ("pytorch", "DDP", "ZeRO 0", "ZeRO 1, two tensor ranks", "ZeRO 2", "ZeRO 3"):
+    MORE += [pair for pair in (("fsdp", other), (other, "fsdp")) if pair not in MORE]
+
+
+@pytest.mark.parametrize("precision", every_day(["fp32"], more=["bf16"]))
+@pytest.mark.parametrize(("first", "second"), every_day(FROM_AND_TO, more=MORE))
+def test_every_engine_goes_on_from_every_other(run_mesh, tmp_path, first, second, precision):
+    def run(name: str, folder: Path, **more):
+        env_type, tp, ranks, arguments = ENGINES[name]
+        if precision == "bf16" and arguments.get("zero_stage") == 0:
+            pytest.skip("ZeRO 0 has no fp32 master weights")
+        return train(
+            run_mesh, folder, tp, ranks, env_type, precision=precision, **arguments, **more
+        )
+
+    [(whole, _), *_] = run(first, tmp_path / "first", save_interval=2)
+    saved = str(tmp_path / "first" / "checkpoints" / "step-000002")
+    for steps, _ in run(second, tmp_path / "second", load_dir=saved):
+        expected = losses(whole)[2:]
+        assert losses(steps) == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 2e-2)
+
+
+def test_the_files_are_those_of_other_engines(run_mesh, tmp_path):
+    """The same names, types and shapes, and for fp32 weights of no step the same bytes."""
+    from shardzoo.checkpoint.safetensors_header import read_header
+
+    tables = []
+    for name, env_type in (("one", "pytorch"), ("split", "fsdp")):
+        ranks = 1 if name == "one" else 3
+        train(run_mesh, tmp_path / name, 1, ranks, env_type, train_steps=1, precision="bf16")
+        folder = tmp_path / name / "checkpoints" / "step-000001"
+        found = {}
+        for path in sorted(folder.glob("*_00.safetensors")):
+            if path.name.startswith("random"):
+                continue
+            for tensor in read_header(path)[0]:
+                found[path.name, tensor.name] = (tensor.dtype, tuple(tensor.shape))
+        tables.append((found, (folder / "config.json").read_text()))
+    assert tables[0] == tables[1]
+
+
+def accuracy(logits, labels):
+    return (logits.argmax(-1) == labels).float().mean().item()
+
+
+def test_evaluations_are_the_same_where_a_rank_has_no_samples_left(run_mesh, tmp_path):
+    settings = {
+        "valid": Pairs(9),
+        "data": Pairs(),
+        "metrics": {"accuracy": accuracy},
+        "eval_interval": 2,
+        "global_batch_size": 8,
+        "model": native_t5,
+    }
+    [(whole, _)] = train(run_mesh, tmp_path / "one", env_type="pytorch", **settings)
+    for steps, _ in train(run_mesh, tmp_path / "split", 1, 2, **settings):
+        assert_same(steps, whole)
+        for name in ("valid_loss", "valid_accuracy"):
+            assert steps[1][name] == pytest.approx(whole[1][name], rel=1e-5)
+
+
+def one_block(mesh):
+    from shardzoo.models import from_config
+
+    return from_config(tiny("gpt2", layers=1), mesh)
+
+
+def test_one_block_is_enough(run_mesh, tmp_path):
+    [(whole, _)] = train(run_mesh, tmp_path / "one", env_type="pytorch", model=one_block)
+    for steps, _ in train(run_mesh, tmp_path / "split", 1, 2, model=one_block):
+        assert_same(steps, whole)
+
+
+@pytest.mark.parametrize("precision", every_day(["fp32"], more=["bf16"]))
+def test_lora_weights_are_split_and_saved_whole(run_mesh, tmp_path, precision):
+    settings = {"lora_rank": 3, "save_interval": 2, "precision": precision}
+    tolerance = 1e-5 if precision == "fp32" else 2e-2
+    [(whole, _)] = train(run_mesh, tmp_path / "one", env_type="pytorch", **settings)
+    for steps, _ in train(run_mesh, tmp_path / "split", 2, 2, **settings):
+        assert losses(steps) == pytest.approx(losses(whole), rel=tolerance)
+    for name in ("one", "split"):
+        load = {"load_dir": str(tmp_path / name / "checkpoints" / "step-000002")}
+        for steps, _ in train(run_mesh, tmp_path / f"{name} rest", 1, 3, **settings, **load):
+            assert losses(steps) == pytest.approx(losses(whole)[2:], rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"zero_stage": 3}, "zero_stage needs env_type 'deepspeed' or 'deepspeed.mpu', not 'fsdp'"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 does not work with env_type"),
+        ({"precision": "fp16"}, "precision='fp16' does not work with env_type='fsdp'"),
+        ({"torch_compile": True}, "torch_compile does not work with env_type='fsdp'"),
+        ({"fsdp_replicas": 0}, "fsdp_replicas must be at least 1"),
+        ({"fsdp_prefetch": -1}, "fsdp_prefetch must not be negative"),
+        ({"env_type": "pytorchDDP", "fsdp_replicas": 2}, "fsdp_replicas needs env_type 'fsdp'"),
+    ],
+)
+def test_what_does_not_work_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingArguments(**{"env_type": "fsdp", **arguments})
+
+
+def test_replicas_must_divide_the_ranks(run_mesh, tmp_path):
+    with pytest.raises(AssertionError, match="fsdp_replicas=2 must divide the 3 data-parallel"):
+        train(run_mesh, tmp_path, 1, 3, fsdp_replicas=2)

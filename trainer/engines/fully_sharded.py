@@ -1,0 +1,366 @@
+"""Splits a model's parameters over data-parallel ranks by torch's `fully_shard` (FSDP2; Zhao et al.
+2023, arXiv:2304.11277).
+
+A parameter is cut along its first dimension, and is whole only while the block that it belongs to
+runs. What tensor parallelism has split is cut again: a parallel layer's own part of a weight is an
+ordinary parameter to `fully_shard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from ...checkpoint.rank_files import TensorPart
+from ...models.config import ModelConfig
+from ..arguments.training_arguments import TrainingArguments
+from ..launch.ranks import Ranks
+from ..precisions import PRECISIONS
+from .state import persistent_buffers
+
+MOST_NAMES = 3  # of parameters in a message
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter of which this rank keeps a part: consecutive rows.
+
+    Attributes:
+        name: Its name in the model.
+        parameter: The model's parameter between forward passes, a DTensor. It has the attributes
+            that the parameter had before, such as `shard`.
+        local: This rank's rows, in the same memory. It is what the optimizer updates.
+        whole: A parameter of the shape of all rows, without storage, with the same attributes.
+        start: The number of elements before the first of these rows.
+        stored_dtype: The type of the parameter in the model's files and while its block runs.
+        counts: Whether this rank writes its part: the first of the ranks that have it.
+    """
+
+    name: str
+    parameter: Any
+    local: nn.Parameter
+    whole: nn.Parameter
+    start: int
+    stored_dtype: torch.dtype
+    counts: bool
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Returns this rank's part of a tensor that has the parameter's shape, as a view."""
+        rows = prod(self.local.shape[1:])
+        first = self.start // rows if rows else 0
+        return whole[first : first + self.local.shape[0]]
+
+    @torch.no_grad()
+    def fill(self, whole: Tensor) -> None:
+        """Sets this rank's rows to those of a tensor that has the parameter's shape."""
+        self.local.copy_(self.cut(whole))
+
+    def describe(self, values: Tensor) -> TensorPart:
+        """Returns values of this rank's rows as a part of a file's tensor."""
+        if not self.counts:
+            values = values.new_empty(0)
+        return TensorPart(tuple(self.whole.shape), self.start, values)
+
+
+class ShardedModel:
+    """A model whose parameters are split over the data-parallel ranks.
+
+    Attributes:
+        module: The model itself, changed in place.
+        parameters: The parts of this rank; shared parameters once.
+        group: The ranks that together have each parameter.
+
+    Args:
+        optimizer: One that the caller has made for the model's parameters, which are replaced in
+            it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: TrainingArguments,
+        ranks: Ranks,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self.module = model
+        mesh = ranks.mesh
+        assert mesh is not None
+        replicas = arguments.fsdp_replicas
+        if ranks.dp_size % replicas:
+            raise ValueError(
+                f"fsdp_replicas={replicas} must divide the {ranks.dp_size} data-parallel ranks"
+            )
+        replicate_group, self.group = mesh.split_data_axis(replicas)
+        self._is_first_replica = ranks.dp_rank < ranks.dp_size // replicas
+        if replicate_group is None:
+            device_mesh = DeviceMesh.from_group(self.group, mesh.device_type)
+        else:
+            ranks_of_data = torch.tensor(dist.get_process_group_ranks(mesh.dp_group))
+            device_mesh = DeviceMesh.from_group(
+                [replicate_group, self.group],
+                mesh.device_type,
+                mesh=ranks_of_data.view(replicas, -1),
+                mesh_dim_names=("replicate", "shard"),
+            )
+
+        before = dict(model.named_parameters())
+        ties = _find_ties(model)
+        _refuse_unsuitable(before)
+        self._blocks = find_blocks(model)
+        self._shard(device_mesh, arguments)
+        if _find_ties(model) != ties:
+            raise ValueError(
+                "env_type='fsdp' cannot split a parameter that a block shares with what is outside "
+                "of it; use 'pytorchDDP' or 'deepspeed'"
+            )
+
+        dtype = getattr(torch, PRECISIONS[arguments.precision].dtype)
+        self.parameters = tuple(self._describe_parameters(before, dtype))
+        if optimizer is not None:
+            replaced = {before[part.name]: part.parameter for part in self.parameters}
+            replace_parameters(optimizer, replaced)
+
+    def _shard(self, device_mesh: DeviceMesh, arguments: TrainingArguments) -> None:
+        """Splits each block, and then what is outside of the blocks."""
+        is_native = isinstance(getattr(self.module, "config", None), ModelConfig)
+        precision = MixedPrecisionPolicy(cast_forward_inputs=not is_native)
+        if arguments.precision != "fp32":
+            precision = MixedPrecisionPolicy(
+                param_dtype=getattr(torch, PRECISIONS[arguments.precision].dtype),
+                reduce_dtype=torch.float32,
+                # Blocks of the zoo compute some of their inputs in fp32 on purpose.
+                cast_forward_inputs=not is_native,
+            )
+        offload = OffloadPolicy()
+        on_host = device_mesh.device_type == "cpu"
+        if arguments.offload_optimizer:
+            offload = CPUOffloadPolicy(pin_memory=not on_host)
+        options: dict[str, Any] = {
+            "mesh": device_mesh,
+            "mp_policy": precision,
+            "offload_policy": offload,
+        }
+        for block in self._blocks:
+            fully_shard(
+                block, reshard_after_forward=arguments.fsdp_reshard_after_forward, **options
+            )
+        # What is outside of the blocks is used again at once, when the backward pass begins.
+        fully_shard(self.module, reshard_after_forward=False, **options)
+        for module in self._fsdp_modules():
+            # The losses of the ranks add up to the mean, so gradients are summed and not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        self._prefetch(arguments.fsdp_prefetch, on_host=on_host)
+
+    def _prefetch(self, count: int | None, *, on_host: bool) -> None:
+        """Sets how many blocks are gathered before they are needed."""
+        if count is None:
+            # Nothing overlaps on a CPU, so a second block would only take memory.
+            count = 0 if on_host else 1
+        blocks: list[Any] = self._blocks
+        root: Any = self.module
+        for number, block in enumerate(blocks):
+            following = blocks[number + 1 : number + 1 + count]
+            preceding = blocks[max(0, number - count) : number][::-1]
+            if following:
+                block.set_modules_to_forward_prefetch(following)
+            # By default torch gathers the preceding block. The model itself is whole already.
+            block.set_modules_to_backward_prefetch(preceding or [root])
+
+    def _describe_parameters(
+        self, before: dict[str, nn.Parameter], dtype: torch.dtype
+    ) -> Iterator[ShardedParameter]:
+        shard_rank = dist.get_rank(self.group)
+        shards = dist.get_world_size(self.group)
+        names = set()
+        parameter: Any
+        for name, parameter in self.module.named_parameters():
+            names.add(name)
+            old = before[name]
+            vars(parameter).update(vars(old))
+            local = nn.Parameter(parameter.to_local().detach(), requires_grad=old.requires_grad)
+            vars(local).update(vars(old))
+            without_storage = torch.empty(old.shape, dtype=old.dtype, device="meta")
+            whole = type(old)(without_storage, requires_grad=old.requires_grad)
+            vars(whole).update(vars(old))
+            rows_of_first = -(-old.shape[0] // shards)
+            start = min(old.shape[0], shard_rank * rows_of_first) * prod(old.shape[1:])
+            stored = dtype if old.is_floating_point() else old.dtype
+            part = ShardedParameter(
+                name, parameter, local, whole, start, stored, self._is_first_replica
+            )
+            parameter.sharded = part
+            yield part
+        assert names == before.keys()
+
+    def _fsdp_modules(self) -> Iterator[FSDPModule]:
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                yield module
+
+    def model_tensors(self) -> dict[str, Tensor | TensorPart]:
+        """Returns this rank's parts of the parameters, in the type of the model's files, and copies
+        of the persistent buffers.
+        """
+        tensors: dict[str, Tensor | TensorPart] = {}
+        for part in self.parameters:
+            tensors[part.name] = part.describe(part.local.detach().to(part.stored_dtype))
+        for name, value in persistent_buffers(self.module).items():
+            tensors[name] = value.detach().clone()
+        return tensors
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """Sets whether the next backward pass exchanges gradients."""
+        root: Any = self.module
+        root.set_requires_gradient_sync(enabled)
+
+    @contextmanager
+    def whole(self) -> Generator[None]:
+        """Keeps all parameters whole, so that forward passes run without the other ranks.
+
+        Collective at its beginning only.
+        """
+        modules = list(self._fsdp_modules())
+        flags = []
+        for module in modules:
+            state: Any = module._get_fsdp_state()
+            flags.append([group._reshard_after_forward for group in state._fsdp_param_groups])
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module, groups in zip(modules, flags, strict=True):
+                for flag in groups:
+                    module.set_reshard_after_forward(flag, recurse=False)
+                module.reshard()
+
+    def reshard(self) -> None:
+        """Frees what a forward pass without a backward pass has left whole."""
+        root: Any = self.module
+        root.reshard()
+
+    def release(self, *, whole: bool) -> None:
+        """Makes the model an ordinary one again, whose parameters are whole if `whole` is true.
+
+        Collective if it is.
+        """
+        values: dict[str, Tensor] = {}
+        if whole:
+            self.reshard()
+            for part in self.parameters:
+                values[part.name] = part.parameter.detach().full_tensor().to(part.stored_dtype)
+        places: dict[Any, list[tuple[nn.Module, str]]] = {}
+        for module in self.module.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                places.setdefault(parameter, []).append((module, name))
+        for module in list(self._fsdp_modules()):
+            _remove_hooks(module)
+        if not whole:
+            return
+        for part in self.parameters:
+            value = values.pop(part.name)
+            renewed = type(part.whole)(value, requires_grad=part.whole.requires_grad)
+            vars(renewed).update(vars(part.whole))
+            for module, name in places[part.parameter]:
+                module._parameters[name] = renewed
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules whose parameters are gathered together: the items of the outermost lists
+    of modules, in the order of the model.
+    """
+    blocks: list[nn.Module] = []
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in lists):
+            continue
+        if isinstance(module, nn.ModuleList):
+            lists.append(name)
+            blocks += [item for item in module if next(item.parameters(), None) is not None]
+    return list(dict.fromkeys(blocks))
+
+
+def find_model_class(model: nn.Module) -> type[nn.Module]:
+    """Returns the model's own class: `fully_shard` gives it a subclass of the same methods."""
+    kind = type(model)
+    if isinstance(model, FSDPModule):
+        return kind.__mro__[2]
+    return kind
+
+
+def replace_parameters(
+    optimizer: torch.optim.Optimizer, replaced: dict[Any, Any], cut: Any = None
+) -> None:
+    """Puts other parameters into an optimizer's groups.
+
+    Args:
+        replaced: Parameters of the optimizer -> those in their place.
+        cut: Makes a state of the new parameter from (the old parameter, a state in its shape); by
+            default it is the same. Some optimizers create their states before the first step.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(old, old) for old in group["params"]]
+    for old in list(optimizer.state):
+        if old not in replaced:
+            continue
+        states = optimizer.state.pop(old)
+        for name, value in states.items():
+            if cut is not None and isinstance(value, Tensor) and value.shape == old.shape:
+                states[name] = cut(old, value)
+        optimizer.state[replaced[old]] = states
+
+
+def _find_ties(model: nn.Module) -> list[list[str]]:
+    """Returns the names of each parameter that has several."""
+    names: dict[Any, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [shared for shared in names.values() if len(shared) > 1]
+
+
+def _refuse_unsuitable(parameters: dict[str, nn.Parameter]) -> None:
+    scalars = [name for name, parameter in parameters.items() if not parameter.dim()]
+    if scalars:
+        raise ValueError(
+            f"env_type='fsdp' splits parameters along their first dimension, and "
+            f"{', '.join(scalars[:MOST_NAMES])} has none; use 'pytorchDDP' or 'deepspeed'"
+        )
+
+
+def _remove_hooks(module: Any) -> None:
+    """Reverses `fully_shard` of one module, for which torch 2.13 has no function."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
+
+    state = module._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for group in state._fsdp_param_groups:
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
+        for parameter in group.fsdp_params:
+            parameter._post_load_hook_handle.remove()
+    _module_state_mapping.pop(module)
+    module.__class__ = find_model_class(module)
+    for key in (STATE_KEY, REGISTRY_KEY):
+        vars(module).pop(key, None)
