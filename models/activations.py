@@ -17,8 +17,59 @@ from .parallel_config import ParallelConfig
 FP32 = 4
 INT64 = 8
 # The activations that `GatedMLP` fuses with the product of gate and up.
-FUSED_GATES = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
+FUSED_GATES = (
+    "gelu",
+    "gelu_accurate",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_python",
+    "gelu_python_tanh",
+    "gelu_pytorch_tanh",
+    "silu",
+    "swish",
+)
+# What an activation keeps for its gradient, where that is not its input alone.
+KEPT_BY_ACTIVATION = {
+    "gelu_10": {"input", "inner"},
+    "laplace": {"inner"},
+    "linear": set[str](),
+    "quick_gelu": {"input", "inner"},
+    "relu": {"output"},
+    "relu2": {"inner"},
+    "sigmoid": {"output"},
+    "sqrtsoftplus": {"input", "output"},
+    "tanh": {"output"},
+}
 NOTHING_SPECIAL = ParallelConfig()
+
+
+def count_mlp_tensors(activation: str, drops: bool) -> int:
+    """Returns the number of tensors as wide as the inside of an `MLP` that it keeps.
+
+    Args:
+        activation: The activation's name.
+        drops: Whether a dropout follows the activation.
+    """
+    kept = KEPT_BY_ACTIVATION.get(activation, {"input"}) | {"input of down"}
+    if not drops:
+        kept -= {"output"}  # which is the input of `down`
+    return len(kept)
+
+
+def count_gated_mlp_tensors(activation: str, fused: bool) -> int:
+    """Returns the number of tensors as wide as the inside of a `GatedMLP` that it keeps.
+
+    Args:
+        activation: The activation's name.
+        fused: Whether gate and up are one parameter. Their outputs are then halves of one tensor,
+            which up keeps as a whole.
+    """
+    if activation in FUSED_GATES or activation == "linear":
+        return len(("gate", "up", "input of down"))
+    kept = KEPT_BY_ACTIVATION.get(activation, {"input"}) | {"output", "up", "input of down"}
+    if fused:
+        kept |= {"input"}
+    return len(kept)
 
 
 @dataclass(frozen=True)

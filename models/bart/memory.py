@@ -4,7 +4,7 @@ for the norms.
 
 from __future__ import annotations
 
-from ..activations import Activations, BlockSpec, StackSpec
+from ..activations import Activations, BlockSpec, StackSpec, count_mlp_tensors
 from .config import BartConfig
 
 
@@ -12,14 +12,13 @@ def activations(config: BartConfig) -> Activations:
     """Returns what a model of this configuration keeps for its backward pass."""
 
     def block(heads: int, feed_forward: int, is_decoder: bool, crosses: bool = False) -> BlockSpec:
-        relu = config.activation_function == "relu"
         drops = config.activation_dropout > 0
         return BlockSpec(
             hidden=config.d_model,
             heads=heads,
             head_size=config.d_model // heads,
             feed_forward=feed_forward,
-            mlp_kept=(1 if relu else 2) + (drops and relu),
+            mlp_kept=count_mlp_tensors(config.activation_function, drops),
             attention_dropout=config.attention_dropout > 0,
             dropouts=(2 + crosses if config.dropout else 0) + drops,
             statistics=2,

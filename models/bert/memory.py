@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..activations import Activations, BlockSpec, StackSpec
+from ..activations import Activations, BlockSpec, StackSpec, count_mlp_tensors
 from .config import BertConfig
 
 
@@ -13,7 +13,7 @@ def activations(config: BertConfig) -> Activations:
         heads=config.num_attention_heads,
         head_size=config.hidden_size // config.num_attention_heads,
         feed_forward=config.intermediate_size,
-        mlp_kept=1 if config.hidden_act == "relu" else 2,
+        mlp_kept=count_mlp_tensors(config.hidden_act, drops=False),
         attention_dropout=config.attention_probs_dropout_prob > 0,
         dropouts=2 if config.hidden_dropout_prob else 0,
         statistics=2,

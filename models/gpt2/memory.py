@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..activations import Activations, BlockSpec, StackSpec
+from ..activations import Activations, BlockSpec, StackSpec, count_mlp_tensors
 from .config import GPT2Config
 
 
@@ -13,7 +13,7 @@ def activations(config: GPT2Config) -> Activations:
         heads=config.n_head,
         head_size=config.n_embd // config.n_head,
         feed_forward=config.inner_size,
-        mlp_kept=1 if config.activation_function == "relu" else 2,
+        mlp_kept=count_mlp_tensors(config.activation_function, drops=False),
         attention_dropout=config.attn_pdrop > 0,
         dropouts=2 if config.resid_pdrop else 0,
         statistics=2,

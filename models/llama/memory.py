@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..activations import Activations, BlockSpec, StackSpec
+from ..activations import Activations, BlockSpec, StackSpec, count_gated_mlp_tensors
 from .config import DecoderConfig
 
 
@@ -19,7 +19,7 @@ def activations(config: DecoderConfig) -> Activations:
         key_value_heads=config.key_value_heads,
         head_size=config.head_size,
         feed_forward=config.intermediate_size,
-        mlp_kept=3,
+        mlp_kept=count_gated_mlp_tensors(config.hidden_act, fused=True),
         attention_dropout=config.attention_dropout > 0,
         dropouts=0,
         statistics=1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..activations import Activations, BlockSpec, StackSpec
+from ..activations import Activations, BlockSpec, StackSpec, count_gated_mlp_tensors
 from .config import ModernBertConfig
 
 
@@ -17,7 +17,7 @@ def activations(config: ModernBertConfig) -> Activations:
         heads=config.num_attention_heads,
         head_size=config.head_size,
         feed_forward=config.intermediate_size,
-        mlp_kept=3,
+        mlp_kept=count_gated_mlp_tensors(config.hidden_activation, fused=True),
         attention_dropout=config.attention_dropout > 0,
         dropouts=(config.attention_dropout > 0) + (config.mlp_dropout > 0),
         statistics=2,

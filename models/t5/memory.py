@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..activations import FUSED_GATES, Activations, BlockSpec, StackSpec
+from ..activations import (
+    Activations,
+    BlockSpec,
+    StackSpec,
+    count_gated_mlp_tensors,
+    count_mlp_tensors,
+)
 from .config import T5Config
 
 
 def activations(config: T5Config) -> Activations:
     """Returns what a model of this configuration keeps for its backward pass."""
     drops = config.dropout_rate > 0
+    if config.is_gated:
+        mlp_kept = count_gated_mlp_tensors(config.activation, fused=False)
+    else:
+        mlp_kept = count_mlp_tensors(config.activation, drops)
     block: dict[str, Any] = {
         "hidden": config.d_model,
         "heads": config.num_heads,
         "head_size": config.d_kv,
         "feed_forward": config.d_ff,
-        "mlp_kept": _count_kept(config, drops),
+        "mlp_kept": mlp_kept,
         "gated": config.is_gated,
         "attention_dropout": drops,
         "bias": True,
@@ -29,16 +39,3 @@ def activations(config: T5Config) -> Activations:
     if config.decoder_layers:
         stacks.append(StackSpec("decoder.blocks.", config.decoder_layers, decoder, is_decoder=True))
     return Activations(tuple(stacks))
-
-
-def _count_kept(config: T5Config, drops: bool) -> int:
-    """Returns the number of tensors as wide as the MLP that it keeps."""
-    is_relu = config.activation == "relu"
-    if not config.is_gated:
-        kept = 1 if is_relu else 2
-        return kept + (drops and is_relu)
-    # The outputs of gate and up and the input of down. Without a fused gate, the activation's
-    # output is kept too.
-    if config.activation in FUSED_GATES:
-        return 3
-    return 4 + (not is_relu) - (not drops)

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from every_case import EVERY_CASE, by_turns
+from every_case import EVERY_CASE, by_turns, every_day
 from memory import kept_bytes
 from small_transformer import build_transformer
 from tiny_models import TINY, tiny
@@ -14,6 +14,7 @@ from tiny_models import TINY, tiny
 from shardzoo import mpu
 from shardzoo.models import ParallelConfig, config_from_dict, family, from_config
 from shardzoo.models.activations import Batch, Layout, block_bytes
+from shardzoo.models.blocks.activation_functions import ACTIVATIONS
 
 SIZE, SOURCE, TARGET = 2, 16, 12
 HIDDEN, HEADS = 32, 4
@@ -70,15 +71,17 @@ def is_seq2seq(name) -> bool:
     return family(name).kind == "encoder-decoder"
 
 
-def config_of(name, layers, drops):
+def config_of(name, layers, drops, **changes):
     """Heads of another width together than the hidden size, where the family can have that."""
     wide = {"d_kv": 16} if name in T5 else {}
-    return config_from_dict(tiny(name, 0.1 if drops else 0.0, layers=layers, **wide))
+    return config_from_dict(tiny(name, 0.1 if drops else 0.0, layers=layers, **wide, **changes))
 
 
-def kept_by_blocks(mesh, name, layers, drops, padded, itemsize, parallel_config, length=SOURCE - 3):
+def kept_by_blocks(
+    mesh, name, layers, drops, padded, itemsize, parallel_config, length=SOURCE - 3, **changes
+):
     """`length`: of a sample that is padded; without so much padding that an encoder leaves it out."""
-    config = config_of(name, layers, drops)
+    config = config_of(name, layers, drops, **changes)
     model = from_config(
         config, mesh, dtype=DTYPES[itemsize], parallel_config=parallel_config
     ).train()
@@ -93,9 +96,9 @@ def kept_by_blocks(mesh, name, layers, drops, padded, itemsize, parallel_config,
     return kept_bytes(lambda: model(**batch).loss, model.parameters())
 
 
-def formula(name, drops, padded, layout):
+def formula(name, drops, padded, layout, **changes):
     batch = Batch(SIZE, SOURCE, TARGET if is_seq2seq(name) else 0, padded)
-    stacks = family(name).activations(config_of(name, 1, drops)).stacks
+    stacks = family(name).activations(config_of(name, 1, drops, **changes)).stacks
     return sum(block_bytes(stack, batch, layout).kept for stack in stacks)
 
 
@@ -116,6 +119,37 @@ def test_a_block_keeps_what_the_formula_says(name, drops, itemsize, padded):
         for layers in LAYERS
     )
     assert more - fewer == formula(name, drops, padded, Layout(itemsize, 1, parallel_config))
+
+
+# The key of the activation, what stands before its name, and the dropout that follows it.
+ACTIVATION_KEYS = {
+    "bart": ("activation_function", "", {"activation_dropout": 0.1}),
+    "bert": ("hidden_act", "", {}),
+    "t5": ("feed_forward_proj", "gated-", {}),
+    "llama": ("hidden_act", "", {}),
+    "modernbert": ("hidden_activation", "", {"mlp_dropout": 0.1}),
+}
+DAILY_ACTIVATIONS = [
+    ("bart", "relu"), ("bart", "sqrtsoftplus"), ("bert", "quick_gelu"), ("t5", "relu"), ("t5", "laplace"),
+    ("llama", "tanh"), ("llama", "linear"), ("modernbert", "relu2"),
+]  # fmt: skip
+OTHER_ACTIVATIONS = [
+    pair for pair in product(ACTIVATION_KEYS, ACTIVATIONS) if pair not in DAILY_ACTIVATIONS
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"), every_day(DAILY_ACTIVATIONS, more=OTHER_ACTIVATIONS)
+)
+def test_an_activation_keeps_what_the_formula_says(name, activation):
+    key, prefix, dropout = ACTIVATION_KEYS[name]
+    changes = {key: prefix + activation, **dropout}
+    parallel_config = ParallelConfig()
+    fewer, more = (
+        kept_by_blocks(None, name, layers, True, False, 4, parallel_config, **changes)
+        for layers in LAYERS
+    )
+    assert more - fewer == formula(name, True, False, Layout(4, 1, parallel_config), **changes)
 
 
 @pytest.mark.parametrize("length", [SOURCE - 4, 1])
