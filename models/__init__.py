@@ -108,6 +108,14 @@ from .mistral import (
     MistralForTokenClassification,
     MistralModel,
 )
+from .mixtral import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    MixtralForQuestionAnswering,
+    MixtralForSequenceClassification,
+    MixtralForTokenClassification,
+    MixtralModel,
+)
 from .modernbert import (
     ModernBertConfig,
     ModernBertForMaskedLM,
@@ -142,6 +150,14 @@ from .qwen3 import (
     Qwen3ForSequenceClassification,
     Qwen3ForTokenClassification,
     Qwen3Model,
+)
+from .qwen3_moe import (
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForQuestionAnswering,
+    Qwen3MoeForSequenceClassification,
+    Qwen3MoeForTokenClassification,
+    Qwen3MoeModel,
 )
 from .registry import FAMILIES, family, presets
 from .roberta import (
@@ -280,6 +296,12 @@ __all__ = [
     "MistralForSequenceClassification",
     "MistralForTokenClassification",
     "MistralModel",
+    "MixtralConfig",
+    "MixtralForCausalLM",
+    "MixtralForQuestionAnswering",
+    "MixtralForSequenceClassification",
+    "MixtralForTokenClassification",
+    "MixtralModel",
     "ModernBertConfig",
     "ModernBertForMaskedLM",
     "ModernBertForMultipleChoice",
@@ -300,6 +322,12 @@ __all__ = [
     "Qwen3ForSequenceClassification",
     "Qwen3ForTokenClassification",
     "Qwen3Model",
+    "Qwen3MoeConfig",
+    "Qwen3MoeForCausalLM",
+    "Qwen3MoeForQuestionAnswering",
+    "Qwen3MoeForSequenceClassification",
+    "Qwen3MoeForTokenClassification",
+    "Qwen3MoeModel",
     "RobertaConfig",
     "RobertaForCausalLM",
     "RobertaForMaskedLM",

@@ -121,6 +121,8 @@ class BlockSpec:
         window: Each position attends only to those at most so far away; None for all positions.
         borrows: Whether the projection of queries, keys and values is put together from rows of
             several ranks.
+        routed: The number of experts of each token, of a mixture; `feed_forward` is the width of
+            all of them together.
     """
 
     hidden: int
@@ -143,6 +145,7 @@ class BlockSpec:
     output_norms: bool = False
     window: int | None = None
     borrows: bool = False
+    routed: int = 0
 
     def on_rank(self, size: int) -> BlockSpec:
         """Returns the part of the block that the busiest of `size` ranks computes."""
@@ -296,6 +299,8 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
     if block.borrows:  # The weight is kept as it is put together from several ranks' rows.
         total += (inner + 2 * block.key_value_size) * block.hidden * e
     total += block.mlp_kept * tokens * block.feed_forward * e
+    # Of a mixture, each expert's input and output of a token.
+    total += 2 * block.routed * tokens * block.hidden * e
     if block.gated and not block.fused and t > 1:
         # The weights of gate and up are stacked for a single collective.
         total += 2 * block.feed_forward * block.hidden * e

@@ -318,6 +318,11 @@ class ModelConfig(metaclass=ConfigType):
         return getattr(self, self.attribute_map.get("num_attention_heads", "num_attention_heads"))
 
     @property
+    def expert_count(self) -> int:
+        """The number of experts of each mixture; 0 for a model without mixtures."""
+        return 0
+
+    @property
     def padding_idx(self) -> int | None:
         """The row of the word embedding that is not trained, that of padding; None for no such row.
 

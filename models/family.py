@@ -53,7 +53,8 @@ class Family:
             underscores.
         architectures: Name of an architecture, as in `config.json` -> its class. The first is the
             default.
-        name_map: Where a Hugging Face checkpoint stores each parameter.
+        name_map: Where a Hugging Face checkpoint stores each parameter. `find_names` returns it
+            with the names of a configuration's experts.
         presets: Name of a preset -> its configuration.
         kind: Which stacks of blocks the models have.
         objective: Name of the default pretraining objective in `shardzoo.data`.
@@ -108,6 +109,10 @@ class Family:
         elif "text-generation" in self.tasks:
             found["chat"] = self.tasks["text-generation"]
         object.__setattr__(self, "tasks", {**self.tasks, **found})
+
+    def find_names(self, config: ModelConfig) -> NameMap:
+        """Returns where a checkpoint of a configuration's model stores each parameter."""
+        return self.name_map.with_experts(config.expert_count)
 
     def tokenizer_of(self, config: ModelConfig) -> str:
         """Returns the kind of tokenizer that is trained for a new model of a configuration."""

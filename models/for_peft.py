@@ -200,6 +200,11 @@ class ModelForPeft(PreTrainedModel):
     def _build_tree(self, config: Any) -> None:
         """Takes the modules of transformers' model, and gives them the zoo's parameters."""
         native = self.native
+        if native.config.expert_count:
+            raise ValueError(
+                f"a {native.config.architecture} cannot be wrapped for peft, whose modules stack "
+                "experts in another way; shardzoo's own LoRA adapts its attention"
+            )
         described = NativeModel.from_config(native.config, native)
         with torch.device("meta"):
             theirs = getattr(transformers, native.config.architecture)(config)

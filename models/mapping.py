@@ -63,7 +63,8 @@ class NativeModel:
         if model is None:
             with _SkipInitialization(), config_errors():
                 model = build_on_meta(config, None)
-        return cls(config, family(config.model_type).name_map, collect_parameter_specs(model))
+        name_map = family(config.model_type).find_names(config)
+        return cls(config, name_map, collect_parameter_specs(model))
 
     @property
     def vocab_size(self) -> int:

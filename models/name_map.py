@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MOST_NAMES = 20  # that one error message lists
 
@@ -16,7 +16,8 @@ class NameEntry:
     Attributes:
         native, stored: Names, in which `{i}` stands for a layer number, and `{i+1}` for the next
             one. Several stored tensors are stacked along the native parameter's split dimension,
-            one for each group of its `Shard` (separate q, k, v of a fused qkv).
+            one for each group of its `Shard` (separate q, k, v of a fused qkv). `{e}` stands for
+            the number of an expert, all of which are stacked, one after the other.
         transpose: The checkpoint stores [in, out] and the native weight is [out, in] (GPT-2's
             Conv1D).
     """
@@ -30,6 +31,16 @@ class NameEntry:
         if isinstance(self.stored, str):
             return (self.stored,)
         return self.stored
+
+    def with_experts(self, count: int) -> NameEntry:
+        """Returns the entry with the stored names of so many experts."""
+        names = self.stored_names()
+        if "{e}" not in names[0]:
+            return self
+        stored = tuple(
+            name.replace("{e}", str(expert)) for expert in range(count) for name in names
+        )
+        return NameEntry(self.native, stored, self.transpose)
 
     def at_layer(self, layer: int | str) -> NameEntry:
         """Returns the entry with this layer's number filled in; "" is for names without a
@@ -91,6 +102,12 @@ class NameMap:
     zeros: tuple[str, ...] = ()
     spelled: tuple[tuple[str, str, str], ...] = ()
     head_first: str = ""
+
+    def with_experts(self, count: int) -> NameMap:
+        """Returns the map of models that have so many experts in each mixture."""
+        if not count:
+            return self
+        return replace(self, entries=tuple(entry.with_experts(count) for entry in self.entries))
 
     def resolve(self, native_names: Iterable[str]) -> Iterator[NameEntry]:
         """Yields the entry of each native parameter, with layer numbers filled in.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from typing_extensions import Self
 
 from .blocks.padding import Tokens
 
@@ -133,6 +134,12 @@ class ModelOutput:
     def __len__(self) -> int:
         return len(self.keys())
 
+    @classmethod
+    def from_output(cls, output: ModelOutput, **changes: Any) -> Self:
+        """Returns an output with the fields of another one, which may be lazy, and changes."""
+        values, names = output._flatten()
+        return cls(**{**dict(zip(names, values, strict=True)), **changes})
+
     def _flatten(self) -> tuple[list[Any], list[str]]:
         """Returns the values and the names of the fields, without computing lazy logits."""
         names = list(self.keys())
@@ -221,6 +228,37 @@ class CausalLMOutput(ModelOutput):
 
 
 @dataclass
+class MoeCausalLMOutput(CausalLMOutput):
+    """The output of a causal language model with mixtures of experts.
+
+    Attributes:
+        aux_loss: Scalar fp32, the auxiliary loss, which `loss` contains times its factor.
+        router_logits: The routers' scores of each layer, [B S, E].
+    """
+
+    aux_loss: Tensor | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+
+    # transformers' order.
+    ORDER: ClassVar[tuple[str, ...]] = (
+        "loss",
+        "aux_loss",
+        "logits",
+        "past_key_values",
+        "hidden_states",
+        "attentions",
+        "router_logits",
+    )
+
+    def keys(self) -> tuple[str, ...]:
+        names = super().keys()
+        return tuple(sorted(names, key=self._place))
+
+    def _place(self, name: str) -> int:
+        return self.ORDER.index(name) if name in self.ORDER else len(self.ORDER)
+
+
+@dataclass
 class EncoderOutput(ModelOutput):
     """The output of an encoder.
 
@@ -282,6 +320,17 @@ class BaseModelOutput(ModelOutput):
     encoder_last_hidden_state: Tensor | None = None
     encoder_hidden_states: tuple[Tensor, ...] | None = None
     encoder_attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class MoeModelOutput(BaseModelOutput):
+    """The output of a bare model with mixtures of experts.
+
+    Attributes:
+        router_logits: The routers' scores of each layer, [B S, E].
+    """
+
+    router_logits: tuple[Tensor, ...] | None = None
 
 
 @dataclass

@@ -23,6 +23,7 @@ from .dropout import (
     scaled_masked_softmax,
 )
 from .embedding import VocabParallelEmbedding
+from .experts import ParallelExperts
 from .fused_products import use_symmetric_memory
 from .grad_clipping import clip_factor, clip_grad_norm_, grad_norm
 from .head import VocabParallelHead
@@ -39,6 +40,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Dropout",
     "LayerNorm",
+    "ParallelExperts",
     "ParallelMesh",
     "RMSNorm",
     "RowParallelLinear",

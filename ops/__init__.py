@@ -35,6 +35,15 @@ from .cross_entropy import (
 from .dispatcher import in_inference_mode
 from .dropout import bias_dropout_residual, dropout
 from .dropout_mask import dropout_keep, dropout_keys, use_key
+from .experts import (
+    combine_tokens,
+    grouped_linear,
+    grouped_product,
+    mix_experts,
+    permute_tokens,
+    route_tokens,
+    sort_by_expert,
+)
 from .matmul import addmm, autocast_arguments, linear, matmul
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .softmax import masked_softmax
@@ -42,10 +51,11 @@ from .variants import current_choice, kernels
 
 # fmt: off
 __all__ = [
-    "add_layer_norm", "add_rms_norm", "addmm", "attention", "autocast_arguments", "bias_dropout_residual", "bias_gelu",
-    "cross_entropy", "cross_entropy_grad", "cross_entropy_loss", "cross_entropy_stats", "current_choice", "dropout",
-    "dropout_keep", "dropout_keys", "empty_pooled", "few_queries_attention", "geglu", "in_inference_mode", "kernels",
-    "layer_norm", "linear", "linear_cross_entropy", "masked_softmax", "matmul", "relu", "rms_norm", "swiglu",
-    "token_cross_entropy", "use_key",
+    "add_layer_norm", "add_rms_norm", "addmm", "attention", "autocast_arguments", "bias_dropout_residual",
+    "bias_gelu", "combine_tokens", "cross_entropy", "cross_entropy_grad", "cross_entropy_loss", "cross_entropy_stats",
+    "current_choice", "dropout", "dropout_keep", "dropout_keys", "empty_pooled", "few_queries_attention", "geglu",
+    "grouped_linear", "grouped_product", "in_inference_mode", "kernels", "layer_norm", "linear",
+    "linear_cross_entropy", "masked_softmax", "matmul", "mix_experts", "permute_tokens", "relu", "rms_norm",
+    "route_tokens", "sort_by_expert", "swiglu", "token_cross_entropy", "use_key",
 ]
 # fmt: on

@@ -11,12 +11,19 @@ ATTENTION = "blocks.{i}.attention"
 MLP = "blocks.{i}.mlp"
 
 
-def name_map(norms: dict[str, str], gate_up: tuple[str, ...] = ("gate_proj", "up_proj")) -> NameMap:
+def name_map(
+    norms: dict[str, str],
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj"),
+    experts: tuple[NameEntry, ...] = (),
+    renamed: tuple[tuple[str, str], ...] = (),
+) -> NameMap:
     """Returns the map of a family.
 
     Args:
         norms: Native name of a block's norm -> its stored name.
         gate_up: The stored projections that are stacked in the MLP's first one.
+        experts: The entries of a mixture's parameters.
+        renamed: Further names of old files; see `NameMap`.
     """
     kinds = ("weight", "bias")
     return NameMap(
@@ -43,6 +50,7 @@ def name_map(norms: dict[str, str], gate_up: tuple[str, ...] = ("gate_proj", "up
                 for k in kinds
             ),
             *(NameEntry(f"{MLP}.down.{k}", f"{LAYER}.mlp.down_proj.{k}") for k in kinds),
+            *experts,
             NameEntry("final_norm.weight", "model.norm.weight"),
             NameEntry("head.weight", "lm_head.weight"),
             NameEntry("classifier.weight", "score.weight"),
@@ -51,8 +59,14 @@ def name_map(norms: dict[str, str], gate_up: tuple[str, ...] = ("gate_proj", "up
             NameEntry("qa_outputs.bias", "qa_outputs.bias"),
         ),
         aliases=(("lm_head.weight", "model.embed_tokens.weight"),),
-        renamed=((r"transformer\.(.*)", r"model.\1"),),  # question answering
-        spelled=((r"(Llama|Qwen2|Qwen3)ForQuestionAnswering", r"model\.(.*)", r"transformer.\1"),),
+        renamed=((r"transformer\.(.*)", r"model.\1"), *renamed),  # question answering
+        spelled=(
+            (
+                r"(Llama|Qwen2|Qwen3|Qwen3Moe)ForQuestionAnswering",
+                r"model\.(.*)",
+                r"transformer.\1",
+            ),
+        ),
         # A buffer in old files: of each layer, later of the model.
         ignored=(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq",),
     )

@@ -12,6 +12,7 @@ The configuration declares what differs between the families:
 - Mistral: attention within a sliding window
 - Qwen2: biases of queries, keys and values; windows in some layers
 - Qwen3: norms of each head's queries and keys
+- Mixtral and Qwen3-MoE: a mixture of experts instead of the MLP (`../mixtral/model.py`)
 - GLM-4: norms of the outputs of attention and MLP too; half of each head rotates, and neighboring
   features are a pair
 """
@@ -19,6 +20,7 @@ The configuration declares what differs between the families:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -74,17 +76,27 @@ class LlamaBlock(nn.Module):
             RMSNorm(size, eps, **shared) if config.sandwich_norms else nn.Identity()
         )
         self.mlp_norm = RMSNorm(size, eps, **shared)
-        self.mlp = GatedMLP(
-            size,
+        self.mlp = self.build_mlp(config, layer, mesh, parallel_config)
+        self.mlp_output_norm = (
+            RMSNorm(size, eps, **shared) if config.sandwich_norms else nn.Identity()
+        )
+
+    def build_mlp(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        mesh: ParallelMesh | None,
+        parallel_config: ParallelConfig,
+    ) -> nn.Module:
+        """Returns the feed-forward part of a layer, which maps [B, S, H] to [B, S, H]."""
+        return GatedMLP(
+            config.hidden_size,
             config.intermediate_size,
             config.hidden_act,
             fused=True,
             bias=config.mlp_bias,
             mesh=mesh,
             parallel_config=parallel_config,
-        )
-        self.mlp_output_norm = (
-            RMSNorm(size, eps, **shared) if config.sandwich_norms else nn.Identity()
         )
 
     def forward(
@@ -107,6 +119,7 @@ class LlamaBackbone(Backbone):
         "inputs_embeds",
     )
     config: DecoderConfig
+    block_class: ClassVar[type[LlamaBlock]] = LlamaBlock
 
     def __init__(
         self,
@@ -129,7 +142,8 @@ class LlamaBackbone(Backbone):
         )
         layers = range(config.num_hidden_layers)
         self.blocks = BlockList(
-            (LlamaBlock(config, layer, mesh, parallel_config) for layer in layers), parallel_config
+            (self.block_class(config, layer, mesh, parallel_config) for layer in layers),
+            parallel_config,
         )
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **shared)
 

@@ -126,6 +126,7 @@ def build(name: str, case: Case, folder: Path) -> Any:
     model_class = getattr(transformers, architecture_of(name))
     config = model_class.config_class(**case.config)
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = model_class(config)
@@ -315,11 +316,11 @@ def reference(
     from shardzoo.models import config_from_dict, family
     from shardzoo.models.auto import build_on_meta
 
-    name_map = family(family_name).name_map
-    parameters = dict(
-        build_on_meta(config_from_dict(model.config.to_dict()), None).named_parameters()
-    )
-    stored = {name for entry in name_map.resolve(parameters) for name in entry.stored_names()}
+    config = config_from_dict(model.config.to_dict())
+    name_map = family(family_name).find_names(config)
+    parameters = dict(build_on_meta(config, None).named_parameters())
+    entries = [entry.stored_names() for entry in name_map.resolve(parameters)]
+    stored = {name for names in entries for name in names}
     kept = dict(name_map.aliases)  # a tied head may be registered before the embedding
     model.to(device)
     runs = []
@@ -334,10 +335,33 @@ def reference(
         }
         named = {name_map.to_current_name(name, stored): grad for name, grad in found.items()}
         grads = {
-            name if name in stored else kept.get(name, name): grad for name, grad in named.items()
+            name if name in stored else kept.get(name, name): grad
+            for name, grad in split_experts(named, entries).items()
         }
         runs.append(Run(moved(outputs, "cpu"), loss.item(), moved(grads, "cpu")))
     return runs
+
+
+def split_experts(
+    grads: dict[str, Tensor], entries: Sequence[tuple[str, ...]]
+) -> dict[str, Tensor]:
+    """The gradients with those of stacked experts, [E, 2F, H] and [E, H, F], by the names of their matrices on disk.
+
+    entries: the stored names of each parameter of ours, of experts in the order of the stack.
+    """
+    found: dict[str, Tensor] = {}
+    for name, grad in grads.items():
+        module, stacked, kind = name.partition(".experts.")
+        if not stacked or grad.dim() != 3:
+            found[name] = grad
+            continue
+        count = len(grad) * (2 if kind == "gate_up_proj" else 1)
+        [names] = [
+            names for names in entries
+            if f".{module}.experts." in f".{names[0]}" and len(names) == count
+        ]  # fmt: skip
+        found |= dict(zip(names, grad.reshape(count, -1, grad.shape[-1]), strict=True))
+    return found
 
 
 def run_layouts(
@@ -530,6 +554,9 @@ def check_case(
     prompts, expected = None, {}
     if generates(name, family_name):
         prompts = inputs.prompts()
+        if hasattr(model.config, "output_router_logits"):
+            # transformers cannot compute the auxiliary loss of a step with a cache.
+            model.config.output_router_logits = False
         expected = {key: decode(model, *prompts, options) for key, options in GENERATION.items()}
     for size in case.sizes if sizes is None else sizes:
         ranks = run_mesh(size, run_layouts, folder / "hf", batches, todo, prompts, device)

@@ -53,7 +53,7 @@ def run_modes(
     from shardzoo.models.auto import build_on_meta
     from shardzoo.mpu import dropout_state, materialize
 
-    name_map = family(config["model_type"]).name_map
+    name_map = family(config["model_type"]).find_names(config_from_dict(config))
     results = []
     for sequence_parallel, recompute in modes:
         parallel_config = ParallelConfig(sequence_parallel=sequence_parallel, recompute=recompute)
@@ -96,6 +96,8 @@ def merge_gradients(family_name: str, ranks: list[dict]) -> dict[str, Tensor]:
     merged: dict[str, Tensor] = {}
     for native, entry in zip(grads, family(family_name).name_map.resolve(grads), strict=True):
         shard = grads[native][1]
+        if "{e}" in entry.stored_names()[0]:
+            entry = entry.with_experts(len(shard.groups) // len(entry.stored_names()))
         parts = [rank[native][0] for rank in ranks]
         if shard is None:
             for part in parts[1:]:
@@ -105,11 +107,10 @@ def merge_gradients(family_name: str, ranks: list[dict]) -> dict[str, Tensor]:
             full = parts[0]
         else:
             full = shard.merge(parts)
-        full = full.t() if entry.transpose else full
         names = entry.stored_names()
-        merged |= dict(
-            zip(names, full.split(list(shard.groups) if len(names) > 1 else len(full)), strict=True)
-        )
+        stacked = full.split(list(shard.groups) if len(names) > 1 else len(full))
+        pieces = [piece.t() if entry.transpose else piece for piece in stacked]
+        merged |= dict(zip(names, pieces, strict=True))
     return merged
 
 

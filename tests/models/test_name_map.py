@@ -85,7 +85,7 @@ def test_a_parameter_without_an_entry_is_a_mistake_of_the_family():
 def test_every_map_covers_its_models_and_nothing_twice(name):
     """Each parameter has stored names of its own, from which the map leads back to it."""
     small = next(config for _, config in presets() if config.model_type == name)
-    heads, name_map = family(name).architectures, family(name).name_map
+    heads, name_map = family(name).architectures, family(name).find_names(small)
     used = set()
     for architecture in heads:
         config = small.with_changes(architecture=architecture) if len(heads) > 1 else small

@@ -49,7 +49,8 @@ WANTED = {
     "ModernBert": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
     "GPT2": (*DECODER_HEADS, "LMHeadModel"),
     **dict.fromkeys(
-        ("Llama", "Mistral", "Qwen2", "Qwen3", "Glm4"), (*DECODER_HEADS, "ForCausalLM")
+        ("Llama", "Mistral", "Qwen2", "Qwen3", "Glm4", "Mixtral", "Qwen3Moe"),
+        (*DECODER_HEADS, "ForCausalLM"),
     ),
     **dict.fromkeys(
         ("Bart", "MBart"), ("Model", "ForConditionalGeneration", "ForSequenceClassification")

@@ -1,0 +1,129 @@
+"""A mixture of experts as the feed-forward part of a block, and its auxiliary loss."""
+
+# pyright: reportUnknownMemberType=false
+# (torch does not annotate many of its methods)
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ...mpu import ParallelExperts, ParallelMesh, gather_sequence
+from ...ops import route_tokens
+from ..parallel_config import ParallelConfig, layer_arguments
+from .activation_functions import find_activation
+from .linear import ReplicatedLinear
+from .mlp import GATES, split_in_halves
+
+
+class RouterRecord:
+    """Keeps the routers' scores of a call that asks for them. Each process has one instance,
+    `router_record`.
+
+    Attributes:
+        logits: While a call is recorded, the scores [B, S, E] of each mixture, in the order of the
+            layers; otherwise None. What a backward pass recomputes is not recorded again.
+    """
+
+    def __init__(self) -> None:
+        self.logits: dict[nn.Module, Tensor] | None = None
+
+    @contextmanager
+    def recording(self) -> Generator[dict[nn.Module, Tensor]]:
+        """Records within the context."""
+        before = self.logits
+        self.logits = {}
+        try:
+            yield self.logits
+        finally:
+            self.logits = before
+
+
+router_record = RouterRecord()
+
+
+class MixtureMLP(nn.Module):
+    """The weighted sum of each token's k experts, which a linear router chooses.
+
+    Args:
+        inner_size: The width of each expert.
+        experts: The number E of experts.
+        top_k: The number of experts of a token.
+        normalize: See `ops.route_tokens`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_size: int,
+        activation: str,
+        *,
+        experts: int,
+        top_k: int,
+        normalize: bool = True,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig,
+    ) -> None:
+        super().__init__()
+        shared = layer_arguments(mesh, parallel_config)
+        self.activation = find_activation(activation)
+        self.top_k = top_k
+        self.normalize = normalize
+        self.mesh = mesh
+        self.sequence_parallel = parallel_config.sequence_parallel
+        self.router = ReplicatedLinear(hidden_size, experts, bias=False, **shared)
+        self.experts = ParallelExperts(hidden_size, inner_size, experts, self.activate, **shared)
+
+    def activate(self, projected: Tensor) -> Tensor:
+        """[n, 2Fp] -> [n, Fp]"""
+        gate, up = split_in_halves(projected)
+        multiply_gate = GATES.get(self.activation)
+        if multiply_gate is None:
+            return self.activation(gate) * up
+        return multiply_gate(gate, up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [B, S, H], or [B, S/tp, H] under sequence parallelism, to the same shape."""
+        logits = self.router(x)
+        if self.sequence_parallel:
+            # Every rank routes all tokens, as it computes a part of every expert.
+            logits = gather_sequence(logits, self.mesh, partial_grad=False)
+        if router_record.logits is not None:
+            router_record.logits[self] = logits
+        weights, experts = route_tokens(logits, self.top_k, normalize=self.normalize)
+        return self.experts(x, weights, experts)
+
+
+def balance_loss(
+    logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None = None
+) -> Tensor:
+    """Returns the auxiliary loss that is smallest, top_k, if all experts get equally many tokens.
+
+    It is E · Σ_e f_e p_e over all layers together, where f_e is the number of times that expert e
+    is chosen by a token, and p_e its mean probability (Fedus et al. 2022, arXiv:2101.03961,
+    equations 4 to 6), as transformers computes it.
+
+    Args:
+        logits: The routers' scores of each layer, [B, S, E].
+        top_k: The number of experts of a token.
+        attention_mask: [B, S]; tokens with a 0 do not count. Other masks are ignored.
+    """
+    experts = logits[0].shape[-1]
+    wide = torch.promote_types(logits[0].dtype, torch.float32)
+    chosen = logits[0].new_zeros(experts, dtype=wide)
+    probability = logits[0].new_zeros(experts, dtype=wide)
+    rows = logits[0].shape[:-1]
+    counted = logits[0].new_ones(rows, dtype=wide)
+    if attention_mask is not None and attention_mask.shape == rows:
+        counted = attention_mask.to(wide)
+    counted = counted.reshape(-1, 1)  # [T, 1]
+    for scores in logits:
+        probabilities = torch.softmax(scores.reshape(-1, experts), dim=-1)
+        numbers = torch.topk(probabilities, top_k, dim=-1).indices
+        weights = counted.expand(-1, top_k)
+        chosen = chosen.scatter_add(0, numbers.reshape(-1), weights.reshape(-1))
+        probability = probability + (probabilities.to(wide) * counted).sum(0)
+    total = counted.sum() * len(logits)
+    return experts * (chosen / total * probability / total).sum()

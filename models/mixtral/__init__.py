@@ -1,0 +1,43 @@
+"""Mixtral (Jiang et al., 2024), and what declares a family of mixtures like it."""
+
+from ..family import Family, by_name
+from .config import MixtralConfig
+from .hf import NAME_MAP
+from .memory import activations
+from .model import (
+    MixtralForCausalLM,
+    MixtralForQuestionAnswering,
+    MixtralForSequenceClassification,
+    MixtralForTokenClassification,
+    MixtralModel,
+)
+from .presets import PRESETS
+
+FAMILY = Family(
+    config=MixtralConfig,
+    architectures=by_name(
+        MixtralForCausalLM,
+        MixtralModel,
+        MixtralForSequenceClassification,
+        MixtralForTokenClassification,
+        MixtralForQuestionAnswering,
+    ),
+    presets=PRESETS,
+    name_map=NAME_MAP,
+    kind="decoder",
+    objective="gpt",
+    pretrains={"causal": "MixtralForCausalLM"},
+    tokenizer="bpe",
+    activations=activations,
+    tasks={"text-generation": "MixtralForCausalLM", "text2text-generation": "MixtralForCausalLM"},
+)
+
+__all__ = [
+    "FAMILY",
+    "MixtralConfig",
+    "MixtralForCausalLM",
+    "MixtralForQuestionAnswering",
+    "MixtralForSequenceClassification",
+    "MixtralForTokenClassification",
+    "MixtralModel",
+]

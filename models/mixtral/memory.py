@@ -1,0 +1,24 @@
+"""Describes the blocks of Mixtral, and of the mixtures like it, for the memory estimate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..activations import Activations
+from ..llama.memory import activations as dense_activations
+from .config import MixtureConfig
+
+
+def activations(config: MixtureConfig) -> Activations:
+    """Returns what a model of this configuration keeps for its backward pass.
+
+    The few layers with a single MLP count as mixtures.
+    """
+    dense = dense_activations(config)
+    [stack] = dense.stacks
+    block = replace(
+        stack.block,
+        feed_forward=config.expert_size * config.num_experts_per_tok,
+        routed=config.num_experts_per_tok,
+    )
+    return replace(dense, stacks=(replace(stack, block=block),))

@@ -1,0 +1,189 @@
+"""Mixtral (Jiang et al., 2024, "Mixtral of Experts", arXiv:2401.04088) and the mixtures like it.
+
+- Llama's blocks, each with a mixture of experts in place of the MLP
+- a linear router chooses k of E experts for each token; their weights are softmax probabilities
+- each expert is a SwiGLU
+- an auxiliary loss balances the experts' numbers of tokens, if `output_router_logits`
+
+The configuration declares what differs between the families:
+
+- Mixtral: the weights of a token's experts are divided by their sum
+- Qwen3-MoE: norms of queries and keys; some layers may have a single MLP
+"""
+
+# pyright: reportUnknownMemberType=false
+# (torch does not annotate many of its methods)
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...mpu import ParallelMesh
+from ..blocks.moe import MixtureMLP, balance_loss, router_record
+from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
+from ..language_model import IGNORED, CausalLM
+from ..llama.model import LlamaBackbone, LlamaBlock
+from ..outputs import MoeCausalLMOutput, MoeModelOutput, StageOutput
+from ..parallel_config import ParallelConfig
+from .config import MixtureConfig
+
+
+class MixtralBlock(LlamaBlock):
+    """A block of Mixtral or of a sibling."""
+
+    def build_mlp(
+        self, config: Any, layer: int, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    ) -> nn.Module:
+        assert isinstance(config, MixtureConfig)
+        if not config.has_experts(layer):
+            return super().build_mlp(config, layer, mesh, parallel_config)
+        return MixtureMLP(
+            config.hidden_size,
+            config.expert_size,
+            config.hidden_act,
+            experts=config.expert_count,
+            top_k=config.num_experts_per_tok,
+            normalize=config.normalizes_weights,
+            mesh=mesh,
+            parallel_config=parallel_config,
+        )
+
+
+class MixtralBackbone(LlamaBackbone):
+    """Mixtral, or a sibling, without a head. With `mesh=None` the model is not split."""
+
+    config: Any  # a MixtureConfig
+    block_class = MixtralBlock
+
+
+def asks_for_router(model: Any, output_router_logits: bool | None) -> bool:
+    """Returns whether a call asks for the routers' scores.
+
+    Raises:
+        ValueError: It does, and the layers are in several pipeline stages: the auxiliary loss
+            multiplies sums over all layers.
+    """
+    asks: bool = model.config.output_router_logits
+    if output_router_logits is not None:
+        asks = output_router_logits
+    if asks and model.mesh is not None and model.mesh.pp_size > 1:
+        raise ValueError(
+            "output_router_logits is not supported with pipeline parallelism: the auxiliary loss "
+            "needs the routers of all layers; set output_router_logits to false"
+        )
+    return asks
+
+
+class MixtureCausalLM(CausalLM):
+    """Predicts each token from the tokens before it, with the auxiliary loss of a mixture."""
+
+    config: Any  # a MixtureConfig
+
+    def compute_outputs(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        output_router_logits: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """Returns the outputs of `CausalLM`, and those of the routers if they are asked for.
+
+        Then the loss has the auxiliary loss times `router_aux_loss_coef` added to it. If this call
+        is a part of a batch of `num_items_in_batch` targets, it counts by its share of them, so
+        that the parts' losses add up to a mean over the batch.
+
+        Args:
+            output_router_logits: By default what the configuration says.
+        """
+        inputs: dict[str, Any] = {
+            "attention_mask": attention_mask,
+            "labels": labels,
+            "num_items_in_batch": num_items_in_batch,
+            "shift_labels": shift_labels,
+            **options,
+        }
+        if not asks_for_router(self, output_router_logits):
+            return super().compute_outputs(input_ids, **inputs)
+        with router_record.recording() as record:
+            output: Any = super().compute_outputs(input_ids, **inputs)
+        logits = list(record.values())
+        if isinstance(output, StageOutput) or not logits:
+            return output
+        balance = balance_loss(logits, self.config.num_experts_per_tok, attention_mask)
+        loss: Any = output.loss
+        if loss is not None:
+            weight: Any = self.config.router_aux_loss_coef
+            if num_items_in_batch is not None:
+                targets = shift_labels if labels is None else self.targets(labels)
+                assert targets is not None
+                weight = weight * (targets != IGNORED).sum() / num_items_in_batch
+            loss = loss + weight * balance
+        return MoeCausalLMOutput.from_output(
+            output, loss=loss, aux_loss=balance, router_logits=flatten_logits(logits)
+        )
+
+
+def flatten_logits(logits: list[Tensor]) -> tuple[Tensor, ...]:
+    """Returns the routers' scores as transformers does, [B S, E] each."""
+    return tuple(scores.flatten(0, -2) for scores in logits)
+
+
+class MixtureModel(BareModel):
+    """The embeddings and blocks of a mixture without a head."""
+
+    def compute_outputs(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        output_hidden_states: bool = False,
+        output_router_logits: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """Returns the last hidden states, and the routers' scores if they are asked for."""
+        inputs: dict[str, Any] = {
+            "attention_mask": attention_mask,
+            "output_hidden_states": output_hidden_states,
+            **options,
+        }
+        if not asks_for_router(self, output_router_logits):
+            return super().compute_outputs(input_ids, **inputs)
+        with router_record.recording() as record:
+            output = super().compute_outputs(input_ids, **inputs)
+        if isinstance(output, StageOutput):
+            return output
+        return MoeModelOutput.from_output(
+            output, router_logits=flatten_logits(list(record.values()))
+        )
+
+
+class MixtralForCausalLM(MixtureCausalLM, MixtralBackbone):
+    """Mixtral that predicts the next token."""
+
+
+class MixtralModel(MixtureModel, MixtralBackbone):
+    """Mixtral without a head."""
+
+
+class MixtralForSequenceClassification(SequenceClassification, MixtralBackbone):
+    """Mixtral that classifies a text."""
+
+    pooling = "last"
+    dropout_rate = None
+    bias = False
+    linear_name = "classifier"
+
+
+class MixtralForTokenClassification(TokenClassification, MixtralBackbone):
+    """Mixtral that classifies each token."""
+
+    linear_name = "classifier"
+
+
+class MixtralForQuestionAnswering(QuestionAnswering, MixtralBackbone):
+    """Mixtral that finds the first and the last token of an answer."""

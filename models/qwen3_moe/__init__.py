@@ -1,0 +1,43 @@
+"""Qwen3-MoE (Yang et al., 2025): Qwen3 with mixtures of experts."""
+
+from ..family import Family, by_name
+from ..mixtral.memory import activations
+from .config import Qwen3MoeConfig
+from .hf import NAME_MAP
+from .model import (
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForQuestionAnswering,
+    Qwen3MoeForSequenceClassification,
+    Qwen3MoeForTokenClassification,
+    Qwen3MoeModel,
+)
+from .presets import PRESETS
+
+FAMILY = Family(
+    config=Qwen3MoeConfig,
+    architectures=by_name(
+        Qwen3MoeForCausalLM,
+        Qwen3MoeModel,
+        Qwen3MoeForSequenceClassification,
+        Qwen3MoeForTokenClassification,
+        Qwen3MoeForQuestionAnswering,
+    ),
+    presets=PRESETS,
+    name_map=NAME_MAP,
+    kind="decoder",
+    objective="gpt",
+    pretrains={"causal": "Qwen3MoeForCausalLM"},
+    tokenizer="bpe",
+    activations=activations,
+    tasks={"text-generation": "Qwen3MoeForCausalLM", "text2text-generation": "Qwen3MoeForCausalLM"},
+)
+
+__all__ = [
+    "FAMILY",
+    "Qwen3MoeConfig",
+    "Qwen3MoeForCausalLM",
+    "Qwen3MoeForQuestionAnswering",
+    "Qwen3MoeForSequenceClassification",
+    "Qwen3MoeForTokenClassification",
+    "Qwen3MoeModel",
+]

@@ -1,0 +1,257 @@
+"""Routes tokens to experts, multiplies each expert's tokens by its matrices, and adds up the results.
+
+A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538) sends each of T tokens to k of E
+experts. Tokens are sorted by their expert, so that the tokens of one expert are neighbors:
+
+    weights, experts = route_tokens(logits, k)  # [T, k] each
+    order, counts = sort_by_expert(experts, E)  # [T k], [E]
+    rows = permute_tokens(x, order, k)  # [T k, H], sorted
+    rows = grouped_linear(rows, matrices, counts)  # [T k, F], matrices [E, F, H]
+    …
+    y = combine_tokens(rows, weights, order)  # [T, H]
+
+`mix_experts` is the naive reference of these steps together. An accelerator multiplies all experts
+at once (`torch.nn.functional.grouped_mm`) and never waits for the counts. A CPU multiplies one
+expert after the other: its matrix products are large, and one call each costs nothing beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .autograd import Function, once_differentiable
+from .matmul import autocast_arguments
+
+# The rows of a grouped product on an accelerator begin at multiples of so many bytes.
+_ALIGNMENT = 16
+
+
+def mix_experts(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activate: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Returns the weighted sum of each token's experts, [T, H]: the reference, in plain PyTorch.
+
+    Args:
+        x: [T, H].
+        weights, experts: [T, k].
+        gate_up: [E, 2F, H].
+        down: [E, F, H].
+        activate: Maps [n, 2F] to [n, F].
+    """
+    y = torch.zeros_like(x)
+    for number, (first, second) in enumerate(zip(gate_up, down, strict=True)):
+        token, choice = torch.where(experts == number)
+        rows = activate(x[token] @ first.t()) @ second
+        y = y.index_add(0, token, rows * weights[token, choice, None].to(rows.dtype))
+    return y
+
+
+def route_tokens(
+    logits: Tensor, top_k: int, *, normalize: bool = True, softmax_first: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Chooses the experts of each token.
+
+    Args:
+        logits: The router's scores [..., E].
+        top_k: The number of experts of a token.
+        normalize: Whether a token's weights are divided by their sum. Only if softmax_first.
+        softmax_first: Whether weights are probabilities over all experts (Mixtral, Qwen), or over
+            the chosen ones (gpt-oss).
+
+    Returns:
+        The weights, [..., k] in fp32 or wider, and the numbers of the experts, int64 [..., k], from
+        the most to the least probable.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if not softmax_first:
+        highest, experts = torch.topk(wide, top_k, dim=-1)
+        return torch.softmax(highest, dim=-1), experts
+    weights, experts = torch.topk(torch.softmax(wide, dim=-1), top_k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, experts
+
+
+def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Sorts the pairs of a token and one of its experts by the expert, and by the token second.
+
+    Args:
+        experts: int64 [T, k].
+        count: The number E of experts.
+
+    Returns:
+        order: int64 [T k], the pair (number t k + choice) at each place of the sorted order.
+        counts: int64 [E], the number of pairs of each expert.
+    """
+    numbers = experts.reshape(-1)
+    order = numbers.argsort(stable=True)
+    counts = numbers.new_zeros(count).scatter_add_(0, numbers, torch.ones_like(numbers))
+    return order, counts
+
+
+def permute_tokens(x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """Returns the token of each sorted pair, [T k, H], of x [T, H]."""
+    return _Permute.apply(x, order, top_k)
+
+
+def combine_tokens(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """Returns each token's weighted sum of its experts' results, [T, H].
+
+    It is added up in fp32 or wider, and rounded once.
+
+    Args:
+        rows: The results of the sorted pairs, [T k, H].
+        weights: [T, k].
+        order: int64 [T k].
+    """
+    return _Combine.apply(rows, weights, order)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Returns x Wᵀ with each row's own matrix, [M, F].
+
+    Args:
+        x: [M, C], sorted by expert.
+        weight: The matrices [E, F, C].
+        counts: int64 [E], the number of rows of each expert; their sum is M.
+    """
+    x, weight = _cast(x, weight)
+    if x.is_cpu or not _takes_grouped_product(x, weight):
+        return _GroupedProduct.apply(x, weight, counts, True)
+    return _grouped_mm(x, weight.transpose(-1, -2), counts)
+
+
+def grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Returns x W with each row's own matrix, [M, F], of matrices [E, C, F]; see `grouped_linear`."""
+    x, weight = _cast(x, weight)
+    if x.is_cpu or not _takes_grouped_product(x, weight):
+        return _GroupedProduct.apply(x, weight, counts, False)
+    return _grouped_mm(x, weight, counts)
+
+
+def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = autocast_arguments(x, weight)
+    assert first is not None
+    assert second is not None
+    return first, second
+
+
+def _takes_grouped_product(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether PyTorch's grouped product takes these tensors on an accelerator."""
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not len(x):
+        return False
+    return all(size * x.dtype.itemsize % _ALIGNMENT == 0 for size in weight.shape[1:])
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    ends = counts.cumsum(0).to(torch.int32)
+    return F.grouped_mm(x.contiguous(), weight, offs=ends)
+
+
+class _GroupedProduct(Function):
+    """Multiplies the rows of one expert after the other; the host must know the counts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.spans = _list_spans(counts)
+        ctx.transposed = transposed
+        width = weight.shape[1] if transposed else weight.shape[2]
+        out = x.new_empty(len(x), width)
+        for number, start, stop in ctx.spans:
+            matrix = weight[number].t() if transposed else weight[number]
+            torch.mm(x[start:stop], matrix, out=out[start:stop])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        grad = grads[0].contiguous()
+        x, weight = ctx.saved_tensors
+        input_grad = None
+        weight_grad = None
+        if ctx.needs_input_grad[0]:
+            input_grad = torch.empty_like(x)
+        if ctx.needs_input_grad[1]:
+            weight_grad = torch.empty_like(weight)
+            used = {number for number, _, _ in ctx.spans}
+            for number in range(len(weight)):
+                if number not in used:
+                    weight_grad[number].zero_()
+        for number, start, stop in ctx.spans:
+            own = grad[start:stop]
+            rows = x[start:stop]
+            if input_grad is not None:
+                matrix = weight[number] if ctx.transposed else weight[number].t()
+                torch.mm(own, matrix, out=input_grad[start:stop])
+            if weight_grad is not None:
+                first = own if ctx.transposed else rows
+                second = rows if ctx.transposed else own
+                torch.mm(first.t(), second, out=weight_grad[number])
+        return input_grad, weight_grad, None, None
+
+
+def _list_spans(counts: Tensor) -> list[tuple[int, int, int]]:
+    """Returns (expert, start, stop) of the rows of each expert that has any."""
+    spans: list[tuple[int, int, int]] = []
+    start = 0
+    for number, count in enumerate(counts.tolist()):
+        if count:
+            spans.append((number, start, start + count))
+        start += count
+    return spans
+
+
+class _Permute(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.top_k = top_k
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        (order,) = ctx.saved_tensors
+        grad = grads[0]
+        # Each token's gradients are put side by side and summed, in the same order on every device.
+        by_pair = torch.empty_like(grad).index_copy_(0, order, grad)
+        by_token = by_pair.view(-1, ctx.top_k, grad.shape[-1])
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        return by_token.sum(1, dtype=wide).to(grad.dtype), None, None
+
+
+class _Combine(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order)
+        by_pair = torch.empty_like(rows).index_copy_(0, order, rows)
+        by_token = by_pair.view(*weights.shape, rows.shape[-1])  # [T, k, H]
+        return (by_token * weights[..., None]).sum(1).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        rows, weights, order = ctx.saved_tensors
+        own = grads[0].index_select(0, order // weights.shape[1])  # [T k, H]
+        rows_grad = None
+        weights_grad = None
+        if ctx.needs_input_grad[0]:
+            factors = weights.reshape(-1).index_select(0, order)
+            rows_grad = (own * factors[:, None]).to(rows.dtype)
+        if ctx.needs_input_grad[1]:
+            wide = torch.promote_types(rows.dtype, weights.dtype)
+            products = (rows.to(wide) * own).sum(-1).to(weights.dtype)
+            by_pair = torch.empty_like(products).index_copy_(0, order, products)
+            weights_grad = by_pair.view_as(weights)
+        return rows_grad, weights_grad, None
