@@ -178,7 +178,7 @@ def resolve_alias_options(argv: Sequence[str], default: Any) -> list[str]:
                 value = "True"
                 if words and not words[0].startswith("--"):
                     value = words.popleft()
-            if str(SPELLINGS.taken_as_is.get(name)) == value:
+            if SPELLINGS.is_without_effect(name, value):
                 continue
             if name == RESUME and value not in VALUES:
                 options.append(f"--load_dir={value}")

@@ -1,6 +1,6 @@
 """What exists for scripts that were written for FlagAI, t2t-tuner or LiBai alone.
 
-- `AutoLoader`, `Predictor` and two collate functions are FlagAI's.
+- `AutoLoader`, `Predictor` and three collate functions are FlagAI's.
 - `spellings.py` has the names of arguments in those systems and in transformers. The package
   accepts them everywhere, because its face imports that file.
 
@@ -13,16 +13,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .auto_loader import AutoLoader, bert_sequence_label_collate_fn, seq2seq_collate_fn
+    from .auto_loader import (
+        AutoLoader,
+        bert_cls_collate_fn,
+        bert_sequence_label_collate_fn,
+        seq2seq_collate_fn,
+    )
     from .predictor import Predictor
 
 _MODULES = {
     "AutoLoader": "auto_loader",
     "Predictor": "predictor",
+    "bert_cls_collate_fn": "auto_loader",
     "bert_sequence_label_collate_fn": "auto_loader",
     "seq2seq_collate_fn": "auto_loader",
 }
-__all__ = ["AutoLoader", "Predictor", "bert_sequence_label_collate_fn", "seq2seq_collate_fn"]
+__all__ = [
+    "AutoLoader",
+    "Predictor",
+    "bert_cls_collate_fn",
+    "bert_sequence_label_collate_fn",
+    "seq2seq_collate_fn",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,9 +15,9 @@ from ..data import BlankDataset, PadBatch
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..finetuning.arguments import FinetuningArguments
 from ..finetuning.data import TextTokenizer, prefix_mask
-from ..finetuning.loading import find_source, load_model
+from ..finetuning.loading import find_source, load_model, task_config
 from ..finetuning.tasks import Labels
-from ..models import family
+from ..models import family, from_config
 from ..models.language_model import IGNORED
 from ..mpu import ParallelMesh
 
@@ -27,6 +27,13 @@ TASKS = {
     **dict.fromkeys(("lm", "masklm"), "text-generation"),
     **dict.fromkeys(("classification", "semantic-matching"), "text-classification"),
     **dict.fromkeys(("sequence-labeling", "ner"), "token-classification"),
+}
+# FlagAI's tasks with a head that is not here -> the task to use instead.
+CRF_TASKS = {
+    "sequence-labeling-crf": "sequence-labeling",
+    "ner-crf": "ner",
+    "sequence-labeling-gp": "sequence-labeling",
+    "ner-gp": "ner",
 }
 
 
@@ -41,6 +48,8 @@ class AutoLoader:
             classification, semantic-matching, sequence-labeling or ner.
         model_name: The folder in `model_dir`, which is a Hugging Face or a shardzoo folder with its
             tokenizer.
+        load_pretrain_params: Load the folder's weights; else the model is new.
+        only_download_config: The folder has a config.json alone, so that the model is new.
         class_num: Number of classes of a new head.
         device: Where the parameters are.
         mesh: The mesh over which the model is split, such as `trainer.mesh`.
@@ -54,11 +63,18 @@ class AutoLoader:
         task_name: str = "lm",
         model_name: str = "RoBERTa-base-ch",
         model_dir: str = "./checkpoints/",
+        only_download_config: bool = False,
         *,
+        load_pretrain_params: bool = True,
         class_num: int | None = None,
         device: torch.device | str = "cpu",
         mesh: ParallelMesh | None = None,
     ) -> None:
+        if task_name in CRF_TASKS:
+            raise ValueError(
+                f"{task_name} has a conditional random field, which no model of the zoo has; use "
+                f"{CRF_TASKS[task_name]}, whose labels are predicted one by one"
+            )
         if task_name not in TASKS:
             raise ValueError(f"task_name must be one of {', '.join(TASKS)}, not {task_name!r}")
         self.folder = Path(model_dir, model_name)
@@ -79,7 +95,11 @@ class AutoLoader:
             )
         labels = [f"LABEL_{number}" for number in range(class_num or 0)]
         head = Labels(labels, "single_label_classification", stored=not labels).head(task)
-        self.model = load_model(source, task, arguments, mesh, torch.device(device), head)
+        if only_download_config or not load_pretrain_params:
+            config = task_config(source, task).with_changes(**(head or {}))
+            self.model = from_config(config, mesh, device=torch.device(device))
+        else:
+            self.model = load_model(source, task, arguments, mesh, torch.device(device), head)
         blank_text = family(source.model_type).blank_text
         text = None if blank_text is None else blank_text(self.folder, None)
         self.tokenizer = FlagAITokenizer(load_transformers_tokenizer(self.folder), text)
@@ -202,6 +222,20 @@ def seq2seq_collate_fn(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.
     prefixes = torch.tensor([int((row["token_type_ids"] == 0).sum()) for row in rows])
     mask = prefix_mask(prefixes, [len(row["input_ids"]) for row in rows])
     return PadBatch(attention_mask=False)(rows) | {"attention_mask": mask}
+
+
+def bert_cls_collate_fn(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Makes a padded batch of `input_ids`, of `segment_ids` where samples have them, and a label
+    for each text.
+    """
+    rows = []
+    for sample in samples:
+        row = {"input_ids": np.array(sample["input_ids"])}
+        if "segment_ids" in sample:
+            row["token_type_ids"] = np.array(sample["segment_ids"])
+        rows.append(row)
+    labels = torch.tensor([int(sample["labels"]) for sample in samples])
+    return PadBatch()(rows) | {"labels": labels}
 
 
 def bert_sequence_label_collate_fn(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

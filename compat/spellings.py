@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from ..trainer.arguments.aliases import DATA_PARALLEL, Spellings, add_spellings
+from ..trainer.arguments.aliases import ANY_VALUE, DATA_PARALLEL, Spellings, add_spellings
 
 SAVE_EPOCH = "save_epoch"
 """FlagAI's number of epochs between checkpoints, of which 1 is our strategy."""
@@ -32,7 +32,19 @@ def _translate_resume(value: Any) -> tuple[str, Any]:
     return ("load_dir" if is_path else "resume"), value
 
 
+def _translate_mode(value: Any) -> tuple[str, Any]:
+    tasks = {None: None, "seq2seq": "text2text-generation", "clm": "text-generation"}
+    if value not in tasks:
+        raise ValueError(f"mode must be seq2seq or clm, not {value!r}")
+    return "task", tasks[value]
+
+
 _BEST = "save_best names a validation value, and keeps the checkpoint where it was best"
+_NO_DOWNLOAD = (
+    "no data set is downloaded by its name; save it as JSON lines or with datasets' save_to_disk, "
+    "and name that in train_file"
+)
+_PADDING = "a batch is padded to its longest sequence; leave it out"
 _OF_FINETUNING = "it is an argument of fine-tuning: use Trainer of shardzoo.finetuning"
 
 FLAGAI = Spellings(
@@ -57,10 +69,29 @@ FLAGAI = Spellings(
     },
 )
 T2T_TUNER = Spellings(
-    renamed={"model_parallel_gpus": "model_parallel_size"},
+    renamed={"model_parallel_gpus": "model_parallel_size", "mode": "task"},
+    translated={"mode": _translate_mode},
+    taken_as_is={
+        "torch_ort": False,
+        "dataset_name": None,
+        "dataset_config_name": None,
+        "pad_to_max_length": False,
+        # Of a batch's length; padding changes neither loss nor gradients.
+        "pad_to_multiple_of": ANY_VALUE,
+        "embedding_on_cpu": False,
+        # Texts are encoded when they are read, and kept in no cache.
+        "preprocessing_num_workers": ANY_VALUE,
+        "overwrite_cache": ANY_VALUE,
+        "dataset_cache": ANY_VALUE,
+    },
+    left_at_default={"optimizer": None},
     explained={
         "torch_ort": "ONNX Runtime's training has ended; use torch_compile",
-        "mode": "set task to text2text-generation for pairs, or to text-generation for plain text",
+        "dataset_name": _NO_DOWNLOAD,
+        "dataset_config_name": _NO_DOWNLOAD,
+        "pad_to_max_length": _PADDING,
+        "embedding_on_cpu": "frozen embeddings need no optimizer state, and model_parallel_size "
+        "splits them: use trainer.freeze(embeddings=True), or more devices",
         "model_name_or_path": _OF_FINETUNING,
         "train_file": _OF_FINETUNING,
     },

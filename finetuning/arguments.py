@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..trainer.arguments.aliases import with_argument_aliases
+from ..trainer.arguments.deepspeed_file import read_deepspeed_file
 from ..trainer.arguments.training_arguments import TrainingArguments
 from ..trainer.environments import EnvType
 from ..trainer.launch.rank_info import RankInfo
@@ -152,8 +153,6 @@ class FinetuningArguments(TrainingArguments):
     """Equivalent to recompute="full"."""
     output_dir: str | None = None
     """Folder of the run; by default a new one under runs/."""
-    overwrite: bool = False
-    """Delete the run in output_dir first."""
 
     def __post_init__(self) -> None:
         # The checks of the base class need the environment that the run will have.
@@ -186,10 +185,6 @@ class FinetuningArguments(TrainingArguments):
     def _check_folders(self) -> None:
         if self.resume and self.output_dir is None:
             raise ValueError("resume needs output_dir, the folder of the run to resume")
-        if self.resume and self.overwrite:
-            raise ValueError(
-                "resume continues a run and overwrite deletes it: use only one of them"
-            )
         for name in ("save_dir", "experiment_name"):
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
@@ -229,7 +224,12 @@ class FinetuningArguments(TrainingArguments):
         """Returns `env_type`, or the one that the number of processes and ZeRO ask for."""
         if self.env_type is not None:
             return self.env_type
-        if self.zero_stage == 3:
+        stage = self.zero_stage
+        if stage is None:
+            zero = read_deepspeed_file(self.deepspeed_config).get("zero_optimization", {})
+            stage = zero.get("stage")
+        splits = max(self.model_parallel_size, self.pipeline_parallel_size) > 1
+        if stage == 3 and not splits:
             return "deepspeed"
         processes = max(
             self.num_gpus,

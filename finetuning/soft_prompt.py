@@ -62,20 +62,26 @@ class PromptedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the embeddings [B, S, H] of int64 [B, S]."""
-        new = ids >= self.first_id
+        new = self._find_prompt(ids)
         return self._insert(self.base(ids.masked_fill(new, 0)), ids, new)
 
     def embed(self, ids: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the embeddings, and the table for the next lookup or a tied head, as the zoo's
         embedding does.
         """
-        new = ids >= self.first_id
+        new = self._find_prompt(ids)
         x, shared = self.base.embed(ids.masked_fill(new, 0), table)
         return self._insert(x, ids, new), shared
 
+    def _find_prompt(self, ids: Tensor) -> Tensor:
+        """Returns which ids are of the prompt. Larger ones are of the base, whose table may have
+        rows beyond the tokenizer's last token, as T5's has.
+        """
+        return (ids >= self.first_id) & (ids < self.first_id + len(self.prompt))
+
     def _insert(self, x: Tensor, ids: Tensor, new: Tensor) -> Tensor:
         """Returns embeddings x [B, S, H] with the rows of the prompt where ids are `new`."""
-        rows = F.embedding((ids - self.first_id).clamp(min=0), self.prompt)
+        rows = F.embedding((ids - self.first_id).clamp(0, len(self.prompt) - 1), self.prompt)
         return torch.where(new[..., None], rows, x)
 
 

@@ -61,12 +61,16 @@ class TextGenerator:
         self.segments = segments
         self.is_chat = is_chat
         self.defaults = {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
+        self.never_generated: list[int] = []
 
     def __call__(self, model: Any, sources: Sequence[str], **settings: Any) -> list[str]:
         """Returns `num_return_sequences` texts for each source.
 
         `settings` are those of `generate`.
         """
+        if self.never_generated:
+            suppressed = [*(settings.get("suppress_tokens") or []), *self.never_generated]
+            settings = {**settings, "suppress_tokens": suppressed}
         texts: list[str] = []
         for start in range(0, len(sources), self.batch_size):
             texts += self._generate(model, sources[start : start + self.batch_size], settings)

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from ..checkpoint.manifest import checked_tokenizer
@@ -108,18 +110,6 @@ class Trainer(BaseTrainer):
         self.positions = find_positions(self.model, self.source)
         self._data.check_lengths(self.positions)
 
-        self._prompt: Any = None
-        stored_prompt = load_prompt(self.source.folder)
-        if stored_prompt is not None:
-            self._add_prompt(*stored_prompt)
-        self._add_adapter()
-
-        self._has_run = False
-        # What the evaluation in progress measures: the records, their samples, and the model's
-        # prediction for each sample by its number.
-        self._eval_records: Any = None
-        self._eval_samples: Any = None
-        self._predictions: dict[int, Any] = {}
         self._generator = TextGenerator(
             self.source,
             self._texts,
@@ -132,6 +122,19 @@ class Trainer(BaseTrainer):
             segments=self._data.segments,
             is_chat=self.task == "chat",
         )
+
+        self._prompt: Any = None
+        stored_prompt = load_prompt(self.source.folder)
+        if stored_prompt is not None:
+            self._add_prompt(*stored_prompt)
+        self._add_adapter()
+
+        self._has_run = False
+        # What the evaluation in progress measures: the records, their samples, and the model's
+        # prediction for each sample by its number.
+        self._eval_records: Any = None
+        self._eval_samples: Any = None
+        self._predictions: dict[int, Any] = {}
 
     def check_before_launch(self) -> None:
         """Raises ValueError, before any process is started, if the model or the batch cannot be
@@ -174,17 +177,38 @@ class Trainer(BaseTrainer):
             for parameter in part_parameters(self.model, self.source, part).values():
                 parameter.requires_grad = not frozen
 
-    def convert_to_prompt_tuning(self, prompt_list: Sequence[str]) -> None:
+    def FreezeEmbeds(self) -> None:
+        """Freezes the embeddings, as `freeze(embeddings=True)` does."""
+        self.freeze(embeddings=True)
+
+    def GradCheckpoint(self) -> None:
+        """Computes the activations of blocks again in the backward pass, to save memory, as the
+        argument gradient_checkpointing=True does.
+        """
+        self.arguments = replace(self.arguments, recompute="full")
+        self.model.gradient_checkpointing_enable()
+
+    def convert_to_prompt_tuning(
+        self, prompt_list: Sequence[str], device: Any = None, use_hook: bool = True
+    ) -> None:
         """Freezes the model and makes an input vector for each new token trainable, such as
         ["<p0>", "<p1>"].
 
         The tokens are put before every source that has none of them; `prefix` or the data may place
         them elsewhere.
 
+        Args:
+            prompt_list: The new tokens.
+            device: The model's own, where the vectors are; for scripts for t2t-tuner.
+            use_hook: True, as in t2t-tuner, which has nothing else.
+
         Raises:
             ValueError: The tokenizer has one of the tokens already, the model has a soft prompt
                 already, or the task has no sources, as plain text.
         """
+        self._check_device(device)
+        if not use_hook:
+            raise ValueError("use_hook=False is not implemented, as in t2t-tuner; leave it out")
         if isinstance(prompt_list, str):
             prompt_list = [prompt_list]
         tokens = list(dict.fromkeys(prompt_list))
@@ -259,9 +283,9 @@ class Trainer(BaseTrainer):
         missing = missing_modules(self.source.folder, self.model.config)
         return list_stored_modules(self.model, {*label_modules(self.model.config), *missing})
 
-    def model_summary(self) -> ModelSummary:
-        """Prints and returns the number of parameters and of trainable parameters of the whole
-        model.
+    def model_summary(self, no_print: bool = False) -> ModelSummary:
+        """Prints, unless `no_print`, and returns the number of parameters and of trainable
+        parameters of the whole model.
         """
         summary = summarize(self.model, self.source)
         if self.ranks.pp_size > 1:
@@ -269,7 +293,8 @@ class Trainer(BaseTrainer):
             counts = self.ranks.dp_rank == self.ranks.tp_rank == 0
             parts = self.ranks.gather(summary.parts if counts else {})
             summary = merge_summaries(summary.name, parts)
-        self.console.print(summary.table())
+        if not no_print:
+            self.console.print(summary.table())
         return summary
 
     # Training and evaluation
@@ -303,7 +328,11 @@ class Trainer(BaseTrainer):
         *data: Any,
         valid: bool = True,
         batch_size: int | None = None,
+        max_source_length: int | None = None,
+        max_target_length: int | None = None,
+        tensorboard: bool | None = None,
         dev_mode: bool = False,
+        mode: str | None = None,
         **options: Any,
     ) -> dict[str, float]:
         """Trains the model in place and returns the last validation values, with `step`.
@@ -315,7 +344,11 @@ class Trainer(BaseTrainer):
                 validation_file or on validation_split percent of the training file, which are then
                 not used for training.
             batch_size: Replaces the micro_batch_size of the arguments.
+            max_source_length: Replaces that of the arguments; so does max_target_length.
+            tensorboard: Whether to write TensorBoard's events; by default as report_to says.
             dev_mode: Runs 10 steps only.
+            mode: t2t-tuner's name of the task, seq2seq or clm. The task is chosen when the trainer
+                is made, so that another one is refused.
         """
         if model is not None:
             if isinstance(model, bool):
@@ -325,6 +358,9 @@ class Trainer(BaseTrainer):
                 )
             return super().train(model, *data, batch_size=batch_size, dev_mode=dev_mode, **options)
         self._replace_arguments(batch_size, dev_mode)
+        self._check_mode(mode)
+        self._replace_lengths(max_source_length, max_target_length)
+        self._switch_tensorboard(tensorboard)
         self.load_data(valid)
         collate = self._collate()
         folder = on_first_rank(lambda: open_run(self.arguments, self._write_companions).path)
@@ -343,6 +379,47 @@ class Trainer(BaseTrainer):
         finally:
             if self.ranks.rank == 0:
                 return_folder(self.run_folder.path)
+
+    def _check_mode(self, mode: str | None) -> None:
+        """Raises ValueError if the task is not t2t-tuner's `mode`."""
+        tasks = {"seq2seq": "text2text-generation", "clm": "text-generation"}
+        if mode is not None and tasks.get(mode) != self.task:
+            raise ValueError(
+                f"mode={mode!r} is not this trainer's task, which is {self.task}; pass "
+                f"task={tasks.get(mode, self.task)!r} to TrainerArguments"
+            )
+
+    def _replace_lengths(self, source: int | None, target: int | None) -> None:
+        """Replaces the longest source and target of the arguments, before any data is read."""
+        changes = {"max_source_length": source, "max_target_length": target}
+        changes = {name: length for name, length in changes.items() if length is not None}
+        if not changes:
+            return
+        prompt = self._data.prompt
+        self.arguments = replace(self.arguments, **changes)
+        self._data = FinetuningData(self.arguments, self.task, self.source, self._texts)
+        self._data.prompt = prompt
+        self._data.check_lengths(self.positions)
+        self._generator.max_source_length = self.arguments.max_source_length
+        if self.arguments.generation_max_length is None:
+            self._generator.defaults["max_new_tokens"] = self.arguments.max_target_length
+
+    def _switch_tensorboard(self, on: bool | None) -> None:
+        """Adds TensorBoard to the trackers of the run, or removes it."""
+        if on is None:
+            return
+        trackers = [name for name in self.arguments.report_to if name != "tensorboard"]
+        if on:
+            trackers.insert(0, "tensorboard")
+        self.arguments = replace(self.arguments, report_to=tuple(trackers) or ("none",))
+
+    def _check_device(self, device: Any) -> None:
+        """Raises ValueError if a device is not where the model is; None is any."""
+        if device is not None and torch.device(device).type != self.device.type:
+            raise ValueError(
+                f"device={str(device)!r} is not the model's, which is on {self.device}; leave it "
+                "out, or set pytorch_device in TrainerArguments"
+            )
 
     def evaluate(self, model: Any = None, *data: Any, **options: Any) -> dict[str, float]:
         """Returns the validation values of a file, by default of the validation data.
@@ -374,13 +451,14 @@ class Trainer(BaseTrainer):
 
     # Texts
 
-    def generate_single(self, text: str, **settings: Any) -> str:
+    def generate_single(self, text: str, *, device: Any = None, **settings: Any) -> str:
         """Returns the answer to a text, or its continuation. Prefix and soft prompt are put before
         it, as in training.
 
         `settings` are the arguments of `generate`; by default beam search with
-        generation_num_beams.
+        generation_num_beams. `device` may name the model's own.
         """
+        self._check_device(device)
         return self._generate(text, settings)[0]
 
     def generate_diverse(
@@ -390,11 +468,14 @@ class Trainer(BaseTrainer):
         beam_width: int = 4,
         num_beam_groups: int = 2,
         diversity_penalty: float = 0.5,
+        *,
+        device: Any = None,
         **settings: Any,
     ) -> list[str]:
         """Returns `output_count` answers by diverse beam search with beam_width · output_count
         beams.
         """
+        self._check_device(device)
         search = {
             "num_return_sequences": output_count,
             "num_beams": beam_width * output_count,
@@ -451,6 +532,9 @@ class Trainer(BaseTrainer):
         embedding: Any = input_embedding(self.model)
         rows = rows.to(embedding.weight.device, embedding.weight.dtype)
         self._prompt = add_prompt(self.model, embedding, first_id, rows)
+        # A head that is longer than the tokenizer, as T5's is, has logits for the prompt's ids and
+        # for ids after them, none of which is a word.
+        self._generator.never_generated = list(range(first_id, self.model.config.vocab_size))
         self._data.prompt = tokens
 
     def _complete_padding(self) -> None:

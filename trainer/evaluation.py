@@ -7,10 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..data.loading.collate import Batch
+from ..models.language_model import IGNORED
 from ..models.pipeline import is_last_stage
 from .batches.dataset_kinds import is_table
 from .batches.loss_normalization import LossNormalizer, find_loss, find_output_field, to_device
@@ -19,7 +21,7 @@ from .launch.phase import phase
 from .launch.ranks import Ranks
 
 # (logits, labels) of a micro-batch -> the mean over its rows, or [sum, count]. The logits have the
-# full vocabulary.
+# full vocabulary. An integer is taken as a number of hits, as FlagAI's metrics return it.
 Metric = Callable[[Tensor, Tensor], Any]
 SMALLEST_COUNT = 1e-300
 
@@ -85,6 +87,7 @@ def evaluate(
     collate: Callable[[Sequence[Any]], Batch],
     metrics: Mapping[str, Metric] | None = None,
     collect: Callable[[range, Batch, Any], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> dict[str, float]:
     """Returns the mean loss over all targets of `samples`, in nats per token, and the metrics; the
     same on every rank.
@@ -98,12 +101,14 @@ def evaluate(
         batch_size: Samples in one forward pass of a rank.
         collect: Takes the numbers of a micro-batch's samples, the batch, and the output of its
             forward pass.
+        notify: Is told of metrics whose values are taken as numbers of hits.
     """
     check_samples(samples)
     was_training = module.training
     module.eval()
     device = next(module.parameters()).device
     normalizer = LossNormalizer(module, mean_losses=True)
+    counting: set[str] = set()
     sums = {name: [0.0, 0.0] for name in ("loss", *(metrics or {}))}
     per_round = batch_size * ranks.dp_size
     for start in range(0, len(samples), per_round):
@@ -128,9 +133,18 @@ def evaluate(
                 )
             gather: Any = getattr(module, "gather_logits", None)
             whole = gather(logits) if gather else logits
-            _add(sums[name], *_sum_and_count(name, metric(whole, batch["labels"]), len(rows)))
+            value = metric(whole, batch["labels"])
+            if _is_count(value):
+                counting.add(name)
+                value = (value, int((batch["labels"] != IGNORED).sum()))
+            _add(sums[name], *_sum_and_count(name, value, len(rows)))
         output = logits = whole = None  # frees them before the next forward pass
     module.train(was_training)
+    if counting and notify is not None:
+        notify(
+            f"{', '.join(sorted(counting))}: integers are taken as numbers of hits, and divided by "
+            "the number of labels; return a mean or (sum, count) if they are something else"
+        )
     numbers = ranks.sum_replicas(*(number for pair in sums.values() for number in pair))
     # Without any target, the loss is 0.
     return {
@@ -142,6 +156,14 @@ def evaluate(
 def _add(pair: list[float], total: float, count: float) -> None:
     pair[0] += total
     pair[1] += count
+
+
+def _is_count(value: Any) -> bool:
+    """Returns whether a metric's value is a number of hits: an integer, and no truth value."""
+    if isinstance(value, Tensor):
+        is_integer = not value.is_floating_point() and value.dtype != torch.bool
+        return value.numel() == 1 and is_integer
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _sum_and_count(name: str, value: Any, rows: int) -> tuple[float, float]:

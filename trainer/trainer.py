@@ -26,7 +26,7 @@ from .batches.training_data import make_training_data
 from .checkpointing.extra_files import read_extra_files, with_tokenizer
 from .checkpointing.model_files import model_files
 from .checkpointing.random_state import seed_everything
-from .checkpointing.resume import ResumePoint, open_run, restore_random
+from .checkpointing.resume import ResumePoint, explain_other_run, open_run, restore_random
 from .checkpointing.saver import BackgroundSaver
 from .engines.deepspeed_config import zero_stage
 from .engines.factory import make_engine, shard_model
@@ -113,12 +113,17 @@ class Trainer:
                 f"pass {kind.__name__}, or keywords as in Trainer(lr=1e-3), not a "
                 f"{type(arguments).__name__}"
             )
-        self.arguments = (arguments or kind(**keywords)).resolved()
+        given = arguments or kind(**keywords)
+        self.arguments = given.resolved()
         if is_restarted():
             self.arguments = _resume_after_restart(self.arguments)
         environment = ENVIRONMENTS[self.arguments.env_type]
         if environment.uses_deepspeed:
             zero_stage(self.arguments)  # refuses a stage that does not work
+        name = self.arguments.experiment_name
+        save_dir = Path(self.arguments.save_dir)
+        self.run_folder = RunFolder(save_dir / name if name else save_dir)
+        self._check_run_folder()
         if mesh is None and not environment.is_one_process:
             self.check_before_launch()
 
@@ -128,13 +133,16 @@ class Trainer:
         if self.arguments.tf32 is not None and has_tf32(self.device):
             torch.set_float32_matmul_precision("high" if self.arguments.tf32 else "highest")
         self.ranks = Ranks(self.mesh)
-        name = self.arguments.experiment_name
-        save_dir = Path(self.arguments.save_dir)
-        self.run_folder = RunFolder(save_dir / name if name else save_dir)
         self.console = make_console(quiet=self.ranks.rank != 0, markup=False)
+        self._notices: set[str] = set()
         notice = deepspeed_notice(self.arguments.deepspeed_config, vars(self.arguments))
         if notice:
             self.console.print(notice)
+        if given.unused:
+            self.console.print(
+                f"env_type={self.arguments.env_type!r} does not use {', '.join(given.unused)}; "
+                "env_type='deepspeed+mpu' does"
+            )
         seed_everything(self.arguments.seed + self.ranks.dp_rank)
 
     @property
@@ -148,6 +156,23 @@ class Trainer:
 
     def check_before_launch(self) -> None:
         """Raises ValueError for what can be known before the processes of the run are started."""
+
+    def _check_run_folder(self) -> None:
+        """Raises ValueError if the folder of the run that the arguments describe holds another one.
+
+        It is checked again when training begins; here it costs nobody the time to load a model.
+        """
+        arguments = self.arguments
+        if type(arguments) is not TrainingArguments or not (
+            arguments.epochs or arguments.train_steps
+        ):
+            return  # Others have folders of their own, or only evaluate.
+        loads_own = arguments.load_dir is not None and self.run_folder.owns(
+            Path(arguments.load_dir)
+        )
+        step = self.run_folder.latest_step()
+        if step is not None and not (arguments.resume or arguments.overwrite or loads_own):
+            raise ValueError(explain_other_run(self.run_folder, step))
 
     def forward_step(self, data: dict[str, Any], model: Any, mems: Any) -> Any:
         """Runs one forward pass on a batch on this rank's device.
@@ -196,10 +221,17 @@ class Trainer:
             collate=collate,
             metrics=metrics,
             collect=self.collect_output,
+            notify=self._notify_once,
         )
 
     def collect_output(self, rows: range, batch: Mapping[str, Any], output: Any) -> None:
         """Is given the output of a forward pass of an evaluation, on the samples `rows`."""
+
+    def _notify_once(self, text: str) -> None:
+        """Prints a line that this trainer has not printed before."""
+        if text not in self._notices:
+            self._notices.add(text)
+            self.console.print(text)
 
     # Training and evaluation
 

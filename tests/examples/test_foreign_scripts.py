@@ -166,6 +166,43 @@ class Entities(Dataset):
 
 trainer.train(model, train_dataset=Entities(), valid_dataset=None, collate_fn=bert_sequence_label_collate_fn)
 """
+ROBERTA_MATCHING = f"""
+import torch
+from torch.utils.data import Dataset
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.trainer import Trainer{CHANGED}
+from shardzoo.compat import bert_cls_collate_fn{CHANGED}
+
+auto_loader = AutoLoader(
+    "semantic-matching", model_name="RoBERTa-base-ch", model_dir="./state_dict/", load_pretrain_params=True,
+    only_download_config=False, class_num=2,
+)
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+trainer = Trainer(
+    env_type="pytorch", experiment_name="roberta_matching", batch_size=8, gradient_accumulation_steps=1, lr=2e-3,
+    weight_decay=1e-3, epochs=4, log_interval=1, eval_interval=2, load_dir=None, pytorch_device="cpu",
+    save_dir="checkpoints_matching", num_gpus=2, hostfile="./hostfile", deepspeed_config="./deepspeed.json",
+)
+{PREPARE}
+class Matches(Dataset):
+    def __len__(self):
+        return len(sources)
+
+    def __getitem__(self, i):
+        other = sources[i] if i % 2 else sources[i - 1]
+        data = tokenizer.encode_plus(sources[i], other, max_length=40)
+        return {{"input_ids": data["input_ids"], "segment_ids": data["token_type_ids"], "labels": i % 2}}
+
+def eval_metric(logits, labels, **kwargs):
+    return (logits.argmax(dim=-1) == labels).sum().item()
+
+values = trainer.train(
+    model, train_dataset=Matches(), valid_dataset=Matches(), collate_fn=bert_cls_collate_fn,
+    metric_methods=[["acc", eval_metric]],
+)
+assert 0 <= values["acc"] <= 1
+"""
 GPT2_WRITING = f"""
 from shardzoo.compat import AutoLoader{CHANGED}
 from shardzoo.compat import Predictor{CHANGED}
@@ -212,6 +249,13 @@ for name, param in trainer.model.shared.named_parameters():
 """
 
 
+DEEPSPEED_TEST = """
+trainer.model_summary(no_print=True)
+trainer.FreezeEmbeds()
+trainer.train(valid=False, max_source_length=12, tensorboard=False, mode="seq2seq")
+"""
+
+
 def t2t(more: str, rest: str, valid: bool = True) -> str:
     return T2T.replace("MORE", f'{more} prefix="predict: ",') + rest.replace("VALID", str(valid))
 
@@ -231,6 +275,7 @@ SCRIPTS = {
     "FlagAI glm_title_generation": glm("deepspeed"),
     "FlagAI bert_title_generation": BERT_TITLES,
     "FlagAI roberta_ner": ROBERTA_NER,
+    "FlagAI roberta_semantic_matching": ROBERTA_MATCHING,
     "FlagAI gpt2_text_writting": GPT2_WRITING,
     "t2t tldr": t2t(f"{VALIDATED} gradient_accumulation_steps=1,", TRAIN_AND_TEST),
     "t2t gradient_checkpointing": t2t("gradient_checkpointing=True,", TRAIN_AND_TEST, valid=False),
@@ -238,9 +283,26 @@ SCRIPTS = {
         f'{VALIDATED} source_id="s", target_id="t", warmup_ratio=0.1, lr_scheduler_type="linear", fp16=False,'
         'logging_strategy="epoch", save_strategy="epoch", save_total_limit=1,', PROMPTS,
     ),
+    "t2t deepspeed_test": t2t('deepspeed="zero_3.json",', DEEPSPEED_TEST),
     "t2t model_parallel": t2t(f"{VALIDATED} model_parallel_gpus=2,", TRAIN_AND_TEST),
 }  # fmt: skip
-SEVERAL = ("FlagAI glm_title_generation", "t2t model_parallel")  # start processes
+# Start processes, or DeepSpeed.
+SEVERAL = ("FlagAI glm_title_generation", "t2t deepspeed_test", "t2t model_parallel")
+ZERO_3 = {  # t2t-tuner's published file, at a smaller batch
+    "zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True}, "allgather_partitions": True,
+        "allgather_bucket_size": 2e8, "overlap_comm": True, "reduce_scatter": True, "reduce_bucket_size": 2e8,
+        "contiguous_gradients": True, "round_robin_gradients": True,
+    },
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+             "min_loss_scale": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto",
+                                                 "warmup_num_steps": "auto"}},
+    "gradient_accumulation_steps": 2, "gradient_clipping": "auto", "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 4,
+}  # fmt: skip
 CONFIG = {  # FlagAI's published file, at a smaller batch
     "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "steps_per_print": 50,
     "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True, "wall_clock_breakdown": False,
@@ -273,6 +335,7 @@ def folder(tmp_path_factory):
     (root / "pairs.json").write_text("\n".join(records))
     (root / "hostfile").write_text("localhost slots=2\n")
     (root / "deepspeed.json").write_text(json.dumps(CONFIG))
+    (root / "zero_3.json").write_text(json.dumps(ZERO_3))
     return root
 
 
@@ -360,3 +423,31 @@ def test_libais_configuration_of_mt5_trains(folder, monkeypatch):
     assert len(list((folder / "out" / "checkpoints").glob("step-*"))) == 2
     counts = [*map(changed_lines, SCRIPTS.values()), len(LIBAI_CHANGED.split()) - 1 + LIBAI_DROPPED]
     assert statistics.median(counts) <= 2
+
+
+def test_flagais_loader_makes_new_models_and_names_the_task_to_use(folder):
+    from shardzoo.compat import AutoLoader
+
+    place = {"model_name": "RoBERTa-base-ch", "model_dir": str(folder / "state_dict")}
+    loaded = AutoLoader("masklm", **place).get_model()
+    new = AutoLoader("masklm", load_pretrain_params=False, **place).get_model()
+    assert new.config == loaded.config
+    assert any((a != b).any() for a, b in zip(new.parameters(), loaded.parameters(), strict=True))
+    with pytest.raises(ValueError, match=r"conditional random field.* use ner,"):
+        AutoLoader("ner-crf", class_num=3, **place)
+
+
+def test_a_second_run_is_refused_before_anything_is_loaded(tmp_path):
+    from shardzoo.trainer import Trainer
+
+    run = tmp_path / "t5/checkpoints/step-000004"
+    run.mkdir(parents=True)
+    again = {"experiment_name": "t5", "save_dir": str(tmp_path), "epochs": 1}
+    with pytest.raises(
+        ValueError, match=r"saved at step 4; resume it .* overwrite=True, or choose"
+    ):
+        Trainer(**again)
+    Trainer(**again, overwrite=True)
+    Trainer(**again, resume=True)
+    Trainer(experiment_name="t5", save_dir=str(tmp_path))  # It may only evaluate.
+    assert run.is_dir()

@@ -185,6 +185,48 @@ def test_a_soft_prompt_is_input_vectors_before_the_source(checkpoints, files, tm
     )
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_ids_beyond_the_tokenizer_are_no_prompt_and_are_never_generated(
+    checkpoints, tmp_path, native
+):
+    """T5's table and head have rows for ids that its tokenizer has not."""
+    folder = tmp_path / "padded"
+    model = transformers.T5ForConditionalGeneration.from_pretrained(checkpoints("t5"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoints("t5"))
+    first = len(tokenizer)
+    model.resize_token_embeddings(first + 6, mean_resizing=False)
+    with torch.no_grad():
+        # One of two opposite rows has the largest logit.
+        row = 100 * torch.randn(model.config.d_model, generator=torch.Generator().manual_seed(1))
+        for number in range(6):
+            model.get_output_embeddings().weight[first + number] = row * (-1) ** number
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+    trainer = t2t.Trainer(model_name_or_path=str(folder), native=native)
+    trainer.convert_to_prompt_tuning(["<p0>", "<p1>"])
+    embedding = next(
+        module for module in trainer.model.modules() if type(module).__name__ == "PromptedEmbedding"
+    )
+    ids = torch.tensor([[first - 1, first, first + 1, first + 2, first + 5]])
+    plain = embedding.base(ids)
+    found = embedding(ids)
+    assert torch.equal(found[0, [0, 3, 4]], plain[0, [0, 3, 4]])
+    assert torch.equal(found[0, 1:3], embedding.prompt)
+
+    decoded = []
+    decode = trainer._texts.backend.batch_decode
+    trainer._texts.backend.batch_decode = lambda rows, **options: (
+        decoded.extend(rows),
+        decode(rows, **options),
+    )[1]
+    for settings in ({"num_beams": 1}, {"num_beams": 2, "suppress_tokens": [5]}):
+        trainer.generate_single("one two", max_new_tokens=5, **settings)
+    trainer.generate_diverse("one two", output_count=2, beam_width=1, max_new_tokens=5)
+    assert len(decoded) == 4
+    assert all(id < first for row in decoded for id in row)
+
+
 def test_a_soft_prompt_is_the_same_when_layers_are_split(checkpoints, files, tmp_path, run_mesh):
     folder, file, out = checkpoints("t5"), str(files / "pairs.json"), str(tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from typing import Any
 
@@ -159,11 +160,10 @@ ALL_TAKEN = (
     "train.log_period train.warmup_ratio train.output_dir train.num_accumulation_steps train.amp.enabled "
     "train.checkpointer.period train.checkpointer.max_to_keep train.evaluation.eval_period "
     "train.dist.tensor_parallel_size train.dist.pipeline_parallel_size relative_step num_workers save_steps "
-    "scale_parameter"
+    "scale_parameter mode"
 )
 UNKNOWN = (
-    "embedding_on_cpu dataset_name dataset_config_name preprocessing_num_workers overwrite_cache dataset_cache "
-    "pad_to_max_length clip_threshold decay_rate warmup_init max_length model_path hidden_layers "
+    "clip_threshold decay_rate warmup_init max_length model_path hidden_layers "
     "pipeline_num_layers input_placement_device scheduler vocab_file data_prefix "
     # transformers, Megatron-LM and nanoGPT
     "prediction_loss_only log_level logging_dir use_cpu data_seed fp16_full_eval local_rank run_name "
@@ -178,7 +178,9 @@ DOCUMENTED: dict[str, Any] = {
     **dict.fromkeys(ALL_TAKEN.split(), 0),
     **dict.fromkeys(UNKNOWN.split()),
     "model_paralle_size": "model_parallel_size", "train.dist.data_parallel_size": "it follows from the number of",
-    "torch_ort": "torch_compile", "mode": "task", "load_best_model_at_end": "save_best",
+    "torch_ort": "torch_compile", "dataset_name": "name that in train_file",
+    "dataset_config_name": "name that in train_file", "embedding_on_cpu": "freeze(embeddings=True)",
+    "pad_to_max_length": "padded to its longest sequence", "load_best_model_at_end": "save_best",
 }  # fmt: skip
 
 
@@ -195,3 +197,80 @@ def test_the_ancestors_documented_arguments_are_taken_or_answered_rightly():
             assert answer == "", (name, answer)
         else:
             assert expected in answer, (name, answer)
+
+
+# The arguments of t2t-tuner that its users leave in a call, with its defaults.
+T2T_DEFAULTS = {
+    "dataset_name": None,
+    "dataset_config_name": None,
+    "pad_to_max_length": False,
+    "preprocessing_num_workers": 1,
+    "overwrite_cache": False,
+    "pad_to_multiple_of": 8,
+    "mode": None,
+    "optimizer": None,
+    "torch_ort": False,
+    "embedding_on_cpu": False,
+    "dataset_cache": True,
+}
+
+
+def test_t2t_tuners_arguments_that_ask_for_nothing_else_are_taken():
+    assert FinetuningArguments(**T2T_DEFAULTS) == FinetuningArguments()
+    assert FinetuningArguments(mode="seq2seq").task == "text2text-generation"
+    assert FinetuningArguments(mode="clm").task == "text-generation"
+    words = ["--torch-ort", "False", "--pad-to-multiple-of=8", "--overwrite-cache"]
+    words += ["--preprocessing-num-workers", "4", "--lr", "0.5"]
+    page = HelpPage("test", FinetuningArguments)
+    assert parse(FinetuningArguments, page, words, quiet=True) == FinetuningArguments(lr=0.5)
+    for name, value in (
+        ("dataset_name", "wmt16"),
+        ("pad_to_max_length", True),
+        ("embedding_on_cpu", True),
+        ("torch_ort", True),
+        ("mode", "mlm"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            FinetuningArguments(**{name: value})
+
+
+# What FlagAI's scripts leave in a call when they change env_type.
+OF_OTHER_ENVIRONMENTS = {
+    "deepspeed_config": "missing.json",
+    "num_gpus": 2,
+    "model_parallel_size": 2,
+    "master_port": 17750,
+}
+
+
+def test_arguments_of_other_environments_are_named_and_not_used(tmp_path, capsys):
+    made = TrainingArguments(env_type="pytorch", **OF_OTHER_ENVIRONMENTS)
+    assert made.unused == ("num_gpus=2", "deepspeed_config='missing.json'", "model_parallel_size=2")
+    assert (made.num_gpus, made.deepspeed_config, made.model_parallel_size) == (1, None, 1)
+    assert (
+        TrainingArguments(env_type="pytorchDDP", **OF_OTHER_ENVIRONMENTS).unused == made.unused[1:]
+    )
+    given = {"env_type": "deepspeed", "model_parallel_size": 2, "num_gpus": 2}
+    assert TrainingArguments(**given).unused == ("model_parallel_size=2",)
+    assert TrainingArguments().unused == ()
+
+    from shardzoo.trainer import Trainer
+
+    Trainer(env_type="pytorch", save_dir=str(tmp_path), **OF_OTHER_ENVIRONMENTS)
+    assert capsys.readouterr().out.splitlines() == [
+        "env_type='pytorch' does not use num_gpus=2, deepspeed_config='missing.json', "
+        "model_parallel_size=2; env_type='deepspeed+mpu' does"
+    ]
+
+
+def test_a_deepspeed_file_decides_the_environment(tmp_path):
+    """t2t-tuner's deepspeed_test.py names a file of ZeRO 3, and nothing else."""
+    file = tmp_path / "zero_3.json"
+    for stage, found in ((3, "deepspeed"), (2, "deepspeed+mpu")):
+        file.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+        assert FinetuningArguments(deepspeed=str(file))._find_environment() == found
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    split = FinetuningArguments(deepspeed=str(file), model_parallel_size=2)
+    assert split._find_environment() == "deepspeed+mpu"  # which refuses the stage
+    with pytest.raises(ValueError, match="use zero_stage 0, 1 or 2"):
+        FinetuningArguments(zero_stage=3, model_parallel_size=2)

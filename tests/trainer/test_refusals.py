@@ -59,7 +59,7 @@ REFUSED = [
         {"env_type": "deepspeed+mpu", "zero_stage": 3},
         "use zero_stage 0, 1 or 2, or env_type='deepspeed'",
     ),
-    ({"env_type": "pytorchDDP", "model_parallel_size": 2}, "use env_type='deepspeed[+]mpu'"),
+    ({"resume": True, "overwrite": True}, "use only one of them"),
     (
         {"env_type": "ddp"},
         "env_type must be one of pytorch, pytorchDDP, deepspeed, deepspeed[+]mpu, not 'ddp'",
@@ -77,10 +77,7 @@ REFUSED = [
     ({"lr": float("inf")}, "lr must be a finite number, not inf"),
     ({"clip_grad": float("nan")}, "clip_grad must be a finite number, not nan"),
     ({"epochs": "3"}, "epochs must be an integer, not '3'"),
-    (
-        {"env_type": "pytorch", "num_gpus": 4},
-        "env_type='pytorch' runs in one process, but num_gpus=4",
-    ),
+    ({"env_type": "pytorch", "num_gpus": 0}, "num_gpus must be at least 1, not 0"),
     ({"report_to": "wandb"}, "report_to=wandb needs the package wandb: pip install wandb"),
     ({"master_port": 99999}, "master_port must be from 1 to 65535, not 99999"),
     ({"epochs": 0.5}, "epochs must be an integer, not 0.5"),

@@ -16,6 +16,10 @@ from typing import Any, TypeVar
 Arguments = TypeVar("Arguments")
 
 
+ANY_VALUE: Any = object()
+_NOWHERE = object()
+
+
 @dataclass
 class Spellings:
     """Other names of arguments.
@@ -26,7 +30,8 @@ class Spellings:
         translated: Name, which `renamed` has too -> a function of its value that returns our
             argument and its value.
         taken_as_is: Name of something that happens here anyway -> the value that means so, with
-            which it is taken.
+            which it is taken; `ANY_VALUE` if no value changes what is computed.
+        left_at_default: One of our own arguments -> a value that means its default elsewhere.
         explained: Name that resembles one of our arguments but means something else -> what to do
             instead.
     """
@@ -36,6 +41,7 @@ class Spellings:
     translated: dict[str, Callable[[Any], tuple[str, Any]]] = field(default_factory=dict)
     taken_as_is: dict[str, Any] = field(default_factory=dict)
     explained: dict[str, str] = field(default_factory=dict)
+    left_at_default: dict[str, Any] = field(default_factory=dict)
 
     def add(self, other: Spellings) -> None:
         """Adds the names of `other`."""
@@ -44,6 +50,16 @@ class Spellings:
         self.translated |= other.translated
         self.taken_as_is |= other.taken_as_is
         self.explained |= other.explained
+        self.left_at_default |= other.left_at_default
+
+    def is_without_effect(self, name: str, value: Any) -> bool:
+        """Returns whether an argument that is none of ours asks for what happens here anyway.
+
+        Args:
+            value: The value, or its text on a command line.
+        """
+        wanted = self.taken_as_is.get(name, _NOWHERE)
+        return wanted is ANY_VALUE or value == wanted or value == str(wanted)
 
 
 DATA_PARALLEL = (
@@ -77,8 +93,6 @@ SPELLINGS = Spellings(
     },
 )
 """All names that are accepted."""
-
-_NOWHERE = object()
 
 
 def add_spellings(spellings: Spellings) -> None:
@@ -119,7 +133,9 @@ def resolve_aliases(keywords: Mapping[str, Any], known: list[str]) -> dict[str, 
     values: dict[str, Any] = {}
     given_as: dict[str, str] = {}
     for name, value in keywords.items():
-        if name not in known and SPELLINGS.taken_as_is.get(name, _NOWHERE) == value:
+        if name not in known and SPELLINGS.is_without_effect(name, value):
+            continue
+        if SPELLINGS.left_at_default.get(name, _NOWHERE) is value:
             continue
         target: str | None = name
         if name in aliases:

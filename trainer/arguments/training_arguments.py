@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import PurePath
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..environments import ENVIRONMENTS, EnvType
 from ..optimizers.registry import OPTIMIZERS, OptimizerName, find_optimizer
@@ -29,6 +29,9 @@ class TrainingArguments:
     FlagAI's names are accepted too: batch_size, warm_up, optimizer_type, fp16, bf16,
     checkpoint_activations.
     """
+
+    unused: ClassVar[tuple[str, ...]] = ()
+    """What was given and is not used in this environment, such as "num_gpus=2"."""
 
     env_type: EnvType = "pytorch"
     """pytorch: one process. pytorchDDP: data-parallel replicas. deepspeed: data-parallel with ZeRO.
@@ -205,6 +208,8 @@ class TrainingArguments:
     load_rng: bool = True
     resume: bool = False
     """Resume the run in its folder if that holds a checkpoint; otherwise start it."""
+    overwrite: bool = False
+    """Delete the run in its folder first."""
 
     seed: int = 1234
     tf32: bool | None = None
@@ -222,6 +227,7 @@ class TrainingArguments:
         ):  # torch.device; importing torch here would take seconds
             object.__setattr__(self, "pytorch_device", str(self.pytorch_device))
         check_types(self)
+        self._leave_out_unused()
         self._take_deepspeed_file()
         self._check_ranges()
         if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
@@ -239,6 +245,10 @@ class TrainingArguments:
             raise ValueError(
                 f"experiment_name must be a folder within save_dir, not {self.experiment_name!r}"
             )
+        if self.resume and self.overwrite:
+            raise ValueError(
+                "resume continues a run and overwrite deletes it: use only one of them"
+            )
         if self.early_stopping_patience is not None and self.save_best is None:
             raise ValueError(
                 "early_stopping_patience needs save_best, the value that must improve, such as "
@@ -249,6 +259,31 @@ class TrainingArguments:
         self._check_compiler()
         self._check_environment()
         self._check_optimizer()
+
+    def _leave_out_unused(self) -> None:
+        """Gives the arguments that FlagAI's environment does not use their default values, and
+        notes them in `unused`.
+
+        FlagAI's scripts leave the arguments of all environments in the call, and change `env_type`
+        alone.
+        """
+        environment = ENVIRONMENTS[self.env_type]
+        names: list[str] = []
+        if environment.is_one_process:
+            names += ["num_gpus", "num_nodes"]
+        if not environment.uses_deepspeed and not environment.uses_fsdp:
+            names.append("deepspeed_config")
+        if not environment.splits_layers:
+            names.append("model_parallel_size")
+        defaults = {field.name: field.default for field in fields(self)}
+        unused: list[str] = []
+        for name in names:
+            value = getattr(self, name)
+            is_count = isinstance(value, int)
+            if value != defaults[name] and not (is_count and value < 1):
+                unused.append(f"{name}={value!r}")
+                object.__setattr__(self, name, defaults[name])
+        object.__setattr__(self, "unused", tuple(unused))
 
     def _take_deepspeed_file(self) -> None:
         """Takes the settings of `deepspeed_config` that are arguments too, unless an argument says
@@ -362,11 +397,6 @@ class TrainingArguments:
 
     def _check_environment(self) -> None:
         environment = ENVIRONMENTS[self.env_type]
-        if self.model_parallel_size > 1 and not environment.splits_layers:
-            raise ValueError(
-                f"model_parallel_size={self.model_parallel_size} splits layers, which "
-                f"env_type={self.env_type!r} does not; use env_type='deepspeed+mpu' or 'fsdp'"
-            )
         if self.symmetric_memory and (not self.sequence_parallel or self.model_parallel_size == 1):
             raise ValueError(
                 "symmetric_memory fuses the collectives of sequence parallelism; use it with "
@@ -377,13 +407,8 @@ class TrainingArguments:
         if environment.splits_layers and environment.uses_deepspeed and self.zero_stage == 3:
             raise ValueError(
                 "ZeRO stage 3 splits parameters that deepspeed+mpu has already split; use "
-                "zero_stage 0, 1 or 2, or env_type='deepspeed'"
-            )
-        if environment.is_one_process and max(self.num_gpus, self.num_nodes) > 1:
-            raise ValueError(
-                f"env_type={self.env_type!r} runs in one process, but num_gpus={self.num_gpus} "
-                f"and num_nodes={self.num_nodes} ask for more; use 'pytorchDDP', 'deepspeed' or "
-                "'deepspeed+mpu'"
+                "zero_stage 0, 1 or 2, or env_type='deepspeed'; to split parameters beside layers, use "
+                "env_type='fsdp'"
             )
         if not environment.uses_deepspeed:
             names = ["zero_stage", "deepspeed_config"]

@@ -110,10 +110,15 @@ def _prepare_folder(
             "choose another save_dir or experiment_name"
         )
     if step is not None and not own:
-        raise ValueError(
-            f"{folder.path} holds a run that is saved at step {step}; resume it with resume=True, or choose "
-            "another save_dir or experiment_name"
-        )
+        if not arguments.overwrite:
+            raise ValueError(explain_other_run(folder, step))
+        load_dir = arguments.load_dir
+        if load_dir is not None and Path(load_dir).resolve().is_relative_to(folder.path.resolve()):
+            raise ValueError(
+                f"overwrite=True would delete {load_dir}, which load_dir names; choose another "
+                "save_dir or experiment_name"
+            )
+        folder.clear()
     if arguments.tensorboard_dir is not None:
         _make_folder(Path(arguments.tensorboard_dir), "tensorboard_dir")
     folder.delete_unfinished()
@@ -126,6 +131,14 @@ def _prepare_folder(
     else:
         folder.drop_metrics_after(0)  # a run may have been killed before its first checkpoint
     mark_run_as_begun()
+
+
+def explain_other_run(folder: RunFolder, step: int) -> str:
+    """Returns why a run cannot begin in a folder, and what to do."""
+    return (
+        f"{folder.path} holds a run that is saved at step {step}; resume it with resume=True, "
+        "replace it with overwrite=True, or choose another save_dir or experiment_name"
+    )
 
 
 def _make_folder(path: Path, meaning: str) -> None:

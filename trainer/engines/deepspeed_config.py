@@ -96,7 +96,8 @@ def zero_stage(arguments: TrainingArguments) -> int:
         raise ValueError(
             f"deepspeed_config {arguments.deepspeed_config} asks for ZeRO stage 3, which splits "
             "parameters that deepspeed+mpu has already split; use stage 0, 1 or 2, or "
-            "env_type='deepspeed'"
+            "env_type='deepspeed'; to split parameters beside layers, use env_type='fsdp' without "
+            "deepspeed_config"
         )
     if stage > 1 and arguments.pipeline_parallel_size > 1:
         raise ValueError(
