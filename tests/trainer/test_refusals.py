@@ -62,7 +62,7 @@ REFUSED = [
     ({"resume": True, "overwrite": True}, "use only one of them"),
     (
         {"env_type": "ddp"},
-        "env_type must be one of pytorch, pytorchDDP, deepspeed, deepspeed[+]mpu, not 'ddp'",
+        "env_type must be one of pytorch, pytorchDDP, deepspeed, deepspeed[+]mpu, fsdp, not 'ddp'",
     ),
     ({"zero_stage": 1}, "zero_stage needs env_type 'deepspeed'"),
     ({"scale_parameter": True}, "scale_parameter needs optimizer='adafactor', not 'adamw'"),
