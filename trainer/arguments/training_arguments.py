@@ -426,8 +426,9 @@ class TrainingArguments:
         """Raises ValueError for what does not work with FSDP, or only with it."""
         if not ENVIRONMENTS[self.env_type].uses_fsdp:
             for field in fields(self):
-                is_set = getattr(self, field.name) != field.default
-                if field.name.startswith("fsdp_") and is_set:
+                if not field.name.startswith("fsdp_"):
+                    continue
+                if getattr(self, field.name) != field.default:
                     raise ValueError(f"{field.name} needs env_type 'fsdp', not {self.env_type!r}")
             return
         if PRECISIONS[self.precision].scales_loss:
