@@ -139,8 +139,8 @@ def compute_loss(
         hidden: [B, S, H], or [B, S/tp, H] under sequence parallelism.
         labels: int64 [B, S]; -100 is ignored. The mean is NaN if all labels are ignored.
         table: See `VocabParallelHead.forward`.
-        sparse_labels: Select the labeled positions on an accelerator too, although the host must
-            wait for it there, unless `note_target_count` has told their number.
+        sparse_labels: Select the labeled positions on an accelerator too, if `note_target_count`
+            has told their number. The host would have to wait for the device to learn it.
 
     Raises:
         ValueError: The shapes do not match, or a label is outside the vocabulary.
@@ -164,8 +164,8 @@ def compute_loss(
     target = labels.reshape(-1)
     labeled = target != IGNORED
     count = labeled.sum() if num_items is None else num_items
-    if host_can_read(hidden) or sparse_labels:
-        known: int | None = getattr(labels, "target_count", None)
+    known: int | None = getattr(labels, "target_count", None)
+    if host_can_read(hidden) or (sparse_labels and known is not None):
         if known is None:
             chosen = labeled.nonzero()[:, 0]
         else:

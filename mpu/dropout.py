@@ -22,10 +22,23 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ..ops import bias_dropout_residual, dropout_keys, masked_softmax, use_key
 from ..ops.device import records_graph
-from ..ops.dropout_mask import keys_from_row
+from ..ops.dropout_mask import keys_from_row, send_use_keys
 from ..ops.registration import LIBRARY
 from .division import find_first_unit
 from .mesh import ParallelMesh
+
+
+class KnownUses(NamedTuple):
+    """The uses that a pass probably makes, because the pass before it made them.
+
+    Attributes:
+        rows: The 64-bit key of each use, and its row in a table of keys.
+        on_devices: The same keys on each device that needs them, int64 [uses]. They are sent once,
+            and not with every micro-batch.
+    """
+
+    rows: dict[int, int]
+    on_devices: dict[torch.device, Tensor]
 
 
 class DropoutKey(NamedTuple):
@@ -35,8 +48,7 @@ class DropoutKey(NamedTuple):
         seed: The seed of the run.
         first_sample: The global index of the first sample of the micro-batch.
         visits: The number of uses of each site so far under this key.
-        known: The uses that the key before this one saw: their 64-bit keys, and the row of each in
-            a table.
+        known: The uses that the key before this one saw.
         tables: The keys of the samples for all known uses, int64 [uses, batch], by first sample,
             batch and device.
         rows: The number of samples, and of each row of the tensors its sample and its position,
@@ -46,7 +58,7 @@ class DropoutKey(NamedTuple):
     seed: int
     first_sample: int
     visits: dict[int, int]
-    known: dict[int, int]
+    known: KnownUses
     tables: dict[tuple[int, int, torch.device], Tensor]
     rows: tuple[int, Tensor, Tensor] | None = None
 
@@ -179,28 +191,39 @@ class DropoutState:
         visits[site] = count + 1
         use = use_key(seed, site, count)
         name = (first_sample, batch, device)
-        if use not in known:
+        if use not in known.rows:
             return dropout_keys(use, *name)
-        table = tables[name] if name in tables else dropout_keys(list(known), *name)
-        # A tensor of inference mode, or of a tracing mode, is of no use outside its mode.
-        if type(table) is Tensor and not table.is_inference():
-            tables[name] = table
-        return table[known[use]]
+        table = tables.get(name)
+        if table is None:
+            uses = known.on_devices.get(device)
+            if uses is None:
+                uses = send_use_keys(list(known.rows), device)
+                if _outlives_mode(uses):
+                    known.on_devices[device] = uses
+            table = dropout_keys(uses, *name)
+            if _outlives_mode(table):
+                tables[name] = table
+        return table[known.rows[use]]
 
 
-def _collect_uses(key: DropoutKey | None, seed: int) -> dict[int, int]:
+def _outlives_mode(tensor: Tensor) -> bool:
+    """Returns whether a tensor is of use later: one of inference mode, or of a tracing mode, is not."""
+    return type(tensor) is Tensor and not tensor.is_inference()
+
+
+def _collect_uses(key: DropoutKey | None, seed: int) -> KnownUses:
     """Returns `known` of the key that follows `key`: the uses so far, as they are with its seed.
 
-    Keys with the same uses share one dictionary.
+    Keys with the same uses share one object.
     """
     if key is None:
-        return {}
+        return KnownUses({}, {})
     uses = [
         use_key(seed, site, visit) for site, count in key.visits.items() for visit in range(count)
     ]
-    if uses == list(key.known):
+    if uses == list(key.known.rows):
         return key.known
-    return {use: row for row, use in enumerate(uses)}
+    return KnownUses({use: row for row, use in enumerate(uses)}, {})
 
 
 def _copy_key(key: DropoutKey) -> DropoutKey:

@@ -24,6 +24,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from .device import pins_host_memory
+
 _LOW = 0xFFFFFFFF
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -42,20 +44,33 @@ def use_key(seed: int, site: int, visit: int) -> int:
 
 
 def dropout_keys(
-    key: int | list[int], first_sample: int, batch: int, device: torch.device | str = "cpu"
+    key: int | list[int] | Tensor, first_sample: int, batch: int, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Returns one key per sample, chain(key, first_sample + b): int64 [batch], or [uses, batch] for
     several keys.
 
     Args:
-        key: The 64-bit key of one use, or those of several.
+        key: The 64-bit key of one use, or those of several, also as `send_use_keys` returns them.
         first_sample: The number of the first sample in the run.
         batch: The number of samples.
     """
     samples = torch.arange(first_sample, first_sample + batch, device=device)
     if isinstance(key, int):
         return _chain(torch.full_like(samples, _signed(key)), samples)
-    return _chain(torch.tensor([_signed(use) for use in key], device=device)[:, None], samples)
+    if isinstance(key, list):
+        key = send_use_keys(key, device)
+    return _chain(key[:, None], samples)
+
+
+def send_use_keys(keys: list[int], device: torch.device | str) -> Tensor:
+    """Returns the 64-bit keys of several uses on a device, as signed numbers: int64 [uses].
+
+    The host does not wait for the device.
+    """
+    pinned = pins_host_memory(torch.device(device))
+    signed = [_signed(key) for key in keys]
+    on_host = torch.tensor(signed, dtype=torch.int64, device="cpu", pin_memory=pinned)
+    return on_host.to(device, non_blocking=pinned)
 
 
 def dropout_keep(
