@@ -73,7 +73,7 @@ def _find_modules(model: Any, source: ModelSource, part: str) -> list[nn.Module]
             return [getattr(model, part)]
         return [model.blocks, model.final_norm]
     if source.shape == "encoder-decoder":
-        return [model.get_encoder() if part == "encoder" else model.get_decoder()]
+        return [model.get_encoder() if part == "encoder" else model.decoder]
     # The pooler belongs to the head.
     return [child for name, child in model.base_model.named_children() if name != "pooler"]
 

@@ -22,7 +22,6 @@ from ..mpu import (
 )
 from .auto import as_config, from_config
 from .blocks.attention import attention_record
-from .blocks.stack import BlockList
 from .calls import (
     FLASH_ATTENTION_INPUTS,
     SignedForward,
@@ -36,8 +35,9 @@ from .calls import (
 from .config import ModelConfig
 from .family_table import find_architecture
 from .loading import from_pretrained
+from .loading_options import note_attention
 from .model_methods import ModelMethods
-from .outputs import BackboneOutput, StageOutput
+from .outputs import BackboneOutput, LazyPast, StageOutput
 from .parallel_config import ParallelConfig
 from .pipeline import PipelineStage, list_stacks
 
@@ -125,8 +125,11 @@ class Backbone(ModelMethods, PipelineStage):
                 self._add_attentions(output, record, named.get("encoder_outputs"))
             else:
                 output = self.compute_outputs(**named)
-        if past is not None and hasattr(output, "past_key_values"):
-            output.past_key_values = past
+        if past is not None and "past_key_values" in vars(output):
+            if isinstance(past, LazyPast):
+                output.defer("past_key_values", past)
+            else:
+                output.past_key_values = past
         return output if returns_dict else output.to_tuple()
 
     @property
@@ -166,22 +169,16 @@ class Backbone(ModelMethods, PipelineStage):
         if isinstance(output, StageOutput):
             return
         stacks = [blocks for _, blocks in list_stacks(self)]
-
-        def collect(blocks: BlockList, name: str) -> tuple[Tensor, ...] | None:
-            cores = [getattr(block, name).core for block in blocks if hasattr(block, name)]
-            found = tuple(core.gather_heads(record[core]) for core in cores if core in record)
-            return found or None
-
-        cross = collect(stacks[-1], "cross_attention")
+        cross = stacks[-1].gather_attentions(record, "cross_attention")
         if len(stacks) == 1:
-            output.attentions = collect(stacks[0], "attention")
+            output.attentions = stacks[0].gather_attentions(record, "attention")
             if cross is not None:
                 output.cross_attentions = cross
             return
-        output.encoder_attentions = collect(stacks[0], "attention")
+        output.encoder_attentions = stacks[0].gather_attentions(record, "attention")
         if encoder_outputs is not None:
             output.encoder_attentions = encoder_outputs[2]
-        output.decoder_attentions = collect(stacks[1], "attention")
+        output.decoder_attentions = stacks[1].gather_attentions(record, "attention")
         output.cross_attentions = cross
 
     @classmethod
@@ -223,6 +220,9 @@ class Backbone(ModelMethods, PipelineStage):
             ValueError: The configuration belongs to another family, or is not valid.
         """
         facts, architecture = find_architecture(cls)
+        attention = None
+        if not isinstance(config, ModelConfig):
+            attention = getattr(config, "_attn_implementation", None)
         if not isinstance(config, (ModelConfig, str, Path)) and facts is not None:
             values: dict[str, Any] = {}
             values.update(cast(Any, config if isinstance(config, dict) else config.to_dict()))
@@ -230,6 +230,7 @@ class Backbone(ModelMethods, PipelineStage):
             values["architectures"] = [architecture]
             config = values
         config = as_config(config)
+        note_attention(config, attention)
         if facts is None:
             return config.copy_for_model(cls.__name__)
         if config.model_type != facts.config.model_type:

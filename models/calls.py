@@ -11,15 +11,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .blocks.cache import TransformersCache
+from .blocks.cache import NewCache, TransformersCache
 from .blocks.masks import number_pieces
-from .outputs import ModelOutput
+from .outputs import LazyPast, ModelOutput
 from .pipeline import list_stacks
 
 # What every call takes besides the inputs of its class.
 CALL_OPTIONS = ("use_cache", "output_attentions", "output_hidden_states", "return_dict")
 # What flash attention needs beside `cu_seq_lens_q` to keep packed pieces apart.
 FLASH_ATTENTION_INPUTS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
+# Inputs beside which a call makes no cache of its own accord, besides labels.
+WITHOUT_CACHE = ("cache", "shift_labels", "seq_idx", "decoder_seq_idx", "cu_seq_lens_q")
 # Inputs that stand for others, and become those before a head sees them.
 EMBEDDINGS = {"inputs_embeds": "input_ids", "decoder_inputs_embeds": "decoder_input_ids"}
 
@@ -165,8 +167,12 @@ def take_cache(model: Any, named: dict[str, Any]) -> Any:
     """Puts transformers' cache, `past_key_values`, in the place of our own among the arguments of a
     call, or a new one with `use_cache`.
 
+    As in transformers, `config.use_cache` decides if the call does not say it. Where nobody could
+    read the cache, or it cannot be (in training, beside labels, in packed rows, in a compiled or
+    split sequence), a call without `use_cache` makes none.
+
     Returns:
-        The cache for the output; None if there is none, or use_cache is False.
+        The cache for the output, or what makes it; None if there is none, or use_cache is False.
 
     Raises:
         ValueError: The model cannot take a cache.
@@ -176,16 +182,25 @@ def take_cache(model: Any, named: dict[str, Any]) -> Any:
         return None
     uses = named.pop("use_cache", None)
     past = named.get("past_key_values")
-    if past is None and not uses:
+    if past is None and not (uses or (uses is None and model.config.use_cache)):
         return None
     if "cache" not in parameters or (past is None and not model.keeps_cache):
         return None  # `resolve_inputs` refuses a cache that is given
+    stacks = [blocks for _, blocks in list_stacks(model)]
+    layers = len(stacks[-1])
+    has_sources: bool = model.attends_to_encoder
+    if past is None and uses is None:
+        is_whole = model.stage is None and not model.parallel_config.sequence_parallel
+        is_kept = not model.training and not stacks[-1].recompute_blocks and is_whole
+        if not is_kept or torch.compiler.is_compiling() or _needs_no_cache(model, named):
+            return None
+        named["cache"] = NewCache(layers, has_sources=has_sources)
+        return LazyPast(named["cache"])
     if past is not None and not hasattr(past, "get_seq_length"):
         raise ValueError(
             f"past_key_values must be a Cache of transformers, such as DynamicCache, not "
             f"{type(past).__name__}"
         )
-    stacks = [blocks for _, blocks in list_stacks(model)]
     if stacks[-1].recompute_blocks and torch.is_grad_enabled():
         if past is not None:
             raise ValueError("past_key_values cannot be used with recomputation of blocks")
@@ -198,10 +213,17 @@ def take_cache(model: Any, named: dict[str, Any]) -> Any:
         )
     if model.stage is not None:
         raise ValueError("past_key_values and use_cache need a model without pipeline stages")
-    past = make_cache(past, has_sources=model.attends_to_encoder)
+    past = make_cache(past, has_sources=has_sources)
     named.pop("past_key_values", None)
-    named["cache"] = TransformersCache(past, len(stacks[-1]), has_sources=model.attends_to_encoder)
+    named["cache"] = TransformersCache(past, layers, has_sources=has_sources)
     return None if uses is False else past
+
+
+def _needs_no_cache(model: Any, named: dict[str, Any]) -> bool:
+    """Returns whether a call has labels, or rows that may be packed, or a cache of the zoo."""
+    if "position_ids" in named and "attention_mask" not in named:
+        return True
+    return any(name in named for name in (*WITHOUT_CACHE, *model.label_names))
 
 
 def make_cache(past: Any, *, has_sources: bool) -> Any:

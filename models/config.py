@@ -203,6 +203,7 @@ class ModelConfig(metaclass=ConfigType):
     is_encoder_decoder: ClassVar[bool] = False
     chunk_size_feed_forward: ClassVar[int] = 0
     name_or_path: ClassVar[str] = ""
+    sub_configs: ClassVar[dict[str, Any]] = {}
     dtype: ClassVar[Any] = None
     _attn_implementation: ClassVar[str] = "sdpa"
 
@@ -446,6 +447,12 @@ class ModelConfig(metaclass=ConfigType):
         """Returns itself: the part of a configuration that describes the text model."""
         return self
 
+    @property
+    def per_layer_config(self) -> list[Self]:
+        """The configuration of each layer, which are all built alike."""
+        name = "num_hidden_layers"
+        return [self] * int(getattr(self, self.attribute_map.get(name, name)))
+
     def update(self, config_dict: Mapping[str, Any]) -> None:
         """Sets several attributes."""
         for name, value in config_dict.items():
@@ -493,6 +500,7 @@ class ModelConfig(metaclass=ConfigType):
         changed = replace(self, **own)
         for name, value in extras.items():
             setattr(changed, name, value)
+        vars(changed)["_attn_implementation"] = self._attn_implementation
         return changed
 
     def check_heads(self, hidden_size: int, heads: int) -> None:

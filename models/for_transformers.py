@@ -165,6 +165,8 @@ class TransformersModel(PreTrainedModel):
             options["labels"] = labels
         if options.get("output_hidden_states") is None:
             options["output_hidden_states"] = bool(self.config.output_hidden_states)
+        if "use_cache" in self.model.call_names:
+            options["use_cache"] = False
         output = Output(self.model(*inputs, **options))
         if return_dict is None:
             return_dict = self.config.return_dict is not False

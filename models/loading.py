@@ -37,6 +37,7 @@ from .generation.mixin import GenerationMixin
 from .loading_options import (
     LoadingOptions,
     change_config,
+    check_default_device,
     name_source,
     note_attention,
     read_device,
@@ -117,6 +118,7 @@ def from_pretrained(
             wrong shape or digest; the message names the file and the tensor. Or an argument is
             refused.
     """
+    check_default_device()
     taken = LoadingOptions.from_arguments(options)
     wanted_dtype = read_dtype(dtype, torch_dtype)
     place = read_device(device, device_map, mesh)

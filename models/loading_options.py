@@ -66,6 +66,10 @@ HUB = {
 }
 
 
+class LoadingError(ValueError, RuntimeError):
+    """A mistake in a call for which transformers raises a `RuntimeError`."""
+
+
 @dataclass(frozen=True)
 class LoadingOptions:
     """The keyword arguments of one call.
@@ -125,12 +129,22 @@ class LoadingOptions:
         return cls(hub=hub, changes=changes, attention=attention, **found)
 
 
+def check_default_device() -> None:
+    """Raises LoadingError within `with torch.device("meta")`, where nothing can be loaded."""
+    if torch.get_default_device().type == "meta":
+        raise LoadingError(
+            "You are using `from_pretrained` with a meta device context manager or "
+            "torch.set_default_device('meta'): parameters that are read need memory. Load the model "
+            "outside; from_config(config, device='meta') builds one without memory"
+        )
+
+
 def check_attention(implementation: Any) -> None:
     """Raises ValueError for an `attn_implementation` that transformers does not have."""
     if implementation is not None and implementation not in ATTENTION:
         raise ValueError(
-            f"attn_implementation must be one of {', '.join(ATTENTION)}, not "
-            f"{shown(implementation)}; all of them compute the same, and the zoo chooses the kernel"
+            f'Specified `attn_implementation="{implementation}"` is not supported: it must be one of '
+            f"{', '.join(ATTENTION)}, which compute the same, and the zoo chooses the kernel"
         )
 
 

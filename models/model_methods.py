@@ -92,6 +92,65 @@ class EncoderView(nn.Module):
         return output
 
 
+class DecoderView(nn.Module):
+    """The decoder of an encoder-decoder, as a module that is called like transformers'.
+
+    Its parameters are those of the model.
+    """
+
+    main_input_name = "input_ids"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.embed_tokens = model.embedding
+        self.stack = model.decoder
+        # The model is no module of its own decoder.
+        self._decode = model.decode
+        self.config = model.config
+        self.training = model.training
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """Returns the decoder's output; see `Seq2SeqBackbone.decode`."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("a decoder needs input_ids or inputs_embeds, and not both")
+        if use_cache is None:
+            use_cache = bool(self.config.use_cache) and not self.training
+        given = {name: value for name, value in options.items() if value is not None}
+        for name in ("output_attentions", "output_hidden_states"):
+            given.setdefault(name, bool(getattr(self.config, name)))
+        output = self._decode(
+            inputs_embeds if input_ids is None else input_ids,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **given,
+        )
+        if return_dict is False:
+            return output.to_tuple()
+        return output
+
+
 class ModelMethods(nn.Module):
     """A base of all models, with the methods that code written for transformers calls."""
 
@@ -118,7 +177,7 @@ class ModelMethods(nn.Module):
     _supports_sdpa: ClassVar[bool] = True
     _supports_flash_attn: ClassVar[bool] = False
     _supports_flex_attn: ClassVar[bool] = False
-    _supports_attention_backend: ClassVar[bool] = False
+    _supports_attention_backend: ClassVar[bool] = True
     _can_compile_fullgraph: ClassVar[bool] = False
     model_tags: list[str] | None = None
 
@@ -297,9 +356,11 @@ class ModelMethods(nn.Module):
         return self
 
     def get_decoder(self) -> Any:
-        """Returns the decoder of an encoder-decoder; of other models the model without its head."""
-        if self.config.is_encoder_decoder and hasattr(self, "decoder"):
-            return self.decoder
+        """Returns the decoder of an encoder-decoder as a module; of other models the model without
+        its head.
+        """
+        if self.config.is_encoder_decoder and hasattr(self, "decode"):
+            return DecoderView(self)
         return self.base_model
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

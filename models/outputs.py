@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
+from .blocks.cache import Cache
 from .blocks.padding import Tokens
 
 
@@ -33,7 +34,7 @@ class BackboneOutput(NamedTuple):
 
 
 def absent() -> Any:
-    """Returns None, the default of a field that may be `LazyLogits`.
+    """Returns None, the default of a field that may be a `LazyValue`.
 
     As a factory, it makes a default that is no attribute of the class.
     """
@@ -45,12 +46,12 @@ class ModelOutput:
     """Base of the outputs: dataclasses that are also used like the outputs of transformers.
 
     A field that is not None has a key and an index: `output["loss"]`, `output[0]`, `output[:2]`,
-    `"loss" in output`, `output.items()`. Iteration yields the values, like that of a tuple. The
-    fields that transformers' output has for the same class are there, None if they are absent. The
-    classes are nodes for PyTorch's trees, and instances can be pickled.
+    `"loss" in output`, `output.items()`. Iteration yields the keys, as in transformers; `to_tuple`
+    returns the values. The fields that transformers' output has for the same class are there, None
+    if they are absent. The classes are nodes for PyTorch's trees, and instances can be pickled.
 
-    A field with `absent` as its default factory may be `LazyLogits`. Reading it computes it, so all
-    tensor-parallel ranks must read it.
+    A field with `absent` as its default factory may be a `LazyValue`. Reading `LazyLogits` computes
+    them, so all tensor-parallel ranks must read them.
     """
 
     def __init_subclass__(cls) -> None:
@@ -69,14 +70,18 @@ class ModelOutput:
             setattr(self, fields(self)[0].name, None)
             for name, value in cast(Mapping[str, Any], first).items():
                 self[name] = value
-        self._lazy_logits = {
-            name: value for name, value in vars(self).items() if isinstance(value, LazyLogits)
-        }
-        for name in self._lazy_logits:
-            delattr(self, name)
+        self._lazy_values: dict[str, LazyValue] = {}
+        for name, value in tuple(vars(self).items()):
+            if isinstance(value, LazyValue):
+                self.defer(name, value)
+
+    def defer(self, name: str, value: LazyValue) -> None:
+        """Sets a field to a value that is made when it is first read."""
+        vars(self).pop(name, None)
+        self._lazy_values[name] = value
 
     def __getattr__(self, name: str) -> Any:
-        deferred = vars(self).get("_lazy_logits", {})
+        deferred = vars(self).get("_lazy_values", {})
         if name not in deferred:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         value = deferred[name].read(name)
@@ -85,14 +90,14 @@ class ModelOutput:
         return value
 
     def __getstate__(self) -> dict[str, Any]:
-        for name in tuple(self._lazy_logits):
+        for name in tuple(self._lazy_values):
             getattr(self, name)
         return vars(self)
 
     def keys(self) -> tuple[str, ...]:
         names = [field.name for field in fields(self)]
         names += vars(self).get("_added_names", ())
-        lazy = self._lazy_logits
+        lazy = self._lazy_values
         return tuple(name for name in names if name in lazy or getattr(self, name) is not None)
 
     def values(self) -> tuple[Any, ...]:
@@ -125,11 +130,11 @@ class ModelOutput:
         if key not in {field.name for field in fields(self)}:
             added: dict[str, None] = vars(self).setdefault("_added_names", {})
             added[key] = None
-        vars(self).get("_lazy_logits", {}).pop(key, None)
+        vars(self).get("_lazy_values", {}).pop(key, None)
         setattr(self, key, value)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.values())
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
 
     def __len__(self) -> int:
         return len(self.keys())
@@ -143,11 +148,29 @@ class ModelOutput:
     def _flatten(self) -> tuple[list[Any], list[str]]:
         """Returns the values and the names of the fields, without computing lazy logits."""
         names = list(self.keys())
-        lazy = self._lazy_logits
+        lazy = self._lazy_values
         return [lazy[name] if name in lazy else getattr(self, name) for name in names], names
 
 
-class LazyLogits:
+class LazyValue:
+    """A value of an output that is made only when it is read."""
+
+    def read(self, name: str) -> Any:
+        """Returns the value of the field `name`."""
+        raise NotImplementedError
+
+
+class LazyPast(LazyValue):
+    """A cache of transformers, made of the keys and values that a call has computed."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+
+    def read(self, name: str) -> Any:
+        return self.cache.to_transformers()
+
+
+class LazyLogits(LazyValue):
     """Logits that are computed only when they are read.
 
     The computation uses the gradient mode and the autocast setting of the forward pass.
@@ -211,8 +234,9 @@ class CausalLMOutput(ModelOutput):
         logits: [B, S, Vp], this rank's columns of the padded vocabulary ([B, S, V] in one process);
             `model.gather_logits` returns [B, S, V]. With labels they are computed when they are
             first read.
-        past_key_values: The cache, of transformers, with the keys and values of this rank's heads;
-            None unless the call takes one or `use_cache`.
+        past_key_values: The cache, of transformers, with the keys and values of this rank's heads,
+            unless `use_cache` or the configuration says no. In training and beside labels there is
+            one only if the call asks for it.
         hidden_states: The embedding output and each block's output, [B, S, H] each (the last one
             after the final norm, as in transformers); None unless requested.
         attentions: Each block's attention probabilities, [B, N, S, S]; None unless requested.
@@ -221,7 +245,7 @@ class CausalLMOutput(ModelOutput):
 
     loss: Tensor | None = None
     logits: Tensor = field(default_factory=absent)
-    past_key_values: Any = None
+    past_key_values: Any = field(default_factory=absent)
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
@@ -288,7 +312,7 @@ class Seq2SeqLMOutput(ModelOutput):
 
     loss: Tensor | None = None
     logits: Tensor = field(default_factory=absent)
-    past_key_values: Any = None
+    past_key_values: Any = field(default_factory=absent)
     decoder_hidden_states: tuple[Tensor, ...] | None = None
     decoder_attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
@@ -311,7 +335,7 @@ class BaseModelOutput(ModelOutput):
 
     last_hidden_state: Tensor = field(default_factory=absent)
     pooler_output: Tensor | None = None
-    past_key_values: Any = None
+    past_key_values: Any = field(default_factory=absent)
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     decoder_hidden_states: tuple[Tensor, ...] | None = None
@@ -378,7 +402,7 @@ class ClassifierOutput(ModelOutput):
 
     loss: Tensor | None = None
     logits: Tensor = field(default_factory=absent)
-    past_key_values: Any = None
+    past_key_values: Any = field(default_factory=absent)
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     decoder_hidden_states: tuple[Tensor, ...] | None = None
@@ -398,7 +422,7 @@ class QuestionAnsweringOutput(ModelOutput):
     loss: Tensor | None = None
     start_logits: Tensor = field(default_factory=absent)
     end_logits: Tensor = field(default_factory=absent)
-    past_key_values: Any = None
+    past_key_values: Any = field(default_factory=absent)
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     decoder_hidden_states: tuple[Tensor, ...] | None = None

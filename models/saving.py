@@ -371,12 +371,9 @@ def _replace_weights(
         (folder / CARD).write_text(card, encoding="utf-8")
 
     values = {**model.config.to_dict(), "dtype": dtype}
-    if isinstance(model, GenerationMixin):
-        settings = model.generation_config
-        # The file of another model would replace the settings that follow from config.json.
-        if not settings.follows_from(values) or (folder / GENERATION_CONFIG).exists():
-            settings.save(folder)
-            sync(folder / GENERATION_CONFIG)
+    if isinstance(model, GenerationMixin) and model.generates != "masks":
+        model.generation_config.save(folder)
+        sync(folder / GENERATION_CONFIG)
     (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     sync(folder / CONFIG)
     sync(folder)

@@ -21,9 +21,9 @@ from .blocks.embeddings import embed_tokens
 from .blocks.masks import causal_mask, find_pieces, key_mask
 from .blocks.padding import Tokens
 from .blocks.stack import BlockList
-from .calls import keep_positions
+from .calls import keep_positions, take_cache
 from .language_model import IGNORED, LanguageModel, vocabulary_head
-from .outputs import BackboneOutput, EncoderOutput, Seq2SeqLMOutput, StageOutput
+from .outputs import BackboneOutput, BaseModelOutput, EncoderOutput, Seq2SeqLMOutput, StageOutput
 from .pipeline import find_stage
 
 # The share of padding from which leaving it out pays. With less, the copies around attention take
@@ -301,6 +301,56 @@ class Seq2SeqBackbone(Backbone):
             self.gather_hidden_states(states[-1]),
             self.gather_all_hidden_states(states) if output_hidden_states else None,
         )
+
+    def decode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        *,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
+    ) -> BaseModelOutput:
+        """Returns the output of the decoder alone.
+
+        Args:
+            input_ids: int64 [B, T], or embeddings [B, T, H].
+            attention_mask: [B, T], or [B, M + T] with a cache; 0 for padding.
+            encoder_hidden_states: [B, S, H], whole on each rank. Without it, the decoder attends to
+                its own positions alone.
+            encoder_attention_mask: [B, S], 0 for padding.
+            past_key_values: A cache of transformers with M earlier positions.
+            use_cache: Whether to extend it, or to make one.
+        """
+        if self.stage is not None:
+            raise ValueError("the decoder alone needs a model without pipeline stages")
+        named: dict[str, Any] = {"use_cache": use_cache}
+        if past_key_values is not None:
+            named["past_key_values"] = past_key_values
+        past = take_cache(self, named)
+        source = None
+        if encoder_hidden_states is not None:
+            source = self.scatter_hidden_states(encoder_hidden_states)
+        x, _ = embed_tokens(self.word_embeddings, input_ids)
+        mask = causal_mask(attention_mask, input_ids.shape[1])
+        source_mask = key_mask(encoder_attention_mask)
+        inputs = (x, input_ids, mask, source, source_mask, named.get("cache"))
+        output = BaseModelOutput(past_key_values=past)
+        if output_attentions:
+            with attention_record.recording() as record:
+                states = self.decoder(*inputs)
+            blocks = self.decoder.blocks
+            output.attentions = blocks.gather_attentions(record, "attention")
+            output.cross_attentions = blocks.gather_attentions(record, "cross_attention")
+        else:
+            states = self.decoder(*inputs)
+        output.last_hidden_state = self.gather_hidden_states(states[-1])
+        if output_hidden_states:
+            output.hidden_states = self.gather_all_hidden_states(states)
+        return output
 
     def _encode_on_stages(self, input_ids: Tensor, mask: Tensor | None) -> EncoderOutput:
         """Runs the encoder through its stages, and broadcasts its output from the last of them."""

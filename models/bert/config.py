@@ -24,8 +24,8 @@ from ..config import (
     VocabSize,
 )
 
-# The architectures that predict the next token, and may be decoders.
-CAUSAL_HEADS = ("LMHeadModel", "ForCausalLM")
+# How the names of the architectures end that may be decoders.
+DECODERS = ("Model", "ForCausalLM")
 
 
 @dataclass
@@ -67,7 +67,7 @@ class BertConfig(HeadsConfig):
         self.check_heads(self.hidden_size, self.num_attention_heads)
         if self.add_cross_attention and not self.is_decoder:
             raise ValueError("add_cross_attention needs is_decoder")
-        if self.is_decoder and not self.architecture.endswith(CAUSAL_HEADS):
+        if self.is_decoder and not self.architecture.endswith(DECODERS):
             raise ValueError(
                 f"{self.architecture} is supported only as an encoder: is_decoder and "
                 "add_cross_attention must be false"

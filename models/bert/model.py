@@ -206,7 +206,9 @@ class BertEncoder(nn.Module):
 
 
 class BertBackbone(Backbone):
-    """The encoder. With `mesh=None` the model is not split."""
+    """The encoder; with `config.is_decoder` a decoder, which may attend to an encoder's output. With
+    `mesh=None` the model is not split.
+    """
 
     positional_inputs = (
         "input_ids",
@@ -215,6 +217,8 @@ class BertBackbone(Backbone):
         "position_ids",
         "inputs_embeds",
     )
+    decoder_inputs = (*positional_inputs, "encoder_hidden_states", "encoder_attention_mask")
+    """Those of an architecture that may be a decoder."""
     config: BertConfig
 
     def __init__(
@@ -232,64 +236,6 @@ class BertBackbone(Backbone):
     @property
     def embedding(self) -> VocabParallelEmbedding:
         return self.encoder.word_embeddings
-
-    def run_backbone(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-    ) -> BackboneOutput | StageOutput:
-        """Runs the encoder.
-
-        Args:
-            input_ids: int64 [B, S], or embeddings [B, S, H].
-            token_type_ids, position_ids: int64 [B, S].
-            attention_mask: [B, S], 0 for padding.
-            seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows, which
-                attends to itself alone.
-        """
-        mask = key_mask(attention_mask, seq_idx)
-        return self.run_stack(
-            self.encoder.blocks,
-            embed=lambda: self.encoder.embed(input_ids, token_type_ids, position_ids, seq_idx),
-            block_arguments=lambda _: (mask,),
-        )
-
-    def masked_lm_head(self) -> MaskedLMHead:
-        config = self.config
-        return MaskedLMHead(
-            self.embedding,
-            config.hidden_size,
-            config.head_act,
-            config.layer_norm_eps,
-            layer_arguments(self.mesh, self.parallel_config),
-            tied=config.tie_word_embeddings,
-        )
-
-    def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Initializes a parameter's unsplit value in place."""
-        if name.endswith(".bias"):
-            full.zero_()
-        elif "norm" in name:
-            full.fill_(1.0)
-        else:
-            full.normal_(0.0, self.config.initializer_range, generator=generator)
-            if "word_embeddings" in name and self.config.padding_idx is not None:
-                full[self.config.padding_idx].zero_()
-            if "position_embeddings" in name and self.config.position_padding_idx is not None:
-                full[self.config.position_padding_idx].zero_()
-
-
-class BertDecoderBackbone(BertBackbone):
-    """The blocks as a decoder, which may attend to an encoder's output."""
-
-    positional_inputs = (
-        *BertBackbone.positional_inputs,
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-    )
 
     @property
     def attends_to_encoder(self) -> bool:
@@ -314,14 +260,19 @@ class BertDecoderBackbone(BertBackbone):
         encoder_attention_mask: Tensor | None = None,
         cache: Cache | None = None,
     ) -> BackboneOutput | StageOutput:
-        """Runs the decoder; without `config.is_decoder`, every token attends to all.
+        """Runs the blocks: every token attends to all, or with `config.is_decoder` to itself and to
+        earlier ones.
 
         Args:
+            input_ids: int64 [B, S], or embeddings [B, S, H].
             attention_mask: [B, S], or [B, M + S] with a cache; 0 for padding.
+            token_type_ids, position_ids: int64 [B, S].
+            seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows, which
+                attends to itself alone.
             encoder_hidden_states: [B, T, H], whole on each rank, which the blocks attend to.
             encoder_attention_mask: [B, T], 0 for padding.
             cache: The keys and values of M earlier positions; not supported under sequence
-                parallelism. For the other arguments see `BertBackbone.run_backbone`.
+                parallelism.
 
         Raises:
             ValueError: The configuration has no `is_decoder`, or no `add_cross_attention`.
@@ -358,25 +309,48 @@ class BertDecoderBackbone(BertBackbone):
             block_arguments=block_arguments,
         )
 
+    def masked_lm_head(self) -> MaskedLMHead:
+        config = self.config
+        return MaskedLMHead(
+            self.embedding,
+            config.hidden_size,
+            config.head_act,
+            config.layer_norm_eps,
+            layer_arguments(self.mesh, self.parallel_config),
+            tied=config.tie_word_embeddings,
+        )
+
+    def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Initializes a parameter's unsplit value in place."""
+        if name.endswith(".bias"):
+            full.zero_()
+        elif "norm" in name:
+            full.fill_(1.0)
+        else:
+            full.normal_(0.0, self.config.initializer_range, generator=generator)
+            if "word_embeddings" in name and self.config.padding_idx is not None:
+                full[self.config.padding_idx].zero_()
+            if "position_embeddings" in name and self.config.position_padding_idx is not None:
+                full[self.config.position_padding_idx].zero_()
+
 
 class BertModel(BareModel, BertBackbone):
     """BERT without a head."""
 
+    positional_inputs = BertBackbone.decoder_inputs
     pooler_name = "pooler"
 
 
 class BertForMaskedLM(MaskedLM, BertBackbone):
     """BERT that predicts masked tokens."""
 
-    positional_inputs = (
-        *BertBackbone.positional_inputs,
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-    )
+    positional_inputs = BertBackbone.decoder_inputs
 
 
-class BertLMHeadModel(MaskedHeadCausalLM, BertDecoderBackbone):
+class BertLMHeadModel(MaskedHeadCausalLM, BertBackbone):
     """BERT that predicts the next token."""
+
+    positional_inputs = BertBackbone.decoder_inputs
 
 
 class BertForPreTraining(PreTraining, BertBackbone):

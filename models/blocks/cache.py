@@ -119,10 +119,56 @@ class Cache:
         for layer in self.layers:
             layer.repeat(copies)
 
+    def to_transformers(self, rows: int | None = None) -> Any:
+        """Returns transformers' cache of the positions so far, which shares the memory.
+
+        Args:
+            rows: The number of sequences; by default that of the sources, whose rows are repeated
+                if there are more sequences.
+        """
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        own: Any = DynamicCache()
+        for number, layer in enumerate(self.layers):
+            own.update(*layer.filled(), number)
+        if not self.sources:
+            return own
+        cross: Any = DynamicCache()
+        for number, layer in enumerate(self.sources):
+            keys, values = layer.filled()
+            copies = 1 if rows is None else rows // len(keys)
+            if copies > 1:
+                keys = keys.repeat_interleave(copies, 0)
+                values = values.repeat_interleave(copies, 0)
+            cross.update(keys, values, number)
+        return EncoderDecoderCache(own, cross)
+
     @property
     def nbytes(self) -> int:
         """The size in bytes of this rank's allocated buffers."""
         return sum(layer.nbytes for layer in [*self.layers, *self.sources])
+
+
+class NewLayer(LayerKVCache):
+    """The keys and values that one call computes, which it keeps without copying them."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps the keys and values of a whole sequence, [B, Np, S, D], and returns them."""
+        self.keys = keys
+        self.values = values
+        self.length = keys.shape[2]
+        return keys, values
+
+
+class NewCache(Cache):
+    """The keys and values of one call, in case the caller reads `past_key_values` of its output."""
+
+    def __init__(self, layers: int, *, has_sources: bool) -> None:
+        self.layers = [NewLayer() for _ in range(layers)]
+        self.sources = [NewLayer() for _ in range(layers)] if has_sources else []
 
 
 class TransformersLayer(LayerKVCache):
@@ -153,6 +199,16 @@ class TransformersLayer(LayerKVCache):
         stored = self.cache.layers[self.layer]
         return stored.keys[:, :, : self.length], stored.values[:, :, : self.length]
 
+    def select(self, rows: Tensor) -> None:
+        """See `LayerKVCache.select`."""
+        stored = self.cache.layers[self.layer]
+        stored.keys = stored.keys.index_select(0, rows)
+        stored.values = stored.values.index_select(0, rows)
+
+    def repeat(self, copies: int) -> None:
+        """See `LayerKVCache.repeat`."""
+        self.cache.layers[self.layer].batch_repeat_interleave(copies)
+
 
 class TransformersSource(TransformersLayer):
     """The keys and values of an encoder's output for one layer, in an `EncoderDecoderCache`."""
@@ -177,6 +233,7 @@ class TransformersCache(Cache):
     """
 
     def __init__(self, cache: Any, layers: int, *, has_sources: bool) -> None:
+        self.cache = cache
         own = cache.self_attention_cache if has_sources else cache
         self.layers = [TransformersLayer(own, layer) for layer in range(layers)]
         self.sources = []
@@ -186,3 +243,9 @@ class TransformersCache(Cache):
     @property
     def length(self) -> int:
         return self.layers[0].length
+
+    def crop(self, length: int) -> None:
+        raise NotImplementedError("a cache of transformers is not used with drafted tokens")
+
+    def to_transformers(self, rows: int | None = None) -> Any:
+        return self.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -69,3 +69,17 @@ class BlockList(nn.ModuleList):
                 x = block(x, *block_arguments(number))
             states.append(x)
         return states
+
+    def gather_attentions(
+        self, record: Mapping[nn.Module, Tensor], name: str
+    ) -> tuple[Tensor, ...] | None:
+        """Returns the attention probabilities of each block, for all heads [B, N, Sq, Sk]; None if
+        there are none.
+
+        Args:
+            record: See `AttentionRecord`.
+            name: The blocks' module, "attention" or "cross_attention".
+        """
+        cores = [getattr(block, name).core for block in self if hasattr(block, name)]
+        found = tuple(core.gather_heads(record[core]) for core in cores if core in record)
+        return found or None

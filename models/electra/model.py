@@ -14,7 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bert.model import BertBackbone, BertDecoderBackbone
+from ..bert.model import BertBackbone
 from ..blocks.activation_functions import find_activation
 from ..heads import (
     BareModel,
@@ -87,13 +87,17 @@ class ReplacedTokenDetection(Classifier):
 class ElectraModel(BareModel, BertBackbone):
     """ELECTRA without a head."""
 
+    positional_inputs = BertBackbone.decoder_inputs
+
 
 class ElectraForMaskedLM(MaskedLM, BertBackbone):
     """ELECTRA that predicts masked tokens."""
 
 
-class ElectraForCausalLM(MaskedHeadCausalLM, BertDecoderBackbone):
+class ElectraForCausalLM(MaskedHeadCausalLM, BertBackbone):
     """ELECTRA that predicts the next token."""
+
+    positional_inputs = BertBackbone.decoder_inputs
 
 
 class ElectraForPreTraining(ReplacedTokenDetection, BertBackbone):

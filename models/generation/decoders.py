@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...mpu import broadcast_from_stage
-from ..blocks.cache import Cache
+from ..blocks.cache import Cache, TransformersCache
 from ..blocks.masks import lower_triangular_mask
+from ..calls import make_cache
 from ..outputs import EncoderOutput
 from .outputs import StepRecord
 from .vocabulary import mask_padding
@@ -25,6 +26,7 @@ class Decoder(ABC):
         copies: Sequences for each prompt, in consecutive rows. The prompt itself is processed once.
         capacity: Number of positions in the cache; None for no cache.
         source_length: Number of positions of the encoder's output.
+        past: A cache of transformers with earlier positions, which is used and extended instead.
 
     Attributes:
         record: Where the states of the forward passes are kept; None if nobody asked for them.
@@ -39,10 +41,17 @@ class Decoder(ABC):
         copies: int,
         capacity: int | None,
         source_length: int | None = None,
+        past: Any = None,
     ) -> None:
         self.model = model
         self.copies = copies
-        self.cache = None if capacity is None else Cache(layers, capacity, source_length)
+        self.cache: Cache | None = None
+        if past is not None:
+            has_sources = source_length is not None
+            past = make_cache(past, has_sources=has_sources)
+            self.cache = TransformersCache(past, layers, has_sources=has_sources)
+        elif capacity is not None:
+            self.cache = Cache(layers, capacity, source_length)
         self.is_first = True
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -52,12 +61,14 @@ class Decoder(ABC):
             ids: int64 [R, T], all tokens so far. Only `select` may change the order of rows between
                 calls.
         """
+        cached = 0 if self.cache is None else self.cache.length
         if self.is_first and self.copies > 1:
             # The copies of a prompt are equal until the first token is chosen.
-            logits = self.next_logits(ids[:: self.copies], 0, 1).repeat_interleave(self.copies, 0)
+            logits = self.next_logits(ids[:: self.copies], cached, 1)
+            logits = logits.repeat_interleave(self.copies, 0)
             self.repeat_rows()
         else:
-            logits = self.next_logits(ids, 0 if self.cache is None else self.cache.length, 1)
+            logits = self.next_logits(ids, cached, 1)
         self.is_first = False
         return mask_padding(logits[:, -1], self.model.config.vocab_size, self.model.mesh)
 
@@ -68,7 +79,8 @@ class Decoder(ABC):
         Args:
             ids: int64 [1, T], with the drafted tokens. The cache must have no position of theirs.
         """
-        logits = self.next_logits(ids, 0 if self.cache is None else self.cache.length, drafted + 1)
+        cached = 0 if self.cache is None else self.cache.length
+        logits = self.next_logits(ids, cached, drafted + 1)
         self.is_first = False
         return mask_padding(logits[0], self.model.config.vocab_size, self.model.mesh)
 
@@ -117,8 +129,9 @@ class CausalDecoder(Decoder):
             tokens count up from the last one.
         token_type_ids: int64 [B, T0] of the prompts, for a model that has token types. New tokens
             have the type of the last one.
-        embeddings: [B, T0, H], prompts that are no tokens. The ids of a call are then new tokens
-            alone. It needs a cache.
+        embeddings: [B, T0, H], what is read instead of the prompts' tokens. It needs a cache.
+        before: The number of positions before the first id of a call: T0 if the prompts are
+            embeddings alone.
     """
 
     def __init__(
@@ -129,10 +142,13 @@ class CausalDecoder(Decoder):
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         embeddings: Tensor | None = None,
+        before: int = 0,
         copies: int = 1,
         capacity: int | None,
+        past: Any = None,
     ) -> None:
-        super().__init__(model, len(model.decoder_blocks), copies, capacity)
+        super().__init__(model, len(model.decoder_blocks), copies, capacity, past=past)
+        self.before = before
         self.mask = attention_mask
         self.positions = position_ids
         self.types = token_type_ids
@@ -145,8 +161,7 @@ class CausalDecoder(Decoder):
         options = self.forward_options
         mask = None
         positions = None
-        before = 0 if self.embeddings is None else self.embeddings.shape[1]
-        length = before + ids.shape[1]
+        length = self.before + ids.shape[1]
         if self.mask is not None:
             mask = F.pad(self.mask, (0, length - self.mask.shape[1]), value=1)  # [R, T]
         if self.positions is not None:
@@ -156,14 +171,15 @@ class CausalDecoder(Decoder):
         if self.types is not None:
             new = self.types[:, -1:].expand(-1, length - self.types.shape[1])
             options["token_type_ids"] = torch.cat([self.types, new], 1)[:, cached:]
-        if self.embeddings is not None and not cached:
-            options["inputs_embeds"] = self.embeddings
+        if self.embeddings is not None and self.is_first:
+            options["inputs_embeds"] = self.embeddings[:, cached:]
         else:
-            options["input_ids"] = ids[:, cached - before :]
+            options["input_ids"] = ids[:, cached - self.before :]
         output = self.model(
             attention_mask=mask,
             position_ids=positions,
             cache=self.cache,
+            use_cache=False,  # none of transformers
             logits_to_keep=kept,
             **options,
         )
@@ -197,10 +213,10 @@ class Seq2SeqDecoder(Decoder):
         *,
         copies: int = 1,
         capacity: int | None,
+        past: Any = None,
     ) -> None:
-        super().__init__(
-            model, len(model.decoder_blocks), copies, capacity, encoded.last_hidden_state.shape[1]
-        )
+        length = encoded.last_hidden_state.shape[1]
+        super().__init__(model, len(model.decoder_blocks), copies, capacity, length, past)
         self.encoded = encoded
         self.mask = attention_mask
         self.decoder_mask = decoder_mask
@@ -215,6 +231,7 @@ class Seq2SeqDecoder(Decoder):
             decoder_attention_mask=mask,
             encoder_outputs=self.encoded,
             cache=self.cache,
+            use_cache=False,  # none of transformers
             logits_to_keep=kept,
             **self.forward_options,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +13,25 @@ from torch import Tensor, nn
 from ...mpu import cache_shared_heads
 from ..blocks.attention import attention_record
 from ..calls import read_encoder_outputs
+from ..config import shown
 from ..outputs import EncoderOutput
 from .assistance_settings import AssistanceSettings
 from .assisted import Assistant, Drafts, PromptLookup, decode_assisted
 from .decoders import BlankDecoder, CausalDecoder, Decoder, Seq2SeqDecoder
 from .generation_config import resolve_call
-from .outputs import Decoded, GenerateOutput, StepRecord
+from .outputs import Decoded, StepRecord
 from .prompts import begin_decoder, check_ids, check_mask, find_padding, name_token_types
 from .settings import GenerationSettings
 from .strategies import beam_search, decode, group_beam_search
+
+if TYPE_CHECKING:
+    from transformers.generation.utils import GenerateOutput
 
 
 @dataclass(frozen=True)
 class Extras:
     """The arguments of `generate` that are objects: with transformers' interfaces, and what keeps
-    the steps' results. stop_strings needs the tokenizer.
+    the steps' results. stop_strings needs the tokenizer, and `past` is a cache of transformers.
     """
 
     logits_processor: Sequence[Any] = ()
@@ -38,6 +42,7 @@ class Extras:
     record: StepRecord | None = None
     assistance: AssistanceSettings = field(default_factory=AssistanceSettings)
     assistant: Any = None
+    past: Any = None
 
 
 def generate(
@@ -60,6 +65,7 @@ def generate(
     tokenizer: Any = None,
     synced_gpus: bool | None = None,
     assistant_model: Any = None,
+    past_key_values: Any = None,
     **settings: Any,
 ) -> Tensor | GenerateOutput:
     """Generates sequences. The model's class attribute `generates` determines what they are.
@@ -72,8 +78,8 @@ def generate(
             token.
         attention_mask: [B, S], 0 for padding, which should be on the left of prompts to be
             continued.
-        inputs_embeds: [B, S, H], prompts that are no tokens, instead of input_ids. The result of a
-            decoder is then new tokens alone.
+        inputs_embeds: [B, S, H], what is read instead of the prompts' tokens. Without input_ids,
+            the result of a decoder is new tokens alone.
         position_ids: int64 [B or 1, S], for a decoder; by default the mask's tokens are counted.
             For a GLM, as its tokenizer's `build_inputs_for_generation` makes them; not for
             `fill_blanks`.
@@ -85,6 +91,8 @@ def generate(
             do not do in decoding.
         assistant_model: A smaller model of the zoo with the same vocabulary, on the same mesh or
             whole on each rank, that drafts tokens, for one prompt without beams.
+        past_key_values: A cache of transformers, such as an earlier call has returned, with the
+            first positions of input_ids, or of decoder_input_ids. It is extended in place.
         settings: fields of `GenerationSettings`, `OutputSettings` and `AssistanceSettings`, with
             transformers' names. They override generation_config; None unsets a setting.
 
@@ -103,11 +111,12 @@ def generate(
             "synced_gpus=True is for replicas that gather each other's parameters in each step; a "
             "model of the zoo decodes with its own parts: leave it out"
         )
+    prefix = None
     if inputs_embeds is not None:
-        if input_ids is not None and input_ids.numel():
-            raise ValueError("input_ids and inputs_embeds are both given: pass one of them")
         if assistant_model is not None or settings.get("prompt_lookup_num_tokens"):
             raise ValueError("tokens cannot be drafted for inputs_embeds: pass input_ids")
+        if input_ids is not None and input_ids.numel():
+            prefix = input_ids
         input_ids = inputs_embeds
     call = resolve_call(model, generation_config, settings)
     made = call.generation
@@ -125,10 +134,15 @@ def generate(
         record,
         call.assistance,
         assistant_model,
+        past_key_values,
     )
+    if past_key_values is not None:
+        _check_past(past_key_values, model, made, extras)
     # Inference mode saves a few percent of a step; the results are copied into ordinary tensors
     # afterwards. What the steps leave is too large to copy.
-    mode: Any = torch.inference_mode() if record is None else torch.no_grad()
+    mode: Any = torch.no_grad()
+    if record is None and past_key_values is None:
+        mode = torch.inference_mode()
     assistant_mode: Any = nullcontext()
     if assistant_model is not None:
         _check_assistant(assistant_model, model)
@@ -158,7 +172,7 @@ def generate(
                 generation_attention_mask=generation_attention_mask,
             )
             found = _continue(
-                model, input_ids, attention_mask, position_ids, token_type_ids, made, extras
+                model, input_ids, attention_mask, position_ids, token_type_ids, made, extras, prefix
             )
         else:
             raise ValueError(
@@ -203,6 +217,32 @@ def _check_assistant(assistant: Any, model: Any) -> None:
         )
 
 
+def _check_past(past: Any, model: Any, settings: GenerationSettings, extras: Extras) -> None:
+    """Raises ValueError unless a call can go on from a cache."""
+    wrong = None
+    if not hasattr(past, "get_seq_length"):
+        wrong = f"it must be a Cache of transformers, such as DynamicCache, not {shown(past)}"
+    elif model.generates == "blanks":
+        wrong = "a GLM makes its own cache in each call"
+    elif not settings.use_cache:
+        wrong = "it needs use_cache=True"
+    elif getattr(model, "stage", None) is not None:
+        wrong = "a pipeline stage has the keys and values of its own blocks alone"
+    elif extras.assistant is not None or extras.assistance.prompt_lookup_num_tokens is not None:
+        wrong = "tokens are drafted with a cache of the call's own"
+    if wrong is not None:
+        raise ValueError(f"past_key_values: {wrong}")
+
+
+def _check_past_length(past: Any, length: int) -> None:
+    """Raises ValueError unless a cache has fewer positions than the tokens so far."""
+    if past is not None and past.get_seq_length() >= length:
+        raise ValueError(
+            f"past_key_values has {past.get_seq_length()} positions, so the {length} tokens of the "
+            "prompt have nothing new: pass all tokens so far"
+        )
+
+
 def _check_record(record: StepRecord, model: Any, settings: GenerationSettings) -> None:
     """Raises ValueError if the model or the strategy cannot keep what a call asks for."""
     wanted = record.wanted
@@ -230,11 +270,25 @@ def _continue(
     types: Tensor | None,
     settings: GenerationSettings,
     extras: Extras,
+    prefix: Tensor | None,
 ) -> Decoded:
-    """Continues prompts int64 [B, S], or the bos token."""
+    """Continues prompts int64 [B, S], or the bos token.
+
+    Args:
+        prefix: int64 [B, S], with which the sequences begin, if `ids` are embeddings [B, S, H].
+    """
     device = find_device(model)
+    embeddings = None
     if ids is not None and ids.is_floating_point() and ids.dim() == 3:
-        return _continue_embeddings(model, ids.to(device), mask, positions, settings, extras)
+        embeddings = ids.to(device)
+        if prefix is None:
+            return _continue_embeddings(model, embeddings, mask, positions, types, settings, extras)
+        if prefix.shape != embeddings.shape[:2]:
+            raise ValueError(
+                f"input_ids {list(prefix.shape)} beside inputs_embeds must be their tokens, "
+                f"{list(embeddings.shape[:2])}"
+            )
+        ids = prefix
     if ids is None or ids.shape[-1] == 0:
         if settings.bos_token_id is None:
             raise ValueError(
@@ -257,10 +311,20 @@ def _continue(
     limit = settings.length_limit(ids.shape[1])
     limit = fit_positions(ids.shape[1], limit, model.config.max_sequence_length, settings)
     copies = sequences_per_prompt(settings)
+    _check_past_length(extras.past, ids.shape[1])
     # The last token is never read.
-    capacity = limit - 1 if settings.use_cache else None
+    capacity = None
+    if settings.use_cache or embeddings is not None:
+        capacity = limit - 1
     decoder = CausalDecoder(
-        model, mask, position_ids=positions, token_type_ids=types, copies=copies, capacity=capacity
+        model,
+        mask,
+        position_ids=positions,
+        token_type_ids=types,
+        embeddings=embeddings,
+        copies=copies,
+        capacity=capacity,
+        past=extras.past,
     )
     drafting = None
     if extras.assistant is not None:
@@ -279,6 +343,7 @@ def _continue_embeddings(
     embeddings: Tensor,
     mask: Tensor | None,
     positions: Tensor | None,
+    types: Tensor | None,
     settings: GenerationSettings,
     extras: Extras,
 ) -> Decoded:
@@ -288,13 +353,17 @@ def _continue_embeddings(
         mask = find_padding(embeddings[..., 0], mask.to(embeddings.device), settings)
     limit = settings.length_limit(length)
     limit = fit_positions(length, limit, model.config.max_sequence_length, settings)
+    _check_past_length(extras.past, length)
     decoder = CausalDecoder(
         model,
         mask,
         position_ids=None if positions is None else positions.to(embeddings.device),
+        token_type_ids=name_token_types(model, types, embeddings[..., 0]),
         embeddings=embeddings,
+        before=length,
         copies=sequences_per_prompt(settings),
         capacity=limit - 1,
+        past=extras.past,
     )
     ids = torch.zeros(len(embeddings), 0, dtype=torch.int64, device=embeddings.device)
     settings = replace(settings, min_length=max(0, settings.min_length - length))
@@ -316,7 +385,9 @@ def _answer(
     copies = sequences_per_prompt(settings)
     record = extras.record
     if ids is None and encoded is None:
-        raise ValueError("an encoder-decoder answers input_ids: pass them, or encoder_outputs")
+        if settings.bos_token_id is None:
+            raise ValueError("an encoder-decoder answers input_ids: pass them, or encoder_outputs")
+        ids = torch.full((1, 1), settings.bos_token_id, device=device)
     if ids is not None:
         if ids.shape[-1] == 0:
             raise ValueError(
@@ -353,9 +424,16 @@ def _answer(
     positions = model.config.max_target_length
     if positions is not None:
         limit = fit_positions(prompt.shape[1], limit, positions, settings)
+    _check_past_length(extras.past, prompt.shape[1])
     capacity = limit - 1 if settings.use_cache else None
     decoder = Seq2SeqDecoder(
-        model, EncoderOutput(source), mask, decoder_mask, copies=copies, capacity=capacity
+        model,
+        EncoderOutput(source),
+        mask,
+        decoder_mask,
+        copies=copies,
+        capacity=capacity,
+        past=extras.past,
     )
     drafting = None
     if extras.assistant is not None:
@@ -381,8 +459,7 @@ def _encode(model: Any, ids: Any, mask: Tensor | None, record: StepRecord | None
         return encoded
     with attention_record.recording() as kept:
         encoded = model.encode(ids, mask, wanted.output_hidden_states)
-    cores = [block.attention.core for block in model.encoder.blocks]
-    weights = tuple(core.gather_heads(kept[core]) for core in cores)
+    weights = model.encoder.blocks.gather_attentions(kept, "attention")
     record.add_encoder(encoded.hidden_states, weights)
     return encoded
 
@@ -520,15 +597,20 @@ def search(
                 _count_positions(drafting.model),
                 model.mesh,
             )
-        return decode_assisted(decoder, ids, limit, settings, processors, drafts, extras.streamer)
-    if settings.num_beams == 1:
-        return decode(decoder, ids, limit, settings, processors, extras.streamer)
-    if extras.streamer is not None:
+        found = decode_assisted(decoder, ids, limit, settings, processors, drafts, extras.streamer)
+    elif settings.num_beams == 1:
+        found = decode(decoder, ids, limit, settings, processors, extras.streamer)
+    elif extras.streamer is not None:
         raise ValueError(
             "a streamer needs num_beams=1, because beam search chooses its tokens only at the end"
         )
-    method = beam_search if settings.num_beam_groups == 1 else group_beam_search
-    return method(decoder, ids, limit, settings, processors)
+    else:
+        method = beam_search if settings.num_beam_groups == 1 else group_beam_search
+        found = method(decoder, ids, limit, settings, processors)
+    cache = None if isinstance(decoder, BlankDecoder) else decoder.cache
+    if extras.record is not None and cache is not None and model.stage is None:
+        extras.record.past = cache.to_transformers(len(ids))
+    return found
 
 
 def _check_assistance(

@@ -12,7 +12,7 @@ from ..blocks.stack import BlockList
 from .generation_config import GenerationConfig
 
 if TYPE_CHECKING:
-    from .generate import GenerateOutput
+    from transformers.generation.utils import GenerateOutput
 
 Generates = Literal["continuation", "answer", "blanks", "masks"]
 

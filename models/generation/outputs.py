@@ -1,103 +1,25 @@
-"""The outputs of `generate`, with transformers' names and fields, and what its steps leave for
-them.
+"""What the steps of `generate` leave for its output, which is of transformers' own class.
+
+The fields of `GenerateDecoderOnlyOutput`, `GenerateEncoderDecoderOutput` and their `Beam` variants
+are those of transformers. There are as many `scores` and `logits` as steps, each [R, V] with the
+whole vocabulary on every rank, for the R rows that are decoded; the encoder's states have a row for
+each prompt; `past_key_values` has this rank's heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...mpu import ParallelMesh
-from ..outputs import ModelOutput
 from .vocabulary import gather_rows
 
-
-@dataclass
-class GenerateOutput(ModelOutput):
-    """The sequences, int64 [B · num_return_sequences, T], and what else a call asked for.
-
-    A call returns one of the subclasses. There are as many `scores` and `logits` as steps, each
-    [R, V] with the whole vocabulary on every rank, for the R rows that are decoded.
-    """
-
-    sequences: Tensor
-
-
-@dataclass
-class GenerateDecoderOnlyOutput(GenerateOutput):
-    """What a decoder, or a GLM, generates without beams.
-
-    Attributes:
-        scores: fp32, what tokens were chosen from: after all processors.
-        logits: fp32, before the processors.
-        hidden_states: The hidden states of each step's forward pass, [R, S, H] each.
-        attentions: The attention weights of each step's forward pass.
-        past_key_values: Always None, because the cache ends with the call.
-    """
-
-    scores: tuple[Tensor, ...] | None = None
-    logits: tuple[Tensor, ...] | None = None
-    attentions: tuple[Any, ...] | None = None
-    hidden_states: tuple[tuple[Tensor, ...], ...] | None = None
-    past_key_values: Any = None
-
-
-@dataclass
-class GenerateEncoderDecoderOutput(GenerateOutput):
-    """What an encoder-decoder generates without beams; see `GenerateDecoderOnlyOutput`.
-
-    The encoder's states have a row for each prompt.
-    """
-
-    scores: tuple[Tensor, ...] | None = None
-    logits: tuple[Tensor, ...] | None = None
-    encoder_attentions: tuple[Tensor, ...] | None = None
-    encoder_hidden_states: tuple[Tensor, ...] | None = None
-    decoder_attentions: tuple[Any, ...] | None = None
-    cross_attentions: tuple[Any, ...] | None = None
-    decoder_hidden_states: tuple[tuple[Tensor, ...], ...] | None = None
-    past_key_values: Any = None
-
-
-@dataclass
-class GenerateBeamDecoderOnlyOutput(GenerateOutput):
-    """What a decoder generates with beams; see `GenerateDecoderOnlyOutput`.
-
-    Attributes:
-        sequences_scores: fp32, the score of each sequence.
-        beam_indices: int32, the row whose scores each token was chosen from, -1 after the end; None
-            after diverse beam search.
-    """
-
-    sequences_scores: Tensor | None = None
-    scores: tuple[Tensor, ...] | None = None
-    logits: tuple[Tensor, ...] | None = None
-    beam_indices: Tensor | None = None
-    attentions: tuple[Any, ...] | None = None
-    hidden_states: tuple[tuple[Tensor, ...], ...] | None = None
-    past_key_values: Any = None
-
-
-@dataclass
-class GenerateBeamEncoderDecoderOutput(GenerateOutput):
-    """What an encoder-decoder generates with beams; see `GenerateEncoderDecoderOutput` and
-    `GenerateBeamDecoderOnlyOutput`.
-    """
-
-    sequences_scores: Tensor | None = None
-    scores: tuple[Tensor, ...] | None = None
-    logits: tuple[Tensor, ...] | None = None
-    beam_indices: Tensor | None = None
-    encoder_attentions: tuple[Tensor, ...] | None = None
-    encoder_hidden_states: tuple[Tensor, ...] | None = None
-    decoder_attentions: tuple[Any, ...] | None = None
-    cross_attentions: tuple[Any, ...] | None = None
-    decoder_hidden_states: tuple[tuple[Tensor, ...], ...] | None = None
-    past_key_values: Any = None
+if TYPE_CHECKING:
+    from transformers.generation.utils import GenerateOutput
 
 
 @dataclass(frozen=True)
@@ -105,7 +27,7 @@ class OutputSettings:
     """The arguments of `generate` that say what it returns, with transformers' names."""
 
     return_dict_in_generate: bool = False
-    """Return a `GenerateOutput`, without which the others have no effect."""
+    """Return an output of transformers, without which the others have no effect."""
     output_scores: bool = False
     """With the scores of each step, after the processors."""
     output_logits: bool = False
@@ -128,7 +50,9 @@ class Decoded:
 
     Attributes:
         sequences: int64 [B · num_return_sequences, T].
-        sequences_scores, beam_indices: As in `GenerateBeamDecoderOnlyOutput`.
+        sequences_scores: fp32, the score of each sequence, with beams.
+        beam_indices: int32, the row whose scores each token was chosen from, -1 after the end; None
+            after diverse beam search.
     """
 
     sequences: Tensor
@@ -138,7 +62,9 @@ class Decoded:
 
 @dataclass
 class StepRecord:
-    """Keeps what the steps of one call compute, as far as the call asks for it."""
+    """Keeps what the steps of one call compute, as far as the call asks for it, and the cache of
+    transformers that it leaves.
+    """
 
     wanted: OutputSettings
     scores: list[Tensor] = field(default_factory=list[Tensor])
@@ -148,6 +74,7 @@ class StepRecord:
     cross_attentions: list[Any] = field(default_factory=list[Any])
     encoder_hidden_states: tuple[Tensor, ...] | None = None
     encoder_attentions: tuple[Tensor, ...] | None = None
+    past: Any = None
 
     def forward_options(self) -> dict[str, Any]:
         """Returns what the forward passes must be asked for."""
@@ -186,9 +113,12 @@ class StepRecord:
             first = states[0].shape[dim] - drafted
             for number in range(new):
                 start = 0 if number == 0 else first + number - 1
-                kept.append(
-                    tuple(part.narrow(dim, start, first + number - start) for part in states)
-                )
+                rows = [part.narrow(dim, start, first + number - start) for part in states]
+                if kept is self.attentions:
+                    # Without the keys of later drafted tokens.
+                    keys = rows[0].shape[-1] - drafted + number
+                    rows = [part[..., :keys] for part in rows]
+                kept.append(tuple(rows))
 
     def add_encoder(self, states: Any, attentions: Any) -> None:
         """Keeps the states and the attention weights of the encoder, as far as they are known."""
@@ -214,28 +144,36 @@ class StepRecord:
 
     def make_output(self, found: Decoded, *, has_encoder: bool, has_beams: bool) -> GenerateOutput:
         """Returns what the call returns."""
+        # It takes seconds to import, and only code that is written for it asks for an output.
+        from transformers.generation import utils
+
         values: dict[str, Any] = {
             "scores": self.scores_so_far,
             "logits": tuple(self.logits) if self.wanted.output_logits else None,
+            "past_key_values": self.past,
         }
         states = tuple(self.hidden_states) if self.wanted.output_hidden_states else None
         weights = tuple(self.attentions) if self.wanted.output_attentions else None
         if has_beams:
             values["sequences_scores"] = found.sequences_scores
             values["beam_indices"] = found.beam_indices
+        made: Any
         if not has_encoder:
             values |= {"hidden_states": states, "attentions": weights}
-            made = GenerateBeamDecoderOnlyOutput if has_beams else GenerateDecoderOnlyOutput
+            made = utils.GenerateDecoderOnlyOutput
+            if has_beams:
+                made = utils.GenerateBeamDecoderOnlyOutput
             return made(found.sequences, **values)
-        cross = tuple(self.cross_attentions) if self.wanted.output_attentions else None
         values |= {
             "encoder_hidden_states": self.encoder_hidden_states,
             "encoder_attentions": self.encoder_attentions,
             "decoder_hidden_states": states,
             "decoder_attentions": weights,
-            "cross_attentions": cross,
+            "cross_attentions": tuple(self.cross_attentions) if weights is not None else None,
         }
-        made = GenerateBeamEncoderDecoderOutput if has_beams else GenerateEncoderDecoderOutput
+        made = utils.GenerateEncoderDecoderOutput
+        if has_beams:
+            made = utils.GenerateBeamEncoderDecoderOutput
         return made(found.sequences, **values)
 
 

@@ -44,7 +44,6 @@ REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
         "keys and values stay on the device, in the model's data type; the names that change "
         f"nothing are {', '.join(_SAME_CACHES)}",
     ),
-    "past_key_values": ((), "a call makes its own cache; see the guide for a loop of your own"),
 }
 """Settings of transformers that the zoo does not have: the values that change nothing, and why
 others are refused. Other unknown entries of a `generation_config.json` have no effect in

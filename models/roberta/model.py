@@ -10,7 +10,7 @@ RoBERTa is BERT with these differences:
 
 from __future__ import annotations
 
-from ..bert.model import BertBackbone, BertDecoderBackbone
+from ..bert.model import BertBackbone
 from ..heads import (
     BareModel,
     MultipleChoice,
@@ -24,21 +24,20 @@ from ..language_model import MaskedHeadCausalLM, MaskedLM
 class RobertaModel(BareModel, BertBackbone):
     """RoBERTa without a head."""
 
+    positional_inputs = BertBackbone.decoder_inputs
     pooler_name = "encoder_pooler"
 
 
 class RobertaForMaskedLM(MaskedLM, BertBackbone):
     """RoBERTa that predicts masked tokens."""
 
-    positional_inputs = (
-        *BertBackbone.positional_inputs,
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-    )
+    positional_inputs = BertBackbone.decoder_inputs
 
 
-class RobertaForCausalLM(MaskedHeadCausalLM, BertDecoderBackbone):
+class RobertaForCausalLM(MaskedHeadCausalLM, BertBackbone):
     """RoBERTa that predicts the next token."""
+
+    positional_inputs = BertBackbone.decoder_inputs
 
 
 class RobertaForSequenceClassification(SequenceClassification, BertBackbone):

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from every_case import by_turns
 
 import shardzoo
@@ -89,10 +90,11 @@ def test_settings_that_change_tokens_are_not_ignored(saved, tmp_path):
     model.generate(torch.tensor([[7, 8]]), max_new_tokens=1)
 
 
-def test_a_new_model_writes_no_settings_but_replaces_others(saved, tmp_path):
+def test_a_new_model_writes_its_settings_and_replaces_others(saved, tmp_path):
     model = shardzoo.from_config(shardzoo.from_pretrained(saved("gpt2")[1]).config)
     model.save_pretrained(tmp_path)
-    assert not (tmp_path / "generation_config.json").exists()
+    written = transformers.GenerationConfig.from_pretrained(tmp_path)
+    assert written.eos_token_id == model.config.eos_token_id
     (tmp_path / "generation_config.json").write_text('{"num_beams": 9}')
     model.save_pretrained(tmp_path)
     assert shardzoo.from_pretrained(tmp_path).generation_config.num_beams is None

@@ -70,6 +70,32 @@ def test_cross_attention(architecture, run_mesh, tmp_path):
 
 
 @torch.no_grad()
+def run_bare(mesh, folder, inputs):
+    model = shardzoo.from_pretrained(folder, mesh).eval()
+    return dict(model(**inputs, use_cache=False))
+
+
+def test_a_bare_model_as_decoder(run_mesh, tmp_path):
+    changes = {"is_decoder": True, "add_cross_attention": True, "initializer_range": 0.3}
+    theirs = hf_model("BertModel", 0.0, attn_implementation="eager", **changes).eval()
+    theirs.save_pretrained(tmp_path / "bare")
+    inputs = make_inputs()
+    del inputs["labels"]
+    expected = theirs(**inputs, use_cache=False)
+    folder = tmp_path / "bare"
+    for found in (run_bare(None, folder, inputs), *run_mesh(2, run_bare, folder, inputs)):
+        torch.testing.assert_close(found, dict(expected), **TOLERANCE)
+    head = hf_model("BertLMHeadModel", 0.0, **changes).eval()
+    head.save_pretrained(tmp_path / "head")
+    ours = shardzoo.from_pretrained(tmp_path / "head")
+    assert type(ours.base_model).__name__ == "BertModel"
+    ids = make_ids()
+    torch.testing.assert_close(
+        ours.bert(ids).last_hidden_state, head.bert(ids).last_hidden_state, **TOLERANCE
+    )
+
+
+@torch.no_grad()
 def loop(mesh, folder):
     """On one rank: the logits of a decoding loop with a cache, and those of one pass."""
     model = shardzoo.from_pretrained(folder, mesh).eval()
@@ -121,7 +147,8 @@ def test_two_heads_without_labels_and_choices(tmp_path):
     labels = make_ids((2, 3, 7), 1)
     given = {"input_ids": ids, "labels": labels, "mc_labels": torch.tensor([2, 0])}
     for inputs in ({"input_ids": ids}, given):
-        expected, found = theirs(**inputs, use_cache=False), ours(**inputs)
+        expected = theirs(**inputs, use_cache=False)
+        found = ours(**inputs, use_cache=False)
         assert list(found.keys()) == list(expected.keys())
         torch.testing.assert_close(dict(found), dict(expected), **TOLERANCE)
     embedded = theirs.get_input_embeddings()(ids).detach()

@@ -174,7 +174,7 @@ def test_the_output_in_training_is_the_loss_and_other_values_when_they_are_read(
     assert list(evaluated) == ["loss", "logits"]
     assert list(trained) == ["loss", "logits"]
     assert trained[0] is trained.loss
-    assert "logits" in trained._values._lazy_logits  # and not yet computed
+    assert "logits" in trained._values._lazy_values  # and not yet computed
     torch.testing.assert_close(trained.logits, evaluated["logits"])
     assert json.loads((folder / "config.json").read_text())["n_embd"] == model.config.n_embd
 

@@ -115,7 +115,7 @@ def test_every_argument_is_taken_or_refused_with_its_reason(folders):
         ({"device_map": "balanced"}, "device_map='balanced' puts the model on several devices"),
         ({"device_map": {"bert": 0, "cls": 1}}, "puts the model on 2 devices"),
         ({"tp_plan": "auto"}, "pass mesh=ParallelMesh"),
-        ({"attn_implementation": "fast"}, "attn_implementation must be one of eager"),
+        ({"attn_implementation": "fast"}, '"fast"` is not supported: it must be one of eager'),
         ({"dtype": "int8"}, "dtype must be a floating-point type"),
         ({"use_safetensors": False}, "has safetensors"),
         ({"weights_only": False}, "no pickle"),

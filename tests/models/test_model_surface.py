@@ -76,6 +76,27 @@ def test_what_a_model_says_of_itself(pairs, name):
     assert len(ours._no_split_modules) >= 1
 
 
+def compare_decoders(theirs, ours, source):
+    """Compares two steps with a cache, with and without an encoder's output."""
+    for options in ({}, {"encoder_hidden_states": source}):
+        past = None
+        wanted_past = None
+        for part in IDS.split([IDS.shape[1] - 1, 1], 1):
+            found = ours(part, past_key_values=past, output_hidden_states=True, **options)
+            wanted = theirs(part, past_key_values=wanted_past, **options)
+            torch.testing.assert_close(found.last_hidden_state, wanted.last_hidden_state)
+            torch.testing.assert_close(found.hidden_states[-1], wanted.last_hidden_state)
+            past = found.past_key_values
+            wanted_past = wanted.past_key_values
+    embeddings = torch.randn(*IDS.shape, source.shape[-1])
+    found = ours(inputs_embeds=embeddings, use_cache=False, output_attentions=True)
+    assert found.past_key_values is None
+    assert found.attentions[0].shape[2:] == (IDS.shape[1], IDS.shape[1])
+    assert isinstance(ours(IDS, return_dict=False), tuple)
+    with pytest.raises(ValueError, match="needs input_ids or inputs_embeds"):
+        ours()
+
+
 def test_the_model_without_its_head_computes_the_same(pairs):
     theirs, ours = load(pairs, "BertForSequenceClassification")
     mine = ours.bert(IDS)
@@ -87,6 +108,7 @@ def test_the_model_without_its_head_computes_the_same(pairs):
     expected = theirs.get_encoder()(IDS, attention_mask=torch.ones_like(IDS))
     torch.testing.assert_close(encoded.last_hidden_state, expected.last_hidden_state)
     ours(encoder_outputs=encoded, decoder_input_ids=IDS)
+    compare_decoders(theirs.get_decoder(), ours.get_decoder(), encoded.last_hidden_state)
     count = sum(parameter.numel() for parameter in theirs.get_encoder().parameters())
     padded = ours.embedding.weight.numel() - 97 * 32
     assert sum(p.numel() for p in ours.get_encoder().parameters()) - padded == count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.flop_counter
 from every_case import by_turns
 from tiny_models import TINY, hf_model, tiny
 

@@ -340,7 +340,7 @@ def test_outputs_are_had_by_name_and_position():
     output = Seq2SeqLMOutput(None, torch.ones(1), encoder_last_hidden_state=torch.zeros(1))
     assert output.keys() == ("logits", "encoder_last_hidden_state")
     assert output[0] is output["logits"] is output.to_tuple()[0]
-    logits, encoded = output
+    logits, encoded = output.to_tuple()
     assert encoded is output.encoder_last_hidden_state
     assert logits is output.logits
     assert len(output[:2]) == len(output) == 2

@@ -144,8 +144,11 @@ def test_what_cannot_have_a_cache(models):
     _, folder = models("GPT2LMHeadModel")
     ids = make_ids((2, 5))
     model = shardzoo.from_pretrained(folder).eval()
-    assert model(ids).past_key_values is None
     assert model(ids, use_cache=False).past_key_values is None
+    assert model(ids, labels=ids).past_key_values is None
+    assert model.train()(ids).past_key_values is None
+    model.eval().config.use_cache = False
+    assert model(ids).past_key_values is None
     with pytest.raises(
         ValueError, match="past_key_values must be a Cache of transformers, such as"
     ):
@@ -168,7 +171,8 @@ def test_a_call_without_a_cache_does_not_import_transformers():
         "import sys, torch, shardzoo\n"
         "sizes = {'n_embd': 8, 'n_head': 2, 'n_layer': 1, 'vocab_size': 9}\n"
         "model = shardzoo.from_config({'model_type': 'gpt2', **sizes})\n"
-        "model.eval()(torch.arange(4)[None], output_attentions=True, use_cache=False)\n"
+        "output = model.eval()(torch.arange(4)[None], output_attentions=True)\n"
+        "assert 'past_key_values' in output\n"
         "sys.exit('transformers' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
