@@ -35,6 +35,8 @@ MOST_DIFFERENCES = 50
 
 DType = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 Format = Literal["shardzoo", "legacy", "megatron"]
+FullDType = Literal["bfloat16", "float16", "float32", "bf16", "fp16", "fp32"]
+FULL_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Names = Literal["transformer_engine", "local", "legacy"]
 
 
@@ -71,6 +73,8 @@ class Converting(Common):
     """Keep the adapter in the folder DESTINATION/adapter instead of adding it to the weights."""
     dtype: DType | None = None
     """Convert floating-point tensors to this type; by default every byte is unchanged."""
+    dequantize: FullDType | None = None
+    """Dequantize the weights of a quantized Hugging Face folder to this type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,9 +306,19 @@ def _build_options(command: Converting) -> Options:
         with_optimizer=getattr(command, "with_optimizer", False),
         step_as_tensor=getattr(command, "step", None) == "tensor",
         dtype=from_torch_name(command.dtype) if command.dtype else None,
+        dequantize=_find_full_dtype(command.dequantize),
         config_file=command.config,
         largest_file=int(largest * 1e9),
     )
+
+
+def _find_full_dtype(name: str | None) -> str | None:
+    """Returns safetensors' name of a type that weights are dequantized to."""
+    from ..checkpoint.dtypes import from_torch_name
+
+    if name is None:
+        return None
+    return from_torch_name(FULL_DTYPES.get(name, name))
 
 
 def _print_outcome(command: Converting, outcome: Outcome, seconds: float) -> None:

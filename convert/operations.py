@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -62,6 +63,8 @@ class Options:
             a run resumes from the result.
         step_as_tensor: Whether a universal checkpoint has the step count as torch's optimizers keep
             it, a tensor, or as DeepSpeed's, an int.
+        dequantize: The safetensors name of the type that the weights of a quantized Hugging Face
+            folder are dequantized to.
     """
 
     overwrite: bool = False
@@ -75,6 +78,7 @@ class Options:
     keep_adapter: bool = False
     with_optimizer: bool = False
     step_as_tensor: bool = False
+    dequantize: str | None = None
 
     def check(self) -> None:
         """Raises ValueError for wrong numbers, or options that exclude one another."""
@@ -83,6 +87,10 @@ class Options:
         if self.with_optimizer and (self.adapter is not None or self.dtype is not None):
             raise ValueError(
                 "with_optimizer moves a run as it is, so it allows neither an adapter nor a dtype"
+            )
+        if self.dequantize is not None and self.dtype is not None:
+            raise ValueError(
+                "dequantize names the type of the dequantized weights: leave out dtype"
             )
         for name, count in (("jobs", self.jobs), ("workers", self.workers)):
             if count is not None and not 1 <= count <= MOST_WORKERS:
@@ -178,6 +186,8 @@ def merge(
             DeepSpeed's universal checkpoint.
     """
     options = options or Options()
+    if style == "hf" and options.dequantize is not None and options.adapter is None:
+        return _dequantize(source, destination, options, report)
     if style == "universal":
         return _convert(source, destination, options, report, None)
 
@@ -198,6 +208,8 @@ def _convert(
 ) -> Outcome:
     """Converts to the target that `build_target` plans, or without it to a universal checkpoint."""
     options.check()
+    if options.dequantize is not None:
+        return _convert_dequantized(source, destination, options, report, build_target)
     place = Destination(destination)
     place.check(source, overwrite=options.overwrite, resume=options.resume)
     plan = _plan(source, options, build_target)
@@ -224,6 +236,55 @@ def _convert(
     finally:
         journal.close()
     return Outcome(len(plan.copies), plan.nbytes, kept_bytes)
+
+
+def _dequantize(
+    source: Path, destination: Path, options: Options, report: ProgressReport | None
+) -> Outcome:
+    """Writes a Hugging Face folder of full weights."""
+    from .dequantizing import dequantize
+
+    options.check()
+    assert options.dequantize is not None
+    tensors, nbytes, kept = dequantize(
+        source,
+        destination,
+        options.dequantize,
+        options.largest_file,
+        report,
+        config_file=options.config_file,
+        overwrite=options.overwrite,
+        resume=options.resume,
+    )
+    return Outcome(tensors, nbytes, kept)
+
+
+def _convert_dequantized(
+    source: Path,
+    destination: Path,
+    options: Options,
+    report: ProgressReport | None,
+    build_target: Callable[[MappedCheckpoint], Target] | None,
+) -> Outcome:
+    """Converts by way of a folder of full weights beside the destination, which is then removed.
+
+    An interruption leaves that folder, so that a resumed conversion goes on with it.
+    """
+    Destination(destination).check(source, overwrite=options.overwrite, resume=options.resume)
+    full = destination.parent / f".{destination.name}.dequantized"
+    has_full = full.is_dir() and options.resume
+    if not has_full:
+        shutil.rmtree(full, ignore_errors=True)
+        # The type is that of the weights; one file has at most the default's bytes.
+        _dequantize(source, full, options, report)
+    try:
+        rest = replace(options, dequantize=None, config_file=None)
+        outcome = _convert(full, destination, rest, report, build_target)
+    except ValueError:
+        shutil.rmtree(full, ignore_errors=True)
+        raise
+    shutil.rmtree(full, ignore_errors=True)
+    return outcome
 
 
 def _plan(

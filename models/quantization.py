@@ -56,8 +56,8 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
         mark, found = marked
         raise ValueError(
             f"{checkpoint.folder} is quantized: {method or mark}; it has the tensor {found}. "
-            "Quantized models are not loaded: dequantize it with transformers' "
-            "model.dequantize(), or take the model that was quantized"
+            "Quantized models are not loaded: `shardzoo convert merge FOLDER NEW --dequantize "
+            "bf16` writes a folder of full weights, or take the model that was quantized"
         )
     if not method:
         return
