@@ -62,14 +62,20 @@ def find_family(values: Mapping[str, Any]) -> Family:
     Raises:
         ValueError: They name no family, or one that is not in the zoo.
     """
+    names = values.get("architectures")
+    first = cast(list[Any], names)[0] if isinstance(names, list) and names else ""
     if "model_type" in values:
-        names = values.get("architectures")
-        first = cast(list[Any], names)[0] if isinstance(names, list) and names else ""
         return family(values["model_type"], first)
     for facts in list_families():
         if facts.has_config is not None and facts.has_config(values):
             return facts
-    raise ValueError("the configuration has no model_type, so its family is unknown")
+    for facts in list_families():
+        if first in facts.architectures:
+            return facts
+    raise ValueError(
+        "the configuration has no model_type and no architectures of the zoo, so its family is "
+        "unknown"
+    )
 
 
 def architectures() -> dict[str, list[str]]:
