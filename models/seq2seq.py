@@ -394,9 +394,24 @@ class Seq2SeqBackbone(Backbone):
         """Returns int64 [B, T]: the start token, then all labels but the last. -100 becomes
         padding.
         """
+        pad_token_id = self.find_padding_of_labels()
         ids = labels.roll(1, dims=1)
         ids[:, 0] = self.config.decoder_start_token_id
-        return ids.masked_fill(ids == IGNORED, self.config.pad_token_id)
+        return ids.masked_fill(ids == IGNORED, pad_token_id)
+
+    def find_padding_of_labels(self) -> int:
+        """Returns the id that the decoder reads where labels are -100.
+
+        Raises:
+            ValueError: The configuration has no padding token.
+        """
+        pad_token_id = self.config.pad_token_id
+        if pad_token_id is None:
+            raise ValueError(
+                "the decoder reads padding where labels are -100, so pad_token_id must be set in "
+                "the configuration, or decoder_input_ids be given"
+            )
+        return pad_token_id
 
     def head_input(self, x: Tensor) -> Tensor:
         """Returns what the language-modeling head multiplies, from the decoder's output."""

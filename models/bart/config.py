@@ -80,7 +80,7 @@ class BartConfig(HeadsConfig):
     scale_embedding: bool = False
     is_encoder_decoder: bool = True  # type: ignore[misc] - a constant of most families
     tie_word_embeddings: bool = True
-    pad_token_id: TokenId = 1
+    pad_token_id: TokenId | None = 1
     bos_token_id: TokenId | None = 0
     eos_token_id: TokenId | list[TokenId] | None = 2
     decoder_start_token_id: TokenId | None = 2
@@ -92,6 +92,11 @@ class BartConfig(HeadsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.pad_token_id is None and not self.learned_positions:
+            raise ValueError(
+                f"pad_token_id must be a token of the vocabulary, because {self.model_type} counts "
+                "the positions of all other tokens"
+            )
         self.check_heads(self.d_model, self.encoder_attention_heads)
         self.check_heads(self.d_model, self.decoder_attention_heads)
 

@@ -133,11 +133,13 @@ class BartStack(Seq2SeqStack):
         shared = layer_arguments(mesh, parallel_config)
         self.layerdrop = config.decoder_layerdrop if is_decoder else config.encoder_layerdrop
         self.scale = math.sqrt(size) if config.scale_embedding else 1.0
-        self.position_embeddings = (
-            LearnedPositions(config.max_position_embeddings, size, **shared)
-            if config.learned_positions
-            else SinusoidalPositions(size, config.pad_token_id, **shared)
-        )
+        if config.learned_positions:
+            self.position_embeddings = LearnedPositions(
+                config.max_position_embeddings, size, **shared
+            )
+        else:
+            assert config.pad_token_id is not None  # The configuration has checked it.
+            self.position_embeddings = SinusoidalPositions(size, config.pad_token_id, **shared)
         self.embedding_norm = LayerNorm(size, **shared) if config.embedding_norm else nn.Identity()
         self.embedding_dropout = residual_dropout(config.dropout, mesh, parallel_config)
         layers = config.decoder_layers if is_decoder else config.encoder_layers

@@ -22,8 +22,9 @@ class MBartBackbone(BartBackbone):
         """Returns int64 [B, T]: each row's last token, which is a language code, then the labels
         but the last.
         """
-        ids = labels.masked_fill(labels == IGNORED, self.config.pad_token_id)
-        last = (ids != self.config.pad_token_id).sum(1, keepdim=True) - 1  # padding is on the right
+        pad_token_id = self.find_padding_of_labels()
+        ids = labels.masked_fill(labels == IGNORED, pad_token_id)
+        last = (ids != pad_token_id).sum(1, keepdim=True) - 1  # padding is on the right
         start = ids.gather(1, last.clamp(min=0))
         ids = ids.roll(1, dims=1)
         ids[:, :1] = start

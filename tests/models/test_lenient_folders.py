@@ -337,3 +337,36 @@ def test_whole_weights_load_whatever_they_once_were(tmp_path):
     with pytest.warns(UserWarning, match="config.json says that the model is quantized"):
         found = shardzoo.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "BartForConditionalGeneration"])
+def test_the_architecture_names_the_family(architecture, tmp_path):
+    make_folder(tmp_path, architecture)
+    edit_config(tmp_path, model_type="gone")
+    assert_same_logits(tmp_path, architecture)
+    edit_config(tmp_path, architectures=["NobodysModel"])
+    with pytest.raises(ValueError, match="no model_type and no architectures of the zoo"):
+        shardzoo.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["BartForConditionalGeneration", "MBartForConditionalGeneration"]
+)
+def test_a_padding_token_is_needed_for_labels_alone(architecture, tmp_path, run_mesh):
+    make_folder(tmp_path, architecture)
+    edit_config(tmp_path, pad_token_id=None)
+    assert_same_logits(tmp_path, architecture, run_mesh)
+    model = shardzoo.from_pretrained(tmp_path)
+    assert model.config.pad_token_id is None
+    ids = torch.arange(3, 12)[None]
+    with pytest.raises(ValueError, match="pad_token_id must be set"):
+        model(input_ids=ids, labels=ids)
+    model.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again/config.json").read_text())["pad_token_id"] is None
+
+
+def test_m2m100_counts_positions_by_its_padding(tmp_path):
+    make_folder(tmp_path, "M2M100ForConditionalGeneration")
+    edit_config(tmp_path, pad_token_id=None)
+    with pytest.raises(ValueError, match="m2m_100 counts the positions"):
+        shardzoo.from_pretrained(tmp_path)

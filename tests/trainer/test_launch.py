@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import re
 import signal
 import subprocess
@@ -17,7 +18,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 from shardzoo.trainer.launch import agent
 from shardzoo.trainer.launch.agent import OneMachine, run_ranks
-from shardzoo.trainer.launch.failure import Faults
+from shardzoo.trainer.launch.failure import Failure, Faults
+from shardzoo.trainer.launch.rank_process import RankError
 
 SCRIPT = """
 import os, signal, sys, threading, time
@@ -148,6 +150,23 @@ def test_a_killed_rank_takes_the_others_down(start):
     code, _, messages = finish(start("kill"))
     assert code == 128 + signal.SIGKILL
     assert messages == "rank 2 was killed by SIGKILL; the machine may have run out of memory\n"
+
+
+def test_the_cause_comes_before_its_consequences():
+    """A kill from outside is never the consequence of another failure, and a lost peer always is one."""
+
+    def fail(rank: int, code: int | None, summary: str, time: float) -> Failure:
+        error = RankError(summary, f"Traceback of rank {rank}", time) if summary else None
+        return Failure(rank, code, error, time)
+
+    lost = fail(0, 1, "RuntimeError: Connection closed by peer [127.0.0.1]:1234", 1.0)
+    cause = fail(1, 1, "KeyError: 'x'", 2.0)
+    later = fail(2, None, "ValueError: y", 3.0)
+    aborted = fail(3, -signal.SIGABRT, "", 4.0)
+    killed = fail(4, -signal.SIGKILL, "", 5.0)
+    for failures in itertools.permutations([lost, cause, later, aborted, killed]):
+        found = [failure.rank for failure in sorted(failures, key=Failure.precedence)]
+        assert found == [4, 1, 2, 3, 0]
 
 
 def test_a_rank_that_cannot_end_is_no_hang(start):
