@@ -7,6 +7,9 @@ itself.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -92,3 +95,31 @@ def make_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device)
+
+
+def make_current(device: torch.device) -> AbstractContextManager[None]:
+    """Returns a context in which a GPU is the current one, on which Triton launches its kernels.
+
+    Without it, a model on cuda:1 would run its kernels on cuda:0, whose memory is another.
+    """
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+@contextmanager
+def attending_to_growing_cache(device: torch.device) -> Generator[None]:
+    """Within the context, PyTorch's attention on a GPU does not run in cuDNN.
+
+    cuDNN makes a plan for each combination of lengths, so that every token of a decoding would wait
+    for a new one. PyTorch's other kernels take any lengths.
+    """
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    if device.type != "cuda" or not enabled:
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from . import library, variants
+from .device import make_current
 from .dispatcher import is_plain, is_watched
 
 LIBRARY = torch.library.Library("shardzoo", "DEF")
@@ -192,7 +193,8 @@ class Op:
             log_fallback(self.name, variant, prepared)
             return False
         if variant == "triton" and self.triton is not None:
-            self.triton(*prepared, *outputs)
+            with make_current(device):
+                self.triton(*prepared, *outputs)
         else:
             library.call_compiled(self.name, *prepared, *outputs)
         return True

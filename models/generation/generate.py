@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import cache_shared_heads
+from ...ops.device import attending_to_growing_cache
 from ..blocks.attention import attention_record
 from ..calls import read_encoder_outputs
 from ..config import shown
@@ -147,7 +148,8 @@ def generate(
     if assistant_model is not None:
         _check_assistant(assistant_model, model)
         assistant_mode = evaluating(assistant_model)
-    with evaluating(model), assistant_mode, mode:
+    growing = attending_to_growing_cache(find_device(model))
+    with evaluating(model), assistant_mode, mode, growing:
         if kind == "answer":
             _check_absent(model, position_ids=position_ids)
             name_token_types(model, token_type_ids, _find_source(input_ids, token_type_ids))

@@ -1,0 +1,71 @@
+"""What is done about a GPU, on a machine that has none: its calls are recorded."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from shardzoo import ops
+from shardzoo.ops import device as devices
+from shardzoo.ops import registration
+
+GPU = torch.device("cuda", 1)
+
+
+def test_triton_launches_on_the_device_of_its_tensors(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    context = devices.make_current(GPU)
+    assert isinstance(context, torch.cuda.device)
+    assert context.idx == 1
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert isinstance(devices.make_current(GPU), nullcontext)
+    assert isinstance(devices.make_current(torch.device("cpu")), nullcontext)
+
+
+def test_every_triton_launch_makes_its_device_current(monkeypatch):
+    pytest.importorskip("triton")
+    chosen = []
+
+    def note(device):
+        chosen.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(registration, "make_current", note)
+    x = torch.randn(2, 8)
+    with ops.kernels("triton"):
+        ops.rms_norm(x, torch.ones(8), eps=1e-5)
+    assert chosen == [x.device]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_decoding_leaves_cudnn_out_and_restores_the_choice(enabled):
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+        with devices.attending_to_growing_cache(torch.device("cpu")):
+            assert torch.backends.cuda.cudnn_sdp_enabled() is enabled
+        with devices.attending_to_growing_cache(GPU):
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.cudnn_sdp_enabled() is enabled
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_generate_attends_to_a_growing_cache(monkeypatch):
+    from tiny_models import tiny
+
+    from shardzoo import from_config
+
+    chosen = []
+
+    def note(device):
+        chosen.append(device)
+        return nullcontext()
+
+    generation = importlib.import_module("shardzoo.models.generation.generate")
+    monkeypatch.setattr(generation, "attending_to_growing_cache", note)
+    from_config(tiny("gpt2")).generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2)
+    assert chosen == [torch.device("cpu")]
