@@ -78,6 +78,7 @@ def help_page() -> HelpPage:
             "predict_with_generate": "evaluation by generated texts",
             "label_smoothing": "loss and batches",
             "dropout_rate": "other",
+            "overwrite": "run",
             "output_dir": "run",
             "config": "run",
         },
