@@ -23,12 +23,12 @@ from .console import run_and_report
 from .help import HelpPage, show_help
 
 NO_OPTIMIZER = "none"
-# Bytes of fp32 state for each parameter. Adafactor's depend on the shapes; `shardzoo estimate`
-# counts them.
+# Bytes of fp32 state for each parameter. Adafactor's depend on the shapes, and Muon's on the
+# layers; `shardzoo estimate` counts them.
 OPTIMIZER_BYTES = {
     name: 4 * len(entry.element_states)
     for name, entry in ENTRIES_BY_NAME.items()
-    if entry.element_states
+    if entry.element_states and entry.hidden_matrix_states is None
 }
 GIB = 1 << 30
 

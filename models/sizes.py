@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any, cast
 
 from torch import nn
 
 from ..mpu import Shard, VocabParallelEmbedding
 from ..mpu.parameter import SplitParameter
 from .auto import unsplit_on_meta
+from .blocks.relative_bias import RelativeBias
 from .config import ModelConfig
 
 
@@ -21,12 +23,14 @@ class ParameterSize:
         shape: That of the whole parameter, without padding.
         local_shape: That of the largest part that a rank holds, with padding.
         is_embedding: Whether the parameter belongs to an embedding.
+        is_hidden_matrix: Whether it is a matrix of a hidden layer: see `find_hidden_matrices`.
     """
 
     name: str
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     is_embedding: bool
+    is_hidden_matrix: bool = False
 
     @property
     def full(self) -> int:
@@ -60,6 +64,7 @@ def measure_parameters(model: nn.Module, tensor_parallel_size: int) -> list[Para
     for module in model.modules():
         if is_embedding(module):
             embeddings.update(module.parameters())
+    hidden = find_hidden_matrices(model)
     sizes: list[ParameterSize] = []
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "shard", None)
@@ -69,8 +74,40 @@ def measure_parameters(model: nn.Module, tensor_parallel_size: int) -> list[Para
         else:
             shape = tuple(shard.shape)
             local_shape = tuple(shard.local_shape(0, tensor_parallel_size))
-        sizes.append(ParameterSize(name, shape, local_shape, parameter in embeddings))
+        is_hidden = parameter in hidden
+        sizes.append(ParameterSize(name, shape, local_shape, parameter in embeddings, is_hidden))
     return sizes
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Returns the blocks of a model of the zoo or of transformers: the items of its outermost lists
+    of modules, in its order.
+    """
+    blocks: list[nn.Module] = []
+    lists: list[str] = []
+    named: dict[str, nn.Module] = dict(cast(Any, model).named_modules())
+    for name, module in named.items():
+        if any(name.startswith(f"{outer}.") for outer in lists):
+            continue
+        if isinstance(module, nn.ModuleList):
+            lists.append(name)
+            blocks += [item for item in module if next(item.parameters(), None) is not None]
+    return list(dict.fromkeys(blocks))
+
+
+def find_hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Returns the weights of hidden layers that are matrices, or several stacked ones: what is in
+    the blocks, but for biases, norms, embeddings and relative biases.
+    """
+    hidden: set[nn.Parameter] = set()
+    for block in find_blocks(model):
+        for module in block.modules():
+            if is_embedding(module) or isinstance(module, RelativeBias):
+                continue
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() >= 2:
+                    hidden.add(parameter)
+    return hidden
 
 
 def full_size(parameter: nn.Parameter) -> int:

@@ -119,6 +119,11 @@ class TrainingArguments:
     scale_parameter: bool | None = None
     """Adafactor multiplies the rate by the root mean square of each parameter. Default: the same as
     `relative_step`."""
+    muon_momentum: float = 0.95
+    """Momentum of Muon's matrices."""
+    muon_scaling: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Muon's updates are as large as AdamW's, so that one rate suits both; or as published first,
+    which wants rates of about 0.02."""
     clip_grad: float = 1.0
     """Largest gradient norm; 0 turns clipping off."""
 
@@ -343,7 +348,7 @@ class TrainingArguments:
             raise ValueError(f"max_restarts={self.max_restarts} needs {need}")
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, not {self.lr}")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(
                     f"{name} must be at least 0 and below 1, not {getattr(self, name)}"

@@ -208,7 +208,8 @@ class DeepSpeedEngine:
         tensors: dict[str, Tensor | TensorPart] = {}
         tensors |= {} if self._states else state_tensors(self.optimizer, self._names)
         for own, parameters, ranks in self._partitions():
-            parts = {state: self.optimizer.state[own][state] for state in self._states}
+            states = self.optimizer.state[own]
+            parts = {state: states[state] for state in self._states if state in states}
             if self._keeps_master_weights:
                 parts[MASTER_WEIGHT] = own.detach()
             share = ranks.rank() * own.numel()
@@ -338,14 +339,19 @@ class DeepSpeedEngine:
         parameters. At this point ZeRO has put its flat partitions into the parameter groups.
         """
         groups = self.optimizer.param_groups
+        partitions: list[tuple[Any, tuple[str, ...]]] = []
         if self._zero == 3:
-            partitions = self._engine.optimizer.fp32_partitioned_groups_flat
+            for partition in self._engine.optimizer.fp32_partitioned_groups_flat:
+                partitions.append((partition, self._states))
         else:
-            partitions = []
             for group in groups:
-                partitions += group["params"]
-        for partition in partitions:
-            state: dict[str, Any] = {name: torch.zeros_like(partition) for name in self._states}
+                names = self._states
+                if isinstance(self.optimizer, WholeMatrixOptimizer):
+                    names = self.optimizer.list_element_states(group)
+                for partition in group["params"]:
+                    partitions.append((partition, names))
+        for partition, names in partitions:
+            state: dict[str, Any] = {name: torch.zeros_like(partition) for name in names}
             if not self._counts_steps_by_group:
                 state["step"] = torch.tensor(0.0)
             self.optimizer.state[partition] = state

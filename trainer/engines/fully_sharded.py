@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 
 from ...checkpoint.rank_files import TensorPart
 from ...models.config import ModelConfig
+from ...models.sizes import find_blocks
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from ..precisions import PRECISIONS
@@ -279,21 +280,6 @@ class ShardedModel:
             vars(renewed).update(vars(part.whole))
             for module, name in places[part.parameter]:
                 module._parameters[name] = renewed
-
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules whose parameters are gathered together: the items of the outermost lists
-    of modules, in the order of the model.
-    """
-    blocks: list[nn.Module] = []
-    lists: list[str] = []
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in lists):
-            continue
-        if isinstance(module, nn.ModuleList):
-            lists.append(name)
-            blocks += [item for item in module if next(item.parameters(), None) is not None]
-    return list(dict.fromkeys(blocks))
 
 
 def find_model_class(model: nn.Module) -> type[nn.Module]:

@@ -8,6 +8,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from ...models.pipeline import find_copied_parameters
+from ...models.sizes import find_hidden_matrices
 from ...mpu import tp_size
 from ..arguments.training_arguments import TrainingArguments
 from ..environments import ENVIRONMENTS
@@ -51,10 +52,15 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
         adam_eps=arguments.adam_eps,
         relative_step=arguments.relative_step,
         scale_parameter=arguments.scale_parameter,
+        muon_momentum=arguments.muon_momentum,
+        muon_scaling=arguments.muon_scaling,
         in_parts=in_parts,
         mesh=getattr(model, "mesh", None),
     )
-    return entry.build(weight_decay_groups(model, arguments.weight_decay), settings)
+    groups = weight_decay_groups(model, arguments.weight_decay)
+    if entry.hidden_matrix_states is not None:
+        groups = separate_hidden_matrices(model, groups)
+    return entry.build(groups, settings)
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -75,6 +81,22 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
         {"params": vectors, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def separate_hidden_matrices(
+    model: nn.Module, groups: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns parameter groups with `is_hidden_matrix`, in which the matrices of hidden layers are
+    apart from all else.
+    """
+    hidden = find_hidden_matrices(model)
+    separated: list[dict[str, Any]] = []
+    for group in groups:
+        for is_hidden in (True, False):
+            own = [each for each in group["params"] if (each in hidden) == is_hidden]
+            if own:
+                separated.append({**group, "params": own, "is_hidden_matrix": is_hidden})
+    return separated
 
 
 def _is_split(model: nn.Module, arguments: TrainingArguments) -> bool:

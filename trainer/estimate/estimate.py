@@ -337,6 +337,13 @@ def state_bytes(
             is_matrix = len(size.shape) > 1
             elements += optimizer.count_matrix_state(size.shape) if is_matrix else size.local
         return FP32 * elements
+    every = sum(size.local for size in trained)
     if own is None:
-        own = sum(size.local for size in trained)
-    return FP32 * len(optimizer.element_states) * own
+        own = every
+    elements = len(optimizer.element_states) * own
+    if optimizer.hidden_matrix_states is not None:
+        # They are dealt to the ranks like the others.
+        hidden = sum(size.local for size in trained if size.is_hidden_matrix)
+        difference = len(optimizer.hidden_matrix_states) - len(optimizer.element_states)
+        elements += round(difference * hidden * own / max(1, every))
+    return FP32 * elements

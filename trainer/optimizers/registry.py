@@ -30,6 +30,7 @@ class OptimizerSettings:
 
     Attributes:
         scale_parameter: None to follow `relative_step`.
+        muon_momentum, muon_scaling: See `Muon`.
         in_parts: Whether the optimizer gets parts of parameters, because tensor parallelism or ZeRO
             splits them; or padded ones, if padding matters to it. The same on all ranks.
         mesh: The model's.
@@ -41,6 +42,8 @@ class OptimizerSettings:
     adam_eps: float
     relative_step: bool
     scale_parameter: bool | None
+    muon_momentum: float
+    muon_scaling: str
     in_parts: bool
     mesh: ParallelMesh | None
 
@@ -97,6 +100,9 @@ class OptimizerEntry:
             classes, or a `WholeMatrixOptimizer`, and no other that they do not know.
         counts_steps_by_group: Whether the classes count their steps in each parameter group, and
             not in the state of each parameter.
+        hidden_matrix_states: The states of the matrices of hidden layers, if these have others than
+            `element_states`. Such an optimizer gets them in parameter groups of their own, which
+            have `is_hidden_matrix`.
         own_arguments: Arguments that only this optimizer reads; others refuse them.
     """
 
@@ -112,6 +118,7 @@ class OptimizerEntry:
     deepspeed_types: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
     counts_steps_by_group: bool = False
+    hidden_matrix_states: tuple[str, ...] | None = None
     own_arguments: tuple[str, ...] = ()
 
     @property
@@ -179,6 +186,21 @@ def _build_lamb(groups: Groups, settings: OptimizerSettings) -> Optimizer:
     return pytorch_optimizer.Lamb(groups, lr=settings.lr, betas=betas)
 
 
+def _build_muon(groups: Groups, settings: OptimizerSettings) -> Optimizer:
+    """Muon (Jordan et al. 2024) for matrices of hidden layers, AdamW for the rest."""
+    from .muon import Muon
+
+    return Muon(
+        groups,
+        settings.lr,
+        momentum=settings.muon_momentum,
+        scaling=settings.muon_scaling,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.adam_eps,
+        mesh=settings.mesh,
+    )
+
+
 def _count_factored_state(shape: tuple[int, ...]) -> int:
     """Returns the elements of the row means and the column means of matrices [..., R, C]."""
     rows = prod(shape[:-1])
@@ -194,6 +216,11 @@ def _count_adafactor_temporaries(sizes: UpdatedTensors) -> int:
 def _count_lamb_temporaries(sizes: UpdatedTensors) -> int:
     # pytorch_optimizer updates all parameters of a group at once, and needs a tensor for each.
     return sizes.largest_part if sizes.in_parts else sizes.largest_group
+
+
+def _count_muon_temporaries(sizes: UpdatedTensors) -> int:
+    # Matrices are sent, computed and sent back in bf16, half an element each.
+    return 2 * sizes.largest_group + sizes.largest_part
 
 
 OPTIMIZERS = {
@@ -241,6 +268,16 @@ OPTIMIZERS = {
             is_elementwise=False,
             count_temporaries=_count_lamb_temporaries,
             deepspeed_types=("lamb",),
+        ),
+        OptimizerEntry(
+            name="muon",
+            title="Muon",
+            build=_build_muon,
+            element_states=("exp_avg", "exp_avg_sq"),
+            hidden_matrix_states=("momentum_buffer",),
+            is_elementwise=False,
+            count_temporaries=_count_muon_temporaries,
+            own_arguments=("muon_momentum", "muon_scaling"),
         ),
     )
 }

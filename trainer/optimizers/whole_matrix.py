@@ -136,12 +136,21 @@ class WholeMatrixOptimizer(Optimizer):
             for flat, parameters in partitions.items()
         }
 
-    def collect_parts(self) -> list[tuple[ParameterGroup, ParameterPart]]:
+    def list_element_states(self, group: ParameterGroup) -> tuple[str, ...]:
+        """Returns those of `element_states` that the tensors of a group have."""
+        return self.element_states
+
+    def collect_parts(
+        self, groups: Sequence[ParameterGroup] | None = None
+    ) -> list[tuple[ParameterGroup, ParameterPart]]:
         """Returns the parts with gradients and their groups: of the same parameters, in one order,
         on all ranks.
+
+        Args:
+            groups: Some of the parameter groups; by default all.
         """
         found = []
-        for group in self.param_groups:
+        for group in self.param_groups if groups is None else groups:
             for tensor in group["params"]:
                 if tensor.grad is None:
                     continue
