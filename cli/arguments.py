@@ -16,6 +16,7 @@ from ..compat.spellings import RESUME, SAVE_EPOCH
 from ..files.strict_yaml import read_strict_yaml
 from ..trainer.arguments.aliases import SPELLINGS, argument_aliases, hint, resolve_aliases
 from .help import HelpPage, show_help
+from .spellings import respell
 
 Arguments = TypeVar("Arguments")
 
@@ -49,6 +50,7 @@ def parse(
         values = read_yaml(kind, Path(config)) if config else {}
     default = kind(**values)
     show_help(page, argv, default, quiet=quiet)
+    argv = respell(argv, [field.name for field in fields(default)], quiet=quiet)
     argv = join_repeated_lists(resolve_alias_options(argv, default), default)
     return tyro.cli(kind, prog=page.program, args=argv, default=default, console_outputs=not quiet)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +18,7 @@ from ..ops import current_choice
 from ..ops.bench.cases import Case, cases
 from ..ops.bench.measure import Result, measure
 from ..trainer.logging.console import make_console
+from .console import USAGE_ERROR, print_error, run_and_report
 from .help import HelpPage, show_commands
 
 # Operators whose sizes --shape gives.
@@ -92,14 +92,10 @@ def main(argv: list[str]) -> int:
     """Runs `bench <what>`. Returns 0, 1 if a result is wrong, or 2 after a user's error."""
     show_commands("shardzoo bench", "Measures the fused kernels.", {"kernels": HELP}, argv)
     if argv[:1] != ["kernels"]:
-        print("error: name what to measure: shardzoo bench kernels", file=sys.stderr)
-        return 2
+        print_error(ValueError("name what to measure: shardzoo bench kernels"))
+        return USAGE_ERROR
     options = tyro.cli(Kernels, args=argv[1:], prog=HELP.program)
-    try:
-        return run(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_and_report(lambda: run(options))
 
 
 def run(options: Kernels) -> int:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
@@ -24,6 +24,7 @@ from .console import (
     show_transfer,
 )
 from .help import HelpPage, show_commands
+from .spellings import SHORT_NAMES, respell
 
 if TYPE_CHECKING:
     from ..convert.operations import Options, Outcome
@@ -33,7 +34,7 @@ DIFFERENT = 1
 INTERRUPTED = 130
 MOST_DIFFERENCES = 50
 
-DType = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+Precision = Literal["fp32", "fp16", "bf16", "float8_e4m3fn", "float8_e5m2"]
 Format = Literal["shardzoo", "legacy", "megatron"]
 FullDType = Literal["bfloat16", "float16", "float32", "bf16", "fp16", "fp32"]
 FULL_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -71,7 +72,7 @@ class Converting(Common):
     """
     keep_adapter: bool = False
     """Keep the adapter in the folder DESTINATION/adapter instead of adding it to the weights."""
-    dtype: DType | None = None
+    precision: Precision | None = None
     """Convert floating-point tensors to this type; by default every byte is unchanged."""
     dequantize: FullDType | None = None
     """Dequantize the weights of a quantized Hugging Face folder to this type."""
@@ -86,18 +87,18 @@ class PlanConversion(Common):
 
     source: Positional[Path]
     """The folder to inspect."""
-    tp: int | None = None
+    model_parallel_size: int | None = None
     """Plan a split over this many ranks; by default, plan a merge."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WritingRanks(Converting):
-    tp: int = 2
+    model_parallel_size: int = 2
     """Number of tensor-parallel ranks."""
     to: Format = "shardzoo"
     """Format of the destination. legacy: mp_rank_XX_model_states.pt files; megatron: Megatron-LM's
     folders."""
-    pp: int = 1
+    pipeline_parallel_size: int = 1
     """Number of pipeline stages, for megatron."""
     with_optimizer: bool = False
     """Of a training checkpoint, move the optimizer's state too, so that a run resumes from the
@@ -156,7 +157,7 @@ class VerifyCheckpoint(Common):
     """Run the split model and transformers on the same tokens, and show the largest difference of
     the logits.
     """
-    tp: int | None = None
+    model_parallel_size: int | None = None
     """Number of ranks for --round-trip and --logits; by default those of the folder, or two."""
     jobs: int | None = None
     """Threads; by default one for each core, at most four."""
@@ -190,19 +191,34 @@ Command = Union[  # noqa: UP007 - tyro reads the annotations of a Union at run t
     Annotated[DiffCheckpoints, tyro.conf.subcommand("diff")],
 ]
 
-WRITING = {"tp": "result", "adapter": "result", "overwrite": "run", "json": "source and output"}
+WRITING = {
+    "model_parallel_size": "result",
+    "adapter": "result",
+    "overwrite": "run",
+    "json": "source and output",
+}
 HELP = {
-    "plan": HelpPage("shardzoo convert plan", PlanConversion),
-    "split": HelpPage("shardzoo convert split", SplitCheckpoint, sections=WRITING),
-    "merge": HelpPage("shardzoo convert merge", MergeShards, sections={**WRITING, "to": "result"}),
-    "reshard": HelpPage("shardzoo convert reshard", ReshardCheckpoint, sections=WRITING),
+    "plan": HelpPage("shardzoo convert plan", PlanConversion, names=SHORT_NAMES),
+    "split": HelpPage(
+        "shardzoo convert split", SplitCheckpoint, sections=WRITING, names=SHORT_NAMES
+    ),
+    "merge": HelpPage(
+        "shardzoo convert merge",
+        MergeShards,
+        sections={**WRITING, "to": "result"},
+        names=SHORT_NAMES,
+    ),
+    "reshard": HelpPage(
+        "shardzoo convert reshard", ReshardCheckpoint, sections=WRITING, names=SHORT_NAMES
+    ),
     "verify": HelpPage(
         "shardzoo convert verify",
         VerifyCheckpoint,
         sections={"round_trip": "what is compared", "json": "options"},
+        names=SHORT_NAMES,
     ),
-    "inspect": HelpPage("shardzoo convert inspect", InspectCheckpoint),
-    "diff": HelpPage("shardzoo convert diff", DiffCheckpoints),
+    "inspect": HelpPage("shardzoo convert inspect", InspectCheckpoint, names=SHORT_NAMES),
+    "diff": HelpPage("shardzoo convert diff", DiffCheckpoints, names=SHORT_NAMES),
 }
 
 
@@ -214,6 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     show_commands(
         "shardzoo convert", "Splits, merges, reshards and compares checkpoints.", HELP, argv
     )
+    kind = HELP[argv[0]].arguments if argv and argv[0] in HELP else Common
+    argv = [*argv[:1], *respell(argv[1:], [field.name for field in fields(kind)])]
     command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
     command = tyro.cli(
         command_type, prog="shardzoo convert", args=argv, config=(tyro.conf.OmitSubcommandPrefixes,)
@@ -269,11 +287,11 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
                 outcome = operations.split(
                     command.source,
                     command.destination,
-                    command.tp,
+                    command.model_parallel_size,
                     options,
                     report,
                     command.to,
-                    stages=command.pp,
+                    stages=command.pipeline_parallel_size,
                     names=command.names,
                 )
     except KeyboardInterrupt:
@@ -296,6 +314,7 @@ def _build_options(command: Converting) -> Options:
     largest = getattr(command, "max_file_gb", LARGEST_FILE / 1e9)
     if not 0 < largest < 1e9:
         raise ValueError(f"max_file_gb must be more than 0, not {largest}")
+    dtype = command.precision
     return Options(
         overwrite=command.overwrite,
         resume=command.resume,
@@ -305,7 +324,7 @@ def _build_options(command: Converting) -> Options:
         keep_adapter=command.keep_adapter,
         with_optimizer=getattr(command, "with_optimizer", False),
         step_as_tensor=getattr(command, "step", None) == "tensor",
-        dtype=from_torch_name(command.dtype) if command.dtype else None,
+        dtype=from_torch_name(FULL_DTYPES.get(dtype, dtype)) if dtype else None,
         dequantize=_find_full_dtype(command.dequantize),
         config_file=command.config,
         largest_file=int(largest * 1e9),
@@ -343,7 +362,7 @@ def _print_outcome(command: Converting, outcome: Outcome, seconds: float) -> Non
 def run_plan(command: PlanConversion) -> int:
     from ..convert.plan import dry_run
 
-    planned = dry_run(command.source, command.tp, command.config)
+    planned = dry_run(command.source, command.model_parallel_size, command.config)
     if command.json:
         print(json.dumps(planned))
         return 0
@@ -419,7 +438,9 @@ def run_verify(command: VerifyCheckpoint) -> int:
             result = verification.verify_equal(command.first, command.second, options, report)
             done = "compared"
         elif command.round_trip:
-            result = verification.verify_round_trip(command.first, command.tp, options, report)
+            result = verification.verify_round_trip(
+                command.first, command.model_parallel_size, options, report
+            )
             done = "converted and compared"
         else:
             result = verification.verify_folder(command.first, options)
@@ -430,7 +451,7 @@ def run_verify(command: VerifyCheckpoint) -> int:
 def _run_logits(command: VerifyCheckpoint) -> int:
     from ..convert.logits import compare_logits
 
-    found = compare_logits(command.first, command.tp, command.config)
+    found = compare_logits(command.first, command.model_parallel_size, command.config)
     if command.json:
         print(json.dumps({**asdict(found), "relative": found.relative}))
     else:

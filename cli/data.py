@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,9 +23,8 @@ from ..data.text.prepare import PrepareOptions, PrepareProgress, PrepareReport, 
 from ..data.text.sources import Source
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.training import TokenizerKind, train_tokenizer
-from ..files.printable import printable
 from ..trainer.logging.console import make_console
-from .console import explain_error
+from .console import run_and_report
 from .help import HelpPage, show_commands
 
 
@@ -185,14 +183,15 @@ def main(argv: list[str]) -> int:
     show_commands("shardzoo data", "Prepares corpora and tokenizers.", HELP, argv)
     command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
     command = tyro.cli(command_type, args=argv, prog="shardzoo data")
-    try:
-        command.run(make_console())
-    except (ValueError, OSError, RuntimeError) as error:
-        print(
-            printable(f"shardzoo data: {' '.join(explain_error(error).split())}"), file=sys.stderr
-        )
-        return 2
-    return 0
+
+    def work() -> int:
+        try:
+            command.run(make_console())
+        except RuntimeError as error:  # of a library that reads or trains
+            raise ValueError(str(error)) from error
+        return 0
+
+    return run_and_report(work)
 
 
 def choose_source(inputs: tuple[Path, ...]) -> Source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ from rich.text import Text
 from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.hub import find_config_folder
 from ..files.strict_json import read_folder_json
+from ..files.strict_yaml import read_strict_yaml
 from ..models import FAMILIES, find_config
 from ..models.config import ModelConfig
 from ..plan.remedies import Remedy, find_remedies
@@ -32,15 +33,17 @@ from ..trainer.estimate.tables import stage_rows, stage_table
 from ..trainer.logging.console import make_console
 from ..trainer.optimizers.registry import OptimizerName
 from ..trainer.precisions import PrecisionName
+from .arguments import given_value
 from .console import run_and_report
 from .help import HelpPage, show_help
+from .spellings import SHORT_NAMES, respell
 
 GIB = 1 << 30
 DOES_NOT_FIT = 1
 MOST_REMEDIES = 8
 # What a remedy changes -> the option.
 OPTIONS = {
-    "accumulation_steps": "--accumulation-steps",
+    "accumulation_steps": "--gradient-accumulation-steps",
     "micro_batch_size": "--micro-batch-size",
     "optimizer": "--optimizer",
     "recompute": "--recompute",
@@ -64,19 +67,19 @@ class EstimateArguments:
     """Memory of the device in GiB, as advertised: 24, 40, 80."""
     micro_batch_size: int = 1
     """Sequences in one forward pass of a rank."""
-    length: int | None = None
+    sequence_length: int | None = None
     """Tokens in a sequence, or in an encoder-decoder's source; by default the model's maximum."""
     target_length: int | None = None
     """Tokens in an encoder-decoder's target; by default as many as in the source."""
     padded: bool = True
     """Whether batches have an attention mask."""
-    accumulation_steps: int = 1
+    gradient_accumulation_steps: int = 1
     """Micro-batches for one optimizer step."""
-    tp: int = 1
+    model_parallel_size: int = 1
     """Tensor-parallel size."""
-    dp: int = 1
+    data_parallel_size: int = 1
     """Data-parallel size."""
-    pp: int = 1
+    pipeline_parallel_size: int = 1
     """Number of pipeline stages."""
     pipeline_partition: Literal["uniform", "parameters", "time"] = "uniform"
     """How blocks are dealt to the stages: equal numbers, or by parameters or measured time."""
@@ -102,6 +105,9 @@ class EstimateArguments:
     device: Literal["cuda", "cpu"] = "cuda"
     json: bool = False
     """Print JSON; sizes are in bytes."""
+    config: Path | None = None
+    """YAML file with values for these arguments, or for those of `pretrain.py`, such as a recipe; the
+    command line takes precedence."""
 
     def build_job(self, longest: int) -> Job:
         """Returns the run, of a model whose sequences have at most `longest` tokens."""
@@ -110,13 +116,13 @@ class EstimateArguments:
             lora_targets = "all-linear"
         return Job(
             micro_batch_size=self.micro_batch_size,
-            length=self.length or longest,
+            length=self.sequence_length or longest,
             target_length=self.target_length,
             padded=self.padded,
-            accumulation_steps=self.accumulation_steps,
-            tensor_parallel_size=self.tp,
-            data_parallel_size=self.dp,
-            pipeline_parallel_size=self.pp,
+            accumulation_steps=self.gradient_accumulation_steps,
+            tensor_parallel_size=self.model_parallel_size,
+            data_parallel_size=self.data_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
             zero_stage=self.zero_stage,
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
@@ -133,21 +139,49 @@ HELP = HelpPage(
     "shardzoo estimate",
     EstimateArguments,
     sections={
-        "tp": "layout",
+        "model_parallel_size": "layout",
         "micro_batch_size": "batch",
         "recompute": "precision and memory",
         "freeze": "what is trained",
         "device_memory": "device",
         "device": "device",
+        "config": "other",
     },
+    names=SHORT_NAMES,
 )
 
 
 def main(argv: list[str]) -> int:
     """Runs the command. Returns 0 if the run fits, 1 if it does not, 2 after a user's error."""
     show_help(HELP, argv)
-    arguments = tyro.cli(EstimateArguments, prog=HELP.program, args=argv)
-    return run_and_report(lambda: run(arguments))
+    names = [field.name for field in fields(EstimateArguments)]
+    argv = respell(argv, names, positional="model")
+
+    def work() -> int:
+        config = given_value(argv, "config")
+        values = read_run_file(Path(config), names) if config else {}
+        # What the file says comes first, so that the command line replaces it.
+        words = [*values, *argv]
+        return run(tyro.cli(EstimateArguments, prog=HELP.program, args=words))
+
+    return run_and_report(work)
+
+
+def read_run_file(path: Path, names: Sequence[str]) -> list[str]:
+    """Returns the options of a YAML file that an estimate has too.
+
+    A recipe of `pretrain.py` says more than an estimate needs; the rest is left out.
+    """
+    words: list[str] = []
+    for key, value in (read_strict_yaml(path, "--config") or {}).items():
+        name = str(key).replace("-", "_")
+        if name == "model":
+            words.insert(0, str(value))
+        elif name in names and value is not None and not isinstance(value, (bool, dict, list)):
+            words.append(f"--{name.replace('_', '-')}={value}")
+        elif name in names and isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
+    return words
 
 
 def run(arguments: EstimateArguments) -> int:
@@ -161,8 +195,9 @@ def run(arguments: EstimateArguments) -> int:
             )
     config, longest = find_any_config(arguments.model)
     job = arguments.build_job(longest)
-    if arguments.pp > 1:
-        blocks = choose_blocks(config, arguments.pp, arguments.pipeline_partition, job)
+    if arguments.pipeline_parallel_size > 1:
+        stages = arguments.pipeline_parallel_size
+        blocks = choose_blocks(config, stages, arguments.pipeline_partition, job)
         job = replace(job, pipeline_blocks=blocks)
     stages = estimate_stages(config, job)
     fullest = max(stages, key=lambda stage: stage.peak.total)
@@ -186,7 +221,7 @@ def run(arguments: EstimateArguments) -> int:
     else:
         console = make_console()
         console.print(build_table(fullest, arguments))
-        if arguments.pp > 1:
+        if arguments.pipeline_parallel_size > 1:
             console.print(stage_table(stages, job))
         if arguments.device_memory is not None and largest is not None:
             console.print(describe_fit(fullest, arguments, arguments.device_memory, largest))
@@ -252,7 +287,7 @@ def list_stages(stages: Sequence[Estimate], job: Job) -> dict[str, Any]:
 def build_table(found: Estimate, arguments: EstimateArguments) -> Table:
     """Returns a table of the memory in use at the peak."""
     title = f"{arguments.model}: {found.parameters:,} parameters"
-    if arguments.tp * arguments.pp > 1:
+    if arguments.model_parallel_size * arguments.pipeline_parallel_size > 1:
         title += " on a rank"
     if found.trained != found.parameters:
         title += f", {found.trained:,} of them trained"

@@ -24,8 +24,9 @@ from ..trainer.launch.environment import end_process
 from .arguments import parse
 from .console import USAGE_ERROR
 from .help import HelpPage
-from .help.training import COMMON_TRAINING, SHORT_NAMES, TRAINING_SECTIONS
+from .help.training import COMMON_TRAINING, TRAINING_SECTIONS
 from .rank_errors import read_rank, run_and_report_once
+from .spellings import SHORT_NAMES
 
 if TYPE_CHECKING:
     from ..finetuning.trainer import Trainer

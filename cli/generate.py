@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -20,15 +20,18 @@ from ..data.text.records import check_text
 from ..data.text.sources import JSON_SUFFIXES
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..models.generation.settings import GenerationSettings
+from ..trainer.precisions import PrecisionName
 from .arguments import parse, read_yaml
 from .console import USAGE_ERROR, prints_utf8, run_and_report
 from .help import HelpPage
+from .spellings import SHORT_NAMES
 
 if TYPE_CHECKING:
     from ..generation.pipeline import TextGenerationPipeline
     from ..trainer.launch.rank_info import RankInfo
 
-DTYPES = Literal["float32", "bfloat16", "float16"]
+# A precision -> torch's name of the data type.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,9 @@ class GenerateArguments(GenerationSettings):
     file: Path | None = None
     """A file with a prompt on each line, or JSON lines or a JSON array (.jsonl, .json) with a
     `prompt` or `text`. Without --file and --prompt, prompts are read from standard input."""
-    tp: int = 1
+    model_parallel_size: int = 1
     """Tensor-parallel size; this command starts the processes."""
-    pp: int = 1
+    pipeline_parallel_size: int = 1
     """Number of pipeline stages, each with equally many blocks; this command starts tp x pp
     processes.
     """
@@ -65,8 +68,8 @@ class GenerateArguments(GenerationSettings):
     """Show the prompt before its continuation."""
     batch_size: int = 8
     """Prompts that are decoded together."""
-    dtype: DTYPES | None = None
-    """Data type of the weights; by default as stored."""
+    precision: PrecisionName | None = None
+    """Precision of the weights; by default as stored."""
     glm_vocabulary: GLMVocabulary | None = None
     """Which vocabulary a GLM extends, if its size does not determine it."""
     config: Path | None = None
@@ -88,10 +91,10 @@ HELP = HelpPage(
         "prompt": "prompts and output",
         "model": "model",
         "adapter": "model",
-        "tp": "processes",
+        "model_parallel_size": "processes",
         "stream": "prompts and output",
         "batch_size": "processes",
-        "dtype": "model",
+        "precision": "model",
         "max_new_tokens": "length",
         "do_sample": "sampling and beams",
         "temperature": "sampling and beams",
@@ -105,10 +108,10 @@ HELP = HelpPage(
             "file",
             "stream",
             "full_text",
-            "tp",
-            "pp",
+            "model_parallel_size",
+            "pipeline_parallel_size",
             "batch_size",
-            "dtype",
+            "precision",
             "adapter",
             "tokenizer",
         ),
@@ -123,6 +126,7 @@ HELP = HelpPage(
         ),
         "config",
     ),
+    names=SHORT_NAMES,
 )
 
 
@@ -170,8 +174,14 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     arguments = parse(GenerateArguments, HELP, given, quiet=quiet)
     if not arguments.model:
         raise ValueError("--model is missing: name the folder of a model")
-    if min(arguments.tp, arguments.pp, arguments.batch_size) < 1:
-        sizes = f"--tp {arguments.tp}, --pp {arguments.pp} and --batch-size {arguments.batch_size}"
+    if (
+        min(arguments.model_parallel_size, arguments.pipeline_parallel_size, arguments.batch_size)
+        < 1
+    ):
+        sizes = (
+            f"--tp {arguments.model_parallel_size}, --pp {arguments.pipeline_parallel_size} and "
+            f"--batch-size {arguments.batch_size}"
+        )
         raise ValueError(f"{sizes} must be at least 1")
     arguments = replace(arguments, model=str(find_model(arguments.model, "--model")))
     if not Path(arguments.model).is_dir():
@@ -193,16 +203,18 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     if not arguments.prompt and arguments.file is None and sys.stdin is None:
         raise ValueError("standard input is closed, and there is neither --prompt nor --file")
     if (Path(arguments.model) / "config.json").exists():
-        check_heads(find_config(arguments.model).attention_heads, arguments.tp)
-        if arguments.pp > 1:
-            split_blocks_evenly(build_on_meta(find_config(arguments.model), None), arguments.pp)
-    processes = arguments.tp * arguments.pp
+        check_heads(find_config(arguments.model).attention_heads, arguments.model_parallel_size)
+        if arguments.pipeline_parallel_size > 1:
+            split_blocks_evenly(
+                build_on_meta(find_config(arguments.model), None), arguments.pipeline_parallel_size
+            )
+    processes = arguments.model_parallel_size * arguments.pipeline_parallel_size
     if launch.world_size < processes:
         return start_processes(processes)
     if launch.world_size != processes:
-        asked = f"--tp {arguments.tp}"
-        if arguments.pp > 1:
-            asked += f" --pp {arguments.pp}"
+        asked = f"--tp {arguments.model_parallel_size}"
+        if arguments.pipeline_parallel_size > 1:
+            asked += f" --pp {arguments.pipeline_parallel_size}"
         raise ValueError(f"{launch.world_size} processes were started for {asked}: make them equal")
     return run(arguments, given_settings(arguments, given), launch)
 
@@ -218,12 +230,12 @@ def run(arguments: GenerateArguments, settings: dict[str, Any], launch: RankInfo
 
     mesh = None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments.tp * arguments.pp > 1:
+    if arguments.model_parallel_size * arguments.pipeline_parallel_size > 1:
         device = initialize_distributed(launch)
-        mesh = ParallelMesh(arguments.tp, arguments.pp)
+        mesh = ParallelMesh(arguments.model_parallel_size, arguments.pipeline_parallel_size)
     dtype = None
-    if arguments.dtype:
-        dtype = getattr(torch, arguments.dtype)
+    if arguments.precision:
+        dtype = getattr(torch, DTYPES[arguments.precision])
     pipeline = TextGenerationPipeline(
         arguments.model,
         mesh,

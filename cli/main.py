@@ -18,7 +18,7 @@ from types import CodeType
 from typing import Any
 
 from .. import __version__
-from .console import USAGE_ERROR, print_any_text
+from .console import USAGE_ERROR, print_any_text, print_error
 
 # As a shell reports a SIGINT and a SIGPIPE.
 INTERRUPTED = 130
@@ -45,6 +45,7 @@ TOPICS = {
     "this machine": {
         "doctor": "show which kernels are built and used",
         "bench": "measure the fused kernels",
+        "completion": "complete commands and options in bash or zsh",
     },
 }
 """The commands and what they do, by topic."""
@@ -80,6 +81,8 @@ def run_command(name: str, argv: list[str]) -> int:
             from .doctor import main
         case "bench":
             from .bench import main
+        case "completion":
+            from .completion import main
         case _:
             raise KeyError(name)
     return main(argv)
@@ -122,7 +125,7 @@ def dispatch(words: Sequence[str]) -> int:
     if command not in COMMANDS:
         close = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}"
-        print(f"error: there is no command {command!r}; {hint}", file=sys.stderr)
+        print_error(ValueError(f"there is no command {command!r}; {hint}"))
         return USAGE_ERROR
     try:
         with _repeating_interrupts():

@@ -5,7 +5,7 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -21,6 +21,7 @@ from ..trainer.optimizers.registry import ENTRIES_BY_NAME
 from ..trainer.precisions import PRECISIONS, PrecisionName
 from .console import run_and_report
 from .help import HelpPage, show_help
+from .spellings import SHORT_NAMES, respell
 
 NO_OPTIMIZER = "none"
 # Bytes of fp32 state for each parameter. Adafactor's depend on the shapes, and Muon's on the
@@ -47,9 +48,9 @@ class ModelsArguments:
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Families, presets, folders with a config.json, or names on the Hub; without one, all families
     with their architectures."""
-    tp: int = 1
+    model_parallel_size: int = 1
     """Tensor-parallel size."""
-    dtype: PrecisionName = "bf16"
+    precision: PrecisionName = "bf16"
     """Data type of weights and gradients."""
     optimizer: OptimizerChoice = "adam"
     """Optimizer; its state is in fp32, and it keeps an fp32 copy of 16-bit weights. "none" is
@@ -57,7 +58,7 @@ class ModelsArguments:
     """
 
 
-HELP = HelpPage("shardzoo models", ModelsArguments)
+HELP = HelpPage("shardzoo models", ModelsArguments, names=SHORT_NAMES)
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,16 @@ class Size:
 def main(argv: list[str]) -> int:
     """Runs the command. Returns 2 after a user's error."""
     show_help(HELP, argv)
+    names = [field.name for field in fields(ModelsArguments)]
+    argv = respell(argv, names, positional="model")
     arguments = tyro.cli(ModelsArguments, prog=HELP.program, args=argv)
     return run_and_report(lambda: run(arguments))
 
 
 def run(arguments: ModelsArguments) -> int:
     """Prints the table that was asked for. Raises ValueError for a user's mistake."""
-    if arguments.tp < 1:
-        raise ValueError(f"--tp must be at least 1, not {arguments.tp}")
+    if arguments.model_parallel_size < 1:
+        raise ValueError(f"--tp must be at least 1, not {arguments.model_parallel_size}")
     console = make_console()
     if not arguments.names:
         console.print(build_family_table())
@@ -128,21 +131,23 @@ def build_model_table(arguments: ModelsArguments) -> Table:
     if arguments.optimizer == NO_OPTIMIZER:
         purpose = "inference"
     ranks = "1 tensor-parallel rank"
-    if arguments.tp > 1:
-        ranks = f"{arguments.tp} tensor-parallel ranks"
-    table = Table(title=f"{arguments.dtype}, {purpose}, {ranks}", box=box.SIMPLE, pad_edge=False)
+    if arguments.model_parallel_size > 1:
+        ranks = f"{arguments.model_parallel_size} tensor-parallel ranks"
+    table = Table(
+        title=f"{arguments.precision}, {purpose}, {ranks}", box=box.SIMPLE, pad_edge=False
+    )
     for column in ("family", "model"):
         table.add_column(column, overflow="fold")
     for column in ("parameters", "on a rank", "GiB on a rank", "uneven work", "ranks at most"):
         table.add_column(column, justify="right", overflow="fold")
 
     for name, config in find_models(arguments.names):
-        size = measure(config, arguments.tp)
+        size = measure(config, arguments.model_parallel_size)
         on_rank = "cannot be split so"
         memory = on_rank
         uneven = on_rank
         if size.on_rank is not None and size.uneven is not None:
-            needed = bytes_on_rank(size.on_rank, arguments.dtype, arguments.optimizer)
+            needed = bytes_on_rank(size.on_rank, arguments.precision, arguments.optimizer)
             on_rank = f"{size.on_rank:,}"
             memory = f"{needed / GIB:.2f}"
             uneven = f"{size.uneven:.1%}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +35,7 @@ from .arguments import read_yaml
 from .console import run_and_report
 from .help import HelpPage, show_help
 from .pretrain import RECIPES, PretrainCommand
+from .spellings import respell
 
 GIB = 1 << 30
 DAY = 86400
@@ -76,7 +77,7 @@ class PlanArguments:
     """Tokens to train on; in an encoder-decoder, of its sources."""
     global_batch_size: int = 512
     """Sequences in one optimizer step."""
-    length: int | None = None
+    sequence_length: int | None = None
     """Tokens in a sequence, or in an encoder-decoder's source; by default the model's maximum."""
     target_length: int | None = None
     """Tokens in an encoder-decoder's target; by default as many as in the source."""
@@ -155,7 +156,7 @@ class PlanArguments:
         return PlanRequest(
             gpus=self.gpus,
             global_batch=self.global_batch_size,
-            length=self.length or longest,
+            length=self.sequence_length or longest,
             target_length=self.target_length,
             precision=self.precision or usual_precision,
             optimizer=self.optimizer,
@@ -201,6 +202,8 @@ HELP = HelpPage(
 def main(argv: list[str]) -> int:
     """Runs the command. Returns 0 if a layout fits, 1 if none does, 2 after a user's error."""
     show_help(HELP, argv)
+    names = [field.name for field in fields(PlanArguments)]
+    argv = respell(argv, names, positional="model")
     arguments = tyro.cli(PlanArguments, prog=HELP.program, args=argv)
     return run_and_report(lambda: run(arguments))
 

@@ -34,8 +34,9 @@ from ..trainer.run_folder import RunFolder
 from .arguments import given_value, overrides_as_options, parse, read_yaml
 from .console import USAGE_ERROR
 from .help import HelpPage
-from .help.training import COMMON_TRAINING, SHORT_NAMES, TRAINING_SECTIONS
+from .help.training import COMMON_TRAINING, TRAINING_SECTIONS
 from .rank_errors import read_rank, run_and_report_once
+from .spellings import SHORT_NAMES
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 OBJECTIVE_OPTION = "--objective"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -50,9 +51,12 @@ def read_config_values(name: str, options: Mapping[str, Any] | None = None) -> d
     else:
         values = read_folder_json(path.parent, path.name)
     if values is None:
-        known = ", ".join(preset for preset, _ in presets())
+        known = [preset for preset, _ in presets()]
+        close = difflib.get_close_matches(name, known, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(
-            f"model {name!r} is neither a preset nor a folder with a {CONFIG}; presets: {known}"
+            f"model {name!r} is neither a preset nor a folder with a {CONFIG}{meant or ';'} "
+            f"presets: {', '.join(known)}"
         )
     return values
 

@@ -15,4 +15,3 @@ COMMON_TRAINING = (
     "model_parallel_size", "pipeline_parallel_size", "global_batch_size", "micro_batch_size", "lr", "precision",
     "recompute", "output_dir", "config",
 )  # fmt: skip
-SHORT_NAMES = {"model_parallel_size": "--tp", "pipeline_parallel_size": "--pp"}

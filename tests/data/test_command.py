@@ -80,7 +80,7 @@ def test_bad_records_are_shown_or_fatal(tmp_path, tokenizer_dir, capsys):
     assert "bad records skipped: 1" in out
     assert "record 2" in out
     assert main([*command, "--on-bad-record", "fail"]) == 2
-    assert capsys.readouterr().err.startswith("shardzoo data: bad record in ")
+    assert capsys.readouterr().err.startswith("error: bad record in ")
 
 
 @pytest.mark.parametrize(

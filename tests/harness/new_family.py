@@ -63,7 +63,19 @@ def check_commands(folder: Path) -> None:
 
     assert main(["models", FAMILY]) == 0
     assert (
-        main(["estimate", str(folder), "--length", "16", "--tp", "2", "--device-memory", "1"]) == 0
+        main(
+            [
+                "estimate",
+                str(folder),
+                "--sequence-length",
+                "16",
+                "--tp",
+                "2",
+                "--device-memory",
+                "1",
+            ]
+        )
+        == 0
     )
 
 

@@ -277,7 +277,7 @@ def test_the_first_recipe_for_four_processes_runs(run_mesh, tmp_path):
     text.write_text(
         "\n\n".join(f"line {number} of {number**3} and {number**5}" for number in range(2000))
     )
-    shape = ["--global-batch-size", "8", "--length", "64", "--tokens", "2000"]
+    shape = ["--global-batch-size", "8", "--sequence-length", "64", "--tokens", "2000"]
     words = [
         "plan",
         "gpt2-quickstart",
@@ -334,7 +334,7 @@ def test_the_recipe_of_every_layout_is_accepted():
         (["--memory", "-80"], "memory must be a number above 0"),
         (["--inside", "0"], "inside must be a link's name or GB/s above 0, not '0'"),
         (["--device", "missing.yaml"], "missing.yaml"),
-        (["--length", "4096"], "1024"),
+        (["--sequence-length", "4096"], "1024"),
     ],
 )
 def test_mistakes_are_one_line(words, message, capsys):
@@ -354,7 +354,7 @@ def test_a_device_is_described_by_flags_or_a_file(tmp_path, capsys):
     """Both say the same, and the figures are those that the prediction uses."""
     path = tmp_path / "own.yaml"
     path.write_text(yaml.safe_dump(DESCRIBED))
-    shape = ["--gpus", "8", "--length", "512", "--json"]
+    shape = ["--gpus", "8", "--sequence-length", "512", "--json"]
     flags = [
         word
         for name, value in DESCRIBED.items()

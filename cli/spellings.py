@@ -1,0 +1,90 @@
+"""Lets every command spell an option alike, and take the other spellings.
+
+An option has one name in all commands, such as `--model-parallel-size`, and may have a short one,
+such as `--tp`. Names of earlier releases and of one command alone go on, with a notice.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+# Another name, which is as good -> the name.
+SHORT = {
+    "tp": "model_parallel_size",
+    "tensor_parallel_size": "model_parallel_size",
+    "tensor_model_parallel_size": "model_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+}
+# A name of earlier releases -> the name.
+OLD = {
+    "length": "sequence_length",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "dtype": "precision",
+}
+# What names the model: in all commands the first one is taken, too.
+MODEL = ("model", "model_name_or_path")
+# The options' values in other spellings -> ours.
+VALUES = {
+    "precision": {
+        **dict.fromkeys(("float32", "float"), "fp32"),
+        **dict.fromkeys(("float16", "half"), "fp16"),
+        "bfloat16": "bf16",
+    }
+}
+SHORT_NAMES = {
+    "model_parallel_size": "--tp",
+    "pipeline_parallel_size": "--pp",
+    "data_parallel_size": "--dp",
+}
+"""The short names that help pages show."""
+
+
+def respell(
+    argv: Sequence[str], known: Collection[str], *, positional: str = "", quiet: bool = False
+) -> list[str]:
+    """Returns a command line with the command's own names of options and values.
+
+    Prints a notice for each name of earlier releases.
+
+    Args:
+        known: The command's options, by the names of their fields.
+        positional: The name of the command's first positional argument if other commands have it as
+            an option: `--model NAME` is then taken too.
+        quiet: Print no notice; for every rank except the first.
+    """
+    options: list[str] = []
+    first: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        option, equals, value = word.partition("=")
+        if not option.startswith("--"):
+            options.append(word)
+            continue
+        name = option[2:].replace("-", "_")
+        if positional and name in (positional, f"{positional}_name_or_path"):
+            if not equals:
+                value = words.pop(0) if words else ""
+            first.append(value)
+            continue
+        target = name
+        if name not in known:
+            target = SHORT.get(name, OLD.get(name, name))
+            if name in MODEL:
+                target = next((other for other in MODEL if other in known), name)
+        if target not in known:
+            options.append(word)
+            continue
+        written = f"--{target.replace('_', '-')}"
+        if name in OLD and target != name and not quiet:
+            print(f"notice: {option} is called {written} now", file=sys.stderr)
+        if target not in VALUES:
+            options.append(f"{written}{equals}{value}" if target != name else word)
+            continue
+        if not equals:
+            value = words.pop(0) if words else ""
+        options.append(f"{written}={VALUES[target].get(value, value)}")
+    return [*first, *options]

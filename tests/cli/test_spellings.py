@@ -1,0 +1,117 @@
+"""All commands spell an option alike, and take the spellings of before."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import fields
+
+import pytest
+
+from shardzoo.cli import estimate, generate, models
+from shardzoo.cli.completion import list_options, list_pages, write_bash
+from shardzoo.cli.main import COMMANDS, main
+from shardzoo.cli.spellings import OLD, SHORT, respell
+
+# The kernels' bench names the type and the sizes of an operator's tensors.
+OTHERS = {"bench"}
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return list_pages()
+
+
+def test_an_option_has_one_name_in_all_commands(pages):
+    assert {*pages, "lm-eval"} == set(COMMANDS)
+    seen = set()
+    for command, own in pages.items():
+        for name, page in own.items():
+            names = {field.name for field in fields(page.arguments)}
+            seen |= names
+            if command not in OTHERS:
+                assert not names & {*OLD, *SHORT}, (command, name)
+            # Two names of one thing are not in one command.
+            assert not {"model", "model_name_or_path"} <= names
+    assert {*OLD.values(), *SHORT.values(), "model", "optimizer", "micro_batch_size"} <= seen
+
+
+def test_other_spellings_go_on(capsys):
+    names = [field.name for field in fields(estimate.EstimateArguments)]
+    words = ["--model", "gpt2", "--tp", "2", "--length=64", "--accumulation_steps", "4"]
+    words += ["--precision", "bfloat16", "--json"]
+    assert respell(words, names, positional="model") == [
+        "gpt2", "--model-parallel-size", "2", "--sequence-length=64",
+        "--gradient-accumulation-steps", "4", "--precision=bf16", "--json",
+    ]  # fmt: skip
+    assert capsys.readouterr().err.splitlines() == [
+        "notice: --length is called --sequence-length now",
+        "notice: --accumulation_steps is called --gradient-accumulation-steps now",
+    ]
+    own = [field.name for field in fields(generate.GenerateArguments)]
+    assert respell(["--dtype", "float16", "--model-name-or-path=x"], own, quiet=True) == [
+        "--precision=fp16",
+        "--model=x",
+    ]
+    assert respell(["--max-length", "8"], own) == ["--max-length", "8"]
+    assert respell(["--model", "x"], ["model_name_or_path"]) == ["--model-name-or-path", "x"]
+    assert capsys.readouterr().err == ""
+
+
+def test_old_and_new_spellings_do_the_same(capsys):
+    assert estimate.main(["gpt2", "--length", "64", "--tp", "2", "--json"]) == 0
+    old = capsys.readouterr().out
+    words = ["--model=gpt2", "--sequence-length", "64", "--model-parallel-size", "2", "--json"]
+    assert estimate.main(words) == 0
+    assert capsys.readouterr().out == old
+    assert models.main(["gpt2", "--tp", "2", "--dtype", "float32"]) == 0
+    old = capsys.readouterr().out
+    assert models.main(["--model", "gpt2", "--model-parallel-size", "2", "--precision=fp32"]) == 0
+    assert capsys.readouterr().out == old
+
+
+def test_an_estimate_reads_a_recipe(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: gpt2\nsequence_length: 64\nprecision: bf16\nlr: 1e-3\nsequence_parallel: false\n"
+    )
+    assert estimate.main(["--config", str(file), "--json"]) == 0
+    found = capsys.readouterr().out
+    assert estimate.main(["gpt2", "--sequence-length", "64", "--json"]) == 0
+    assert capsys.readouterr().out == found
+    assert estimate.main(["--config", str(file), "--sequence-length", "32", "--json"]) == 0
+    assert capsys.readouterr().out != found
+    assert estimate.main(["--config", str(tmp_path / "none.yaml")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_mistakes_are_answered_with_what_was_meant(capsys):
+    for words, meant in (
+        (["estimate", "gpt2-x1"], "did you mean gpt2-xl?"),
+        (["models", "t5-smal"], "did you mean t5-small?"),
+        (["pretran"], "did you mean pretrain?"),
+    ):
+        assert main(words) == 2
+        shown = " ".join(capsys.readouterr().err.split())
+        assert shown.startswith("error: ")
+        assert meant in shown
+
+
+def test_a_shell_completes_commands_options_and_choices(pages, tmp_path):
+    script = tmp_path / "completion"
+    script.write_text(write_bash(pages))
+
+    def complete(*words: str) -> set[str]:
+        line = " ".join(f"'{word}'" for word in words)
+        command = (
+            f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _shardzoo; "
+            'printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+        return set(done.stdout.split())
+
+    assert complete("shardzoo", "con") == {"convert"}
+    assert {"split", "merge"} <= complete("shardzoo", "convert", "")
+    assert complete("shardzoo", "convert", "split", "--mod") == {"--model-parallel-size"}
+    assert complete("shardzoo", "generate", "--t") >= {"--tp", "--temperature", "--top-k"}
+    assert complete("shardzoo", "estimate", "--recompute", "") >= {"none", "selective", "full"}
+    assert "--objective" in list_options(pages["pretrain"][""])
