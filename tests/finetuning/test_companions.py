@@ -9,7 +9,8 @@ import pytest
 import transformers
 from tiny_models import save_model
 
-from shardzoo.finetuning.saving import write_companions
+import shardzoo
+from shardzoo.finetuning.saving import save_whole, write_companions
 
 NAME = "generation_config.json"
 
@@ -53,3 +54,17 @@ def test_transformers_writes_its_own_settings(folder, tmp_path):
     source = SimpleNamespace(native=False, folder=folder)
     write_companions(tokenizer, source, tmp_path / "companions")
     assert not (tmp_path / "companions" / NAME).exists()
+
+
+def test_what_the_model_writes_counts(folder, tmp_path):
+    model = shardzoo.from_pretrained(folder)
+    companions = tmp_path / "companions"
+    companions.mkdir()
+    for name in ("config.json", "notes.json"):
+        (companions / name).write_text('{"of": "the companions"}')
+    save_whole(
+        model, SimpleNamespace(native=True, folder=folder), companions, tmp_path / "out" / "hf"
+    )
+    saved = tmp_path / "out" / "hf"
+    assert json.loads((saved / "config.json").read_text())["model_type"] == "gpt2"
+    assert json.loads((saved / "notes.json").read_text()) == {"of": "the companions"}

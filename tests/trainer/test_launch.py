@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from shardzoo.trainer.launch import agent
 from shardzoo.trainer.launch.agent import OneMachine, run_ranks
 from shardzoo.trainer.launch.failure import Failure, Faults
+from shardzoo.trainer.launch.launch import start_processes
 from shardzoo.trainer.launch.rank_process import RankError
 
 SCRIPT = """
@@ -266,6 +267,15 @@ def test_no_rank_is_started_after_a_signal(tmp_path, monkeypatch):
     script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     assert run_ranks([sys.executable, str(script)], 2, Faults()) == 128 + signal.SIGTERM
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_wrong_number_of_threads_starts_nothing(tmp_path, monkeypatch):
+    script = tmp_path / "rank.py"
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    monkeypatch.setenv("OMP_NUM_THREADS", "x")
+    with pytest.raises(ValueError, match="OMP_NUM_THREADS='x' is not a number of threads"):
+        start_processes(2, script=str(script))
+    assert not (tmp_path / "started").exists()
 
 
 def test_the_rendezvous_of_one_machine_is_closed_to_others(start):

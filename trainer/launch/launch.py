@@ -23,7 +23,7 @@ from .nodes import (
     rank_commands,
     read_hostfile,
 )
-from .rank_info import RankInfo
+from .rank_info import RankInfo, count_threads
 from .rank_process import LAUNCHER_PID, join_job
 from .stop_signal import leave_closed_terminal, signals_that_save
 
@@ -153,6 +153,7 @@ def start_processes(
     if not slots:
         if not shares_gpus:
             check_gpus(world_size)
+        count_threads(world_size)  # refuses a wrong OMP_NUM_THREADS before processes start
         command = [sys.executable, *own_command(script)]
         if not dry_run:
             from .agent import run_ranks  # imports torch, which a started rank may not need yet
