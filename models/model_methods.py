@@ -178,7 +178,7 @@ class ModelMethods(nn.Module):
     _supports_flash_attn: ClassVar[bool] = False
     _supports_flex_attn: ClassVar[bool] = False
     _supports_attention_backend: ClassVar[bool] = True
-    _can_compile_fullgraph: ClassVar[bool] = False
+    _can_compile_fullgraph: ClassVar[bool] = True
     model_tags: list[str] | None = None
 
     bert = BaseModelName()

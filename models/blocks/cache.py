@@ -119,16 +119,18 @@ class Cache:
         for layer in self.layers:
             layer.repeat(copies)
 
-    def to_transformers(self, rows: int | None = None) -> Any:
-        """Returns transformers' cache of the positions so far, which shares the memory.
+    def to_transformers(self, rows: int | None = None, own: Any = None) -> Any:
+        """Returns a cache of transformers with the positions so far.
 
         Args:
             rows: The number of sequences; by default that of the sources, whose rows are repeated
                 if there are more sequences.
+            own: An empty cache to fill; by default a `DynamicCache`.
         """
         from transformers import DynamicCache, EncoderDecoderCache
 
-        own: Any = DynamicCache()
+        if own is None:
+            own = DynamicCache()
         for number, layer in enumerate(self.layers):
             own.update(*layer.filled(), number)
         if not self.sources:
@@ -247,5 +249,5 @@ class TransformersCache(Cache):
     def crop(self, length: int) -> None:
         raise NotImplementedError("a cache of transformers is not used with drafted tokens")
 
-    def to_transformers(self, rows: int | None = None) -> Any:
+    def to_transformers(self, rows: int | None = None, own: Any = None) -> Any:
         return self.cache

@@ -124,7 +124,8 @@ def generate(
     kind = getattr(model, "generates", None)
     record = None
     if call.outputs.return_dict_in_generate:
-        record = StepRecord(call.outputs)
+        is_static = settings.get("cache_implementation") == "static"
+        record = StepRecord(call.outputs, is_static=is_static)
         _check_record(record, model, made)
     extras = Extras(
         logits_processor or (),
@@ -611,7 +612,7 @@ def search(
         found = method(decoder, ids, limit, settings, processors)
     cache = None if isinstance(decoder, BlankDecoder) else decoder.cache
     if extras.record is not None and cache is not None and model.stage is None:
-        extras.record.past = cache.to_transformers(len(ids))
+        extras.record.keep_past(cache, len(ids), model.config)
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...mpu import ParallelMesh
+from ..blocks.cache import Cache, TransformersCache
 from .vocabulary import gather_rows
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Decoded:
 @dataclass
 class StepRecord:
     """Keeps what the steps of one call compute, as far as the call asks for it, and the cache of
-    transformers that it leaves.
+    transformers that it leaves: a `StaticCache` if `is_static`.
     """
 
     wanted: OutputSettings
@@ -74,7 +75,17 @@ class StepRecord:
     cross_attentions: list[Any] = field(default_factory=list[Any])
     encoder_hidden_states: tuple[Tensor, ...] | None = None
     encoder_attentions: tuple[Tensor, ...] | None = None
+    is_static: bool = False
     past: Any = None
+
+    def keep_past(self, cache: Cache, rows: int, config: Any) -> None:
+        """Keeps the cache that a call leaves, of `rows` sequences, as one of transformers."""
+        own = None
+        if self.is_static and not isinstance(cache, TransformersCache):
+            from transformers import AutoConfig, StaticCache
+
+            own = StaticCache(AutoConfig.for_model(**config.to_dict()), cache.layers[0].capacity)
+        self.past = cache.to_transformers(rows, own)
 
     def forward_options(self) -> dict[str, Any]:
         """Returns what the forward passes must be asked for."""

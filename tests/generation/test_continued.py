@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import shardzoo
 
@@ -80,5 +80,9 @@ def test_caches_that_cannot_be_continued(saved):
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(ids, max_new_tokens=2, **arguments)
+    options = {"cache_implementation": "static", "return_dict_in_generate": True}
+    static = model.generate(ids, max_new_tokens=4, eos_token_id=None, **options).past_key_values
+    assert isinstance(static, StaticCache)
+    assert static.layers[0].keys.shape[2] == static.get_seq_length() == 6
     plain = model.generate(ids, max_new_tokens=3, use_cache=False, return_dict_in_generate=True)
     assert plain.past_key_values is None
