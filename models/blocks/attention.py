@@ -314,7 +314,9 @@ class CoreAttention(nn.Module):
             v = repeat_unequally(v, self.queries_per_kv)
         attention_mask = AttentionMask.from_arguments(mask, causal, q.shape[2])
         if attention_record.probabilities is not None:
-            return self.attend_and_record(q, k, v, attention_mask, position_bias)
+            if position_bias is not None and position_bias.dim() == 2:  # of each distance
+                position_bias = lay_out_diagonals(position_bias, q.shape[2], k.shape[2])[None]
+            return self.attend_eagerly(q, k, v, attention_mask, position_bias)
         if self.uses_tiles(q, k, position_bias):
             return self.attend_in_tiles(q, k, v, attention_mask, position_bias)
         if self.recompute and torch.is_grad_enabled():
@@ -361,7 +363,20 @@ class CoreAttention(nn.Module):
             )
         # Compute the probabilities explicitly, for one of three reasons: the gradient of a trained
         # bias, a dropout mask that does not depend on the layout, or speed.
+        return self.attend_eagerly(q, k, v, attention_mask, position_bias)
+
+    def attend_eagerly(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: AttentionMask,
+        position_bias: Tensor | None,
+    ) -> Tensor:
+        """Returns [B, Np, Sq, D], and keeps the probabilities if a call is recorded."""
         probabilities = self.compute_probabilities(q, k, attention_mask, position_bias)
+        if attention_record.probabilities is not None:
+            attention_record.probabilities[self] = probabilities
         return matmul(probabilities, repeat_heads(v, q.shape[1]))
 
     def compute_probabilities(
@@ -378,22 +393,6 @@ class CoreAttention(nn.Module):
             prefix=attention_mask.prefix,
             dropout=self.dropout,
         )
-
-    def attend_and_record(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attention_mask: AttentionMask,
-        position_bias: Tensor | None,
-    ) -> Tensor:
-        """Returns [B, Np, Sq, D], and keeps the probabilities in `attention_record`."""
-        if position_bias is not None and position_bias.dim() == 2:  # of each distance
-            position_bias = lay_out_diagonals(position_bias, q.shape[2], k.shape[2])[None]
-        probabilities = self.compute_probabilities(q, k, attention_mask, position_bias)
-        assert attention_record.probabilities is not None
-        attention_record.probabilities[self] = probabilities
-        return matmul(probabilities, repeat_heads(v, q.shape[1]))
 
     def gather_heads(self, x: Tensor) -> Tensor:
         """Returns the heads of all ranks, [B, Np, ...] -> [B, N, ...]. Ranks may have unequal numbers."""

@@ -84,7 +84,8 @@ class StepRecord:
         if self.is_static and not isinstance(cache, TransformersCache):
             from transformers import AutoConfig, StaticCache
 
-            own = StaticCache(AutoConfig.for_model(**config.to_dict()), cache.layers[0].capacity)
+            make: Any = AutoConfig.for_model  # type: ignore[reportUnknownMemberType]
+            own = StaticCache(make(**config.to_dict()), cache.layers[0].capacity)
         self.past = cache.to_transformers(rows, own)
 
     def forward_options(self) -> dict[str, Any]:

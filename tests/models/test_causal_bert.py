@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from every_case import by_turns
 from tiny_models import hf_model
 from torch.utils import _pytree as pytree
 from transformers import DynamicCache
@@ -46,7 +47,7 @@ def run(mesh, folder, inputs):
     return pytree.tree_map(lambda x: x.detach(), (found, source.grad))
 
 
-@pytest.mark.parametrize("architecture", CLASSES)
+@pytest.mark.parametrize("architecture", by_turns(CLASSES, 3))
 def test_cross_attention(architecture, run_mesh, tmp_path):
     changes = {"is_decoder": True, "add_cross_attention": True, "initializer_range": 0.3}
     theirs = hf_model(architecture, 0.0, attn_implementation="eager", **changes).eval()

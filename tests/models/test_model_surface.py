@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import transformers
+from every_case import by_turns
 from safetensors.torch import load_file
 from tiny_models import hf_model
 
@@ -39,7 +40,7 @@ def load(pairs, name):
     return theirs, getattr(zoo, name).from_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_turns(NAMES, 3))
 def test_what_a_model_says_of_itself(pairs, name):
     theirs, ours = load(pairs, name)
     for options in ({}, {"exclude_embeddings": True}):
@@ -114,7 +115,7 @@ def test_the_model_without_its_head_computes_the_same(pairs):
     assert sum(p.numel() for p in ours.get_encoder().parameters()) - padded == count
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_turns(NAMES, 3))
 def test_state_dicts_in_their_names(pairs, name, tmp_path):
     theirs, ours = load(pairs, name)
     state = ours.hf_state_dict()
