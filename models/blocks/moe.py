@@ -101,29 +101,55 @@ def balance_loss(
 ) -> Tensor:
     """Returns the auxiliary loss that is smallest, top_k, if all experts get equally many tokens.
 
-    It is E · Σ_e f_e p_e over all layers together, where f_e is the number of times that expert e
-    is chosen by a token, and p_e its mean probability (Fedus et al. 2022, arXiv:2101.03961,
-    equations 4 to 6), as transformers computes it.
+    It is E · Σ_e f_e p_e over all layers and all samples together, where f_e is the number of
+    times that expert e is chosen by a token, and p_e its mean probability (Fedus et al. 2022,
+    arXiv:2101.03961, equations 4 to 6), as transformers computes it.
 
     Args:
         logits: The routers' scores of each layer, [B, S, E].
         top_k: The number of experts of a token.
         attention_mask: [B, S]; tokens with a 0 do not count. Other masks are ignored.
     """
-    experts = logits[0].shape[-1]
+    chosen, probability, total = _sum_choices(logits, top_k, attention_mask)
+    return _multiply_shares(chosen.sum(0), probability.sum(0), total.sum(0))
+
+
+def balance_loss_by_sample(
+    logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None = None
+) -> Tensor:
+    """Returns the auxiliary loss of each sample alone, [B]; see `balance_loss`.
+
+    Unlike the loss of several samples together, their mean does not depend on how a batch is
+    divided into calls.
+    """
+    return _multiply_shares(*_sum_choices(logits, top_k, attention_mask))
+
+
+def _sum_choices(
+    logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns how often each expert is chosen and the sum of its probabilities, over all layers and
+    the tokens of a sample, [B, E] each, and the number of these tokens, [B, 1].
+    """
     wide = torch.promote_types(logits[0].dtype, torch.float32)
-    chosen = logits[0].new_zeros(experts, dtype=wide)
-    probability = logits[0].new_zeros(experts, dtype=wide)
-    rows = logits[0].shape[:-1]
-    counted = logits[0].new_ones(rows, dtype=wide)
-    if attention_mask is not None and attention_mask.shape == rows:
+    counted = logits[0].new_ones(logits[0].shape[:-1], dtype=wide)
+    if attention_mask is not None and attention_mask.shape == counted.shape:
         counted = attention_mask.to(wide)
-    counted = counted.reshape(-1, 1)  # [T, 1]
+    counted = counted[..., None]  # [B, S, 1]
+    samples = len(counted)
+    experts = logits[0].shape[-1]
+    chosen = counted.new_zeros(samples, experts)
+    probability = counted.new_zeros(samples, experts)
     for scores in logits:
-        probabilities = torch.softmax(scores.reshape(-1, experts), dim=-1)
+        probabilities = torch.softmax(scores, dim=-1)
         numbers = torch.topk(probabilities, top_k, dim=-1).indices
-        weights = counted.expand(-1, top_k)
-        chosen = chosen.scatter_add(0, numbers.reshape(-1), weights.reshape(-1))
-        probability = probability + (probabilities.to(wide) * counted).sum(0)
-    total = counted.sum() * len(logits)
-    return experts * (chosen / total * probability / total).sum()
+        weights = counted.expand_as(numbers)
+        chosen = chosen.scatter_add(1, numbers.flatten(1), weights.flatten(1))
+        probability = probability + (probabilities.to(wide) * counted).sum(1)
+    return chosen, probability, counted.sum(1) * len(logits)
+
+
+def _multiply_shares(chosen: Tensor, probability: Tensor, total: Tensor) -> Tensor:
+    """Returns E · Σ_e f_e p_e, [...], from sums [..., E] and the number of tokens [..., 1]."""
+    total = total.clamp(min=1)
+    return chosen.shape[-1] * (chosen / total * probability / total).sum(-1)

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh
-from ..blocks.moe import MixtureMLP, balance_loss, router_record
+from ..blocks.moe import MixtureMLP, balance_loss, balance_loss_by_sample, router_record
 from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
 from ..language_model import IGNORED, CausalLM
 from ..llama.model import LlamaBackbone, LlamaBlock
@@ -93,9 +93,11 @@ class MixtureCausalLM(CausalLM):
     ) -> Any:
         """Returns the outputs of `CausalLM`, and those of the routers if they are asked for.
 
-        Then the loss has the auxiliary loss times `router_aux_loss_coef` added to it. If this call
-        is a part of a batch of `num_items_in_batch` targets, it counts by its share of them, so
-        that the parts' losses add up to a mean over the batch.
+        Then the loss has the auxiliary loss times `router_aux_loss_coef` added to it, of all
+        samples together as in transformers. If this call is a part of a batch of
+        `num_items_in_batch` targets, the auxiliary loss is each sample's own, weighted by its share
+        of the targets: the losses of the parts add up to a mean over the batch, which does not
+        depend on how the batch is divided over calls and ranks.
 
         Args:
             output_router_logits: By default what the configuration says.
@@ -114,15 +116,20 @@ class MixtureCausalLM(CausalLM):
         logits = list(record.values())
         if isinstance(output, StageOutput) or not logits:
             return output
-        balance = balance_loss(logits, self.config.num_experts_per_tok, attention_mask)
+        top_k = self.config.num_experts_per_tok
         loss: Any = output.loss
-        if loss is not None:
-            weight: Any = self.config.router_aux_loss_coef
-            if num_items_in_batch is not None:
-                targets = shift_labels if labels is None else self.targets(labels)
-                assert targets is not None
-                weight = weight * (targets != IGNORED).sum() / num_items_in_batch
-            loss = loss + weight * balance
+        targets = shift_labels
+        if labels is not None:
+            targets = self.targets(labels)
+        if targets is not None and num_items_in_batch is not None:
+            shares = (targets != IGNORED).sum(-1) / num_items_in_batch  # [B]
+            by_sample = balance_loss_by_sample(logits, top_k, attention_mask)
+            loss = loss + self.config.router_aux_loss_coef * (shares * by_sample).sum()
+            balance = by_sample.mean()
+        else:
+            balance = balance_loss(logits, top_k, attention_mask)
+            if loss is not None:
+                loss = loss + self.config.router_aux_loss_coef * balance
         return MoeCausalLMOutput.from_output(
             output, loss=loss, aux_loss=balance, router_logits=flatten_logits(logits)
         )

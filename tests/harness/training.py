@@ -143,3 +143,48 @@ def on_ranks(
     """`run_training` on every rank of a mesh, by rank."""
     sizes = {"data": data_ranks, "pipeline": stages, "isolated": isolated}
     return run_mesh(tp, partial(run_training, folder=folder, **settings), **sizes)
+
+
+def endless_losses(mesh: Any, folder: Path, config: dict[str, Any], **changes: Any) -> list[float]:
+    """The losses of ten steps with warm-up, clipping, and samples of unequal numbers of targets.
+
+    A step has eight samples, two micro-batches of each data-parallel rank.
+    """
+    from shardzoo.models import ParallelConfig, from_config
+    from shardzoo.trainer import Trainer, TrainingArguments
+    from shardzoo.trainer.logging.reporter import SilentReporter
+
+    class Samples:
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            generator = torch.Generator().manual_seed(index)
+            start, stride = torch.randint(1, 97, (2,), generator=generator)
+            tokens = (start + stride * torch.arange(24)) % 13
+            labels = tokens.clone()
+            labels[: index % 7] = -100
+            return {"input_ids": tokens, "labels": labels}
+
+    class Losses(SilentReporter):
+        def __init__(self) -> None:
+            self.values: list[float] = []
+
+        def training(self, step: int, values: dict[str, float]) -> None:
+            self.values.append(values["loss"])
+
+    settings: dict[str, Any] = {
+        "env_type": "deepspeed+mpu",
+        "train_steps": 10,
+        "lr": 5e-3,
+        "warmup_steps": 4,
+        "beta2": 0.95,
+        "micro_batch_size": 4 // mesh.dp_size,
+        "global_batch_size": 8,
+        "clip_grad": 0.5,
+        "log_interval": 1,
+        "save_dir": str(folder),
+    }
+    arguments = TrainingArguments(**{**settings, **changes}, model_parallel_size=mesh.tp_size)
+    parallel_config = ParallelConfig(arguments.sequence_parallel, arguments.recompute)
+    model = from_config(config, mesh, parallel_config=parallel_config)
+    reporter = Losses()
+    Trainer(arguments, mesh=mesh).train(model, train_dataset=Samples(), reporter=reporter)
+    return reporter.values

@@ -70,7 +70,10 @@ _CONTEXT_PARALLEL = (
     "sequences are split only within a tensor-parallel group: use sequence_parallel with "
     "model_parallel_size"
 )
-_EXPERT_PARALLEL = "the zoo has no mixture-of-experts models; leave it out"
+_EXPERT_PARALLEL = (
+    "experts are split over the tensor-parallel ranks and not dealt over ranks of their own; use "
+    "model_parallel_size"
+)
 SPELLINGS = Spellings(
     renamed={
         "tp": "model_parallel_size",
