@@ -1,0 +1,302 @@
+"""The Triton kernels of attention in the interpreter against PyTorch's operators in fp64, and broken kernels.
+
+Each case has several tiles, parts of tiles and outputs that begin as NaN, and compares the output, the log of the sums
+and all gradients. `make test` visits a share of the table.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+from every_case import by_turns
+
+from shardzoo import ops
+from shardzoo.ops.dropout_mask import attention_rows, row_keys
+from shardzoo.ops.registration import OPS
+
+kernels = pytest.importorskip("shardzoo.ops.triton_kernels.attention")
+
+SCALE = 0.3
+# The largest error as a share of the largest value, or of 1. The interpreter truncates to bf16, where a GPU rounds.
+BOUNDS = {torch.float32: 1e-5, torch.float16: 6e-3, torch.bfloat16: 6e-2}
+BATCH = 2
+FIRST_HEAD = 3
+FIRST_ROW = 5
+
+
+class Case(NamedTuple):
+    """What a case is about: its rules by name, sizes of the heads and the sequence, and the tile."""
+
+    rules: tuple[str, ...]
+    width: int
+    lengths: tuple[int, int]
+    queries_per_kv: int
+    dtype: torch.dtype
+    tile: tuple[int, int]
+
+    def __str__(self):
+        sizes = f"{self.lengths[0]}x{self.lengths[1]}x{self.width}"
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{'+'.join(self.rules) or 'plain'}-{sizes}-{self.queries_per_kv}-{kind}"
+
+
+RULES = [
+    (), ("causal",), ("mask",), ("added",), ("causal", "prefix"), ("lengths",), ("bias",), ("dropout",),
+    ("causal", "bias", "dropout"), ("causal", "prefix", "lengths", "mask", "bias", "dropout"),
+]  # fmt: skip
+WIDTHS = (64, 80, 128, 256)
+LENGTHS = [(1, 1), (33, 33), (17, 34), (34, 17), (1, 40), (32, 16), (16, 16)]
+
+
+def list_cases():
+    """Returns all combinations of rules, widths and lengths; types, tiles and groups take turns."""
+    dtypes = itertools.cycle(
+        [torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.float32]
+    )
+    tiles = itertools.cycle([(16, 32), (32, 16), (16, 16)])
+    groups = itertools.cycle([1, 2, 1, 3, 1, 2, 1])
+    shapes = itertools.product(RULES, WIDTHS, LENGTHS)
+    cases = [
+        Case(rules, width, lengths, next(groups), next(dtypes), next(tiles))
+        for rules, width, lengths in shapes
+    ]
+    # Two rules alone, at the lengths of several tiles, in each type.
+    pairs = itertools.combinations(("mask", "lengths", "bias", "dropout"), 2)
+    cases += [
+        Case(pair, 64, lengths, next(groups), dtype, next(tiles))
+        for pair in pairs
+        for lengths in ((34, 33), (33, 34))
+        for dtype in BOUNDS
+    ]
+    extra = [
+        ("causal", "lengths"),
+        ("causal", "added"),
+        ("causal", "prefix", "bias"),
+        ("causal", "dropout"),
+    ]
+    cases += [
+        Case(rules, 80, lengths, next(groups), torch.float32, next(tiles))
+        for rules in extra
+        for lengths in ((20, 40), (40, 20), (2, 35))
+    ]
+    return cases
+
+
+CASES = list_cases()
+
+
+def make_problem(case):
+    """Returns the tensors that get gradients, that of the output, and the other arguments of the operator."""
+    generator = torch.Generator().manual_seed(CASES.index(case) if case in CASES else 0)
+    queries, keys = case.lengths
+    groups = 2 if case.queries_per_kv == 1 or queries * keys < 300 else 1
+    heads = groups * case.queries_per_kv
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    # Widths and dropout make values large; then gradients of weights would be, and differences round.
+    dropout = 0.3 if "dropout" in case.rules else 0.0
+    q = normal(BATCH, heads, queries, case.width) * (8 / case.width) ** 0.5
+    k = normal(BATCH, groups, keys, case.width)
+    v = normal(BATCH, groups, keys, case.width) * (1 - dropout) / case.width**0.5
+    bias = normal(heads, queries + keys - 1) if "bias" in case.rules else None
+    grad = normal(BATCH, heads, queries, case.width)
+    mask = None
+    if "mask" in case.rules:
+        mask = normal(BATCH, 1, queries, keys) > -0.5
+        mask[0, :, queries // 2] = False  # a query that sees nothing
+    elif "added" in case.rules:
+        mask = normal(1, heads, 1, keys).to(case.dtype)
+    prefix = torch.tensor([0, min(20, keys)]) if "prefix" in case.rules else None
+    lengths = torch.tensor([keys, keys // 2]) if "lengths" in case.rules else None
+    sample_keys = ops.dropout_keys(77, 4, BATCH) if dropout else None
+    tensors = [None if x is None else x.to(case.dtype) for x in (q, k, v, bias)]
+    rules = (
+        mask, prefix, lengths, sample_keys, SCALE, "causal" in case.rules, dropout, FIRST_HEAD,
+        FIRST_ROW,
+    )  # fmt: skip
+    return tensors, grad.to(case.dtype), rules
+
+
+def attend_in_fp64(tensors, rules):
+    """Returns attention and the log of the sums, by PyTorch's operators on whole scores."""
+    q, k, v, bias = tensors
+    mask, prefix, lengths, sample_keys, scale, causal, dropout, first_head, first_row = rules
+    batch, heads, queries, _ = q.shape
+    total = k.shape[2]
+    served = heads // k.shape[1]
+    scores = scale * q @ k.repeat_interleave(served, 1).mT
+    row = torch.arange(queries)[:, None]
+    column = torch.arange(total)[None]
+    if bias is not None:
+        scores = scores + bias[:, column - row + queries - 1]
+    visible = torch.ones(batch, heads, queries, total, dtype=torch.bool)
+    if causal:
+        seen = (column <= row + total - queries).expand(batch, 1, queries, total)
+        if prefix is not None:
+            seen = seen | (column < prefix[:, None, None, None])
+        visible = visible & seen
+    if lengths is not None:
+        visible = visible & (column < lengths[:, None, None, None])
+    if mask is not None and mask.dtype == torch.bool:
+        visible = visible & mask
+    elif mask is not None:
+        scores = scores + mask.double()
+    scores = scores.masked_fill(~visible, -math.inf)
+    probabilities = scores.softmax(-1).nan_to_num(0.0)
+    if dropout:
+        rows = attention_rows(first_head, heads, first_row + queries, "cpu")
+        rows = rows.view(heads, -1)[:, first_row:].flatten()
+        keep = keep_by_row_keys(row_keys(sample_keys, rows), total, dropout)
+        probabilities = probabilities * keep.view(batch, heads, queries, total) / (1 - dropout)
+    return probabilities @ v.repeat_interleave(served, 1), scores.logsumexp(-1)
+
+
+def keep_by_row_keys(keys, columns, dropout):
+    """Returns which elements the documented hash keeps, [*keys.shape, columns], in Python's integers."""
+    low = (keys & 0xFFFFFFFF)[..., None]
+    high = ((keys >> 32) & 0xFFFFFFFF)[..., None]
+    h = (low + torch.arange(columns)) & 0xFFFFFFFF
+    h = h ^ (h >> 16)
+    h = (h * 0x21F0AAAD) & 0xFFFFFFFF
+    h = h ^ high
+    h = h ^ (h >> 15)
+    h = (h * 0x735A2D97) & 0xFFFFFFFF
+    h = h ^ (h >> 15)
+    return h >= round(dropout * 2**32)
+
+
+def compute_by(module, tensors, grad, rules):
+    """Returns what a module's kernels compute: the output, the gradients and the log of the sums."""
+    outputs = [x.fill_(math.nan) for x in OPS["attention"].allocate(*tensors, *rules)]
+    module.launch_forward(*tensors, *rules, *outputs)
+    arguments = (grad, *outputs, *tensors, *rules)
+    grads = [x.fill_(math.nan) for x in OPS["attention_backward"].allocate(*arguments)]
+    module.launch_backward(*arguments, *grads)
+    return [outputs[0], *grads[: 4 if tensors[3] is not None else 3], outputs[1]]
+
+
+def compute_expected(tensors, grad, rules):
+    leaves = [None if x is None else x.double().requires_grad_() for x in tensors]
+    out, lse = attend_in_fp64(leaves, rules)
+    given = [x for x in leaves if x is not None]
+    return [out.detach(), *torch.autograd.grad(out, given, grad.double()), lse.detach()]
+
+
+def find_errors(module, case):
+    """Returns each result's largest error as a share of its largest value; infinite where only one is finite."""
+    problem = make_problem(case)
+    tile = case.tile
+
+    def choose_tile(kernel, q):
+        if kernel is module.bias_gradient:
+            return module.TileShape(16, 16, 4, 1)
+        return module.TileShape(*tile, 4, 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "choose_tile", choose_tile)
+        results = compute_by(module, *problem)
+    errors = []
+    for value, wanted in zip(results, compute_expected(*problem), strict=True):
+        finite = wanted.isfinite()
+        if not torch.equal(value[~finite].double(), wanted[~finite]):
+            errors.append(math.inf)
+            continue
+        difference = (value.double() - wanted)[finite].abs()
+        largest = max(1.0, wanted[finite].abs().max().item() if finite.any() else 0.0)
+        worst = difference.max().item() / largest if finite.any() else 0.0
+        errors.append(math.inf if math.isnan(worst) else worst)
+    return errors
+
+
+def test_the_table_has_enough_cases():
+    assert len(CASES) == len(set(CASES)) >= 300
+
+
+@pytest.mark.parametrize("case", by_turns(CASES, 41), ids=str)
+def test_triton_computes_what_fp64_does(case):
+    assert max(find_errors(kernels, case)) <= BOUNDS[case.dtype]
+
+
+PLAIN = Case((), 64, (33, 40), 1, torch.float32, (16, 16))
+CAUSAL = PLAIN._replace(rules=("causal",))
+# name: (text of the kernels, what replaces it, a case that reaches it)
+MUTANTS = {
+    "sums keep an old maximum": ("total * rescale + tl.sum", "total + tl.sum", PLAIN),
+    "outputs keep an old maximum": ("out * rescale[:, None], PRECISION", "out, PRECISION", PLAIN),
+    "the diagonal begins at the first key": ("(sizes.keys - sizes.queries + 1)", "1", CAUSAL),
+    "a prefix is hidden": (
+        "tl.maximum(diagonal, tl.load(rules.prefix + b))", "(diagonal + 0)",
+        CAUSAL._replace(rules=("causal", "prefix")),
+    ),
+    "a tile of keys is taken for whole": ("0) // COLUMNS * COLUMNS", "0) // COLUMNS * COLUMNS + COLUMNS", CAUSAL),
+    "a tile of queries is taken for whole": (
+        "tl.cdiv(tl.maximum(first + COLUMNS - 1 + offset, 0), ROWS) * ROWS",
+        "tl.maximum(first + offset, 0) // ROWS * ROWS", CAUSAL,
+    ),
+    "the first queries of a block of keys are left out": (
+        "tl.maximum(first + offset, 0) // ROWS * ROWS)", "tl.maximum(first + offset + ROWS, 0) // ROWS * ROWS)",
+        CAUSAL,
+    ),
+    "lengths are ignored": (
+        "tl.minimum(tl.load(rules.lengths + b), sizes.keys)", "tl.minimum(sizes.keys, sizes.keys)",
+        PLAIN._replace(rules=("lengths",)),
+    ),
+    "a bias by the wrong sign of the distance": (
+        "head_bias + (column - row)", "head_bias + (row - column)", PLAIN._replace(rules=("bias",), lengths=(33, 33)),
+    ),
+    "neighboring diagonals share sums": ("(offset + rows) % 2", "0", PLAIN._replace(rules=("bias",))),
+    "a diagonal beside its place": ("diagonal + row - (T - 1)", "diagonal + row - T", PLAIN._replace(rules=("bias",))),
+    "the scale is left out of a gradient": ("grad_q * rules.scale", "grad_q", PLAIN),
+    "delta is left out": ("p * (grad - delta)", "p * grad", PLAIN),
+    "gradients of dropped weights": (
+        "tl.where(keep, grad * rules.keep_scale, 0.0)", "grad * rules.keep_scale", PLAIN._replace(rules=("dropout",)),
+    ),
+    "masks of other positions": (
+        "(head << 32) + rules.first_row + row", "(head << 32) + row", PLAIN._replace(rules=("dropout",)),
+    ),
+    "only one head of a group": (
+        "range(group * sizes.queries_per_kv, (group + 1) * sizes.queries_per_kv)",
+        "range(group * sizes.queries_per_kv, group * sizes.queries_per_kv + 1)", PLAIN._replace(queries_per_kv=2),
+    ),
+    "rows without keys divide by zero": (
+        "tl.where(higher == float(\"-inf\"), 0.0, higher)", "higher", PLAIN._replace(rules=("mask",)),
+    ),
+    "a mask of the first query for all": (
+        "row.to(tl.int64) * rules.mask_strides[2]", "row.to(tl.int64) * 0", PLAIN._replace(rules=("mask",)),
+    ),
+}  # fmt: skip
+
+
+def load_mutant(folder, text, replacement):
+    """Returns the module of the kernels with one change."""
+    with open(kernels.__file__, encoding="utf-8") as file:
+        source = file.read()
+    assert source.count(text) == 1, f"{text!r} is {source.count(text)} times in the kernels"
+    path = folder / "mutant.py"
+    path.write_text(source.replace(text, replacement), encoding="utf-8")
+    name = f"{kernels.__package__}.{folder.name}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    return module
+
+
+@pytest.mark.parametrize("name", by_turns(MUTANTS, 9))
+def test_a_broken_kernel_is_caught(name, tmp_path):
+    text, replacement, case = MUTANTS[name]
+    assert max(find_errors(kernels, case)) <= BOUNDS[case.dtype]
+    assert max(find_errors(load_mutant(tmp_path, text, replacement), case)) > BOUNDS[case.dtype]
