@@ -85,6 +85,8 @@ class EstimateArguments:
     """How blocks are dealt to the stages: equal numbers, or by parameters or measured time."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """DeepSpeed's ZeRO stage; by default no DeepSpeed, or stage 1 under tensor parallelism."""
+    fsdp: bool = False
+    """Split parameters, gradients and optimizer state by torch's FSDP2 instead."""
     sequence_parallel: bool = False
     """Also split norms, dropouts and residuals along the sequence."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -124,6 +126,7 @@ class EstimateArguments:
             data_parallel_size=self.data_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             zero_stage=self.zero_stage,
+            fsdp=self.fsdp,
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
             precision=self.precision,

@@ -18,6 +18,7 @@ from ..checkpoint.hub import find_config_folder
 from ..checkpoint.stored_tensor import StoredTensor
 from ..files.strict_json import read_folder_json
 from ..mpu import ParallelMesh, initialize, materialize
+from ..mpu.initialization import Receive
 from .config import ModelConfig
 from .family_table import architectures, family, find_family, list_families, presets
 from .loading_options import LoadingOptions, change_config, note_attention, read_device, read_dtype
@@ -214,7 +215,8 @@ def from_config(
             path, or a configuration object of transformers.
         mesh: The mesh over whose tensor-parallel ranks the model is split.
         device: Where the parameters are. "meta" gives parameters with their `.shard` but without
-            storage.
+            storage; `Trainer` with env_type="fsdp" initializes them when it has split them, so that
+            no rank ever has the whole model.
         dtype, torch_dtype: The type of the parameters; by default PyTorch's default type.
         seed: Determines the weights together with the parameters' names, independently of the mesh.
         parallel_config: How the model runs.
@@ -233,4 +235,10 @@ def from_config(
     if place.type != "meta":
         materialize(model, place, read_dtype(dtype, torch_dtype))
         initialize(model, model.initialize_parameter, seed, mesh)
+        return model
+
+    def fill(receive: Receive) -> None:
+        initialize(model, model.initialize_parameter, seed, mesh, receive=receive)
+
+    model.fill_parameters = fill
     return model

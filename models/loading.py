@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,7 @@ from ..mpu import (
     ParallelMesh,
     VocabParallelHead,
     any_rank,
+    assign_dropout_sites,
     draw_model_seed,
     gather_from_tp,
     initialize,
@@ -29,6 +31,7 @@ from ..mpu import (
     tp_rank,
     tp_size,
 )
+from ..mpu.initialization import Receive
 from .auto import as_config, build_on_meta, from_config
 from .config import ModelConfig
 from .family_table import family, find_architecture
@@ -77,6 +80,9 @@ def from_pretrained(
     **options: Any,
 ) -> Any:
     """Loads the model of a checkpoint folder; under a mesh, this rank's part of it.
+
+    On `device="meta"` nothing is read yet: `Trainer` with env_type="fsdp" reads the weights when it
+    has split the model, so that no rank ever has the whole of it.
 
     The model is in evaluation mode, as transformers returns it. A rank reads its part of each split
     tensor and an equal share of each replicated tensor; the ranks then exchange their shares. So
@@ -148,8 +154,9 @@ def from_pretrained(
 
     # A stored head is first loaded into a parameter of its own; _tie_equal ties it when both are in
     # memory. No stage of a pipeline may have both, so there the stored bytes decide.
-    holds_all_stages = mesh is None or mesh.pp_size == 1
-    compare = _keep_apart if holds_all_stages else None
+    # Nor is there a whole head to compare on the meta device.
+    holds_all = (mesh is None or mesh.pp_size == 1) and place.type != "meta"
+    compare = _keep_apart if holds_all else None
     settings = read_model_config(checkpoint, given, compare, chosen, change)
     with config_errors():
         model: Any = build_on_meta(settings, mesh, parallel_config, architecture)
@@ -178,19 +185,29 @@ def from_pretrained(
                 for part in placement.slices()
             }
         )
-    materialize(model, place, wanted_dtype)
-    _load(model, mapped, mesh)
-    if holds_all_stages:
-        _tie_equal(model, mapped, mesh)
-    for name in new:
-        module_seed = 1234 if seed is None else seed
-        initialize(
-            model.get_submodule(name), model.initialize_parameter, module_seed, mesh, prefix=name
+
+    def fill(receive: Receive | None = None) -> None:
+        _load(model, mapped, mesh, receive)
+        if holds_all:
+            _tie_equal(model, mapped, mesh)
+        fill_from_seed = partial(
+            initialize, fill=model.initialize_parameter, mesh=mesh, receive=receive
         )
-    if fresh:
-        head_seed = draw_model_seed(mesh) if seed is None else seed
-        initialize(model, model.initialize_parameter, head_seed, mesh, only=fresh)
-        _warn_of_fresh(native, folder, missing, mismatched, mesh)
+        for name in new:
+            module_seed = 1234 if seed is None else seed
+            fill_from_seed(model.get_submodule(name), seed=module_seed, prefix=name)
+        if fresh:
+            head_seed = draw_model_seed(mesh) if seed is None else seed
+            fill_from_seed(model, seed=head_seed, only=fresh)
+            _warn_of_fresh(native, folder, missing, mismatched, mesh)
+
+    if place.type == "meta":
+        model.to(wanted_dtype)
+        assign_dropout_sites(model)
+        model.fill_parameters = fill
+    else:
+        materialize(model, place, wanted_dtype)
+        fill()
 
     # transformers has these names too. The trainer finds the tokenizer in that folder.
     model.name_or_path = str(folder)
@@ -379,8 +396,17 @@ def _promote(dtypes: set[torch.dtype]) -> torch.dtype:
 
 
 @torch.no_grad()
-def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None) -> None:
+def _load(
+    model: nn.Module,
+    mapped: MappedCheckpoint,
+    mesh: ParallelMesh | None,
+    receive: Receive | None = None,
+) -> None:
     """Reads this rank's parameters. Collective over a replica of the model.
+
+    Args:
+        receive: Gets the values, one parameter after another; by default they are read into the
+            parameters.
 
     Raises ValueError on every rank if one of them cannot read its part.
     """
@@ -403,8 +429,12 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
                 spec = specs[name]
                 if spec.shard is None:
                     shares[name] = _read_share(reader, placement, parameters[name], rank, size)
-                else:
+                elif receive is None:
                     reader.fill(placement, spec.ranges(rank, size), parameters[name])
+                else:
+                    part = torch.zeros(parameters[name].shape, dtype=parameters[name].dtype)
+                    reader.fill(placement, spec.ranges(rank, size), part)
+                    receive(name, part)
                 if not mapped.digests:
                     _check_copies(reader, other_reader, placement, spec, rank, size)
     except (OSError, ValueError) as error:
@@ -418,7 +448,11 @@ def _load(model: nn.Module, mapped: MappedCheckpoint, mesh: ParallelMesh | None)
     for name, share in shares.items():
         parameter = parameters[name]
         whole = gather_from_tp(share.to(exchange_device), mesh, dim=0)
-        parameter.copy_(whole[: parameter.numel()].view(parameter.shape))
+        value = whole[: parameter.numel()].view(parameter.shape)
+        if receive is None:
+            parameter.copy_(value)
+        else:
+            receive(name, value)
 
 
 def _check_digests(

@@ -17,6 +17,8 @@ from .dropout import assign_dropout_sites
 from .mesh import ParallelMesh, axis_ranks, axis_sizes
 
 Fill = Callable[[str, Tensor, torch.Generator], None]
+# (a parameter's name, this rank's part of its value): sets it where it is kept.
+Receive = Callable[[str, Tensor], None]
 
 
 def materialize(
@@ -95,6 +97,7 @@ def initialize(
     mesh: ParallelMesh | None = None,
     prefix: str = "",
     only: Collection[str] | None = None,
+    receive: Receive | None = None,
 ) -> None:
     """Initializes every parameter with its part of a full value that depends only on (seed, name).
 
@@ -107,6 +110,7 @@ def initialize(
             values.
         prefix: For a pipeline stage, the prefix that its modules have in the whole model.
         only: The names of the parameters to initialize; by default all.
+        receive: Gets the values; by default they are copied into the parameters.
 
     Raises:
         ValueError: `fill` leaves a value unset.
@@ -125,5 +129,9 @@ def initialize(
         fill(name, full, torch.Generator().manual_seed(parameter_seed(seed, name)))
         if full.isnan().any():
             raise ValueError(f"fill left values of {name!r} unset")
-        parameter.copy_(full if shard is None else shard.slice(full, ranks, sizes))
+        part = full if shard is None else shard.slice(full, ranks, sizes)
+        if receive is None:
+            parameter.copy_(part)
+        else:
+            receive(own_name, part)
     assign_dropout_sites(model, prefix)

@@ -80,7 +80,9 @@ def _is_milder(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 def _build_ladders(config: ModelConfig, job: Job) -> list[Ladder]:
     stronger_recompute = RECOMPUTE[RECOMPUTE.index(job.recompute) + 1 :]
-    zero_stages = range((job.stage or 0) + 1, 4) if job.data_parallel_size > 1 else ()
+    zero_stages = (
+        range((job.stage or 0) + 1, 4) if job.data_parallel_size > 1 and not job.fsdp else ()
+    )
     batch = job.micro_batch_size
     smaller_batches = [size for size in reversed(divisors(batch)) if size < batch]
     widest = min(largest_size(unsplit_on_meta(config)), find_cluster("a100").node_size)

@@ -28,6 +28,7 @@ from ..models.loading import check_pretrained, missing_modules
 from ..models.lora import merge_lora
 from ..trainer.checkpointing.extra_files import read_extra_files
 from ..trainer.checkpointing.snapshot import write_model
+from ..trainer.environments import ENVIRONMENTS
 from ..trainer.estimate import Job, estimate_stages
 from ..trainer.estimate.tables import stage_table
 from ..trainer.launch.rank_info import RankInfo
@@ -263,6 +264,9 @@ class Pretraining:
             ),
         }
         adapts = arguments.lora_rank or arguments.adapter is not None
+        if ENVIRONMENTS[arguments.env_type].uses_fsdp and not adapts:
+            # The trainer reads the weights when it has split the model.
+            options["device"] = "meta"
         # The trainer itself loads the checkpoint that a run resumes from; of LoRA, the adapter.
         loaded_by_trainer = self.first_step and not adapts
         if weights is None or loaded_by_trainer:

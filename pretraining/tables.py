@@ -20,6 +20,7 @@ from ..models.auto import build_on_meta
 from ..models.config import ModelConfig
 from ..models.sizes import compute_uneven_work, parameter_sizes
 from ..trainer.engines.deepspeed_config import zero_stage
+from ..trainer.environments import ENVIRONMENTS
 from ..trainer.estimate import Job, choose_blocks, estimate_stages
 from ..trainer.estimate.tables import stage_table
 from ..trainer.launch.launch import count_processes
@@ -162,6 +163,7 @@ def estimated_job(
         data_parallel_size=dp_size,
         pipeline_parallel_size=arguments.pipeline_parallel_size,
         zero_stage=cast(Any, zero_stage(arguments)) if deepspeed else None,
+        fsdp=ENVIRONMENTS[arguments.env_type].uses_fsdp,
         sequence_parallel=arguments.sequence_parallel,
         recompute=arguments.recompute,
         precision=arguments.precision,

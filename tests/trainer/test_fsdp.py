@@ -9,7 +9,7 @@ import pytest
 import torch
 from every_case import by_turns, every_day
 from tiny_models import tiny
-from training import Pairs, losses, native_t5, on_ranks
+from training import Pairs, losses, native_t5, on_ranks, run_training
 
 from shardzoo.trainer import TrainingArguments
 
@@ -190,6 +190,42 @@ def test_evaluations_are_the_same_where_a_rank_has_no_samples_left(run_mesh, tmp
             assert steps[1][name] == pytest.approx(whole[1][name], rel=1e-5)
 
 
+def build_on_meta(mesh, folder=None):
+    import shardzoo
+    from shardzoo.models import from_config
+
+    if folder is None:
+        model = from_config(tiny("t5", layers=2), mesh, device="meta")
+    else:
+        model = shardzoo.from_pretrained(folder, mesh, device="meta").train()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return model
+
+
+def build_from(mesh, folder):
+    import shardzoo
+
+    return shardzoo.from_pretrained(folder, mesh).train()
+
+
+def test_weights_are_made_and_read_where_they_are_kept(run_mesh, tmp_path):
+    """Of a model on the meta device, each rank gets its own rows only, one parameter after another."""
+    [(whole, _)] = train(run_mesh, tmp_path / "one", env_type="pytorch")
+    for steps, _ in train(run_mesh, tmp_path / "made", 1, 2, model=build_on_meta):
+        assert_same(steps, whole)
+    folder = tmp_path / "one" / "checkpoints" / "step-000004"
+    loads = {"model": partial(build_from, folder=folder)}
+    [(whole, _)] = train(run_mesh, tmp_path / "again", env_type="pytorch", **loads)
+    reads = {"model": partial(build_on_meta, folder=folder)}
+    for steps, _ in train(run_mesh, tmp_path / "read", 2, 1, **reads):
+        assert_same(steps, whole)
+
+
+def test_other_engines_refuse_a_model_without_weights(tmp_path):
+    with pytest.raises(ValueError, match="only env_type='fsdp' gives it"):
+        run_training(None, tmp_path, model=build_on_meta(None), data=Samples())
+
+
 def one_block(mesh):
     from shardzoo.models import from_config
 
@@ -235,3 +271,64 @@ def test_what_does_not_work_is_refused(arguments, message):
 def test_replicas_must_divide_the_ranks(run_mesh, tmp_path):
     with pytest.raises(AssertionError, match="fsdp_replicas=2 must divide the 3 data-parallel"):
         train(run_mesh, tmp_path, 1, 3, fsdp_replicas=2)
+
+
+WIDTH = 128
+DEEP = {
+    "model_type": "gpt2", "n_embd": WIDTH, "n_head": 4, "n_layer": 12, "vocab_size": 97, "n_positions": 16,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+
+
+def measure_memory(mesh):
+    """Returns bytes: of all parameters and of a block, those a rank keeps, and two peaks above them."""
+    from memory import peak_of
+
+    from shardzoo.models import from_config
+    from shardzoo.mpu import dropout_state
+    from shardzoo.trainer.engines.factory import make_engine, shard_model
+    from shardzoo.trainer.engines.optimizers import make_optimizer
+    from shardzoo.trainer.engines.precision import prepare_model
+    from shardzoo.trainer.launch.ranks import Ranks
+
+    arguments = TrainingArguments(env_type="fsdp", train_steps=1)
+    ranks = Ranks(mesh)
+    model = from_config(DEEP, mesh, device="meta").train()
+    total = 4 * sum(parameter.numel() for parameter in model.parameters())
+    block = 4 * sum(p.numel() for n, p in model.named_parameters() if ".0." in n)
+    prepare_model(model, torch.device("cpu"), arguments, ranks)
+    made = []
+    at_start = peak_of(lambda: made.append(shard_model(model, arguments, ranks, None)))
+    [sharded] = made
+    optimizer = make_optimizer(model, arguments)
+    engine = make_engine(model, optimizer, arguments, ranks, sharded)
+    ids = torch.arange(3, 11).view(1, -1)
+
+    def step() -> None:
+        dropout_state.set(1, 0)
+        engine.forward_backward(lambda _: engine.model(input_ids=ids, labels=ids).loss, 1)
+        engine.step()
+
+    step()
+    own = sum(part.local.nbytes for part in sharded.parameters)
+    states = 0
+    for state in optimizer.state.values():
+        states += sum(value.nbytes for value in state.values() if value.dim())
+    peak = peak_of(step)
+    engine.close(whole=False)
+    return total, block, own, states, at_start, peak
+
+
+def test_a_rank_needs_its_share_and_a_block(run_mesh):
+    """Parameters, gradients and AdamW's states, of 12 blocks on 4 ranks, in fp32."""
+    for total, block, own, states, at_start, peak in run_mesh(1, measure_memory, data=4):
+        # Of the block that runs: its parameters, their gradients, and the buffers of the exchange.
+        assert own + states + peak <= 1.1 * 4 * total / 4 + 4 * block, (
+            total,
+            block,
+            own,
+            states,
+            peak,
+        )
+        # A parameter is drawn at a time.
+        assert at_start <= 1.1 * total / 4 + block, (total, block, at_start)

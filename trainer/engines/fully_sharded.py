@@ -119,11 +119,20 @@ class ShardedModel:
                 mesh_dim_names=("replicate", "shard"),
             )
 
+        without_values = {name for name, p in model.named_parameters() if p.is_meta}
         before = dict(model.named_parameters())
         ties = _find_ties(model)
         _refuse_unsuitable(before)
         self._blocks = find_blocks(model)
         self._shard(device_mesh, arguments)
+        if without_values:
+            # Each rank gets storage for its own rows only.
+            device = torch.device("cpu")
+            if mesh.device_type != "cpu" and not arguments.offload_optimizer:
+                device = torch.device(mesh.device_type, torch.cuda.current_device())
+            model._apply(
+                lambda value: torch.empty_like(value, device=device) if value.is_meta else value
+            )
         if _find_ties(model) != ties:
             raise ValueError(
                 "env_type='fsdp' cannot split a parameter that a block shares with what is outside "
@@ -132,9 +141,33 @@ class ShardedModel:
 
         dtype = getattr(torch, PRECISIONS[arguments.precision].dtype)
         self.parameters = tuple(self._describe_parameters(before, dtype))
+        if without_values:
+            self._fill(without_values)
         if optimizer is not None:
             replaced = {before[part.name]: part.parameter for part in self.parameters}
             replace_parameters(optimizer, replaced)
+
+    def _fill(self, names: set[str]) -> None:
+        """Sets the values of a model that was made on the meta device, one parameter after
+        another.
+        """
+        fill: Any = getattr(self.module, "fill_parameters", None)
+        if fill is None:
+            raise ValueError(
+                "the model is on the meta device and does not know its weights; make it with "
+                "shardzoo.from_pretrained(path, mesh, device='meta') or from_config"
+            )
+        parts = {part.name: part for part in self.parameters}
+        filled: set[str] = set()
+
+        def receive(name: str, value: Tensor) -> None:
+            parts[name].fill(value)
+            filled.add(name)
+
+        fill(receive)
+        if names - filled:
+            missing = ", ".join(sorted(names - filled)[:MOST_NAMES])
+            raise ValueError(f"the model is on the meta device, and {missing} got no value")
 
     def _shard(self, device_mesh: DeviceMesh, arguments: TrainingArguments) -> None:
         """Splits each block, and then what is outside of the blocks."""

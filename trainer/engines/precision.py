@@ -62,11 +62,18 @@ def prepare_model(
         )
     dtype = DTYPES[arguments.precision]
     if ENVIRONMENTS[arguments.env_type].uses_fsdp:
-        # It rounds the parameters when it gathers them; what each rank keeps of them is fp32.
-        model.to(device, torch.float32)
+        # It rounds the parameters when it gathers them; what each rank keeps of them is fp32. A
+        # model without storage gets it when it is split.
+        is_on_meta = any(parameter.is_meta for parameter in model.parameters())
+        model.to(None if is_on_meta else device, torch.float32)
         for buffer in model.buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(dtype)
+    elif any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            "the model is on the meta device, so it has no weights; only env_type='fsdp' gives it "
+            "some"
+        )
     else:
         model.to(device, dtype)
     if arguments.recompute != "none":

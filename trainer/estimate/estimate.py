@@ -222,6 +222,8 @@ class EngineMemory:
 
 def engine_memory(model: ModelMemory, job: Job) -> EngineMemory:
     """Returns the memory of the engine that the trainer uses for the job."""
+    if job.fsdp:
+        return _fsdp_memory(model, job)
     if job.stage is None:
         return _torch_memory(model, job)
     if job.stage == 0:
@@ -248,6 +250,44 @@ def _torch_memory(model: ModelMemory, job: Job) -> EngineMemory:
         buffers=job.itemsize * trained if job.data_parallel_size > 1 else 0,  # DDP's buckets
         bucket=0,
         temporaries=FP32 * optimizer.count_temporaries(UpdatedTensors(groups, in_parts)),
+    )
+
+
+def _fsdp_memory(model: ModelMemory, job: Job) -> EngineMemory:
+    """Returns the memory of torch's FSDP2, which gathers a block at a time (Zhao et al. 2023,
+    arXiv:2304.11277).
+
+    What is outside of the blocks stays gathered, with its gradient, until the backward pass ends.
+    """
+    ranks = job.data_parallel_size
+    every = sum(size.local for size in model.parameters)
+    trained = sum(size.local for size in model.trained)
+    own = -(-trained // ranks)
+    in_blocks = 0
+    block = 0
+    for part in model.parts:
+        elements = sum(size.local for size in part.parameters)
+        in_blocks += elements
+        block = max(block, -(-elements // max(1, part.layers)))
+    outside = max(0, trained - in_blocks)
+    # A rank has fp32 rows; what is gathered has the precision of the forward pass. Of a block there
+    # are its parameters, their gradients, and the fp32 buffer in which these are exchanged.
+    gathered = job.itemsize * (2 * outside + 2 * block) + FP32 * block
+    optimizer = find_optimizer(job.optimizer)
+    groups = [[-(-size.local // ranks) for size in group] for group in _groups(model)]
+    largest = max((size.local for size in model.trained), default=0)
+    updated = UpdatedTensors(groups, in_parts=True, largest_parameter=largest)
+    accumulates = job.accumulation_steps > 1
+    return EngineMemory(
+        parameters=FP32 * -(-every // ranks),
+        masters=0,
+        states=state_bytes(optimizer, model.trained, own),
+        held=FP32 * own if accumulates else 0,
+        grown=0.0 if accumulates else FP32 * own / max(1, trained * job.itemsize),
+        stepped=FP32 * own,
+        buffers=0,
+        bucket=gathered,
+        temporaries=FP32 * optimizer.count_temporaries(updated),
     )
 
 

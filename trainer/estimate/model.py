@@ -299,6 +299,8 @@ class Job:
         accumulation_steps: Micro-batches for one optimizer step.
         zero_stage: DeepSpeed's ZeRO stage. None means no DeepSpeed. Under tensor or pipeline
             parallelism it means stage 1, or 0 for Adafactor and LAMB in fp32.
+        fsdp: Whether torch's FSDP2 splits parameters, gradients and optimizer state over the
+            data-parallel ranks.
         pipeline_blocks: Blocks of each pipeline stage; by default, equal numbers.
         precision: Precision of parameters, activations and gradients. The optimizer keeps fp32
             copies of 16-bit parameters.
@@ -315,6 +317,7 @@ class Job:
     pipeline_parallel_size: int = 1
     pipeline_blocks: tuple[int, ...] | None = None
     zero_stage: Literal[0, 1, 2, 3] | None = None
+    fsdp: bool = False
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     precision: PrecisionName = "bf16"
@@ -340,6 +343,8 @@ class Job:
                 f"lora_rank={self.lora_rank} must be 0 or more, and is estimated for one pipeline "
                 "stage only"
             )
+        if self.fsdp and (self.pipeline_parallel_size > 1 or self.zero_stage is not None):
+            raise ValueError("fsdp does not work with pipeline stages or a ZeRO stage")
         if self.pipeline_parallel_size > 1 and (self.stage or 0) > 1:
             raise ValueError(
                 f"ZeRO stage {self.stage} does not work with pipeline parallelism; use 0 or 1"
@@ -363,6 +368,8 @@ class Job:
     @property
     def stage(self) -> int | None:
         """The ZeRO stage, or None without DeepSpeed."""
+        if self.fsdp:
+            return None
         split = self.tensor_parallel_size * self.pipeline_parallel_size > 1
         if self.zero_stage is None and split:
             is_elementwise = find_optimizer(self.optimizer).is_elementwise
