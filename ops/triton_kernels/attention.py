@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from ..dropout_mask import dropout_threshold
 from ..registration import contiguous
@@ -590,13 +591,28 @@ TILES = {
         1024: SMALL,
     },
 }
+# Where they differ on sm_90 and later. With 64 keys or more, products are the instructions of a whole
+# group of warps (wgmma); with two stages, queries are copied while others are multiplied. On sm_80
+# these tiles would spill.
+HOPPER_TILES = {key_gradient: {128: TileShape(32, 64, 4, 2), 256: TileShape(16, 128, 8, 2)}}
 
 
 def choose_tile(kernel, q: torch.Tensor) -> TileShape:
     """Returns the tile of a kernel for heads like those of q."""
     bytes_of_row = triton.next_power_of_2(q.shape[3]) * q.itemsize
     size = max(bytes_of_row, 128) if q.itemsize == 2 else max(2 * bytes_of_row, 512)
-    return TILES[kernel][min(size, 1024)]
+    size = min(size, 1024)
+    hopper = HOPPER_TILES.get(kernel, {})
+    if size in hopper and _multiplies_by_warp_groups(q.device):
+        return hopper[size]
+    return TILES[kernel][size]
+
+
+def _multiplies_by_warp_groups(device: torch.device) -> bool:
+    """Returns whether the GPU that a kernel is compiled for has sm_90's matrix instructions."""
+    if _precision(device) == "interpreted":
+        return False
+    return driver.active.get_current_target().arch >= 90
 
 
 def _launch(kernel, tile, programs, tensors, strided, sizes, rules, causal):

@@ -73,7 +73,9 @@ def compile(self, grid):
             file.flush()
             printed = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True)
         usage = dict(re.findall(r"(REG|STACK|LOCAL):([0-9]+)", printed.stdout))
-        results.append([self.fn.__name__, *map(int, usage.values()), kernel.metadata.shared])
+        ptx = kernel.asm["ptx"]
+        counts = [ptx.count("wgmma.mma_async"), ptx.count("cp.async.c"), kernel.metadata.num_stages]
+        results.append([self.fn.__name__, *map(int, usage.values()), kernel.metadata.shared, counts, label])
     return launch
 
 triton.runtime.jit.KernelInterface.__getitem__ = compile
@@ -82,6 +84,7 @@ for arch, width, dtype, everything in json.loads(sys.argv[1]):
         get_current_device=lambda: arch, get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", arch, 32)))
     q = torch.zeros(2, 4, 512, width, dtype=getattr(torch, dtype))
+    label = [arch, width, dtype]
     lse, number, bias = torch.zeros(2, 4, 512), torch.zeros(2, dtype=torch.int64), q.new_zeros(4, 1023)
     rules = (None,) * 5 + (0.125, False, 0.0, 0, 0)
     if everything:
@@ -92,7 +95,7 @@ print(json.dumps(results))
 """
 ATTENTION = [(arch, 64, "bfloat16", True) for arch in (80, 90)] + [
     (arch, width, dtype, everything) for arch in (80, 90) for width, dtype in [
-        (64, "float16"), (80, "bfloat16"), (256, "bfloat16")] for everything in (False, True)
+        (64, "float16"), (80, "bfloat16"), (128, "bfloat16"), (256, "bfloat16")] for everything in (False, True)
 ]  # fmt: skip
 MODULES = {"softmax": 4, "norm": 4, "activation": 8, "dropout": 4, "cross_entropy": 4}
 
@@ -126,6 +129,11 @@ def test_attention_keeps_its_tiles_in_registers(tmp_path):
         "bias_gradient",
     }
     assert len(built) == sum(4 if everything else 3 for *_, everything in ATTENTION)
-    for kernel, registers, stack, local, shared in built:
+    for kernel, registers, stack, local, shared, counts, (arch, width, dtype) in built:
         assert (stack, local) == (0, 0), (kernel, registers)
         assert shared <= SHARED, kernel
+        if kernel == "key_gradient" and arch == 90 and width <= 128 and dtype != "float32":
+            products, copies, stages = counts
+            assert products >= 4, (width, dtype)  # of whole groups of warps
+            assert copies > 0, (width, dtype)  # while others are multiplied
+            assert stages >= 2, (width, dtype)
