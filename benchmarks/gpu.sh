@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# What a GPU alone can show, in two calls of under nine minutes each (docs/gpu.md):
+# What a GPU alone can show (docs/gpu.md): the most in one call of under eight minutes, and what failed in three more;
+# or everything in two calls of under nine minutes each.
 #
+#   benchmarks/gpu.sh first      [--output FOLDER] [--parts NAME ...]
+#   benchmarks/gpu.sh repair     [--output FOLDER] [--parts NAME ...]
 #   benchmarks/gpu.sh prove      [--output FOLDER] [--parts NAME ...]
 #   benchmarks/gpu.sh measure    [--output FOLDER] [--parts NAME ...]
 #

@@ -59,7 +59,7 @@ def report(folder: Path, call: str) -> dict:
 
 @pytest.mark.before_release
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("call", ["prove", "measure"])
+@pytest.mark.parametrize("call", ["prove", "measure", "first"])
 def test_a_dry_run_passes_and_reports(call, tmp_path):
     done = subprocess.run(
         [SCRIPT, call, "--dry-run", "--output", str(tmp_path)], capture_output=True, text=True,
@@ -70,7 +70,11 @@ def test_a_dry_run_passes_and_reports(call, tmp_path):
     assert {part["outcome"] for part in found["parts"]} == {"passed"}
     page = (tmp_path / f"{call}.md").read_text()
     assert f"torch {torch.__version__}" in page
-    if call == "measure":
+    if call == "first":
+        assert "| device, fp32 | CPU | 20 |" in page
+        assert "| shardzoo, compiled blocks | as published |" in page
+        assert page.count("| transformers, SDPA | none |") == 9
+    elif call == "measure":
         assert "| rms_norm | 8 × 32 |" in page
         assert "| shardzoo | none |" in page
         assert "| shardzoo's trainer | as published |" in page
@@ -100,10 +104,50 @@ def test_the_commands_of_gpu_md(tmp_path):
 def test_a_call_takes_less_than_nine_minutes(gpu):
     parts = gpu("parts")
     assert parts.LONGEST_CALL == 540
-    for call in parts.CALLS.values():
-        found = call(Path())
+    for name in ("prove", "measure"):
+        found = parts.CALLS[name](Path())
         assert sum(part.seconds for part in found) + parts.PREPARATION < parts.LONGEST_CALL
         assert len({part.name for part in found}) == len(found)
+
+
+def test_the_first_call_takes_less_than_eight(gpu):
+    parts = gpu("parts")
+    found = parts.first(Path())
+    assert sum(part.seconds for part in found) + parts.WARM_PREPARATION <= 470
+    assert parts.LIMITS == {"first": 470, "repair": 180}
+    assert len({part.name for part in found}) == len(found)
+
+
+def test_a_repair_runs_what_did_not_pass(gpu, tmp_path, monkeypatch, capsys):
+    """In copies of a warm process, each in a group of its own."""
+    run, parts = gpu("run"), gpu("parts")
+    (tmp_path / "first.json").write_text(
+        json.dumps({"parts": [{"part": "good", "outcome": "passed"}, {"part": "bad", "outcome": "failed (1)"},
+                              {"part": "late", "outcome": "not run: the call's time is over"}]})
+    )  # fmt: skip
+    code = f"{SLEEP}import os; print('in', os.getcwd(), flush=True); raise SystemExit(3)"
+    found = [
+        parts.Part("good", 60, ["-c", "raise SystemExit(1)"], []),
+        parts.Part("bad", 60, ["-c", code], []),
+        parts.Part("late", 2, ["-c", "import time; time.sleep(60)"], []),
+    ]
+    monkeypatch.setitem(run.CALLS, "first", lambda _: found)
+    monkeypatch.setattr(run, "prepare", lambda *_: "")
+    monkeypatch.setattr(gpu("warm"), "PRELOADED", [])
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert run.main(["repair", "--output", str(tmp_path)]) == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    outcomes = {one["part"]: one["outcome"] for one in report(tmp_path, "repair")["parts"]}
+    assert outcomes == {"bad": "failed (3)", "late": "ended after 2 s"}
+    assert f"   | in {ROOT}" in capsys.readouterr().out
+
+
+def test_a_repair_without_a_first_call_says_so(gpu, tmp_path):
+    with pytest.raises(SystemExit, match=r"first.json does not exist: a repair follows"):
+        gpu("run").main(["repair", "--output", str(tmp_path)])
 
 
 def test_a_part_that_fails_or_hangs_does_not_stop_the_others(gpu, machine, tmp_path, capsys):

@@ -74,11 +74,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--tiny", action="store_true", help="one architecture, in this process")
+    parser.add_argument("--quick", action="store_true", help="one architecture of each family")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     families = {name: family for name, (family, _) in load_rows().items()}
     first = {family: name for name, family in reversed(families.items())}
     names = [name for name in families if not options.tiny or name in TINY]
+    if options.quick:
+        names = [name for name in names if options.tiny or first[families[name]] == name]
     # Those that are compared in bf16 take longest.
     names.sort(key=lambda name: first[families[name]] != name)
     began, rows, wrong = time.monotonic(), dict[str, list[str]](), 0

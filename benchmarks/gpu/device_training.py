@@ -14,10 +14,13 @@ import json
 import subprocess
 import sys
 import tempfile
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from packages import DEEPSPEED, describe, missing
 from report import save, table
 from train_run import train
@@ -100,10 +103,29 @@ def started(tiny: bool, folder: Path, **arguments: Any) -> Losses:
     return {int(step): loss for step, loss in json.loads(file.read_text()).items()}
 
 
+def count_waits(tiny: bool, folder: Path, **arguments: Any) -> float:
+    """Returns how often the host waited for the GPU in a step of the trainer, and prints where."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            losses = train(tiny, folder, log_interval=100, **arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [
+        warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)
+    ]
+    places = Counter(f"{warning.filename}:{warning.lineno}" for warning in waits)
+    for place, count in places.most_common():
+        print(f"{count} waits at {place}", flush=True)
+    return len(waits) / max(20, len(losses))
+
+
 def options_of(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--tiny", action="store_true", help="a tiny model")
+    parser.add_argument("--quick", action="store_true", help="fewer runs, in this process alone")
     parser.add_argument("--json", type=Path, required=True)
     return parser.parse_args()
 
@@ -130,12 +152,22 @@ def main() -> int:
             rest = train(tiny, folder / f"rest-{precision}", load_dir=str(half), **settings)
             comparison.add(run, "uninterrupted", rest, whole, 0.0)
 
+        def waits(run: str) -> None:
+            count = count_waits(tiny, folder / "waits", **device)
+            allowed = 1.5  # one a step, and those of the first and the last one
+            verdict = "same" if count <= allowed else "DIFFERENT"
+            comparison.note(run, "one a step", "20", f"{count:.2f}", f"{allowed}", "", verdict)
+            comparison.wrong |= count > allowed
+
         comparison.attempt("device, fp32", on_device)
-        for precision in ("fp32", "bf16"):
+        if options.device == "cuda":
+            comparison.attempt("waits of a step", waits)
+        for precision in ("bf16",) if options.quick else ("fp32", "bf16"):
             comparison.attempt(
                 f"resumed, {precision}", lambda run, precision=precision: resumed(precision, run)
             )
-        comparison.attempt("ZeRO 1, fp32", zero)
+        if not options.quick:
+            comparison.attempt("ZeRO 1, fp32", zero)
     return int(comparison.wrong)
 
 

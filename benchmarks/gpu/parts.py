@@ -1,4 +1,4 @@
-"""The parts of the two calls of benchmarks/gpu.sh: their commands, time limits and packages, and their dry runs."""
+"""The parts of the calls of benchmarks/gpu.sh: their commands, time limits and packages, and their dry runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from packages import BUILD, COMMANDS, missing
 
 LONGEST_CALL = 9 * 60  # seconds
 PREPARATION = 35  # of them: packages, and the machine's facts
+# A GPU that is lent for 15 minutes in all is asked in one call, and then for what failed.
+LONGEST_FIRST = 470
+LONGEST_REPAIR = 180
+WARM_PREPARATION = 20
 MODELS = ("gpt2-medium", "bert-large", "t5-large", "gpt2-xl")
+STEPS = (
+    ("gpt2-medium", 35), ("bert-large", 25), ("t5-large", 30), ("gpt2-xl", 30), ("llama-1b", 25), ("libai", 20),
+    ("nanot5", 20), ("gpt2-64", 10), ("t5-64", 10),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,4 +126,49 @@ def measure(out: Path) -> list[Part]:
     ]  # fmt: skip
 
 
-CALLS = {"prove": prove, "measure": measure}
+def first(out: Path) -> list[Part]:
+    """Returns the parts of the one call that answers the most with the least time, in the order of their weight.
+
+    Nothing is built: the library that was carried is used as it is. Each part is short enough that
+    all of them end in time; what a part has measured is written after each of its rows.
+    """
+    workers = [] if missing(["xdist"]) else ["-n", "12"]
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/test_gpu.py"]
+    chosen = "cuda or attention or reproducible or (triton and (40x130 or 64x4096))"
+    rows = [
+        "layer_norm",
+        "rms_norm",
+        "bias_gelu",
+        "swiglu",
+        "bias_dropout_residual",
+        "cross_entropy",
+    ]
+    attended = ["--op", "attention", "attention_causal", "attention_bias"]
+    quick = ("--quick",)
+    return [
+        Part(
+            "operators", 70, [*tests, *workers, "-k", chosen], [*tests, "-k", "fp64 and rms_norm and float32 and cpp"],
+            dry_environment={"SHARDZOO_TEST_DEVICE": "cpu"},
+        ),
+        script("families", 45, out, *quick, file="device_parity"),
+        script("training", 35, out, *quick, file="device_training"),
+        kernels(
+            "kernels", 25, out,
+            ["--op", *rows, "--shape", "8192x768", "8192x4096", "--no-compile", "--repetitions", "7"],
+            ["--op", "rms_norm", "--shape", "8x32"],
+        ),
+        kernels(
+            "attention", 50, out, [*attended, "--length", "1024", "4096", "--repetitions", "5", "--no-compile"],
+            [*attended, "--length", "8", "--scale", "0.001"], "",
+        ),
+        *(
+            script(f"steps_{name}", seconds, out, "--model", name, *quick, file="steps")
+            for name, seconds in STEPS
+        ),
+        script("compiled_blocks", 20, out, "--model", "gpt2-medium", "--compiled", file="steps"),
+    ]  # fmt: skip
+
+
+CALLS = {"prove": prove, "measure": measure, "first": first}
+WARM_CALLS = ("first", "repair")
+LIMITS = {"first": LONGEST_FIRST, "repair": LONGEST_REPAIR}

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from packages import ALL, REQUIRED, describe, install, missing
-from parts import CALLS, LONGEST_CALL, Part
+from parts import CALLS, LIMITS, LONGEST_CALL, WARM_CALLS, Part
 from report import Outcome, write
+from warm import WarmStart
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING_RUNS = 2
@@ -40,7 +41,9 @@ class Call:
             options.dry_run,
         )
         self.python = os.environ.get("PYTHON") or sys.executable
-        self.started, self.longest = time.monotonic(), DRY_CALL if self.dry else LONGEST_CALL
+        self.started = time.monotonic()
+        self.longest = DRY_CALL if self.dry else LIMITS.get(self.name, LONGEST_CALL)
+        self.warm = WarmStart(ROOT) if self.name in WARM_CALLS else None
         self.outcomes: list[Outcome] = []
         self.facts: dict[str, Any] = {}
         self.running: subprocess.Popen[bytes] | None = None
@@ -92,6 +95,8 @@ class Call:
         self, words: Sequence[str], environment: dict[str, str], limit: float, log: Any
     ) -> int | None:
         """Runs a program to its end; returns its exit code, or None if it had to be ended."""
+        if self.warm is not None:
+            return self.warm.run(words[1:], environment, limit, log)
         self.running = subprocess.Popen(
             words,
             cwd=ROOT,
@@ -110,6 +115,8 @@ class Call:
 
     def end_running(self) -> None:
         """Ends the running program and all that it has started."""
+        if self.warm is not None:
+            self.warm.end_running()
         process = self.running
         if process is None:
             return
@@ -171,17 +178,33 @@ def prepare(call: Call, site: Path) -> str:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu.sh", description=__doc__)
-    parser.add_argument("call", choices=tuple(CALLS))
+    parser.add_argument("call", choices=(*CALLS, "repair"))
     parser.add_argument(
         "--output", default=str(ROOT / "benchmarks/results/gpu"), help="folder of the report"
     )
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="only these parts")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, in tiny sizes")
     options = parser.parse_args(words)
-    known = [part.name for part in CALLS[options.call](Path())]
+    if options.call == "repair":
+        options.parts = options.parts or find_unfinished(Path(options.output))
+    known = [part.name for part in find_parts(options.call, Path())]
     if unknown := sorted(set(options.parts or ()) - set(known)):
         parser.error(f"there is no part {unknown[0]!r}; use {', '.join(known)}")
     return options
+
+
+def find_parts(call: str, files: Path) -> list[Part]:
+    """Returns the parts of a call; those of a repair are of the first call."""
+    return CALLS["first" if call == "repair" else call](files)
+
+
+def find_unfinished(folder: Path) -> list[str]:
+    """Returns the names of the parts that failed in the first call, or were not reached."""
+    path = folder / "first.json"
+    if not path.exists():
+        raise SystemExit(f"{path} does not exist: a repair follows benchmarks/gpu.sh first")
+    parts = json.loads(path.read_text())["parts"]
+    return [part["part"] for part in parts if part["outcome"] != "passed"]
 
 
 def stop(number: int, _: object) -> None:
@@ -205,8 +228,8 @@ def main(words: Sequence[str]) -> int:
             return NOTHING_RUNS
         chosen = [
             part
-            for part in CALLS[call.name](call.files)
-            if part.name in (options.parts or [part.name])
+            for part in find_parts(call.name, call.files)
+            if options.parts is None or part.name in options.parts
         ]
         try:
             for part in chosen:

@@ -49,6 +49,7 @@ MEMORY_COLUMNS = ("run", "measured GiB", "predicted GiB", "measured / predicted"
 # Relative, of the loss and of the gradient norm, in bf16 and in TF32, whose products have eight and eleven bits.
 LOSS_TOLERANCE, NORM_TOLERANCE = 2e-2, 5e-2
 WARM_UP, STEPS, ROUNDS = 2, 4, 3  # steps before, in and between the synchronizations that are timed
+TRAINED = ("gpt2-medium", "gpt2-xl")  # also by the trainer, in a quick measurement
 GIB = 1 << 30
 Step = Callable[[], tuple[Tensor, Tensor]]
 
@@ -64,7 +65,10 @@ class Enough(Exception):
 class Bench:
     """The device, the model and the table of its variants."""
 
-    def __init__(self, name: str, device: str, tiny: bool, path: Path) -> None:
+    def __init__(
+        self, name: str, device: str, tiny: bool, path: Path, *, quick: bool = False
+    ) -> None:
+        self.quick = quick
         whole = WORKLOADS[name]
         self.workload: Workload = whole.tiny() if tiny else whole
         self.name, self.device, self.tiny, self.path = name, device, tiny, path
@@ -154,6 +158,8 @@ class Bench:
 
     def time(self, variant: str, mode: str, step: Step, loss: float) -> None:
         steps, rounds = (1, 1) if self.tiny else (STEPS, ROUNDS)
+        if self.quick and not self.tiny:
+            steps, rounds = 2 * STEPS, 1
         for _ in range(WARM_UP):
             step()
         if self.device == "cuda":
@@ -216,6 +222,8 @@ def measure_theirs(bench: Bench, folder: str) -> None:
     model = build(bench.workload, bench.config, bench.device)
     model.save_pretrained(folder)
     bench.measure("transformers, SDPA", model, nullcontext)
+    if bench.quick:
+        return
     if bench.device == "cuda" and importlib.util.find_spec("flash_attn"):
         model.set_attn_implementation("flash_attention_2")
         bench.measure("transformers, flash_attention_2", model, nullcontext)
@@ -235,9 +243,18 @@ def measure_ours(bench: Bench, folder: str) -> None:
     """Times the zoo's model of the same weights."""
     model = shardzoo.from_pretrained(folder, dtype=bench.workload.dtype).to(bench.device)
     bench.measure("shardzoo", model, nullcontext)
-    if bench.workload.compiled:
+    if bench.workload.compiled and not bench.quick:
         compile_model(model, backend_of(bench))
         bench.measure("shardzoo, compiled blocks", model, nullcontext)
+
+
+def measure_compiled_blocks(bench: Bench, folder: str) -> None:
+    """Times the zoo's model with compiled blocks alone, with and without dropout."""
+    model = build(bench.workload, bench.config, bench.device)
+    model.save_pretrained(folder)
+    ours = shardzoo.from_pretrained(folder, dtype=bench.workload.dtype).to(bench.device)
+    compile_model(ours, backend_of(bench))
+    bench.measure("shardzoo, compiled blocks", ours, nullcontext)
 
 
 def backend_of(bench: Bench) -> str:
@@ -308,16 +325,24 @@ def main() -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="a tiny model, and one step of each variant"
     )
+    parser.add_argument(
+        "--quick", action="store_true", help="each side as it comes, and the trainer of two models"
+    )
+    parser.add_argument("--compiled", action="store_true", help="only our compiled blocks")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    bench = Bench(options.model, options.device, options.tiny, options.json)
+    bench = Bench(options.model, options.device, options.tiny, options.json, quick=options.quick)
     torch.set_float32_matmul_precision("high" if bench.workload.tf32 else "highest")
     with tempfile.TemporaryDirectory() as folder:
+        if options.compiled:
+            bench.attempt("shardzoo", lambda: measure_compiled_blocks(bench, folder))
+            return int(bench.wrong)
         bench.attempt("transformers", lambda: measure_theirs(bench, folder))
         bench.attempt("shardzoo", lambda: measure_ours(bench, folder))
-        bench.attempt("shardzoo's trainer", lambda: measure_trainer(bench, folder))
+        if not options.quick or options.model in TRAINED:
+            bench.attempt("shardzoo's trainer", lambda: measure_trainer(bench, folder))
     return int(bench.wrong)
 
 

@@ -72,11 +72,30 @@ BERT = {
     "vocab_size": 99,
 }
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 99}
+LLAMA = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 99,
+    "head_dim": None,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 WORKLOADS = {
     "gpt2-medium": Workload("gpt2-medium", "AutoModelForCausalLM", 16, 1024, sizes=GPT2),
     "gpt2-xl": Workload("gpt2-xl", "AutoModelForCausalLM", 8, 1024, compiled=False, sizes=GPT2),
     "bert-large": Workload("bert-large-uncased", "AutoModelForMaskedLM", 32, 512, sizes=BERT),
     "t5-large": Workload("t5-large", "AutoModelForSeq2SeqLM", 16, 512, 128, sizes=T5),
+    "llama-1b": Workload("llama-3.2-1b", "AutoModelForCausalLM", 4, 2048, compiled=False, sizes=LLAMA),
+    "nanot5": Workload(
+        "t5-v1_1-base", "AutoModelForSeq2SeqLM", 128, 512, 128, compiled=False, sizes=T5,
+        note="nanoT5's workload, of which 229 samples/s on one A100, compiled, are published",
+    ),
+    # So few tokens that the host's time is all that counts.
+    "gpt2-64": Workload("gpt2", "AutoModelForCausalLM", 1, 64, compiled=False, sizes=GPT2),
+    "t5-64": Workload("t5-base", "AutoModelForSeq2SeqLM", 1, 64, 64, compiled=False, sizes=T5),
     "libai": Workload(
         "mt5-libai", "AutoModelForSeq2SeqLM", 16, 512, 128, masked=True, precision="fp32", tf32=True, compiled=False,
         note="LiBai's workload, of which 70 samples/s on one A100 are published", sizes=T5,

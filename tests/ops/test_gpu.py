@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 
 from shardzoo import ops
+from shardzoo.ops.registration import OPS
+
+ATTENTION_RULES = ("none", "causal", "mask", "prefix", "lengths", "bias", "dropout", "grouped")
+# In relation to the largest value; fp32 without TF32.
+ATTENTION_BOUNDS = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 
 
-@pytest.mark.parametrize("sizes", [(5, 37), (40, 130), (3, 64), (64, 4096), (2, 20000)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(5, 37), (40, 130), (3, 64), (64, 4096), (2, 20000)], ids="{0[0]}x{0[1]}".format
+)
 def test_gpu_matches_fp64(zoo, case_name, variant, dtype, sizes):
     """On a GPU: every case against the fp64 reference on the CPU. __expf costs a few more bits."""
     if variant == "triton" and dtype == torch.float64:
@@ -47,3 +57,62 @@ def test_gpu_offsets_beyond_two_to_the_31(zoo, variant):
 def test_tensors_on_two_devices(variant):
     with ops.kernels(variant), pytest.raises(ValueError, match="use one device"):
         ops.rms_norm(torch.ones(2, 4, device="cuda"), torch.ones(4), 1e-6)
+
+
+def list_attention_cases():
+    """Returns every rule at every length in each type; the widths of heads take turns."""
+    widths = itertools.cycle((64, 80, 128, 256))
+    shapes = itertools.product(
+        ATTENTION_RULES, ((64, 64), (129, 257), (1024, 1024)), ATTENTION_BOUNDS
+    )
+    return [(rule, lengths, dtype, next(widths)) for rule, lengths, dtype in shapes]
+
+
+@pytest.mark.parametrize(("rule", "lengths", "kind", "width"), list_attention_cases(), ids=str)
+def test_gpu_attention_matches_fp64(zoo, monkeypatch, rule, lengths, kind, width):
+    """The Triton kernels with their own tiles, into outputs that begin as NaN."""
+    for op in (OPS["attention"], OPS["attention_backward"]):
+        empty = op.allocate
+        monkeypatch.setattr(
+            op, "allocate", lambda *a, empty=empty: tuple(t.fill_(math.nan) for t in empty(*a))
+        )
+    generator = torch.Generator().manual_seed(width)
+    queries, keys = lengths
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(kind)
+
+    groups = 2 if rule == "grouped" else 4
+    tensors = {
+        "q": normal(2, 4, queries, width) * (8 / width) ** 0.5,
+        "k": normal(2, groups, keys, width),
+        "v": normal(2, groups, keys, width) / width**0.5,
+    }
+    if rule == "bias":
+        tensors["relative_bias"] = normal(4, queries + keys - 1)
+    grad = normal(2, 4, queries, width)
+    rules = {"causal": rule in ("causal", "prefix"), "dropout": 0.1 if rule == "dropout" else 0.0}
+    others = {}
+    if rule == "mask":
+        others["mask"] = torch.rand(2, 1, 1, keys, generator=generator) > 0.2
+    elif rule == "prefix":
+        others["prefix"] = torch.tensor([keys // 3, 0])
+    elif rule == "lengths":
+        others["key_lengths"] = torch.tensor([keys - 5, keys // 2])
+    elif rule == "dropout":
+        others["keys"] = ops.dropout_keys(3, 1, 2)
+
+    def compute(variant, device, dtype):
+        leaves = {
+            name: x.to(device, dtype).detach().requires_grad_() for name, x in tensors.items()
+        }
+        moved = {name: x.to(device) for name, x in others.items()}
+        with ops.kernels(variant):
+            out = ops.attention(**leaves, scale=0.3, **moved, **rules)
+            grads = torch.autograd.grad(out, list(leaves.values()), grad.to(device, dtype))
+        return [x.detach().cpu().double() for x in (out, *grads)]
+
+    expected = compute("reference", "cpu", torch.float64)
+    for value, wanted in zip(compute("triton", zoo.device, kind), expected, strict=True):
+        largest = max(1.0, wanted.abs().max().item())
+        assert (value - wanted).abs().max().item() <= ATTENTION_BOUNDS[kind] * largest
