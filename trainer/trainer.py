@@ -138,6 +138,9 @@ class Trainer:
         notice = deepspeed_notice(self.arguments.deepspeed_config, vars(self.arguments))
         if notice:
             self.console.print(notice)
+        idle = explain_idle_gpus(self.arguments, self.ranks.world_size, torch.cuda.device_count())
+        if idle:
+            self.console.print(idle)
         if given.unused:
             self.console.print(
                 f"env_type={self.arguments.env_type!r} does not use {', '.join(given.unused)}; "
@@ -568,6 +571,24 @@ def _resume_after_restart(arguments: TrainingArguments) -> TrainingArguments:
     if hasattr(arguments, "overwrite"):
         changes["overwrite"] = not is_saved
     return replace(arguments, **changes)
+
+
+def explain_idle_gpus(arguments: TrainingArguments, processes: int, gpus: int) -> str:
+    """Returns how a run would use the GPUs of this machine that it leaves idle; "" if it uses all.
+
+    Args:
+        processes: Those of the run.
+        gpus: Those of this machine.
+    """
+    if not gpus or arguments.num_nodes > 1:
+        return ""
+    if ENVIRONMENTS[arguments.env_type].is_one_process:
+        if arguments.pytorch_device == "cpu":
+            return "training on the CPU; pytorch_device='cuda' uses a GPU of this machine"
+        return ""
+    if processes >= gpus:
+        return ""
+    return f"training on {processes} of this machine's {gpus} GPUs; num_gpus={gpus} uses all"
 
 
 def _find_pad_token_id(model: nn.Module) -> int:

@@ -557,3 +557,16 @@ def test_a_file_in_the_folder_s_place_is_named(tmp_path):
     ):
         run_training(None, tmp_path / "other", tensorboard_dir=tmp_path / "run")
     assert (tmp_path / "run").read_text() == "here"
+
+
+def test_a_run_that_leaves_gpus_idle_says_so():
+    from shardzoo.trainer import TrainingArguments
+    from shardzoo.trainer.trainer import explain_idle_gpus
+
+    several = TrainingArguments(env_type="deepspeed")
+    assert "on 1 of this machine's 8 GPUs; num_gpus=8" in explain_idle_gpus(several, 1, 8)
+    assert explain_idle_gpus(several, 8, 8) == explain_idle_gpus(several, 2, 0) == ""
+    one = TrainingArguments()
+    assert "pytorch_device='cuda'" in explain_idle_gpus(one, 1, 1)
+    assert explain_idle_gpus(one, 1, 0) == ""
+    assert explain_idle_gpus(TrainingArguments(pytorch_device="cuda:1"), 1, 8) == ""
