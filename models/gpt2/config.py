@@ -68,10 +68,6 @@ class GPT2Config(HeadsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.add_cross_attention:
-            raise ValueError(
-                "GPT-2 is supported only without an encoder: add_cross_attention must be false"
-            )
         self.check_heads(self.n_embd, self.n_head)
         if self.architecture != "GPT2DoubleHeadsModel":
             return

@@ -23,6 +23,33 @@ NAME_MAP = NameMap(
             transpose=True,
         ),
         NameEntry("blocks.{i}.attention.output.bias", "transformer.h.{i}.attn.c_proj.bias"),
+        NameEntry("blocks.{i}.ln_cross.weight", "transformer.h.{i}.ln_cross_attn.weight"),
+        NameEntry("blocks.{i}.ln_cross.bias", "transformer.h.{i}.ln_cross_attn.bias"),
+        NameEntry(
+            "blocks.{i}.cross_attention.query.weight",
+            "transformer.h.{i}.crossattention.q_attn.weight",
+            transpose=True,
+        ),
+        NameEntry(
+            "blocks.{i}.cross_attention.query.bias", "transformer.h.{i}.crossattention.q_attn.bias"
+        ),
+        NameEntry(
+            "blocks.{i}.cross_attention.key_value.weight",
+            "transformer.h.{i}.crossattention.c_attn.weight",
+            transpose=True,
+        ),
+        NameEntry(
+            "blocks.{i}.cross_attention.key_value.bias",
+            "transformer.h.{i}.crossattention.c_attn.bias",
+        ),
+        NameEntry(
+            "blocks.{i}.cross_attention.output.weight",
+            "transformer.h.{i}.crossattention.c_proj.weight",
+            transpose=True,
+        ),
+        NameEntry(
+            "blocks.{i}.cross_attention.output.bias", "transformer.h.{i}.crossattention.c_proj.bias"
+        ),
         NameEntry("blocks.{i}.ln_2.weight", "transformer.h.{i}.ln_2.weight"),
         NameEntry("blocks.{i}.ln_2.bias", "transformer.h.{i}.ln_2.bias"),
         NameEntry("blocks.{i}.mlp.up.weight", "transformer.h.{i}.mlp.c_fc.weight", transpose=True),

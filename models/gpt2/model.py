@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from ...mpu import Dropout, LayerNorm, ParallelMesh, VocabParallelEmbedding, dropout_state
 from ..backbone import Backbone
-from ..blocks.attention import SelfAttention
+from ..blocks.attention import CrossAttention, SelfAttention
 from ..blocks.cache import Cache, LayerKVCache
 from ..blocks.embeddings import PositionEmbedding, check_positions, embed_tokens
-from ..blocks.masks import causal_mask, find_pieces, restart_positions
+from ..blocks.masks import causal_mask, find_pieces, key_mask, restart_positions
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.stack import BlockList
@@ -65,6 +65,19 @@ class GPT2Block(nn.Module):
             mesh=mesh,
             parallel_config=parallel_config,
         )
+        if config.add_cross_attention:
+            self.ln_cross = LayerNorm(size, eps, **shared)
+            self.cross_attention = CrossAttention(
+                size,
+                config.n_head,
+                scale=scale,
+                dropout=config.attn_pdrop,
+                mesh=mesh,
+                parallel_config=parallel_config,
+            )
+            self.cross_attention_dropout = residual_dropout(
+                config.resid_pdrop, mesh, parallel_config
+            )
         self.ln_2 = LayerNorm(size, eps, **shared)
         self.mlp = MLP(
             size,
@@ -77,10 +90,30 @@ class GPT2Block(nn.Module):
         self.attention_dropout = residual_dropout(config.resid_pdrop, mesh, parallel_config)
         self.mlp_dropout = residual_dropout(config.resid_pdrop, mesh, parallel_config)
 
-    def forward(self, x: Tensor, mask: Tensor | None, cache: LayerKVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        cache: LayerKVCache | None = None,
+        source: Tensor | None = None,
+        source_mask: Tensor | None = None,
+        source_cache: LayerKVCache | None = None,
+    ) -> Tensor:
+        """Returns [B, S, H].
+
+        Args:
+            x: [B, S, H].
+            source: An encoder's output [B, T, H]. For the other arguments see `SelfAttention` and
+                `CrossAttention`.
+        """
         y, x = self.ln_1(x, return_residual=True)
         y = self.attention(y, mask, causal=True, cache=cache)
-        y, x = add_and_norm(self.ln_2, self.attention_dropout, y, x)
+        dropout = self.attention_dropout
+        if source is not None:
+            y, x = add_and_norm(self.ln_cross, dropout, y, x)
+            y = self.cross_attention(y, source, source_mask, source_cache)
+            dropout = self.cross_attention_dropout
+        y, x = add_and_norm(self.ln_2, dropout, y, x)
         return self.mlp_dropout(self.mlp(y), x)
 
 
@@ -120,6 +153,10 @@ class GPT2Backbone(Backbone):
         )
         self.final_norm = LayerNorm(config.n_embd, config.layer_norm_epsilon, **shared)
 
+    @property
+    def attends_to_encoder(self) -> bool:
+        return self.config.add_cross_attention
+
     def run_backbone(
         self,
         input_ids: Tensor,
@@ -128,6 +165,8 @@ class GPT2Backbone(Backbone):
         token_type_ids: Tensor | None = None,
         cache: Cache | None = None,
         seq_idx: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
     ) -> BackboneOutput | StageOutput:
         """Runs the embeddings and blocks.
 
@@ -140,7 +179,16 @@ class GPT2Backbone(Backbone):
             cache: The keys and values of M earlier positions; not supported under sequence
                 parallelism.
             seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows.
+            encoder_hidden_states: [B, T, H], whole on each rank, which the blocks attend to.
+            encoder_attention_mask: [B, T], 0 for padding.
+
+        Raises:
+            ValueError: The configuration has no `add_cross_attention`.
         """
+        if encoder_hidden_states is not None and not self.config.add_cross_attention:
+            raise ValueError(
+                f"{type(self).__name__} takes encoder_hidden_states only with add_cross_attention"
+            )
         cached = 0 if cache is None else cache.length
         pieces = find_pieces(seq_idx, position_ids, attention_mask, cache is not None)
         if position_ids is None and pieces is not None:
@@ -148,10 +196,21 @@ class GPT2Backbone(Backbone):
         longest = cached + input_ids.shape[1] if pieces is None else 0  # of a piece unknown
         check_positions(position_ids, longest, self.config.n_positions)
         mask = causal_mask(attention_mask, input_ids.shape[1], pieces)
+        source = None
+        if encoder_hidden_states is not None:
+            source = self.scatter_hidden_states(encoder_hidden_states)
+        source_mask = key_mask(encoder_attention_mask)
+
+        def block_arguments(layer: int) -> tuple[Any, ...]:
+            if cache is None:
+                return (mask, None, source, source_mask)
+            source_cache = cache.sources[layer] if cache.sources else None
+            return (mask, cache.layers[layer], source, source_mask, source_cache)
+
         return self.run_stack(
             self.blocks,
             embed=lambda: self.embed(input_ids, position_ids, token_type_ids, cached),
-            block_arguments=lambda layer: (mask, cache and cache.layers[layer]),
+            block_arguments=block_arguments,
             final_norm=self.final_norm,
         )
 

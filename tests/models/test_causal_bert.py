@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import shardzoo
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
-CLASSES = ("BertLMHeadModel", "RobertaForCausalLM", "ElectraForCausalLM")
+CLASSES = ("BertLMHeadModel", "RobertaForCausalLM", "GPT2LMHeadModel", "ElectraForCausalLM")
 
 
 def make_ids(shape=(3, 7), seed=0):
@@ -47,7 +47,7 @@ def run(mesh, folder, inputs):
     return pytree.tree_map(lambda x: x.detach(), (found, source.grad))
 
 
-@pytest.mark.parametrize("architecture", by_turns(CLASSES, 3))
+@pytest.mark.parametrize("architecture", by_turns(CLASSES, 2))
 def test_cross_attention(architecture, run_mesh, tmp_path):
     changes = {"is_decoder": True, "add_cross_attention": True, "initializer_range": 0.3}
     theirs = hf_model(architecture, 0.0, attn_implementation="eager", **changes).eval()

@@ -246,7 +246,6 @@ def test_from_config_takes_every_form(tmp_path):
         ({"model_type": "gpt2", "n_embd": 25, "n_head": 2}, "n_embd=25 is not a multiple of n_head=2"),
         ({"model_type": "gpt2", "n_layer": 0}, "n_layer must be at least 1"),
         ({"model_type": "gpt2", "activation_function": "cosine"}, "activation_function must be one of gelu, "),
-        ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention"),
         ({"model_type": "t5", "feed_forward_proj": "double-gelu"}, "feed_forward_proj='double-gelu'"),
         ({"model_type": "t5", "relative_attention_num_buckets": 2}, "num_buckets must be at least 4"),
         ({"model_type": "t5", "num_decoder_layers": 0}, "decoder_layers must be at least 1"),
