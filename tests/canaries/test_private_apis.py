@@ -713,3 +713,27 @@ def test_the_restricted_unpickler_takes_our_storages():
         unpickler: Any = _weights_only_unpickler.Unpickler(io.BytesIO(saved_id), encoding="utf-8")
         unpickler.persistent_load = lambda saved: ("found", saved)
         assert unpickler.load() == ("found", ("storage", 1))
+
+
+def test_fsdp_can_be_taken_off_a_module():
+    with needed_by(
+        "trainer/engines/fully_sharded.py",
+        breaks="a model has FSDP's hooks after training, and cannot be trained or called alone",
+        remedy="remove what `fully_shard` now registers in `_remove_hooks`",
+    ):
+        from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+        from torch.distributed._composable_state import _module_state_mapping
+        from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+
+        assert REGISTRY_KEY != STATE_KEY
+        assert hasattr(_module_state_mapping, "pop")
+        for module, names in (
+            (_fsdp_state, ("_pre_forward_hook_handle", "_post_forward_hook_handle")),
+            (_fsdp_state, ("_fsdp_param_groups",)),
+            (_fsdp_param_group, ("_module_to_pre_save_state_dict_hook_handle", "fsdp_params")),
+            (_fsdp_param_group, ("_module_to_pre_load_state_dict_hook_handle",)),
+            (_fsdp_param, ("_post_load_hook_handle",)),
+        ):
+            source = inspect.getsource(module)
+            for name in names:
+                assert f"self.{name}" in source, name

@@ -8,8 +8,7 @@ ordinary parameter to `fully_shard`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -262,27 +261,6 @@ class ShardedModel:
         """Sets whether the next backward pass exchanges gradients."""
         root: Any = self.module
         root.set_requires_gradient_sync(enabled)
-
-    @contextmanager
-    def whole(self) -> Generator[None]:
-        """Keeps all parameters whole, so that forward passes run without the other ranks.
-
-        Collective at its beginning only.
-        """
-        modules = list(self._fsdp_modules())
-        flags = []
-        for module in modules:
-            state: Any = module._get_fsdp_state()
-            flags.append([group._reshard_after_forward for group in state._fsdp_param_groups])
-            module.set_reshard_after_forward(False, recurse=False)
-            module.unshard()
-        try:
-            yield
-        finally:
-            for module, groups in zip(modules, flags, strict=True):
-                for flag in groups:
-                    module.set_reshard_after_forward(flag, recurse=False)
-                module.reshard()
 
     def reshard(self) -> None:
         """Frees what a forward pass without a backward pass has left whole."""
