@@ -125,15 +125,15 @@ def write_bash(pages: Mapping[str, Mapping[str, HelpPage]]) -> str:
                 options.append(f'                {command}) words="{" ".join(found)}" ;;')
         if "" not in own:
             options.append(f'                {command}) words="{" ".join(own)}" ;;')
-    choices: list[str] = []
+    with_choices: list[str] = []
     for option, values in all_choices.items():
         if values:
-            choices.append(f'            {option}) words="{" ".join(sorted(values))}" ;;')
+            with_choices.append(f'            {option}) words="{" ".join(sorted(values))}" ;;')
     return BASH.format(
         commands=" ".join(pages),
         nested="\n".join(nested),
         options="\n".join(options),
-        choices="\n".join(choices),
+        choices="\n".join(with_choices),
     )
 
 
