@@ -143,6 +143,14 @@ from .qwen2 import (
     Qwen2ForTokenClassification,
     Qwen2Model,
 )
+from .qwen2_moe import (
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen2MoeForQuestionAnswering,
+    Qwen2MoeForSequenceClassification,
+    Qwen2MoeForTokenClassification,
+    Qwen2MoeModel,
+)
 from .qwen3 import (
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -316,6 +324,12 @@ __all__ = [
     "Qwen2ForSequenceClassification",
     "Qwen2ForTokenClassification",
     "Qwen2Model",
+    "Qwen2MoeConfig",
+    "Qwen2MoeForCausalLM",
+    "Qwen2MoeForQuestionAnswering",
+    "Qwen2MoeForSequenceClassification",
+    "Qwen2MoeForTokenClassification",
+    "Qwen2MoeModel",
     "Qwen3Config",
     "Qwen3ForCausalLM",
     "Qwen3ForQuestionAnswering",

@@ -40,7 +40,7 @@ MISSING: dict[str, tuple[str, str]] = {
     "phi": ("llama", "blocks with attention and MLP side by side"),
     "phi3": ("llama", "its tensors of stacked queries, keys, values and of stacked gate and up"),
     "prophetnet": ("bart", "n-gram prediction"),
-    "qwen2_moe": ("qwen3_moe", "an expert that computes every token"),
+    "olmoe": ("qwen3_moe", "norms over the queries and keys of all heads together"),
     "switch_transformers": ("t5", "a mixture of experts"),
     "xlm-roberta-xl": ("xlm-roberta", "norms before attention and MLP"),
     "xlnet": ("bert", "permuted attention with two streams"),

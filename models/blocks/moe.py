@@ -15,7 +15,7 @@ from ...ops import route_tokens
 from ..parallel_config import ParallelConfig, layer_arguments
 from .activation_functions import find_activation
 from .linear import ReplicatedLinear
-from .mlp import GATES, split_in_halves
+from .mlp import GATES, GatedMLP, split_in_halves
 
 
 class RouterRecord:
@@ -47,11 +47,15 @@ router_record = RouterRecord()
 class MixtureMLP(nn.Module):
     """The weighted sum of each token's k experts, which a linear router chooses.
 
+    A shared expert, which computes every token, may be added, times the sigmoid of a linear gate
+    (Qwen2-MoE).
+
     Args:
         inner_size: The width of each expert.
         experts: The number E of experts.
         top_k: The number of experts of a token.
         normalize: See `ops.route_tokens`.
+        shared_size: The inner width of the shared expert; 0 for none.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class MixtureMLP(nn.Module):
         experts: int,
         top_k: int,
         normalize: bool = True,
+        shared_size: int = 0,
         mesh: ParallelMesh | None = None,
         parallel_config: ParallelConfig,
     ) -> None:
@@ -75,6 +80,18 @@ class MixtureMLP(nn.Module):
         self.sequence_parallel = parallel_config.sequence_parallel
         self.router = ReplicatedLinear(hidden_size, experts, bias=False, **shared)
         self.experts = ParallelExperts(hidden_size, inner_size, experts, self.activate, **shared)
+        self.shared: GatedMLP | None = None
+        self.shared_gate: ReplicatedLinear | None = None
+        if shared_size:
+            self.shared = GatedMLP(
+                hidden_size,
+                shared_size,
+                activation,
+                fused=True,
+                mesh=mesh,
+                parallel_config=parallel_config,
+            )
+            self.shared_gate = ReplicatedLinear(hidden_size, 1, bias=False, **shared)
 
     def activate(self, projected: Tensor) -> Tensor:
         """[n, 2Fp] -> [n, Fp]"""
@@ -93,7 +110,10 @@ class MixtureMLP(nn.Module):
         if router_record.logits is not None:
             router_record.logits[self] = logits
         weights, experts = route_tokens(logits, self.top_k, normalize=self.normalize)
-        return self.experts(x, weights, experts)
+        y = self.experts(x, weights, experts)
+        if self.shared is None or self.shared_gate is None:
+            return y
+        return y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
 
 
 def balance_loss(

@@ -62,7 +62,7 @@ def name_map(
         renamed=((r"transformer\.(.*)", r"model.\1"), *renamed),  # question answering
         spelled=(
             (
-                r"(Llama|Qwen2|Qwen3|Qwen3Moe)ForQuestionAnswering",
+                r"(Llama|Qwen2|Qwen2Moe|Qwen3|Qwen3Moe)ForQuestionAnswering",
                 r"model\.(.*)",
                 r"transformer.\1",
             ),

@@ -46,6 +46,11 @@ class MixtureConfig(DecoderConfig):
         return self.intermediate_size
 
     @property
+    def shared_size(self) -> int:
+        """The inner width of the expert that computes every token; 0 for none."""
+        return 0
+
+    @property
     def normalizes_weights(self) -> bool:
         """Whether the weights of a token's experts are divided by their sum."""
         return True

@@ -18,7 +18,7 @@ def activations(config: MixtureConfig) -> Activations:
     [stack] = dense.stacks
     block = replace(
         stack.block,
-        feed_forward=config.expert_size * config.num_experts_per_tok,
+        feed_forward=config.expert_size * config.num_experts_per_tok + config.shared_size,
         routed=config.num_experts_per_tok,
     )
     return replace(dense, stacks=(replace(stack, block=block),))

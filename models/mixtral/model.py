@@ -8,6 +8,7 @@
 The configuration declares what differs between the families:
 
 - Mixtral: the weights of a token's experts are divided by their sum
+- Qwen2-MoE: a shared expert, which computes every token; biases of queries, keys and values
 - Qwen3-MoE: norms of queries and keys; some layers may have a single MLP
 """
 
@@ -45,6 +46,7 @@ class MixtralBlock(LlamaBlock):
             experts=config.expert_count,
             top_k=config.num_experts_per_tok,
             normalize=config.normalizes_weights,
+            shared_size=config.shared_size,
             mesh=mesh,
             parallel_config=parallel_config,
         )

@@ -11,8 +11,8 @@ from ..mixtral.config import ExpertCount, MixtureConfig
 
 
 @dataclass
-class Qwen3MoeConfig(MixtureConfig):
-    """The sizes and constants of a Qwen3-MoE.
+class QwenMixtureConfig(MixtureConfig):
+    """The sizes and constants that Qwen2-MoE and Qwen3-MoE share.
 
     Names, meanings and defaults are those of transformers.
 
@@ -24,29 +24,17 @@ class Qwen3MoeConfig(MixtureConfig):
         mlp_only_layers: Numbers of layers that have none.
     """
 
-    model_type: ClassVar[str] = "qwen3_moe"
-    attribute_map: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
-    qk_norm: ClassVar[bool] = True
-
     vocab_size: VocabSize = 151936
     hidden_size: Annotated[int, Range(1, 2**20)] = 2048
     intermediate_size: InnerSize = 6144
     num_hidden_layers: Annotated[int, Range(1, 512)] = 24
-    num_key_value_heads: HeadCount | None = 4
     max_position_embeddings: PositionCount = 32768
     use_sliding_window: bool = False
-    sliding_window: PositionCount | None = 4096
+    sliding_window: Annotated[int, Range(0, 2**31 - 1)] | None = 4096
     decoder_sparse_step: Annotated[int, Range(1, 512)] = 1
     moe_intermediate_size: InnerSize = 768
-    num_experts_per_tok: ExpertCount = 8
-    num_local_experts: ExpertCount = 128
     norm_topk_prob: bool = False
     mlp_only_layers: list[int] | None = None
-    architecture: str = "Qwen3MoeForCausalLM"
-
-    @property
-    def expert_count(self) -> int:
-        return self.num_local_experts
 
     @property
     def expert_size(self) -> int:
@@ -56,9 +44,36 @@ class Qwen3MoeConfig(MixtureConfig):
     def normalizes_weights(self) -> bool:
         return self.norm_topk_prob
 
+    @property
+    def window(self) -> int | None:
+        """The sliding window of the layers that have one; as in files, 0 is none."""
+        return (self.sliding_window or None) if self.use_sliding_window else None
+
     def has_experts(self, layer: int) -> bool:
         is_dense = layer in (self.mlp_only_layers or ())
         return not is_dense and (layer + 1) % self.decoder_sparse_step == 0
+
+
+@dataclass
+class Qwen3MoeConfig(QwenMixtureConfig):
+    """A configuration of Qwen3-MoE."""
+
+    model_type: ClassVar[str] = "qwen3_moe"
+    attribute_map: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
+    qk_norm: ClassVar[bool] = True
+
+    num_key_value_heads: HeadCount | None = 4
+    num_experts_per_tok: ExpertCount = 8
+    num_local_experts: ExpertCount = 128
+    architecture: str = "Qwen3MoeForCausalLM"
+
+    @property
+    def expert_count(self) -> int:
+        return self.num_local_experts
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return (self.window,) * self.num_hidden_layers
 
     @classmethod
     def replace_common_names(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,8 +87,3 @@ class Qwen3MoeConfig(MixtureConfig):
     def to_dict(self) -> dict[str, Any]:
         """Returns the contents of a `config.json` that both transformers 4 and 5 read."""
         return {**super().to_dict(), "num_experts": self.num_local_experts}
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        window = self.sliding_window if self.use_sliding_window else None
-        return (window,) * self.num_hidden_layers

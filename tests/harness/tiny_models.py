@@ -16,7 +16,16 @@ _ENCODER = {
     "intermediate_size": 48,
 }
 _DECODER = {**_ENCODER, "num_key_value_heads": 2, "max_position_embeddings": 64}
-_MODERN_DECODERS = ("llama", "mistral", "qwen2", "qwen3", "glm4", "mixtral", "qwen3_moe")
+_MODERN_DECODERS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "glm4",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 _SEQ2SEQ = {
     "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 1, "num_heads": 4,
     "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
@@ -43,6 +52,10 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3": {**_DECODER, "head_dim": 16},
     "glm4": {**_DECODER, "head_dim": 8, "pad_token_id": 0},
     "mixtral": {**_DECODER, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **_DECODER, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 24,
+    },
     "qwen3_moe": {
         **_DECODER, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
     },

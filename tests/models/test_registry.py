@@ -49,7 +49,7 @@ UNKNOWN_FAMILIES = {  # model_type, architecture: the nearest model, and a word 
         "T5ForConditionalGeneration (t5)", "mixture of experts",
     ),
     ("gpt_neox", "GPTNeoXForCausalLM"): ("LlamaForCausalLM (llama)", "side by side"),
-    ("qwen2_moe", "Qwen2MoeForCausalLM"): ("Qwen3MoeForCausalLM (qwen3_moe)", "an expert that computes every token"),
+    ("olmoe", "OlmoeForCausalLM"): ("Qwen3MoeForCausalLM (qwen3_moe)", "norms over the queries and keys"),
     ("gemma2", "Gemma2ForSequenceClassification"): ("LlamaForSequenceClassification (llama)", "soft-capped"),
     ("pegasus", "PegasusForConditionalGeneration"): ("MBartForConditionalGeneration (mbart)", "sinusoidal positions"),
     ("nllb-moe", "NllbMoeForConditionalGeneration"): (

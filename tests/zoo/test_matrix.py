@@ -49,7 +49,7 @@ WANTED = {
     "ModernBert": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
     "GPT2": (*DECODER_HEADS, "LMHeadModel"),
     **dict.fromkeys(
-        ("Llama", "Mistral", "Qwen2", "Qwen3", "Glm4", "Mixtral", "Qwen3Moe"),
+        ("Llama", "Mistral", "Qwen2", "Qwen3", "Glm4", "Mixtral", "Qwen2Moe", "Qwen3Moe"),
         (*DECODER_HEADS, "ForCausalLM"),
     ),
     **dict.fromkeys(
