@@ -3,29 +3,15 @@
 The decoding itself is a part of the models, in `models/generation/`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..models.generation.generate import generate
 from ..models.generation.settings import GenerationSettings
 from .filling import BlankFills, MaskFills, fill_blanks, fill_mask
 from .pipeline import TextGenerationPipeline
 
-if TYPE_CHECKING:
-    from transformers.generation.utils import (
-        GenerateBeamDecoderOnlyOutput,
-        GenerateBeamEncoderDecoderOutput,
-        GenerateDecoderOnlyOutput,
-        GenerateEncoderDecoderOutput,
-        GenerateOutput,
-    )
-
 __all__ = [
     "BlankFills",
-    "GenerateBeamDecoderOnlyOutput",
-    "GenerateBeamEncoderDecoderOutput",
-    "GenerateDecoderOnlyOutput",
-    "GenerateEncoderDecoderOutput",
-    "GenerateOutput",
     "GenerationSettings",
     "MaskFills",
     "TextGenerationPipeline",
@@ -35,9 +21,19 @@ __all__ = [
 ]
 
 
+# The classes of transformers that `generate` returns.
+OUTPUTS = (
+    "GenerateBeamDecoderOnlyOutput",
+    "GenerateBeamEncoderDecoderOutput",
+    "GenerateDecoderOnlyOutput",
+    "GenerateEncoderDecoderOutput",
+    "GenerateOutput",
+)
+
+
 def __getattr__(name: str) -> Any:
     """Returns a class of transformers' outputs, whose import takes seconds."""
-    if not name.startswith("Generate") or name not in __all__:
+    if name not in OUTPUTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from transformers.generation import utils
 

@@ -123,6 +123,9 @@ class BlockSpec:
             several ranks.
         routed: The number of experts of each token, of a mixture; `feed_forward` is the width of
             all of them together.
+        experts: The number of experts of a mixture.
+        normalized: Whether the weights of a token's experts are divided by their sum.
+        shared_expert: Whether an expert that computes every token is added, times a gate.
     """
 
     hidden: int
@@ -146,6 +149,9 @@ class BlockSpec:
     window: int | None = None
     borrows: bool = False
     routed: int = 0
+    experts: int = 0
+    normalized: bool = False
+    shared_expert: bool = False
 
     def on_rank(self, size: int) -> BlockSpec:
         """Returns the part of the block that the busiest of `size` ranks computes."""
@@ -299,8 +305,8 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
     if block.borrows:  # The weight is kept as it is put together from several ranks' rows.
         total += (inner + 2 * block.key_value_size) * block.hidden * e
     total += block.mlp_kept * tokens * block.feed_forward * e
-    # Of a mixture, each expert's input and output of a token.
-    total += 2 * block.routed * tokens * block.hidden * e
+    if block.routed:
+        total += _mixture(stack, batch, layout)
     if block.gated and not block.fused and t > 1:
         # The weights of gate and up are stacked for a single collective.
         total += 2 * block.feed_forward * block.hidden * e
@@ -311,6 +317,30 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
         ]
         total += sum(dropping) * batch.size * INT64
     return total + block.dropouts * batch.size * INT64
+
+
+def _mixture(stack: StackSpec, batch: Batch, layout: Layout) -> int:
+    """Returns the bytes that the routing of a mixture keeps, and its experts besides their inner
+    features.
+    """
+    block = stack.block
+    e = layout.itemsize
+    tokens = _tokens(stack, batch)
+    # Each expert's input and output of a token.
+    total = 2 * block.routed * tokens * block.hidden * e
+    # The probabilities of all experts, the chosen ones, their weights and their sorted order.
+    total += tokens * (block.experts * FP32 + block.routed * (2 * INT64 + FP32))
+    if block.normalized:  # The weights before, and their sum.
+        total += tokens * (block.routed + 1) * FP32
+    weights = block.experts
+    if block.shared_expert:  # Its output and its gate.
+        total += _stream(stack, batch, layout)
+        total += tokens * e // layout.sequence_split
+        weights += 1
+    if layout.sequence_split > 1:
+        # The weights of the router and of the gate are put together for their all-reduce.
+        total += weights * block.hidden * e
+    return total
 
 
 def _attention_features(

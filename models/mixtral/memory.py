@@ -20,5 +20,8 @@ def activations(config: MixtureConfig) -> Activations:
         stack.block,
         feed_forward=config.expert_size * config.num_experts_per_tok + config.shared_size,
         routed=config.num_experts_per_tok,
+        experts=config.expert_count,
+        normalized=config.normalizes_weights,
+        shared_expert=config.shared_size > 0,
     )
     return replace(dense, stacks=(replace(stack, block=block),))

@@ -638,10 +638,14 @@ def test_every_private_name_has_a_canary():
         "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported",
         "_hasattr_wrapped",
         "_INSTRUCTION_MAP", "_exec_schedule", "_train_schedule", "_exec_optimizer_step", "_compute_loss", "_hp_grad",
+        "_composable", "_composable_state", "_get_fsdp_state", "_pre_forward_hook_handle", "_post_forward_hook_handle",
+        "_fsdp_param_groups", "_module_to_pre_save_state_dict_hook_handle", "_post_load_hook_handle",
+        "_module_to_pre_load_state_dict_hook_handle",
     }  # fmt: skip
     # Of long standing and documented, or in a benchmark alone.
     accepted = {"_exit", "_parameters", "_buffers", "_modules", "_attn_implementation", "_sleep", "_ops", "_dynamo",
-                "_inductor", "_core", "_local", "_reconstruct", "_replace", "_asdict", "_current_frames"}  # fmt: skip
+                "_inductor", "_core", "_local", "_reconstruct", "_replace", "_asdict", "_current_frames",
+                "_apply"}  # fmt: skip
     package, found = Path(shardzoo.__file__).parent, {}
     rooms = "trainer mpu ops models checkpoint convert data generation finetuning pretraining cli".split()  # noqa: SIM905
     foreign = re.compile(r"(?<!self)(?<!cls)(?<!\(\))(?<=[a-z_\])])\.(_[a-zA-Z]\w*)")

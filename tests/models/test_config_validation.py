@@ -114,6 +114,9 @@ def test_null_is_accepted_where_the_annotation_has_it(name, field):
     elif name in COUNTED_FROM_PADDING and field.name == "pad_token_id":  # the positions are
         with pytest.raises(ValueError, match="pad_token_id must be an integer"):
             config(pad_token_id=None)
+    elif name == "m2m_100" and field.name == "pad_token_id":
+        with pytest.raises(ValueError, match="pad_token_id must be a token of the vocabulary"):
+            config(pad_token_id=None)
     else:
         config(**{field.name: None})
 

@@ -103,7 +103,14 @@ def two_ranks():
 
 
 def count_waits_of_family(family, dropout, mesh):
-    model = shardzoo.from_config(tiny(family, dropout, layers=2), mesh, device="meta").train()
+    config = tiny(family, dropout, layers=2)
+    dtype = torch.float32
+    if "num_experts_per_tok" in config:
+        # PyTorch's grouped product waits in fp32, and takes rows of whole 16 bytes.
+        dtype = torch.bfloat16
+        config |= {"intermediate_size": 32, "moe_intermediate_size": 32}
+        config |= {"shared_expert_intermediate_size": 32} if family == "qwen2_moe" else {}
+    model = shardzoo.from_config(config, mesh, device="meta").to(dtype).train()
     assign_dropout_sites(model)
     ids = torch.zeros(2, 9, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -139,7 +139,7 @@ def test_old_weights_are_replaced_and_other_files_stay(folders, tmp_path):
     (folder / "pytorch_model.bin").write_bytes(b"old")
     save(None, folders("bert"), folder)
     assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md", "config.json", "model.safetensors", "tokenizer.json",
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
     assert (folder / "README.md").read_text() == "mine"
     assert_same_weights(folder, folders("bert"))

@@ -19,7 +19,11 @@ CLASSES = ("GPT2LMHeadModel", "T5ForConditionalGeneration")
 
 def train(model: Any, folder: Path) -> list[float]:
     """Returns the losses of eight batches in four optimizer steps, and saves the model."""
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    # Another test of this process may have begun in another precision.
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(
+        cpu=True, mixed_precision="no", gradient_accumulation_steps=2
+    )
     rows = [
         {"input_ids": torch.arange(3 + i, 12 + i), "labels": torch.arange(3 + i, 12 + i)}
         for i in range(16)
