@@ -75,7 +75,10 @@ SPLIT = (
 )  # their snippets ask for two ranks
 AFTER_QUICKSTART = ("README.md", "docs/index.md")  # their commands read what `make pretrain` leaves
 # The same command for more families, whose recipes other tests read and whose models they train.
-ALIKE = [f"{QUICKSTART} --model {family}-quickstart" for family in ("t5", "mt5", "bert", "roberta")]
+ALIKE = [
+    f"{QUICKSTART} --model {family}-quickstart"
+    for family in ("gpt2", "t5", "mt5", "bert", "roberta")
+]
 
 
 def test_every_block_is_code_that_is_run_or_marked_as_text():
