@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_origin, get_type_hints
 
 import tyro
 
@@ -50,7 +50,7 @@ def parse(
         values = read_yaml(kind, Path(config)) if config else {}
     default = kind(**values)
     show_help(page, argv, default, quiet=quiet)
-    argv = respell(argv, [field.name for field in fields(default)], quiet=quiet)
+    argv = respell(argv, [field.name for field in fields(cast(Any, default))], quiet=quiet)
     argv = join_repeated_lists(resolve_alias_options(argv, default), default)
     return tyro.cli(kind, prog=page.program, args=argv, default=default, console_outputs=not quiet)
 
