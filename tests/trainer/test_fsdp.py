@@ -320,7 +320,8 @@ def measure_memory(mesh):
     states = 0
     for state in optimizer.state.values():
         states += sum(value.nbytes for value in state.values() if value.dim())
-    peak = peak_of(step)
+    # gloo's threads may hold a buffer for longer than the step needs it.
+    peak = min(peak_of(step) for _ in range(5))
     engine.close(whole=False)
     return total, block, own, states, at_start, peak
 
