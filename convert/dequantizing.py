@@ -98,7 +98,8 @@ def dequantize(
             for index, target in enumerate(targets):
                 key = (target.file, target.name)
                 recorded = journal.finished.get(index, {}).get(key)
-                if recorded == hash_stored(target, outputs[target.file], 1 << 20) and recorded:
+                descriptor = outputs[target.file]
+                if recorded is not None and recorded == hash_stored(target, descriptor, 1 << 20):
                     kept += target.nbytes
                 else:
                     writer = HashingWriter([target], outputs)

@@ -275,7 +275,6 @@ def _convert_dequantized(
     has_full = full.is_dir() and options.resume
     if not has_full:
         shutil.rmtree(full, ignore_errors=True)
-        # The type is that of the weights; one file has at most the default's bytes.
         _dequantize(source, full, options, report)
     try:
         rest = replace(options, dequantize=None, config_file=None)
