@@ -47,20 +47,18 @@ class ConfigClass:
         return None if facts is None else facts.config
 
 
-class EncoderView(nn.Module):
-    """The encoder of an encoder-decoder, as a module that is called like transformers'.
+class StackView(nn.Module):
+    """A stack of an encoder-decoder, as a module that is called like transformers'.
 
     Its parameters are those of the model.
     """
 
     main_input_name = "input_ids"
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, stack: nn.Module) -> None:
         super().__init__()
         self.embed_tokens = model.embedding
-        self.stack = model.encoder
-        # The model is no module of its own encoder.
-        self._encode = model.encode
+        self.stack = stack
         self.config = model.config
         self.training = model.training
 
@@ -71,6 +69,15 @@ class EncoderView(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
+
+
+class EncoderView(StackView):
+    """The encoder of an encoder-decoder."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, model.encoder)
+        # The model is no module of its own encoder.
+        self._encode = model.encode
 
     def forward(
         self,
@@ -92,30 +99,13 @@ class EncoderView(nn.Module):
         return output
 
 
-class DecoderView(nn.Module):
-    """The decoder of an encoder-decoder, as a module that is called like transformers'.
-
-    Its parameters are those of the model.
-    """
-
-    main_input_name = "input_ids"
+class DecoderView(StackView):
+    """The decoder of an encoder-decoder."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.embed_tokens = model.embedding
-        self.stack = model.decoder
+        super().__init__(model, model.decoder)
         # The model is no module of its own decoder.
         self._decode = model.decode
-        self.config = model.config
-        self.training = model.training
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
 
     def forward(
         self,
