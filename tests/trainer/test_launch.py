@@ -256,6 +256,38 @@ def test_a_signal_reaches_the_ranks_that_are_started_after_it(number, tmp_path, 
     assert time.monotonic() - started < 20
 
 
+def test_a_signal_that_a_starting_rank_has_lost_is_sent_again(tmp_path, monkeypatch):
+    ready = tmp_path / "ready"
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **keywords)
+            if keywords["env"]["RANK"] == "0":
+                while not ready.exists():
+                    time.sleep(0.01)
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess_handler, "Popen", Interrupted)
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import os, signal, time
+
+def lose(number, frame):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGINT, lose)
+    open({str(ready)!r}, "w")
+    time.sleep(600)
+time.sleep(600)
+"""
+    )
+    started = time.monotonic()
+    assert run_ranks([sys.executable, str(script)], 2, Faults()) == 128 + signal.SIGINT
+    assert time.monotonic() - started < 60
+
+
 def test_no_rank_is_started_after_a_signal(tmp_path, monkeypatch):
     def find_peers(self):
         signal.raise_signal(signal.SIGTERM)

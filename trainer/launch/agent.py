@@ -136,6 +136,7 @@ class RankAgent(LocalElasticAgent):
         self._ranks: list[RankProcess] = []
         self._signals: list[int] = []  # that the launcher has received
         self._signalled_at = 0.0
+        self._signalled_in_start = False  # whether a signal came while the ranks were started
         self._started_at = 0.0
         self._causes: list[int] = []  # the ranks that ended the runs with this number of ranks
         self._watchdog = Watchdog(faults.stall_timeout)
@@ -174,7 +175,8 @@ class RankAgent(LocalElasticAgent):
             RankProcess(number, handler.proc, Path(context.error_files[number]))
             for number, handler in context.subprocess_handlers.items()
         ]
-        if self._signals:  # one that came while the ranks were started
+        if self._signals:
+            self._signalled_in_start = True
             for rank in self._ranks:
                 rank.send(self._signals[0])
         return pids
@@ -287,6 +289,13 @@ class RankAgent(LocalElasticAgent):
         """Waits until the ranks have ended after a signal. Prints why if they will not."""
         while any(rank.is_running for rank in self._ranks):
             waited = time.monotonic() - self._signalled_at
+            if self._signalled_in_start and waited > TERMINATE_SECONDS:
+                # Python may lose a SIGINT in the first milliseconds of a process: it ignores a
+                # KeyboardInterrupt that is raised in a callback of its import system.
+                self._signalled_in_start = False
+                for rank in self._ranks:
+                    if not rank.has_joined:
+                        rank.send(self._signals[0])
             frozen = [rank.number for rank in self._ranks if rank.is_stopped]
             if frozen and waited > TERMINATE_SECONDS:
                 print(
@@ -331,6 +340,11 @@ class RankProcess:
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it."""
         return process_state(self.process.pid) == "T"
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it has called `join_job`, after which it handles signals as the trainer says."""
+        return self.pulse_file.exists()
 
     def find_failure(self) -> Failure | None:
         """Returns the rank's failure, or None.
