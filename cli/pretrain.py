@@ -118,11 +118,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         size = arguments.model_parallel_size
         stages = arguments.pipeline_parallel_size
-        if launch.world_size < size * stages and not arguments.dry_run and not arguments.hostfile:
+        parts = arguments.context_parallel_size
+        if (
+            launch.world_size < size * stages * parts
+            and not arguments.dry_run
+            and not arguments.hostfile
+        ):
             layout = f"--model-parallel-size {size}"
             if stages > 1:
                 layout += f" x --pipeline-parallel-size {stages}"
-            print(f"{layout} needs {size * stages} processes; starting them on this machine")
+            if parts > 1:
+                layout += f" x --context-parallel-size {parts}"
+            print(
+                f"{layout} needs {size * stages * parts} processes; starting them on this machine"
+            )
         ensure_processes_for(arguments)
         if defaults:
             print(defaults)

@@ -17,6 +17,7 @@ SHORT = {
     "pp": "pipeline_parallel_size",
     "pipeline_model_parallel_size": "pipeline_parallel_size",
     "dp": "data_parallel_size",
+    "cp": "context_parallel_size",
 }
 # A name of earlier releases -> the name.
 OLD = {
@@ -38,6 +39,7 @@ SHORT_NAMES = {
     "model_parallel_size": "--tp",
     "pipeline_parallel_size": "--pp",
     "data_parallel_size": "--dp",
+    "context_parallel_size": "--cp",
 }
 """The short names that help pages show."""
 

@@ -185,7 +185,7 @@ def _load_native(
     blocks = _stage_blocks(config, arguments, mesh, device)
     architecture = config.architecture
     made["parallel_config"] = ParallelConfig(
-        arguments.sequence_parallel, arguments.recompute, blocks
+        arguments.sequence_parallel, arguments.recompute, blocks, arguments.context_exchange
     )
     # A head of the stored architecture that is damaged is not replaced by random values.
     is_stored = architecture in (source.values.get("architectures") or [architecture])

@@ -13,9 +13,12 @@ from torch import Tensor
 from ..mpu import (
     ParallelMesh,
     VocabParallelEmbedding,
+    context_size,
+    cut_sequence,
     draw_model_seed,
     draw_seed,
     dropout_state,
+    gather_from_context,
     gather_sequence,
     initialize,
     scatter_sequence,
@@ -112,6 +115,8 @@ class Backbone(ModelMethods, PipelineStage):
             records = getattr(settings, "output_attentions", False)
         if getattr(settings, "output_hidden_states", False):
             named.setdefault("output_hidden_states", True)
+        if context_size(self.mesh) > 1:
+            refuse_with_context(named)
         past = take_cache(self, named)
         resolve_inputs(self, named)
         with contextlib.ExitStack() as contexts:
@@ -307,9 +312,9 @@ class Backbone(ModelMethods, PipelineStage):
         """Returns the whole hidden states [B, S, H], of which each rank may hold a part [B, S/tp,
         H].
         """
-        if not self.parallel_config.sequence_parallel:
-            return x
-        return gather_sequence(x, self.mesh, partial_grad=False)
+        if self.parallel_config.sequence_parallel:
+            x = gather_sequence(x, self.mesh, partial_grad=False)
+        return gather_from_context(x, self.mesh)
 
     def gather_all_hidden_states(self, hidden_states: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Returns the whole hidden states of several blocks; see `gather_hidden_states`."""
@@ -317,6 +322,7 @@ class Backbone(ModelMethods, PipelineStage):
 
     def scatter_hidden_states(self, x: Tensor) -> Tensor:
         """Returns this rank's part of whole hidden states [B, S, H]."""
+        x = cut_sequence(x, self.mesh)
         return scatter_sequence(x, self.mesh) if self.parallel_config.sequence_parallel else x
 
     def collect_hidden_states(
@@ -347,6 +353,17 @@ class Backbone(ModelMethods, PipelineStage):
             "encoder_last_hidden_state": last,
             "encoder_hidden_states": every,
         }
+
+
+def refuse_with_context(named: dict[str, Any]) -> None:
+    """Raises ValueError for an argument of a call that needs whole sequences on each rank."""
+    for name in ("past_key_values", "cache", "mems", "use_cache", "logits_to_keep"):
+        value = named.get(name)
+        if value is not None and value is not False and not (isinstance(value, int) and not value):
+            raise ValueError(
+                f"{name} needs whole sequences on each rank; use a mesh with "
+                "context_parallel_size=1"
+            )
 
 
 class Head(Backbone):

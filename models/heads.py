@@ -20,7 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..mpu import Dropout, ParallelMesh, dropout_state, gather_sequence
+from ..mpu import (
+    Dropout,
+    ParallelMesh,
+    dropout_state,
+    gather_from_context,
+    gather_sequence,
+    share_gradient,
+)
 from .backbone import Head
 from .blocks.activation_functions import find_activation
 from .language_model import IGNORED, MaskedLM
@@ -72,7 +79,7 @@ def first_token(x: Tensor, *, sequence_parallel: bool, mesh: ParallelMesh | None
     if sequence_parallel:
         # Each rank sends the first position of its part: [B, tp, H].
         x = gather_sequence(x[:, :1], mesh, partial_grad=False)
-    return x[:, 0]
+    return gather_from_context(x[:, :1], mesh)[:, 0]
 
 
 class BareModel(Head):
@@ -157,7 +164,8 @@ class PreTraining(MaskedLM):
             self.head.decoder, x, labels, num_items_in_batch, hidden.table
         )
         if loss is not None and next_sentence_label is not None:
-            loss = loss + class_loss(scores, next_sentence_label, num_sequences_in_batch)
+            sentence_loss = class_loss(scores, next_sentence_label, num_sequences_in_batch)
+            loss = loss + share_gradient(sentence_loss, self.mesh)
         states = self.collect_hidden_states(hidden, output_hidden_states)
         return PreTrainingOutput(loss, logits, scores, **states)
 
@@ -221,7 +229,9 @@ class Classifier(Head):
         if isinstance(hidden, StageOutput):
             return hidden
         logits = self.make_logits(hidden.states[-1], input_ids, attention_mask)
-        loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
+        loss = None
+        if labels is not None:
+            loss = share_gradient(self.loss(logits, labels, num_items_in_batch), self.mesh)
         states = self.collect_hidden_states(hidden, output_hidden_states)
         return ClassifierOutput(loss, logits, **states)
 
@@ -454,7 +464,9 @@ class MultipleChoice(SequenceClassification):
         if isinstance(output, StageOutput):
             return output
         logits = output.logits.view(batch, choices)
-        loss = None if labels is None else class_loss(logits, labels, num_items_in_batch)
+        loss = None
+        if labels is not None:
+            loss = share_gradient(class_loss(logits, labels, num_items_in_batch), self.mesh)
         return ClassifierOutput(loss, logits, hidden_states=output.hidden_states)
 
     def count_targets(self, labels: Tensor) -> Tensor:
@@ -508,6 +520,6 @@ class QuestionAnswering(Classifier):
             for logits, positions in ((start, start_positions), (end, end_positions)):
                 inside = positions.view(-1).clamp(0, length)
                 losses.append(class_loss(logits, inside, num_items_in_batch, ignored=length))
-            loss = (losses[0] + losses[1]) / 2
+            loss = share_gradient((losses[0] + losses[1]) / 2, self.mesh)
         states = self.collect_hidden_states(hidden, output_hidden_states)
         return QuestionAnsweringOutput(loss, start, end, **states)

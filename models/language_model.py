@@ -19,8 +19,12 @@ from ..mpu import (
     LayerNorm,
     VocabParallelEmbedding,
     VocabParallelHead,
+    context_size,
+    cut_sequence,
+    gather_from_context,
     gather_from_tp,
     gather_sequence,
+    reduce_from_context,
     tp_size,
     vocab_parallel_cross_entropy,
 )
@@ -69,7 +73,8 @@ class LanguageModel(GenerationMixin, Backbone):
         `LazyLogits`, because the loss needs only some of them and keeps none.
 
         Args:
-            hidden: [B, S, H], or [B, S/tp, H] under sequence parallelism.
+            hidden: [B, S, H], or [B, S/tp, H] under sequence parallelism; of this rank's positions under
+                context parallelism, as the logits.
             targets: int64 [B, S], the id that each position predicts; see `targets`.
             table: See `VocabParallelHead.forward`.
         """
@@ -79,15 +84,17 @@ class LanguageModel(GenerationMixin, Backbone):
 
         if targets is None:
             return None, logits()
+        if num_items_in_batch is None and context_size(self.mesh) > 1:
+            num_items_in_batch = (targets != IGNORED).sum()
         loss = compute_loss(
             head,
             hidden,
-            targets,
+            cut_sequence(targets, self.mesh),
             table,
             num_items=num_items_in_batch,
             sparse_labels=self.sparse_labels,
         )
-        return loss, LazyLogits(logits, head.parameters())
+        return reduce_from_context(loss, self.mesh), LazyLogits(logits, head.parameters())
 
     def targets(self, labels: Tensor) -> Tensor:
         """Returns the id that each position predicts, int64 [B, S]."""
@@ -111,8 +118,11 @@ class LanguageModel(GenerationMixin, Backbone):
         return logits[..., : self.config.vocab_size]
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Returns the logits of the whole vocabulary: each rank's [B, S, Vp] -> [B, S, V]."""
-        return gather_from_tp(logits, self.mesh)[..., : self.config.vocab_size]
+        """Returns the logits of the whole vocabulary: each rank's [B, S, Vp] -> [B, S, V]; of the
+        whole sequence, if context-parallel ranks have parts of it.
+        """
+        whole = gather_from_tp(logits, self.mesh)[..., : self.config.vocab_size]
+        return gather_from_context(whole, self.mesh, -2)
 
 
 def note_target_count(labels: Tensor, count: int) -> None:

@@ -7,6 +7,8 @@ from typing import Literal, TypedDict
 
 from ..mpu import ParallelMesh
 
+ContextExchange = Literal["auto", "heads", "keys"]
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -18,11 +20,15 @@ class ParallelConfig:
         recompute: What the backward pass recomputes to save memory: nothing, the attention core, or
             whole blocks.
         pipeline_blocks: The number of blocks of each pipeline stage; by default, equal numbers.
+        context_exchange: What context-parallel ranks exchange in attention: heads (all-to-all of
+            queries, keys, values and results), keys and values (gathered), or heads wherever the
+            numbers of heads and ranks allow it (auto).
     """
 
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     pipeline_blocks: tuple[int, ...] | None = None
+    context_exchange: ContextExchange = "auto"
 
 
 class LayerArguments(TypedDict):

@@ -39,6 +39,7 @@ from ..checkpoint.tensor_reader import tensor_bytes
 from ..files.durable import sync
 from ..mpu import ParallelMesh, tp_rank, tp_size
 from ..mpu.collectives import gather_bytes
+from ..mpu.mesh import REPLICA_AXES
 from .config import ModelConfig
 from .family_table import family
 from .generation.mixin import GenerationMixin
@@ -254,7 +255,7 @@ def _write_parameters(
             f"{work.parent} is not seen by all ranks; name a folder on a file system that they "
             "share"
         )
-    if mesh is not None and mesh.dp_rank > 0:
+    if mesh is not None and mesh.rank_in(*REPLICA_AXES) > 0:
         return
     tensors: dict[str, StoredTensor] = {}
     for file in files:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..mpu import broadcast_from_stage, dropout_state
+from ..mpu import broadcast_from_stage, context_size, dropout_state
 from ..ops.device import host_can_read
 from ..ops.dispatcher import is_watched
 from .backbone import Backbone, Head
@@ -244,7 +244,11 @@ class Seq2SeqBackbone(Backbone):
                 hidden = self.receive_hidden_states()
         elif encoder_blocks.own:
             # Stages exchange tensors whose shapes do not depend on how much of a batch is padding.
-            is_whole = self.stage is None and not self.parallel_config.sequence_parallel
+            is_whole = (
+                self.stage is None
+                and not self.parallel_config.sequence_parallel
+                and context_size(self.mesh) == 1
+            )
             if input_ids is not None and is_whole:
                 source_mask = find_tokens(source_mask, input_ids, encoder_blocks)
                 if seq_idx is None:

@@ -235,15 +235,18 @@ dropout_state = DropoutState()
 
 
 def draw_seed(mesh: ParallelMesh | None) -> int:
-    """Returns a seed from PyTorch's generator on the CPU: that of the first tensor-parallel rank.
+    """Returns a seed from PyTorch's generator on the CPU: that of the first of the ranks that compute
+    the same samples.
 
     The other ranks draw too, so that all generators advance alike.
     """
     seed = torch.randint(1 << 32, ())
-    if mesh is None or mesh.tp_size == 1:
+    if mesh is None or mesh.size("context", "tensor") == 1:
         return int(seed)
     seed = seed.to(mesh.device_type)
-    cast(Any, dist).broadcast(seed, group=mesh.tp_group, group_src=0)
+    for axis in ("tensor", "context"):
+        if mesh.size(axis) > 1:
+            cast(Any, dist).broadcast(seed, group=mesh.group(axis), group_src=0)
     return int(seed)
 
 
@@ -266,6 +269,20 @@ cast(Any, LIBRARY).define(
 )
 cast(Any, LIBRARY).impl("keys_of_site", _visit_site, "CompositeExplicitAutograd")
 cast(Any, torch).library.register_fake("shardzoo::keys_of_site", _allocate_keys, lib=LIBRARY)
+
+
+class AttentionPlace(NamedTuple):
+    """Where the scores of some heads and queries are within those of a tensor-parallel rank.
+
+    Attributes:
+        heads: The number of the rank's heads.
+        first_head: The first head, counted from the rank's first one.
+        first_query: The first query.
+    """
+
+    heads: int
+    first_head: int
+    first_query: int
 
 
 class Dropout(nn.Module):
@@ -330,27 +347,40 @@ class Dropout(nn.Module):
             return arguments
         if self.split_dim in (-1, tensor.dim() - 1):
             arguments["first_column"] = self.find_first(tensor.shape[-1])
-        elif self.split_dim == 1:
-            arguments["first_row"] = self.find_first(tensor.shape[1]) * math.prod(
-                tensor.shape[2:-1]
-            )
+        if tensor.dim() == 2:
+            return arguments
+        first_position = 0
+        if self.split_dim == 1:
+            first_position = self.find_first(tensor.shape[1])
+        if self.mesh.cp_size > 1:
+            # Context-parallel ranks come before tensor-parallel ones: the parts of sequence
+            # parallelism are parts of this rank's positions.
+            split = self.mesh.tp_size if self.split_dim == 1 else 1
+            first_position += self.mesh.cp_rank * tensor.shape[1] * split
+        if first_position:
+            arguments["first_row"] = first_position * math.prod(tensor.shape[2:-1])
         return arguments
 
-    def attention_arguments(self, tensor: Tensor) -> dict[str, Any]:
+    def attention_arguments(
+        self, tensor: Tensor, place: AttentionPlace | None = None
+    ) -> dict[str, Any]:
         """Returns the arguments of `ops` for attention with this rank's heads.
 
         There are none if nothing is dropped.
 
         Args:
             tensor: [B, Np, ...].
+            place: Where the heads and queries are, if they are not all of this rank's.
         """
         if not self.drops:
             return {}
-        return {
-            "dropout": self.p,
-            "keys": self.keys(tensor),
-            "first_head": self.find_first(tensor.shape[1]),
-        }
+        keys = self.keys(tensor)
+        first_head = self.find_first(tensor.shape[1])
+        if place is not None:
+            first_head = self.find_first(place.heads) + place.first_head
+            if place.first_query:
+                keys = keys_from_row(keys, place.first_query)
+        return {"dropout": self.p, "keys": keys, "first_head": first_head}
 
     def find_first(self, local: int) -> int:
         """Returns the index over all ranks of the first of this rank's `local` heads, features or
@@ -408,6 +438,7 @@ def scaled_masked_softmax(
     causal: bool = False,
     prefix: Tensor | None = None,
     dropout: Dropout | None = None,
+    place: AttentionPlace | None = None,
 ) -> Tensor:
     """Computes softmax(scale * scores + bias) over the allowed keys, in fp32, then applies dropout.
 
@@ -421,11 +452,12 @@ def scaled_masked_softmax(
             < prefix[b].
         dropout: A `Dropout(p, mesh=mesh)`. Whether it keeps an element depends on the sample, head,
             query and key alone, not on the lengths that the batch is padded to.
+        place: Where the heads and queries are, if they are not all of this rank's.
 
     Returns:
         [B, Np, Sq, Sk] in the dtype of scores.
     """
-    dropped = {} if dropout is None else dropout.attention_arguments(scores)
+    dropped = {} if dropout is None else dropout.attention_arguments(scores, place)
     return masked_softmax(scores, mask, bias, scale=scale, causal=causal, prefix=prefix, **dropped)
 
 

@@ -11,6 +11,7 @@ from ..ops.autograd import Function, once_differentiable
 from ..ops.device import can_overwrite_gradients
 from ..ops.embedding import add_embedding_gradient
 from .collectives import reduce_from_tp, reduce_scatter_sequence
+from .context import cut_sequence
 from .mesh import ParallelMesh
 from .parameter import SplitLayer, split_parameter
 from .shard import Shard
@@ -21,7 +22,8 @@ class VocabParallelEmbedding(SplitLayer):
     """An embedding whose table is split by rows over the tensor-parallel ranks.
 
     The table is padded, so that all ranks hold equally many rows. Input: integer ids [B, S]. Output
-    [B, S, H], or [B, S/tp, H] under sequence parallelism.
+    [B, S, H], or [B, S/tp, H] under sequence parallelism. Of sequences that are split over the context
+    axis, S are this rank's positions in the output.
 
     Args:
         padding_idx: The row of this id gets no gradient.
@@ -67,6 +69,7 @@ class VocabParallelEmbedding(SplitLayer):
         gradient, which is as large as the table.
         """
         check_ids(ids, self.num_embeddings, "token id")
+        ids = cut_sequence(ids, self.mesh)
         table = self.weight if table is None else table
         if self.mesh is None or self.mesh.tp_size == 1:
             return embedding(ids, table, self.padding_idx)

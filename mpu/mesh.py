@@ -8,7 +8,8 @@
 | `expert`   | hold different experts and the same other parameters, and read different samples |
 | `tensor`   | hold parts of every split parameter, and read the same tokens                   |
 
-The context and expert axes have a size and groups, and nothing in the package uses them yet.
+What the ranks of the context axis send one another is in context.py. The expert axis has a size and
+groups, and nothing in the package uses them yet.
 
 The expert axis is a part of data parallelism as far as everything but the experts is concerned,
 as in Megatron-core and DeepSpeed: tokens travel to their experts and back along it. What follows
@@ -114,8 +115,8 @@ class ParallelMesh:
         world_size, rank: Of all processes.
         sizes: The size of each axis.
         ranks: This process's coordinate along each axis.
-        pp_size, pp_rank, dp_size, dp_rank, tp_size, tp_rank: Those of the pipeline, data and tensor
-            axes.
+        pp_size, pp_rank, dp_size, dp_rank, cp_size, cp_rank, tp_size, tp_rank: Those of the
+            pipeline, data, context and tensor axes.
         device_mesh: torch's mesh of the axes that are larger than 1; None if there are none.
         device_type: "cuda" or "cpu", where the backend's tensors are.
 
@@ -174,6 +175,8 @@ class ParallelMesh:
         self.pp_rank = self.ranks["pipeline"]
         self.dp_size = self.sizes["data"]
         self.dp_rank = self.ranks["data"]
+        self.cp_size = self.sizes["context"]
+        self.cp_rank = self.ranks["context"]
         self.tp_size = self.sizes["tensor"]
         self.tp_rank = self.ranks["tensor"]
 
@@ -305,6 +308,10 @@ class ParallelMesh:
     @property
     def dp_group(self) -> dist.ProcessGroup:
         return self.group("data")
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        return self.group("context")
 
     @property
     def tp_group(self) -> dist.ProcessGroup:

@@ -273,18 +273,27 @@ def choose_lengths(
             f"target_length is for encoder-decoders; model {arguments.model_name} has only one "
             "sequence"
         )
-    if arguments.sequence_parallel:
-        ranks = arguments.model_parallel_size
+    ranks = arguments.length_multiple
+    if ranks > 1:
         inputs, targets = objective.lengths(length, arguments.target_length)
         for name, tokens in {"sequence_length": inputs, "target_length": targets}.items():
             if tokens % ranks:
                 raise ValueError(
-                    "sequence parallelism splits sequences over "
-                    f"model_parallel_size={ranks} ranks, but those of objective "
+                    f"sequences are split over {describe_split(arguments)}, but those of objective "
                     f"{objective.name!r} have {tokens} tokens; choose a {name} with which they are "
                     f"a multiple of {ranks}"
                 )
     return length, arguments.target_length
+
+
+def describe_split(arguments: PretrainingArguments) -> str:
+    """Returns which processes split sequences between them."""
+    parts: list[str] = []
+    if arguments.context_parallel_size > 1:
+        parts.append(f"context_parallel_size={arguments.context_parallel_size}")
+    if arguments.sequence_parallel:
+        parts.append(f"model_parallel_size={arguments.model_parallel_size}")
+    return " x ".join(parts) + " ranks"
 
 
 def default_objective(model: str | None, init_from: str | None) -> str:

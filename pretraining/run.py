@@ -260,7 +260,10 @@ class Pretraining:
             "dtype": torch.bfloat16 if arguments.precision == "bf16" else torch.float32,
             "seed": arguments.seed,
             "parallel_config": ParallelConfig(
-                arguments.sequence_parallel, arguments.recompute, self.job.pipeline_blocks
+                arguments.sequence_parallel,
+                arguments.recompute,
+                self.job.pipeline_blocks,
+                arguments.context_exchange,
             ),
         }
         adapts = arguments.lora_rank or arguments.adapter is not None
@@ -288,7 +291,7 @@ class Pretraining:
         arguments = self.arguments
         ranks = self.trainer.ranks
         global_batch = arguments.global_batch(ranks.dp_size)
-        mesh = mesh_fact(ranks.pp_size, ranks.dp_size, ranks.tp_size)
+        mesh = mesh_fact(ranks.pp_size, ranks.dp_size, ranks.tp_size, ranks.cp_size)
         plot_loss(
             folder.metrics(),
             folder.loss_plot,

@@ -77,7 +77,9 @@ def run_facts(
         "weights": f"those of {inputs.weights.name}" if inputs.weights else "new",
         "tokenizer": tokenizer_fact(inputs, config),
         "objective": objective,
-        "mesh": mesh_fact(arguments.pipeline_parallel_size, dp_size, tp_size),
+        "mesh": mesh_fact(
+            arguments.pipeline_parallel_size, dp_size, tp_size, arguments.context_parallel_size
+        ),
         "precision": arguments.precision,
         "engine": engine,
         "global batch": f"{sequences} sequences x {inputs.tokens_per_sample} tokens = {tokens:,} "
@@ -86,11 +88,15 @@ def run_facts(
     }
 
 
-def mesh_fact(stages: int, dp_size: int, tp_size: int) -> str:
+def mesh_fact(stages: int, dp_size: int, tp_size: int, cp_size: int = 1) -> str:
     """Returns how many processes there are, and what each axis of the mesh splits."""
     pipeline = f"{stages} pipeline stages x " if stages > 1 else ""
-    processes = stages * dp_size * tp_size
-    return f"{pipeline}{tp_size} tensor-parallel x {dp_size} data-parallel = {processes} processes"
+    context = f"{cp_size} context-parallel x " if cp_size > 1 else ""
+    processes = stages * dp_size * cp_size * tp_size
+    return (
+        f"{pipeline}{tp_size} tensor-parallel x {context}{dp_size} data-parallel = "
+        f"{processes} processes"
+    )
 
 
 def tokenizer_fact(inputs: Inputs, config: ModelConfig) -> str:
@@ -110,7 +116,7 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Group:
     """
     tp_size = arguments.model_parallel_size
     processes = count_processes(arguments) * max(1, arguments.num_nodes)
-    dp_size = processes // (tp_size * arguments.pipeline_parallel_size)
+    dp_size = processes // arguments.processes_of_a_replica
     if inputs.tokenizer is None and arguments.vocab_size is not None:
         inputs = replace(inputs, config=inputs.config.with_changes(vocab_size=arguments.vocab_size))
     facts = run_facts(arguments, inputs, inputs.config, tp_size, dp_size)

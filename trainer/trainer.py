@@ -410,6 +410,8 @@ class Trainer:
         processes = (
             f"{ranks.world_size}: {ranks.tp_size} tensor-parallel x {ranks.dp_size} data-parallel"
         )
+        if ranks.cp_size > 1:
+            processes += f" x {ranks.cp_size} context-parallel"
         if ranks.pp_size > 1:
             processes += f" x {ranks.pp_size} pipeline stages"
         environment = {
@@ -456,7 +458,11 @@ class Trainer:
                 "use 'nccl' with a GPU for each process, or pipeline_parallel_size=1"
             )
         if mesh is None:
-            mesh = ParallelMesh(arguments.model_parallel_size, arguments.pipeline_parallel_size)
+            mesh = ParallelMesh(
+                arguments.model_parallel_size,
+                arguments.pipeline_parallel_size,
+                arguments.context_parallel_size,
+            )
         set_collective_timeout(mesh, arguments.collective_timeout)
         set_reduction(mesh.tp_group, arguments.tensor_parallel_reduction)
         if arguments.symmetric_memory:

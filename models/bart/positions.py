@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ...mpu import ParallelMesh, scatter_sequence
+from ...mpu import ParallelMesh, cut_sequence, scatter_sequence
 from ..blocks.embeddings import PositionEmbedding, check_positions
 from ..blocks.masks import restart_positions
 
@@ -101,4 +101,5 @@ class SinusoidalPositions(nn.Module):
         angles = positions.unsqueeze(-1).float() * frequencies  # [B, S, H/2]
         x = torch.cat([angles.sin(), angles.cos()], dim=-1) * is_token.unsqueeze(-1)
         x = nn.functional.pad(x, (0, self.hidden_size % 2)).to(dtype)
+        x = cut_sequence(x, self.mesh)
         return scatter_sequence(x, self.mesh) if self.sequence_parallel else x

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import pairwise
+from math import lcm
 from typing import Any, ClassVar
 
 import torch
@@ -22,19 +23,26 @@ from ...mpu import (
     RMSNorm,
     RowParallelLinear,
     checkpoint,
+    context_rank,
+    context_size,
+    cut_sequence,
     divide,
+    exchange_heads,
+    gather_from_context,
     gather_from_tp,
+    restore_heads,
     scaled_masked_softmax,
     tp_rank,
     tp_size,
 )
 from ...mpu.division import find_first_unit
+from ...mpu.dropout import AttentionPlace
 from ...ops import attention, empty_pooled, few_queries_attention, in_inference_mode, matmul
 from ...ops.attention import eager_beats_sdpa, lacks_fused_attention, suits_tiles
 from ...ops.autograd import Function, once_differentiable
 from ...ops.device import writes_gradients_in_place
 from ...ops.softmax import lay_out_diagonals
-from ..parallel_config import LayerArguments, ParallelConfig
+from ..parallel_config import ContextExchange, LayerArguments, ParallelConfig
 from .cache import LayerKVCache
 from .masks import AttentionMask, split_mask
 from .padding import Tokens
@@ -293,6 +301,9 @@ class CoreAttention(nn.Module):
         self.num_heads = num_heads
         self.mesh = mesh
         self.recompute = parallel_config.recompute == "selective"
+        self.exchanges_heads = False
+        if context_size(mesh) > 1:
+            self.exchanges_heads = chooses_heads(num_heads, mesh, parallel_config.context_exchange)
 
     def forward(
         self,
@@ -305,6 +316,9 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Returns [B, Np, Sq, D]. The other arguments are as in `SelfAttention`.
 
+        Under context parallelism, Sq and Sk are this rank's positions of q, k and v, and all
+        positions of the mask and the bias.
+
         Args:
             q: [B, Np, Sq, D].
             k, v: [B, Kp, Sk, D]; each key-value head serves consecutive query heads.
@@ -312,16 +326,120 @@ class CoreAttention(nn.Module):
         if self.queries_per_kv:
             k = repeat_unequally(k, self.queries_per_kv)
             v = repeat_unequally(v, self.queries_per_kv)
+        if context_size(self.mesh) == 1:
+            return self.attend_locally(q, k, v, mask, position_bias, causal)
+        attend = self.attend_to_gathered_keys
+        if self.exchanges_heads:
+            attend = self.attend_with_fewer_heads
+        if self.recompute and torch.is_grad_enabled():
+            # The backward pass exchanges again, so that no rank keeps what it has received.
+            return checkpoint(attend, q, k, v, mask, position_bias, causal)
+        return attend(q, k, v, mask, position_bias, causal)
+
+    def attend_with_fewer_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        position_bias: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        """Computes attention with all positions of 1/C of this rank's heads, after an exchange of
+        heads with the other context-parallel ranks.
+        """
+        mesh = self.mesh
+        assert mesh is not None
+        heads = q.shape[1]
+        share = heads // mesh.cp_size
+        first = mesh.cp_rank * share
+        # Fewer key-value heads than ranks are repeated, so that each rank gets those of its queries.
+        multiple = lcm(k.shape[1], mesh.cp_size)
+        repeated = multiple if heads % multiple == 0 else heads
+        k = exchange_heads(repeat_heads(k, repeated), mesh)
+        v = exchange_heads(repeat_heads(v, repeated), mesh)
+        q = exchange_heads(q, mesh)
+        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
+            mask = mask[:, first : first + share]
+        if position_bias is not None:
+            position_bias = position_bias.narrow(
+                -2 if position_bias.dim() == 2 else 1, first, share
+            )
+        place = AttentionPlace(heads, first, 0)
+        return restore_heads(self.attend_locally(q, k, v, mask, position_bias, causal, place), mesh)
+
+    def attend_to_gathered_keys(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        position_bias: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        """Computes attention of this rank's positions, after it has got the keys and values of all
+        context-parallel ranks.
+        """
+        mesh = self.mesh
+        first = context_rank(mesh) * q.shape[2]
+        end = first + q.shape[2]
+        k = gather_from_context(k, mesh, 2)
+        v = gather_from_context(v, mesh, 2)
+        length = k.shape[2]
+        if causal and mask is not None and mask.dim() == 1:
+            # The queries are not the last ones, as the prefix rule wants: the rules become a mask.
+            queries = torch.arange(first, end, device=q.device)[:, None]
+            keys = torch.arange(length, device=q.device)
+            mask = (keys <= queries) | (keys < mask.view(-1, 1, 1, 1))  # [B, 1, Sq, Sk]
+            causal = False
+        elif mask is not None and mask.shape[-2] > 1:
+            mask = cut_sequence(mask, mesh, -2)
+            causal = False  # the mask is complete
+        if causal:
+            # Without the keys after its last query, a causal rank's queries are the last ones.
+            k = k[:, :, :end]
+            v = v[:, :, :end]
+            mask = None if mask is None else mask[..., :end]
+        if position_bias is not None and position_bias.dim() == 2:
+            # Distances from this rank's last query to the first key, up to its first query and the
+            # last key.
+            skipped = (position_bias.shape[1] - length) - end + 1
+            position_bias = position_bias[:, skipped : skipped + q.shape[2] + k.shape[2] - 1]
+        elif position_bias is not None:
+            position_bias = cut_sequence(position_bias, mesh, -2)[..., : k.shape[2]]
+        place = AttentionPlace(q.shape[1], 0, first)
+        return self.attend_locally(q, k, v, mask, position_bias, causal, place)
+
+    def attend_locally(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        position_bias: Tensor | None,
+        causal: bool,
+        place: AttentionPlace | None = None,
+    ) -> Tensor:
+        """Computes attention with the keys that are here.
+
+        Args:
+            place: Which heads and queries these are, if they are not all of this rank's. For the
+                others see `forward`.
+        """
+        if position_bias is not None and position_bias.dim() == 2 and place is not None:
+            by_tiles = suits_tiles(q.shape[2], k.shape[2], q.device.type, q.dtype.itemsize)
+            if not by_tiles:
+                position_bias = lay_out_diagonals(position_bias, q.shape[2], k.shape[2])[None]
         attention_mask = AttentionMask.from_arguments(mask, causal, q.shape[2])
         if attention_record.probabilities is not None:
             if position_bias is not None and position_bias.dim() == 2:  # of each distance
                 position_bias = lay_out_diagonals(position_bias, q.shape[2], k.shape[2])[None]
-            return self.attend_eagerly(q, k, v, attention_mask, position_bias)
+            return self.attend_eagerly(q, k, v, attention_mask, position_bias, place)
         if self.uses_tiles(q, k, position_bias):
-            return self.attend_in_tiles(q, k, v, attention_mask, position_bias)
-        if self.recompute and torch.is_grad_enabled():
+            return self.attend_in_tiles(q, k, v, attention_mask, position_bias, place)
+        if self.recompute and torch.is_grad_enabled() and place is None:
             return checkpoint(self.attend, q, k, v, attention_mask, position_bias)
-        return self.attend(q, k, v, attention_mask, position_bias)
+        return self.attend(q, k, v, attention_mask, position_bias, place)
 
     def attend(
         self,
@@ -330,6 +448,7 @@ class CoreAttention(nn.Module):
         v: Tensor,
         attention_mask: AttentionMask,
         position_bias: Tensor | None,
+        place: AttentionPlace | None = None,
     ) -> Tensor:
         """Returns [B, Np, Sq, D], by PyTorch's fused attention or by whole scores."""
         is_unmasked = attention_mask.mask is None and not attention_mask.causal
@@ -363,7 +482,7 @@ class CoreAttention(nn.Module):
             )
         # Compute the probabilities explicitly, for one of three reasons: the gradient of a trained
         # bias, a dropout mask that does not depend on the layout, or speed.
-        return self.attend_eagerly(q, k, v, attention_mask, position_bias)
+        return self.attend_eagerly(q, k, v, attention_mask, position_bias, place)
 
     def attend_eagerly(
         self,
@@ -372,15 +491,21 @@ class CoreAttention(nn.Module):
         v: Tensor,
         attention_mask: AttentionMask,
         position_bias: Tensor | None,
+        place: AttentionPlace | None = None,
     ) -> Tensor:
         """Returns [B, Np, Sq, D], and keeps the probabilities if a call is recorded."""
-        probabilities = self.compute_probabilities(q, k, attention_mask, position_bias)
+        probabilities = self.compute_probabilities(q, k, attention_mask, position_bias, place)
         if attention_record.probabilities is not None:
             attention_record.probabilities[self] = probabilities
         return matmul(probabilities, repeat_heads(v, q.shape[1]))
 
     def compute_probabilities(
-        self, q: Tensor, k: Tensor, attention_mask: AttentionMask, position_bias: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        attention_mask: AttentionMask,
+        position_bias: Tensor | None,
+        place: AttentionPlace | None,
     ) -> Tensor:
         """Returns the attention probabilities [B, Np, Sq, Sk], with dropout."""
         scores = matmul(q, repeat_heads(k, q.shape[1]).mT)
@@ -392,6 +517,7 @@ class CoreAttention(nn.Module):
             causal=attention_mask.causal,
             prefix=attention_mask.prefix,
             dropout=self.dropout,
+            place=place,
         )
 
     def gather_heads(self, x: Tensor) -> Tensor:
@@ -425,6 +551,7 @@ class CoreAttention(nn.Module):
         v: Tensor,
         attention_mask: AttentionMask,
         by_distance: Tensor | None,
+        place: AttentionPlace | None = None,
     ) -> Tensor:
         """Returns [B, Np, Sq, D] without ever holding all scores.
 
@@ -437,7 +564,7 @@ class CoreAttention(nn.Module):
         rules: dict[str, Any] = {
             "causal": attention_mask.causal,
             "prefix": attention_mask.prefix,
-            **self.dropout.attention_arguments(q),
+            **self.dropout.attention_arguments(q, place),
         }
         return attention(q, k, v, scale=self.scale, mask=mask, relative_bias=by_distance, **rules)
 
@@ -456,6 +583,26 @@ def repeat_unequally(x: Tensor, counts: tuple[int, ...]) -> Tensor:
         ],
         1,
     )
+
+
+def chooses_heads(num_heads: int, mesh: ParallelMesh | None, exchange: ContextExchange) -> bool:
+    """Returns whether context-parallel ranks exchange heads, and not keys and values.
+
+    By default they do so wherever each rank gets equally many: the exchange balances causal
+    attention, and what a rank keeps for the backward pass does not grow with the number of ranks.
+
+    Raises:
+        ValueError: The heads are to be exchanged, and the numbers do not allow it.
+    """
+    tensor = tp_size(mesh)
+    context = context_size(mesh)
+    fits = num_heads % (tensor * context) == 0
+    if exchange == "heads" and not fits:
+        raise ValueError(
+            f"{num_heads} attention heads over {tensor} tensor-parallel ranks cannot be exchanged "
+            f"between {context} context-parallel ranks; use context_exchange='keys'"
+        )
+    return fits and exchange != "keys"
 
 
 def check_heads(num_heads: int, tensor_parallel_size: int) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ...mpu import ParallelMesh, VocabParallelEmbedding, scatter_sequence
+from ...mpu import ParallelMesh, VocabParallelEmbedding, cut_sequence, scatter_sequence
 from ...ops.device import can_overwrite_gradients, host_can_read
 
 
@@ -14,7 +14,7 @@ class PositionEmbedding(nn.Embedding):
     """A learned, replicated table of positions or segments. The row of `padding_idx` gets no
     gradient.
 
-    Under sequence parallelism, each rank gets its slice of the output.
+    Under sequence and context parallelism, each rank gets its part of the output.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class PositionEmbedding(nn.Embedding):
         range to [1, S, H].
         """
         if isinstance(input, range):
-            x = self.weight[input.start : input.stop][None]
+            x = cut_sequence(self.weight[input.start : input.stop][None], self.mesh)
         else:
-            x = super().forward(input)
+            x = super().forward(cut_sequence(input, self.mesh))
         return scatter_sequence(x, self.mesh) if self.sequence_parallel else x
 
 
@@ -57,6 +57,7 @@ def embed_tokens(
     """
     if not tokens.is_floating_point():
         return embedding.embed(tokens, table)
+    tokens = cut_sequence(tokens, embedding.mesh)
     if embedding.sequence_parallel:
         tokens = scatter_sequence(tokens, embedding.mesh)
     return tokens, table

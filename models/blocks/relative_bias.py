@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...mpu import ParallelMesh, Shard, tp_size
+from ...mpu import ParallelMesh, Shard, context_size, tp_size
 from ...mpu.parameter import split_parameter
 from ...ops.attention import suits_tiles
 from ...ops.softmax import lay_out_diagonals
@@ -41,12 +41,14 @@ class RelativeBias(nn.Module):
         self.buckets = buckets
         self.max_distance = max_distance
         self.bidirectional = bidirectional
+        self.mesh = mesh
         self.shard = Shard((buckets, num_heads), 1)
         self.weight = split_parameter(self.shard, mesh)  # [buckets, Np]
 
     def forward(self, queries: int, keys: int, buckets: Tensor | None = None) -> Tensor:
         """Returns the bias [1, Np, Sq, Sk], or of each distance, [Np, Sq + Sk - 1], where attention
-        takes it so (see `suits_tiles`). The last query is at the last key's position.
+        takes it so (see `suits_tiles`), and always under context parallelism. The last query is at the
+        last key's position.
 
         `buckets` is the result of `distance_buckets`, which is the same for all layers of a stack.
         """
@@ -62,6 +64,8 @@ class RelativeBias(nn.Module):
         # Many distances share a bucket, so their gradients are summed in fp32.
         wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         by_distance = F.embedding(buckets, wide).to(self.weight.dtype).t()  # [Np, Sq + Sk - 1]
+        if context_size(self.mesh) > 1:
+            return by_distance  # of which each rank needs a part
         if suits_tiles(queries, keys, wide.device.type, self.weight.itemsize):
             return by_distance
         return lay_out_diagonals(by_distance, queries, keys)[None]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ...mpu import ParallelMesh, cut_sequence
 from ...ops import empty_pooled
 from ...ops.autograd import Function, once_differentiable
 from ...ops.dispatcher import can_bypass_dispatcher
@@ -60,18 +61,21 @@ def rotary_embedding(
     dtype: torch.dtype,
     *,
     interleaved: bool = False,
+    mesh: ParallelMesh | None = None,
 ) -> Rotary:
-    """Returns the rotation for positions int64 [B or 1, S].
+    """Returns the rotation for positions int64 [B or 1, S], or for this rank's part of them.
 
     Args:
         parameters: From `read_rope_parameters`.
         max_positions: `max_position_embeddings`, from which some scalings start.
         dtype: The dtype of the result.
+        mesh: Its context-parallel ranks share the sequence.
     """
     rotated = int(head_size * parameters.get("partial_rotary_factor", 1.0))
     scaled = _SCALINGS[parameters["rope_type"]]
     frequencies, factor = scaled(rotated, parameters, max_positions, position_ids)
-    angles = position_ids[:, None, :, None].float() * frequencies
+    own_positions = cut_sequence(position_ids, mesh)
+    angles = own_positions[:, None, :, None].float() * frequencies
     return Rotary((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype), interleaved)
 
 

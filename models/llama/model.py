@@ -181,6 +181,7 @@ class LlamaBackbone(Backbone):
             config.max_position_embeddings,
             self.dtype,
             interleaved=config.interleaved,
+            mesh=self.mesh,
         )
         masks: dict[int | None, Tensor | None] = {}
         for window in set(config.windows):

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...mpu import ParallelMesh
+from ...mpu import ParallelMesh, gather_from_context, share_gradient
 from ..blocks.moe import MixtureMLP, balance_loss, balance_loss_by_sample, router_record
 from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
 from ..language_model import IGNORED, CausalLM
@@ -115,7 +115,7 @@ class MixtureCausalLM(CausalLM):
             return super().compute_outputs(input_ids, **inputs)
         with router_record.recording() as record:
             output: Any = super().compute_outputs(input_ids, **inputs)
-        logits = list(record.values())
+        logits = [gather_from_context(scores, self.mesh) for scores in record.values()]
         if isinstance(output, StageOutput) or not logits:
             return output
         top_k = self.config.num_experts_per_tok
@@ -126,12 +126,14 @@ class MixtureCausalLM(CausalLM):
         if targets is not None and num_items_in_batch is not None:
             shares = (targets != IGNORED).sum(-1) / num_items_in_batch  # [B]
             by_sample = balance_loss_by_sample(logits, top_k, attention_mask)
-            loss = loss + self.config.router_aux_loss_coef * (shares * by_sample).sum()
+            auxiliary = self.config.router_aux_loss_coef * (shares * by_sample).sum()
+            loss = loss + share_gradient(auxiliary, self.mesh)
             balance = by_sample.mean()
         else:
             balance = balance_loss(logits, top_k, attention_mask)
             if loss is not None:
-                loss = loss + self.config.router_aux_loss_coef * balance
+                auxiliary = self.config.router_aux_loss_coef * balance
+                loss = loss + share_gradient(auxiliary, self.mesh)
         return MoeCausalLMOutput.from_output(
             output, loss=loss, aux_loss=balance, router_logits=flatten_logits(logits)
         )
@@ -166,9 +168,8 @@ class MixtureModel(BareModel):
             output = super().compute_outputs(input_ids, **inputs)
         if isinstance(output, StageOutput):
             return output
-        return MoeModelOutput.from_output(
-            output, router_logits=flatten_logits(list(record.values()))
-        )
+        logits = [gather_from_context(scores, self.mesh) for scores in record.values()]
+        return MoeModelOutput.from_output(output, router_logits=flatten_logits(logits))
 
 
 class MixtralForCausalLM(MixtureCausalLM, MixtralBackbone):

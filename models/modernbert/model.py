@@ -148,7 +148,12 @@ class ModernBertBackbone(Backbone):
         rotary: dict[str, Rotary] = {}
         for kind, rope in config.rope.items():
             rotary[kind] = rotary_embedding(
-                position_ids, config.head_size, rope, config.max_position_embeddings, self.dtype
+                position_ids,
+                config.head_size,
+                rope,
+                config.max_position_embeddings,
+                self.dtype,
+                mesh=self.mesh,
             )
 
         def block_arguments(layer: int) -> tuple[Tensor | None, Rotary]:

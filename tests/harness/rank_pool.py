@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -238,13 +239,13 @@ class RankPools:
         *args,
         data: int = 1,
         pipeline: int = 1,
+        context: int = 1,
         **options,
     ) -> list[Any]:
         """Call `function(mesh, *args, **options)` on every rank of a mesh; some options are those of `run_ranks`."""
-        world_size = tensor_parallel_size * data * pipeline
-        return self.run_ranks(
-            world_size, with_mesh, tensor_parallel_size, pipeline, function, *args, **options
-        )
+        sizes = (tensor_parallel_size, pipeline, context)
+        world_size = math.prod(sizes) * data
+        return self.run_ranks(world_size, with_mesh, sizes, function, *args, **options)
 
     def close(self) -> None:
         """End all workers."""

@@ -21,14 +21,16 @@ from quick_collections import ignore_what_exists
 # A collective that waits longer than this raises in its rank, so even a deadlock of all ranks ends.
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
 
-_meshes: dict[tuple[int, int], Any] = {}
+_meshes: dict[tuple[int, ...], Any] = {}
 
 
-def with_mesh(tensor_parallel_size: int, pipeline_parallel_size: int, function, *args, **kwargs):
-    """Call `function(mesh, ...)`; process groups live as long as the worker, so a mesh costs time once."""
+def with_mesh(sizes: tuple[int, ...], function, *args, **kwargs):
+    """Call `function(mesh, ...)`; process groups live as long as the worker, so a mesh costs time once.
+
+    sizes: those of the tensor, pipeline and context axes.
+    """
     from shardzoo.mpu import ParallelMesh
 
-    sizes = (tensor_parallel_size, pipeline_parallel_size)
     if sizes not in _meshes:
         _meshes[sizes] = ParallelMesh(*sizes)
     return function(_meshes[sizes], *args, **kwargs)

@@ -137,11 +137,12 @@ def on_ranks(
     tp: int = 1,
     data_ranks: int = 1,
     stages: int = 1,
+    context: int = 1,
     isolated: bool = False,
     **settings: Any,
 ) -> list[Any]:
     """`run_training` on every rank of a mesh, by rank."""
-    sizes = {"data": data_ranks, "pipeline": stages, "isolated": isolated}
+    sizes = {"data": data_ranks, "pipeline": stages, "context": context, "isolated": isolated}
     return run_mesh(tp, partial(run_training, folder=folder, **settings), **sizes)
 
 

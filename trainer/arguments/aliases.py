@@ -64,11 +64,7 @@ class Spellings:
 
 DATA_PARALLEL = (
     "it follows from the number of processes: num_nodes x num_gpus / (model_parallel_size x "
-    "pipeline_parallel_size); set num_gpus, or start more processes"
-)
-_CONTEXT_PARALLEL = (
-    "sequences are split only within a tensor-parallel group: use sequence_parallel with "
-    "model_parallel_size"
+    "pipeline_parallel_size x context_parallel_size); set num_gpus, or start more processes"
 )
 _EXPERT_PARALLEL = (
     "experts are split over the tensor-parallel ranks and not dealt over ranks of their own; use "
@@ -82,14 +78,13 @@ SPELLINGS = Spellings(
         "tensor_model_parallel_size": "model_parallel_size",
         "pp": "pipeline_parallel_size",
         "pipeline_model_parallel_size": "pipeline_parallel_size",
+        "cp": "context_parallel_size",
+        "sequence_parallel_size": "context_parallel_size",
     },
     explained={
         "dp": DATA_PARALLEL,
         "dp_size": DATA_PARALLEL,
         "data_parallel_size": DATA_PARALLEL,
-        "cp": _CONTEXT_PARALLEL,
-        "context_parallel_size": _CONTEXT_PARALLEL,
-        "sequence_parallel_size": _CONTEXT_PARALLEL,
         "ep": _EXPERT_PARALLEL,
         "expert_parallel_size": _EXPERT_PARALLEL,
         "expert_model_parallel_size": _EXPERT_PARALLEL,

@@ -47,6 +47,12 @@ class TrainingArguments:
     pipeline_partition: Literal["uniform", "parameters", "time"] = "uniform"
     """How blocks are dealt to the stages: equal numbers; or so that the largest stage has as few
     parameters, or needs as little time, as possible."""
+    context_parallel_size: int = 1
+    """Number of processes that share each sequence: each holds a part of its positions in every
+    layer."""
+    context_exchange: Literal["auto", "heads", "keys"] = "auto"
+    """What context-parallel processes exchange in attention: heads (all-to-all), keys and values
+    (gathered), or heads wherever their number allows it (when the model is built)."""
     sequence_parallel: bool = False
     """Also split norms, dropouts and residuals along the sequence (when the model is built)."""
     tensor_parallel_reduction: Literal["auto", "native", "fp32"] = "auto"
@@ -303,6 +309,7 @@ class TrainingArguments:
         at_least_one = (
             "model_parallel_size",
             "pipeline_parallel_size",
+            "context_parallel_size",
             "train_steps",
             "micro_batch_size",
             "global_batch_size",
@@ -409,6 +416,8 @@ class TrainingArguments:
             )
         if self.pipeline_parallel_size > 1:
             self._check_pipeline()
+        if self.context_parallel_size > 1:
+            self._check_context()
         if environment.splits_layers and environment.uses_deepspeed and self.zero_stage == 3:
             raise ValueError(
                 "ZeRO stage 3 splits parameters that deepspeed+mpu has already split; use "
@@ -471,6 +480,23 @@ class TrainingArguments:
                 "offload_optimizer, or pipeline_parallel_size=1"
             )
 
+    def _check_context(self) -> None:
+        """Raises ValueError for what does not work with sequences that are split over processes."""
+        environment = ENVIRONMENTS[self.env_type]
+        wrong = {
+            f"env_type={self.env_type!r}": environment.is_one_process or environment.uses_fsdp,
+            f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size
+            > 1,
+            "torch_compile": self.torch_compile,
+            "zero_stage=3": self.zero_stage == 3,
+        }
+        for name in (name for name, given in wrong.items() if given):
+            raise ValueError(
+                f"context_parallel_size={self.context_parallel_size} does not work with {name}; use "
+                "env_type='deepspeed+mpu', 'deepspeed' or 'pytorchDDP', without pipeline stages, "
+                "torch_compile and ZeRO stage 3, or context_parallel_size=1"
+            )
+
     def resolved(self) -> TrainingArguments:
         """Returns the arguments with the defaults that depend on this machine and its files."""
         return self
@@ -496,7 +522,14 @@ class TrainingArguments:
 
     @property
     def length_multiple(self) -> int:
-        """What the length of sequences must be a multiple of: sequence parallelism splits them over
-        the ranks.
+        """What the length of sequences must be a multiple of: sequence and context parallelism
+        split them over the ranks.
         """
-        return self.model_parallel_size if self.sequence_parallel else 1
+        return self.context_parallel_size * (
+            self.model_parallel_size if self.sequence_parallel else 1
+        )
+
+    @property
+    def processes_of_a_replica(self) -> int:
+        """The number of processes that read the same samples."""
+        return self.model_parallel_size * self.pipeline_parallel_size * self.context_parallel_size

@@ -134,12 +134,12 @@ def take_snapshot(
     if weights is not None:
         mine[weights] = (
             divide_buffers(engine.module, tensors, ranks),
-            ranks.dp_rank,
-            ranks.dp_size,
+            ranks.replica_rank,
+            ranks.replica_size,
         )
     if optimizer:
         name = rank_file(Path(), OPTIMIZER, ranks.tp_rank, ranks.pp_rank).name
-        mine[name] = (engine.optimizer_tensors(), ranks.dp_rank, ranks.dp_size)
+        mine[name] = (engine.optimizer_tensors(), ranks.replica_rank, ranks.replica_size)
     if random:
         name = rank_file(Path(), RANDOM, ranks.rank).name
         mine[name] = (random_state_tensors(), 0, 1)
@@ -152,13 +152,13 @@ def divide_buffers(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors
     As in training, the first replica's buffers count, so the others contribute no bytes of them.
     """
     others = tensors.keys() - dict(module.named_parameters()).keys()
-    if ranks.dp_size == 1 or not others:
+    if ranks.replica_size == 1 or not others:
         return tensors
     parts = dict(tensors)
     for name in persistent_buffers(module).keys() & others:
         value = tensors[name]
         if isinstance(value, Tensor):
-            own = value if ranks.dp_rank == 0 else value.new_empty(0)
+            own = value if ranks.replica_rank == 0 else value.new_empty(0)
             parts[name] = TensorPart(tuple(value.shape), 0, own)
     return parts
 
@@ -238,7 +238,9 @@ def _write_files(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
 def _hash_cut_tensors(snapshot: Snapshot, folder: Path, ranks: Ranks) -> dict[str, str]:
     if snapshot.weights is None:
         return {}
-    cut = sorted(snapshot.files[snapshot.weights].cut.items())[ranks.dp_rank :: ranks.dp_size]
+    cut = sorted(snapshot.files[snapshot.weights].cut.items())[
+        ranks.replica_rank :: ranks.replica_size
+    ]
     return {
         name: hash_file(folder / snapshot.weights, [(at, at + size)]) for name, (at, size) in cut
     }
@@ -292,7 +294,7 @@ def write_model(model: nn.Module, folder: Path, ranks: Ranks, extra_files: Extra
     name = files.weights_file(ranks)
     mine: dict[str, tuple[Tensors, int, int]] = {}
     if name is not None:
-        mine[name] = (divide_buffers(model, tensors, ranks), ranks.dp_rank, ranks.dp_size)
+        mine[name] = (divide_buffers(model, tensors, ranks), ranks.replica_rank, ranks.replica_size)
     snapshot = Snapshot(TrainerState(step=0, consumed_samples=0), mine, name, files, extra_files)
     snapshot.divide()
     write_snapshot(snapshot, folder, ranks, None)

@@ -31,8 +31,8 @@ class DDPEngine(TorchEngine):
         super().__init__(model, optimizer, arguments)
         # DDP averages fp32 gradients over the ranks, but the ranks' losses already add up to the
         # mean.
-        self._loss_factor = ranks.dp_size if arguments.precision == "fp32" else 1
-        self.model = _FixedBuckets(model, ranks.dp_size)
+        self._loss_factor = ranks.replica_size if arguments.precision == "fp32" else 1
+        self.model = _FixedBuckets(model, ranks.replica_size)
         if arguments.precision != "fp32":
             # torch reads the annotations of a hook, and knows them only as types: a lambda has
             # none.

@@ -59,9 +59,9 @@ class DeepSpeedEngine:
         self.module = model
         self.optimizer = optimizer
         self.applied_steps = 0
-        self._replicas = ranks.dp_size
+        self._replicas = ranks.replica_size
         self._mesh = ranks.mesh
-        self._rank = ranks.dp_rank
+        self._rank = ranks.replica_rank
         self._zero = zero_stage(arguments)
         self._saves_state = arguments.save_optim
         self._keeps_master_weights = arguments.precision != "fp32"
@@ -102,7 +102,7 @@ class DeepSpeedEngine:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _import_muon()
         trained = sum(parameter.numel() for parameter in self._owners)
-        config = deepspeed_config(arguments, ranks.dp_size, trained)
+        config = deepspeed_config(arguments, ranks.replica_size, trained)
         # Only one of the two clips.
         self._clip_grad = arguments.clip_grad
         if config["gradient_clipping"]:
@@ -112,9 +112,9 @@ class DeepSpeedEngine:
         # A forward pass updates buffers from its own samples. As in DDP, those of the first replica
         # are broadcast.
         self._buffers: list[Tensor] = []
-        if ranks.dp_size > 1:
+        if ranks.replica_size > 1:
             self._buffers = list(persistent_buffers(model).values())
-        self._replica_group = ranks.mesh.dp_group if ranks.mesh else None
+        self._replica_group = ranks.mesh.get_data_parallel_group() if ranks.mesh else None
         if self._zero and self._states:
             self._create_element_states()
         if self._zero and isinstance(optimizer, WholeMatrixOptimizer):
@@ -123,7 +123,7 @@ class DeepSpeedEngine:
             for own, parameters, group in self._partitions():
                 start = group.rank() * own.numel()
                 partitions[own] = [(each, each.storage_offset() - start) for each in parameters]
-            shard_group = self._replica_group if ranks.dp_size > 1 else None
+            shard_group = self._replica_group if ranks.replica_size > 1 else None
             optimizer.set_partitions(partitions, ranks.mesh, shard_group)
         if self._zero == 3:
             self._hooks.append(model.register_forward_hook(_as_output))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...models.config import ModelConfig
-from ...mpu import tp_size
+from ...mpu import context_size, tp_size
 from ..arguments.training_arguments import TrainingArguments
 from ..environments import ENVIRONMENTS
 from ..launch.ranks import Ranks
@@ -53,6 +53,18 @@ def prepare_model(
         raise ValueError(
             f"the model is split over {size} processes, but model_parallel_size is "
             f"{ranks.tp_size}; build it with mesh=trainer.mesh"
+        )
+    shared = context_size(getattr(model, "mesh", None))
+    if ranks.cp_size > 1 and not native:
+        raise ValueError(
+            f"the sequences of a {type(model).__name__} cannot be split over {ranks.cp_size} "
+            "processes; build a model of the zoo with shardzoo.from_pretrained(path, "
+            "mesh=trainer.mesh)"
+        )
+    if native and shared != ranks.cp_size:
+        raise ValueError(
+            f"the model splits sequences over {shared} processes, but context_parallel_size is "
+            f"{ranks.cp_size}; build it with mesh=trainer.mesh"
         )
     stages = getattr(getattr(model, "stage", None), "counts", (1,))
     if len(stages) != ranks.pp_size:

@@ -120,7 +120,7 @@ def count_processes(arguments: TrainingArguments) -> int:
     """Returns the number of processes that the arguments ask for on one machine."""
     if arguments.env_type == "pytorch":
         return 1
-    split = arguments.model_parallel_size * arguments.pipeline_parallel_size
+    split = arguments.processes_of_a_replica
     return max(arguments.num_gpus, -(-split // arguments.num_nodes))
 
 
@@ -128,7 +128,7 @@ def find_smaller_jobs(arguments: TrainingArguments) -> tuple[int, ...]:
     """Returns the smaller numbers of processes that train the same global batches, the largest
     first.
     """
-    split = arguments.model_parallel_size * arguments.pipeline_parallel_size
+    split = arguments.processes_of_a_replica
     batches, rest = divmod(arguments.global_batch_size or 0, arguments.micro_batch_size)
     if not batches or rest:
         return ()

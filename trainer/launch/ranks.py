@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...mpu import ParallelMesh
 from ...mpu.collectives import gather_bytes
+from ...mpu.mesh import REPLICA_AXES
 from .phase import RANK_0, phase
 
 # Rank 0 may prepare a corpus or build kernels for as long as it takes.
@@ -25,6 +26,10 @@ PATIENCE = timedelta(days=365)
 class Ranks:
     """A position in a mesh, or one process (`mesh=None`): the ranks and sizes of the axes, and sums
     over them.
+
+    Data-parallel ranks (`dp_rank`, `dp_size`) read different samples. Replicas (`replica_rank`,
+    `replica_size`) hold the same parameters, so their gradients are summed: they are the
+    data-parallel ranks times the context-parallel ones, which read parts of the same samples.
     """
 
     def __init__(self, mesh: ParallelMesh | None) -> None:
@@ -33,6 +38,10 @@ class Ranks:
         self.world_size = 1
         self.dp_rank = 0
         self.dp_size = 1
+        self.cp_rank = 0
+        self.cp_size = 1
+        self.replica_rank = 0
+        self.replica_size = 1
         self.tp_rank = 0
         self.tp_size = 1
         self.pp_rank = 0
@@ -42,13 +51,17 @@ class Ranks:
             self.world_size = mesh.world_size
             self.dp_rank = mesh.dp_rank
             self.dp_size = mesh.dp_size
+            self.cp_rank = mesh.cp_rank
+            self.cp_size = mesh.cp_size
+            self.replica_rank = mesh.rank_in(*REPLICA_AXES)
+            self.replica_size = mesh.size(*REPLICA_AXES)
             self.tp_rank = mesh.tp_rank
             self.tp_size = mesh.tp_size
             self.pp_rank = mesh.pp_rank
             self.pp_size = mesh.pp_size
-        self.reports = self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
-        """Whether this rank's results count for its replica: the first tensor-parallel rank of the
-        last stage.
+        self.reports = self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == self.pp_size - 1
+        """Whether this rank's results count for its samples: the first tensor-parallel and
+        context-parallel rank of the last stage.
         """
 
     def sum_replicas(self, *values: float) -> list[float]:

@@ -1,0 +1,89 @@
+"""Runs whose sequences are split over the context axis train, resume and evaluate like runs in one process.
+
+Oracle: one process with the same global batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from every_case import every_day
+from tiny_models import tiny
+from training import Pairs, losses, run_training
+
+FAMILIES = {
+    "gpt2": {},
+    "llama": {},
+    "mistral": {},
+    "bert": {"architecture": "BertForMaskedLM"},
+    "modernbert": {"architecture": "ModernBertForMaskedLM"},
+    "t5": {},
+    "mt5": {},
+    "bart": {},
+}
+
+
+def train(mesh: Any, folder: Any, family: str, **arguments: Any) -> Any:
+    """Losses, validation losses and weights of a run on ragged samples with dropout."""
+    from shardzoo.models import ParallelConfig, from_config
+
+    config = tiny(family, 0.1, **FAMILIES[family])
+    parallel = ParallelConfig(
+        arguments.get("sequence_parallel", False),
+        context_exchange=arguments.get("context_exchange", "auto"),
+    )
+    settings = {"micro_batch_size": 8 // arguments.get("replicas", 1), "train_steps": 6, "lr": 3e-3}
+    arguments.pop("replicas", None)
+    steps, weights = run_training(
+        mesh,
+        folder,
+        model=lambda mesh: from_config(config, mesh, parallel_config=parallel, seed=2).train(),
+        data=Pairs(),
+        valid=[Pairs()[i] for i in range(5)],
+        eval_interval=3,
+        **{**settings, **arguments},
+    )
+    validation = [step["valid_loss"] for step in steps if "valid_loss" in step]
+    return losses(steps), validation, weights
+
+
+CASES = {
+    "gpt2 ddp": ("gpt2", {"context": 2}, {"env_type": "pytorchDDP"}),
+    "t5 zero": ("t5", {"context": 2}, {"env_type": "deepspeed+mpu"}),
+    "llama keys data": ("llama", {"context": 2, "data": 2},
+                        {"env_type": "deepspeed+mpu", "context_exchange": "keys", "zero_stage": 2}),
+}  # fmt: skip
+MORE = {
+    "bert tensor": ("bert", {"context": 2, "tensor": 2},
+                    {"env_type": "deepspeed+mpu", "sequence_parallel": True, "model_parallel_size": 2}),
+    "modernbert": ("modernbert", {"context": 2}, {"env_type": "deepspeed+mpu", "context_exchange": "keys"}),
+    "mistral four": ("mistral", {"context": 4}, {"env_type": "deepspeed+mpu"}),
+    "mt5": ("mt5", {"context": 2, "data": 2}, {"env_type": "pytorchDDP"}),
+    "bart": ("bart", {"context": 2}, {"env_type": "deepspeed+mpu", "zero_stage": 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", every_day(CASES, more=MORE))
+def test_the_curve_is_that_of_one_process(run_mesh, tmp_path, case):
+    family, sizes, arguments = {**CASES, **MORE}[case]
+    expected, validation, weights = train(None, tmp_path / "one", family, env_type="pytorch")
+    tensor = sizes.get("tensor", 1)
+    results = run_mesh(
+        tensor,
+        train,
+        tmp_path / "split",
+        family,
+        context=sizes["context"],
+        data=sizes.get("data", 1),
+        context_parallel_size=sizes["context"],
+        replicas=sizes.get("data", 1),
+        **arguments,
+    )
+    for own, own_validation, own_weights in results:
+        assert own == pytest.approx(expected, abs=1e-5)
+        assert own_validation == pytest.approx(validation, abs=1e-5)
+        for name, value in own_weights.items():
+            if tensor == 1:
+                torch.testing.assert_close(value, weights[name], atol=1e-5, rtol=1e-5)
