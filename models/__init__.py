@@ -82,6 +82,7 @@ from .gpt2 import (
     GPT2LMHeadModel,
     GPT2Model,
 )
+from .granite import GraniteConfig, GraniteForCausalLM, GraniteModel
 from .llama import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -135,6 +136,13 @@ from .mt5 import (
     MT5Model,
 )
 from .parallel_config import ParallelConfig
+from .phi3 import (
+    Phi3Config,
+    Phi3ForCausalLM,
+    Phi3ForSequenceClassification,
+    Phi3ForTokenClassification,
+    Phi3Model,
+)
 from .qwen2 import (
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -179,6 +187,14 @@ from .roberta import (
     RobertaModel,
 )
 from .saving import push_to_hub, save_pretrained
+from .smollm3 import (
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    SmolLM3ForQuestionAnswering,
+    SmolLM3ForSequenceClassification,
+    SmolLM3ForTokenClassification,
+    SmolLM3Model,
+)
 from .t5 import (
     T5Config,
     T5EncoderModel,
@@ -276,6 +292,9 @@ __all__ = [
     "Glm4ForSequenceClassification",
     "Glm4ForTokenClassification",
     "Glm4Model",
+    "GraniteConfig",
+    "GraniteForCausalLM",
+    "GraniteModel",
     "LlamaConfig",
     "LlamaForCausalLM",
     "LlamaForQuestionAnswering",
@@ -318,6 +337,11 @@ __all__ = [
     "ModernBertForTokenClassification",
     "ModernBertModel",
     "ParallelConfig",
+    "Phi3Config",
+    "Phi3ForCausalLM",
+    "Phi3ForSequenceClassification",
+    "Phi3ForTokenClassification",
+    "Phi3Model",
     "Qwen2Config",
     "Qwen2ForCausalLM",
     "Qwen2ForQuestionAnswering",
@@ -350,6 +374,12 @@ __all__ = [
     "RobertaForSequenceClassification",
     "RobertaForTokenClassification",
     "RobertaModel",
+    "SmolLM3Config",
+    "SmolLM3ForCausalLM",
+    "SmolLM3ForQuestionAnswering",
+    "SmolLM3ForSequenceClassification",
+    "SmolLM3ForTokenClassification",
+    "SmolLM3Model",
     "T5Config",
     "T5EncoderModel",
     "T5ForConditionalGeneration",

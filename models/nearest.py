@@ -38,7 +38,6 @@ MISSING: dict[str, tuple[str, str]] = {
     "opt": ("gpt2", "positions that start at 2 after padding"),
     "pegasus": ("mbart", "sinusoidal positions"),
     "phi": ("llama", "blocks with attention and MLP side by side"),
-    "phi3": ("llama", "its tensors of stacked queries, keys, values and of stacked gate and up"),
     "prophetnet": ("bart", "n-gram prediction"),
     "olmoe": ("qwen3_moe", "norms over the queries and keys of all heads together"),
     "switch_transformers": ("t5", "a mixture of experts"),

@@ -114,6 +114,16 @@ class DecoderConfig(HeadsConfig):
         return self.attention_bias
 
     @property
+    def attention_scale(self) -> float:
+        """What the scores are multiplied by."""
+        return self.head_size**-0.5
+
+    @property
+    def rotates(self) -> tuple[bool, ...]:
+        """Whether each layer rotates queries and keys."""
+        return (True,) * self.num_hidden_layers
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer; None for attention to all earlier positions."""
         return (None,) * self.num_hidden_layers

@@ -14,6 +14,7 @@ MLP = "blocks.{i}.mlp"
 def name_map(
     norms: dict[str, str],
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj"),
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
     experts: tuple[NameEntry, ...] = (),
     renamed: tuple[tuple[str, str], ...] = (),
 ) -> NameMap:
@@ -22,6 +23,7 @@ def name_map(
     Args:
         norms: Native name of a block's norm -> its stored name.
         gate_up: The stored projections that are stacked in the MLP's first one.
+        qkv: The stored projections that are stacked in attention's first one.
         experts: The entries of a mixture's parameters.
         renamed: Further names of old files; see `NameMap`.
     """
@@ -32,7 +34,7 @@ def name_map(
             NameEntry("word_embeddings.weight", "model.embed_tokens.weight"),
             *(
                 NameEntry(
-                    f"{ATTENTION}.qkv.{k}", tuple(f"{LAYER}.self_attn.{x}_proj.{k}" for x in "qkv")
+                    f"{ATTENTION}.qkv.{k}", tuple(f"{LAYER}.self_attn.{part}.{k}" for part in qkv)
                 )
                 for k in kinds
             ),
@@ -62,7 +64,7 @@ def name_map(
         renamed=((r"transformer\.(.*)", r"model.\1"), *renamed),  # question answering
         spelled=(
             (
-                r"(Llama|Qwen2|Qwen2Moe|Qwen3|Qwen3Moe)ForQuestionAnswering",
+                r"(Llama|Qwen2|Qwen2Moe|Qwen3|Qwen3Moe|SmolLM3)ForQuestionAnswering",
                 r"model\.(.*)",
                 r"transformer.\1",
             ),

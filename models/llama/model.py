@@ -13,6 +13,9 @@ The configuration declares what differs between the families:
 - Qwen2: biases of queries, keys and values; windows in some layers
 - Qwen3: norms of each head's queries and keys
 - Mixtral and Qwen3-MoE: a mixture of experts instead of the MLP (`../mixtral/model.py`)
+- SmolLM3: layers that do not rotate queries and keys
+- Phi-3: dropout of the outputs of attention and MLP (`../phi3/model.py`)
+- Granite: scaled embeddings, residuals, scores and logits (`../granite/model.py`)
 - GLM-4: norms of the outputs of attention and MLP too; half of each head rotates, and neighboring
   features are a pair
 """
@@ -58,6 +61,7 @@ class LlamaBlock(nn.Module):
         eps = config.rms_norm_eps
         shared = layer_arguments(mesh, parallel_config)
         self.window = config.windows[layer]
+        self.rotates = config.rotates[layer]
         self.attention_norm = RMSNorm(size, eps, **shared)
         self.attention = SelfAttention(
             size,
@@ -67,7 +71,7 @@ class LlamaBlock(nn.Module):
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
             qk_norm_eps=eps if config.qk_norm else None,
-            scale=config.head_size**-0.5,
+            scale=config.attention_scale,
             dropout=config.attention_dropout,
             mesh=mesh,
             parallel_config=parallel_config,
@@ -103,7 +107,8 @@ class LlamaBlock(nn.Module):
         self, x: Tensor, masks: Masks, rotary: Rotary, cache: LayerKVCache | None = None
     ) -> Tensor:
         y, x = self.attention_norm(x, return_residual=True)
-        y = self.attention(y, masks[self.window], causal=True, rotary=rotary, cache=cache)
+        rotation = rotary if self.rotates else None
+        y = self.attention(y, masks[self.window], causal=True, rotary=rotation, cache=cache)
         y, x = self.mlp_norm(self.attention_output_norm(y), x, return_residual=True)
         return x + self.mlp_output_norm(self.mlp(y))
 

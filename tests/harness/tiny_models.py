@@ -22,6 +22,9 @@ _MODERN_DECODERS = (
     "qwen2",
     "qwen3",
     "glm4",
+    "granite",
+    "phi3",
+    "smollm3",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
@@ -51,6 +54,9 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2": _DECODER,
     "qwen3": {**_DECODER, "head_dim": 16},
     "glm4": {**_DECODER, "head_dim": 8, "pad_token_id": 0},
+    "granite": {**_DECODER, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.3},
+    "phi3": {**_DECODER, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "smollm3": {**_DECODER, "no_rope_layer_interval": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "mixtral": {**_DECODER, "num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {
         **_DECODER, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
@@ -86,6 +92,7 @@ _DROPOUTS = {
         ("bart", "mbart", "m2m_100"), ("dropout", "attention_dropout", "activation_dropout")
     ),
     **dict.fromkeys(_MODERN_DECODERS, ("attention_dropout",)),
+    "phi3": ("attention_dropout", "resid_pdrop"),
 }
 _DEPTHS = {
     "gpt2": ("n_layer",),

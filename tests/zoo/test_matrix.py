@@ -49,9 +49,21 @@ WANTED = {
     "ModernBert": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
     "GPT2": (*DECODER_HEADS, "LMHeadModel"),
     **dict.fromkeys(
-        ("Llama", "Mistral", "Qwen2", "Qwen3", "Glm4", "Mixtral", "Qwen2Moe", "Qwen3Moe"),
+        (
+            "Llama",
+            "Mistral",
+            "Qwen2",
+            "Qwen3",
+            "Glm4",
+            "Mixtral",
+            "Qwen2Moe",
+            "Qwen3Moe",
+            "Phi3",
+            "SmolLM3",
+        ),
         (*DECODER_HEADS, "ForCausalLM"),
     ),
+    "Granite": ("Model", "ForCausalLM"),
     **dict.fromkeys(
         ("Bart", "MBart"), ("Model", "ForConditionalGeneration", "ForSequenceClassification")
     ),
