@@ -20,7 +20,7 @@ import pytest
 import torch
 from commands import warm_environment
 from documents import PAGES, ROOT, Block, blocks, commands
-from every_case import EVERY_CASE
+from every_case import EVERY_CASE, by_turns
 from nanogpt import nanogpt_checkpoint, nanogpt_logits
 from tiny_models import save_glm, save_model, text, tokenizer_like
 from training import Pairs
@@ -337,7 +337,9 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and blocks(page)])
+@pytest.mark.parametrize(
+    "page", by_turns([page for page in PAGES if page not in ELSEWHERE and blocks(page)], 2)
+)
 def test_page(page, workplace, run_ranks, monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["train.py"]

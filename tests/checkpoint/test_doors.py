@@ -642,14 +642,14 @@ def visits(visitor: Visitor, folder: Path, doors: tuple[str, ...], warm: Path):
     return found
 
 
-@pytest.mark.parametrize("name", by_turns(ODD, 3))
+@pytest.mark.parametrize("name", by_turns(ODD, 5))
 def test_odd_folders_are_accepted_with_the_same_tensors(name, visitor, prepared, bases):
     found = visits(visitor, prepared(ODD[name]), ODD[name][2], bases["shards"])
     assert {door: visit.message for door, visit in found.items() if not visit.accepted} == {}
     assert len({visit.tensors for visit in found.values() if visit.tensors}) == 1
 
 
-@pytest.mark.parametrize("name", by_turns(HOSTILE, 2))
+@pytest.mark.parametrize("name", by_turns(HOSTILE, 3))
 def test_hostile_folders_are_refused(name, visitor, prepared, bases):
     commands = tuple(COMMANDS) if EVERY_CASE else COMMANDS_BY_CASE.get(name, ())
     found = visits(visitor, prepared(HOSTILE[name]), HOSTILE[name][2] + commands, bases["shards"])

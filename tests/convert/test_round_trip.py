@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 import torch
-from every_case import by_turns
+from every_case import EVERY_CASE, by_turns
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -33,7 +33,7 @@ VARIANTS = (
 )
 
 
-@pytest.mark.parametrize("variant", by_turns(VARIANTS, 3))
+@pytest.mark.parametrize("variant", by_turns(VARIANTS, 4))
 def test_every_size_to_every_other(variant, zoo, hashes, tmp_path):
     source = zoo.make(tmp_path / "hf", variant, heads=24, head_size=2, feed_forward=48, layers=1)
     wanted = hashes(source)
@@ -61,7 +61,9 @@ drawn = count()
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40 if EVERY_CASE else 20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())
 def test_drawn_configurations(zoo, hashes, tmp_path, data):

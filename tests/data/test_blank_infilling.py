@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from every_case import by_turns
 
 from shardzoo.data import BlankInfilling, GLMDataset, GLMMixture, GLMTokens
 from shardzoo.data.objectives.blank_infilling import (
@@ -114,7 +115,8 @@ def check(sample: dict[str, np.ndarray], text: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    ("mode", "part"), [("token", 0.4), ("sentence", 0.2), ("document", 0.2), ("single_span", 0.2)]
+    ("mode", "part"),
+    by_turns([("token", 0.4), ("sentence", 0.2), ("document", 0.2), ("single_span", 0.2)], 2),
 )
 def test_every_sample_is_its_document(mode, part):
     generator = np.random.default_rng(7)

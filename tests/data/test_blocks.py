@@ -271,7 +271,7 @@ OBJECTIVES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("objective", by_turns(OBJECTIVES, 2))
+@pytest.mark.parametrize("objective", by_turns(OBJECTIVES, 3))
 def test_every_objective_streams(objective, tokenizers, texts):
     if objective == "separate gpt":
         tokenizer = load_tokenizer(tokenizers["bpe"])

@@ -61,6 +61,7 @@ def test_the_tour(tmp_path, monkeypatch):
     assert str(ROOT) not in NOTEBOOK.read_text()
 
 
+@pytest.mark.before_release
 def test_mistakes_in_a_notebook(capfd):
     def fail_on(
         rank: str,
@@ -85,6 +86,7 @@ def test_mistakes_in_a_notebook(capfd):
         notebook_launcher(leave, processes=1)
 
 
+@pytest.mark.before_release
 def test_an_interrupted_cell_leaves_no_rank():
     def wait(path: str) -> None:
         Path(path, os.environ["RANK"]).write_text(str(os.getpid()))

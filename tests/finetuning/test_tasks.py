@@ -118,9 +118,7 @@ def losses(folder) -> list[float]:
     return [record["train/loss"] for record in records if "train/loss" in record]
 
 
-LEARNED = (
-    CASES if EVERY_CASE else [CASES[n] for n in (0, 4, 7, 8, 9, 11)]
-)  # each kind of records once
+LEARNED = CASES if EVERY_CASE else [CASES[n] for n in (0, 7, 9, 11)]
 
 
 @pytest.mark.parametrize(("architecture", "kind", "changes", "arguments", "names"), LEARNED)
@@ -192,6 +190,7 @@ def glm(tmp_path_factory):
     return save_glm(folder, "gpt2")
 
 
+@pytest.mark.before_release
 def test_glm_learns_to_fill_the_blanks_of_sources(glm, tmp_path, run_mesh):
     train = write(
         tmp_path / "train.json",

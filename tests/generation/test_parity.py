@@ -64,7 +64,7 @@ def cases_of(family: str) -> dict[str, dict]:
     return {name: CASES[name] for name in chosen}
 
 
-@pytest.mark.parametrize("family", by_turns(FAMILIES, 2))
+@pytest.mark.parametrize("family", by_turns(FAMILIES, 3))
 def test_tokens_are_those_of_transformers(family, saved, prompts, run_mesh):
     reference, folder = saved(family)
     is_decoder = not reference.config.is_encoder_decoder
@@ -95,7 +95,7 @@ def test_tokens_are_those_of_transformers(family, saved, prompts, run_mesh):
             )
 
 
-@pytest.mark.parametrize("family", by_turns(FAMILIES, 2))
+@pytest.mark.parametrize("family", by_turns(FAMILIES, 4))
 def test_the_cache_changes_nothing(family, saved, prompts, run_mesh):
     reference, folder = saved(family)
     ids, mask = prompts(12, padded_left=not reference.config.is_encoder_decoder)

@@ -134,7 +134,7 @@ def folders(tmp_path_factory):
     return cases
 
 
-@pytest.mark.parametrize("tp", by_turns([3, 1, 4, 2], 2))
+@pytest.mark.parametrize("tp", by_turns([3, 1, 4, 2], 4))
 def test_every_layout_of_files_for_any_number_of_ranks(tp, run_mesh, folders):
     run_mesh(tp, check_loaded, folders)
 

@@ -142,7 +142,7 @@ def test_every_preset_has_its_published_number_of_parameters():
     assert not lacking
 
 
-@pytest.mark.parametrize("name", by_turns(PUBLISHED, 4))
+@pytest.mark.parametrize("name", by_turns(PUBLISHED, 8))
 def test_parameter_counts(name):
     assert measure(find_config(name), 1).parameters == PUBLISHED[name]
 

@@ -71,7 +71,7 @@ def apply(mesh, name, xs, grads, strided, way):
     return output.detach(), x.grad
 
 
-@pytest.mark.parametrize("name", by_turns(FUNCTIONS, 2))
+@pytest.mark.parametrize("name", by_turns(FUNCTIONS, 3))
 @pytest.mark.parametrize(
     ("tp", "way"),
     every_day(

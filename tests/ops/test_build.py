@@ -128,6 +128,7 @@ def test_only_what_has_changed_is_compiled_again(checkout):
     assert len(kernels_of_norm) == everything.count("norm.cpp")  # one for each instruction set
 
 
+@pytest.mark.before_release
 def test_required_build_fails(no_compiler, tmp_path):
     environment, reason = no_compiler
     done = build(tmp_path, **environment, SHARDZOO_BUILD="required")

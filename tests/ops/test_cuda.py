@@ -38,6 +38,7 @@ def run(*command):
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize("name", every_day(FILES[:1], more=FILES[1:]))
 def test_compiles_lean(name, tmp_path):
     """No spills and no local memory, registers within budget, 128-bit accesses alone in the loops of vector kernels.

@@ -20,7 +20,7 @@ from shardzoo import ops
 
 NAN, INF = float("nan"), float("inf")
 RELAXED = settings(
-    max_examples=6 if EVERY_CASE else 4,
+    max_examples=6 if EVERY_CASE else 2,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,

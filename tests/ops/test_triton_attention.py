@@ -220,7 +220,7 @@ def test_the_table_has_enough_cases():
     assert len(CASES) == len(set(CASES)) >= 300
 
 
-@pytest.mark.parametrize("case", by_turns(CASES, 41), ids=str)
+@pytest.mark.parametrize("case", by_turns(CASES, 82), ids=str)
 def test_triton_computes_what_fp64_does(case):
     assert max(find_errors(kernels, case)) <= BOUNDS[case.dtype]
 
@@ -295,7 +295,7 @@ def load_mutant(folder, text, replacement):
     return module
 
 
-@pytest.mark.parametrize("name", by_turns(MUTANTS, 9))
+@pytest.mark.parametrize("name", by_turns(MUTANTS, 18))
 def test_a_broken_kernel_is_caught(name, tmp_path):
     text, replacement, case = MUTANTS[name]
     assert max(find_errors(kernels, case)) <= BOUNDS[case.dtype]

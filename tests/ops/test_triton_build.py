@@ -114,6 +114,7 @@ def printed(folder, program, *arguments):
     return json.loads(done.stdout)
 
 
+@pytest.mark.before_release
 def test_all_compile_for_sm_90(tmp_path):
     assert printed(tmp_path, COMPILE, *MODULES) == MODULES
 

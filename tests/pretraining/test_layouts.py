@@ -14,11 +14,13 @@ from pretraining_runs import STEPS, run_pretraining, train_losses
 # Losses in fp32 differ by the order of sums alone.
 SAME_LOSS = {"rel": 1e-5, "abs": 0}
 CASES = [
-    ("gpt2", "gpt"), ("bert", "bert-nsp"), ("t5", "prefix-lm"), ("bart", "bart"), ("glm", "glm"),
+    ("bert", "bert-nsp"), ("t5", "prefix-lm"), ("glm", "glm"),
 ]  # fmt: skip
 CASES = every_day(
     CASES,
     more=[
+        ("gpt2", "gpt"),
+        ("bart", "bart"),
         ("roberta", "roberta"),
         ("mt5", "ul2"),
         ("umt5", "t5"),

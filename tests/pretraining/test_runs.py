@@ -66,7 +66,7 @@ def save_weights(folder: Path, name: str, architecture: str, texts: Path) -> Any
     return model.eval()
 
 
-@pytest.mark.parametrize(("name", "architecture", "objective"), by_turns(WEIGHTS, 2))
+@pytest.mark.parametrize(("name", "architecture", "objective"), by_turns(WEIGHTS, 4))
 def test_a_run_starts_from_the_weights_of_transformers(
     run_mesh, tmp_path, texts, name, architecture, objective
 ):

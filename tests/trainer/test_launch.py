@@ -310,6 +310,7 @@ def test_a_wrong_number_of_threads_starts_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.before_release
 def test_the_rendezvous_of_one_machine_is_closed_to_others(start):
     code, output, messages = finish(start("listen"))
     assert code == 0, messages
@@ -369,6 +370,7 @@ def test_ranks_do_not_outlive_their_launcher(start):
     process.communicate()
 
 
+@pytest.mark.before_release
 def test_torchrun_shows_the_traceback_and_counts_the_ranks(start):
     code, output, messages = finish(start("barrier", "torchrun", "--nproc-per-node", "2"))
     assert code == 1

@@ -71,7 +71,7 @@ STEPS, SAVED, SAMPLES = (8, 6, 40) if EVERY_CASE else (5, 4, 28)
             ],
             more=[(n, "indexed") for n in CONTAINED],
         ),
-        2,
+        3,
     ),
 )
 def test_going_on_is_bit_for_bit(run_mesh, tmp_path, name, data):
