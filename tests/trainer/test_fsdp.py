@@ -138,13 +138,20 @@ for other in ("pytorch", "DDP", "ZeRO 0", "ZeRO 1, two tensor ranks", "ZeRO 2", 
     MORE += [pair for pair in (("fsdp", other), (other, "fsdp")) if pair not in MORE]
 
 
-@pytest.mark.parametrize("precision", every_day(["fp32"], more=["bf16"]))
-@pytest.mark.parametrize(("first", "second"), every_day(FROM_AND_TO, more=MORE))
+# ZeRO 0 has no fp32 master weights, so it does not train in bf16.
+IN_BF16 = [pair for pair in FROM_AND_TO + MORE if "ZeRO 0" not in pair]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "precision"),
+    every_day(
+        [(*pair, "fp32") for pair in FROM_AND_TO],
+        more=[(*pair, "fp32") for pair in MORE] + [(*pair, "bf16") for pair in IN_BF16],
+    ),
+)
 def test_every_engine_goes_on_from_every_other(run_mesh, tmp_path, first, second, precision):
     def run(name: str, folder: Path, **more):
         env_type, tp, ranks, arguments = ENGINES[name]
-        if precision == "bf16" and arguments.get("zero_stage") == 0:
-            pytest.skip("ZeRO 0 has no fp32 master weights")
         return train(
             run_mesh, folder, tp, ranks, env_type, precision=precision, **arguments, **more
         )
@@ -329,13 +336,7 @@ def measure_memory(mesh):
 def test_a_rank_needs_its_share_and_a_block(run_mesh):
     """Parameters, gradients and AdamW's states, of 12 blocks on 4 ranks, in fp32."""
     for total, block, own, states, at_start, peak in run_mesh(1, measure_memory, data=4):
-        # Of the block that runs: its parameters, their gradients, and the buffers of the exchange.
-        assert own + states + peak <= 1.1 * 4 * total / 4 + 4 * block, (
-            total,
-            block,
-            own,
-            states,
-            peak,
-        )
+        # While a block runs, its parameters and their gradients are whole, which the tenth leaves room for.
+        assert own + states + peak <= 1.1 * 4 * total / 4 + block, (total, block, own, states, peak)
         # A parameter is drawn at a time.
         assert at_start <= 1.1 * total / 4 + block, (total, block, at_start)

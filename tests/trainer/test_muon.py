@@ -169,7 +169,6 @@ LAYOUTS = {
     "ZeRO 1 of 4": (1, 4, {"env_type": "deepspeed", "zero_stage": 1}),
     "TP 2, ZeRO 1 of 2": (2, 2, {"env_type": "deepspeed+mpu", "zero_stage": 1}),
 }
-# Heads that three ranks cannot divide.
 EVERY_DAY = [("bert", "TP 2"), ("llama", "TP 2, FSDP 2")]
 MORE = [
     (family, layout)
@@ -198,12 +197,7 @@ def assert_same(weights, reference, family, rank, size):
 @pytest.mark.parametrize(("family", "layout"), every_day(EVERY_DAY, more=MORE))
 def test_split_matrices_are_updated_like_whole_ones(run_mesh, oracle, family, layout):
     tp, ranks, arguments = LAYOUTS[layout]
-    try:
-        results = run_mesh(tp, update, family, arguments, data=ranks)
-    except AssertionError as error:
-        if tp == 3 and "cannot be split 3 ways" in str(error):
-            pytest.skip(f"{family} has heads that three ranks do not divide")
-        raise
+    results = run_mesh(tp, update, family, arguments, data=ranks)
     for number, (weights, _) in enumerate(results):
         assert_same(weights, oracle(family), family, number % tp, tp)
     if tp * ranks == 4:

@@ -31,6 +31,7 @@ from ...models.sizes import find_blocks
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from ..precisions import PRECISIONS
+from .host_collectives import use_host_collectives
 from .state import persistent_buffers
 
 MOST_NAMES = 3  # of parameters in a message
@@ -198,6 +199,8 @@ class ShardedModel:
             # The losses of the ranks add up to the mean, so gradients are summed and not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if on_host:
+                use_host_collectives(module)
         self._prefetch(arguments.fsdp_prefetch, on_host=on_host)
 
     def _prefetch(self, count: int | None, *, on_host: bool) -> None:
