@@ -79,6 +79,8 @@ def help_page() -> HelpPage:
             "predict_with_generate": "evaluation by generated texts",
             "label_smoothing": "loss and batches",
             "dropout_rate": "other",
+            "columns": "embeddings",
+            "cache_dir": "other",
             "overwrite": "run",
             "output_dir": "run",
             "config": "run",

@@ -11,13 +11,14 @@ from typing import Literal
 from ..trainer.arguments.aliases import with_argument_aliases
 from ..trainer.arguments.deepspeed_file import read_deepspeed_file
 from ..trainer.arguments.training_arguments import TrainingArguments
+from ..trainer.arguments.value_types import texts
 from ..trainer.environments import EnvType
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.schedules import ScheduleName
 
 Task = Literal[
     "text2text-generation", "text-generation", "chat", "text-classification", "token-classification",
-    "question-answering", "multiple-choice",
+    "question-answering", "multiple-choice", "embedding",
 ]  # fmt: skip
 # What is measured -> the metrics that can measure it, of which the first is the default.
 METRICS = {
@@ -28,6 +29,8 @@ METRICS = {
     "numbers": ("pearsonr", "spearmanr", "mse", "mae"),
     "words": ("accuracy", "seqeval"),
     "answers": ("squad",),
+    "retrieval": ("retrieval",),
+    "similarities": ("similarity",),
 }
 # The smallest values of arguments that count something.
 SMALLEST = {
@@ -38,8 +41,14 @@ SMALLEST = {
     "generation_max_length": 1,
     "max_train_samples": 1,
     "max_eval_samples": 1,
+    "embedding_mini_batch": 1,
 }
 WITH_LABELS = ("text-classification", "token-classification")
+Pooling = Literal["mean", "cls", "last", "weighted_mean"]
+EmbeddingLoss = Literal[
+    "multiple_negatives_ranking", "cosent", "angle", "contrastive", "triplet", "margin_mse",
+    "distill_kl",
+]  # fmt: skip
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 
 
@@ -147,6 +156,32 @@ class FinetuningArguments(TrainingArguments):
     """Let the samples of a batch have similar lengths."""
     dropout_rate: float | None = None
     """Replaces the dropout rates in the model's configuration, but not those of its classifier."""
+    columns: tuple[str, ...] = ()
+    """Keys of the texts to embed, such as anchor, positive and negatives; by default all texts of
+    the first record, in its order. Scores have the key score, scores, label or labels."""
+    pooling: Pooling | None = None
+    """How the states of tokens become an embedding; by default as the model's folder says, else the
+    mean, and the last token for decoders."""
+    normalize: bool | None = None
+    """Give embeddings the length 1; by default as the model's folder says."""
+    query_prompt: str | None = None
+    """Text before the first column, as sentence-transformers' prompt "query"."""
+    document_prompt: str | None = None
+    """Text before the other columns, as sentence-transformers' prompt "document"."""
+    embedding_loss: EmbeddingLoss | None = None
+    """By default cosent for texts with a score, else multiple_negatives_ranking."""
+    similarity_scale: float = 20.0
+    """Factor of the cosine similarities in the loss, the inverse of a temperature."""
+    margin: float | None = None
+    """Of triplet (by default 5) and contrastive (by default 0.5)."""
+    distance: Literal["cosine", "euclidean", "manhattan"] | None = None
+    """Of triplet (by default euclidean) and contrastive (by default cosine)."""
+    matryoshka_dims: tuple[int, ...] = ()
+    """Sizes of truncated embeddings that the loss is computed of, such as 384 192 96."""
+    embedding_mini_batch: int | None = None
+    """Texts in one forward pass, for large batches in little memory: activations are computed again
+    in the backward pass."""
+
     cache_dir: str | None = None
     """Folder for models downloaded from the Hugging Face Hub."""
     gradient_checkpointing: bool = False
@@ -160,6 +195,7 @@ class FinetuningArguments(TrainingArguments):
         object.__setattr__(self, "env_type", self._find_environment())
         super().__post_init__()
         object.__setattr__(self, "env_type", chosen)
+        object.__setattr__(self, "columns", texts("columns", self.columns))
         self._check_ranges()
         self._check_folders()
         self._check_splitting()
@@ -177,6 +213,10 @@ class FinetuningArguments(TrainingArguments):
                 "validation_split must be a percentage from 0 to 99 or a share below 1, not "
                 f"{self.validation_split}"
             )
+        if not self.similarity_scale > 0:
+            raise ValueError(f"similarity_scale must be above 0, not {self.similarity_scale}")
+        if min(self.matryoshka_dims, default=1) < 1:
+            raise ValueError(f"matryoshka_dims must be at least 1, not {self.matryoshka_dims}")
         for name in ("label_smoothing", "dropout_rate"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,10 @@ from ..data.tokenizers.tokenizer import TransformersTokenizer
 from ..models import family
 from ..models.language_model import IGNORED
 from .arguments import WITH_LABELS, FinetuningArguments
+from .embedding.data import ColumnKeys, ColumnSamples, load_columns
+from .embedding.export import EmbeddingSettings
 from .loading import ModelSource
-from .tasks import WITHOUT_TEXTS, Labels, find_labels
+from .tasks import WITHOUT_TEXTS, Labels, find_labels, first_record
 
 LONGEST_BLOCK = 1024
 
@@ -72,14 +75,49 @@ class FinetuningData:
         self.labels: Labels | None = None
         makes_blanks = family(source.model_type).blank_text if source.native else None
         self.blanks: Any = None if makes_blanks is None else makes_blanks(source.folder, None)
+        self.columns: ColumnKeys | None = None
+        self.embedding: EmbeddingSettings | None = None
         if task in WITH_LABELS:
             self._choose_labels()
+        if task == "embedding":
+            self.columns = self._find_columns()
+            self.embedding = self._choose_embedding()
 
     def _choose_labels(self) -> None:
         found = None
         if self.arguments.train_file is not None:
             found = self._collect_labels(self._train_records())
         self.labels = find_labels(self.arguments, self.task, self.source, found)
+
+    def _find_columns(self) -> ColumnKeys:
+        """Returns the keys of the records, from the first of the files."""
+        chosen = self.arguments
+        for path in (chosen.train_file, chosen.validation_file, chosen.test_file):
+            record = {} if path is None else first_record(Path(path))
+            if record:
+                return ColumnKeys.from_record(record, chosen.columns)
+        if chosen.train_file is not None:
+            raise ValueError(
+                f"{chosen.train_file} holds no records: give JSON lines, parquet, or a datasets "
+                "folder with columns of texts"
+            )
+        return ColumnKeys(chosen.columns or ("anchor", "positive"), None)
+
+    def _choose_embedding(self) -> EmbeddingSettings:
+        """Returns how embeddings are made: as the arguments say, else as the model's folder does."""
+        chosen = self.arguments
+        changes = {
+            "pooling": chosen.pooling,
+            "normalize": chosen.normalize,
+            "query_prompt": chosen.query_prompt,
+            "document_prompt": chosen.document_prompt,
+        }
+        given = {name: value for name, value in changes.items() if value is not None}
+        folder = self.source.adapter or self.source.folder
+        if "pooling" in given:
+            # What the folder says of its pooling need not be understood then.
+            return EmbeddingSettings(**given)
+        return replace(EmbeddingSettings.from_folder(folder, self.source.shape), **given)
 
     def label_counts(self) -> list[int]:
         """Returns the number of each class in the training data."""
@@ -128,6 +166,8 @@ class FinetuningData:
         if self.labels is not None and self.task == WITH_LABELS[0]:
             of_problems = {"regression": "numbers", "multi_label_classification": "several classes"}
             return of_problems.get(self.labels.problem, "classes")
+        if self.columns is not None:
+            return "retrieval" if self.columns.score is None else "similarities"
         kinds = {
             "text-generation": "tokens",
             "token-classification": "words",
@@ -203,6 +243,8 @@ class FinetuningData:
         if self.task == "text-generation":
             size = chosen.block_size or min(self.positions or LONGEST_BLOCK, LONGEST_BLOCK)
             return BlockDataset(iter_documents(path), self.tokenizer, size)
+        if self.columns is not None:
+            return load_columns(path, self.columns)
         if self.task == "text-classification":
             others = {
                 "pair_id": chosen.pair_id,
@@ -238,6 +280,9 @@ class FinetuningData:
             return records
         if self.task == "chat":
             return ChatDataset(records, self.tokenizer.backend, sum(lengths.values()))
+        if self.embedding is not None:
+            prompts = (self.embedding.query_prompt, self.embedding.document_prompt)
+            return ColumnSamples(records, self.tokenizer.backend, chosen.max_source_length, prompts)
         if self.task in WITHOUT_TEXTS:
             return self._labeled_samples(records)
         pairs = SourcesChanged(records, self.prepare_source)

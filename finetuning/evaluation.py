@@ -20,16 +20,24 @@ from ..models.language_model import IGNORED
 from ..trainer.batches.loss_normalization import find_output_field
 from ..trainer.launch.ranks import Ranks
 from .arguments import METRICS
+from .embedding.metrics import RETRIEVAL_VALUES
 from .text_generator import TextGenerator
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
-VALUES = {"rouge": ROUGE, "squad": ("exact_match", "f1"), "seqeval": ("f1", "precision", "recall")}
+VALUES = {
+    "rouge": ROUGE,
+    "squad": ("exact_match", "f1"),
+    "seqeval": ("f1", "precision", "recall"),
+    "retrieval": RETRIEVAL_VALUES,
+    "similarity": ("spearmanr", "pearsonr"),
+}
 PACKAGES = {
     **dict.fromkeys(
         ("f1", "precision", "recall", "matthews_correlation"), ("sklearn", "scikit-learn")
     ),
     "spearmanr": ("scipy", "scipy"),
     "seqeval": ("seqeval", "seqeval"),
+    "similarity": ("scipy", "scipy"),
 }
 LONGEST_ANSWER = 30  # tokens, as in transformers' run_qa.py
 

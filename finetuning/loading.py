@@ -192,6 +192,10 @@ def _load_native(
     new: list[str] = []
     if not is_stored:
         new += missing_modules(source.folder, config)
+    if task == "embedding" and new:
+        # A pooler that the folder does not have is left out: embeddings do not depend on it.
+        config = config.with_changes(add_pooling_layer=False)
+        new = []
     has_labels_of_adapter = source.adapter is not None and (source.adapter / CONFIG).exists()
     if head is not None or has_labels_of_adapter:
         new += [name for name in label_modules(config) if name not in new]

@@ -112,9 +112,12 @@ def save_whole(model: Any, source: ModelSource, companions: Path, folder: Path) 
         # peft's files do not hold the labels of a head.
         if adapted is not None and adapted.config.task_type not in ("CAUSAL_LM", "SEQ_2_SEQ_LM"):
             model.config.save(partial)
-        for file in companions.iterdir():
-            if file.is_file() and not (partial / file.name).exists():
-                shutil.copy2(file, partial)
+        for file in companions.rglob("*"):
+            target = partial / file.relative_to(companions)
+            if file.is_dir():
+                target.mkdir(exist_ok=True)
+            elif not target.exists():
+                shutil.copy2(file, target)
         replace_saved_model(folder, partial)
 
     on_first_rank(complete)

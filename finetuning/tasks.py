@@ -17,7 +17,7 @@ from .loading import ModelSource
 PAIR_SUFFIXES = (".source", ".target")
 WORD_SUFFIXES = (".conll", ".bio", ".iob")
 # The models of these tasks generate nothing.
-WITHOUT_TEXTS = (*WITH_LABELS, "question-answering", "multiple-choice")
+WITHOUT_TEXTS = (*WITH_LABELS, "question-answering", "multiple-choice", "embedding")
 _OF_ANY = ("text-classification", "token-classification", "question-answering")
 TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
     "encoder-decoder": ("text2text-generation", *_OF_ANY),
@@ -55,6 +55,8 @@ def _infer_task(arguments: FinetuningArguments, source: ModelSource, fitting: Se
     record = first_record(path)
     if {"question", "context", "answers"} <= record.keys() or isinstance(record.get("data"), list):
         return "question-answering"
+    if {"anchor", "positive"} <= record.keys() and "embedding" in fitting:
+        return "embedding"
     for key, task in ((arguments.messages_id, "chat"), (arguments.choices_id, "multiple-choice")):
         if isinstance(record.get(key), list):
             return task

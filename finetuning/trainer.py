@@ -30,6 +30,8 @@ from ..trainer.run_lock import return_folder
 from ..trainer.trainer import Trainer as BaseTrainer
 from .arguments import FinetuningArguments
 from .data import Collate, FinetuningData, TextTokenizer
+from .embedding.data import ColumnCollate
+from .embedding.objective import COLUMNS, EmbeddingObjective
 from .evaluation import (
     answer_values,
     best_answers,
@@ -96,6 +98,9 @@ class Trainer(BaseTrainer):
         tokenizer_source = self.source.adapter or self.source.folder
         self.tokenizer: Any = load_transformers_tokenizer(tokenizer_source)
         checked_tokenizer(self.source.folder, tokenizer_source)
+        if self.task == "embedding" and self.tokenizer.pad_token is None:
+            # Who loads the exported folder embeds several texts at a time.
+            self.tokenizer.pad_token = self.tokenizer.eos_token
         self._texts = TextTokenizer(self.tokenizer)
         self._data = FinetuningData(self.arguments, self.task, self.source, self._texts)
         self.metrics = metric_names(self.arguments.metric, self._data.kind)
@@ -107,6 +112,7 @@ class Trainer(BaseTrainer):
         self.model.to(self.device)
         self._complete_padding()
         self.weighted_loss = self._make_loss()
+        self.objective = self._make_objective()
         self.positions = find_positions(self.model, self.source)
         self._data.check_lengths(self.positions)
 
@@ -149,7 +155,11 @@ class Trainer(BaseTrainer):
             check_layout(self.arguments, config, rank_info)
 
     def run_model(self, data: dict[str, Any], model: Any, mems: Any) -> Any:
-        """Runs one forward pass; its loss has the smoothing and weights of the arguments."""
+        """Runs one forward pass; its loss is the task's own, or has the smoothing and weights of
+        the arguments.
+        """
+        if self.objective is not None:
+            return self.objective(data, model)
         if self.weighted_loss is not None:
             return self.weighted_loss(data, model)
         return super().run_model(data, model, mems)
@@ -273,12 +283,18 @@ class Trainer(BaseTrainer):
         """Returns peft's name of the task."""
         if self._data.kind in ("texts", "tokens"):
             return "SEQ_2_SEQ_LM" if self.source.shape == "encoder-decoder" else "CAUSAL_LM"
-        names = {"token-classification": "TOKEN_CLS", "question-answering": "QUESTION_ANS"}
+        names = {
+            "token-classification": "TOKEN_CLS",
+            "question-answering": "QUESTION_ANS",
+            "embedding": "FEATURE_EXTRACTION",
+        }
         return names.get(self.task, "SEQ_CLS")
 
     def _heads_to_save(self) -> list[str]:
         """Returns transformers' names of the modules of a new head, which are trained whole."""
         if self._data.kind in ("texts", "tokens") or not self.source.native:
+            return []
+        if self.task == "embedding":
             return []
         missing = missing_modules(self.source.folder, self.model.config)
         return list_stored_modules(self.model, {*label_modules(self.model.config), *missing})
@@ -581,6 +597,69 @@ class Trainer(BaseTrainer):
             weights,
         )
 
+    def _make_objective(self) -> EmbeddingObjective | None:
+        """Returns what computes the loss of a task that has a loss of its own; None for the others.
+
+        Raises ValueError if the arguments, the model and the columns do not fit together.
+        """
+        arguments = self.arguments
+        columns = self._data.columns
+        settings = self._data.embedding
+        if columns is None or settings is None:
+            return None
+        self._refuse_split_batches()
+        if arguments.embedding_mini_batch is not None and (
+            arguments.env_type not in ("pytorch", "deepspeed", "deepspeed+mpu")
+            or arguments.zero_stage == 3
+        ):
+            raise ValueError(
+                "embedding_mini_batch runs the model again in the backward pass, which "
+                f"env_type={arguments.env_type!r} does not support; use env_type='pytorch' or "
+                "'deepspeed+mpu' with zero_stage below 3"
+            )
+        largest = max(arguments.matryoshka_dims, default=0)
+        if largest > self.model.hidden_size:
+            raise ValueError(
+                f"matryoshka_dims has {largest}, but the embeddings have {self.model.hidden_size}"
+            )
+        loss = arguments.embedding_loss
+        if loss is None:
+            loss = "multiple_negatives_ranking" if columns.score is None else "cosent"
+        least, most, has_scores = COLUMNS[loss]
+        count = len(columns.texts)
+        fits = count >= least and (most is None or count <= most)
+        if not fits or (has_scores and columns.score is None):
+            wanted = f"{least}" if most == least else f"at least {least}"
+            scores = " and a score" if has_scores else ""
+            raise ValueError(
+                f"the loss {loss} needs {wanted} columns of texts{scores}; the records have "
+                f"{', '.join(columns.texts)}{'' if columns.score is None else ' and ' + columns.score}"
+            )
+        # A pooler is kept as it is, since embeddings do not depend on it.
+        if self.model.pooler_name is not None and hasattr(self.model, self.model.pooler_name):
+            self.model.get_submodule(self.model.pooler_name).requires_grad_(False)
+        return EmbeddingObjective(
+            loss,
+            settings.pooling,
+            settings.normalize,
+            arguments.similarity_scale,
+            arguments.margin,
+            arguments.distance,
+            arguments.matryoshka_dims,
+            arguments.embedding_mini_batch,
+            self.mesh,
+        )
+
+    def _refuse_split_batches(self) -> None:
+        """Raises ValueError for layouts in which no rank has the whole rows of a batch."""
+        for name in ("pipeline_parallel_size", "context_parallel_size"):
+            size = getattr(self.arguments, name, 1)
+            if size > 1:
+                raise ValueError(
+                    f"{self.task} compares whole texts after one forward pass, which {name}={size} "
+                    f"does not support; use {name}=1"
+                )
+
     def _as_in_training(self, text: str) -> str:
         """Returns a text as training presents it: with prefix and soft prompt, or as a chat."""
         prefix = self.arguments.prefix
@@ -594,8 +673,11 @@ class Trainer(BaseTrainer):
         source, _ = self._data.pair((text, ""))
         return source
 
-    def _collate(self) -> Collate:
+    def _collate(self) -> Callable[[Sequence[Any]], Any]:
         """Returns what makes a batch of samples."""
+        if self.task == "embedding":
+            pad = self.tokenizer.pad_token_id
+            return ColumnCollate(0 if pad is None else pad, self.arguments.length_multiple)
         has_pairs = self.task == "text2text-generation"
         learns_padding = not self.arguments.ignore_pad_token_for_loss
         if learns_padding and not (has_pairs and self.source.shape == "encoder-decoder"):
@@ -644,6 +726,8 @@ class Trainer(BaseTrainer):
         """Returns the values of an evaluation with the perplexity, and the metrics of predictions
         or texts.
         """
+        if self.objective is not None:
+            return self._evaluate_objective(model, module, dataset, collate)
         values = super().validate(model, module, dataset, metrics, collate)
         kind = self._data.kind
         if kind in ("texts", "tokens"):
@@ -675,6 +759,24 @@ class Trainer(BaseTrainer):
         labels = self._data.labels.names if self._data.labels else []
         return {**values, **predicted_values(kind, self.metrics, in_order, labels)}
 
+    def _evaluate_objective(
+        self, model: Any, module: nn.Module, dataset: Any, collate: Callable[[Any], Any]
+    ) -> dict[str, float]:
+        """Returns the values of an evaluation of a task that has a loss of its own."""
+        assert self.objective is not None
+        was_training = module.training
+        module.eval()
+        values = self.objective.evaluate(
+            model,
+            self.device,
+            dataset,
+            self._eval_records,
+            collate,
+            self.arguments.eval_batch_size or self.arguments.micro_batch_size,
+        )
+        module.train(was_training)
+        return values
+
     def _generate(self, text: str, settings: dict[str, Any]) -> list[str]:
         """Returns the texts that the model generates for one text."""
         if self._data.kind not in ("texts", "tokens"):
@@ -684,3 +786,9 @@ class Trainer(BaseTrainer):
     def _write_companions(self, folder: Path) -> None:
         """Writes what lies beside the weights; see `write_companions`."""
         write_companions(self.tokenizer, self.source, folder)
+        if self._data.embedding is not None:
+            self._data.embedding.save(
+                folder,
+                hidden_size=self.model.hidden_size,
+                max_length=self.arguments.max_source_length,
+            )

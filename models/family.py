@@ -102,6 +102,17 @@ class Family:
             for name in self.architectures:
                 if name.endswith(end):
                     found[task] = name
+        # A text is embedded by a model without a head; of an encoder-decoder by its encoder alone.
+        for name, architecture in self.architectures.items():
+            is_encoder = self.kind != "encoder-decoder" or name.endswith("EncoderModel")
+            if getattr(architecture, "is_bare", False) and is_encoder:
+                found.setdefault("embedding", name)
+        if "text-classification" in found:
+            found["reranking"] = found["text-classification"]
+            found["reward"] = found["text-classification"]
+        for task in ("text-generation", "text2text-generation"):
+            if task in self.tasks and self.blank_text is None:
+                found.setdefault("preference", self.tasks[task])
         if self.kind == "encoder":  # generates with a mask of attention (UniLM)
             found["text2text-generation"] = next(
                 name for name in self.architectures if name.endswith("ForMaskedLM")

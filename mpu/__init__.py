@@ -4,6 +4,7 @@ dropout state.
 
 from .collectives import (
     copy_to_tp,
+    gather_from_dp,
     gather_from_tp,
     gather_sequence,
     reduce_from_tp,
@@ -75,6 +76,7 @@ __all__ = [
     "dropout_state",
     "exchange_heads",
     "gather_from_context",
+    "gather_from_dp",
     "gather_from_tp",
     "gather_sequence",
     "grad_norm",

@@ -11,6 +11,7 @@ These functions are differentiable. Without a mesh, or with one rank, each retur
 | `gather_sequence`         | all-gather (dim 1)  | reduce-scatter (`partial_grad`) or local slice |
 | `scatter_sequence`        | local slice (dim 1) | all-gather                                     |
 | `reduce_scatter_sequence` | reduce-scatter      | all-gather                                     |
+| `gather_from_dp`          | all-gather (dim 0)  | reduce-scatter                                 |
 
 Each keeps the dtype, accepts non-contiguous tensors, and leaves its input and its incoming gradient
 unchanged.
@@ -216,6 +217,17 @@ def reduce_scatter_sequence(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor
     if mesh is None or mesh.tp_size == 1:
         return tensor
     return _Scatter.apply(tensor, SEQUENCE_DIM, mesh.tp_group, True)
+
+
+def gather_from_dp(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
+    """Returns the rows [B, ...] of all data-parallel ranks, in rank order: [dp B, ...].
+
+    The gradient of a row is the sum of the gradients that all ranks have for it, so that a loss
+    may compare the rows of one rank with those of the others.
+    """
+    if mesh is None or mesh.dp_size == 1:
+        return tensor
+    return _Gather.apply(tensor, 0, mesh.dp_group, True)
 
 
 # Collectives that autograd does not record.
