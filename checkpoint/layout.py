@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from .stored_tensor import ChunkedTensor, StoredTensor, list_chunks
 
 if TYPE_CHECKING:  # It imports torch, which the processes that only copy bytes do without.
-    from ..mpu import Shard
+    from ..mpu import ParallelMesh, Shard
 
 # How a rank stores the rows of a fused QKV weight: all of q, k and v; q, k and v of each head; or,
 # for each head, the first rows of q, k and v, then the second rows, …
@@ -70,6 +70,23 @@ class ParameterSpec:
             length = self.shape[0] if self.shape else 1
             return ((0, length),)
         return list_stored_ranges(self.shard, rank, size, self.order)
+
+    def list_ranges_on(self, mesh: ParallelMesh | None) -> tuple[tuple[int, int], ...]:
+        """Returns the ranges along `dim` that this process holds in memory.
+
+        Unlike a file, it may have a part of the experts.
+        """
+        if self.shard is None or not self.shard.is_nested or mesh is None:
+            rank = 0 if mesh is None else mesh.tp_rank
+            return self.ranges(rank, 1 if mesh is None else mesh.tp_size)
+        return tuple(self.shard.ranges(mesh.ranks, mesh.sizes))
+
+    def shape_on(self, mesh: ParallelMesh | None) -> tuple[int, ...]:
+        """Returns the shape of the part that this process holds in memory."""
+        if self.shard is None or not self.shard.is_nested or mesh is None:
+            rank = 0 if mesh is None else mesh.tp_rank
+            return self.local_shape(rank, 1 if mesh is None else mesh.tp_size)
+        return self.shard.local_shape(mesh.ranks, mesh.sizes)
 
     def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
         """Returns the shape of a rank's part.

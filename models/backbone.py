@@ -23,6 +23,7 @@ from ..mpu import (
     initialize,
     scatter_sequence,
 )
+from ..mpu.mesh import SAMPLE_AXES
 from .auto import as_config, from_config
 from .blocks.attention import attention_record
 from .calls import (
@@ -98,7 +99,7 @@ class Backbone(ModelMethods, PipelineStage):
 
     def _draw_masks(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, int]:
         """Returns a seed, and the first of this rank's samples, which no other replica has."""
-        replica = 0 if self.mesh is None else self.mesh.dp_rank
+        replica = 0 if self.mesh is None else self.mesh.rank_in(*SAMPLE_AXES)
         return draw_seed(self.mesh), replica * count_samples((*inputs, *options.values()))
 
     def run_call(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:

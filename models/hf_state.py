@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.layout import ParameterSpec
-from ..mpu import ParallelMesh, gather_from_tp, tp_rank, tp_size
-from ..mpu.mesh import axis_ranks, axis_sizes
+from ..mpu import ParallelMesh, Shard, gather_from_tp, tp_size
+from ..mpu.collectives import start_all_gather
+from ..mpu.mesh import MIXTURE_AXES, Axis, axis_ranks, axis_sizes
 from .mapping import NativeModel, compute_stacked_ranges, compute_stored_shape
 from .name_map import NameEntry
 
@@ -68,11 +70,14 @@ def list_tied_names(model: Any, native: NativeModel) -> Iterator[tuple[str, str]
 def gather_parameter(part: Tensor, spec: ParameterSpec, mesh: ParallelMesh | None) -> Tensor:
     """Returns the whole of a parameter without padding, from each rank's part.
 
-    Collective over the tensor-parallel ranks, for a parameter that they split.
+    Collective over the tensor-parallel ranks, for a parameter that they split, and over the
+    expert-parallel ranks for experts that are dealt over them.
     """
     size = tp_size(mesh)
     if spec.shard is None:
         return part
+    if mesh is not None and spec.shard.is_nested and mesh.size(*MIXTURE_AXES) > 1:
+        return _gather_experts(part, spec.shard, mesh)
     if size == 1:
         return part.narrow(spec.dim, 0, spec.shape[spec.dim])
     shapes = [spec.local_shape(rank, size) for rank in range(size)]
@@ -89,11 +94,28 @@ def gather_parameter(part: Tensor, spec: ParameterSpec, mesh: ParallelMesh | Non
     return spec.shard.merge(parts)
 
 
+def _gather_experts(part: Tensor, shard: Shard, mesh: ParallelMesh) -> Tensor:
+    """Returns the whole of a mixture's stacked matrices. Collective over the ranks that hold it."""
+    shapes: list[tuple[int, ...]] = []
+    for expert, tensor in product(range(mesh.size("expert")), range(mesh.tp_size)):
+        ranks: dict[Axis, int] = {"expert": expert, "tensor": tensor}
+        shapes.append(shard.local_shape(ranks, mesh.sizes))
+    longest = max(shape[0] for shape in shapes)
+    padded = part.new_zeros((longest, *part.shape[1:]))
+    padded[: len(part)] = part
+    exchange = padded.to(mesh.device_type)
+    everyone = start_all_gather(exchange, 0, mesh.group(*MIXTURE_AXES))().to(part.device)
+    parts: list[Tensor] = []
+    for number, shape in enumerate(shapes):
+        parts.append(everyone[number * longest : number * longest + shape[0]])
+    return shard.merge(parts, mesh.sizes)
+
+
 def _find_local_spans(
     spec: ParameterSpec, entry: NameEntry, mesh: ParallelMesh | None
 ) -> list[tuple[int, int]]:
     """Returns where the stored tensors of an entry lie in this rank's part, along its `dim`."""
-    ranges = spec.ranges(tp_rank(mesh), tp_size(mesh))
+    ranges = spec.list_ranges_on(mesh)
     spans: list[tuple[int, int]] = []
     for low, high in compute_stacked_ranges(spec, entry):
         start = sum(max(0, min(stop, low) - first) for first, stop in ranges)

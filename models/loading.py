@@ -430,10 +430,10 @@ def _load(
                 if spec.shard is None:
                     shares[name] = _read_share(reader, placement, parameters[name], rank, size)
                 elif receive is None:
-                    reader.fill(placement, spec.ranges(rank, size), parameters[name])
+                    reader.fill(placement, spec.list_ranges_on(mesh), parameters[name])
                 else:
                     part = torch.zeros(parameters[name].shape, dtype=parameters[name].dtype)
-                    reader.fill(placement, spec.ranges(rank, size), part)
+                    reader.fill(placement, spec.list_ranges_on(mesh), part)
                     receive(name, part)
                 if not mapped.digests:
                     _check_copies(reader, other_reader, placement, spec, rank, size)

@@ -39,7 +39,7 @@ from ..checkpoint.tensor_reader import tensor_bytes
 from ..files.durable import sync
 from ..mpu import ParallelMesh, tp_rank, tp_size
 from ..mpu.collectives import gather_bytes
-from ..mpu.mesh import REPLICA_AXES
+from ..mpu.mesh import EXPERT_REPLICA_AXES
 from .config import ModelConfig
 from .family_table import family
 from .generation.mixin import GenerationMixin
@@ -247,7 +247,7 @@ def _write_parameters(
     """Writes this rank's part of every parameter of its stage.
 
     Of several replicas of the model, the first one writes; of several ranks with the same
-    replicated parameter, the first one.
+    replicated parameter, the first one. Along the expert axis the others write their experts.
     """
     mesh: ParallelMesh | None = model.mesh
     if not work.is_dir():
@@ -255,7 +255,7 @@ def _write_parameters(
             f"{work.parent} is not seen by all ranks; name a folder on a file system that they "
             "share"
         )
-    if mesh is not None and mesh.rank_in(*REPLICA_AXES) > 0:
+    if mesh is not None and mesh.rank_in(*EXPERT_REPLICA_AXES) > 0:
         return
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -263,18 +263,20 @@ def _write_parameters(
     names = StoredNames(native.list_hf_names(), {})
     placements = lay_out_huggingface(native, names, tensors, {}).placements
     rank = tp_rank(mesh)
-    size = tp_size(mesh)
+    is_later_expert_rank = mesh is not None and mesh.rank_in("expert") > 0
     copied = find_copied_parameters(model)
     with OpenFiles(lambda path: os.open(work / path, os.O_WRONLY | os.O_CLOEXEC)) as opened:
         for name, parameter in model.named_parameters():
             spec = native.parameters[name]
             if name in copied or (spec.shard is None and rank > 0):
                 continue
-            _check_part(spec, parameter, rank, size)
+            if is_later_expert_rank and not getattr(parameter, "expert_parallel", False):
+                continue
+            _check_part(spec, parameter, mesh)
             values = parameter.detach()
             if values.dim() == 0:
                 values = values.reshape(1)
-            placed = placements[name].find_slices(spec.ranges(rank, size))
+            placed = placements[name].find_slices(spec.list_ranges_on(mesh))
             for part, start, stop, position in placed:
                 block = values.narrow(spec.dim, position, stop - start)
                 dim = spec.dim
@@ -286,11 +288,11 @@ def _write_parameters(
         opened.sync()
 
 
-def _check_part(spec: ParameterSpec, parameter: Tensor, rank: int, size: int) -> None:
+def _check_part(spec: ParameterSpec, parameter: Tensor, mesh: ParallelMesh | None) -> None:
     """Raises ValueError if this rank does not have its part, as under ZeRO 3."""
-    local_shape = spec.local_shape(rank, size)
+    local_shape = spec.shape_on(mesh)
     shape = tuple(parameter.shape)
-    is_unpadded = size == 1 and shape == spec.shape
+    is_unpadded = tp_size(mesh) == 1 and shape == spec.shape
     if shape != local_shape and not is_unpadded:
         raise ValueError(
             f"{spec.name} has shape {list(shape)} in memory instead of {list(local_shape)}; "

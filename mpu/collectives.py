@@ -12,6 +12,7 @@ These functions are differentiable. Without a mesh, or with one rank, each retur
 | `scatter_sequence`        | local slice (dim 1) | all-gather                                     |
 | `reduce_scatter_sequence` | reduce-scatter      | all-gather                                     |
 | `gather_from_dp`          | all-gather (dim 0)  | reduce-scatter                                 |
+| `exchange_rows`           | all-to-all          | all-to-all, the other way                      |
 
 Each keeps the dtype, accepts non-contiguous tensors, and leaves its input and its incoming gradient
 unchanged.
@@ -50,7 +51,7 @@ from ..ops.device import records_graph, sums_natively
 from ..ops.registration import LIBRARY
 from . import shared_memory
 from .division import divide
-from .mesh import ParallelMesh
+from .mesh import SAMPLE_AXES, ParallelMesh
 
 SEQUENCE_DIM = 1
 Finish = Callable[[], Tensor]
@@ -225,12 +226,49 @@ def gather_from_dp(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
     The gradient of a row is the sum of the gradients that all ranks have for it, so that a loss
     may compare the rows of one rank with those of the others.
     """
-    if mesh is None or mesh.dp_size == 1:
+    if mesh is None or mesh.size(*SAMPLE_AXES) == 1:
         return tensor
-    return _Gather.apply(tensor, 0, mesh.dp_group, True)
+    return _Gather.apply(tensor, 0, mesh.group(*SAMPLE_AXES), True)
+
+
+class _ExchangeRows(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sent = sent
+        ctx.received = received
+        ctx.group = group
+        return all_to_all_rows(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        return all_to_all_rows(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def exchange_rows(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Sends each rank of a group its rows, and returns those that the ranks have sent to this one,
+    [sum(received), ...], in rank order.
+
+    Args:
+        rows: [sum(sent), ...]: first those for rank 0, then those for rank 1, and so on.
+        sent, received: The number of rows for and from each rank.
+    """
+    return _ExchangeRows.apply(rows, sent, received, group)
 
 
 # Collectives that autograd does not record.
+
+
+def all_to_all_rows(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Does what `exchange_rows` does."""
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
 
 
 def _finish_after(work: Any, tensor: Tensor) -> Finish:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.optimizer import sum_squares
-from .mesh import ParallelMesh
+from .mesh import EXPERT_MODEL_AXES, ParallelMesh
 
 
 @torch.no_grad()
@@ -21,24 +21,25 @@ def grad_norm(
 ) -> Tensor:
     """Returns the 2-norm of all gradients as an fp32 scalar, the same on every rank of the mesh.
 
-    Gradients must already be equal over the data-parallel ranks, or be the parts that the ranks of
-    `shard_group` have of them. A split parameter counts on every
-    tensor-parallel rank, a replicated one only on the first. All pipeline stages count, except for
-    parameters that DeepSpeed marks `ds_pipe_replicated`. Every rank of a tensor × pipeline group
-    must call this function.
-
-    Raises:
-        NotImplementedError: The mesh splits experts, whose gradients differ along its expert axis.
+    Gradients must already be equal over the ranks that hold the same parameters, or be the parts
+    that the ranks of `shard_group` have of them; that group then includes the ranks along the
+    expert axis. A split parameter counts on every tensor-parallel rank, a replicated one only on
+    the first; experts that are dealt over ranks count on each of these, other parameters only on
+    the first rank along the expert axis. All pipeline stages count, except for
+    parameters that DeepSpeed marks `ds_pipe_replicated`. Every rank of a tensor × expert ×
+    pipeline group must call this function.
     """
-    if mesh is not None and mesh.size("expert") > 1:
-        raise NotImplementedError(
-            "the norm of gradients is not defined yet for experts that are split over ranks"
-        )
     parameters = list(parameters)
+    # Whole gradients of other parameters are equal along the expert axis.
+    sums_over_experts = mesh is not None and mesh.size("expert") > 1 and shard_group is None
+    counts_experts_alone = sums_over_experts and mesh is not None and mesh.rank_in("expert") > 0
     split: list[Tensor] = []
     replicated: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is None or getattr(parameter, "ds_pipe_replicated", False):
+            continue
+        is_expert = getattr(parameter, "expert_parallel", False)
+        if counts_experts_alone and not is_expert:
             continue
         if getattr(parameter, "tensor_model_parallel", False):
             split.append(parameter.grad)
@@ -54,7 +55,9 @@ def grad_norm(
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if counted:
         squares = sum_squares(counted, device)
-    if mesh is not None and mesh.get_model_parallel_world_size() > 1:
+    if sums_over_experts and mesh is not None:
+        cast(Any, dist).all_reduce(squares, group=mesh.group(*EXPERT_MODEL_AXES))
+    elif mesh is not None and mesh.get_model_parallel_world_size() > 1:
         cast(Any, dist).all_reduce(squares, group=mesh.get_model_parallel_group())
     if shard_group is not None:
         cast(Any, dist).all_reduce(squares, group=shard_group)

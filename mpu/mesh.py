@@ -8,8 +8,8 @@
 | `expert`   | hold different experts and the same other parameters, and read different samples |
 | `tensor`   | hold parts of every split parameter, and read the same tokens                   |
 
-What the ranks of the context axis send one another is in context.py. The expert axis has a size and
-groups, and nothing in the package uses them yet.
+What the ranks of the context axis send one another is in context.py, and those of the expert axis
+in experts.py.
 
 The expert axis is a part of data parallelism as far as everything but the experts is concerned,
 as in Megatron-core and DeepSpeed: tokens travel to their experts and back along it. What follows
@@ -43,6 +43,10 @@ REPLICA_AXES: tuple[Axis, ...] = ("data", "context", "expert")
 EXPERT_REPLICA_AXES: tuple[Axis, ...] = ("data", "context")
 # The ranks that together hold one replica of the model, experts excepted.
 MODEL_AXES: tuple[Axis, ...] = ("pipeline", "tensor")
+# The ranks that together hold all parameters, experts included.
+EXPERT_MODEL_AXES: tuple[Axis, ...] = ("pipeline", "expert", "tensor")
+# The ranks that together hold one mixture.
+MIXTURE_AXES: tuple[Axis, ...] = ("expert", "tensor")
 
 
 def validate_layout(
@@ -196,7 +200,10 @@ class ParallelMesh:
             for axis in parallel_axes:
                 self._groups[(axis,)] = self.device_mesh.get_group(axis)
         # These are made now, because every process is here now.
-        for axes in (MODEL_AXES, REPLICA_AXES):
+        joined: list[tuple[Axis, ...]] = [MODEL_AXES, REPLICA_AXES]
+        if expert_parallel_size > 1:
+            joined += [SAMPLE_AXES, EXPERT_REPLICA_AXES, EXPERT_MODEL_AXES, MIXTURE_AXES]
+        for axes in joined:
             if self._drop_axes_of_one(axes):
                 self.group(*axes)
 
@@ -218,9 +225,9 @@ class ParallelMesh:
             mesh.group("data", "context")  # the ranks that sum the gradients of the same experts
 
         Several axes that are larger than 1 share a group, which is kept. The first call with them
-        makes it, and every process must make this call; the mesh itself makes those of `MODEL_AXES`
-        and `REPLICA_AXES`. Axes of size 1 have a group of this process alone, which is made when it
-        is asked for, without the other processes.
+        makes it, and every process must make this call; the mesh itself makes those that are named
+        at the top of this file. Axes of size 1 have a group of this process alone, which is made
+        when it is asked for, without the other processes.
 
         Raises:
             RuntimeError: The mesh is a single process without torch.distributed.

@@ -29,11 +29,14 @@ class SplitParameter(nn.Parameter):
         shard: How the full parameter is split.
         model_parallel, tensor_model_parallel: The marks by which DeepSpeed counts a split parameter
             on every tensor-parallel rank.
+        expert_parallel: Whether the ranks along the expert axis hold different parts, so that
+            gradients are summed over the other data-parallel ranks only.
     """
 
     shard: Shard
     model_parallel: bool
     tensor_model_parallel: bool
+    expert_parallel: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitParameter:
         copy = cast(SplitParameter, cast(Any, super()).__deepcopy__(memo))
@@ -60,4 +63,5 @@ def split_parameter(shard: Shard, mesh: ParallelMesh | None) -> SplitParameter:
     parameter.shard = shard
     parameter.model_parallel = is_tensor_parallel
     parameter.tensor_model_parallel = is_tensor_parallel
+    parameter.expert_parallel = shard.splits_experts and axis_sizes(mesh)["expert"] > 1
     return parameter

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .mesh import ParallelMesh
+from .mesh import EXPERT_MODEL_AXES, ParallelMesh
 
 DTYPES = (
     torch.float32,
@@ -58,10 +58,10 @@ def broadcast_from_stage(tensor: Tensor | None, stage: int, mesh: ParallelMesh) 
 
 def any_rank(condition: bool, mesh: ParallelMesh | None) -> bool:
     """Returns, on every rank of a replica of the model, whether it is true on any of them."""
-    if mesh is None or mesh.get_model_parallel_world_size() == 1:
+    if mesh is None or mesh.size(*EXPERT_MODEL_AXES) == 1:
         return condition
     flag = torch.tensor(float(condition), device=mesh.device_type)
-    cast(Any, dist).all_reduce(flag, group=mesh.model_group)
+    cast(Any, dist).all_reduce(flag, group=mesh.group(*EXPERT_MODEL_AXES))
     return bool(flag.item())
 
 

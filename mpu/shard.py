@@ -200,10 +200,20 @@ class Shard:
             (8, 512, 256), AxisSplit(0, axis="expert"), AxisSplit(1, axis="tensor")
         )
 
+        Shard.from_splits(  # experts that are stacked in rows [E F, H]
+            (8 * 512, 256),
+            AxisSplit(0, axis="expert", unit=512),
+            AxisSplit(0, axis="tensor", groups=(512,) * 8),
+        )
+
+    In the last one both axes split the same dimension: the expert axis deals whole units, and the
+    tensor axis splits each group of rows among the ranks that hold it. Such a shard is *nested*.
+
     Methods take `rank` and `size` along the tensor axis as numbers, or along all axes by name, such
     as `ParallelMesh.ranks` and `ParallelMesh.sizes`. A shard that is not split over the tensor axis
     alone needs the latter, and raises ValueError for numbers. So does everything that knows the
-    tensor axis only (`dim`, `groups`, …), which therefore refuses such a shard.
+    tensor axis only (`dim`, `groups`, …), which therefore refuses such a shard. The exception are
+    nested shards: to numbers they answer as if the expert axis had one rank, as it has in files.
 
     Attributes:
         shape: The full shape, without padding.
@@ -246,7 +256,10 @@ class Shard:
         complete.sort(key=lambda split: AXES.index(split.axis))
         axes = {split.axis for split in complete}
         dims = {split.dim for split in complete}
-        if not complete or len(axes) < len(complete) or len(dims) < len(complete):
+        is_nested = len(complete) == 2 and len(axes) == 2 and len(dims) == 1
+        if is_nested:
+            _check_nested(*complete)
+        elif not complete or len(axes) < len(complete) or len(dims) < len(complete):
             found = [(split.dim, split.axis) for split in complete]
             raise ValueError(
                 f"a tensor needs splits of different dimensions over different axes, not {found}"
@@ -256,11 +269,25 @@ class Shard:
         set_field(self, "splits", tuple(complete))
         set_field(self, "tied_to", tied_to)
 
-    # What follows is for shards that the tensor axis alone splits.
+    @property
+    def is_nested(self) -> bool:
+        """Whether the expert and the tensor axis split the same dimension."""
+        return len(self.splits) == 2 and self.splits[0].dim == self.splits[1].dim
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether the expert axis splits this tensor."""
+        return any(split.axis == "expert" for split in self.splits)
+
+    # What follows is for shards that the tensor axis alone splits, and for nested ones.
 
     @property
     def tensor_split(self) -> AxisSplit:
-        """The only split, which is over the tensor axis. Raises ValueError for other shards."""
+        """The only split, which is over the tensor axis, or that of a nested shard. Raises
+        ValueError for other shards.
+        """
+        if self.is_nested:
+            return self.splits[1]
         if not self._is_split_over_tensor_alone:
             axes = " and ".join(split.axis for split in self.splits)
             raise ValueError(
@@ -315,6 +342,8 @@ class Shard:
 
     def without_padding(self) -> Shard:
         """Returns the same split without padding."""
+        if self.is_nested:
+            return self
         split = replace(self.tensor_split, pad_multiple=0)
         return Shard.from_splits(self.shape, split, tied_to=self.tied_to)
 
@@ -327,11 +356,15 @@ class Shard:
             ValueError: It cannot; the message names the sizes that work.
         """
         for split in self.splits:
-            self._check_size(split, self._get(size, split))
+            self._check_size(split, self._get(size, split, 1))
 
     def local_shape(self, rank: PerAxis, size: PerAxis) -> tuple[int, ...]:
         """Returns the shape that a rank holds, including padding. Rank 0 holds the most."""
         shape = [*self.shape]
+        if self.is_nested:
+            dim = self.tensor_split.dim
+            shape[dim] = sum(stop - start for start, stop in self._nested_ranges(rank, size))
+            return tuple(shape)
         for split in self.splits:
             place = self._locate(split, rank, size)
             shape[split.dim] = split.local_length(split.ranges(*place), place[1])
@@ -339,6 +372,8 @@ class Shard:
 
     def compute_shape(self, rank: PerAxis, size: PerAxis) -> tuple[int, ...]:
         """Returns the shape that a rank computes with: padding and lent rows included."""
+        if self.is_nested:
+            return self.local_shape(rank, size)
         shape = [*self.shape]
         for split in self.splits:
             place = self._locate(split, rank, size)
@@ -354,6 +389,8 @@ class Shard:
         Args:
             dim: The dimension; it may be left out if only one is split.
         """
+        if self.is_nested:
+            return self._nested_ranges(rank, size)
         split = self._find_split(dim)
         return split.ranges(*self._locate(split, rank, size))
 
@@ -362,6 +399,8 @@ class Shard:
 
         They are those of `ranges`, except for key-value heads that the ranks share.
         """
+        if self.is_nested:
+            return self._nested_ranges(rank, size)
         split = self._find_split(dim)
         return split.compute_ranges(*self._locate(split, rank, size))
 
@@ -371,6 +410,10 @@ class Shard:
             raise ValueError(
                 f"expected the full tensor of shape {self.shape}, got {tuple(full.shape)}"
             )
+        if self.is_nested:
+            ranges = self._nested_ranges(rank, size)
+            dim = self.tensor_split.dim
+            return torch.cat([full.narrow(dim, start, stop - start) for start, stop in ranges], dim)
         part = full
         for split in self.splits:
             part = self._slice_along(split, part, *self._locate(split, rank, size))
@@ -385,6 +428,8 @@ class Shard:
             size: The sizes of the axes; it may be left out if the tensor axis alone splits.
         """
         sizes = len(parts) if size is None else size
+        if self.is_nested:
+            return self._merge_nested(parts, sizes)
         for split in reversed(self.splits):
             count = self._get(sizes, split)
             parts = [
@@ -420,10 +465,11 @@ class Shard:
     def to_record(self) -> dict[str, Any]:
         """Returns the shard as a manifest records it, in values of JSON.
 
-        A split over the tensor axis alone is recorded as it always was. The shared key-value groups
+        A split over the tensor axis alone is recorded as it always was, and a nested one like it,
+        because files know the tensor axis only. The shared key-value groups
         are recorded only where `infer_shared_kv_groups` would find others.
         """
-        if not self._is_split_over_tensor_alone:
+        if not self._is_split_over_tensor_alone and not self.is_nested:
             return {
                 "shape": list(self.shape),
                 "splits": [split.to_record() for split in self.splits],
@@ -460,16 +506,21 @@ class Shard:
     def _is_split_over_tensor_alone(self) -> bool:
         return [split.axis for split in self.splits] == ["tensor"]
 
-    def _get(self, values: PerAxis, split: AxisSplit) -> int:
-        """Returns the rank or the size along the axis of a split."""
-        if isinstance(values, int):
-            assert self.tensor_split is split  # which raises for other shards
+    def _get(self, values: PerAxis, split: AxisSplit, of_experts: int = 0) -> int:
+        """Returns the rank or the size along the axis of a split.
+
+        Args:
+            of_experts: What a number means for the expert axis of a nested shard.
+        """
+        if not isinstance(values, int):
+            return values[split.axis]
+        if self.tensor_split is split:  # which raises for shards that are not nested
             return values
-        return values[split.axis]
+        return of_experts
 
     def _locate(self, split: AxisSplit, rank: PerAxis, size: PerAxis) -> tuple[int, int]:
         """Returns rank and size along the axis of a split, after checking them."""
-        count = self._get(size, split)
+        count = self._get(size, split, 1)
         number = self._get(rank, split)
         self._check_size(split, count)
         if not 0 <= number < count:
@@ -496,6 +547,44 @@ class Shard:
             return found[0]
         dims = describe_sizes([split.dim for split in self.splits])
         raise ValueError(f"dim {dim} of a tensor of shape {self.shape} is not split; use {dims}")
+
+    def _nested_ranges(self, rank: PerAxis, size: PerAxis) -> list[Range]:
+        """Returns the ranges that a rank of both axes holds of a nested shard."""
+        over_experts, over_tensor = self.splits
+        [(first, last)] = over_experts.ranges(*self._locate(over_experts, rank, size))
+        found: list[Range] = []
+        start_of_group = 0
+        ranges = over_tensor.ranges(*self._locate(over_tensor, rank, size))
+        for span, width in zip(ranges, over_tensor.groups, strict=True):
+            if first <= start_of_group < last:
+                found.append(span)
+            start_of_group += width
+        return found
+
+    def _merge_nested(self, parts: Sequence[Tensor], sizes: PerAxis) -> Tensor:
+        """Returns the tensor that the parts of a nested shard form."""
+        over_experts, over_tensor = self.splits
+        experts = self._get(sizes, over_experts, 1)
+        tensors = self._get(sizes, over_tensor)
+        if len(parts) != experts * tensors:
+            raise ValueError(f"{len(parts)} parts are not those of {experts} x {tensors} ranks")
+        dim = over_tensor.dim
+        full = parts[0].new_empty(self.shape)
+        counts: dict[Axis, int] = {"expert": experts, "tensor": tensors}
+        for number, part in enumerate(parts):
+            ranks: dict[Axis, int] = {"expert": number // tensors, "tensor": number % tensors}
+            expected = self.local_shape(ranks, counts)
+            if tuple(part.shape) != expected or part.dtype != full.dtype:
+                raise ValueError(
+                    f"part {number} is {part.dtype} {tuple(part.shape)}; "
+                    f"expected {full.dtype} {expected}"
+                )
+            offset = 0
+            for start, stop in self._nested_ranges(ranks, counts):
+                rows = part.narrow(dim, offset, stop - start)
+                full.narrow(dim, start, stop - start).copy_(rows)
+                offset += stop - start
+        return full
 
     @staticmethod
     def _slice_along(split: AxisSplit, full: Tensor, rank: int, size: int) -> Tensor:
@@ -533,6 +622,20 @@ class Shard:
                 full.narrow(split.dim, start, stop - start).copy_(rows)
                 offset += stop - start
         return full
+
+
+def _check_nested(over_experts: AxisSplit, over_tensor: AxisSplit) -> None:
+    """Raises ValueError unless whole groups of the tensor axis form the units of the expert axis."""
+    unit = over_experts.unit
+    starts = list(accumulate(over_tensor.groups, initial=0))
+    edges = range(0, over_experts.length + 1, unit)
+    is_plain = not over_tensor.pad_multiple and not over_tensor.shared_kv_groups
+    if len(over_experts.groups) > 1 or not is_plain or not set(edges) <= set(starts):
+        raise ValueError(
+            "a tensor needs splits of different dimensions over different axes, or an expert axis "
+            f"that deals whole groups of the tensor axis; units of {unit} rows are not whole groups "
+            f"of {over_tensor.groups}"
+        )
 
 
 def infer_shared_kv_groups(groups: Sequence[int]) -> tuple[int, ...]:

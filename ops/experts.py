@@ -104,6 +104,11 @@ def permute_tokens(x: Tensor, order: Tensor, top_k: int) -> Tensor:
     return _Permute.apply(x, order, top_k)
 
 
+def permute_rows(rows: Tensor, order: Tensor) -> Tensor:
+    """Returns the rows [M, H] in another order, int64 [M], which has each number once."""
+    return _Permute.apply(rows, order, 1)
+
+
 def combine_tokens(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     """Returns each token's weighted sum of its experts' results, [T, H].
 

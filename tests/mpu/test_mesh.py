@@ -189,10 +189,13 @@ def test_every_factorization_of_eight_ranks(run_ranks):
                 assert result["size"][axes] == (len(members), len(members))
             # An axis of size 1 has made no group; one of size 8 takes that of all processes.
             parallel = [size for size in sizes if size > 1]
-            replicas = [size for size in sizes[1:4] if size > 1]
-            model = [size for size in (sizes[0], sizes[4]) if size > 1]
+            made = [("data", "context", "expert"), ("pipeline", "tensor")]
+            if result["sizes"]["expert"] > 1:
+                made += [("data", "expert"), ("data", "context"), ("expert", "tensor")]
+                made += [("pipeline", "expert", "tensor")]
+            joint = {tuple(a for a in axes if result["sizes"][a] > 1) for axes in made}
             axes_made = len(parallel) if len(parallel) > 1 else 0
-            assert result["made"] == axes_made + (len(replicas) > 1) + (len(model) > 1)
+            assert result["made"] == axes_made + sum(len(axes) > 1 for axes in joint)
             questions = result["deepspeed"]
             for name, axes in (
                 ("model", ("pipeline", "tensor")),

@@ -1,0 +1,123 @@
+"""A mixture whose experts are dealt over ranks, with other samples on each, equals transformers'."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+SIZES = {
+    "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 20,
+    "num_hidden_layers": 2, "vocab_size": 97, "max_position_embeddings": 24, "num_local_experts": 5,
+    "num_experts_per_tok": 2, "pad_token_id": 0,
+}  # fmt: skip
+LENGTH = 12
+
+
+def draw_ids(samples: int) -> torch.Tensor:
+    return torch.randint(3, 97, (samples, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    """Yields a folder, and the losses and gradients of six samples in transformers."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("mixtral")
+    config = MixtralConfig(**SIZES, attn_implementation="eager", experts_implementation="eager")
+    model = MixtralForCausalLM(config).double()
+    model.save_pretrained(folder)
+    ids = draw_ids(6)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    grads = {name: value.grad for name, value in model.named_parameters()}
+    tokens = model.generate(ids[:2, :5], max_new_tokens=6, do_sample=False, eos_token_id=None)
+    return folder, loss.item(), grads, tokens
+
+
+def run(folder: str, again: str, tensor: int, expert: int, **mode):
+    """Returns the loss, whole gradients by name, the norm of gradients, and generated tokens."""
+    import torch.distributed as dist
+
+    import shardzoo
+    from shardzoo.models import ParallelConfig
+    from shardzoo.mpu import ParallelMesh, grad_norm
+    from shardzoo.mpu.mesh import SAMPLE_AXES
+
+    mesh = ParallelMesh(tensor, expert_parallel_size=expert)
+    model = shardzoo.from_pretrained(
+        folder, mesh=mesh, dtype=torch.float64, parallel_config=ParallelConfig(**mode)
+    )
+    share = 6 // mesh.size(*SAMPLE_AXES)
+    first = share * mesh.rank_in(*SAMPLE_AXES)
+    ids = draw_ids(6)
+    own = ids[first : first + share]
+    model.train()
+    output = model(input_ids=own, labels=own, num_items_in_batch=6 * (LENGTH - 1))
+    output.loss.backward()
+    loss = output.loss.detach().clone()
+    dist.all_reduce(loss, group=mesh.group(*SAMPLE_AXES))
+    group = mesh.group("data", "context", "expert")
+    for parameter in model.parameters():
+        if not getattr(parameter, "expert_parallel", False):
+            dist.all_reduce(parameter.grad, group=group)
+    norm = grad_norm(model.parameters(), mesh).item()
+    model.save_pretrained(again)
+    if mode.get("sequence_parallel"):
+        decoder = shardzoo.from_pretrained(folder, mesh=mesh, dtype=torch.float64)
+    else:
+        decoder = model.eval()
+    tokens = decoder.generate(ids[:2, :5], max_new_tokens=6, do_sample=False, eos_token_id=None)
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    return loss.item(), shardzoo.models.hf_state.hf_state_dict(model), norm, tokens
+
+
+def name_as_in_files(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Unstacks transformers' experts, as its files have them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in grads.items():
+        prefix = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")[0]
+        if name.endswith("experts.gate_up_proj"):
+            for number, matrix in enumerate(value):
+                gate, up = matrix.chunk(2)
+                found[f"{prefix}.{number}.w1.weight"] = gate
+                found[f"{prefix}.{number}.w3.weight"] = up
+        elif name.endswith("experts.down_proj"):
+            for number, matrix in enumerate(value):
+                found[f"{prefix}.{number}.w2.weight"] = matrix
+        else:
+            found[name.replace(".mlp.", ".block_sparse_moe.")] = value
+    return found
+
+
+LAYOUTS = [
+    (1, 2, {}),
+    (2, 2, {"sequence_parallel": True, "recompute": "full"}),
+    (1, 3, {"recompute": "selective"}),
+]
+
+
+@pytest.mark.parametrize(("tensor", "expert", "mode"), LAYOUTS)
+def test_loss_gradients_and_tokens_equal_those_of_transformers(
+    run_ranks, oracle, tmp_path, tensor, expert, mode
+):
+    folder, loss, grads, tokens = oracle
+    again = tmp_path / "again"
+    by_rank = run_ranks(tensor * expert, run, str(folder), str(again), tensor, expert, **mode)
+    expected = name_as_in_files(grads)
+    norm = sum(value.square().sum().item() for value in grads.values()) ** 0.5
+    for own_loss, own_grads, own_norm, own_tokens in by_rank:
+        assert own_loss == pytest.approx(loss, rel=2e-7)
+        assert own_norm == pytest.approx(norm, rel=1e-6)
+        assert torch.equal(own_tokens, tokens)
+        found = {name.replace(".mlp.", ".block_sparse_moe."): v for name, v in own_grads.items()}
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=2e-5, atol=1e-8), name
+    # What the ranks write together is what transformers wrote.
+    written = load_file(again / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], stored[name]) for name in stored)
