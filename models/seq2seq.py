@@ -17,6 +17,7 @@ from ..ops.dispatcher import is_watched
 from .backbone import Backbone, Head
 from .blocks.attention import attention_record
 from .blocks.cache import Cache
+from .blocks.documents import Documents
 from .blocks.embeddings import embed_tokens
 from .blocks.masks import causal_mask, find_pieces, key_mask
 from .blocks.padding import Tokens
@@ -72,9 +73,9 @@ class Seq2SeqStack(nn.Module):
         self,
         x: Tensor,
         ids: Tensor,
-        mask: Tensor | Tokens | None,
+        mask: Tensor | Tokens | Documents | None,
         source: Tensor | None = None,
-        source_mask: Tensor | Tokens | None = None,
+        source_mask: Tensor | Tokens | Documents | None = None,
         cache: Cache | None = None,
         pieces: Tensor | None = None,
     ) -> list[Tensor]:
@@ -112,7 +113,7 @@ class Seq2SeqStack(nn.Module):
 
 
 @contextmanager
-def without_padding(x: Tensor, mask: Tensor | Tokens | None) -> Generator[Tensor]:
+def without_padding(x: Tensor, mask: Tensor | Tokens | Documents | None) -> Generator[Tensor]:
     """Yields x [B, S, H], or the rows of its tokens if they stand for the mask.
 
     Dropout within knows which they are.
@@ -127,7 +128,9 @@ def without_padding(x: Tensor, mask: Tensor | Tokens | None) -> Generator[Tensor
         yield mask.unpad(x)
 
 
-def find_tokens(mask: Tensor | None, ids: Tensor, blocks: nn.ModuleList) -> Tensor | Tokens | None:
+def find_tokens(
+    mask: Tensor | Documents | None, ids: Tensor, blocks: nn.ModuleList
+) -> Tensor | Tokens | Documents | None:
     """Returns the tokens that stand for the mask of an encoder's keys in training, or the mask
     itself.
 
@@ -137,7 +140,7 @@ def find_tokens(mask: Tensor | None, ids: Tensor, blocks: nn.ModuleList) -> Tens
     Args:
         ids: [B, S], or embeddings [B, S, H].
     """
-    if mask is None or not host_can_read(mask) or mask.dtype != torch.bool:
+    if not isinstance(mask, Tensor) or not host_can_read(mask) or mask.dtype != torch.bool:
         return mask
     if attention_record.probabilities is not None:
         return mask  # what is recorded should be part of the graph, with padding
@@ -372,7 +375,10 @@ class Seq2SeqBackbone(Backbone):
         return EncoderOutput(broadcast_from_stage(output, last, self.mesh))
 
     def run_encoder(
-        self, input_ids: Tensor | None, mask: Tensor | Tokens | None, seq_idx: Tensor | None = None
+        self,
+        input_ids: Tensor | None,
+        mask: Tensor | Tokens | Documents | None,
+        seq_idx: Tensor | None = None,
     ) -> tuple[list[Tensor], Tensor | None]:
         """Runs the encoder, or this pipeline stage's part of it.
 

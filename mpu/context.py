@@ -26,7 +26,7 @@ The exchange of heads is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2
 # (torch does not annotate many of its methods)
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -135,7 +135,7 @@ def start_all_to_all(
     received = torch.empty_like(pieces)
     work: Any = None
     if pieces.numel():
-        work = dist.all_to_all_single(received, pieces, group=group, async_op=True)
+        work = cast(Any, dist).all_to_all_single(received, pieces, group=group, async_op=True)
 
     def finish() -> Tensor:
         if work is not None:

@@ -278,11 +278,14 @@ class AttentionPlace(NamedTuple):
         heads: The number of the rank's heads.
         first_head: The first head, counted from the rank's first one.
         first_query: The first query.
+        keys: The keys of the rows for this use of the site, int64 [B], where the rows are not the
+            samples.
     """
 
     heads: int
     first_head: int
     first_query: int
+    keys: Tensor | None = None
 
 
 class Dropout(nn.Module):
@@ -374,7 +377,9 @@ class Dropout(nn.Module):
         """
         if not self.drops:
             return {}
-        keys = self.keys(tensor)
+        keys = None if place is None else place.keys
+        if keys is None:
+            keys = self.keys(tensor)
         first_head = self.find_first(tensor.shape[1])
         if place is not None:
             first_head = self.find_first(place.heads) + place.first_head

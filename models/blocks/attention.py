@@ -40,10 +40,12 @@ from ...mpu.dropout import AttentionPlace
 from ...ops import attention, empty_pooled, few_queries_attention, in_inference_mode, matmul
 from ...ops.attention import eager_beats_sdpa, lacks_fused_attention, suits_tiles
 from ...ops.autograd import Function, once_differentiable
-from ...ops.device import writes_gradients_in_place
+from ...ops.device import can_overwrite_gradients, writes_gradients_in_place
+from ...ops.dropout_mask import keys_from_row
 from ...ops.softmax import lay_out_diagonals
 from ..parallel_config import ContextExchange, LayerArguments, ParallelConfig
 from .cache import LayerKVCache
+from .documents import Documents
 from .masks import AttentionMask, split_mask
 from .padding import Tokens
 from .rotary import Rotary, rotate
@@ -184,7 +186,7 @@ class SelfAttention(Attention):
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | Tokens | None = None,
+        mask: Tensor | Tokens | Documents | None = None,
         position_bias: Tensor | None = None,
         *,
         causal: bool = False,
@@ -223,7 +225,7 @@ class SelfAttention(Attention):
             q = q[:, :, memory.shape[1] :]
         if cache is not None:
             k, v = cache.extend(k, v)
-            if mask is not None and mask.dim() > 1 and mask.shape[-1] > k.shape[2]:
+            if isinstance(mask, Tensor) and mask.dim() > 1 and mask.shape[-1] > k.shape[2]:
                 mask = mask[..., -k.shape[2] :]  # of a cache that keeps a sliding window alone
         merged = merge_heads(self.core(q, k, v, mask, position_bias, causal))
         return self.output(merged if tokens is None else tokens.unpad(merged))
@@ -240,7 +242,7 @@ class CrossAttention(Attention):
         self,
         x: Tensor,
         source: Tensor,
-        mask: Tensor | Tokens | None = None,
+        mask: Tensor | Tokens | Documents | None = None,
         cache: LayerKVCache | None = None,
     ) -> Tensor:
         """Returns [B, S, H].
@@ -310,7 +312,7 @@ class CoreAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | Documents | None,
         position_bias: Tensor | None,
         causal: bool,
     ) -> Tensor:
@@ -326,10 +328,12 @@ class CoreAttention(nn.Module):
         if self.queries_per_kv:
             k = repeat_unequally(k, self.queries_per_kv)
             v = repeat_unequally(v, self.queries_per_kv)
-        if context_size(self.mesh) == 1:
+        if isinstance(mask, Documents) and not can_plan(mask, q.shape[0]):
+            mask = mask.to_tensor()
+        if context_size(self.mesh) == 1 and not isinstance(mask, Documents):
             return self.attend_locally(q, k, v, mask, position_bias, causal)
         attend = self.attend_to_gathered_keys
-        if self.exchanges_heads:
+        if self.exchanges_heads or context_size(self.mesh) == 1:
             attend = self.attend_with_fewer_heads
         if self.recompute and torch.is_grad_enabled():
             # The backward pass exchanges again, so that no rank keeps what it has received.
@@ -341,16 +345,19 @@ class CoreAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | Documents | None,
         position_bias: Tensor | None,
         causal: bool,
     ) -> Tensor:
         """Computes attention with all positions of 1/C of this rank's heads, after an exchange of
-        heads with the other context-parallel ranks.
+        heads with the other context-parallel ranks, if there are any.
         """
         mesh = self.mesh
-        assert mesh is not None
         heads = q.shape[1]
+        if mesh is None or mesh.cp_size == 1:
+            assert isinstance(mask, Documents)
+            place = AttentionPlace(heads, 0, 0)
+            return self.attend_within_documents(q, k, v, mask, position_bias, causal, place)
         share = heads // mesh.cp_size
         first = mesh.cp_rank * share
         # Fewer key-value heads than ranks are repeated, so that each rank gets those of its queries.
@@ -359,13 +366,16 @@ class CoreAttention(nn.Module):
         k = exchange_heads(repeat_heads(k, repeated), mesh)
         v = exchange_heads(repeat_heads(v, repeated), mesh)
         q = exchange_heads(q, mesh)
-        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
+        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1:
             mask = mask[:, first : first + share]
         if position_bias is not None:
             position_bias = position_bias.narrow(
                 -2 if position_bias.dim() == 2 else 1, first, share
             )
         place = AttentionPlace(heads, first, 0)
+        if isinstance(mask, Documents):
+            attended = self.attend_within_documents(q, k, v, mask, position_bias, causal, place)
+            return restore_heads(attended, mesh)
         return restore_heads(self.attend_locally(q, k, v, mask, position_bias, causal, place), mesh)
 
     def attend_to_gathered_keys(
@@ -373,7 +383,7 @@ class CoreAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | Documents | None,
         position_bias: Tensor | None,
         causal: bool,
     ) -> Tensor:
@@ -386,6 +396,9 @@ class CoreAttention(nn.Module):
         k = gather_from_context(k, mesh, 2)
         v = gather_from_context(v, mesh, 2)
         length = k.shape[2]
+        if isinstance(mask, Documents):
+            place = AttentionPlace(q.shape[1], 0, first)
+            return self.attend_within_documents(q, k, v, mask, position_bias, causal, place)
         if causal and mask is not None and mask.dim() == 1:
             # The queries are not the last ones, as the prefix rule wants: the rules become a mask.
             queries = torch.arange(first, end, device=q.device)[:, None]
@@ -409,6 +422,55 @@ class CoreAttention(nn.Module):
             position_bias = cut_sequence(position_bias, mesh, -2)[..., : k.shape[2]]
         place = AttentionPlace(q.shape[1], 0, first)
         return self.attend_locally(q, k, v, mask, position_bias, causal, place)
+
+    def attend_within_documents(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents,
+        position_bias: Tensor | None,
+        causal: bool,
+        place: AttentionPlace,
+    ) -> Tensor:
+        """Computes attention of the tokens of each document to those of the same one.
+
+        The queries are those from `place.first_query` on; the keys are those of whole rows. The
+        column of a dropout mask is the key's place in its document.
+        """
+        batch, _, length, _ = q.shape
+        total = k.shape[2]
+        plan = documents.plan(batch, place.first_query, place.first_query + length)
+        keys = self.dropout.keys(q) if self.dropout.drops else None
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B·S, N or K, D] each
+        parts: list[Tensor] = []
+        for part in plan.batches:
+            own_q = rows[0][part.queries].transpose(1, 2)  # [n, N, Lq, D]
+            own_k = rows[1][part.keys].transpose(1, 2)
+            own_v = rows[2][part.keys].transpose(1, 2)
+            bias = position_bias
+            own_length = own_q.shape[2]
+            if bias is not None and bias.dim() == 2:
+                skipped = bias.shape[1] - total + 1 - (part.offset + own_length)
+                bias = bias[:, skipped : skipped + own_length + own_k.shape[2] - 1]
+            elif bias is not None:
+                end = part.offset + own_length
+                bias = bias[..., part.offset : end, : own_k.shape[2]]
+            own_keys = None
+            if keys is not None:
+                own_keys = keys_from_row(keys[part.samples], part.first_queries)
+            attended = self.attend_locally(
+                own_q,
+                own_k,
+                own_v,
+                part.mask,
+                bias,
+                causal,
+                place._replace(first_query=0, keys=own_keys),
+            )
+            parts.append(attended.transpose(1, 2).flatten(0, 1)[part.kept])  # [t, N, D]
+        merged = torch.cat(parts)[plan.order]
+        return torch.unflatten(merged, 0, (batch, length)).transpose(1, 2)
 
     def attend_locally(
         self,
@@ -583,6 +645,15 @@ def repeat_unequally(x: Tensor, counts: tuple[int, ...]) -> Tensor:
         ],
         1,
     )
+
+
+def can_plan(documents: Documents, batch: int) -> bool:
+    """Returns whether attention can compute each document alone: a compiler cannot trace lengths
+    that depend on data, and recorded probabilities are those of whole rows.
+    """
+    if not can_overwrite_gradients() or attention_record.probabilities is not None:
+        return False
+    return documents.find_spans(batch) is not None
 
 
 def chooses_heads(num_heads: int, mesh: ParallelMesh | None, exchange: ContextExchange) -> bool:

@@ -10,13 +10,14 @@ every query attends to.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.device import can_overwrite_gradients
+from .documents import Documents
 from .padding import Tokens
 
 
@@ -89,9 +90,19 @@ def are_in_one_piece(queries: Tensor, keys: Tensor) -> Tensor:
     return queries[:, None, :, None] == keys[:, None, None, :]
 
 
+@overload
+def key_mask(attention_mask: Tensor | None) -> Tensor | None: ...
+
+
+@overload
+def key_mask(
+    attention_mask: Tensor | None, pieces: Tensor | None, queries: Tensor | None = None
+) -> Tensor | Documents | None: ...
+
+
 def key_mask(
     attention_mask: Tensor | None, pieces: Tensor | None = None, queries: Tensor | None = None
-) -> Tensor | None:
+) -> Tensor | Documents | None:
     """Returns the mask of bidirectional attention and cross-attention, which excludes padding.
 
     Args:
@@ -100,15 +111,18 @@ def key_mask(
             attends to a key, or in floating point with four dimensions, which is added to the
             scores.
         pieces: The number of each key's piece in packed rows, [B or 1, Sk]. Queries attend to the
-            keys of their own piece only, so that the mask is complete.
+            keys of their own piece only, as `Documents` or a complete mask says.
         queries: The same of the queries, if they are other tokens than the keys.
 
     Raises:
         ValueError: The shape is another one.
     """
     if pieces is not None:
+        keys = key_mask(attention_mask)
+        if queries is None and masks_keys_only(attention_mask):
+            return Documents(pieces, keys, causal=False)
         same = are_in_one_piece(pieces if queries is None else queries, pieces)
-        return join_masks(same, key_mask(attention_mask))
+        return join_masks(same, keys)
     if attention_mask is None:
         return None
     if attention_mask.dim() == 2:
@@ -133,7 +147,14 @@ def join_masks(allowed: Tensor, mask: Tensor | None) -> Tensor:
     return allowed & mask
 
 
-def split_mask(mask: Tensor | Tokens | None) -> tuple[Tokens | None, Tensor | None]:
+def masks_keys_only(attention_mask: Tensor | None) -> bool:
+    """Returns whether a mask in a call of `key_mask` says at most which keys are padding."""
+    return attention_mask is None or attention_mask.dim() == 2
+
+
+def split_mask(
+    mask: Tensor | Tokens | Documents | None,
+) -> tuple[Tokens | None, Tensor | Documents | None]:
     """Returns the tokens, if they stand for the mask, and the mask."""
     if isinstance(mask, Tokens):
         return mask, mask.mask
@@ -142,22 +163,21 @@ def split_mask(mask: Tensor | Tokens | None) -> tuple[Tokens | None, Tensor | No
 
 def causal_mask(
     attention_mask: Tensor | None, sequence_length: int, pieces: Tensor | None = None
-) -> Tensor | None:
+) -> Tensor | Documents | None:
     """Returns the mask for S queries and `causal=True`: None, of the keys [B, 1, 1, Sk], or a
-    complete one.
+    complete one; of pieces, `Documents` wherever `attention_mask` is not complete.
 
     See `key_mask` for `attention_mask` and `pieces`.
     """
     keys = key_mask(attention_mask)
-    is_complete = attention_mask is not None and attention_mask.dim() > 2
+    is_complete = not masks_keys_only(attention_mask)
+    if pieces is not None and not is_complete:
+        return Documents(pieces, keys, causal=True)
     if keys is not None and is_complete:
         keys = keys.expand(-1, -1, sequence_length, -1)
     if pieces is None:
         return keys
-    allowed = are_in_one_piece(pieces, pieces)
-    if not is_complete:
-        allowed = allowed & lower_triangular_mask(sequence_length, sequence_length, pieces.device)
-    return join_masks(allowed, keys)
+    return join_masks(are_in_one_piece(pieces, pieces), keys)
 
 
 def window_mask(
@@ -169,7 +189,7 @@ def window_mask(
     causal: bool,
     device: torch.device,
     pieces: Tensor | None = None,
-) -> Tensor | None:
+) -> Tensor | Documents | None:
     """Returns the mask of attention within a window, over `cached` earlier positions and the S new
     ones.
 
@@ -184,14 +204,15 @@ def window_mask(
         device: Where the mask is made if `attention_mask` is None.
         pieces: As in `causal_mask`.
     """
-    if causal and pieces is not None:
-        keys = causal_mask(attention_mask, sequence_length, pieces)
-    else:
-        keys = key_mask(attention_mask, pieces)
-    total = cached + sequence_length
-    if attention_mask is not None and attention_mask.dim() > 2:
-        return keys
     reach = window if causal else window + 1  # the positions on one side, this one included
+    keys = key_mask(attention_mask)
+    if pieces is not None and masks_keys_only(attention_mask):
+        return Documents(pieces, keys, causal=causal, reach=reach)
+    if not masks_keys_only(attention_mask):
+        if causal and pieces is not None:
+            return causal_mask(attention_mask, sequence_length, pieces)
+        return key_mask(attention_mask, pieces)
+    total = cached + sequence_length
     if total <= reach:
         return keys
     places = torch.arange(total, device=device if keys is None else keys.device)

@@ -32,6 +32,7 @@ from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
 from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
 from ..blocks.cache import Cache, LayerKVCache
+from ..blocks.documents import Documents
 from ..blocks.embeddings import embed_tokens
 from ..blocks.masks import causal_mask, find_pieces, restart_positions, window_mask
 from ..blocks.mlp import GatedMLP
@@ -43,7 +44,7 @@ from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import DecoderConfig
 
-Masks = Mapping[int | None, Tensor | None]  # window of a layer -> its mask
+Masks = Mapping[int | None, Tensor | Documents | None]  # window of a layer -> its mask
 
 
 class LlamaBlock(nn.Module):
@@ -188,7 +189,7 @@ class LlamaBackbone(Backbone):
             interleaved=config.interleaved,
             mesh=self.mesh,
         )
-        masks: dict[int | None, Tensor | None] = {}
+        masks: dict[int | None, Tensor | Documents | None] = {}
         for window in set(config.windows):
             if window is None:
                 masks[window] = causal_mask(attention_mask, length, pieces)

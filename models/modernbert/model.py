@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding
 from ..backbone import Backbone
 from ..blocks.attention import SelfAttention
+from ..blocks.documents import Documents
 from ..blocks.embeddings import embed_tokens
 from ..blocks.masks import key_mask, restart_positions, window_mask
 from ..blocks.mlp import GatedMLP
@@ -68,7 +69,7 @@ class ModernBertBlock(nn.Module):
             parallel_config=parallel_config,
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None, rotary: Rotary) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | Documents | None, rotary: Rotary) -> Tensor:
         y = x
         if self.attention_norm is not None:
             y, x = self.attention_norm(x, return_residual=True)
@@ -156,7 +157,7 @@ class ModernBertBackbone(Backbone):
                 mesh=self.mesh,
             )
 
-        def block_arguments(layer: int) -> tuple[Tensor | None, Rotary]:
+        def block_arguments(layer: int) -> tuple[Tensor | Documents | None, Rotary]:
             kind = config.attention_types[layer]
             return masks[kind], rotary[kind]
 

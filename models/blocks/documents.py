@@ -1,0 +1,193 @@
+"""Lets the tokens of packed rows attend within their document only, without a mask of all scores.
+
+A document is computed like a row of its own, by the same attention operators: documents of similar
+length form a batch, padded to the longest of them. So neither time nor memory is spent on scores
+between documents, on any device, and causal rules, windows, relative biases and padding mean within
+a document what they mean within a row.
+"""
+
+# pyright: reportUnknownMemberType=false
+# (torch does not annotate many of its methods)
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+
+class DocumentBatch(NamedTuple):
+    """Documents, or parts of them, that attention computes together.
+
+    Attributes:
+        queries, keys: The places of their tokens among all tokens [B·Sq] and [B·Sk], int64 [n, Lq]
+            and [n, Lk]. Shorter documents repeat their first token.
+        kept: The numbers of the queries in [n·Lq] that are no repetitions, int64 [t].
+        places: The places of these queries among all tokens, int64 [t].
+        samples: The sample of each document, int64 [n].
+        first_queries: Where each document's first query is in its sample, int64 [n].
+        mask: bool [n, 1, 1 or Lq, Lk], which keys are attended to; None for all.
+        offset: The queries begin at this token of their document.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    kept: Tensor
+    places: Tensor
+    samples: Tensor
+    first_queries: Tensor
+    mask: Tensor | None
+    offset: int
+
+
+class DocumentPlan(NamedTuple):
+    """The batches in which the documents of a call are computed.
+
+    Attributes:
+        batches: Together they have each query once.
+        order: Where the query of each place is among the kept ones of all batches, int64 [B·Sq].
+    """
+
+    batches: list[DocumentBatch]
+    order: Tensor
+
+
+class Documents:
+    """Stands for the mask of packed rows, in which tokens attend within their document only.
+
+    Args:
+        numbers: The number of each token's document, [B or 1, S].
+        keys: bool [B, 1, 1, S], False for padding; or None.
+        causal: Whether tokens attend to themselves and to earlier ones only.
+        reach: Tokens attend to those fewer than so many positions away; None for all.
+    """
+
+    def __init__(
+        self, numbers: Tensor, keys: Tensor | None, *, causal: bool, reach: int | None = None
+    ) -> None:
+        self.numbers = numbers
+        self.keys = keys
+        self.causal = causal
+        self.reach = reach
+        self._spans: dict[int, list[tuple[int, int, int]] | None] = {}
+        self._plans: dict[tuple[int, int, int], DocumentPlan] = {}
+
+    def to_tensor(self) -> Tensor:
+        """Returns the complete mask, bool [B or 1, 1, S, S]."""
+        allowed = self.numbers[:, None, :, None] == self.numbers[:, None, None, :]
+        places = torch.arange(self.numbers.shape[1], device=self.numbers.device)
+        distance = places[:, None] - places
+        if self.causal:
+            allowed = allowed & (distance >= 0)
+        if self.reach is not None:
+            allowed = allowed & (distance.abs() < self.reach)
+        return allowed if self.keys is None else allowed & self.keys
+
+    def find_spans(self, batch: int) -> list[tuple[int, int, int]] | None:
+        """Returns the sample, the first token and the end of each document.
+
+        The host waits for them, once in a call of the model. The result is None if they are not
+        known, on the meta device, or if the tokens of a document are not neighbors.
+        """
+        if batch in self._spans:
+            return self._spans[batch]
+        spans: list[tuple[int, int, int]] | None = None
+        numbers = self.numbers.expand(batch, -1)
+        changes = numbers.diff(dim=1)
+        if not numbers.is_meta and not (changes < 0).any():
+            spans = []
+            length = numbers.shape[1]
+            starts: list[list[int]] = [[0] for _ in range(batch)]
+            found = cast(list[list[int]], changes.nonzero().tolist())
+            for sample, place in found:
+                starts[sample].append(place + 1)
+            for sample, firsts in enumerate(starts):
+                ends = [*firsts[1:], length]
+                spans += [(sample, *span) for span in zip(firsts, ends, strict=True)]
+        self._spans[batch] = spans
+        return spans
+
+    def plan(self, batch: int, first: int, end: int) -> DocumentPlan:
+        """Returns how the queries [first, end) of each sample are computed; see `find_spans`.
+
+        Blocks of a model that share these documents share the plan.
+        """
+        name = (batch, first, end)
+        if name not in self._plans:
+            self._plans[name] = self._make_plan(*name)
+        return self._plans[name]
+
+    def _make_plan(self, batch: int, first: int, end: int) -> DocumentPlan:
+        spans = self.find_spans(batch)
+        assert spans is not None
+        # Whole documents are batched by the number of bits of their length, so that less than half
+        # of a batch is padding. A document of which only a part is asked for is alone.
+        whole: dict[int, list[tuple[int, int, int, int]]] = {}
+        parts: list[list[tuple[int, int, int, int]]] = []
+        for sample, start, stop in spans:
+            queries_start = max(start, first)
+            queries_end = min(stop, end)
+            if queries_start >= queries_end:
+                continue
+            document = (sample, queries_start, start, stop)
+            if (queries_start, queries_end) == (start, stop):
+                whole.setdefault((stop - start - 1).bit_length(), []).append(document)
+            else:
+                parts.append([document])
+        batches = [
+            self._make_batch(documents, first, end) for documents in [*whole.values(), *parts]
+        ]
+        places = torch.cat([each.places for each in batches])
+        return DocumentPlan(batches, places.argsort())
+
+    def _make_batch(
+        self, documents: list[tuple[int, int, int, int]], first: int, end: int
+    ) -> DocumentBatch:
+        """Returns a batch of documents: the sample, the first query, the first key, and the end.
+
+        Args:
+            first, end: The range of queries in each sample.
+        """
+        device = self.numbers.device
+        length = self.numbers.shape[1]
+        table = torch.tensor(documents, dtype=torch.int64).to(device)  # [n, 4]
+        samples, first_queries, first_keys, ends = table.unbind(1)
+        offset = documents[0][1] - documents[0][2]
+        queries_end = ends.clamp(max=end)
+        keys_end = queries_end if self.causal else ends  # the last query is at the last key
+
+        def number(firsts: Tensor, stops: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+            """Returns the positions [n, longest], and which of them are in the documents."""
+            positions = firsts[:, None] + torch.arange(longest, device=device)
+            inside = positions < stops[:, None]
+            return torch.where(inside, positions, firsts[:, None]), inside
+
+        longest_queries = max(min(stop, end) - start for _, start, _, stop in documents)
+        longest_keys = max(
+            (min(stop, end) if self.causal else stop) - start for _, _, start, stop in documents
+        )
+        queries, are_queries = number(first_queries, queries_end, longest_queries)
+        keys, are_keys = number(first_keys, keys_end, longest_keys)
+        queries = samples[:, None] * (end - first) + queries - first
+        keys = samples[:, None] * length + keys
+
+        mask: Tensor | None = None
+        if any(
+            stop - start != documents[0][3] - documents[0][2] for _, _, start, stop in documents
+        ):
+            mask = are_keys[:, None, None]
+        if self.keys is not None:
+            every = self.keys.expand(-1, 1, 1, length).reshape(-1, length)
+            own = every.expand(max(len(every), int(samples.max()) + 1), -1).reshape(-1)[keys]
+            mask = (own & are_keys)[:, None, None]
+        if self.reach is not None and longest_keys > self.reach:
+            rows = torch.arange(longest_queries, device=device) + offset
+            distance = rows[:, None] - torch.arange(longest_keys, device=device)
+            near = distance.abs() < self.reach
+            if self.causal:
+                near = near & (distance >= 0)
+            mask = near[None, None] if mask is None else near & mask
+        kept = are_queries.flatten().nonzero()[:, 0]
+        return DocumentBatch(
+            queries, keys, kept, queries.flatten()[kept], samples, first_queries, mask, offset
+        )
