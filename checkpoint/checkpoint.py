@@ -110,6 +110,8 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
             tokenizer of a training checkpoint has changed since it was written. The message names
             the file and the tensor.
     """
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise ValueError(f"{folder} is a GGUF file: convert it with --dequantize bf16 first")
     if not folder.is_dir():
         raise ValueError(f"the folder {folder} does not exist")
     check_auxiliary_files(folder, () if config_file is None else (CONFIG,))
@@ -127,6 +129,8 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
         raise ValueError(
             f"{folder} is a universal checkpoint of DeepSpeed, which is written, but not read"
         )
+    if any(folder.glob("*.gguf")):
+        raise ValueError(f"{folder} holds a GGUF file: convert it with --dequantize bf16 first")
     if any(folder.glob("rank_*.safetensors*")):
         raise ValueError(f"{folder} has no {MANIFEST}: it is not a complete folder of shards")
     raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 # Name in safetensors -> (bytes of an element, name in PyTorch).
 DTYPES: dict[str, tuple[int, str]] = {
     "BOOL": (1, "bool"),
@@ -29,6 +31,18 @@ _BY_TORCH_NAME = {torch_name: name for name, (_, torch_name) in DTYPES.items()}
 
 # The types that `--dtype` accepts, and that it converts from.
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E5M2", "F8_E4M3")
+
+
+def set_config_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Makes the contents of a `config.json` name a type, under the keys that it has for it.
+
+    Args:
+        config: The contents, which change in place.
+        dtype: The safetensors name of the type.
+    """
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    for key in keys:
+        config[key] = torch_name(dtype)
 
 
 def item_size(dtype: str) -> int:

@@ -75,7 +75,7 @@ class Converting(Common):
     precision: Precision | None = None
     """Convert floating-point tensors to this type; by default every byte is unchanged."""
     dequantize: FullDType | None = None
-    """Dequantize the weights of a quantized Hugging Face folder to this type."""
+    """Dequantize the weights of a quantized Hugging Face folder, or of a GGUF file, to this type."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
-"""Writes a Hugging Face folder of full weights from a quantized one.
+"""Writes a Hugging Face folder of full weights from a quantized one, or from a GGUF file.
 
 The weights are computed one after another, a few megabytes at a time
-(`checkpoint/formats/quantized.py`); all other tensors and small files are copied. No model is
-built, so folders of any architecture can be dequantized. Like every conversion, the destination
-appears complete or not at all, and an interrupted one goes on with `resume`.
+(`checkpoint/formats/quantized.py`, `checkpoint/formats/gguf_file.py`); all other tensors and small files
+are copied. No model is built, so folders of any architecture can be dequantized. Like every
+conversion, the destination appears complete or not at all, and an interrupted one goes on with
+`resume`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,20 +21,98 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
-from ..checkpoint.dtypes import torch_name
+from ..checkpoint.checkpoint import WEIGHT_FILES, open_checkpoint
+from ..checkpoint.dtypes import set_config_dtype, torch_name
 from ..checkpoint.file_io import HashingWriter, OpenFiles, hash_stored
 from ..checkpoint.folder_files import CONFIG, list_auxiliary_files
+from ..checkpoint.formats.gguf_file import find_gguf, open_gguf
 from ..checkpoint.formats.quantized import QuantizedFolder, QuantizedWeight, find_quantized
+from ..checkpoint.planned_file import PlannedFile
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import CHUNK_BYTES, TensorReader
+from ..files.strict_json import read_json_object
+from ..models.family_table import list_gguf
 from ..models.huggingface import plan_weight_files
 from .destination import Destination
-from .journal import open_partial
+from .journal import Journal, open_partial
 
 # The types that the weights may be dequantized to, by the name that safetensors has for them.
 TYPES = ("BF16", "F16", "F32")
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is dequantized.
+
+    Attributes:
+        found: The weights to dequantize and the tensors to copy.
+        config: The contents of `config.json`.
+        small: The small files to copy by name.
+        state: What identifies the source's contents.
+    """
+
+    found: QuantizedFolder
+    config: Mapping[str, Any]
+    small: Mapping[str, Path]
+    state: str
+
+    @classmethod
+    def open(cls, source: Path, config_file: Path | None) -> _Source:
+        """Opens a quantized Hugging Face folder, or a GGUF file or a folder that holds one.
+
+        Raises:
+            ValueError: It is neither, or it cannot be dequantized.
+        """
+        gguf = find_gguf(source)
+        if gguf is not None and (source.is_file() or not _holds_other_weights(source)):
+            return cls._open_gguf(source, gguf, config_file)
+        checkpoint = open_checkpoint(source, config_file)
+        if checkpoint.kind != "huggingface":
+            raise ValueError(
+                f"{checkpoint.folder} is a {checkpoint.description}; Hugging Face folders and GGUF "
+                "files are dequantized"
+            )
+        config = checkpoint.config or {}
+        found = find_quantized(checkpoint.ranks[0], config, str(checkpoint.folder))
+        if not found.weights:
+            raise ValueError(f"{source} is not quantized: leave out --dequantize")
+        small = {path.name: path for path in list_auxiliary_files(source)}
+        tensors = [f"{tensor!r}{tensor.file_state}" for tensor in checkpoint.tensors()]
+        return cls(found, config, small, f"{dict(config)!r}{''.join(tensors)}")
+
+    @classmethod
+    def _open_gguf(cls, source: Path, gguf: Path, config_file: Path | None) -> _Source:
+        file = open_gguf(gguf, list_gguf())
+        config = file.config
+        if config_file is not None:
+            path = config_file / CONFIG if config_file.is_dir() else config_file
+            config = read_json_object(path)
+        small: dict[str, Path] = {}
+        if source.is_dir():
+            for path in list_auxiliary_files(source):
+                if path != gguf:
+                    small[path.name] = path
+        return cls(file.found, config, small, f"{file.state}{dict(config)!r}")
+
+    def plan(
+        self, dtype: str, largest_file: int
+    ) -> tuple[tuple[PlannedFile, ...], dict[str, str | bytes]]:
+        """Returns the files of the destination and the texts beside them."""
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, weight in self.found.weights.items():
+            shapes[name] = (dtype, weight.shape)
+        for name, tensor in self.found.plain.items():
+            shapes[name] = (tensor.dtype, tensor.shape)
+        return plan_weight_files(dict(sorted(shapes.items())), largest_file)
+
+    def fingerprint(self, dtype: str, targets: list[StoredTensor]) -> str:
+        """Returns a digest that is equal for equal conversions of unchanged source files."""
+        return hashlib.sha256(f"{dtype}{targets!r}{self.state}".encode()).hexdigest()
+
+
+def _holds_other_weights(folder: Path) -> bool:
+    return any((folder / name).exists() for name in WEIGHT_FILES)
 
 
 def dequantize(
@@ -49,10 +129,10 @@ def dequantize(
     """Writes a folder with full weights.
 
     Args:
-        source: A Hugging Face folder with quantized weights.
+        source: A Hugging Face folder with quantized weights, a GGUF file, or a folder with one.
         destination: The folder to write.
         dtype: Safetensors' name of the type of the dequantized weights: BF16, F16 or F32. Tensors
-            that were not quantized stay as they are.
+            of a Hugging Face folder that were not quantized stay as they are.
         largest_file: Bytes of weights in one file.
         report: Called with the bytes done and the bytes in all.
         config_file: A `config.json`, or its folder, to use instead of the source's own.
@@ -71,48 +151,18 @@ def dequantize(
         raise ValueError(f"weights are dequantized to one of {names}, not to {torch_name(dtype)}")
     place = Destination(destination)
     place.check(source, overwrite=overwrite, resume=resume)
-    checkpoint = open_checkpoint(source, config_file)
-    found = _find(checkpoint)
-    if not found.weights:
-        raise ValueError(f"{source} is not quantized: leave out --dequantize")
-
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, weight in found.weights.items():
-        shapes[name] = (dtype, weight.shape)
-    for name, tensor in found.plain.items():
-        shapes[name] = (tensor.dtype, tensor.shape)
-    files, texts = plan_weight_files(dict(sorted(shapes.items())), largest_file)
+    opened = _Source.open(source, config_file)
+    files, texts = opened.plan(dtype, largest_file)
     targets = [tensor for file in files for tensor in file.tensors.values()]
     total = sum(tensor.nbytes for tensor in targets)
     if resume and place.is_complete():
         return len(targets), total, total
 
     report = report or (lambda done, total: None)
-    journal = place.begin(files, _fingerprint(checkpoint, dtype, targets), overwrite=overwrite)
-    kept = 0
-    done = 0
+    journal = place.begin(files, opened.fingerprint(dtype, targets), overwrite=overwrite)
     try:
-        open_output = partial(open_partial, place.work)
-        with TensorReader() as reader, OpenFiles(open_output) as outputs:
-            outputs.open([Path(file.name) for file in files])
-            for index, target in enumerate(targets):
-                key = (target.file, target.name)
-                recorded = journal.finished.get(index, {}).get(key)
-                descriptor = outputs[target.file]
-                if recorded is not None and recorded == hash_stored(target, descriptor, 1 << 20):
-                    kept += target.nbytes
-                else:
-                    writer = HashingWriter([target], outputs)
-                    position = 0
-                    for piece in _read_pieces(found, target.name, reader, dtype):
-                        data = piece.reshape(-1).view(torch.uint8).numpy()
-                        writer.write(position, data)
-                        position += data.nbytes
-                    journal.record(index, {key: writer.finish()})
-                done += target.nbytes
-                report(done, total)
-        small = {path.name: path for path in list_auxiliary_files(source)}
-        contents: dict[str, bytes | Path] = {**small, CONFIG: _write_config(checkpoint, dtype)}
+        kept = _write_tensors(opened.found, place, journal, targets, dtype, report)
+        contents: dict[str, bytes | Path] = {**opened.small, CONFIG: _write_config(opened, dtype)}
         contents.update({name: _encode(text) for name, text in texts.items()})
         place.finish(files, contents, None)
     except (ValueError, MemoryError):
@@ -126,13 +176,40 @@ def dequantize(
     return len(targets), total, kept
 
 
-def _find(checkpoint: Checkpoint) -> QuantizedFolder:
-    if checkpoint.kind != "huggingface":
-        raise ValueError(
-            f"{checkpoint.folder} is a {checkpoint.description}; Hugging Face folders are "
-            "dequantized"
-        )
-    return find_quantized(checkpoint.ranks[0], checkpoint.config or {}, str(checkpoint.folder))
+def _write_tensors(
+    found: QuantizedFolder,
+    place: Destination,
+    journal: Journal,
+    targets: list[StoredTensor],
+    dtype: str,
+    report: Callable[[int, int], None],
+) -> int:
+    """Writes the tensors that an interrupted run has not finished.
+
+    Returns the bytes of those that it has.
+    """
+    total = sum(tensor.nbytes for tensor in targets)
+    kept = 0
+    done = 0
+    with TensorReader() as reader, OpenFiles(partial(open_partial, place.work)) as outputs:
+        outputs.open(list(dict.fromkeys(target.file for target in targets)))
+        for index, target in enumerate(targets):
+            key = (target.file, target.name)
+            recorded = journal.finished.get(index, {}).get(key)
+            descriptor = outputs[target.file]
+            if recorded is not None and recorded == hash_stored(target, descriptor, 1 << 20):
+                kept += target.nbytes
+            else:
+                writer = HashingWriter([target], outputs)
+                position = 0
+                for piece in _read_pieces(found, target.name, reader, dtype):
+                    data = piece.reshape(-1).view(torch.uint8).numpy()
+                    writer.write(position, data)
+                    position += data.nbytes
+                journal.record(index, {key: writer.finish()})
+            done += target.nbytes
+            report(done, total)
+    return kept
 
 
 def _read_pieces(
@@ -167,21 +244,12 @@ def _read_weight(weight: QuantizedWeight, reader: TensorReader, dtype: str) -> I
         raise weight.refuse(f"{elements} elements for a weight of shape {weight.shape}")
 
 
-def _fingerprint(checkpoint: Checkpoint, dtype: str, targets: list[StoredTensor]) -> str:
-    """Returns a digest that is equal for equal conversions of unchanged source files."""
-    digest = hashlib.sha256(f"{dtype}{targets!r}{dict(checkpoint.config or {})!r}".encode())
-    for tensor in checkpoint.tensors():
-        digest.update(f"{tensor!r}{tensor.file_state}".encode())
-    return digest.hexdigest()
-
-
-def _write_config(checkpoint: Checkpoint, dtype: str) -> bytes:
+def _write_config(source: _Source, dtype: str) -> bytes:
     """Returns `config.json` of a model that is not quantized."""
-    source: Mapping[str, Any] = checkpoint.config or {}
-    config = {name: value for name, value in source.items() if name not in _QUANTIZATION_KEYS}
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    for key in keys:
-        config[key] = torch_name(dtype)
+    config = {
+        name: value for name, value in source.config.items() if name not in _QUANTIZATION_KEYS
+    }
+    set_config_dtype(config, dtype)
     return (json.dumps(config, indent=2) + "\n").encode()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..checkpoint.checkpoint import EXTRAS, open_checkpoint
-from ..checkpoint.dtypes import torch_name
+from ..checkpoint.dtypes import set_config_dtype, torch_name
 from ..checkpoint.file_io import HashingWriter, OpenFiles, hash_stored, open_for_reading
 from ..checkpoint.folder_files import CONFIG, list_auxiliary_files, read_state_file
 from ..checkpoint.manifest import ExtraRecord, Manifest, TensorRecord
@@ -395,9 +395,7 @@ def _collect_texts(plan: ConversionPlan, options: Options) -> dict[str, bytes | 
     if CONFIG not in texts or options.dtype is not None or options.config_file is not None:
         config = dict(source.config or plan.mapped.model.config.to_dict())
         if options.dtype is not None:
-            keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-            for key in keys:
-                config[key] = torch_name(options.dtype)
+            set_config_dtype(config, options.dtype)
         texts[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     if plan.adapter is not None and options.keep_adapter:
         for path in plan.adapter.files:

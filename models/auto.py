@@ -103,8 +103,14 @@ def find_megatron_map(names: Iterable[str]) -> MegatronMap:
     """
     names = list(names)
     if any("cross_attention" in name or "inter_attention" in name for name in names):
+        if any("relative_pos_emb" in name for name in names):
+            raise ValueError(
+                "it is megatron-core's T5 with position_embedding_type='relative', which is not "
+                "converted yet"
+            )
         raise ValueError(
-            "it is Megatron-LM's T5, which has learned positions; no T5 of transformers has those"
+            "it is Megatron-LM's T5 without relative positions (position_embedding_type is "
+            "'learned_absolute' or 'rope'); no T5 of transformers has those"
         )
     for facts in list_families():
         found = facts.megatron

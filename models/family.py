@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
+from ..checkpoint.formats.gguf_file import GgufArchitecture
 from ..checkpoint.stored_tensor import StoredTensor
 from ..data.objectives.objective import Format
 from .activations import Activations
@@ -76,6 +77,7 @@ class Family:
         infer_config: Infers the configuration from the tensors of each rank's file, for files
             without a `config.json`.
         megatron: How Megatron-LM stores the models, if it has the family.
+        gguf: How GGUF files store the models, if they are read.
     """
 
     config: type[ModelConfig]
@@ -95,6 +97,7 @@ class Family:
     has_config: Callable[[Mapping[str, Any]], bool] | None = None
     infer_config: Callable[[Sequence[Mapping[str, StoredTensor]]], ModelConfig] | None = None
     megatron: MegatronMap | None = None
+    gguf: GgufArchitecture | None = None
 
     def __post_init__(self) -> None:
         found: dict[str, str] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from ..checkpoint.formats.gguf_file import GgufArchitecture
 from .config import ModelConfig
 from .family import Family
 from .nearest import refuse_family
@@ -19,6 +20,15 @@ _BY_MODEL_TYPE: dict[str, Family] = {}
 def add_family(facts: Family) -> None:
     """Adds a family to the table."""
     _BY_MODEL_TYPE[facts.config.model_type] = facts
+
+
+def list_gguf() -> dict[str, GgufArchitecture]:
+    """Returns how GGUF files store the families that are read from them, by GGUF's name."""
+    found: dict[str, GgufArchitecture] = {}
+    for facts in list_families():
+        if facts.gguf is not None:
+            found[facts.gguf.name] = facts.gguf
+    return found
 
 
 def list_families() -> Iterator[Family]:

@@ -2,6 +2,7 @@
 
 from ..family import Family, by_name
 from .config import GPT2Config
+from .gguf import GGUF
 from .hf import NAME_MAP
 from .megatron import MEGATRON
 from .memory import activations
@@ -32,6 +33,7 @@ FAMILY = Family(
     pretrains={"causal": "GPT2LMHeadModel"},
     tokenizer="bpe",
     activations=activations,
+    gguf=GGUF,
     megatron=MEGATRON,
     tasks={"text-generation": "GPT2LMHeadModel", "text2text-generation": "GPT2LMHeadModel"},
 )

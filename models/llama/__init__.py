@@ -2,6 +2,7 @@
 
 from ..family import Family, by_name
 from .config import LlamaConfig
+from .gguf import GGUF
 from .hf import NAME_MAP
 from .megatron import megatron
 from .memory import activations
@@ -30,6 +31,7 @@ FAMILY = Family(
     pretrains={"causal": "LlamaForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=GGUF,
     megatron=megatron(LlamaConfig),
     tasks={"text-generation": "LlamaForCausalLM", "text2text-generation": "LlamaForCausalLM"},
 )

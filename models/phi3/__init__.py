@@ -1,6 +1,7 @@
 """Phi-3 and Phi-4 (Abdin et al., 2024): Llama with stacked projections in its files and residual dropout."""
 
 from ..family import Family, by_name
+from ..llama.gguf import gguf
 from .config import Phi3Config
 from .hf import NAME_MAP
 from .memory import activations
@@ -24,6 +25,12 @@ FAMILY = Family(
     pretrains={"causal": "Phi3ForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=gguf(
+        "phi3",
+        "Phi3ForCausalLM",
+        keys={"attention.sliding_window": "sliding_window"},
+        block={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
     tasks={"text-generation": "Phi3ForCausalLM", "text2text-generation": "Phi3ForCausalLM"},
 )
 

@@ -4,6 +4,7 @@ Llama with biases of queries, keys and values, and windows in some layers.
 """
 
 from ..family import Family, by_name
+from ..llama.gguf import gguf
 from ..llama.hf import NAME_MAP
 from ..llama.megatron import megatron
 from ..llama.memory import activations
@@ -33,6 +34,7 @@ FAMILY = Family(
     pretrains={"causal": "Qwen2ForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=gguf("qwen2", "Qwen2ForCausalLM"),
     megatron=megatron(Qwen2Config, bias=True),
     tasks={"text-generation": "Qwen2ForCausalLM", "text2text-generation": "Qwen2ForCausalLM"},
 )

@@ -1,6 +1,7 @@
 """Qwen3 (Yang et al., 2025): Llama with norms of each head's queries and keys."""
 
 from ..family import Family, by_name
+from ..llama.gguf import HEAD_SIZE, gguf
 from ..llama.hf import NAME_MAP
 from ..llama.megatron import megatron
 from ..llama.memory import activations
@@ -30,6 +31,7 @@ FAMILY = Family(
     pretrains={"causal": "Qwen3ForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    gguf=gguf("qwen3", "Qwen3ForCausalLM", keys=HEAD_SIZE),
     megatron=megatron(Qwen3Config, qk_norm=True),
     tasks={"text-generation": "Qwen3ForCausalLM", "text2text-generation": "Qwen3ForCausalLM"},
 )

@@ -20,6 +20,7 @@ from shardzoo.checkpoint.safetensors_header import read_header
 from shardzoo.cli.convert import main
 from shardzoo.convert.operations import Options, merge, split
 from shardzoo.models import from_pretrained
+from shardzoo.models.auto import find_megatron_map
 
 GPT = {"n_layer": 4, "n_embd": 24, "n_head": 4, "n_inner": 40, "n_positions": 40}
 BERT = {"num_hidden_layers": 4}
@@ -303,6 +304,15 @@ def test_families_and_layouts_that_megatron_does_not_have(zoo, folders, tmp_path
         split(folders["bert"], tmp_path / "out", 2, style="megatron", names="transformer_engine")
     with pytest.raises(ValueError, match="for Megatron-LM only"):
         split(folders["gpt"], tmp_path / "out", 2, stages=2)
+
+
+def test_a_t5_is_refused_by_the_argument_that_tells_it():
+    names = ["decoder.layers.0.cross_attention.linear_q.weight"]
+    with pytest.raises(ValueError, match="position_embedding_type is 'learned_absolute' or 'rope'"):
+        find_megatron_map(names)
+    names.append("encoder_relative_pos_emb.relative_attention_bias.weight")
+    with pytest.raises(ValueError, match="position_embedding_type='relative', which is not conv"):
+        find_megatron_map(names)
 
 
 def test_a_torn_copy_resumes(folders, hashes, tmp_path):

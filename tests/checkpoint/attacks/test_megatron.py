@@ -170,7 +170,7 @@ UNSUPPORTED = {
     ),
     "an encoder-decoder": (
         lambda state: state["model"].update({"decoder.layers.0.cross_attention.linear_q.weight": torch.zeros(2)}),
-        "T5, which has learned positions",
+        "T5 without relative positions .position_embedding_type is 'learned_absolute' or 'rope'",
     ),
     "a vision model": (
         lambda state: state.update(model={f"vit.{name}": tensor for name, tensor in state["model"].items()}),
