@@ -80,6 +80,7 @@ def help_page() -> HelpPage:
             "label_smoothing": "loss and batches",
             "dropout_rate": "other",
             "columns": "embeddings",
+            "preference_loss": "preferences and rewards",
             "cache_dir": "other",
             "overwrite": "run",
             "output_dir": "run",

@@ -18,7 +18,7 @@ from ..trainer.schedules import ScheduleName
 
 Task = Literal[
     "text2text-generation", "text-generation", "chat", "text-classification", "token-classification",
-    "question-answering", "multiple-choice", "embedding",
+    "question-answering", "multiple-choice", "embedding", "preference", "reward",
 ]  # fmt: skip
 # What is measured -> the metrics that can measure it, of which the first is the default.
 METRICS = {
@@ -31,6 +31,8 @@ METRICS = {
     "answers": ("squad",),
     "retrieval": ("retrieval",),
     "similarities": ("similarity",),
+    "preferences": ("preferences",),
+    "rewards": ("rewards",),
 }
 # The smallest values of arguments that count something.
 SMALLEST = {
@@ -49,6 +51,7 @@ EmbeddingLoss = Literal[
     "multiple_negatives_ranking", "cosent", "angle", "contrastive", "triplet", "margin_mse",
     "distill_kl",
 ]  # fmt: skip
+PreferenceLoss = Literal["dpo", "ipo", "kto", "orpo", "simpo"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 
 
@@ -182,6 +185,24 @@ class FinetuningArguments(TrainingArguments):
     """Texts in one forward pass, for large batches in little memory: activations are computed again
     in the backward pass."""
 
+    preference_loss: PreferenceLoss = "dpo"
+    """Of the task preference."""
+    beta: float = 0.1
+    """The strength of the loss of preferences, as in TRL."""
+    simpo_gamma: float = 0.5
+    """The margin by which SimPO wants the better answer to be ahead."""
+    desirable_weight: float = 1.0
+    """Factor of KTO's loss of desirable answers; undesirable_weight is that of the others."""
+    undesirable_weight: float = 1.0
+    reference_model: str | None = None
+    """Folder of the reference model of dpo, ipo and kto; by default the model as it is before
+    training: without its LoRA weights, or a second copy."""
+    precompute_reference: bool = False
+    """Compute the reference's log-probabilities of the whole file before training, so that no
+    second model is in memory."""
+    center_rewards: float = 0.0
+    """Factor of the squared sum of two answers' rewards, for the task reward."""
+
     cache_dir: str | None = None
     """Folder for models downloaded from the Hugging Face Hub."""
     gradient_checkpointing: bool = False
@@ -213,8 +234,10 @@ class FinetuningArguments(TrainingArguments):
                 "validation_split must be a percentage from 0 to 99 or a share below 1, not "
                 f"{self.validation_split}"
             )
-        if not self.similarity_scale > 0:
-            raise ValueError(f"similarity_scale must be above 0, not {self.similarity_scale}")
+        for name in ("similarity_scale", "beta"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"{name} must be above 0, not {value}")
         if min(self.matryoshka_dims, default=1) < 1:
             raise ValueError(f"matryoshka_dims must be at least 1, not {self.matryoshka_dims}")
         for name in ("label_smoothing", "dropout_rate"):

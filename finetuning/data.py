@@ -41,7 +41,8 @@ from .arguments import WITH_LABELS, FinetuningArguments
 from .embedding.data import ColumnKeys, ColumnSamples, load_columns
 from .embedding.export import EmbeddingSettings
 from .loading import ModelSource
-from .tasks import WITHOUT_TEXTS, Labels, find_labels, first_record
+from .preference.data import PreferenceSamples, RewardSamples, load_preferences
+from .tasks import WITH_ANSWERS, WITHOUT_TEXTS, Labels, find_labels, first_record
 
 LONGEST_BLOCK = 1024
 
@@ -166,6 +167,8 @@ class FinetuningData:
         if self.labels is not None and self.task == WITH_LABELS[0]:
             of_problems = {"regression": "numbers", "multi_label_classification": "several classes"}
             return of_problems.get(self.labels.problem, "classes")
+        if self.task in WITH_ANSWERS:
+            return "preferences" if self.task == "preference" else "rewards"
         if self.columns is not None:
             return "retrieval" if self.columns.score is None else "similarities"
         kinds = {
@@ -245,6 +248,9 @@ class FinetuningData:
             return BlockDataset(iter_documents(path), self.tokenizer, size)
         if self.columns is not None:
             return load_columns(path, self.columns)
+        if self.task in WITH_ANSWERS:
+            is_single = self.task == "preference" and chosen.preference_loss == "kto"
+            return load_preferences(path, paired=not is_single)
         if self.task == "text-classification":
             others = {
                 "pair_id": chosen.pair_id,
@@ -283,6 +289,17 @@ class FinetuningData:
         if self.embedding is not None:
             prompts = (self.embedding.query_prompt, self.embedding.document_prompt)
             return ColumnSamples(records, self.tokenizer.backend, chosen.max_source_length, prompts)
+        if self.task == "preference":
+            return PreferenceSamples(
+                records,
+                self.tokenizer.backend,
+                chosen.max_source_length,
+                chosen.max_target_length,
+                has_decoder=self.source.shape == "encoder-decoder",
+                shifts=chosen.preference_loss == "kto",
+            )
+        if self.task == "reward":
+            return RewardSamples(records, self.tokenizer.backend, sum(lengths.values()))
         if self.task in WITHOUT_TEXTS:
             return self._labeled_samples(records)
         pairs = SourcesChanged(records, self.prepare_source)

@@ -21,6 +21,7 @@ from ..trainer.batches.loss_normalization import find_output_field
 from ..trainer.launch.ranks import Ranks
 from .arguments import METRICS
 from .embedding.metrics import RETRIEVAL_VALUES
+from .preference.objective import VALUE_NAMES
 from .text_generator import TextGenerator
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -30,6 +31,8 @@ VALUES = {
     "seqeval": ("f1", "precision", "recall"),
     "retrieval": RETRIEVAL_VALUES,
     "similarity": ("spearmanr", "pearsonr"),
+    "preferences": VALUE_NAMES,
+    "rewards": VALUE_NAMES[:4],
 }
 PACKAGES = {
     **dict.fromkeys(

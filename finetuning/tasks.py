@@ -18,6 +18,8 @@ PAIR_SUFFIXES = (".source", ".target")
 WORD_SUFFIXES = (".conll", ".bio", ".iob")
 # The models of these tasks generate nothing.
 WITHOUT_TEXTS = (*WITH_LABELS, "question-answering", "multiple-choice", "embedding")
+# These tasks compare answers to a prompt.
+WITH_ANSWERS = ("preference", "reward")
 _OF_ANY = ("text-classification", "token-classification", "question-answering")
 TRANSFORMERS_TASKS: dict[str, tuple[str, ...]] = {
     "encoder-decoder": ("text2text-generation", *_OF_ANY),
@@ -57,6 +59,8 @@ def _infer_task(arguments: FinetuningArguments, source: ModelSource, fitting: Se
         return "question-answering"
     if {"anchor", "positive"} <= record.keys() and "embedding" in fitting:
         return "embedding"
+    if {"chosen", "rejected"} <= record.keys() and "preference" in fitting:
+        return "preference"
     for key, task in ((arguments.messages_id, "chat"), (arguments.choices_id, "multiple-choice")):
         if isinstance(record.get(key), list):
             return task

@@ -17,7 +17,7 @@ from ..checkpoint.manifest import checked_tokenizer
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..models.loading import missing_modules
 from ..models.lora import list_stored_modules, merge_lora
-from ..mpu import ParallelMesh
+from ..mpu import Dropout, ParallelMesh
 from ..trainer.arguments.training_arguments import TrainingArguments
 from ..trainer.batches.training_data import check_size
 from ..trainer.estimate.pipeline import check_layout
@@ -47,6 +47,8 @@ from .evaluation import (
 from .freezing import ModelSummary, merge_summaries, part_parameters, summarize
 from .loading import find_positions, find_source, label_modules, load_model, task_config
 from .losses import SMOOTHED, WEIGHTED, WeightedLoss, parse_class_weights
+from .preference.data import PreferenceCollate
+from .preference.objective import WITH_REFERENCE, PreferenceObjective, RewardObjective
 from .saving import check_run, open_run, save_whole, tokenizer_folder, write_companions
 from .soft_prompt import (
     add_prompt,
@@ -56,7 +58,7 @@ from .soft_prompt import (
     save_prompt,
     without_prompt,
 )
-from .tasks import choose_task
+from .tasks import WITH_ANSWERS, choose_task, stored_labels
 from .text_generator import TextGenerator
 
 
@@ -106,6 +108,8 @@ class Trainer(BaseTrainer):
         self.metrics = metric_names(self.arguments.metric, self._data.kind)
 
         head = None if self._data.labels is None else self._data.labels.head(self.task)
+        if self.task == "reward":
+            head = self._reward_head()
         self.model: Any = load_model(
             self.source, self.task, self.arguments, self.mesh, self.device, head
         )
@@ -136,6 +140,7 @@ class Trainer(BaseTrainer):
         self._add_adapter()
 
         self._has_run = False
+        self._is_trained = False
         # What the evaluation in progress measures: the records, their samples, and the model's
         # prediction for each sample by its number.
         self._eval_records: Any = None
@@ -281,7 +286,7 @@ class Trainer(BaseTrainer):
 
     def _peft_task(self) -> str:
         """Returns peft's name of the task."""
-        if self._data.kind in ("texts", "tokens"):
+        if self._data.kind in ("texts", "tokens", "preferences"):
             return "SEQ_2_SEQ_LM" if self.source.shape == "encoder-decoder" else "CAUSAL_LM"
         names = {
             "token-classification": "TOKEN_CLS",
@@ -294,7 +299,7 @@ class Trainer(BaseTrainer):
         """Returns transformers' names of the modules of a new head, which are trained whole."""
         if self._data.kind in ("texts", "tokens") or not self.source.native:
             return []
-        if self.task == "embedding":
+        if self.task in ("embedding", "preference"):
             return []
         missing = missing_modules(self.source.folder, self.model.config)
         return list_stored_modules(self.model, {*label_modules(self.model.config), *missing})
@@ -382,11 +387,15 @@ class Trainer(BaseTrainer):
         folder = on_first_rank(lambda: open_run(self.arguments, self._write_companions).path)
         self.run_folder = RunFolder(folder)
         self._has_run = True
+        self._prepare_answers()
+        samples = self._data.training_samples(self._data.train(valid))
+        self._add_reference(samples)
         self._prepare_evaluation(self._data.validation() if valid else None)
+        self._is_trained = True
         try:
             return super().train(
                 self.model,
-                train_dataset=self._data.training_samples(self._data.train(valid)),
+                train_dataset=samples,
                 valid_dataset=self._eval_samples,
                 metric_methods=self._mean_metrics(),
                 collate_fn=collate,
@@ -454,6 +463,7 @@ class Trainer(BaseTrainer):
             raise ValueError(
                 "there is no validation data: set a validation_file, or a validation_split above 0"
             )
+        self._prepare_answers()
         self._prepare_evaluation(records)
         return super().evaluate(
             self.model, self._eval_samples, self._mean_metrics(), self._collate()
@@ -561,7 +571,8 @@ class Trainer(BaseTrainer):
         pad = self.tokenizer.pad_token_id
         if pad is None:
             pad = self.tokenizer.eos_token_id
-        if not self.source.native or self._data.labels is not None:
+        classifies = self._data.labels is not None or self.task == "reward"
+        if not self.source.native or classifies:
             config.pad_token_id = pad
 
     def _make_loss(self) -> WeightedLoss | None:
@@ -597,12 +608,94 @@ class Trainer(BaseTrainer):
             weights,
         )
 
-    def _make_objective(self) -> EmbeddingObjective | None:
+    def _reward_head(self) -> dict[str, Any] | None:
+        """Returns the settings of a new head with one output; None if the model has one."""
+        stored = stored_labels(self.source, "text-classification")
+        if stored is not None and len(stored) == 1:
+            return None
+        return {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+    def _prepare_answers(self) -> None:
+        """Turns dropout off and loads the reference model, for tasks that compare answers.
+
+        As in TRL, the probabilities of two answers differ by their texts alone, unless
+        dropout_rate is given.
+        """
+        if self.task not in WITH_ANSWERS:
+            return
+        if self.arguments.dropout_rate is None:
+            for module in self.model.modules():
+                if isinstance(module, Dropout):
+                    module.p = 0.0
+        objective = self.objective
+        if not isinstance(objective, PreferenceObjective) or objective.loss not in WITH_REFERENCE:
+            return
+        folder = self.arguments.reference_model
+        if folder is None and has_lora(self.model) and self.model.lora.saved:
+            raise ValueError(
+                "modules_to_save are trained whole, so that the model without LoRA weights is not "
+                "the reference: name a reference_model"
+            )
+        is_needed = folder is not None or not has_lora(self.model)
+        if self.arguments.precompute_reference and folder is None:
+            is_needed = False
+        if not is_needed or objective.reference_model is not None:
+            return
+        source = self.source
+        if folder is not None:
+            chosen = replace(self.arguments, model_name_or_path=folder, task=self.task)
+            source = find_source(chosen)
+        reference = load_model(source, self.task, self.arguments, self.mesh, self.device, None)
+        if source.adapter is not None:
+            take_adapter(reference, source.adapter)
+        if reference.config.vocab_size != self.model.config.vocab_size:  # type: ignore[union-attr]
+            raise ValueError(
+                f"the reference model {source.folder} has another vocabulary than the model"
+            )
+        objective.reference_model = reference.to(self.device).eval().requires_grad_(False)
+
+    def _add_reference(self, samples: Any) -> None:
+        """Computes the reference's log-probabilities of all samples, if the arguments ask for it.
+
+        Collective.
+        """
+        objective = self.objective
+        if not self.arguments.precompute_reference or samples is None:
+            return
+        if not isinstance(objective, PreferenceObjective) or objective.loss not in WITH_REFERENCE:
+            raise ValueError(
+                f"precompute_reference is for {', '.join(WITH_REFERENCE)}, which have a reference"
+            )
+        if self._is_trained and objective.reference_model is None and not has_lora(self.model):
+            raise ValueError(
+                "the model has been trained and is no longer the reference: name a reference_model"
+            )
+        answers = getattr(samples, "samples", samples)
+        answers.reference = objective.measure_samples(
+            answers, self._collate(), self.device, self.arguments.micro_batch_size
+        )
+
+    def _make_objective(self) -> EmbeddingObjective | PreferenceObjective | RewardObjective | None:
         """Returns what computes the loss of a task that has a loss of its own; None for the others.
 
         Raises ValueError if the arguments, the model and the columns do not fit together.
         """
         arguments = self.arguments
+        if self.task in WITH_ANSWERS:
+            self._refuse_split_batches()
+        if self.task == "reward":
+            return RewardObjective(arguments.center_rewards, self.mesh)
+        if self.task == "preference":
+            return PreferenceObjective(
+                arguments.preference_loss,
+                self.model,
+                self.source.shape == "encoder-decoder",
+                arguments.beta,
+                arguments.simpo_gamma,
+                arguments.desirable_weight,
+                arguments.undesirable_weight,
+                mesh=self.mesh,
+            )
         columns = self._data.columns
         settings = self._data.embedding
         if columns is None or settings is None:
@@ -678,6 +771,9 @@ class Trainer(BaseTrainer):
         if self.task == "embedding":
             pad = self.tokenizer.pad_token_id
             return ColumnCollate(0 if pad is None else pad, self.arguments.length_multiple)
+        if self.task in WITH_ANSWERS:
+            pad = getattr(self.model.config, "pad_token_id", None)
+            return PreferenceCollate(0 if pad is None else pad, self.arguments.length_multiple)
         has_pairs = self.task == "text2text-generation"
         learns_padding = not self.arguments.ignore_pad_token_for_loss
         if learns_padding and not (has_pairs and self.source.shape == "encoder-decoder"):
@@ -703,6 +799,7 @@ class Trainer(BaseTrainer):
         self._eval_records = records
         self._predictions = {}
         self._eval_samples = None if records is None else self._data.samples(records)
+        self._add_reference(self._eval_samples)
 
     def collect_output(self, rows: range, batch: Mapping[str, Any], output: Any) -> None:
         """Keeps what the metrics need of the model's output for the samples `rows`."""
@@ -758,6 +855,12 @@ class Trainer(BaseTrainer):
             return {**values, **answer_values(answers, questions)}
         labels = self._data.labels.names if self._data.labels else []
         return {**values, **predicted_values(kind, self.metrics, in_order, labels)}
+
+    def extra_training_values(self) -> dict[str, float]:
+        """Returns the rewards, accuracies and margins of answers, of tasks that compare them."""
+        if isinstance(self.objective, (PreferenceObjective, RewardObjective)):
+            return self.objective.pop_values(self.ranks)
+        return super().extra_training_values()
 
     def _evaluate_objective(
         self, model: Any, module: nn.Module, dataset: Any, collate: Callable[[Any], Any]

@@ -13,7 +13,8 @@ import hashlib
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -510,6 +511,22 @@ def find_adapters(model: nn.Module) -> dict[str, Adapter]:
         if isinstance(module, Adapter):
             found[name.removesuffix(".adapter")] = module
     return found
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Generator[None]:
+    """A context in which the model computes what it does without its LoRA weights.
+
+    Parameters that are trained whole (`modules_to_save`) keep their trained values.
+    """
+    adapters = find_adapters(model).values()
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True
 
 
 def list_peft_names(model: Any) -> dict[str, tuple[str, ...]]:

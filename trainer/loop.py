@@ -65,6 +65,7 @@ class TrainingLoop:
     total_steps: int | None
     extra_files: ExtraFiles
     evaluate_last: bool
+    extra_values: Callable[[], dict[str, float]]
 
     def __post_init__(self) -> None:
         self.training_step = TrainingStep(
@@ -159,6 +160,7 @@ class TrainingLoop:
                     training_step.read_pending()
                 if logs:
                     values = training_step.values_to_log(self.completed_steps, result)
+                    values |= self.extra_values()
                     self.reporter.training(self.completed_steps, values)
                 if self.evaluate and evaluates and not training_step.stop_requested:
                     is_best = self._evaluate()

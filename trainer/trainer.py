@@ -230,6 +230,13 @@ class Trainer:
     def collect_output(self, rows: range, batch: Mapping[str, Any], output: Any) -> None:
         """Is given the output of a forward pass of an evaluation, on the samples `rows`."""
 
+    def extra_training_values(self) -> dict[str, float]:
+        """Returns what else is logged beside the loss, over the steps since the last call.
+
+        Collective, and the same on every rank.
+        """
+        return {}
+
     def _notify_once(self, text: str) -> None:
         """Prints a line that this trainer has not printed before."""
         if text not in self._notices:
@@ -338,6 +345,7 @@ class Trainer:
             total_steps=total_steps,
             extra_files=extras,
             evaluate_last=reporter is None,
+            extra_values=self.extra_training_values,
         )
         # A reporter that the caller has opened is the caller's to close.
         reporting = loop.reporter if reporter is None else contextlib.nullcontext()

@@ -250,6 +250,8 @@ class Adapter(nn.Module):
             bool(getattr(layer, "sequence_parallel", False)) and tp_size(self.mesh) > 1
         )
         self.hook: Any = None  # of `attach`
+        self.enabled = True
+        """Whether the layer's output has the adapter's product."""
         for name, pair in factors.items():
             self.add_module(name, pair)
 
@@ -320,4 +322,6 @@ def detach(layer: Any) -> None:
 
 
 def _adapt(layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+    if not layer.adapter.enabled:
+        return output
     return layer.adapter(inputs[0], output)

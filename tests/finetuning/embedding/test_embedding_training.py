@@ -62,7 +62,7 @@ def tune(mesh, setting, output, kind, file, **arguments):
 @pytest.mark.parametrize(("kind", "file"), [("bert", "triplets"), ("t5", "scored")])
 def test_layouts_learn_alike(setting, tmp_path, run_mesh, kind, file):
     """With dropout: one process, in small pieces (GradCache), over two tensor-parallel ranks, and over two replicas."""
-    work = partial(tune, setting=setting, kind=kind, file=file)
+    work = partial(tune, setting=setting, kind=kind, file=file, dropout_rate=0.1)
     expected = work(None, output=tmp_path / "one", micro_batch_size=4)
     curve = losses(tmp_path / "one")
     assert len(curve) == 4

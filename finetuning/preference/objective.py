@@ -1,0 +1,369 @@
+"""Computes the loss of a batch of prompts with answers, and what is logged of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models.language_model import IGNORED
+from ...models.lora import adapters_disabled
+from ...mpu import ParallelMesh, dropout_state, gather_from_dp, vocab_parallel_cross_entropy
+from ...trainer.batches.loss_normalization import to_device
+from ...trainer.launch.ranks import Ranks
+from . import losses
+
+WITH_REFERENCE = ("dpo", "ipo", "kto")
+VALUE_NAMES = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+@dataclass(frozen=True)
+class AnswerValues:
+    """What the losses need of the answers of a batch, [B, A] each.
+
+    Attributes:
+        logps: The sum of the log-probabilities of an answer's tokens.
+        lengths: The number of its tokens.
+        reference: The same sum by the reference model; zeros without one.
+    """
+
+    logps: Tensor
+    lengths: Tensor
+    reference: Tensor
+
+    def select(self, rows: slice) -> AnswerValues:
+        """Returns the values of some rows."""
+        return AnswerValues(self.logps[rows], self.lengths[rows], self.reference[rows])
+
+
+@dataclass
+class PreferenceObjective:
+    """Compares the answers to the prompts of a batch.
+
+    Attributes:
+        loss: "dpo", "ipo", "kto", "orpo" or "simpo".
+        model: The model that is trained.
+        has_decoder: Whether it is an encoder-decoder.
+        beta: The factor of log-ratios (DPO, KTO), of the regularization (IPO), or of the odds ratio
+            (ORPO); `gamma` is SimPO's margin.
+        desirable_weight, undesirable_weight: KTO's factors of the losses of both kinds of rows.
+        reference_model: A second model, which is not trained; None if the model without its
+            adapter is the reference.
+        mesh: The mesh of both models.
+    """
+
+    loss: str
+    model: Any
+    has_decoder: bool
+    beta: float
+    gamma: float = 0.5
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    reference_model: Any = None
+    mesh: ParallelMesh | None = None
+    _sums: list[Tensor] = field(default_factory=list[Tensor])
+
+    def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any]:
+        """Runs the model on a batch of `PreferenceCollate`. Returns `loss`."""
+        values = self.measure(data, run)
+        rows, logged = self.compute_loss(values, data.get("is_desirable"), self.mesh)
+        self._sums.append(logged.detach())
+        loss = rows.mean()
+        items = data.get("num_items_in_batch")
+        if items is not None:
+            # The model's own loss would be a sum divided by the rows of the global batch.
+            loss = loss * (len(rows) / items)
+        return {"loss": loss}
+
+    def measure(self, data: Mapping[str, Any], run: Any) -> AnswerValues:
+        """Returns the log-probabilities of a batch's answers, by the model and the reference."""
+        logps, lengths = self._measure_answers(data, run)
+        reference = torch.zeros_like(logps)
+        if "reference" in data:
+            reference = data["reference"]
+        elif self.loss in WITH_REFERENCE:
+            reference = self.measure_reference(data)
+        return AnswerValues(logps, lengths, reference)
+
+    @torch.no_grad()
+    def measure_reference(self, data: Mapping[str, Any]) -> Tensor:
+        """Returns the reference model's log-probabilities of a batch's answers, [B, A]."""
+        if self.reference_model is not None:
+            return self._measure_answers(data, self.reference_model)[0]
+        was_training = self.model.training
+        self.model.eval()
+        with adapters_disabled(self.model):
+            logps, _ = self._measure_answers(data, self.model)
+        self.model.train(was_training)
+        return logps
+
+    @torch.no_grad()
+    def measure_samples(
+        self,
+        samples: Any,
+        collate: Callable[[Sequence[Any]], dict[str, Tensor]],
+        device: torch.device,
+        batch_size: int,
+    ) -> Any:
+        """Returns the reference's log-probabilities of all samples, a numpy array [N, A].
+
+        Collective.
+        """
+        replicas = 1 if self.mesh is None else self.mesh.dp_size
+        replica = 0 if self.mesh is None else self.mesh.dp_rank
+        found: list[Tensor] = []
+        for start in range(0, len(samples), batch_size * replicas):
+            first = start + replica * batch_size
+            numbers = [min(first + row, len(samples) - 1) for row in range(batch_size)]
+            batch = to_device(collate([samples[number] for number in numbers]), device)
+            found.append(gather_from_dp(self.measure_reference(batch), self.mesh))
+        return torch.cat(found)[: len(samples)].float().cpu().numpy()
+
+    def _measure_answers(self, data: Mapping[str, Any], run: Any) -> tuple[Tensor, Tensor]:
+        """Returns the sum of log-probabilities and the number of tokens of answers, [B, A] each.
+
+        The logits stay split over the vocabulary: the ranks exchange two numbers a token.
+        """
+        shape = data["input_ids"].shape[:2]
+        labels = data["targets"].flatten(0, 1)  # [B A, T]
+        inputs = {name: data[name].flatten(0, 1) for name in ("input_ids", "attention_mask")}
+        targets = labels
+        if self.has_decoder:
+            inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
+        else:
+            targets = self.model.targets(labels)
+        with dropout_state.rows_per_sample(shape[1]):
+            logits = run(**inputs)["logits"]  # [B A, T, Vp]
+        token_losses = vocab_parallel_cross_entropy(
+            logits,
+            targets,
+            num_classes=self.model.config.vocab_size,
+            reduction="none",
+            mesh=self.mesh,
+        )
+        lengths = (targets != IGNORED).sum(1)
+        return -token_losses.sum(1).view(shape), lengths.view(shape)
+
+    def compute_loss(
+        self, values: AnswerValues, is_desirable: Tensor | None, mesh: ParallelMesh | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the loss of each row [B], and the sums of what is logged.
+
+        The latter are [2 n + 2]: the sum and the count of each of `VALUE_NAMES`, and of the KL
+        divergence.
+
+        Args:
+            mesh: Its data-parallel ranks have the other rows of the batch.
+        """
+        logps = values.logps
+        if self.loss == "kto":
+            return self._compute_kto(values, is_desirable, mesh)
+        if self.loss in ("ipo", "dpo"):
+            pairs = (*logps.unbind(1), *values.reference.unbind(1))
+            if self.loss == "dpo":
+                rows = losses.dpo(*pairs, beta=self.beta)
+            else:
+                chosen_lengths, rejected_lengths = values.lengths.unbind(1)
+                rows = losses.ipo(
+                    *pairs,
+                    chosen_lengths=chosen_lengths,
+                    rejected_lengths=rejected_lengths,
+                    beta=self.beta,
+                )
+            rewards = self.beta * (logps - values.reference)
+        else:
+            means = logps / values.lengths.clamp(min=1)
+            if self.loss == "simpo":
+                rows = losses.simpo(*means.unbind(1), beta=self.beta, gamma=self.gamma)
+            else:
+                # The cross-entropy is the mean over the tokens of all ranks' better answers.
+                tokens = gather_from_dp(values.lengths[:, 0].sum().view(1), mesh).double().mean()
+                entropy = -logps[:, 0] * (len(logps) / tokens.to(logps.dtype))
+                rows = entropy + losses.orpo(*means.unbind(1), beta=self.beta)
+            rewards = self.beta * means
+            logps = means
+        return rows, _sum_pairs(rewards, logps)
+
+    def _compute_kto(
+        self, values: AnswerValues, is_desirable: Tensor | None, mesh: ParallelMesh | None
+    ) -> tuple[Tensor, Tensor]:
+        assert is_desirable is not None
+        kl = losses.estimate_kl(
+            gather_from_dp(values.logps[:, 1].detach(), mesh),
+            gather_from_dp(values.reference[:, 1], mesh),
+        )
+        logps = values.logps[:, 0]
+        rows = losses.kto(logps, values.reference[:, 0], is_desirable, kl, beta=self.beta)
+        weights = torch.where(is_desirable, self.desirable_weight, self.undesirable_weight)
+        rewards = self.beta * (logps - values.reference[:, 0])
+        # Each row is better or worse, so that there is no accuracy; the margin is that of means.
+        counts = torch.stack([is_desirable.sum(), (~is_desirable).sum()]).to(logps.dtype)
+        zeros = logps.new_zeros(2)
+        sums = [
+            torch.stack([(part * is_desirable).sum(), (part * ~is_desirable).sum()])
+            for part in (rewards, logps)
+        ]
+        logged = torch.cat([sums[0], zeros, sums[1], kl.view(1)])
+        numbers = torch.cat([counts, zeros, counts, logps.new_ones(1)])
+        return rows * weights, torch.cat([logged, numbers])
+
+    def pop_values(self, ranks: Ranks) -> dict[str, float]:
+        """Returns the means of what has been logged since the last call. Collective."""
+        if not self._sums:
+            return {}
+        total = torch.stack(self._sums).double().sum(0)
+        self._sums.clear()
+        return self._name_values(ranks.sum_replicas(*total.tolist()))
+
+    def _name_values(self, numbers: Sequence[float]) -> dict[str, float]:
+        names = (*VALUE_NAMES, "kl")
+        sums = numbers[: len(names)]
+        counts = numbers[len(names) :]
+        values = {
+            name: total / count
+            for name, total, count in zip(names, sums, counts, strict=True)
+            if count
+        }
+        if self.loss == "kto" and {"rewards/chosen", "rewards/rejected"} <= values.keys():
+            values["rewards/margins"] = values["rewards/chosen"] - values["rewards/rejected"]
+        return values
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        model: Any,
+        device: torch.device,
+        samples: Any,
+        records: Any,
+        collate: Callable[[Sequence[Any]], dict[str, Tensor]],
+        batch_size: int,
+    ) -> dict[str, float]:
+        """Returns the mean loss, and the values that training logs. Collective.
+
+        They do not depend on the number of ranks.
+        """
+        replicas = 1 if self.mesh is None else self.mesh.dp_size
+        replica = 0 if self.mesh is None else self.mesh.dp_rank
+        found: list[Tensor] = []
+        desirable: list[Tensor] = []
+        for start in range(0, len(samples), batch_size * replicas):
+            first = start + replica * batch_size
+            numbers = [min(first + row, len(samples) - 1) for row in range(batch_size)]
+            batch = to_device(collate([samples[number] for number in numbers]), device)
+            values = self.measure(batch, model)
+            parts = [values.logps, values.lengths.to(values.logps.dtype), values.reference]
+            found.append(gather_from_dp(torch.stack(parts, -1), self.mesh))
+            if "is_desirable" in batch:
+                desirable.append(gather_from_dp(batch["is_desirable"].to(torch.uint8), self.mesh))
+        every = AnswerValues(*torch.cat(found)[: len(samples)].unbind(-1))
+        is_desirable = torch.cat(desirable)[: len(samples)].bool() if desirable else None
+
+        loss = 0.0
+        logged: list[Tensor] = []
+        for start in range(0, len(samples), batch_size):
+            rows = slice(start, start + batch_size)
+            part = None if is_desirable is None else is_desirable[rows]
+            row_losses, sums = self.compute_loss(every.select(rows), part, None)
+            loss += float(row_losses.sum())
+            logged.append(sums)
+        total = torch.stack(logged).double().sum(0)
+        return {"loss": loss / len(samples), **self._name_values(total.tolist())}
+
+
+def _sum_pairs(rewards: Tensor, logps: Tensor) -> Tensor:
+    """Returns the sums and counts of `VALUE_NAMES` for pairs of answers, and no KL divergence."""
+    rewards = rewards.detach()
+    chosen, rejected = rewards.unbind(1)
+    values = torch.stack(
+        [
+            chosen,
+            rejected,
+            (chosen > rejected).to(chosen.dtype),
+            chosen - rejected,
+            *logps.detach().unbind(1),
+        ]
+    )
+    zero = chosen.new_zeros(1)
+    counts = chosen.new_full((len(VALUE_NAMES),), len(chosen))
+    return torch.cat([values.sum(1), zero, counts, zero])
+
+
+@dataclass
+class RewardObjective:
+    """Trains a classifier of one class, whose output is the reward of an answer.
+
+    Attributes:
+        center: See `losses.reward`.
+    """
+
+    center: float = 0.0
+    mesh: ParallelMesh | None = None
+    _sums: list[Tensor] = field(default_factory=list[Tensor])
+
+    def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any]:
+        """Runs the model on a batch of `PreferenceCollate`. Returns `loss`."""
+        rewards = self.measure(data, run)
+        rows = losses.reward(*rewards.unbind(1), center=self.center)
+        self._sums.append(_sum_pairs(rewards, torch.zeros_like(rewards)).detach())
+        loss = rows.mean()
+        items = data.get("num_items_in_batch")
+        return {"loss": loss if items is None else loss * (len(rows) / items)}
+
+    def measure(self, data: Mapping[str, Any], run: Any) -> Tensor:
+        """Returns the rewards of a batch's answers, [B, A]."""
+        inputs = {name: data[name].flatten(0, 1) for name in ("input_ids", "attention_mask")}
+        with dropout_state.rows_per_sample(data["input_ids"].shape[1]):
+            scores = run(**inputs)["logits"]  # [B A, 1]
+        return scores.float().view(data["input_ids"].shape[:2])
+
+    def pop_values(self, ranks: Ranks) -> dict[str, float]:
+        """Returns the means of what has been logged since the last call. Collective."""
+        if not self._sums:
+            return {}
+        total = torch.stack(self._sums).double().sum(0)
+        self._sums.clear()
+        return _name_rewards(ranks.sum_replicas(*total.tolist()))
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        model: Any,
+        device: torch.device,
+        samples: Any,
+        records: Any,
+        collate: Callable[[Sequence[Any]], dict[str, Tensor]],
+        batch_size: int,
+    ) -> dict[str, float]:
+        """Returns the mean loss, and the values that training logs. Collective."""
+        replicas = 1 if self.mesh is None else self.mesh.dp_size
+        replica = 0 if self.mesh is None else self.mesh.dp_rank
+        found: list[Tensor] = []
+        for start in range(0, len(samples), batch_size * replicas):
+            first = start + replica * batch_size
+            numbers = [min(first + row, len(samples) - 1) for row in range(batch_size)]
+            batch = to_device(collate([samples[number] for number in numbers]), device)
+            found.append(gather_from_dp(self.measure(batch, model), self.mesh))
+        rewards = torch.cat(found)[: len(samples)]
+        loss = losses.reward(*rewards.unbind(1), center=self.center).mean()
+        sums = _sum_pairs(rewards, torch.zeros_like(rewards))
+        return {"loss": float(loss), **_name_rewards(sums.double().tolist())}
+
+
+def _name_rewards(numbers: Sequence[float]) -> dict[str, float]:
+    """Returns the values of rewards; there are no log-probabilities."""
+    count = len(VALUE_NAMES) + 1
+    return {
+        name: numbers[place] / numbers[count + place]
+        for place, name in enumerate(VALUE_NAMES)
+        if name.startswith("rewards/")
+    }
