@@ -39,6 +39,8 @@ from .rank_errors import read_rank, run_and_report_once
 from .spellings import SHORT_NAMES
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+MODEL = ("model", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""Arguments that say which model is trained."""
 OBJECTIVE_OPTION = "--objective"
 SETTING = f"{OBJECTIVE_OPTION}."
 
@@ -162,6 +164,9 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
     values: dict[str, Any] = {}
     if path is not None:
         values = {**read_yaml(PretrainCommand, path), "config": path}
+    if given_value(argv, "init_from") and not given_value(argv, "model"):
+        for chosen in MODEL:  # The weights bring their own model, in place of the file's.
+            values.pop(chosen, None)
     argv = _add_restart_options(argv, values)
     saved = _read_saved_values(argv, values)
     if saved is not None:

@@ -109,6 +109,12 @@ class Seq2SeqObjective(Objective):
         "T5's, or train one: shardzoo data train-tokenizer --kind sentencepiece"
     )
 
+    def add_special_tokens(self, tokenizer: Tokenizer) -> None:
+        if "eos_token" not in tokenizer.special and "sep_token" in tokenizer.special:
+            # BERT's vocabularies end a text with [SEP].
+            tokenizer.set_special_token("eos_token", tokenizer.special["sep_token"])
+        super().add_special_tokens(tokenizer)
+
     def lengths(self, sequence_length: int, target_length: int | None = None) -> tuple[int, int]:
         return sequence_length, target_length or sequence_length
 

@@ -47,6 +47,10 @@ TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "spe
 TOKENIZER_JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SENTENCEPIECE_FILES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
+VOCABULARY = "vocab.txt"
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+# Files that name the class of a folder's tokenizer, or its model, which determines the class.
+NAMES_CLASS = (CONFIG, "config.json")
 SPECIAL_MAP = "special_tokens_map.json"
 ADDED_FILE = "added_tokens.json"
 SIDE_FILES = (CONFIG, SPECIAL_MAP, ADDED_FILE, "chat_template.jinja")
@@ -85,6 +89,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def add_tokens(self, tokens: Sequence[str]) -> None:
         """Appends special tokens to the vocabulary; existing ones keep their ids."""
+
+    def set_special_token(self, name: str, index: int) -> None:
+        """Gives a token of the vocabulary a role, such as "eos_token"."""
+        self.special[name] = index
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -227,7 +235,7 @@ class FastTokenizer(Tokenizer):
             # The old list would hide the tokens that tokenizer.json has now.
             config.pop("added_tokens_decoder", None)
             write_config(folder, config)
-        lacks_special_names = bool(self.special) and not _read_special_names(folder)
+        lacks_special_names = bool(self.special.keys() - _read_special_names(folder).keys())
         if not (folder / CONFIG).exists() or lacks_special_names:
             write_config(folder, config)
         if find_other_reading(self, folder) is not None:
@@ -422,13 +430,20 @@ class TransformersTokenizer(Tokenizer):
     def id_to_token(self, index: int) -> str:
         return self.backend.convert_ids_to_tokens(index)
 
+    def set_special_token(self, name: str, index: int) -> None:
+        super().set_special_token(name, index)
+        setattr(self.backend, name, self.id_to_token(index))
+
     def save(self, folder: Path) -> None:
         self.backend.save_pretrained(str(folder))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a tokenizer from a `tokenizer.json`, a SentencePiece `.model`, or a folder with one;
-    downloads nothing.
+    """Reads a tokenizer from a `tokenizer.json`, a SentencePiece `.model`, BERT's `vocab.txt`, or a
+    folder with one; downloads nothing.
+
+    A `vocab.txt` without a `tokenizer_config.json` beside it is a vocabulary of lower-case words if
+    it has no capital letter.
     """
     path = Path(path)
     if path.is_dir():
@@ -436,11 +451,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.is_file():
         if path.suffix == ".model":
             return SentencePieceTokenizer(path)
+        if path.suffix == ".txt":
+            return _read_word_pieces(path)
         return _read_fast(path, path.parent)
     if not path.is_dir():
         raise ValueError(
             f"{path} does not exist; "
-            "give a tokenizer.json, a SentencePiece .model, or a folder with one"
+            "give a tokenizer.json, a SentencePiece .model, a vocab.txt, or a folder with one"
         )
     made_from = _read_config_beside(path / CONFIG).get(MADE_FROM)
     is_original = made_from in SENTENCEPIECE_FILES and (path / made_from).is_file()
@@ -451,6 +468,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             tokenizer = _read_sentencepiece(path / name)
             if tokenizer is not None:
                 return tokenizer
+    if (path / VOCABULARY).is_file() and not any((path / name).exists() for name in NAMES_CLASS):
+        return _read_word_pieces(path / VOCABULARY)
     return TransformersTokenizer(path)
 
 
@@ -674,6 +693,22 @@ def _copy_files(file: Path, target: Path, beside: Sequence[str]) -> None:
         copy = target.with_name(name)
         if path.is_file() and path.resolve() != copy.resolve():
             shutil.copyfile(path, copy)
+
+
+def _read_word_pieces(file: Path) -> TransformersTokenizer:
+    """Reads BERT's list of tokens, one a line, as transformers' BertTokenizer."""
+    from transformers import BertTokenizer
+
+    check_tokenizer_file(file)
+    special = set(BERT_TOKENS)
+    with library_errors(file):
+        tokens = file.read_text(encoding="utf-8").splitlines()
+        missing = [token for token in BERT_TOKENS if token not in tokens]
+        if missing:
+            raise ValueError(f"it has no {', '.join(missing)}, which a BERT vocabulary has")
+        has_capitals = any(token != token.lower() for token in tokens if token not in special)
+        backend = BertTokenizer(vocab=str(file), do_lower_case=not has_capitals)
+    return TransformersTokenizer(file, backend)
 
 
 def _read_fast(file: Path, folder: Path) -> FastTokenizer:

@@ -40,6 +40,16 @@ def test_a_recipe_is_found_by_the_name_of_its_model(file):
     assert by_config.model == file.stem
 
 
+def test_weights_to_start_from_replace_the_model_of_a_file():
+    file = str(RECIPES / "mt5-libai.yaml")
+    started = read_arguments(["--config", file, "--init-from", "folder"], quiet=True)
+    assert started.model is None
+    assert started.model_name == "folder"
+    assert started.objective == read(RECIPES / "mt5-libai.yaml").objective
+    both = ["--config", file, "--init-from", "folder", "--model", "mt5-base"]
+    assert read_arguments(both, quiet=True).model == "mt5-base"
+
+
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_a_recipe_says_what_it_is(file):
     comment = [line for line in file.read_text().splitlines() if line.startswith("#")]

@@ -489,9 +489,9 @@ def lacking(names: Iterable[str]) -> Numbers:
         ("roberta", ["mask_token"], "no mask_token .*--kind wordpiece or roberta-bpe"),
         ("bert-nsp", ["cls_token", "sep_token"], "no cls_token, sep_token .it has pad_token, .*--kind wordpiece"),
         ("bert-sop", ["mask_token"], "'bert-sop' needs a tokenizer with cls_token, sep_token, mask_token"),
-        ("t5", ["eos_token"], "no eos_token .*--kind sentencepiece"),
-        ("prefix-lm", ["eos_token"], "'prefix-lm' needs a tokenizer with eos_token"),
-        ("ul2", ["eos_token"], "'ul2' needs a tokenizer with eos_token"),
+        ("t5", ["eos_token", "sep_token"], "no eos_token .*--kind sentencepiece"),
+        ("prefix-lm", ["eos_token", "sep_token"], "'prefix-lm' needs a tokenizer with eos_token"),
+        ("ul2", ["eos_token", "sep_token"], "'ul2' needs a tokenizer with eos_token"),
         ("glm", [], "not a gpt2 vocabulary: it has no <.endoftext.>; use the vocabulary bert$"),
     ],
 )  # fmt: skip

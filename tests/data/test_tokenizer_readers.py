@@ -12,6 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from shardzoo.data import load_tokenizer
+from shardzoo.data.objectives.registry import find_objective
 from shardzoo.data.tokenizers.sentencepiece_model import SentencePieceModel
 from shardzoo.data.tokenizers.tokenizer import (
     SentencePieceTokenizer,
@@ -254,3 +255,35 @@ def test_damaged_models_are_refused(tmp_path):
         (tmp_path / "cut.model").write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"cut\.model|no equivalent"):
             SentencePieceModel.from_file(tmp_path / "cut.model").to_fast()
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_a_bare_vocabulary_of_bert_is_read(tmp_path, lower):
+    """As LiBai's published data has it; the objectives of encoder-decoders end its texts with [SEP]."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "##lo", "world", "中", "国"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words if lower else [*words, "Hello"]))
+    expected = [5 if lower else 10, 8, 9, 7]
+    for path in (tmp_path / "vocab.txt", tmp_path):
+        tokenizer = load_tokenizer(path)
+        assert tokenizer.encode("Hello中国 world") == expected
+        assert "eos_token" not in tokenizer.special
+    for objective, added in (("prefix-lm", 0), ("t5", 100)):
+        tokenizer = load_tokenizer(tmp_path / "vocab.txt")
+        find_objective(objective)().add_special_tokens(tokenizer)
+        assert tokenizer.eos_token_id == 3
+        saved = tmp_path / objective
+        save_tokenizer(tokenizer, saved)
+        for read in (load_tokenizer(saved), load_transformers_tokenizer(saved)):
+            assert read.eos_token_id == 3
+            assert len(read.encode("Hello中国 world", **add_no_tokens(read))) == 4
+        assert load_tokenizer(saved).vocab_size == len(words) + (not lower) + added
+    (tmp_path / "vocab.txt").write_text("one\ntwo\n")
+    with pytest.raises(
+        ValueError, match=r"vocab.txt holds no readable tokenizer: it has no \[PAD\]"
+    ):
+        load_tokenizer(tmp_path / "vocab.txt")
+
+
+def add_no_tokens(reader):
+    is_transformers = isinstance(reader, transformers.PreTrainedTokenizerBase)
+    return {"add_special_tokens": False} if is_transformers else {}
