@@ -278,11 +278,6 @@ class FinetuningArguments(TrainingArguments):
                 "predict_with_generate needs whole parameters, which ZeRO stage 3 splits; use "
                 "stage 2"
             )
-        if self.predict_with_generate and self.env_type == "fsdp":
-            raise ValueError(
-                "predict_with_generate needs whole parameters, which env_type='fsdp' splits; use "
-                "env_type='deepspeed+mpu'"
-            )
 
     def _check_metric(self) -> None:
         known = list(dict.fromkeys(name for names in METRICS.values() for name in names))

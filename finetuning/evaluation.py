@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..data import AnswerSpans
@@ -119,8 +120,14 @@ def generated_texts(
     generator: TextGenerator, model: Any, sources: Sequence[str], ranks: Ranks
 ) -> list[str]:
     """Returns the texts generated for the sources, on all ranks; the data-parallel ranks share the
-    sources.
+    sources. Of a model that FSDP has split, every step gathers blocks, so that all ranks take the same
+    steps for all sources.
     """
+    if getattr(model, "sharded_model", None) is not None:
+        with torch.random.fork_rng():
+            # Drawn tokens must be the same on every rank.
+            torch.manual_seed(0)
+            return generator(model, sources)
     mine = range(ranks.dp_rank, len(sources), ranks.dp_size)
     texts = generator(model, [sources[number] for number in mine])
     every = ranks.gather(list(zip(mine, texts, strict=True)) if ranks.reports else [])

@@ -22,9 +22,11 @@ from ..models.config import ModelConfig
 from ..models.loading import missing_modules
 from ..mpu import ParallelMesh
 from ..trainer.engines.precision import DTYPES
+from ..trainer.environments import ENVIRONMENTS
 from ..trainer.estimate import Job, choose_blocks
 from ..trainer.launch.ranks import on_first_rank
 from .arguments import FinetuningArguments
+from .soft_prompt import load_prompt
 
 ADAPTER = "adapter_config.json"
 # Task -> transformers' class that finds the architecture. Those that generate depend on the kind of
@@ -181,6 +183,14 @@ def _load_native(
     head: dict[str, Any] | None,
 ) -> nn.Module:
     made: dict[str, Any] = {"device": device, "dtype": DTYPES[arguments.precision]}
+    needs_values = (
+        source.adapter is not None
+        or arguments.adapter is not None
+        or load_prompt(source.folder) is not None
+    )
+    if ENVIRONMENTS[arguments.env_type or "pytorch"].uses_fsdp and not needs_values:
+        # The trainer reads the weights when it has split the model.
+        made["device"] = "meta"
     config = task_config(source, task).with_changes(**(head or {}))
     blocks = _stage_blocks(config, arguments, mesh, device)
     architecture = config.architecture

@@ -20,6 +20,8 @@ from ..models.lora import list_stored_modules, merge_lora
 from ..mpu import Dropout, ParallelMesh
 from ..trainer.arguments.training_arguments import TrainingArguments
 from ..trainer.batches.training_data import check_size
+from ..trainer.engines.factory import gather_parameters, shard_model
+from ..trainer.engines.precision import prepare_model
 from ..trainer.estimate.pipeline import check_layout
 from ..trainer.evaluation import Metric
 from ..trainer.launch.rank_info import RankInfo
@@ -113,7 +115,8 @@ class Trainer(BaseTrainer):
         self.model: Any = load_model(
             self.source, self.task, self.arguments, self.mesh, self.device, head
         )
-        self.model.to(self.device)
+        if not _is_on_meta(self.model):
+            self.model.to(self.device)
         self._complete_padding()
         self.weighted_loss = self._make_loss()
         self.objective = self._make_objective()
@@ -244,6 +247,12 @@ class Trainer(BaseTrainer):
             )
         if self._prompt is not None:
             raise ValueError(f"the model has a soft prompt already: {', '.join(self._data.prompt)}")
+
+        if _is_on_meta(self.model):
+            raise ValueError(
+                "a soft prompt begins as vectors of the embedding, which env_type='fsdp' reads when "
+                "training begins; use env_type='deepspeed+mpu' or 'pytorchDDP'"
+            )
 
         # The new vectors begin as those of tokens that the tokenizer and the model both have.
         first_id = max(len(self.tokenizer), max(vocabulary.values()) + 1)
@@ -520,7 +529,11 @@ class Trainer(BaseTrainer):
         Args:
             merge_adapter: Merge LoRA weights into the model, in place, and write the whole model.
         """
-        if merge_adapter and self.source.native and has_lora(self.model):
+        self._split_if_on_meta()
+        merges = merge_adapter and self.source.native and has_lora(self.model)
+        if merges or self._prompt is not None or not self.source.native:
+            gather_parameters(self.model)
+        if merges:
             merge_lora(self.model)
         if folder is not None:
             path = Path(folder)
@@ -884,7 +897,14 @@ class Trainer(BaseTrainer):
         """Returns the texts that the model generates for one text."""
         if self._data.kind not in ("texts", "tokens"):
             raise ValueError(f"a model of {self.task} generates no text")
+        self._split_if_on_meta()
         return self._generator(self.model, [self._as_in_training(text)], **settings)
+
+    def _split_if_on_meta(self) -> None:
+        """Splits a model that is used before it is trained, and reads its weights."""
+        if _is_on_meta(self.model):
+            prepare_model(self.model, self.device, self.arguments, self.ranks)
+            shard_model(self.model, self.arguments, self.ranks, None)
 
     def _write_companions(self, folder: Path) -> None:
         """Writes what lies beside the weights; see `write_companions`."""
@@ -895,3 +915,8 @@ class Trainer(BaseTrainer):
                 hidden_size=self.model.hidden_size,
                 max_length=self.arguments.max_source_length,
             )
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    """Returns whether a model has no weights yet, because they are read when it is split."""
+    return any(parameter.is_meta for parameter in model.parameters())

@@ -243,8 +243,11 @@ def from_config(
         initialize(model, model.initialize_parameter, seed, mesh)
         return model
 
+    # LoRA weights may come later, and have other initial values.
+    own = {name for name, _ in model.named_parameters()}
+
     def fill(receive: Receive) -> None:
-        initialize(model, model.initialize_parameter, seed, mesh, receive=receive)
+        initialize(model, model.initialize_parameter, seed, mesh, only=own, receive=receive)
 
     model.fill_parameters = fill
     return model

@@ -37,6 +37,8 @@ from ..files.hashing import hash_file
 from ..files.safe_paths import checked_file
 from ..files.strict_json import read_json_object
 from ..mpu import ParallelMesh, gather_from_tp, initialize, tp_rank, tp_size
+from ..mpu.collectives import gather_rows
+from ..mpu.initialization import Receive
 from .auto import build_on_meta
 from .blocks.lora import LINEARS, AdaptedRows, Adapter, LoraFactors, attach, detach
 from .mapping import NativeModel, compute_stacked_ranges, compute_stored_shape, config_errors
@@ -277,8 +279,21 @@ def add_lora(model: Any, config: Any, seed: int = 1234) -> None:
     """
     attach_factors(model, config)
     fill = partial(_fill_factor, config)
-    for path, adapter in find_adapters(model).items():
-        initialize(adapter, fill, seed, model.mesh, prefix=f"{path}.adapter")
+
+    def initialize_factors(receive: Receive | None = None) -> None:
+        for path, adapter in find_adapters(model).items():
+            initialize(adapter, fill, seed, model.mesh, prefix=f"{path}.adapter", receive=receive)
+
+    fill_base = getattr(model, "fill_parameters", None)
+    if fill_base is None or not next(model.parameters()).is_meta:
+        initialize_factors()
+        return
+
+    def fill_all(receive: Receive) -> None:
+        fill_base(receive)
+        initialize_factors(receive)
+
+    model.fill_parameters = fill_all
 
 
 def _fill_factor(config: Any, name: str, full: Tensor, generator: torch.Generator) -> None:
@@ -607,9 +622,7 @@ def _gather_parameter(parameter: Any, mesh: ParallelMesh | None) -> Tensor:
     ranks, and under FSDP over the data-parallel ranks.
     """
     shard = getattr(parameter, "shard", None)
-    sharded = getattr(parameter, "sharded", None)
-    if sharded is not None:
-        parameter = parameter.detach().full_tensor().to(sharded.stored_dtype)
+    parameter = gather_rows(parameter)
     size = tp_size(mesh)
     if shard is None or (size == 1 and tuple(parameter.shape) == shard.shape):
         return parameter.detach().clone()

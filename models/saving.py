@@ -38,7 +38,7 @@ from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import tensor_bytes
 from ..files.durable import sync
 from ..mpu import ParallelMesh, tp_rank, tp_size
-from ..mpu.collectives import gather_bytes
+from ..mpu.collectives import gather_bytes, gather_rows
 from ..mpu.mesh import EXPERT_REPLICA_AXES
 from .config import ModelConfig
 from .family_table import family
@@ -154,7 +154,10 @@ def _collect_dtypes(model: Any) -> dict[str, str]:
     """
     own: dict[str, str] = {}
     for name, parameter in model.named_parameters():
-        own[name] = from_torch_name(str(parameter.dtype))
+        # Under FSDP, a rank has fp32 rows in every precision.
+        stored = getattr(parameter, "sharded", None)
+        dtype = parameter.dtype if stored is None else stored.stored_dtype
+        own[name] = from_torch_name(str(dtype))
     mesh: ParallelMesh | None = model.mesh
     if mesh is None or mesh.pp_size == 1:
         return own
@@ -247,7 +250,8 @@ def _write_parameters(
     """Writes this rank's part of every parameter of its stage.
 
     Of several replicas of the model, the first one writes; of several ranks with the same
-    replicated parameter, the first one. Along the expert axis the others write their experts.
+    replicated parameter, the first one. Along the expert axis the others write their experts. Under
+    FSDP, the data-parallel ranks gather one parameter after another for the rank that writes.
     """
     mesh: ParallelMesh | None = model.mesh
     if not work.is_dir():
@@ -255,7 +259,9 @@ def _write_parameters(
             f"{work.parent} is not seen by all ranks; name a folder on a file system that they "
             "share"
         )
-    if mesh is not None and mesh.rank_in(*EXPERT_REPLICA_AXES) > 0:
+    writes = mesh is None or mesh.rank_in(*EXPERT_REPLICA_AXES) == 0
+    is_split = any(hasattr(parameter, "sharded") for parameter in model.parameters())
+    if not writes and not is_split:
         return
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -265,26 +271,35 @@ def _write_parameters(
     rank = tp_rank(mesh)
     is_later_expert_rank = mesh is not None and mesh.rank_in("expert") > 0
     copied = find_copied_parameters(model)
+    problem: OSError | ValueError | None = None
     with OpenFiles(lambda path: os.open(work / path, os.O_WRONLY | os.O_CLOEXEC)) as opened:
         for name, parameter in model.named_parameters():
             spec = native.parameters[name]
             if name in copied or (spec.shard is None and rank > 0):
                 continue
+            values = gather_rows(parameter)
+            # The other ranks go on gathering, so this one does too when it cannot write.
+            if not writes or problem is not None:
+                continue
             if is_later_expert_rank and not getattr(parameter, "expert_parallel", False):
                 continue
-            _check_part(spec, parameter, mesh)
-            values = parameter.detach()
-            if values.dim() == 0:
-                values = values.reshape(1)
-            placed = placements[name].find_slices(spec.list_ranges_on(mesh))
-            for part, start, stop, position in placed:
-                block = values.narrow(spec.dim, position, stop - start)
-                dim = spec.dim
-                if part.transposed:
-                    block = block.t()
-                    dim = 1 - dim
-                opened.open([part.tensor.file])
-                _write_block(part.tensor, opened[part.tensor.file], block, dim, start)
+            try:
+                _check_part(spec, values, mesh)
+                if values.dim() == 0:
+                    values = values.reshape(1)
+                placed = placements[name].find_slices(spec.list_ranges_on(mesh))
+                for part, start, stop, position in placed:
+                    block = values.narrow(spec.dim, position, stop - start)
+                    dim = spec.dim
+                    if part.transposed:
+                        block = block.t()
+                        dim = 1 - dim
+                    opened.open([part.tensor.file])
+                    _write_block(part.tensor, opened[part.tensor.file], block, dim, start)
+            except (OSError, ValueError) as error:
+                problem = error
+        if problem is not None:
+            raise problem
         opened.sync()
 
 
@@ -365,7 +380,10 @@ def _replace_weights(
         (folder / name).write_text(str(text), encoding="utf-8")
         sync(folder / name)
 
+    first: Any = next(iter(model.parameters()))
     dtype = str(model.dtype).removeprefix("torch.")
+    if hasattr(first, "sharded"):
+        dtype = str(first.sharded.stored_dtype).removeprefix("torch.")
     if not (folder / CARD).exists():
         specs = NativeModel.from_config(model.config).parameters.values()
         parameters = sum(prod(spec.shape) for spec in specs)

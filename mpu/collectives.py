@@ -434,6 +434,16 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
     return [bytes(numbers) for numbers in found]
 
 
+def gather_rows(parameter: Any) -> Tensor:
+    """Returns a parameter's value: of one of which the data-parallel ranks have rows each (FSDP),
+    all rows, in the type of the model's files. Collective over those ranks then.
+    """
+    sharded = getattr(parameter, "sharded", None)
+    if sharded is None:
+        return parameter.detach()
+    return parameter.detach().full_tensor().to(sharded.stored_dtype)
+
+
 def equal_share(tensor: Tensor, dim: int, size: int) -> int:
     """Returns the length of a rank's slice of `dim`.
 

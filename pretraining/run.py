@@ -28,6 +28,7 @@ from ..models.loading import check_pretrained, missing_modules
 from ..models.lora import merge_lora
 from ..trainer.checkpointing.extra_files import read_extra_files
 from ..trainer.checkpointing.snapshot import write_model
+from ..trainer.engines.factory import compute_in_fp32, gather_parameters
 from ..trainer.environments import ENVIRONMENTS
 from ..trainer.estimate import Job, estimate_stages
 from ..trainer.estimate.tables import stage_table
@@ -179,6 +180,7 @@ class Pretraining:
         """
         if getattr(self.model, "lora", None) is None:
             return checkpoint
+        gather_parameters(self.model)
         merge_lora(self.model)
         folder = checkpoint.with_name(".merged")
         extras = read_extra_files(self.run_folder.data / TOKENIZER, self.model, self.console.print)
@@ -191,7 +193,7 @@ class Pretraining:
         It is computed in fp32, as that of the exported model.
         """
         if self.arguments.precision != "fp32":
-            self.model.float()
+            compute_in_fp32(self.model, self.arguments, self.trainer.ranks)
         if self.arguments.tf32:
             torch.set_float32_matmul_precision("highest")
         return self.trainer.evaluate(self.model, self.evaluated, collate_fn=self.collate)["loss"]

@@ -29,15 +29,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .arguments.training_arguments import TrainingArguments
+    from .engines.factory import gather_parameters
     from .launch.notebook import notebook_launcher
     from .trainer import Trainer
 
 _MODULES = {
     "Trainer": "trainer",
     "TrainingArguments": "arguments.training_arguments",
+    "gather_parameters": "engines.factory",
     "notebook_launcher": "launch.notebook",
 }
-__all__ = ["Trainer", "TrainingArguments", "notebook_launcher"]
+__all__ = ["Trainer", "TrainingArguments", "gather_parameters", "notebook_launcher"]
 
 
 def __getattr__(name: str) -> Any:

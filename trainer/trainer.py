@@ -29,7 +29,7 @@ from .checkpointing.random_state import seed_everything
 from .checkpointing.resume import ResumePoint, explain_other_run, open_run, restore_random
 from .checkpointing.saver import BackgroundSaver
 from .engines.deepspeed_config import zero_stage
-from .engines.factory import make_engine, shard_model
+from .engines.factory import make_engine, shard_model, take_rows
 from .engines.optimizers import check_optimizer, check_stages, make_optimizer
 from .engines.precision import prepare_model
 from .engines.schedule import make_schedule
@@ -292,11 +292,12 @@ class Trainer:
         metrics = metric_functions(metric_methods)
         self._check_task(model, train_dataset, valid_dataset, metrics)
         extras = read_extra_files(extra_files, model, self.console.print)
+        rows = take_rows(model, arguments)
         apply_lora(model, arguments)
         prepare_model(model, self.device, arguments, ranks)
         check_stages(model, ranks)
 
-        sharded = shard_model(model, arguments, ranks, optimizer)
+        sharded = shard_model(model, arguments, ranks, optimizer, rows)
 
         # Optimizer, data and schedule.
         if optimizer is None:
@@ -367,6 +368,9 @@ class Trainer:
             collate = with_loss_mask(collate_fn)
         else:
             collate = DataCollator(_find_pad_token_id(model), self.arguments.length_multiple)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            prepare_model(model, self.device, self.arguments, self.ranks)
+            shard_model(model, self.arguments, self.ranks, None)
         return self.validate(model, model, dataset, metric_functions(metric_methods), collate)
 
     def check_arguments(self, names: Sequence[str] | None) -> None:

@@ -28,7 +28,6 @@ ARGUMENTS = [
         "learning_rate and lr both set lr|lr and learning_rate both set lr",
     ),
     ({"predict_with_generate": True, "zero_stage": 3}, "use stage 2"),
-    ({"predict_with_generate": True, "env_type": "fsdp"}, "which env_type='fsdp' splits"),
     ({"save_dir": "runs"}, "save_dir='runs' is not supported in fine-tuning; set --output-dir"),
     (
         {"experiment_name": "a"},

@@ -76,7 +76,7 @@ def run_training(
     model: one, or what makes one of the mesh. on_step: is told each step and its loss. updates: an optimizer and a
     scheduler of its own.
     """
-    from shardzoo.trainer import Trainer, TrainingArguments
+    from shardzoo.trainer import Trainer, TrainingArguments, gather_parameters
     from shardzoo.trainer.logging.reporter import SilentReporter
 
     class Record(SilentReporter):
@@ -107,6 +107,7 @@ def run_training(
         model = model(trainer.mesh)
     data = Pairs() if data is None else data
     trainer.train(model, *updates, data, valid, metrics, reporter=reporter, extra_files=extra_files)
+    gather_parameters(model)
     return reporter.steps, {
         name: value.detach().clone() for name, value in model.named_parameters()
     }

@@ -233,6 +233,77 @@ def test_weights_are_made_and_read_where_they_are_kept(run_mesh, tmp_path):
         assert_same(steps, whole)
 
 
+def train_and_use(mesh, folder, env_type, precision):
+    """What a model does after training, and the bytes that saving it takes at most."""
+    from memory import peak_of
+
+    from shardzoo.trainer import Trainer
+    from shardzoo.trainer.engines.factory import compute_in_fp32
+    from shardzoo.trainer.launch.ranks import Ranks
+
+    settings = {**SETTINGS, "save_dir": str(folder / "run"), "precision": precision}
+    samples = settings.pop("data")
+    arguments = TrainingArguments(env_type=env_type, **settings)
+    trainer = Trainer(arguments, mesh=mesh)
+    model = build(trainer.mesh, "t5")
+    trainer.train(model, train_dataset=samples)
+    few = [samples[number] for number in range(5)]
+    loss = trainer.evaluate(model, few)["loss"]
+    model.eval()
+    prompts = torch.stack([sample["input_ids"] for sample in few])
+    tokens = model.generate(prompts, max_new_tokens=8, num_beams=2)
+    peak = 0
+    if env_type == "fsdp":
+        peak = peak_of(lambda: model.save_pretrained(folder / "hf"))
+    else:
+        model.save_pretrained(folder / "hf")
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    compute_in_fp32(model, arguments, Ranks(trainer.mesh))
+    wide = trainer.evaluate(model, few)["loss"]
+    again = Trainer(
+        TrainingArguments(env_type=env_type, **{**settings, "save_dir": str(folder / "again")}),
+        mesh=mesh,
+    )
+    more = again.train(model, train_dataset=samples, valid_dataset=few)["loss"]
+    return (
+        loss,
+        wide,
+        more,
+        tokens,
+        (peak, total, largest),
+        getattr(model, "sharded_model", None) is not None,
+    )
+
+
+@pytest.mark.parametrize("precision", every_day(["fp32"], more=["bf16"]))
+def test_a_trained_model_stays_split_and_is_used_so(run_mesh, tmp_path, precision):
+    """It is evaluated, generates, is saved one parameter after another, and is trained again."""
+    from safetensors.torch import load_file
+
+    for name in ("one", "split"):
+        (tmp_path / name).mkdir()
+    use = partial(train_and_use, folder=tmp_path / "one", env_type="pytorch", precision=precision)
+    [(loss, wide, more, tokens, _, _)] = run_mesh(1, use)
+    use = partial(train_and_use, folder=tmp_path / "split", env_type="fsdp", precision=precision)
+    tolerance = 1e-5 if precision == "fp32" else 2e-2
+    for found in run_mesh(1, use, data=2):
+        assert found[:3] == pytest.approx((loss, wide, more), rel=tolerance)
+        if precision == "fp32":
+            assert found[3].equal(tokens)
+        peak, total, largest = found[4]
+        assert peak < 4 * largest < total
+        assert found[5]
+    whole = load_file(tmp_path / "one" / "hf" / "model.safetensors")
+    split = load_file(tmp_path / "split" / "hf" / "model.safetensors")
+    assert {name: value.dtype for name, value in whole.items()} == {
+        name: value.dtype for name, value in split.items()
+    }
+    if precision == "fp32":
+        for name, value in whole.items():
+            assert (value - split[name]).abs().max() < 1e-4, name
+
+
 def test_other_engines_refuse_a_model_without_weights(tmp_path):
     with pytest.raises(ValueError, match="only env_type='fsdp' gives it"):
         run_training(None, tmp_path, model=build_on_meta(None), data=Samples())

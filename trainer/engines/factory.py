@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..arguments.training_arguments import TrainingArguments
@@ -17,19 +19,71 @@ if TYPE_CHECKING:
 
 
 def shard_model(
-    model: nn.Module, arguments: TrainingArguments, ranks: Ranks, optimizer: Optimizer | None
+    model: nn.Module,
+    arguments: TrainingArguments,
+    ranks: Ranks,
+    optimizer: Optimizer | None,
+    rows: Mapping[str, Tensor] | None = None,
 ) -> ShardedModel | None:
     """Splits the parameters of a model in place, if the environment asks for it.
 
     Args:
         optimizer: One that the caller has made, which gets the new parameters.
+        rows: What `take_rows` returned.
     """
     if not ENVIRONMENTS[arguments.env_type].uses_fsdp:
         return None
     # Importing it takes a second.
     from .fully_sharded import ShardedModel
 
-    return ShardedModel(model, arguments, ranks, optimizer)
+    return ShardedModel(model, arguments, ranks, optimizer, rows)
+
+
+def take_rows(model: nn.Module, arguments: TrainingArguments) -> dict[str, Tensor] | None:
+    """Makes a model that an earlier run has split an ordinary one again.
+
+    Returns this rank's rows if the next run splits the model alike; the model then has no storage.
+    Otherwise its parameters are whole. Collective.
+    """
+    sharded: ShardedModel | None = getattr(model, "sharded_model", None)
+    if sharded is None:
+        return None
+    adapts = arguments.lora_rank or arguments.adapter is not None
+    is_split_alike = (
+        ENVIRONMENTS[arguments.env_type].uses_fsdp and arguments.fsdp_replicas == sharded.replicas
+    )
+    if is_split_alike and not adapts:
+        return sharded.take_rows()
+    sharded.gather()
+    return None
+
+
+def gather_parameters(model: nn.Module) -> None:
+    """Makes a model that was trained with env_type="fsdp" an ordinary one, with whole parameters on
+    every data-parallel rank, in place. Collective. Any other model stays as it is.
+
+        trainer.train(model, train_dataset=samples)
+        gather_parameters(model)
+    """
+    sharded: ShardedModel | None = getattr(model, "sharded_model", None)
+    if sharded is not None:
+        sharded.gather()
+
+
+def compute_in_fp32(model: nn.Module, arguments: TrainingArguments, ranks: Ranks) -> None:
+    """Makes a model compute in fp32, with the values of its files."""
+    sharded: ShardedModel | None = getattr(model, "sharded_model", None)
+    if sharded is None:
+        model.float()
+        return
+    rounded = {}
+    for part in sharded.parameters:
+        rounded[part.name] = part.local.detach().to(part.stored_dtype).float()
+    sharded.take_rows()
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
+    shard_model(model, replace(arguments, precision="fp32"), ranks, None, rounded)
 
 
 def make_engine(

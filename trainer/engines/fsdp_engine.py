@@ -136,7 +136,11 @@ class FSDPEngine(TorchEngine):
                 part.fill(tensors[name])
 
     def close(self, *, whole: bool) -> None:
-        self._sharded.release(whole=whole)
+        if whole:
+            # The model stays split: no rank may have the memory for all of it.
+            self._sharded.reshard()
+        else:
+            self._sharded.release()
 
 
 class _CutTensors(Mapping[str, Tensor]):

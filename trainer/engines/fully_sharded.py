@@ -8,7 +8,7 @@ ordinary parameter to `fully_shard`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -23,11 +23,13 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 
 from ...checkpoint.rank_files import TensorPart
 from ...models.config import ModelConfig
 from ...models.sizes import find_blocks
+from ...mpu.collectives import gather_rows
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from ..precisions import PRECISIONS
@@ -89,6 +91,7 @@ class ShardedModel:
     Args:
         optimizer: One that the caller has made for the model's parameters, which are replaced in
             it.
+        rows: What `take_rows` returned, of a model that was split over the same ranks before.
     """
 
     def __init__(
@@ -97,8 +100,10 @@ class ShardedModel:
         arguments: TrainingArguments,
         ranks: Ranks,
         optimizer: torch.optim.Optimizer | None = None,
+        rows: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.module = model
+        self.replicas = arguments.fsdp_replicas
         mesh = ranks.mesh
         assert mesh is not None
         replicas = arguments.fsdp_replicas
@@ -141,11 +146,20 @@ class ShardedModel:
 
         dtype = getattr(torch, PRECISIONS[arguments.precision].dtype)
         self.parameters = tuple(self._describe_parameters(before, dtype))
-        if without_values:
+        if rows is not None:
+            with torch.no_grad():
+                for part in self.parameters:
+                    part.local.copy_(rows[part.name])
+        elif without_values:
             self._fill(without_values)
         if optimizer is not None:
             replaced = {before[part.name]: part.parameter for part in self.parameters}
             replace_parameters(optimizer, replaced)
+        found: Any = model
+        found.sharded_model = self
+        if hasattr(model, "generate"):
+            # It calls parts of the model besides the model itself.
+            register_fsdp_forward_method(model, "generate")
 
     def _fill(self, names: set[str]) -> None:
         """Sets the values of a model that was made on the meta device, one parameter after
@@ -270,30 +284,41 @@ class ShardedModel:
         root: Any = self.module
         root.reshard()
 
-    def release(self, *, whole: bool) -> None:
-        """Makes the model an ordinary one again, whose parameters are whole if `whole` is true.
+    def release(self) -> None:
+        """Takes off what `fully_shard` has added. The parameters stay as they are."""
+        for module in list(self._fsdp_modules()):
+            _remove_hooks(module)
+        vars(self.module).pop("sharded_model", None)
+        vars(self.module).pop("generate", None)
 
-        Collective if it is.
-        """
-        values: dict[str, Tensor] = {}
-        if whole:
-            self.reshard()
-            for part in self.parameters:
-                values[part.name] = part.parameter.detach().full_tensor().to(part.stored_dtype)
+    def gather(self) -> None:
+        """Makes the model an ordinary one again, with whole parameters on every rank. Collective."""
+        self.reshard()
+        whole: dict[str, nn.Parameter] = {}
+        for part in self.parameters:
+            value = gather_rows(part.parameter)
+            renewed = type(part.whole)(value, requires_grad=part.whole.requires_grad)
+            vars(renewed).update(vars(part.whole))
+            whole[part.name] = renewed
+        self._replace(whole)
+
+    def take_rows(self) -> dict[str, Tensor]:
+        """Returns this rank's rows by name, and leaves the model without storage."""
+        self.reshard()
+        rows = {part.name: part.local.detach() for part in self.parameters}
+        self._replace({part.name: part.whole for part in self.parameters})
+        return rows
+
+    def _replace(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Makes the model an ordinary one with other parameters."""
         places: dict[Any, list[tuple[nn.Module, str]]] = {}
         for module in self.module.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 places.setdefault(parameter, []).append((module, name))
-        for module in list(self._fsdp_modules()):
-            _remove_hooks(module)
-        if not whole:
-            return
+        self.release()
         for part in self.parameters:
-            value = values.pop(part.name)
-            renewed = type(part.whole)(value, requires_grad=part.whole.requires_grad)
-            vars(renewed).update(vars(part.whole))
             for module, name in places[part.parameter]:
-                module._parameters[name] = renewed
+                module._parameters[name] = parameters[part.name]
 
 
 def find_model_class(model: nn.Module) -> type[nn.Module]:
