@@ -53,7 +53,7 @@ class HostReduceScatter:
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
         # Gloo's reduce-scatter is an all-reduce of a copy, too.
