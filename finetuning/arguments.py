@@ -18,7 +18,7 @@ from ..trainer.schedules import ScheduleName
 
 Task = Literal[
     "text2text-generation", "text-generation", "chat", "text-classification", "token-classification",
-    "question-answering", "multiple-choice", "embedding", "preference", "reward",
+    "question-answering", "multiple-choice", "embedding", "reranking", "preference", "reward",
 ]  # fmt: skip
 # What is measured -> the metrics that can measure it, of which the first is the default.
 METRICS = {
@@ -31,6 +31,7 @@ METRICS = {
     "answers": ("squad",),
     "retrieval": ("retrieval",),
     "similarities": ("similarity",),
+    "rankings": ("retrieval",),
     "preferences": ("preferences",),
     "rewards": ("rewards",),
 }
@@ -51,6 +52,7 @@ EmbeddingLoss = Literal[
     "multiple_negatives_ranking", "cosent", "angle", "contrastive", "triplet", "margin_mse",
     "distill_kl",
 ]  # fmt: skip
+RankingLoss = Literal["bce", "ranknet", "listnet", "listmle"]
 PreferenceLoss = Literal["dpo", "ipo", "kto", "orpo", "simpo"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 
@@ -184,6 +186,9 @@ class FinetuningArguments(TrainingArguments):
     embedding_mini_batch: int | None = None
     """Texts in one forward pass, for large batches in little memory: activations are computed again
     in the backward pass."""
+
+    ranking_loss: RankingLoss | None = None
+    """Of the task reranking; by default bce for one document in a record, else ranknet."""
 
     preference_loss: PreferenceLoss = "dpo"
     """Of the task preference."""

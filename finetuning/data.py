@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,9 +42,11 @@ from .embedding.data import ColumnKeys, ColumnSamples, load_columns
 from .embedding.export import EmbeddingSettings
 from .loading import ModelSource
 from .preference.data import PreferenceSamples, RewardSamples, load_preferences
+from .ranking.data import RankingKeys, RankingSamples, load_rankings
 from .tasks import WITH_ANSWERS, WITHOUT_TEXTS, Labels, find_labels, first_record
 
 LONGEST_BLOCK = 1024
+Keys = TypeVar("Keys", ColumnKeys, RankingKeys)
 
 
 class FinetuningData:
@@ -78,11 +80,14 @@ class FinetuningData:
         self.blanks: Any = None if makes_blanks is None else makes_blanks(source.folder, None)
         self.columns: ColumnKeys | None = None
         self.embedding: EmbeddingSettings | None = None
+        self.ranking: RankingKeys | None = None
         if task in WITH_LABELS:
             self._choose_labels()
         if task == "embedding":
-            self.columns = self._find_columns()
+            self.columns = self._find_columns(ColumnKeys)
             self.embedding = self._choose_embedding()
+        if task == "reranking":
+            self.ranking = self._find_columns(RankingKeys)
 
     def _choose_labels(self) -> None:
         found = None
@@ -90,19 +95,17 @@ class FinetuningData:
             found = self._collect_labels(self._train_records())
         self.labels = find_labels(self.arguments, self.task, self.source, found)
 
-    def _find_columns(self) -> ColumnKeys:
+    def _find_columns(self, keys: type[Keys]) -> Keys:
         """Returns the keys of the records, from the first of the files."""
         chosen = self.arguments
         for path in (chosen.train_file, chosen.validation_file, chosen.test_file):
             record = {} if path is None else first_record(Path(path))
             if record:
-                return ColumnKeys.from_record(record, chosen.columns)
-        if chosen.train_file is not None:
-            raise ValueError(
-                f"{chosen.train_file} holds no records: give JSON lines, parquet, or a datasets "
-                "folder with columns of texts"
-            )
-        return ColumnKeys(chosen.columns or ("anchor", "positive"), None)
+                return keys.from_record(record, chosen.columns)
+        raise ValueError(
+            f"{self.task} needs a train_file, validation_file or test_file with records: JSON "
+            "lines, parquet, or a datasets folder with columns of texts"
+        )
 
     def _choose_embedding(self) -> EmbeddingSettings:
         """Returns how embeddings are made: as the arguments say, else as the model's folder does."""
@@ -167,6 +170,8 @@ class FinetuningData:
         if self.labels is not None and self.task == WITH_LABELS[0]:
             of_problems = {"regression": "numbers", "multi_label_classification": "several classes"}
             return of_problems.get(self.labels.problem, "classes")
+        if self.ranking is not None:
+            return "rankings"
         if self.task in WITH_ANSWERS:
             return "preferences" if self.task == "preference" else "rewards"
         if self.columns is not None:
@@ -248,6 +253,8 @@ class FinetuningData:
             return BlockDataset(iter_documents(path), self.tokenizer, size)
         if self.columns is not None:
             return load_columns(path, self.columns)
+        if self.ranking is not None:
+            return load_rankings(path, self.ranking)
         if self.task in WITH_ANSWERS:
             is_single = self.task == "preference" and chosen.preference_loss == "kto"
             return load_preferences(path, paired=not is_single)
@@ -289,6 +296,8 @@ class FinetuningData:
         if self.embedding is not None:
             prompts = (self.embedding.query_prompt, self.embedding.document_prompt)
             return ColumnSamples(records, self.tokenizer.backend, chosen.max_source_length, prompts)
+        if self.ranking is not None:
+            return RankingSamples(records, self.tokenizer.backend, chosen.max_source_length)
         if self.task == "preference":
             return PreferenceSamples(
                 records,

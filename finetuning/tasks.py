@@ -17,7 +17,7 @@ from .loading import ModelSource
 PAIR_SUFFIXES = (".source", ".target")
 WORD_SUFFIXES = (".conll", ".bio", ".iob")
 # The models of these tasks generate nothing.
-WITHOUT_TEXTS = (*WITH_LABELS, "question-answering", "multiple-choice", "embedding")
+WITHOUT_TEXTS = (*WITH_LABELS, "question-answering", "multiple-choice", "embedding", "reranking")
 # These tasks compare answers to a prompt.
 WITH_ANSWERS = ("preference", "reward")
 _OF_ANY = ("text-classification", "token-classification", "question-answering")

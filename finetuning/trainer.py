@@ -51,6 +51,8 @@ from .loading import find_positions, find_source, label_modules, load_model, tas
 from .losses import SMOOTHED, WEIGHTED, WeightedLoss, parse_class_weights
 from .preference.data import PreferenceCollate
 from .preference.objective import WITH_REFERENCE, PreferenceObjective, RewardObjective
+from .ranking.data import RankingCollate, count_documents
+from .ranking.objective import RankingObjective
 from .saving import check_run, open_run, save_whole, tokenizer_folder, write_companions
 from .soft_prompt import (
     add_prompt,
@@ -62,6 +64,8 @@ from .soft_prompt import (
 )
 from .tasks import WITH_ANSWERS, choose_task, stored_labels
 from .text_generator import TextGenerator
+
+SCORED = ("reranking", "reward")  # tasks of a classifier with one output
 
 
 class Trainer(BaseTrainer):
@@ -110,8 +114,8 @@ class Trainer(BaseTrainer):
         self.metrics = metric_names(self.arguments.metric, self._data.kind)
 
         head = None if self._data.labels is None else self._data.labels.head(self.task)
-        if self.task == "reward":
-            head = self._reward_head()
+        if self.task in SCORED:
+            head = self._score_head()
         self.model: Any = load_model(
             self.source, self.task, self.arguments, self.mesh, self.device, head
         )
@@ -584,7 +588,7 @@ class Trainer(BaseTrainer):
         pad = self.tokenizer.pad_token_id
         if pad is None:
             pad = self.tokenizer.eos_token_id
-        classifies = self._data.labels is not None or self.task == "reward"
+        classifies = self._data.labels is not None or self.task in SCORED
         if not self.source.native or classifies:
             config.pad_token_id = pad
 
@@ -621,7 +625,7 @@ class Trainer(BaseTrainer):
             weights,
         )
 
-    def _reward_head(self) -> dict[str, Any] | None:
+    def _score_head(self) -> dict[str, Any] | None:
         """Returns the settings of a new head with one output; None if the model has one."""
         stored = stored_labels(self.source, "text-classification")
         if stored is not None and len(stored) == 1:
@@ -688,14 +692,18 @@ class Trainer(BaseTrainer):
             answers, self._collate(), self.device, self.arguments.micro_batch_size
         )
 
-    def _make_objective(self) -> EmbeddingObjective | PreferenceObjective | RewardObjective | None:
+    def _make_objective(
+        self,
+    ) -> EmbeddingObjective | RankingObjective | PreferenceObjective | RewardObjective | None:
         """Returns what computes the loss of a task that has a loss of its own; None for the others.
 
         Raises ValueError if the arguments, the model and the columns do not fit together.
         """
         arguments = self.arguments
-        if self.task in WITH_ANSWERS:
+        if self.task in WITH_ANSWERS or self.task in SCORED:
             self._refuse_split_batches()
+        if self.task == "reranking":
+            return self._make_ranking_objective()
         if self.task == "reward":
             return RewardObjective(arguments.center_rewards, self.mesh)
         if self.task == "preference":
@@ -756,6 +764,26 @@ class Trainer(BaseTrainer):
             self.mesh,
         )
 
+    def _make_ranking_objective(self) -> RankingObjective:
+        """Returns the loss of rankings. ValueError if it does not fit the records."""
+        loss = self.arguments.ranking_loss
+        path = self.arguments.train_file
+        if path is not None:
+            most = count_documents(self._data.train(valid=False))
+            if loss is None:
+                loss = "bce" if most == 1 else "ranknet"
+            if loss == "bce" and most > 1:
+                raise ValueError(
+                    f"the loss bce is for one document in a record, and {path} has lists of up to "
+                    f"{most}; use ranknet, listnet or listmle"
+                )
+            if loss != "bce" and most == 1:
+                raise ValueError(
+                    f"the loss {loss} compares the documents of a record, and {path} has one in "
+                    "each; use bce, or lists of documents and labels"
+                )
+        return RankingObjective(loss or "listnet", self.mesh)
+
     def _refuse_split_batches(self) -> None:
         """Raises ValueError for layouts in which no rank has the whole rows of a batch."""
         for name in ("pipeline_parallel_size", "context_parallel_size"):
@@ -784,9 +812,15 @@ class Trainer(BaseTrainer):
         if self.task == "embedding":
             pad = self.tokenizer.pad_token_id
             return ColumnCollate(0 if pad is None else pad, self.arguments.length_multiple)
-        if self.task in WITH_ANSWERS:
+        if self.task in WITH_ANSWERS or self.task in SCORED:
             pad = getattr(self.model.config, "pad_token_id", None)
-            return PreferenceCollate(0 if pad is None else pad, self.arguments.length_multiple)
+            pad = 0 if pad is None else pad
+            if self.task == "reranking":
+                most = 1
+                if self.arguments.train_file is not None:
+                    most = count_documents(self._data.train(valid=False))
+                return RankingCollate(pad, self.arguments.length_multiple, most)
+            return PreferenceCollate(pad, self.arguments.length_multiple)
         has_pairs = self.task == "text2text-generation"
         learns_padding = not self.arguments.ignore_pad_token_for_loss
         if learns_padding and not (has_pairs and self.source.shape == "encoder-decoder"):
