@@ -19,6 +19,7 @@ from ..files.strict_json import read_folder_json
 from ..files.strict_yaml import read_strict_yaml
 from ..models import FAMILIES, find_config
 from ..models.config import ModelConfig
+from ..models.parallel_config import ContextExchange
 from ..plan.remedies import Remedy, find_remedies
 from ..trainer.estimate import (
     Estimate,
@@ -81,6 +82,10 @@ class EstimateArguments:
     """Data-parallel size."""
     pipeline_parallel_size: int = 1
     """Number of pipeline stages."""
+    context_parallel_size: int = 1
+    """Number of processes that share each sequence."""
+    context_exchange: ContextExchange = "auto"
+    """What they exchange in attention: heads, keys and values, or heads wherever possible."""
     pipeline_partition: Literal["uniform", "parameters", "time"] = "uniform"
     """How blocks are dealt to the stages: equal numbers, or by parameters or measured time."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
@@ -125,6 +130,8 @@ class EstimateArguments:
             tensor_parallel_size=self.model_parallel_size,
             data_parallel_size=self.data_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
+            context_parallel_size=self.context_parallel_size,
+            context_exchange=self.context_exchange,
             zero_stage=self.zero_stage,
             fsdp=self.fsdp,
             sequence_parallel=self.sequence_parallel,
@@ -213,7 +220,9 @@ def run(arguments: EstimateArguments) -> int:
         largest = largest_micro_batch(
             lambda size: estimate(config, replace(job, micro_batch_size=size)).peak.total <= memory
         )
-        if not fits and isinstance(config, ModelConfig):
+        # The remedies are layouts of `shardzoo plan`, which splits no sequences.
+        splits = job.context_parallel_size > 1
+        if not fits and isinstance(config, ModelConfig) and not splits:
             remedies = find_remedies(config, job, memory)
 
     if arguments.json:

@@ -345,7 +345,10 @@ class Backbone(ModelMethods, PipelineStage):
         if hidden.encoder_tokens is not None:
             wanted = encoder_states if output_hidden_states else encoder_states[-1:]
             encoder_states = [hidden.encoder_tokens.pad(x) for x in wanted]
-        last = self.gather_hidden_states(encoder_states[-1])
+        # No rank should have to hold the states of a whole long sequence that nobody asked for.
+        last = None
+        if output_hidden_states or context_size(self.mesh) == 1:
+            last = self.gather_hidden_states(encoder_states[-1])
         every = None
         if output_hidden_states:
             every = self.gather_all_hidden_states(encoder_states)

@@ -168,6 +168,8 @@ def estimated_job(
         tensor_parallel_size=arguments.model_parallel_size,
         data_parallel_size=dp_size,
         pipeline_parallel_size=arguments.pipeline_parallel_size,
+        context_parallel_size=arguments.context_parallel_size,
+        context_exchange=arguments.context_exchange,
         zero_stage=cast(Any, zero_stage(arguments)) if deepspeed else None,
         fsdp=ENVIRONMENTS[arguments.env_type].uses_fsdp,
         sequence_parallel=arguments.sequence_parallel,

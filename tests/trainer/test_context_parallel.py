@@ -87,3 +87,41 @@ def test_the_curve_is_that_of_one_process(run_mesh, tmp_path, case):
         for name, value in own_weights.items():
             if tensor == 1:
                 torch.testing.assert_close(value, weights[name], atol=1e-5, rtol=1e-5)
+
+
+def test_a_run_goes_on_without_the_axis_and_back(run_mesh, tmp_path):
+    shared = {"lr_schedule": "constant", "warmup_ratio": 0.0, "save_interval": 2}
+    expected, _, weights = train(None, tmp_path / "one", "llama", env_type="pytorch", **shared)
+    folder = tmp_path / "moved"
+    split = {"context_parallel_size": 2, "env_type": "deepspeed+mpu", "zero_stage": 1}
+    first = run_mesh(1, train, folder, "llama", context=2, train_steps=2, **split, **shared)[0][0]
+    one = {"env_type": "pytorch", "resume": True}
+    second = train(None, folder, "llama", train_steps=4, **one, **shared)[0]
+    third, _, last = run_mesh(1, train, folder, "llama", context=2, resume=True, **split, **shared)[
+        0
+    ]
+    assert [*first, *second, *third] == pytest.approx(expected, abs=1e-5)
+    for name, value in last.items():
+        torch.testing.assert_close(value, weights[name], atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_not_built_is_refused_before_anything_starts():
+    from shardzoo.finetuning import FinetuningArguments
+    from shardzoo.trainer import TrainingArguments
+
+    for wrong in (
+        {"env_type": "pytorch"},
+        {"env_type": "fsdp"},
+        {"env_type": "deepspeed+mpu", "pipeline_parallel_size": 2},
+        {"env_type": "deepspeed", "zero_stage": 3},
+        {"env_type": "deepspeed+mpu", "torch_compile": True},
+    ):
+        with pytest.raises(ValueError, match="context_parallel_size=2 does not work with"):
+            TrainingArguments(cp=2, train_steps=1, **wrong)
+    with pytest.raises(ValueError, match="does not work in fine-tuning"):
+        FinetuningArguments(
+            model_name_or_path="x",
+            train_file="x",
+            context_parallel_size=2,
+            env_type="deepspeed+mpu",
+        )

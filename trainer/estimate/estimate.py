@@ -247,7 +247,7 @@ def _torch_memory(model: ModelMemory, job: Job) -> EngineMemory:
         held=FP32 * trained if accumulates else 0,
         grown=0.0 if accumulates and wide else 1.0,
         stepped=FP32 * trained,
-        buffers=job.itemsize * trained if job.data_parallel_size > 1 else 0,  # DDP's buckets
+        buffers=job.itemsize * trained if job.replicas > 1 else 0,  # DDP's buckets
         bucket=0,
         temporaries=FP32 * optimizer.count_temporaries(UpdatedTensors(groups, in_parts)),
     )
@@ -301,7 +301,7 @@ def _deepspeed_without_zero_memory(model: ModelMemory, job: Job) -> EngineMemory
 def _zero_memory(model: ModelMemory, job: Job) -> EngineMemory:
     """Returns the memory of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7)."""
     stage = job.stage or 0
-    ranks = job.data_parallel_size
+    ranks = job.replicas
     e = job.itemsize
     trained = sum(size.local for size in model.trained)
     every = sum(size.local for size in model.parameters)

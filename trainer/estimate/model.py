@@ -21,6 +21,7 @@ from ...models.activations import (
     Batch,
     BlockBytes,
     Layout,
+    StackSpec,
     block_bytes,
     end_bytes,
     head_sum_bytes,
@@ -30,7 +31,7 @@ from ...models.auto import build_on_meta, model_class, unsplit_on_meta
 from ...models.config import ModelConfig
 from ...models.language_model import LanguageModel
 from ...models.lora import attach_factors, lora_config
-from ...models.parallel_config import ParallelConfig
+from ...models.parallel_config import ContextExchange, ParallelConfig
 from ...models.registry import family
 from ...models.sizes import ParameterSize, is_embedding, measure_parameters
 from ..engines.precision import DTYPES
@@ -103,7 +104,10 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
     parts = []
     for stack in activations.stacks:
         own = tuple(size for size in trained if size.name.startswith(stack.path))
-        parts.append(BlockStack(stack.layers, block_bytes(stack, batch, layout), own))
+        in_block = block_bytes(stack, batch, layout)
+        if job.gathers_keys(stack.block.heads):
+            in_block = replace(in_block, kept=in_block.kept + _gathered_bytes(stack, batch, job))
+        parts.append(BlockStack(stack.layers, in_block, own))
     table = next(size for size in sizes if size.name.endswith("word_embeddings.weight"))
     head = next((size for size in sizes if size.name.endswith("head.weight")), table)
     logits = 0
@@ -127,6 +131,17 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
         table=table if table in trained else None,
         stream=positions * activations.stacks[0].block.hidden * job.itemsize,
     )
+
+
+def _gathered_bytes(stack: StackSpec, batch: Batch, job: Job) -> int:
+    """Returns the bytes of the keys and values that a block keeps of other context-parallel ranks."""
+    block = stack.block
+    positions = batch.target_length if stack.is_decoder else batch.length
+    if block.cross:
+        positions += batch.length
+    heads = -(-(block.key_value_heads or block.heads) // job.tensor_parallel_size)
+    others = job.context_parallel_size - 1
+    return 2 * batch.size * positions * others * heads * block.head_size * job.itemsize
 
 
 def _measure_parameters_of_family(
@@ -213,6 +228,11 @@ def _refuse_what_is_not_estimated(config: Any, job: Job) -> None:
         raise ValueError(
             f"{kind} is not a family of the zoo, so its layers cannot be split; use one "
             "tensor-parallel rank and no sequence parallelism"
+        )
+    if job.context_parallel_size > 1:
+        raise ValueError(
+            f"{kind} is not a family of the zoo, so its sequences cannot be split; use one "
+            "context-parallel rank"
         )
     if job.recompute == "selective":
         raise ValueError(
@@ -315,6 +335,8 @@ class Job:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    context_parallel_size: int = 1
+    context_exchange: ContextExchange = "auto"
     pipeline_blocks: tuple[int, ...] | None = None
     zero_stage: Literal[0, 1, 2, 3] | None = None
     fsdp: bool = False
@@ -335,9 +357,18 @@ class Job:
             "tensor_parallel_size",
             "data_parallel_size",
             "pipeline_parallel_size",
+            "context_parallel_size",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.context_parallel_size > 1 and (self.pipeline_parallel_size > 1 or self.fsdp):
+            raise ValueError("context parallelism does not work with pipeline stages or fsdp")
+        for length in (self.length, self.target_length or 0):
+            if length % self.context_parallel_size:
+                raise ValueError(
+                    f"a sequence of {length} tokens cannot be split over "
+                    f"{self.context_parallel_size} context-parallel ranks"
+                )
         if self.lora_rank < 0 or (self.lora_rank and self.pipeline_parallel_size > 1):
             raise ValueError(
                 f"lora_rank={self.lora_rank} must be 0 or more, and is estimated for one pipeline "
@@ -377,6 +408,11 @@ class Job:
         return self.zero_stage
 
     @property
+    def replicas(self) -> int:
+        """The number of ranks that hold the same parameters, of which ZeRO divides the state."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
     def itemsize(self) -> int:
         """Bytes of a parameter, an activation and a gradient."""
         return PRECISIONS[self.precision].itemsize
@@ -387,6 +423,18 @@ class Job:
         return Layout(self.itemsize, self.tensor_parallel_size, parallel_config, self.device)
 
     def batch(self, *, has_target: bool) -> Batch:
-        """Returns the sizes of a micro-batch. A target is by default as long as the source."""
+        """Returns the sizes of a rank's part of a micro-batch. A target is by default as long as the
+        source.
+        """
         target = (self.target_length or self.length) if has_target else 0
-        return Batch(self.micro_batch_size, self.length, target, self.padded)
+        parts = self.context_parallel_size
+        return Batch(self.micro_batch_size, self.length // parts, target // parts, self.padded)
+
+    def gathers_keys(self, heads: int) -> bool:
+        """Returns whether context-parallel ranks gather the keys and values of a layer, and keep
+        them for the backward pass.
+        """
+        ranks = self.context_parallel_size
+        if ranks == 1 or self.recompute != "none":
+            return False
+        return self.context_exchange == "keys" or bool(heads % (self.tensor_parallel_size * ranks))
