@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..mpu import Shard
+from ..mpu.shard import PerAxis
 from .dtypes import from_torch_name
 from .folder_files import find_stage_files
 from .layout import ParameterSpec, place_by_rank
@@ -220,8 +221,12 @@ class ShardedReader:
     def __exit__(self, *exception: object) -> None:
         self._reader.__exit__(*exception)
 
-    def read_part(self, name: str, rank: int, size: int) -> Tensor:
+    def read_part(self, name: str, rank: PerAxis, size: PerAxis) -> Tensor:
         """Returns the part of a tensor that rank `rank` of `size` holds.
+
+        Args:
+            rank, size: Along the tensor axis, or by axis: then a part of the experts may be asked
+                for.
 
         Raises:
             ValueError: The files do not have it.
@@ -232,13 +237,19 @@ class ShardedReader:
         if shard is not None:
             # This also refuses a shard that not the tensor axis alone splits.
             shard.check(size)
-        if shard is None or size == written_size:
-            return self._reader.whole(tensors[rank % written_size])
+        tensor_rank = rank if isinstance(rank, int) else rank["tensor"]
+        tensor_size = size if isinstance(size, int) else size["tensor"]
+        takes_experts = shard is not None and shard.is_nested and not isinstance(size, int)
+        if shard is None or (tensor_size == written_size and not takes_experts):
+            return self._reader.whole(tensors[tensor_rank % written_size])
         spec = ParameterSpec(name, shard.shape, shard)
         placement = place_by_rank({name: spec}, [{name: tensor} for tensor in tensors])[name]
         placement.check()
         part = torch.zeros(shard.local_shape(rank, size), dtype=torch_dtype(tensors[0]))
-        self._reader.fill(placement, spec.ranges(rank, size), part)
+        ranges = spec.ranges(tensor_rank, tensor_size)
+        if takes_experts:
+            ranges = tuple(shard.ranges(rank, size))
+        self._reader.fill(placement, ranges, part)
         return part
 
     def _find(self, name: str, rank: int) -> StoredTensor:

@@ -59,9 +59,11 @@ class GenerateArguments(GenerationSettings):
     model_parallel_size: int = 1
     """Tensor-parallel size; this command starts the processes."""
     pipeline_parallel_size: int = 1
-    """Number of pipeline stages, each with equally many blocks; this command starts tp x pp
+    """Number of pipeline stages, each with equally many blocks; this command starts tp x pp x ep
     processes.
     """
+    expert_parallel_size: int = 1
+    """Number of processes that the experts of a mixture are dealt over."""
     stream: bool = False
     """Show text as it is generated, one prompt at a time, instead of JSON lines."""
     full_text: bool = True
@@ -110,6 +112,7 @@ HELP = HelpPage(
             "full_text",
             "model_parallel_size",
             "pipeline_parallel_size",
+            "expert_parallel_size",
             "batch_size",
             "precision",
             "adapter",
@@ -167,6 +170,7 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     from ..models import find_config
     from ..models.auto import build_on_meta
     from ..models.blocks.attention import check_heads
+    from ..models.blocks.moe import check_experts
     from ..models.pipeline import split_blocks_evenly
     from ..trainer.launch.launch import start_processes
 
@@ -175,12 +179,17 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     if not arguments.model:
         raise ValueError("--model is missing: name the folder of a model")
     if (
-        min(arguments.model_parallel_size, arguments.pipeline_parallel_size, arguments.batch_size)
+        min(
+            arguments.model_parallel_size,
+            arguments.pipeline_parallel_size,
+            arguments.expert_parallel_size,
+            arguments.batch_size,
+        )
         < 1
     ):
         sizes = (
-            f"--tp {arguments.model_parallel_size}, --pp {arguments.pipeline_parallel_size} and "
-            f"--batch-size {arguments.batch_size}"
+            f"--tp {arguments.model_parallel_size}, --pp {arguments.pipeline_parallel_size}, "
+            f"--ep {arguments.expert_parallel_size} and --batch-size {arguments.batch_size}"
         )
         raise ValueError(f"{sizes} must be at least 1")
     arguments = replace(arguments, model=str(find_model(arguments.model, "--model")))
@@ -203,18 +212,26 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     if not arguments.prompt and arguments.file is None and sys.stdin is None:
         raise ValueError("standard input is closed, and there is neither --prompt nor --file")
     if (Path(arguments.model) / "config.json").exists():
-        check_heads(find_config(arguments.model).attention_heads, arguments.model_parallel_size)
+        config = find_config(arguments.model)
+        check_heads(config.attention_heads, arguments.model_parallel_size)
+        check_experts(config, arguments.expert_parallel_size, arguments.pipeline_parallel_size)
         if arguments.pipeline_parallel_size > 1:
             split_blocks_evenly(
                 build_on_meta(find_config(arguments.model), None), arguments.pipeline_parallel_size
             )
-    processes = arguments.model_parallel_size * arguments.pipeline_parallel_size
+    processes = (
+        arguments.model_parallel_size
+        * arguments.pipeline_parallel_size
+        * arguments.expert_parallel_size
+    )
     if launch.world_size < processes:
         return start_processes(processes)
     if launch.world_size != processes:
         asked = f"--tp {arguments.model_parallel_size}"
         if arguments.pipeline_parallel_size > 1:
             asked += f" --pp {arguments.pipeline_parallel_size}"
+        if arguments.expert_parallel_size > 1:
+            asked += f" --ep {arguments.expert_parallel_size}"
         raise ValueError(f"{launch.world_size} processes were started for {asked}: make them equal")
     return run(arguments, given_settings(arguments, given), launch)
 
@@ -230,9 +247,13 @@ def run(arguments: GenerateArguments, settings: dict[str, Any], launch: RankInfo
 
     mesh = None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments.model_parallel_size * arguments.pipeline_parallel_size > 1:
+    if launch.world_size > 1:
         device = initialize_distributed(launch)
-        mesh = ParallelMesh(arguments.model_parallel_size, arguments.pipeline_parallel_size)
+        mesh = ParallelMesh(
+            arguments.model_parallel_size,
+            arguments.pipeline_parallel_size,
+            expert_parallel_size=arguments.expert_parallel_size,
+        )
     dtype = None
     if arguments.precision:
         dtype = getattr(torch, DTYPES[arguments.precision])

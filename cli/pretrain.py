@@ -121,8 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = arguments.model_parallel_size
         stages = arguments.pipeline_parallel_size
         parts = arguments.context_parallel_size
+        dealt = arguments.expert_parallel_size
         if (
-            launch.world_size < size * stages * parts
+            launch.world_size < arguments.processes_of_a_replica
             and not arguments.dry_run
             and not arguments.hostfile
         ):
@@ -131,8 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 layout += f" x --pipeline-parallel-size {stages}"
             if parts > 1:
                 layout += f" x --context-parallel-size {parts}"
+            if dealt > 1:
+                layout += f" x --expert-parallel-size {dealt}"
             print(
-                f"{layout} needs {size * stages * parts} processes; starting them on this machine"
+                f"{layout} needs {arguments.processes_of_a_replica} processes; starting them on "
+                "this machine"
             )
         ensure_processes_for(arguments)
         if defaults:

@@ -18,6 +18,7 @@ SHORT = {
     "pipeline_model_parallel_size": "pipeline_parallel_size",
     "dp": "data_parallel_size",
     "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
 }
 # A name of earlier releases -> the name.
 OLD = {
@@ -40,6 +41,7 @@ SHORT_NAMES = {
     "pipeline_parallel_size": "--pp",
     "data_parallel_size": "--dp",
     "context_parallel_size": "--cp",
+    "expert_parallel_size": "--ep",
 }
 """The short names that help pages show."""
 

@@ -273,11 +273,12 @@ class FinetuningArguments(TrainingArguments):
                 raise ValueError(
                     f"{name} does not work with pipeline stages; use pipeline_parallel_size=1"
                 )
-        if self.context_parallel_size > 1:
-            raise ValueError(
-                f"context_parallel_size={self.context_parallel_size} does not work in fine-tuning "
-                "yet; use Trainer or pretraining, or context_parallel_size=1"
-            )
+        for name in ("context_parallel_size", "expert_parallel_size"):
+            if getattr(self, name) > 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} does not work in fine-tuning yet; use Trainer or "
+                    f"pretraining, or {name}=1"
+                )
         if self.predict_with_generate and self.zero_stage == 3:
             raise ValueError(
                 "predict_with_generate needs whole parameters, which ZeRO stage 3 splits; use "

@@ -116,7 +116,7 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Group:
     """
     tp_size = arguments.model_parallel_size
     processes = count_processes(arguments) * max(1, arguments.num_nodes)
-    dp_size = processes // arguments.processes_of_a_replica
+    dp_size = processes // arguments.processes_of_a_replica * arguments.expert_parallel_size
     if inputs.tokenizer is None and arguments.vocab_size is not None:
         inputs = replace(inputs, config=inputs.config.with_changes(vocab_size=arguments.vocab_size))
     facts = run_facts(arguments, inputs, inputs.config, tp_size, dp_size)

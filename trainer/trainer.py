@@ -424,6 +424,8 @@ class Trainer:
         )
         if ranks.cp_size > 1:
             processes += f" x {ranks.cp_size} context-parallel"
+        if ranks.ep_size > 1:
+            processes += f", of which {ranks.ep_size} share the experts"
         if ranks.pp_size > 1:
             processes += f" x {ranks.pp_size} pipeline stages"
         environment = {
@@ -474,6 +476,7 @@ class Trainer:
                 arguments.model_parallel_size,
                 arguments.pipeline_parallel_size,
                 arguments.context_parallel_size,
+                arguments.expert_parallel_size,
             )
         set_collective_timeout(mesh, arguments.collective_timeout)
         set_reduction(mesh.tp_group, arguments.tensor_parallel_reduction)

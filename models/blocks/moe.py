@@ -173,3 +173,27 @@ def _multiply_shares(chosen: Tensor, probability: Tensor, total: Tensor) -> Tens
     """Returns E · Σ_e f_e p_e, [...], from sums [..., E] and the number of tokens [..., 1]."""
     total = total.clamp(min=1)
     return chosen.shape[-1] * (chosen / total * probability / total).sum(-1)
+
+
+def check_experts(config: object, expert_parallel_size: int, stages: int = 1) -> None:
+    """Raises ValueError if the experts of a model cannot be dealt over so many ranks.
+
+    Args:
+        config: Of any family.
+        stages: The number of pipeline stages.
+    """
+    if expert_parallel_size == 1:
+        return
+    if stages > 1:
+        raise ValueError(
+            f"expert_parallel_size={expert_parallel_size} does not work with pipeline stages; use "
+            "pipeline_parallel_size=1"
+        )
+    count: int = getattr(config, "expert_count", 0)
+    if expert_parallel_size > count:
+        kind = getattr(config, "architecture", "this model")
+        use = f"1 to {count}" if count else "1"
+        raise ValueError(
+            f"{count} experts of {kind} cannot be dealt over {expert_parallel_size} "
+            f"expert-parallel ranks; use expert_parallel_size {use}"
+        )

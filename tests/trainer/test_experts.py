@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +48,101 @@ def test_every_layout_trains_the_same_curve(train, name):
     tp, data, changes = (LAYOUTS | MORE)[name]
     expected = train(1, folder="unsplit")
     assert train(tp, data, **changes) == pytest.approx(expected, **SAME_LOSS)
+
+
+def _train_dealt(
+    tensor: int, expert: int, folder: Path, config: dict[str, Any], **changes: Any
+) -> list[float]:
+    from shardzoo.mpu import ParallelMesh
+
+    mesh = ParallelMesh(tensor, expert_parallel_size=expert)
+    size = mesh.size("data", "expert")
+    settings = {"micro_batch_size": 4 // size, "zero_stage": None, **changes}
+    return endless_losses(mesh, folder, config, expert_parallel_size=expert, **settings)
+
+
+@pytest.fixture
+def deal(run_ranks, tmp_path):
+    """`deal(tensor, expert, processes)`: trains with experts that are dealt over ranks."""
+
+    def run(tensor: int, expert: int, processes: int, folder: str = "dealt", **changes):
+        training = partial(_train_dealt, folder=tmp_path / folder, config=MIXTURE, **changes)
+        by_rank = run_ranks(processes, training, tensor, expert)
+        assert all(losses == by_rank[0] for losses in by_rank)
+        return by_rank[0]
+
+    return run
+
+
+DEALT = {
+    "TP 2 x EP 2": (2, 2, 4, {"sequence_parallel": True, "recompute": "full"}),
+    "EP 2 x DP 2, DDP": (1, 2, 4, {"env_type": "pytorchDDP"}),
+}
+MORE_DEALT = {
+    "EP 2 x DP 2": (1, 2, 4, {}),
+    "EP 4": (1, 4, 4, {}),
+    "one micro-batch": (1, 2, 2, {"micro_batch_size": 4}),
+}
+
+
+@pytest.mark.parametrize("name", every_day(list(DEALT), more=list(MORE_DEALT)))
+def test_dealt_experts_train_the_same_curve_and_resume_anywhere(train, deal, tmp_path, name):
+    tensor, expert, processes, changes = (DEALT | MORE_DEALT)[name]
+    expected = train(1, folder="unsplit", save_interval=4)
+    losses = deal(tensor, expert, processes, save_interval=4, **changes)
+    assert losses == pytest.approx(expected, **SAME_LOSS)
+    # Resumed in the same layout, in one process, and with experts dealt anew.
+    start = str(tmp_path / "dealt" / "checkpoints" / "step-000004")
+    resumed = deal(tensor, expert, processes, folder="again", load_dir=start, **changes)
+    assert resumed == losses[4:]
+    assert train(1, folder="one", load_dir=start) == pytest.approx(losses[4:], **SAME_LOSS)
+    start = str(tmp_path / "unsplit" / "checkpoints" / "step-000004")
+    again = deal(tensor, expert, processes, folder="dealt again", load_dir=start, **changes)
+    assert again == pytest.approx(expected[4:], **SAME_LOSS)
+
+
+REFUSED = [
+    ({"env_type": "pytorch"}, "env_type='pytorch'"),
+    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+    ({"context_parallel_size": 2}, "context_parallel_size=2"),
+    ({"zero_stage": 1}, "zero_stage=1"),
+    ({"env_type": "fsdp"}, "env_type='fsdp'"),
+    ({"optimizer": "muon"}, "optimizer='muon'"),
+    ({"lora_rank": 2}, "lora_rank=2"),
+    ({"precision": "bf16"}, "precision='bf16'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), REFUSED)
+def test_what_does_not_work_with_dealt_experts_is_refused_at_once(changes, named):
+    from shardzoo.trainer import TrainingArguments
+
+    settings = {"env_type": "deepspeed+mpu", "expert_parallel_size": 2, "train_steps": 1}
+    with pytest.raises(ValueError, match="expert_parallel_size=2 does not work with") as caught:
+        TrainingArguments(**{**settings, **changes})
+    assert named in str(caught.value)
+
+
+def _train_without_experts(folder: Path) -> str:
+    from shardzoo.mpu import ParallelMesh
+
+    mesh = ParallelMesh(expert_parallel_size=2)
+    dense = {**MIXTURE, "model_type": "mistral"}
+    for name in ("num_local_experts", "num_experts_per_tok", "output_router_logits"):
+        del dense[name]
+    del dense["router_aux_loss_coef"]
+    try:
+        endless_losses(
+            mesh, folder, dense, expert_parallel_size=2, zero_stage=None, micro_batch_size=2
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_without_experts_is_refused(run_ranks, tmp_path):
+    [message, _] = run_ranks(2, _train_without_experts, tmp_path)
+    assert "has none; use expert_parallel_size=1" in message
 
 
 def test_the_auxiliary_loss_is_in_the_loss(train):

@@ -66,10 +66,6 @@ DATA_PARALLEL = (
     "it follows from the number of processes: num_nodes x num_gpus / (model_parallel_size x "
     "pipeline_parallel_size x context_parallel_size); set num_gpus, or start more processes"
 )
-_EXPERT_PARALLEL = (
-    "experts are split over the tensor-parallel ranks and not dealt over ranks of their own; use "
-    "model_parallel_size"
-)
 SPELLINGS = Spellings(
     renamed={
         "tp": "model_parallel_size",
@@ -77,18 +73,13 @@ SPELLINGS = Spellings(
         "tensor_parallel_size": "model_parallel_size",
         "tensor_model_parallel_size": "model_parallel_size",
         "pp": "pipeline_parallel_size",
+        "ep": "expert_parallel_size",
+        "expert_model_parallel_size": "expert_parallel_size",
         "pipeline_model_parallel_size": "pipeline_parallel_size",
         "cp": "context_parallel_size",
         "sequence_parallel_size": "context_parallel_size",
     },
-    explained={
-        "dp": DATA_PARALLEL,
-        "dp_size": DATA_PARALLEL,
-        "data_parallel_size": DATA_PARALLEL,
-        "ep": _EXPERT_PARALLEL,
-        "expert_parallel_size": _EXPERT_PARALLEL,
-        "expert_model_parallel_size": _EXPERT_PARALLEL,
-    },
+    explained={"dp": DATA_PARALLEL, "dp_size": DATA_PARALLEL, "data_parallel_size": DATA_PARALLEL},
 )
 """All names that are accepted."""
 

@@ -53,6 +53,9 @@ class TrainingArguments:
     context_exchange: Literal["auto", "heads", "keys"] = "auto"
     """What context-parallel processes exchange in attention: heads (all-to-all), keys and values
     (gathered), or heads wherever their number allows it (when the model is built)."""
+    expert_parallel_size: int = 1
+    """Number of processes that the experts of a mixture are dealt over; each reads other samples,
+    and everything else is replicated."""
     sequence_parallel: bool = False
     """Also split norms, dropouts and residuals along the sequence (when the model is built)."""
     tensor_parallel_reduction: Literal["auto", "native", "fp32"] = "auto"
@@ -310,6 +313,7 @@ class TrainingArguments:
             "model_parallel_size",
             "pipeline_parallel_size",
             "context_parallel_size",
+            "expert_parallel_size",
             "train_steps",
             "micro_batch_size",
             "global_batch_size",
@@ -418,6 +422,8 @@ class TrainingArguments:
             self._check_pipeline()
         if self.context_parallel_size > 1:
             self._check_context()
+        if self.expert_parallel_size > 1:
+            self._check_experts()
         if environment.splits_layers and environment.uses_deepspeed and self.zero_stage == 3:
             raise ValueError(
                 "ZeRO stage 3 splits parameters that deepspeed+mpu has already split; use "
@@ -480,6 +486,30 @@ class TrainingArguments:
                 "offload_optimizer, or pipeline_parallel_size=1"
             )
 
+    def _check_experts(self) -> None:
+        """Raises ValueError for what does not work with experts that are dealt over processes."""
+        environment = ENVIRONMENTS[self.env_type]
+        wrong = {
+            f"env_type={self.env_type!r}": environment.is_one_process or environment.uses_fsdp,
+            f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size
+            > 1,
+            f"context_parallel_size={self.context_parallel_size}": self.context_parallel_size > 1,
+            "torch_compile": self.torch_compile,
+            f"zero_stage={self.zero_stage}": bool(self.zero_stage),
+            f"deepspeed_config={self.deepspeed_config!r}": self.deepspeed_config is not None,
+            f"optimizer={self.optimizer!r}": not find_optimizer(self.optimizer).is_elementwise,
+            f"lora_rank={self.lora_rank}": self.lora_rank > 0,
+            f"precision={self.precision!r}": environment.uses_deepspeed
+            and self.precision != "fp32",
+        }
+        for name in (name for name, given in wrong.items() if given):
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} does not work with {name}; use "
+                "env_type='deepspeed+mpu' or 'deepspeed' in fp32 with zero_stage=0, or "
+                "'pytorchDDP', an optimizer like adamw, and none of pipelines, context "
+                "parallelism, LoRA and torch_compile; or expert_parallel_size=1"
+            )
+
     def _check_context(self) -> None:
         """Raises ValueError for what does not work with sequences that are split over processes."""
         environment = ENVIRONMENTS[self.env_type]
@@ -531,5 +561,10 @@ class TrainingArguments:
 
     @property
     def processes_of_a_replica(self) -> int:
-        """The number of processes that read the same samples."""
-        return self.model_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+        """The number of processes that hold one replica of the model, experts included."""
+        return (
+            self.model_parallel_size
+            * self.pipeline_parallel_size
+            * self.context_parallel_size
+            * self.expert_parallel_size
+        )

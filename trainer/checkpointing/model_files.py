@@ -41,6 +41,7 @@ from ...models.lora import (
     load_weights,
     write_adapter_config,
 )
+from ...mpu.mesh import axis_ranks, axis_sizes
 from ..engines.state import persistent_buffers
 from ..launch.ranks import Ranks, on_first_rank
 
@@ -148,9 +149,8 @@ class ShardedFiles:
                 raise _another_shape(folder, name, found, full)
         with ShardedReader(stored.ranks, shards) as reader:
             for name, parameter in parameters.items():
-                copy_checked(
-                    folder, name, reader.read_part(name, ranks.tp_rank, ranks.tp_size), parameter
-                )
+                part = reader.read_part(name, axis_ranks(ranks.mesh), axis_sizes(ranks.mesh))
+                copy_checked(folder, name, part, parameter)
 
 
 class AdapterFiles:
@@ -372,7 +372,8 @@ class StoredOptimizer(Mapping[str, Tensor]):
         self._reader.__exit__(*exception)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._reader.read_part(name, self._ranks.tp_rank, self._ranks.tp_size)
+        mesh = self._ranks.mesh
+        return self._reader.read_part(name, axis_ranks(mesh), axis_sizes(mesh))
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

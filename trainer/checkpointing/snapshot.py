@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ...checkpoint.tensor_reader import tensor_bytes
 from ...files.durable import sync, write_durably
 from ...files.hashing import hash_file
 from ...files.json_digest import add_digest
+from ...mpu.mesh import EXPERT_REPLICA_AXES
 from ..engines.engine import Engine
 from ..engines.state import model_tensors, persistent_buffers
 from ..launch.phase import SAVE, phase
@@ -139,7 +141,8 @@ def take_snapshot(
         )
     if optimizer:
         name = rank_file(Path(), OPTIMIZER, ranks.tp_rank, ranks.pp_rank).name
-        mine[name] = (engine.optimizer_tensors(), ranks.replica_rank, ranks.replica_size)
+        states = place_experts(engine.module, engine.optimizer_tensors(), ranks)
+        mine[name] = (states, ranks.replica_rank, ranks.replica_size)
     if random:
         name = rank_file(Path(), RANDOM, ranks.rank).name
         mine[name] = (random_state_tensors(), 0, 1)
@@ -151,6 +154,7 @@ def divide_buffers(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors
 
     As in training, the first replica's buffers count, so the others contribute no bytes of them.
     """
+    tensors = place_experts(module, tensors, ranks)
     others = tensors.keys() - dict(module.named_parameters()).keys()
     if ranks.replica_size == 1 or not others:
         return tensors
@@ -161,6 +165,35 @@ def divide_buffers(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors
             own = value if ranks.replica_rank == 0 else value.new_empty(0)
             parts[name] = TensorPart(tuple(value.shape), 0, own)
     return parts
+
+
+def place_experts(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors:
+    """Returns tensors for a file that has all experts, in which this rank's are a part.
+
+    Of the ranks with the same experts, the first one writes them.
+
+    Args:
+        tensors: By the names of parameters, or by STATE/PARAMETER.
+    """
+    mesh = ranks.mesh
+    if mesh is None or ranks.ep_size == 1:
+        return tensors
+    parameters = dict(module.named_parameters())
+    placed = dict(tensors)
+    for name, value in tensors.items():
+        parameter: Any = parameters.get(name.rpartition("/")[2])
+        is_expert = getattr(parameter, "expert_parallel", False)
+        if not is_expert or not isinstance(value, Tensor) or value.shape != parameter.shape:
+            continue  # such as a step count, which is equal on all ranks
+        before = 0
+        for rank in range(mesh.rank_in("expert")):
+            own = parameter.shard.local_shape({**mesh.ranks, "expert": rank}, mesh.sizes)
+            before += prod(own)
+        whole = parameter.shard.local_shape(mesh.tp_rank, mesh.tp_size)
+        if mesh.rank_in(*EXPERT_REPLICA_AXES) > 0:
+            value = value.new_empty(0)
+        placed[name] = TensorPart(whole, before, value)
+    return placed
 
 
 @phase(SAVE)

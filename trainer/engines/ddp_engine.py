@@ -9,8 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...mpu import ParallelMesh
+from ...mpu.mesh import EXPERT_REPLICA_AXES
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
+from ..optimizers.adamw import clip_gradients
 from .buckets import bucket_elements
 from .master_weights import MasterWeights
 from .torch_engine import TorchEngine
@@ -32,6 +35,14 @@ class DDPEngine(TorchEngine):
         # DDP averages fp32 gradients over the ranks, but the ranks' losses already add up to the
         # mean.
         self._loss_factor = ranks.replica_size if arguments.precision == "fp32" else 1
+        self._experts_mesh = ranks.mesh if ranks.ep_size > 1 else None
+        experts = {
+            name
+            for name, parameter in model.named_parameters()
+            if getattr(parameter, "expert_parallel", False)
+        }
+        # What DDP does not exchange: `_sum_experts` does so among fewer ranks.
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
         self.model = _FixedBuckets(model, ranks.replica_size)
         if arguments.precision != "fp32":
             # torch reads the annotations of a hook, and knows them only as types: a lambda has
@@ -42,7 +53,7 @@ class DDPEngine(TorchEngine):
         self._trained: dict[Tensor, str] = {
             parameter: name
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad
+            if parameter.requires_grad and name not in experts
         }
         self._without_gradient: set[Tensor] = set()
         for parameter in self._trained:
@@ -54,6 +65,8 @@ class DDPEngine(TorchEngine):
 
     def backward(self, loss: Tensor) -> None:
         super().backward(loss * self._loss_factor)
+        if self.model.require_backward_grad_sync and self._experts_mesh is not None:
+            self._sum_experts(self._experts_mesh)
         if self.model.require_backward_grad_sync and self._without_gradient:
             # DDP reports this only in the next step, after an update with gradients that were not
             # exchanged.
@@ -66,6 +79,21 @@ class DDPEngine(TorchEngine):
                 "one for each trained parameter; freeze the parameters that the loss does not "
                 "depend on, or use 'deepspeed'"
             )
+
+    def _sum_experts(self, mesh: ParallelMesh) -> None:
+        """Adds up the gradients of experts over the ranks that hold the same ones.
+
+        What a rank has of them is the sum over the samples of all ranks along the expert axis.
+        """
+        for updated in self._names:
+            if getattr(updated, "expert_parallel", False) and updated.grad is not None:
+                updated.grad.div_(self._loss_factor)
+                cast(Any, dist).all_reduce(updated.grad, group=mesh.group(*EXPERT_REPLICA_AXES))
+
+    def clip(self) -> Tensor:
+        return clip_gradients(
+            list(self._names), self._clip_grad, self.optimizer, self._experts_mesh
+        )
 
 
 def _sum_in_fp32(masters: MasterWeights, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -92,7 +120,11 @@ class _FixedBuckets(DistributedDataParallel):
     """
 
     def __init__(self, model: nn.Module, replicas: int = 1) -> None:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trained = [
+            parameter
+            for parameter in model.parameters()
+            if parameter.requires_grad and not getattr(parameter, "expert_parallel", False)
+        ]
         elements = bucket_elements(sum(parameter.numel() for parameter in trained), replicas)
         itemsize = max((parameter.element_size() for parameter in trained), default=4)
         super().__init__(model, bucket_cap_mb=cast(Any, elements * itemsize / 2**20))

@@ -27,6 +27,8 @@ from torch.nn import functional
 
 from ...checkpoint.rank_files import MASTER_WEIGHT, TensorPart
 from ...models.outputs import ModelOutput
+from ...mpu import ParallelMesh
+from ...mpu.mesh import EXPERT_REPLICA_AXES
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.phase import phase
 from ..launch.ranks import Ranks
@@ -132,6 +134,8 @@ class DeepSpeedEngine:
         self, model: nn.Module, arguments: TrainingArguments, ranks: Ranks, config: dict[str, Any]
     ) -> Any:
         """Returns DeepSpeed's engine, and sets `model`, which runs the forward passes."""
+        if ranks.mesh is not None and ranks.ep_size > 1:
+            _mark_experts(model, ranks.mesh)
         mpu = ranks.mesh if arguments.env_type == "deepspeed+mpu" else None
         overlaps = self._zero in (1, 2) and config["zero_optimization"].get("overlap_comm", False)
         with _bucketing_optimizer() if overlaps else nullcontext():
@@ -140,6 +144,9 @@ class DeepSpeedEngine:
             )[0]
         if overlaps:
             OrderedGradients(self.model.optimizer, model)
+        # DeepSpeed looks for experts in layers of its own; now it reduces those that are marked.
+        if ranks.ep_size > 1:
+            self.model.has_moe_layers = True
         return self.model
 
     @property
@@ -302,6 +309,13 @@ class DeepSpeedEngine:
         # For the next engine of this process.
         functional.linear = self._linear
         groups.mpu = None
+        for known in (
+            groups._EXPERT_PARALLEL_GROUP,
+            groups._EXPERT_PARALLEL_GROUP_RANKS,
+            groups._EXPERT_DATA_PARALLEL_GROUP,
+            groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
+        ):
+            known.clear()
         for name, value in parameters.items():
             self.module.get_parameter(name).data = value
 
@@ -384,6 +398,25 @@ def _as_output(module: nn.Module, inputs: Any, results: Any) -> Any:
     output = results.pop("output")
     vars(output).update(results)
     return output
+
+
+def _mark_experts(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Marks the experts as DeepSpeed's convention is, and names the groups that hold them.
+
+    DeepSpeed reduces the gradients of marked parameters over the ranks of `expert_data_parallel`
+    alone, and divides the sum by the number of all data-parallel ranks, as it does for the others.
+    """
+    name = f"ep_size_{mesh.size('expert')}"
+    groups._EXPERT_PARALLEL_GROUP[name] = mesh.group("expert")
+    groups._EXPERT_PARALLEL_GROUP_RANKS[name] = dist.get_process_group_ranks(mesh.group("expert"))
+    replicas = mesh.group(*EXPERT_REPLICA_AXES)
+    groups._EXPERT_DATA_PARALLEL_GROUP[name] = replicas
+    groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = dist.get_process_group_ranks(replicas)
+    for parameter in model.parameters():
+        if getattr(parameter, "expert_parallel", False):
+            marked: Any = parameter
+            marked.allreduce = False
+            marked.group_name = name
 
 
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

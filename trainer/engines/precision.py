@@ -54,6 +54,19 @@ def prepare_model(
             f"the model is split over {size} processes, but model_parallel_size is "
             f"{ranks.tp_size}; build it with mesh=trainer.mesh"
         )
+    mesh = getattr(model, "mesh", None)
+    dealt = 1 if mesh is None else mesh.size("expert")
+    if native and dealt != ranks.ep_size:
+        raise ValueError(
+            f"the model deals experts over {dealt} processes, but expert_parallel_size is "
+            f"{ranks.ep_size}; build it with mesh=trainer.mesh"
+        )
+    has_experts = any(getattr(each, "expert_parallel", False) for each in model.parameters())
+    if ranks.ep_size > 1 and not has_experts:
+        raise ValueError(
+            f"expert_parallel_size={ranks.ep_size} deals experts over processes, and a {wrapper} "
+            "has none; use expert_parallel_size=1"
+        )
     shared = context_size(getattr(model, "mesh", None))
     if ranks.cp_size > 1 and not native:
         raise ValueError(

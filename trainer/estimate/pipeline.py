@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...models.auto import from_config, unsplit_on_meta
 from ...models.blocks.attention import check_heads
+from ...models.blocks.moe import check_experts
 from ...models.config import ModelConfig
 from ...models.pipeline import (
     assign_parameters,
@@ -91,9 +92,13 @@ def check_layout(arguments: TrainingArguments, config: ModelConfig, launch: Rank
     check_heads(config.attention_heads, size)
     parameter_sizes(config, size)
     stages = arguments.pipeline_parallel_size
+    check_experts(config, arguments.expert_parallel_size, stages)
     started = count_processes(arguments) * max(1, arguments.num_nodes)
     processes = launch.world_size if launch.world_size > 1 else started
-    data_parallel_size = validate_layout(processes, size, stages)
+    experts = arguments.expert_parallel_size
+    data_parallel_size = experts * validate_layout(
+        processes, size, stages, arguments.context_parallel_size, experts
+    )
     if stages > 1:
         # Times are not measured here: if blocks can be dealt by parameters, they can be by time.
         partition = arguments.pipeline_partition

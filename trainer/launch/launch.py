@@ -133,7 +133,8 @@ def find_smaller_jobs(arguments: TrainingArguments) -> tuple[int, ...]:
     if not batches or rest:
         return ()
     replicas = range(count_processes(arguments) // split - 1, 0, -1)
-    return tuple(split * number for number in replicas if batches % number == 0)
+    experts = arguments.expert_parallel_size  # whose ranks read different samples
+    return tuple(split * number for number in replicas if batches % (number * experts) == 0)
 
 
 def start_processes(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...mpu import ParallelMesh
 from ...mpu.collectives import gather_bytes
-from ...mpu.mesh import REPLICA_AXES
+from ...mpu.mesh import REPLICA_AXES, SAMPLE_AXES
 from .phase import RANK_0, phase
 
 # Rank 0 may prepare a corpus or build kernels for as long as it takes.
@@ -27,7 +27,8 @@ class Ranks:
     """A position in a mesh, or one process (`mesh=None`): the ranks and sizes of the axes, and sums
     over them.
 
-    Data-parallel ranks (`dp_rank`, `dp_size`) read different samples. Replicas (`replica_rank`,
+    Data-parallel ranks (`dp_rank`, `dp_size`) read different samples; those of the expert axis
+    (`ep_size`) are among them. Replicas (`replica_rank`,
     `replica_size`) hold the same parameters, so their gradients are summed: they are the
     data-parallel ranks times the context-parallel ones, which read parts of the same samples.
     """
@@ -40,6 +41,7 @@ class Ranks:
         self.dp_size = 1
         self.cp_rank = 0
         self.cp_size = 1
+        self.ep_size = 1
         self.replica_rank = 0
         self.replica_size = 1
         self.tp_rank = 0
@@ -49,8 +51,9 @@ class Ranks:
         if mesh is not None:
             self.rank = mesh.rank
             self.world_size = mesh.world_size
-            self.dp_rank = mesh.dp_rank
-            self.dp_size = mesh.dp_size
+            self.dp_rank = mesh.rank_in(*SAMPLE_AXES)
+            self.dp_size = mesh.size(*SAMPLE_AXES)
+            self.ep_size = mesh.size("expert")
             self.cp_rank = mesh.cp_rank
             self.cp_size = mesh.cp_size
             self.replica_rank = mesh.rank_in(*REPLICA_AXES)
