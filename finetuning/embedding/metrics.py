@@ -33,7 +33,7 @@ def measure_ranking(relevance: Sequence[np.ndarray], relevant: Sequence[int]) ->
         more = hits[:NEAREST_OF_MAP]
         precisions = more.cumsum() / np.arange(1, len(more) + 1)
         sums["map@100"] += (precisions * more).sum() / min(count, NEAREST_OF_MAP)
-    return {name: total / len(relevance) for name, total in sums.items()}
+    return {name: float(total / len(relevance)) for name, total in sums.items()}
 
 
 def measure_retrieval(texts: Sequence[tuple[str, ...]], embeddings: np.ndarray) -> dict[str, float]:
