@@ -109,6 +109,31 @@ def test_every_family_is_split_by_blocks(run_mesh, tmp_path, family):
         assert_same(steps, whole)
 
 
+CURVES = {
+    "1 x 2": (1, 2, {}),
+    "1 x 4, two micro-batches": (1, 4, {"micro_batch_size": 1, "global_batch_size": 8}),
+    "2 x 2": (2, 2, {}),
+    "sequence parallelism": (2, 2, {"sequence_parallel": True}),
+    "selective": (1, 2, {"recompute": "selective"}),
+    "full": (1, 2, {"recompute": "full"}),
+    "bf16": (1, 2, {"precision": "bf16"}),
+}
+
+
+@pytest.mark.before_release
+@pytest.mark.parametrize("layout", CURVES)
+@pytest.mark.parametrize("family", every_day([], more=FAMILIES))
+def test_twenty_steps_are_those_of_one_process(run_mesh, tmp_path, family, layout):
+    tp, ranks, arguments = CURVES[layout]
+    settings = {
+        "model": partial(build, family=family), "train_steps": 20, "global_batch_size": 8, "lr": 1e-3,
+    }  # fmt: skip
+    [(whole, _)] = train(run_mesh, tmp_path / "one", env_type="pytorch", **settings)
+    tolerance = 2e-2 if arguments.get("precision") == "bf16" else 1e-5
+    for steps, _ in train(run_mesh, tmp_path / "split", tp, ranks, **{**settings, **arguments}):
+        assert losses(steps) == pytest.approx(losses(whole), rel=tolerance)
+
+
 def test_bf16_keeps_fp32_parts(run_mesh, tmp_path):
     [(whole, _)] = train(run_mesh, tmp_path / "one", env_type="pytorch", precision="bf16")
     for steps, weights in train(run_mesh, tmp_path / "split", 1, 2, precision="bf16"):
@@ -405,9 +430,18 @@ def measure_memory(mesh):
 
 
 def test_a_rank_needs_its_share_and_a_block(run_mesh):
-    """Parameters, gradients and AdamW's states, of 12 blocks on 4 ranks, in fp32."""
+    """Parameters, gradients and AdamW's states, of 12 blocks on 4 ranks, in fp32; as estimated."""
+    from shardzoo.models import config_from_dict
+    from shardzoo.trainer.estimate import Job, estimate
+    from shardzoo.trainer.estimate.estimate import FRAMEWORK
+
+    job = Job(
+        length=8, data_parallel_size=4, fsdp=True, precision="fp32", device="cpu", padded=False
+    )
+    estimated = estimate(config_from_dict(DEEP), job).peak.total - FRAMEWORK["cpu"]
     for total, block, own, states, at_start, peak in run_mesh(1, measure_memory, data=4):
         # While a block runs, its parameters and their gradients are whole, which the tenth leaves room for.
         assert own + states + peak <= 1.1 * 4 * total / 4 + block, (total, block, own, states, peak)
+        assert own + states + peak == pytest.approx(estimated, rel=0.05)
         # A parameter is drawn at a time.
         assert at_start <= 1.1 * total / 4 + block, (total, block, at_start)

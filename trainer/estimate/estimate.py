@@ -263,16 +263,26 @@ def _fsdp_memory(model: ModelMemory, job: Job) -> EngineMemory:
     every = sum(size.local for size in model.parameters)
     trained = sum(size.local for size in model.trained)
     own = -(-trained // ranks)
+    e = job.itemsize
     in_blocks = 0
-    block = 0
+    frozen_in_blocks = 0
+    block = 0  # bytes that the largest one takes while it is whole
     for part in model.parts:
         elements = sum(size.local for size in part.parameters)
         in_blocks += elements
-        block = max(block, -(-elements // max(1, part.layers)))
+        frozen_in_blocks += part.frozen
+        gradients = -(-elements // max(1, part.layers))
+        weights = gradients + -(-part.frozen // max(1, part.layers))
+        if job.device == "cpu":
+            # The weights are freed before the gradients are copied to the fp32 buffer of the sum.
+            block = max(block, e * (weights + gradients), (e + FP32) * gradients)
+        else:
+            # The sum of the block before may still be on its way.
+            block = max(block, e * (weights + gradients) + FP32 * gradients)
     outside = max(0, trained - in_blocks)
-    # A rank has fp32 rows; what is gathered has the precision of the forward pass. Of a block there
-    # are its parameters, their gradients, and the fp32 buffer in which these are exchanged.
-    gathered = job.itemsize * (2 * outside + 2 * block) + FP32 * block
+    frozen_outside = max(0, every - trained - frozen_in_blocks)
+    # A rank has fp32 rows; what is gathered has the precision of the forward pass.
+    gathered = e * (2 * outside + frozen_outside) + block
     optimizer = find_optimizer(job.optimizer)
     groups = [[-(-size.local // ranks) for size in group] for group in _groups(model)]
     largest = max((size.local for size in model.trained), default=0)

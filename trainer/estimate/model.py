@@ -41,13 +41,14 @@ from ..precisions import PRECISIONS, PrecisionName
 
 @dataclass(frozen=True)
 class BlockStack:
-    """Equal blocks of a model: their number, the memory of one block, and the trained parameters of
-    all blocks.
+    """Equal blocks of a model: their number, the memory of one block, the trained parameters of all
+    blocks, and the number of elements in their frozen ones.
     """
 
     layers: int
     block: BlockBytes
     parameters: tuple[ParameterSize, ...]
+    frozen: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,9 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
         in_block = block_bytes(stack, batch, layout)
         if job.gathers_keys(stack.block.heads):
             in_block = replace(in_block, kept=in_block.kept + _gathered_bytes(stack, batch, job))
-        parts.append(BlockStack(stack.layers, in_block, own))
+        every = sum(size.local for size in sizes if size.name.startswith(stack.path))
+        frozen = every - sum(size.local for size in own)
+        parts.append(BlockStack(stack.layers, in_block, own, frozen))
     table = next(size for size in sizes if size.name.endswith("word_embeddings.weight"))
     head = next((size for size in sizes if size.name.endswith("head.weight")), table)
     logits = 0
