@@ -105,6 +105,7 @@ class PeftAdapter(nn.Module):
         self.find = find
         self.places = places
         self.hook: Any = None  # of `attach`
+        self.enabled = True  # peft's own layers know when they are disabled
 
     def forward(self, x: Tensor, output: Any) -> Any:
         tuner_layer = import_peft().tuners.tuners_utils.BaseTunerLayer

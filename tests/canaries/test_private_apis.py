@@ -641,6 +641,8 @@ def test_every_private_name_has_a_canary():
         "_composable", "_composable_state", "_get_fsdp_state", "_pre_forward_hook_handle", "_post_forward_hook_handle",
         "_fsdp_param_groups", "_module_to_pre_save_state_dict_hook_handle", "_post_load_hook_handle",
         "_module_to_pre_load_state_dict_hook_handle",
+        "_set_params_and_buffers_to_ignore_for_model", "_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS",
+        "_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
     }  # fmt: skip
     # Of long standing and documented, or in a benchmark alone.
     accepted = {"_exit", "_parameters", "_buffers", "_modules", "_attn_implementation", "_sleep", "_ops", "_dynamo",
@@ -741,3 +743,36 @@ def test_fsdp_can_be_taken_off_a_module():
             source = inspect.getsource(module)
             for name in names:
                 assert f"self.{name}" in source, name
+
+
+def test_ddp_leaves_out_the_parameters_that_it_is_told_to():
+    from torch.nn.parallel import DistributedDataParallel
+
+    with needed_by(
+        "trainer/engines/ddp_engine.py",
+        breaks="DDP sums the gradients of experts over ranks that hold other experts.",
+        remedy="Find how DDP is told now which parameters it must not exchange.",
+    ):
+        model = torch.nn.Linear(2, 2)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
+        assert model._ddp_params_and_buffers_to_ignore == ["bias"]
+        assert "_ddp_params_and_buffers_to_ignore" in inspect.getsource(
+            DistributedDataParallel.__init__
+        )
+
+
+def test_deepspeed_finds_the_groups_of_experts_by_name():
+    from deepspeed.utils import groups
+
+    with needed_by(
+        "trainer/engines/deepspeed_engine.py (_mark_experts)",
+        breaks="DeepSpeed sums the gradients of experts over ranks that hold other experts.",
+        remedy="Find where deepspeed.utils.groups keeps the groups of an expert-parallel size now.",
+    ):
+        for known, find in (
+            ("_EXPERT_PARALLEL_GROUP", groups._get_expert_parallel_group),
+            ("_EXPERT_DATA_PARALLEL_GROUP", groups._get_expert_data_parallel_group),
+        ):
+            assert isinstance(getattr(groups, known), dict)
+            assert isinstance(getattr(groups, f"{known}_RANKS"), dict)
+            assert known in inspect.getsource(find)

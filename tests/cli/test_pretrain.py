@@ -528,7 +528,6 @@ def test_the_objective_and_its_settings(argv, name, mask_probability, tmp_path, 
         (["--config", "negated.yaml"], "objective 'roberta' has no setting 'no_whole_words'"),
         (["--config", "list.yaml"], "objective must be a name, or settings with a name"),
         (["--config", "glm.yaml"], "objective.token must be a finite number, not 'x'"),
-        (["expert_parallel_size=2"], "experts are split over the tensor-parallel ranks"),
     ],
 )
 def test_a_wrong_objective_or_setting(argv, message, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from every_case import EVERY_CASE, every_day
 
 from shardzoo.convert.operations import split
 from shardzoo.mpu import Shard
+from shardzoo.mpu.mesh import axis_ranks, axis_sizes
 from shardzoo.trainer.checkpointing.model_files import StoredOptimizer
 
 # Losses in fp32 differ by the order of sums alone.
@@ -205,14 +206,12 @@ def test_resharding_keeps_every_bit(name, train, tmp_path):
     saved = tmp_path / "run" / "checkpoints" / "step-000002"
     expected, model = checkpointed(saved), build_on_meta(as_config(CONFIGS[name]), None)
     for size in (1, 2, 3):
-        ranks = [
-            dict(
-                StoredOptimizer(
-                    saved, model, SimpleNamespace(tp_rank=rank, tp_size=size, pp_size=1)
-                )
-            )
-            for rank in range(size)
-        ]
+        sizes = {**axis_sizes(None), "tensor": size}
+        ranks = []
+        for rank in range(size):
+            mesh = SimpleNamespace(ranks={**axis_ranks(None), "tensor": rank}, sizes=sizes)
+            place = SimpleNamespace(tp_rank=rank, tp_size=size, pp_size=1, mesh=mesh)
+            ranks.append(dict(StoredOptimizer(saved, model, place)))
         for tensor, value in ranks[0].items():
             shard = getattr(model.get_parameter(tensor.partition("/")[2]), "shard", None)
             merged = (

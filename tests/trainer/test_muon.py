@@ -86,7 +86,7 @@ class Model(nn.Module):
 def update(mesh: Any, family: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Returns this rank's weights after ten steps, and the operations of the last update."""
     from shardzoo.trainer import TrainingArguments
-    from shardzoo.trainer.engines.factory import make_engine, shard_model
+    from shardzoo.trainer.engines.factory import gather_parameters, make_engine, shard_model
     from shardzoo.trainer.engines.optimizers import make_optimizer
     from shardzoo.trainer.launch.ranks import Ranks
 
@@ -102,6 +102,7 @@ def update(mesh: Any, family: str, arguments: dict[str, Any]) -> tuple[dict[str,
         with FlopCounterMode(display=False) as counter:
             engine.step()
     engine.close(whole=True)
+    gather_parameters(model)
     weights = {name.rpartition(".")[2]: p.detach().clone() for name, p in model.named_parameters()}
     return weights, counter.get_total_flops()
 
