@@ -338,7 +338,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize(
-    "page", by_turns([page for page in PAGES if page not in ELSEWHERE and blocks(page)], 2)
+    "page", by_turns([page for page in PAGES if page not in ELSEWHERE and blocks(page)], 3)
 )
 def test_page(page, workplace, run_ranks, monkeypatch):
     monkeypatch.setattr(
@@ -376,6 +376,7 @@ def make_quickstart(folder: Path, run_ranks) -> None:
     assert run_ranks(2, pretrain_here, words, folder, isolated=True) == [0, 0]
 
 
+@pytest.mark.before_release
 def test_the_readmes_model_under_torchrun(workplace):
     """Nobody but the snippet's mesh starts the process group."""
     [block] = [block for block in blocks("README.md", "python") if "ParallelMesh" in block.text]

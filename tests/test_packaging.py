@@ -68,6 +68,7 @@ def test_the_wheel_holds_the_whole_package(wheel):
     assert held == wanted
 
 
+@pytest.mark.before_release
 def test_pip_finds_the_wheel_in_an_index(wheel, tmp_path):
     """A wheel for this version of Python; its metadata is whole."""
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"

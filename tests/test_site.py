@@ -165,6 +165,7 @@ def test_no_link_of_the_site_is_dead(site, html):
     assert not dead
 
 
+@pytest.mark.before_release
 def test_a_browser_asks_nobody_else(site, html):
     asked = {
         request for page in html.values() for request in page.requests if urlsplit(request).netloc

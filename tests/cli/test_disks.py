@@ -152,6 +152,7 @@ def workplace(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.before_release
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cases", WHOLE.values() if os.environ.get("SHARDZOO_DISKS") else [PART])
 def test_a_fault_of_the_disk_is_one_line(workplace, cases):

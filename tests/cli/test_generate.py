@@ -283,6 +283,7 @@ def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused(folders, tmp_p
         Trainer(model_name_or_path=str(folder), train_file=__file__)
 
 
+@pytest.mark.before_release
 def test_two_processes_read_standard_input_once(folders, tmp_path):
     command = ["python", "-m", "shardzoo.cli.main", "generate", "--model", str(folders["gpt2"])]
     command += ["--max-new-tokens", "6", "--tp", "2", "--batch-size", "2"]

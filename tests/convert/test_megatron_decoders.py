@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_case import by_turns
 from megatron_files import in_megatron_core
 from parity import randomize
 from safetensors.torch import load_file
@@ -379,7 +380,7 @@ def run_by_core(folders, run_ranks, tmp_path_factory) -> dict[str, tuple[torch.T
     return {case: (found, places / case) for case, found in zip(RUN, logits, strict=True)}
 
 
-@pytest.mark.parametrize("case", RUN)
+@pytest.mark.parametrize("case", by_turns(RUN, 2))
 def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(
     case, folders, run_by_core, hashes, tmp_path
 ):

@@ -64,7 +64,7 @@ def cases_of(family: str) -> dict[str, dict]:
     return {name: CASES[name] for name in chosen}
 
 
-@pytest.mark.parametrize("family", by_turns(FAMILIES, 3))
+@pytest.mark.parametrize("family", by_turns(FAMILIES, 5))
 def test_tokens_are_those_of_transformers(family, saved, prompts, run_mesh):
     reference, folder = saved(family)
     is_decoder = not reference.config.is_encoder_decoder

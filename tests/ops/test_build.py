@@ -136,12 +136,14 @@ def test_required_build_fails(no_compiler, tmp_path):
     assert reason in done.stderr
 
 
+@pytest.mark.before_release
 def test_skipped_build(tmp_path):
     done = build(tmp_path, SHARDZOO_BUILD="skip")
     assert done.returncode == 0
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.before_release
 def test_a_wrong_setting_is_named(tmp_path):
     done = build(tmp_path, SHARDZOO_BUILD="yes")
     assert done.returncode != 0

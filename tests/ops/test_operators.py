@@ -17,7 +17,7 @@ from shardzoo.ops.registration import OPS
 
 SMALL = {case.name: case for case in cases("cpu", 1 / 2048)}
 BENCHED = pytest.mark.parametrize("name", SMALL)
-OPCHECKED = pytest.mark.parametrize("name", by_turns(SMALL, 3))
+OPCHECKED = pytest.mark.parametrize("name", by_turns(SMALL, 5))
 # Gradient formulas and traces are the same whatever kernel runs; Triton's interpreter would take long over them.
 OPCHECKS = {"triton": ("test_schema", "test_faketensor")}
 EVERY_OPCHECK = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_case import every_day
+from every_case import by_turns, every_day
 from training import endless_losses
 
 MIXTURE = {
@@ -85,7 +85,7 @@ MORE_DEALT = {
 }
 
 
-@pytest.mark.parametrize("name", every_day(list(DEALT), more=list(MORE_DEALT)))
+@pytest.mark.parametrize("name", by_turns(DEALT | MORE_DEALT, 5))
 def test_dealt_experts_train_the_same_curve_and_resume_anywhere(train, deal, tmp_path, name):
     tensor, expert, processes, changes = (DEALT | MORE_DEALT)[name]
     expected = train(1, folder="unsplit", save_interval=4)

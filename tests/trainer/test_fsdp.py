@@ -69,7 +69,7 @@ LAYOUTS = {
     "adafactor": (1, 3, {"optimizer": "adafactor", "lr": 1e-3}),
     "lion": (1, 2, {"optimizer": "lion", "lr": 1e-3}),
 }
-EVERY_DAY = ("three, which divide no dimension", "sequence", "hybrid")
+EVERY_DAY = ("three, which divide no dimension", "sequence")
 
 
 def train(run_mesh, folder, tp=1, data_ranks=1, env_type="fsdp", **arguments):

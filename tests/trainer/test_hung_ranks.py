@@ -373,6 +373,7 @@ def test_the_smaller_sizes_of_a_job():
     assert find_smaller_jobs(TrainingArguments(env_type="pytorch", global_batch_size=4)) == ()
 
 
+@pytest.mark.before_release
 def test_a_job_goes_on_with_fewer_ranks(tmp_path, fork_server, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     launch = importlib.import_module("hung_ranks").launch

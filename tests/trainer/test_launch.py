@@ -124,6 +124,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
     return process.returncode, output.splitlines(), messages
 
 
+@pytest.mark.before_release
 def test_the_first_traceback_is_on_top_and_the_code_comes_back(start):
     code, output, messages = finish(start("barrier"))
     assert code == 1
@@ -319,6 +320,7 @@ def test_the_rendezvous_of_one_machine_is_closed_to_others(start):
     ]  # 127.0.0.1, and no [::]
 
 
+@pytest.mark.before_release
 def test_the_next_start_deletes_the_folder_of_a_killed_launcher(start, tmp_path, monkeypatch):
     """It leaves alone a running launcher's folder, and folders that no launcher has made."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
