@@ -70,9 +70,6 @@ def settings_come_back():
     torch.set_num_threads(before)
     if torch.distributed.is_initialized() and not had_process_group:
         torch.distributed.destroy_process_group()
-        accelerate = sys.modules.get("accelerate.state")
-        if accelerate is not None:  # It must not take the group for one that exists.
-            accelerate.AcceleratorState._reset_state(reset_partial_state=True)
     mpu = sys.modules.get("shardzoo.mpu")
     if mpu is not None:
         mpu.dropout_state.clear()
