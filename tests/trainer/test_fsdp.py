@@ -423,12 +423,13 @@ def measure_memory(mesh):
     states = 0
     for state in optimizer.state.values():
         states += sum(value.nbytes for value in state.values() if value.dim())
-    # gloo's threads may hold a buffer for longer than the step needs it.
-    peak = min(peak_of(step) for _ in range(5))
+    # gloo's threads may hold a buffer for longer than the step needs it, in two of three steps.
+    peak = min(peak_of(step) for _ in range(20))
     engine.close(whole=False)
     return total, block, own, states, at_start, peak
 
 
+@pytest.mark.before_release
 def test_a_rank_needs_its_share_and_a_block(run_mesh):
     """Parameters, gradients and AdamW's states, of 12 blocks on 4 ranks, in fp32; as estimated."""
     from shardzoo.models import config_from_dict
