@@ -115,6 +115,7 @@ def test_what_is_not_built_is_refused_before_anything_starts():
         {"env_type": "deepspeed+mpu", "pipeline_parallel_size": 2},
         {"env_type": "deepspeed", "zero_stage": 3},
         {"env_type": "deepspeed+mpu", "torch_compile": True},
+        {"env_type": "deepspeed+mpu", "lora_rank": 4},
     ):
         with pytest.raises(ValueError, match="context_parallel_size=2 does not work with"):
             TrainingArguments(cp=2, train_steps=1, **wrong)
