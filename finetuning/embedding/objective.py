@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...mpu import ParallelMesh, dropout_state, gather_from_dp
 from ...mpu.dropout import checkpoint
-from ...trainer.batches.loss_normalization import to_device
+from ..replicas import iterate_replica_batches
 from . import losses
 from .data import TextColumns
 from .metrics import measure_retrieval
@@ -152,14 +152,9 @@ class EmbeddingObjective:
         number of ranks. Collective.
         """
         # Each data-parallel rank embeds its part of the rows; all get all embeddings.
-        replicas = 1 if self.mesh is None else self.mesh.dp_size
-        replica = 0 if self.mesh is None else self.mesh.dp_rank
         found: list[Tensor] = []
         scores: list[Tensor] = []
-        for start in range(0, len(samples), batch_size * replicas):
-            first = start + replica * batch_size
-            numbers = [min(first + row, len(samples) - 1) for row in range(batch_size)]
-            batch = to_device(collate([samples[number] for number in numbers]), device)
+        for batch in iterate_replica_batches(samples, collate, device, batch_size, self.mesh):
             embeddings = self.embed(batch["input_ids"], batch["attention_mask"], model)
             found.append(gather_from_dp(embeddings.float(), self.mesh))
             if "scores" in batch:

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...models.language_model import IGNORED
 from ...models.lora import adapters_disabled
 from ...mpu import ParallelMesh, dropout_state, gather_from_dp, vocab_parallel_cross_entropy
-from ...trainer.batches.loss_normalization import to_device
 from ...trainer.launch.ranks import Ranks
+from ..replicas import iterate_replica_batches, scale_to_global_batch
 from . import losses
 
 WITH_REFERENCE = ("dpo", "ipo", "kto")
@@ -78,12 +78,7 @@ class PreferenceObjective:
         values = self.measure(data, run)
         rows, logged = self.compute_loss(values, data.get("is_desirable"), self.mesh)
         self._sums.append(logged.detach())
-        loss = rows.mean()
-        items = data.get("num_items_in_batch")
-        if items is not None:
-            # The model's own loss would be a sum divided by the rows of the global batch.
-            loss = loss * (len(rows) / items)
-        return {"loss": loss}
+        return {"loss": scale_to_global_batch(rows, data)}
 
     def measure(self, data: Mapping[str, Any], run: Any) -> AnswerValues:
         """Returns the log-probabilities of a batch's answers, by the model and the reference."""
@@ -119,13 +114,8 @@ class PreferenceObjective:
 
         Collective.
         """
-        replicas = 1 if self.mesh is None else self.mesh.dp_size
-        replica = 0 if self.mesh is None else self.mesh.dp_rank
         found: list[Tensor] = []
-        for start in range(0, len(samples), batch_size * replicas):
-            first = start + replica * batch_size
-            numbers = [min(first + row, len(samples) - 1) for row in range(batch_size)]
-            batch = to_device(collate([samples[number] for number in numbers]), device)
+        for batch in iterate_replica_batches(samples, collate, device, batch_size, self.mesh):
             found.append(gather_from_dp(self.measure_reference(batch), self.mesh))
         return torch.cat(found)[: len(samples)].float().cpu().numpy()
 
@@ -219,11 +209,7 @@ class PreferenceObjective:
 
     def pop_values(self, ranks: Ranks) -> dict[str, float]:
         """Returns the means of what has been logged since the last call. Collective."""
-        if not self._sums:
-            return {}
-        total = torch.stack(self._sums).double().sum(0)
-        self._sums.clear()
-        return self._name_values(ranks.sum_replicas(*total.tolist()))
+        return self._name_values(_pop_sums(self._sums, ranks)) if self._sums else {}
 
     def _name_values(self, numbers: Sequence[float]) -> dict[str, float]:
         names = (*VALUE_NAMES, "kl")
@@ -252,14 +238,9 @@ class PreferenceObjective:
 
         They do not depend on the number of ranks.
         """
-        replicas = 1 if self.mesh is None else self.mesh.dp_size
-        replica = 0 if self.mesh is None else self.mesh.dp_rank
         found: list[Tensor] = []
         desirable: list[Tensor] = []
-        for start in range(0, len(samples), batch_size * replicas):
-            first = start + replica * batch_size
-            numbers = [min(first + row, len(samples) - 1) for row in range(batch_size)]
-            batch = to_device(collate([samples[number] for number in numbers]), device)
+        for batch in iterate_replica_batches(samples, collate, device, batch_size, self.mesh):
             values = self.measure(batch, model)
             parts = [values.logps, values.lengths.to(values.logps.dtype), values.reference]
             found.append(gather_from_dp(torch.stack(parts, -1), self.mesh))
@@ -278,6 +259,13 @@ class PreferenceObjective:
             logged.append(sums)
         total = torch.stack(logged).double().sum(0)
         return {"loss": loss / len(samples), **self._name_values(total.tolist())}
+
+
+def _pop_sums(sums: list[Tensor], ranks: Ranks) -> Sequence[float]:
+    """Returns the totals, over batches and data-parallel ranks, of sums that it removes."""
+    total = torch.stack(sums).double().sum(0)
+    sums.clear()
+    return ranks.sum_replicas(*total.tolist())
 
 
 def _sum_pairs(rewards: Tensor, logps: Tensor) -> Tensor:
@@ -315,9 +303,7 @@ class RewardObjective:
         rewards = self.measure(data, run)
         rows = losses.reward(*rewards.unbind(1), center=self.center)
         self._sums.append(_sum_pairs(rewards, torch.zeros_like(rewards)).detach())
-        loss = rows.mean()
-        items = data.get("num_items_in_batch")
-        return {"loss": loss if items is None else loss * (len(rows) / items)}
+        return {"loss": scale_to_global_batch(rows, data)}
 
     def measure(self, data: Mapping[str, Any], run: Any) -> Tensor:
         """Returns the rewards of a batch's answers, [B, A]."""
@@ -328,11 +314,7 @@ class RewardObjective:
 
     def pop_values(self, ranks: Ranks) -> dict[str, float]:
         """Returns the means of what has been logged since the last call. Collective."""
-        if not self._sums:
-            return {}
-        total = torch.stack(self._sums).double().sum(0)
-        self._sums.clear()
-        return _name_rewards(ranks.sum_replicas(*total.tolist()))
+        return _name_rewards(_pop_sums(self._sums, ranks)) if self._sums else {}
 
     @torch.no_grad()
     def evaluate(
@@ -345,13 +327,8 @@ class RewardObjective:
         batch_size: int,
     ) -> dict[str, float]:
         """Returns the mean loss, and the values that training logs. Collective."""
-        replicas = 1 if self.mesh is None else self.mesh.dp_size
-        replica = 0 if self.mesh is None else self.mesh.dp_rank
         found: list[Tensor] = []
-        for start in range(0, len(samples), batch_size * replicas):
-            first = start + replica * batch_size
-            numbers = [min(first + row, len(samples) - 1) for row in range(batch_size)]
-            batch = to_device(collate([samples[number] for number in numbers]), device)
+        for batch in iterate_replica_batches(samples, collate, device, batch_size, self.mesh):
             found.append(gather_from_dp(self.measure(batch, model), self.mesh))
         rewards = torch.cat(found)[: len(samples)]
         loss = losses.reward(*rewards.unbind(1), center=self.center).mean()

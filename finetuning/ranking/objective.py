@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...mpu import ParallelMesh, dropout_state, gather_from_dp
-from ...trainer.batches.loss_normalization import to_device
 from ..embedding.metrics import measure_ranking
+from ..replicas import iterate_replica_batches, scale_to_global_batch
 from . import losses
 from .data import RankedDocuments, count_documents
 
@@ -32,10 +32,7 @@ class RankingObjective:
     def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any]:
         """Runs the model on a batch of `RankingCollate`. Returns `loss`."""
         rows = self.compute_loss(self.score(data, run), data["relevance"], self.mesh)
-        loss = rows.mean()
-        items = data.get("num_items_in_batch")
-        # The model's own loss would be a sum divided by the queries of the global batch.
-        return {"loss": loss if items is None else loss * (len(rows) / items)}
+        return {"loss": scale_to_global_batch(rows, data)}
 
     def score(self, data: Mapping[str, Any], run: Any) -> Tensor:
         """Returns the scores of a batch's documents, fp32 [B, D]."""
@@ -71,14 +68,9 @@ class RankingObjective:
         The documents of records with the same query are ranked together. The values do not depend
         on the number of ranks.
         """
-        replicas = 1 if self.mesh is None else self.mesh.dp_size
-        replica = 0 if self.mesh is None else self.mesh.dp_rank
         most = count_documents(records)
         found: list[Tensor] = []
-        for start in range(0, len(samples), batch_size * replicas):
-            first = start + replica * batch_size
-            numbers = [min(first + row, len(samples) - 1) for row in range(batch_size)]
-            batch = to_device(collate([samples[number] for number in numbers]), device)
+        for batch in iterate_replica_batches(samples, collate, device, batch_size, self.mesh):
             scores = self.score(batch, model)
             # All ranks send the same number of columns.
             both = torch.stack([scores, batch["relevance"]])

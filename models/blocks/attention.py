@@ -6,11 +6,12 @@ See masks.py for the masks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from math import lcm
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -333,7 +334,11 @@ class CoreAttention(nn.Module):
         if context_size(self.mesh) == 1 and not isinstance(mask, Documents):
             return self.attend_locally(q, k, v, mask, position_bias, causal)
         attend = self.attend_to_gathered_keys
-        if self.exchanges_heads or context_size(self.mesh) == 1:
+        if context_size(self.mesh) == 1:
+            place = AttentionPlace(q.shape[1], 0, 0)
+            within = partial(self.attend_within_documents, place=place)
+            attend = cast(Callable[..., Tensor], within)  # the mask is of `Documents` here
+        elif self.exchanges_heads:
             attend = self.attend_with_fewer_heads
         if self.recompute and torch.is_grad_enabled():
             # The backward pass exchanges again, so that no rank keeps what it has received.
@@ -350,14 +355,11 @@ class CoreAttention(nn.Module):
         causal: bool,
     ) -> Tensor:
         """Computes attention with all positions of 1/C of this rank's heads, after an exchange of
-        heads with the other context-parallel ranks, if there are any.
+        heads with the other context-parallel ranks.
         """
         mesh = self.mesh
+        assert mesh is not None
         heads = q.shape[1]
-        if mesh is None or mesh.cp_size == 1:
-            assert isinstance(mask, Documents)
-            place = AttentionPlace(heads, 0, 0)
-            return self.attend_within_documents(q, k, v, mask, position_bias, causal, place)
         share = heads // mesh.cp_size
         first = mesh.cp_rank * share
         # Fewer key-value heads than ranks are repeated, so that each rank gets those of its queries.
