@@ -279,6 +279,14 @@ class FinetuningArguments(TrainingArguments):
                     f"{name}={getattr(self, name)} does not work in fine-tuning yet; use Trainer or "
                     f"pretraining, or {name}=1"
                 )
+        environment = self._find_environment()
+        repeats_backward = environment in ("pytorch", "deepspeed", "deepspeed+mpu")
+        if self.embedding_mini_batch is not None and (not repeats_backward or self.zero_stage == 3):
+            raise ValueError(
+                "embedding_mini_batch runs the model again in the backward pass, which "
+                f"env_type={environment!r} does not support; use env_type='pytorch' or "
+                "'deepspeed+mpu' with zero_stage below 3"
+            )
         if self.predict_with_generate and self.zero_stage == 3:
             raise ValueError(
                 "predict_with_generate needs whole parameters, which ZeRO stage 3 splits; use "

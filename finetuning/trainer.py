@@ -722,15 +722,6 @@ class Trainer(BaseTrainer):
         if columns is None or settings is None:
             return None
         self._refuse_split_batches()
-        if arguments.embedding_mini_batch is not None and (
-            arguments.env_type not in ("pytorch", "deepspeed", "deepspeed+mpu")
-            or arguments.zero_stage == 3
-        ):
-            raise ValueError(
-                "embedding_mini_batch runs the model again in the backward pass, which "
-                f"env_type={arguments.env_type!r} does not support; use env_type='pytorch' or "
-                "'deepspeed+mpu' with zero_stage below 3"
-            )
         largest = max(arguments.matryoshka_dims, default=0)
         if largest > self.model.hidden_size:
             raise ValueError(

@@ -625,10 +625,11 @@ class HeadsConfig(ModelConfig):
         if isinstance(names, dict):
             names = cast(dict[Any, Any], names)
             values["num_labels"] = len(names)
-            default_names = {f"LABEL_{number}" for number in range(len(names))}
-            if set(map(str, names.values())) == default_names:
+            default_names = name_labels(len(names))
+            if {str(number): name for number, name in names.items()} == {
+                str(number): name for number, name in default_names.items()
+            }:
                 values["id2label"] = None
-                values["label2id"] = None
             elif {*map(str, names)} != {*map(str, range(len(names)))}:
                 warnings.warn(
                     f"id2label does not name the labels 0 to {len(names) - 1}, of which the model "

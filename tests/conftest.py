@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; also the workers inherit it
@@ -23,6 +24,9 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent / "harness"))
 importlib.import_module("quick_disk")
 EVERY_CASE = importlib.import_module("every_case").EVERY_CASE
+# A change fails by what it does, not by luck: only the run before a release looks for new examples.
+hypothesis.settings.register_profile("every_day", derandomize=not EVERY_CASE)
+hypothesis.settings.load_profile("every_day")
 gc.disable()  # until all tests are collected: imports make nothing but what stays
 
 
@@ -70,6 +74,23 @@ def settings_come_back():
     mpu = sys.modules.get("shardzoo.mpu")
     if mpu is not None:
         mpu.dropout_state.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left():
+    """A trainer that is started here with `env_type="deepspeed"` or the like makes this process a rank.
+
+    It would stay one for all later tests; such a test runs its trainer by `run_mesh`.
+    """
+    before = dict(os.environ)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
+        pytest.fail("the test has left a process group in this process; use run_mesh")
 
 
 @pytest.fixture(scope="session")

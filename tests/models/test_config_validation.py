@@ -226,6 +226,16 @@ def test_ends_may_be_several():
     assert shardzoo.models.auto.as_config(labels).num_labels == 3
 
 
+def test_numbers_of_labels_stay_as_they_are_written():
+    values = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
+    numbers = {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"no": 0, "yes": 1}}
+    config = config_from_dict({**values, **numbers})
+    assert config.to_dict()["label2id"] == {"no": 0, "yes": 1}
+    swapped = {"id2label": {"0": "LABEL_1", "1": "LABEL_0"}}
+    config = config_from_dict({**values, **swapped})
+    assert config.to_dict()["id2label"] == swapped["id2label"]
+
+
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
