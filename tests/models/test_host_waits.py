@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from every_case import every_day
+from every_case import by_turns, every_day
 from tiny_models import TINY, tiny
 from torch.fx.experimental import _config
 from torch.overrides import TorchFunctionMode
@@ -118,7 +118,7 @@ def count_waits_of_family(family, dropout, mesh):
 
 
 @pytest.mark.parametrize("dropout", every_day([0.1], more=[0.0]))
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", by_turns(TINY, 2))
 def test_a_step_waits_nowhere(family, dropout):
     assert not count_waits_of_family(family, dropout, None)
 
