@@ -8,6 +8,7 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
+from ..files.verbosity import OPTIONS
 from .console import run_and_report
 from .help import HelpPage, show_help
 from .spellings import SHORT_NAMES
@@ -94,7 +95,7 @@ def list_pages() -> dict[str, Mapping[str, HelpPage]]:
 def list_options(page: HelpPage) -> dict[str, Sequence[str]]:
     """Returns the options of a command, each with its choices, if it has any."""
     hints = get_type_hints(page.arguments, include_extras=True)
-    options: dict[str, Sequence[str]] = {"--help": (), "--help-all": ()}
+    options: dict[str, Sequence[str]] = dict.fromkeys(("--help", "--help-all", *OPTIONS), ())
     for item in fields(page.arguments):
         markers = getattr(hints[item.name], "__metadata__", ())
         if tyro.conf.Positional in markers or tyro.conf.Suppress in markers:

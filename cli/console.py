@@ -9,11 +9,13 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ..files.printable import printable
+from ..files.verbosity import is_quiet, is_verbose
 
 USAGE_ERROR = 2
 # Seconds between two lines of progress.
@@ -57,6 +59,8 @@ def run_and_report(work: Callable[[], int], *, quiet: bool = False) -> int:
         raise  # The reader of our output has ended; see `main`.
     except Exception as error:
         known = find_user_error(error)
+        if is_verbose():
+            traceback.print_exc()
         if not quiet:
             print_error(known)
         return USAGE_ERROR
@@ -137,8 +141,11 @@ def show_transfer(*, as_json: bool) -> Iterator[Callable[[int, int], None]]:
     """Shows bytes, speed and remaining time on stderr.
 
     It is a bar on a terminal, and elsewhere a line now and then; with `as_json`, each line is a
-    JSON object. Yields a function that takes the bytes done and the bytes in all.
+    JSON object. With `--quiet` there is none. Yields a function that takes the bytes done and the bytes in all.
     """
+    if is_quiet():
+        yield lambda done, total: None
+        return
     if as_json:
         yield _ProgressLines(JSON_INTERVAL, as_json=True).report
         return

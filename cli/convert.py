@@ -15,6 +15,7 @@ from tyro.conf import Positional
 
 from ..checkpoint.hub import find_model
 from ..files.printable import printable
+from ..files.verbosity import is_quiet
 from .console import (
     explain_error,
     format_bytes,
@@ -349,6 +350,8 @@ def _print_outcome(command: Converting, outcome: Outcome, seconds: float) -> Non
             "destination": str(command.destination),
         }
         print(json.dumps({**asdict(outcome), **pace}))
+        return
+    if is_quiet():
         return
     size = format_bytes(outcome.nbytes)
     if outcome.kept:

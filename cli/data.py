@@ -23,13 +23,23 @@ from ..data.text.prepare import PrepareOptions, PrepareProgress, PrepareReport, 
 from ..data.text.sources import Source
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.training import TokenizerKind, train_tokenizer
+from ..files.verbosity import is_quiet
 from ..trainer.logging.console import make_console
+from .arguments import given_value, read_yaml
 from .console import run_and_report
 from .help import HelpPage, show_commands
 
 
+@dataclass(frozen=True, kw_only=True)
+class Configurable:
+    """What all commands of this file take."""
+
+    config: Path | None = None
+    """YAML file with values for these arguments; the command line takes precedence."""
+
+
 @dataclass(frozen=True)
-class Prepare:
+class Prepare(Configurable):
     """Tokenize text into PREFIX.bin and PREFIX.idx.
 
     An interrupted run continues when it is started again.
@@ -75,7 +85,7 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class Merge:
+class Merge(Configurable):
     """Concatenate the documents of several datasets."""
 
     inputs: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -89,7 +99,7 @@ class Merge:
 
 
 @dataclass(frozen=True)
-class Inspect:
+class Inspect(Configurable):
     """Check a dataset, and show what it holds."""
 
     prefix: Annotated[Path, tyro.conf.Positional]
@@ -115,7 +125,7 @@ class Inspect:
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(Configurable):
     """Split a dataset by document into PREFIX_train, PREFIX_valid and PREFIX_test."""
 
     prefix: Annotated[Path, tyro.conf.Positional]
@@ -136,7 +146,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class TrainTokenizer:
+class TrainTokenizer(Configurable):
     """Train a tokenizer: byte-level BPE, SentencePiece unigram (T5's) or WordPiece (BERT's)."""
 
     output: Path
@@ -181,17 +191,46 @@ HELP = {
 def main(argv: list[str]) -> int:
     """Runs `shardzoo data …`. Returns 0, or 2 after a user's error and one line on stderr."""
     show_commands("shardzoo data", "Prepares corpora and tokenizers.", HELP, argv)
-    command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
-    command = tyro.cli(command_type, args=argv, prog="shardzoo data")
 
     def work() -> int:
+        command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
+        command = tyro.cli(command_type, args=add_config(argv), prog="shardzoo data")
+        is_answer = isinstance(command, Inspect)
         try:
-            command.run(make_console())
+            command.run(make_console(quiet=is_quiet() and not is_answer))
         except RuntimeError as error:  # of a library that reads or trains
             raise ValueError(str(error)) from error
         return 0
 
     return run_and_report(work)
+
+
+def add_config(argv: list[str]) -> list[str]:
+    """Returns a command line in which the values of the YAML file that `--config` names come before
+    those that are given, which therefore count.
+
+    Raises:
+        ValueError: The file cannot be used.
+    """
+    config = given_value(argv, "config")
+    if config is None or not argv or argv[0] not in HELP:
+        return argv
+    kind = HELP[argv[0]].arguments
+    positional: list[str] = []
+    options: list[str] = []
+    for name, value in read_yaml(kind, Path(config)).items():
+        words = [str(item) for item in value] if isinstance(value, list) else [str(value)]
+        option = f"--{name.replace('_', '-')}"
+        if name in ("inputs", "prefix"):
+            positional = words
+        elif isinstance(value, bool):
+            options.append(option if value else option.replace("--", "--no-", 1))
+        elif value is not None:
+            options += [option, *words]
+    given = argv[1:]
+    if given and not given[0].startswith("--"):
+        positional = []
+    return [argv[0], *positional, *options, *given]
 
 
 def choose_source(inputs: tuple[Path, ...]) -> Source:

@@ -18,6 +18,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import tyro
 from rich.text import Text
 
+from ..files.verbosity import take_verbosity
 from ..finetuning.arguments import FinetuningArguments
 from ..trainer.arguments.value_types import texts
 from ..trainer.launch.environment import end_process
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch = read_rank()
     if launch is None:
         return USAGE_ERROR
-    given = sys.argv[1:] if argv is None else argv
+    given = take_verbosity(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
         arguments = parse(FinetuneCommand, help_page(), given, quiet=not launch.is_first)

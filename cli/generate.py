@@ -19,6 +19,7 @@ from ..data.text.lines import begins_json_array, iter_json_records, iter_text_li
 from ..data.text.records import check_text
 from ..data.text.sources import JSON_SUFFIXES
 from ..data.tokenizers.glm_tokens import GLMVocabulary
+from ..files.verbosity import take_verbosity
 from ..models.generation.settings import GenerationSettings
 from ..trainer.precisions import PrecisionName
 from .arguments import parse, read_yaml
@@ -174,7 +175,7 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     from ..models.pipeline import split_blocks_evenly
     from ..trainer.launch.launch import start_processes
 
-    given = sys.argv[1:] if argv is None else list(argv)
+    given = take_verbosity(sys.argv[1:] if argv is None else argv)
     arguments = parse(GenerateArguments, HELP, given, quiet=quiet)
     if not arguments.model:
         raise ValueError("--model is missing: name the folder of a model")

@@ -18,6 +18,7 @@ from types import CodeType
 from typing import Any
 
 from .. import __version__
+from ..files.verbosity import VARIABLE, take_verbosity
 from .console import USAGE_ERROR, print_any_text, print_error
 
 # As a shell reports a SIGINT and a SIGPIPE.
@@ -93,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     the program that reads its output has ended.
     """
     print_any_text()
-    words = sys.argv[1:] if argv is None else list(argv)
+    before = os.environ.get(VARIABLE, "")
+    words = take_verbosity(sys.argv[1:] if argv is None else argv)
     try:
         try:
             return dispatch(words)
@@ -103,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
     except BrokenPipeError:
         return leave_closed_pipe()
+    finally:
+        os.environ[VARIABLE] = before  # of a caller in this process, such as a notebook
 
 
 def leave_closed_pipe() -> int:
@@ -172,7 +176,17 @@ def usage() -> str:
     for topic, commands in TOPICS.items():
         lines += ["", f"{topic}:"]
         lines += [f"  {name:<{width}}  {text}" for name, text in commands.items()]
-    return "\n".join([*lines, "", "`shardzoo COMMAND --help` shows a command's options."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "every command takes:",
+            "  --quiet      print results and errors alone",
+            "  --verbose    print errors with the place in the code where they were found",
+            "",
+            "`shardzoo COMMAND --help` shows a command's options.",
+        ]
+    )
 
 
 if __name__ == "__main__":

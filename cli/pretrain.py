@@ -22,6 +22,7 @@ import tyro
 from ..data.objectives.objective import Objective
 from ..data.objectives.registry import find_objective, objective_names
 from ..files.safe_paths import checked_file
+from ..files.verbosity import is_quiet, take_verbosity
 from ..pretraining.arguments import DEFAULT_MODEL, FIXED, PretrainingArguments
 from ..pretraining.inputs import choose_inputs, default_objective
 from ..pretraining.tables import run_plan
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launch is None:
         return USAGE_ERROR
 
-    given = sys.argv[1:] if argv is None else argv
+    given = take_verbosity(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
         arguments = read_arguments(given, quiet=not launch.is_first)
@@ -126,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             launch.world_size < arguments.processes_of_a_replica
             and not arguments.dry_run
             and not arguments.hostfile
+            and not is_quiet()
         ):
             layout = f"--model-parallel-size {size}"
             if stages > 1:
@@ -139,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "this machine"
             )
         ensure_processes_for(arguments)
-        if defaults:
+        if defaults and not is_quiet():
             print(defaults)
         from ..pretraining.run import Pretraining  # It imports DeepSpeed, for seconds.
 

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
+from ..files.verbosity import is_verbose
 from ..trainer.launch.rank_info import RankInfo
 from .console import USAGE_ERROR, find_user_error, print_any_text, print_error
 
@@ -80,10 +81,12 @@ def _report_once(error: ValueError | OSError, launch: RankInfo) -> None:
 
 
 def _report(error: ValueError | OSError) -> None:
-    """Prints the message, and the traceback if a ValueError was raised outside this package."""
+    """Prints the message, and the traceback with `--verbose`, or if a ValueError was raised outside
+    this package.
+    """
     print_error(error)
     if isinstance(error, OSError):  # of the user's disk
         return
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    if frame.f_globals["__name__"].partition(".")[0] != PACKAGE:
+    if is_verbose() or frame.f_globals["__name__"].partition(".")[0] != PACKAGE:
         traceback.print_exception(error)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 
+from ..files.verbosity import is_quiet
+
 # Another name, which is as good -> the name.
 SHORT = {
     "tp": "model_parallel_size",
@@ -83,7 +85,7 @@ def respell(
             options.append(word)
             continue
         written = f"--{target.replace('_', '-')}"
-        if name in OLD and target != name and not quiet:
+        if name in OLD and target != name and not quiet and not is_quiet():
             print(f"notice: {option} is called {written} now", file=sys.stderr)
         if target not in VALUES:
             options.append(f"{written}{equals}{value}" if target != name else word)

@@ -23,6 +23,7 @@ from ..convert import merge
 from ..data import target_entropy
 from ..data.loading.pretraining import build_pad_batch
 from ..data.tokenizers.tokenizer import load_tokenizer
+from ..files.verbosity import is_quiet
 from ..models import ParallelConfig, family, from_config, from_pretrained
 from ..models.loading import check_pretrained, missing_modules
 from ..models.lora import merge_lora
@@ -89,7 +90,7 @@ class Pretraining:
         self.inputs = inputs
         if arguments.tf32:
             torch.set_float32_matmul_precision("high")
-        self.console = make_console(quiet=not launch.is_first)
+        self.console = make_console(quiet=not launch.is_first or is_quiet())
         self.trainer = Trainer(arguments)
         if dist.is_initialized():
             # Every process has checked the folder that the first rank changes next.

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Share
 from ..data.loading.collate import DataCollator, with_loss_mask
+from ..files.verbosity import is_quiet
 from ..mpu import ParallelMesh, dropout_state, set_reduction
 from ..mpu.fused_products import use_symmetric_memory
 from ..ops.device import computes_on_host, has_tf32
@@ -133,7 +134,7 @@ class Trainer:
         if self.arguments.tf32 is not None and has_tf32(self.device):
             torch.set_float32_matmul_precision("high" if self.arguments.tf32 else "highest")
         self.ranks = Ranks(self.mesh)
-        self.console = make_console(quiet=self.ranks.rank != 0, markup=False)
+        self.console = make_console(quiet=self.ranks.rank != 0 or is_quiet(), markup=False)
         self._notices: set[str] = set()
         notice = deepspeed_notice(self.arguments.deepspeed_config, vars(self.arguments))
         if notice:

@@ -171,6 +171,8 @@ def render(page: HelpPage, default: Any = None, *, whole: bool = False, width: i
     if not whole and (hidden or is_cut):
         more = f"{hidden} more options and " if hidden else ""
         lines += ["", f"{WHOLE} shows {more}the texts in full."]
+    if whole:
+        lines += ["", "Every command also takes --quiet and --verbose."]
     return "\n".join(lines)
 
 
