@@ -93,6 +93,7 @@ from .llama import (
 )
 from .loading import from_pretrained
 from .m2m_100 import M2M100Config, M2M100ForConditionalGeneration, M2M100Model
+from .marian import MarianConfig, MarianForCausalLM, MarianModel, MarianMTModel
 from .mbart import (
     MBartConfig,
     MBartForCausalLM,
@@ -136,6 +137,12 @@ from .mt5 import (
     MT5Model,
 )
 from .parallel_config import ParallelConfig
+from .pegasus import (
+    PegasusConfig,
+    PegasusForCausalLM,
+    PegasusForConditionalGeneration,
+    PegasusModel,
+)
 from .phi3 import (
     Phi3Config,
     Phi3ForCausalLM,
@@ -317,6 +324,10 @@ __all__ = [
     "MT5ForSequenceClassification",
     "MT5ForTokenClassification",
     "MT5Model",
+    "MarianConfig",
+    "MarianForCausalLM",
+    "MarianMTModel",
+    "MarianModel",
     "MistralConfig",
     "MistralForCausalLM",
     "MistralForQuestionAnswering",
@@ -337,6 +348,10 @@ __all__ = [
     "ModernBertForTokenClassification",
     "ModernBertModel",
     "ParallelConfig",
+    "PegasusConfig",
+    "PegasusForCausalLM",
+    "PegasusForConditionalGeneration",
+    "PegasusModel",
     "Phi3Config",
     "Phi3ForCausalLM",
     "Phi3ForSequenceClassification",

@@ -144,7 +144,7 @@ class AutoModelForMaskedLM(AutoModelClass):
 class AutoModelForSeq2SeqLM(AutoModelClass):
     """An encoder-decoder that answers a text with another one."""
 
-    heads = ("ForConditionalGeneration",)
+    heads = ("ForConditionalGeneration", "MTModel")
 
 
 class AutoModelForSequenceClassification(AutoModelClass):

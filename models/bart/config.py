@@ -37,6 +37,8 @@ class BartConfig(HeadsConfig):
             block.
         embedding_norm: Whether the embeddings are normalized.
         learned_positions: Whether the positions are learned; otherwise they are sinusoids.
+        positions_count_padding: Whether sinusoids are those of the places in the row, so that
+            padding is counted like other tokens.
         has_logits_bias: Whether the language model of the family may add a stored vector to the
             logits.
         encoder_layerdrop, decoder_layerdrop: The share of blocks that a training step leaves out.
@@ -58,6 +60,7 @@ class BartConfig(HeadsConfig):
     pre_norm: ClassVar[bool] = False
     embedding_norm: ClassVar[bool] = True
     learned_positions: ClassVar[bool] = True
+    positions_count_padding: ClassVar[bool] = False
     has_logits_bias: ClassVar[bool] = True
 
     vocab_size: VocabSize = 50265
@@ -92,7 +95,8 @@ class BartConfig(HeadsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pad_token_id is None and not self.learned_positions:
+        skips_padding = not self.learned_positions and not self.positions_count_padding
+        if self.pad_token_id is None and skips_padding:
             raise ValueError(
                 f"pad_token_id must be a token of the vocabulary, because {self.model_type} counts "
                 "the positions of all other tokens"
@@ -119,7 +123,9 @@ class BartConfig(HeadsConfig):
 
     @property
     def may_add_logits_bias(self) -> bool:
-        return self.has_logits_bias and self.architecture.endswith("ForConditionalGeneration")
+        return self.has_logits_bias and self.architecture.endswith(
+            ("ForConditionalGeneration", "MTModel")
+        )
 
     @property
     def num_attention_heads(self) -> int:
@@ -131,4 +137,5 @@ class BartConfig(HeadsConfig):
 
     @property
     def max_target_length(self) -> int | None:
-        return self.max_position_embeddings if self.learned_positions else None
+        has_table = self.learned_positions or self.positions_count_padding
+        return self.max_position_embeddings if has_table else None

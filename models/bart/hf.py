@@ -4,6 +4,8 @@ have the same.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..name_map import NameEntry, NameMap
 
 
@@ -70,4 +72,11 @@ NAME_MAP = NameMap(
     # Shards of version 1.0 keep it beside the parameters. Other files may have any values.
     zeros=("final_logits_bias",),
     spelled=((r".*ForCausalLM", r"model\.shared\.weight", "model.decoder.embed_tokens.weight"),),
+)
+
+# The sinusoids of Pegasus and Marian are computed; some files store them.
+WITHOUT_POSITIONS = replace(
+    NAME_MAP,
+    entries=tuple(entry for entry in NAME_MAP.entries if "position" not in entry.native),
+    ignored=(*NAME_MAP.ignored, r"(model\.)?(encoder|decoder)\.embed_positions\.weight"),
 )

@@ -9,6 +9,8 @@ Generation, ...").
   + mlp(x))
 - mBART and M2M100: pre-LayerNorm blocks, x + attention(norm(x)), and a final norm after each stack
 - M2M100 and NLLB: sinusoidal positions that skip padding, and no norm of the embeddings
+- Pegasus and Marian: sinusoidal positions that count padding, and no norm of the embeddings; Pegasus
+  with pre-LayerNorm
 - biases everywhere; exact GELU, in M2M100 ReLU
 - initial weights N(0, 0.02); the padding token's embedding and all biases zero
 """
@@ -35,7 +37,7 @@ from ..language_model import VOCABULARY_MULTIPLE, vocabulary_head
 from ..parallel_config import ParallelConfig, layer_arguments
 from ..seq2seq import SEQ2SEQ_INPUTS, Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
 from .config import BartConfig
-from .positions import LearnedPositions, SinusoidalPositions
+from .positions import LearnedPositions, PlacePositions, SinusoidalPositions
 
 
 class BartBlock(nn.Module):
@@ -135,6 +137,10 @@ class BartStack(Seq2SeqStack):
         self.scale = math.sqrt(size) if config.scale_embedding else 1.0
         if config.learned_positions:
             self.position_embeddings = LearnedPositions(
+                config.max_position_embeddings, size, **shared
+            )
+        elif config.positions_count_padding:
+            self.position_embeddings = PlacePositions(
                 config.max_position_embeddings, size, **shared
             )
         else:

@@ -103,3 +103,47 @@ class SinusoidalPositions(nn.Module):
         x = nn.functional.pad(x, (0, self.hidden_size % 2)).to(dtype)
         x = cut_sequence(x, self.mesh)
         return scatter_sequence(x, self.mesh) if self.sequence_parallel else x
+
+
+class PlacePositions(nn.Module):
+    """Sinusoids of the places in a row, in which padding is counted like other tokens.
+
+    The formula is that of Vaswani et al. (2017, arXiv:1706.03762), with the sines of all
+    frequencies before the cosines: frequency i is 10000^(-2i / H). transformers computes them in
+    fp64, too, and rounds them to fp32.
+    """
+
+    def __init__(
+        self,
+        positions: int,
+        hidden_size: int,
+        *,
+        sequence_parallel: bool = False,
+        mesh: ParallelMesh | None = None,
+    ) -> None:
+        super().__init__()
+        self.positions = positions
+        self.hidden_size = hidden_size
+        self.sequence_parallel = sequence_parallel
+        self.mesh = mesh
+
+    def embed(
+        self, ids: Tensor, cached: int, dtype: torch.dtype, pieces: Tensor | None = None
+    ) -> Tensor:
+        """Returns [B or 1, S, H], or [B or 1, S/tp, H] under sequence parallelism. The arguments and
+        errors are those of `LearnedPositions.embed`.
+        """
+        if pieces is not None:
+            places = restart_positions(pieces)
+            check_positions(places, 0, self.positions)
+        else:
+            length = cached + ids.shape[1]
+            check_positions(None, length, self.positions)
+            places = torch.arange(cached, length, device=ids.device)[None]
+        steps = torch.arange(0, self.hidden_size, 2, device=ids.device, dtype=torch.float64)
+        frequencies = 10000 ** -(steps / self.hidden_size)
+        angles = places.unsqueeze(-1).double() * frequencies  # [B or 1, S, H/2]
+        cosines = angles.cos()[..., : self.hidden_size // 2]
+        x = torch.cat([angles.sin(), cosines], dim=-1).float().to(dtype)
+        x = cut_sequence(x, self.mesh)
+        return scatter_sequence(x, self.mesh) if self.sequence_parallel else x

@@ -135,7 +135,8 @@ def build(name: str, case: Case, folder: Path) -> Any:
     randomize(model, seed=3)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16())
+            if parameter.requires_grad:  # not a table of sinusoids, which files need not have
+                parameter.copy_(parameter.bfloat16())
     model.save_pretrained(folder)
     return model.eval()
 

@@ -140,6 +140,8 @@ def randomize(model, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:  # a table of sinusoids
+                continue
             is_norm = ("norm" in name.lower() or ".ln_" in name) and name.endswith("weight")
             parameter.normal_(1.0 if is_norm else 0.0, 0.15, generator=generator)
 

@@ -71,6 +71,8 @@ TINY: dict[str, dict[str, Any]] = {
     "bart": _BART,
     "mbart": {**_BART, "scale_embedding": True},
     "m2m_100": _BART,
+    "pegasus": _BART,
+    "marian": {**_BART, "pad_token_id": 1, "decoder_start_token_id": 1},
 }  # fmt: skip
 PRETRAINED = {
     "t5": "T5ForConditionalGeneration", "gpt2": "GPT2LMHeadModel", "bert": "BertForPreTraining",
@@ -89,7 +91,8 @@ _DROPOUTS = {
     "mt5": ("dropout_rate",),
     "umt5": ("dropout_rate",),
     **dict.fromkeys(
-        ("bart", "mbart", "m2m_100"), ("dropout", "attention_dropout", "activation_dropout")
+        ("bart", "mbart", "m2m_100", "pegasus", "marian"),
+        ("dropout", "attention_dropout", "activation_dropout"),
     ),
     **dict.fromkeys(_MODERN_DECODERS, ("attention_dropout",)),
     "phi3": ("attention_dropout", "resid_pdrop"),
@@ -105,7 +108,9 @@ _DEPTHS = {
     "t5": ("num_layers", "num_decoder_layers"),
     "mt5": ("num_layers", "num_decoder_layers"),
     "umt5": ("num_layers", "num_decoder_layers"),
-    **dict.fromkeys(("bart", "mbart", "m2m_100"), ("encoder_layers", "decoder_layers")),
+    **dict.fromkeys(
+        ("bart", "mbart", "m2m_100", "pegasus", "marian"), ("encoder_layers", "decoder_layers")
+    ),
     **dict.fromkeys(_MODERN_DECODERS, ("num_hidden_layers",)),
 }
 _SPECIAL_TOKENS = {

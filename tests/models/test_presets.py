@@ -118,6 +118,11 @@ PUBLISHED = {
     "qwen2-57b-a14b": 57_408_658_944,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    # Without the sinusoids, which are no parameters here.
+    "pegasus-large": 568_699_904,
+    "pegasus-xsum": 568_699_904,
+    "opus-mt-en-de": 73_886_208,
+    "opus-mt-en-fr": 74_609_664,
     "phi-3-mini-4k-instruct": 3_821_079_552,
     "phi-3-medium-4k-instruct": 13_960_238_080,
     "phi-4": 14_659_507_200,

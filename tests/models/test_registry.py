@@ -51,7 +51,6 @@ UNKNOWN_FAMILIES = {  # model_type, architecture: the nearest model, and a word 
     ("gpt_neox", "GPTNeoXForCausalLM"): ("LlamaForCausalLM (llama)", "side by side"),
     ("olmoe", "OlmoeForCausalLM"): ("Qwen3MoeForCausalLM (qwen3_moe)", "norms over the queries and keys"),
     ("gemma2", "Gemma2ForSequenceClassification"): ("LlamaForSequenceClassification (llama)", "soft-capped"),
-    ("pegasus", "PegasusForConditionalGeneration"): ("MBartForConditionalGeneration (mbart)", "sinusoidal positions"),
     ("nllb-moe", "NllbMoeForConditionalGeneration"): (
         "M2M100ForConditionalGeneration (m2m_100)", "mixture of experts",
     ),

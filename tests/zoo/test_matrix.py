@@ -67,6 +67,8 @@ WANTED = {
     **dict.fromkeys(
         ("Bart", "MBart"), ("Model", "ForConditionalGeneration", "ForSequenceClassification")
     ),
+    "Pegasus": ("Model", "ForConditionalGeneration", "ForCausalLM"),
+    "Marian": ("Model", "MTModel", "ForCausalLM"),
     "M2M100": ("Model", "ForConditionalGeneration"),
 }
 

@@ -1,0 +1,24 @@
+"""Marian's translation models (Junczys-Dowmunt et al., 2018, "Marian: Fast Neural Machine
+Translation in C++"), of which OPUS-MT has more than a thousand.
+
+They are BARTs with sinusoidal positions and without a norm of the embeddings; see
+`models/bart/model.py`.
+"""
+
+from __future__ import annotations
+
+from ..bart.decoder import BartForCausalLM
+from ..bart.model import BartBackbone, BartLM
+from ..heads import BareModel
+
+
+class MarianMTModel(BartLM, BartBackbone):
+    """Marian that translates a text."""
+
+
+class MarianModel(BareModel, BartBackbone):
+    """Marian without a head."""
+
+
+class MarianForCausalLM(BartForCausalLM):
+    """The decoder of Marian, predicting the next token."""

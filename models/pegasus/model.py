@@ -1,0 +1,23 @@
+"""Pegasus (Zhang et al., 2020, "PEGASUS: Pre-training with Extracted Gap-sentences for Abstractive
+Summarization").
+
+It is a BART with pre-LayerNorm and sinusoidal positions; see `models/bart/model.py`.
+"""
+
+from __future__ import annotations
+
+from ..bart.decoder import BartForCausalLM
+from ..bart.model import BartBackbone, BartLM
+from ..heads import BareModel
+
+
+class PegasusForConditionalGeneration(BartLM, BartBackbone):
+    """Pegasus that answers a text with another one."""
+
+
+class PegasusModel(BareModel, BartBackbone):
+    """Pegasus without a head."""
+
+
+class PegasusForCausalLM(BartForCausalLM):
+    """The decoder of Pegasus, predicting the next token."""

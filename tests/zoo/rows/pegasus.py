@@ -1,0 +1,14 @@
+"""Pegasus: sinusoidal positions that count padding, pre-LayerNorm, ReLU."""
+
+from matrix import Case
+
+SIZES = {
+    "d_model": 24, "encoder_layers": 2, "encoder_attention_heads": 6, "encoder_ffn_dim": 30, "decoder_layers": 2,
+    "decoder_attention_heads": 6, "decoder_ffn_dim": 36, "vocab_size": 97, "scale_embedding": True,
+    "max_position_embeddings": 40, "activation_function": "relu",
+}  # fmt: skip
+CASES = {
+    "PegasusForConditionalGeneration": Case(SIZES),
+    "PegasusModel": Case(SIZES),
+    "PegasusForCausalLM": Case(SIZES),
+}
