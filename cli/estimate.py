@@ -45,6 +45,7 @@ MOST_REMEDIES = 8
 # What a remedy changes -> the option.
 OPTIONS = {
     "accumulation_steps": "--gradient-accumulation-steps",
+    "fsdp": "--fsdp",
     "micro_batch_size": "--micro-batch-size",
     "optimizer": "--optimizer",
     "recompute": "--recompute",
@@ -339,7 +340,7 @@ def describe_remedies(remedies: Sequence[Remedy]) -> Table | Text:
     """Returns a table of what makes a run fit, as options of this command."""
     if not remedies:
         return Text(
-            "No recomputation, ZeRO, micro-batch, tensor parallelism or Adafactor makes it fit; "
+            "No recomputation, ZeRO, FSDP, micro-batch, tensor parallelism or Adafactor makes it fit; "
             "more devices may (--dp with --zero-stage, or --pp)"
         )
     title = "What makes it fit, by predicted device time for a sequence"

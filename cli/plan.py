@@ -272,7 +272,8 @@ def list_results(plan: Plan, cluster: Cluster, tokens: float) -> dict[str, Any]:
         "tensor_parallel_size": run.tensor,
         "pipeline_parallel_size": run.pipeline,
         "data_parallel_size": run.data,
-        "zero_stage": run.zero_stage,
+        "zero_stage": None if run.fsdp else run.zero_stage,
+        "fsdp": run.fsdp,
         "recompute": run.recompute,
         "sequence_parallel": run.sequence_parallel,
         "micro_batch_size": run.micro_batch,
@@ -323,7 +324,7 @@ def build_table(rows: Sequence[dict[str, Any]], arguments: PlanArguments) -> Tab
             str(row["tensor_parallel_size"]),
             str(row["pipeline_parallel_size"]),
             str(row["data_parallel_size"]),
-            str(row["zero_stage"]),
+            "fsdp" if row["fsdp"] else str(row["zero_stage"]),
             row["recompute"],
             "yes" if row["sequence_parallel"] else "no",
             str(row["micro_batch_size"]),
@@ -431,13 +432,18 @@ def build_recipe(plan: Plan, request: PlanRequest, arguments: PlanArguments) -> 
     for path in RECIPES.glob("*.yaml"):
         if path.stem == arguments.model:
             values = dict(read_yaml(PretrainCommand, path))
-    values.pop("gradient_accumulation_steps", None)
+    for name in ("gradient_accumulation_steps", "zero_stage"):
+        values.pop(name, None)
+    if run.fsdp:
+        engine: dict[str, Any] = {"env_type": "fsdp"}
+    else:
+        # The engine with an mpu refuses stage 3.
+        env_type = "deepspeed" if run.zero_stage == 3 else "deepspeed+mpu"
+        engine = {"env_type": env_type, "zero_stage": run.zero_stage}
     values |= {
         "model_parallel_size": run.tensor,
         "pipeline_parallel_size": run.pipeline,
-        # The engine with an mpu refuses stage 3.
-        "env_type": "deepspeed" if run.zero_stage == 3 else "deepspeed+mpu",
-        "zero_stage": run.zero_stage,
+        **engine,
         "sequence_parallel": run.sequence_parallel,
         "recompute": run.recompute,
         "micro_batch_size": run.micro_batch,

@@ -22,6 +22,7 @@ from ..models.activations import Activations, BlockSpec, StackSpec
 from .hardware import Cluster, Link, Rates
 
 Recompute = Literal["none", "selective", "full"]
+FP32 = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class PlannedRun:
             arXiv:2205.14135).
         zero_stage: 1 and more split the update over the data-parallel ranks; 3 gathers the weights
             in each pass.
+        fsdp: Whether torch's FSDP2 does what stage 3 does; it adds up gradients in fp32.
         itemsize: Bytes of an element of weights and activations.
         gradient_itemsize: Bytes of an element of the gradients that are reduced.
     """
@@ -78,6 +80,7 @@ class PlannedRun:
     sequence_parallel: bool = False
     fused_attention: bool = True
     zero_stage: int = 1
+    fsdp: bool = False
     itemsize: int = 2
     gradient_itemsize: int = 2
 
@@ -95,6 +98,11 @@ class PlannedRun:
     def passes(self) -> int:
         """Returns how often a micro-batch goes through a block: forward, backward, recomputation."""
         return 3 if self.recompute == "full" else 2
+
+    @property
+    def exchanges_each_pass(self) -> bool:
+        """Returns whether replicas exchange weights or gradients in each micro-batch."""
+        return self.fsdp or self.zero_stage > 1
 
     def tokens(self, stack: StackSpec) -> int:
         """Returns the tokens of one sequence in a stack."""
@@ -441,7 +449,7 @@ def gradient_time(network: Network, run: PlannedRun, cluster: Cluster, backward:
         backward: Seconds of one micro-batch's backward pass.
     """
     all_reduce, rounds = gradient_ring(network, run, cluster)
-    if run.zero_stage > 1:  # Gradients are reduced behind each micro-batch, not only the last.
+    if run.exchanges_each_pass:  # Gradients are reduced behind each micro-batch, not only the last.
         backward *= run.micro_batches
     return max(all_reduce * rounds - cluster.rates.overlap * backward, 0.0)
 
@@ -455,11 +463,17 @@ def gradient_ring(network: Network, run: PlannedRun, cluster: Cluster) -> tuple[
         # The gradients of each micro-batch are scattered and the weights gathered once; each is
         # half of an all-reduce.
         rounds = (run.micro_batches + 1) / 2
-    elif run.zero_stage == 3:
+    elif run.zero_stage == 3 or run.fsdp:
         # The weights are also gathered for both passes of each micro-batch (Rajbhandari et al.
         # 2020, section 7).
         rounds = 1.5 * run.micro_batches
-    return ring_all_reduce(size, run.data, link, cluster.rates), rounds
+    gathered = ring_all_reduce(size, run.data, link, cluster.rates)
+    if run.fsdp:
+        # Two of the three halves have the weights' precision, and the third one is in fp32.
+        in_fp32 = size * FP32 / run.gradient_itemsize
+        scattered = ring_all_reduce(in_fp32, run.data, link, cluster.rates)
+        return (2 * gathered + scattered) / 3, rounds
+    return gathered, rounds
 
 
 def update_time(network: Network, run: PlannedRun, cluster: Cluster) -> float:
@@ -473,8 +487,11 @@ def update_bytes(network: Network, run: PlannedRun) -> float:
     Per element: 4 bytes to read for the norm; the update reads gradient, weight and two moments of
     4 bytes, and writes the last three and a weight of `itemsize` bytes.
     """
-    own = network.parameters / (run.tensor * run.pipeline) / (run.data if run.zero_stage else 1)
-    return own * (4 + 28 + run.itemsize)
+    is_split = run.zero_stage or run.fsdp
+    own = network.parameters / (run.tensor * run.pipeline) / (run.data if is_split else 1)
+    # FSDP rounds the weights when it sends them.
+    rounded = 0 if run.fsdp else run.itemsize
+    return own * (4 + 28 + rounded)
 
 
 def model_flops(network: Network, run: PlannedRun) -> float:

@@ -16,7 +16,7 @@ from ..models.sizes import largest_size, parameter_sizes
 from ..mpu.division import divisors
 from ..trainer.estimate import Job, estimate
 from ..trainer.optimizers.registry import OptimizerName
-from ..trainer.precisions import PrecisionName
+from ..trainer.precisions import PRECISIONS, PrecisionName
 from .cost import Network, PlannedRun, Recompute, StepTime, step_time
 from .hardware import Cluster
 
@@ -107,7 +107,8 @@ def build_estimate_job(run: PlannedRun, request: PlanRequest) -> Job:
         tensor_parallel_size=run.tensor,
         data_parallel_size=run.data,
         pipeline_parallel_size=run.pipeline,
-        zero_stage=run.zero_stage,  # pyright: ignore[reportArgumentType]
+        zero_stage=None if run.fsdp else run.zero_stage,  # pyright: ignore[reportArgumentType]
+        fsdp=run.fsdp,
         sequence_parallel=run.sequence_parallel,
         recompute=run.recompute,
         precision=request.precision,
@@ -146,12 +147,13 @@ def find_plans(
     timed.sort(key=lambda pair: pair[0].total)
     plans: list[Plan] = []
     smallest_too_large: dict[PlannedRun, int] = {}
-    update_too_large: set[tuple[int, int, int, bool]] = set()
+    update_too_large: set[tuple[int, int, int, bool, bool]] = set()
     for time, run in timed:
         if len(plans) == best:
             break
         # The optimizer's step holds no activations, so these alone decide what it needs.
-        decides_update = (run.tensor, run.pipeline, run.zero_stage, run.micro_batches > 1)
+        accumulates = run.micro_batches > 1
+        decides_update = (run.tensor, run.pipeline, run.zero_stage, run.fsdp, accumulates)
         if decides_update in update_too_large:
             continue
         any_micro_batch = replace(run, micro_batch=1)
@@ -189,8 +191,13 @@ def list_layouts(config: ModelConfig, request: PlanRequest, node_size: int) -> I
         per_replica = divisors(request.global_batch // data)
         powers_of_two = [size for size in per_replica if size & (size - 1) == 0]
         splits = (False, True) if tensor > 1 and request.length % tensor == 0 else (False,)
-        options = product(_zero_stages(tensor, pipeline, data), RECOMPUTE, splits, powers_of_two)
-        for stage, recompute, sequence_parallel, micro_batch in options:
+        engines: list[tuple[int, bool]] = []  # ZeRO stage, whether it is FSDP
+        for stage in _zero_stages(tensor, pipeline, data):
+            engines.append((stage, False))
+        if pipeline == 1 and data > 1 and not PRECISIONS[request.precision].scales_loss:
+            engines.append((0, True))
+        options = product(engines, RECOMPUTE, splits, powers_of_two)
+        for (stage, fsdp), recompute, sequence_parallel, micro_batch in options:
             run = PlannedRun(
                 gpus=request.gpus,
                 global_batch=request.global_batch,
@@ -202,6 +209,7 @@ def list_layouts(config: ModelConfig, request: PlanRequest, node_size: int) -> I
                 recompute=recompute,
                 sequence_parallel=sequence_parallel,
                 zero_stage=stage,
+                fsdp=fsdp,
                 itemsize=itemsize,
                 gradient_itemsize=itemsize,
             )

@@ -39,7 +39,7 @@ Ladder = Sequence[dict[str, Any]]
 def find_remedies(config: ModelConfig, job: Job, memory: float) -> list[Remedy]:
     """Returns what makes a job need at most `memory` bytes.
 
-    Recomputation, ZeRO, smaller micro-batches with as many more of them, tensor parallelism over
+    Recomputation, ZeRO and FSDP, smaller micro-batches with as many more of them, tensor parallelism over
     further devices, sequence parallelism, and Adafactor are tried alone and together. A remedy that
     does more than another one is left out.
 
@@ -80,16 +80,18 @@ def _is_milder(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 def _build_ladders(config: ModelConfig, job: Job) -> list[Ladder]:
     stronger_recompute = RECOMPUTE[RECOMPUTE.index(job.recompute) + 1 :]
-    zero_stages = (
-        range((job.stage or 0) + 1, 4) if job.data_parallel_size > 1 and not job.fsdp else ()
-    )
+    splits: list[dict[str, Any]] = []
+    if job.data_parallel_size > 1 and not job.fsdp:
+        splits += [{"zero_stage": stage} for stage in range((job.stage or 0) + 1, 4)]
+        # Also beside tensor parallelism, where ZeRO 3 is refused.
+        splits.append({"fsdp": True})
     batch = job.micro_batch_size
     smaller_batches = [size for size in reversed(divisors(batch)) if size < batch]
     widest = min(largest_size(unsplit_on_meta(config)), find_cluster("a100").node_size)
     wider = [factor * job.tensor_parallel_size for factor in (2, 4, 8)]
     ladders: list[Ladder] = [
         [{"recompute": value} for value in stronger_recompute],
-        [{"zero_stage": stage} for stage in zero_stages],
+        splits,
         [
             {"micro_batch_size": size, "accumulation_steps": job.accumulation_steps * batch // size}
             for size in smaller_batches
@@ -140,6 +142,7 @@ def _device_time(network: Network, job: Job) -> float:
         recompute=job.recompute,
         sequence_parallel=job.sequence_parallel,
         zero_stage=job.stage or 0,
+        fsdp=job.fsdp,
         itemsize=job.itemsize,
         gradient_itemsize=job.itemsize,
     )

@@ -85,7 +85,7 @@ def simulate_step(
 
     forward = draw_passes(forward_shares)
     backward = draw_passes(1 - forward_shares)
-    if run.zero_stage > 1:
+    if run.exchanges_each_pass:
         # Replicas exchange weights or gradients in each pass, so the slowest one decides.
         forward = forward.max(-1, keepdims=True)
         backward = backward.max(-1, keepdims=True)
@@ -95,7 +95,7 @@ def simulate_step(
     ring, rounds = gradient_ring(network, run, cluster)
     # What the last backward pass, two thirds of a micro-batch's time, hides of the reduction.
     hidden = cluster.rates.overlap * 2 / 3 * busy[:, None] * slowness.max(-1)  # [P, D]
-    if run.zero_stage > 1:
+    if run.exchanges_each_pass:
         ended = ended + max(ring * rounds - run.micro_batches * hidden.max(), 0.0)
     elif run.data > 1:
         hops = np.full(run.data, ring / (2 * (run.data - 1)))

@@ -116,28 +116,34 @@ def count_ring_messages(ranks: int, *, reduces: bool) -> int:
         count += 1
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp"])
 @pytest.mark.parametrize("ranks", [2, 5, 8])
 def test_the_rings_of_each_stage_are_counted(stage, ranks):
     """The collectives of a step are those of ZeRO's paper (section 7), walked message by message."""
     micro_batches = 3
     reduce_scatter = count_ring_messages(ranks, reduces=True)
     all_gather = count_ring_messages(ranks, reduces=False)
-    messages = 0
+    itemsize = 2  # of bf16
+    summed = 4 if stage == "fsdp" else itemsize  # bytes of an element of the gradients
+    messages = []  # bytes of an element
     for micro_batch in range(micro_batches):
-        if stage == 3:
-            messages += all_gather  # the weights, for the forward pass
-            messages += all_gather  # and again for the backward pass
-        if stage >= 2 or micro_batch == micro_batches - 1:
-            messages += reduce_scatter  # the gradients
-    if stage < 3:
-        messages += all_gather  # the sums of the gradients, or from stage 1 on the new weights
+        if stage in (3, "fsdp"):
+            messages += all_gather * [itemsize]  # the weights, for the forward pass
+            messages += all_gather * [itemsize]  # and again for the backward pass
+        if stage in (2, 3, "fsdp") or micro_batch == micro_batches - 1:
+            messages += reduce_scatter * [summed]  # the gradients
+    if stage not in (3, "fsdp"):
+        # the sums of the gradients, or from stage 1 on the new weights
+        messages += all_gather * [itemsize]
     network = build_network(tiny())
     cluster = find_cluster("h100")
     cluster = replace(cluster, node_size=8, rates=replace(Rates(), link=1.0, overlap=0.0))
-    run = PlannedRun(gpus=ranks, global_batch=ranks * micro_batches, length=64, zero_stage=stage)
-    part = network.parameters * 2 / ranks  # of bf16
-    seconds = messages * (part / cluster.inside.bandwidth + cluster.inside.latency)
+    engine = {"fsdp": True} if stage == "fsdp" else {"zero_stage": stage}
+    run = PlannedRun(gpus=ranks, global_batch=ranks * micro_batches, length=64, **engine)
+    seconds = 0.0
+    for size in messages:
+        part = network.parameters * size / ranks
+        seconds += part / cluster.inside.bandwidth + cluster.inside.latency
     assert step_time(network, run, cluster).gradients == pytest.approx(seconds, rel=1e-9)
 
 
@@ -164,7 +170,7 @@ def test_the_layouts_are_those_that_the_trainer_accepts(precision):
     for tensor, pipeline, stage, recompute, split, batch in product(
         (1, 2, 3, 4),
         (1, 2, 3, 6, 12),
-        (1, 2, 3),
+        (1, 2, 3, "fsdp"),
         ("none", "selective", "full"),
         (False, True),
         (1, 2, 4, 8),
@@ -172,12 +178,15 @@ def test_the_layouts_are_those_that_the_trainer_accepts(precision):
         if 12 % (tensor * pipeline) or (split and (tensor == 1 or 126 % tensor)) or 6 % pipeline:
             continue
         data, whole = 12 // (tensor * pipeline), tensor * pipeline > 1
-        if (data == 1 and stage > 1) or 24 % (data * batch):
+        if (data == 1 and stage != 1) or 24 % (data * batch):
             continue
+        engine = {"env_type": "deepspeed+mpu" if whole else "deepspeed", "zero_stage": stage}
+        if stage == "fsdp":
+            engine = {"env_type": "fsdp"}
         try:
             arguments = TrainingArguments(
-                env_type="deepspeed+mpu" if whole else "deepspeed", model_parallel_size=tensor,
-                pipeline_parallel_size=pipeline, zero_stage=stage, recompute=recompute, sequence_parallel=split,
+                **engine, model_parallel_size=tensor,
+                pipeline_parallel_size=pipeline, recompute=recompute, sequence_parallel=split,
                 micro_batch_size=batch, global_batch_size=24, precision=precision,
             )  # fmt: skip
             arguments.accumulation_steps(data)
@@ -188,7 +197,7 @@ def test_the_layouts_are_those_that_the_trainer_accepts(precision):
         (
             run.tensor,
             run.pipeline,
-            run.zero_stage,
+            "fsdp" if run.fsdp else run.zero_stage,
             run.recompute,
             run.sequence_parallel,
             run.micro_batch,
@@ -201,7 +210,7 @@ def test_the_memory_is_that_of_the_estimate():
     config, request_ = tiny(), PlanRequest(4, 16, 128)
     for plan in find_plans(config, request_, find_cluster("a100"), best=5):
         run = plan.run
-        values: Any = {"zero_stage": run.zero_stage}
+        values: Any = {"fsdp": True} if run.fsdp else {"zero_stage": run.zero_stage}
         job = Job(
             **values,
             micro_batch_size=run.micro_batch, length=128, accumulation_steps=run.micro_batches,
@@ -267,7 +276,7 @@ def test_the_command_prints_the_best_layouts_and_writes_a_recipe(tmp_path, capsy
     assert first["days"] * 86400 * first["tokens_per_second"] == pytest.approx(1e9)
     assert written["train_steps"] == -(-(10**9) // (512 * 1024))
     for name in ("micro_batch_size", "recompute", "zero_stage"):
-        assert written[name] == first[name]
+        assert written.get(name) == first[name]
     assert written["lr"]  # from the model's own recipe
 
 
@@ -316,10 +325,13 @@ def test_the_recipe_of_every_layout_is_accepted():
     arguments = PlanArguments("gpt2", gpus=8, tokens=1e9, global_batch_size=32)
     time = step_time(build_network(config), PlannedRun(1, 1), find_cluster("h100"))
     every = list(list_layouts(config, request_, 8))
-    assert {run.zero_stage for run in every} == {1, 2, 3}
+    assert {0 if run.fsdp else run.zero_stage for run in every} == {0, 1, 2, 3}
+    assert any(run.fsdp for run in every if run.tensor > 1)
     for run in every:
         values = build_recipe(Plan(run, time, 0), request_, arguments)
-        assert PretrainingArguments(**values).accumulation_steps(run.data) == run.micro_batches
+        accepted = PretrainingArguments(**values)
+        assert accepted.accumulation_steps(run.data) == run.micro_batches
+        assert (accepted.env_type == "fsdp") == run.fsdp
 
 
 @pytest.mark.parametrize(

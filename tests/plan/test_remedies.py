@@ -17,7 +17,7 @@ GIB, MIB = 1 << 30, 1 << 20
 # What each way to save memory offers to a job of 6 sequences and two data-parallel ranks, from mild to strong.
 OFFERS = {
     "recompute": ["none", "selective", "full"],
-    "zero_stage": [None, 1, 2, 3],
+    "zero_stage": [None, 1, 2, 3, "fsdp"],
     "micro_batch_size": [6, 3, 2, 1],
     "tensor_parallel_size": [1, 2, 4],
     "sequence_parallel": [False, True],
@@ -38,6 +38,8 @@ def every_way(config, job: Job) -> dict[tuple[int, ...], int]:
         changes = {
             name: values[rung] for (name, values), rung in zip(OFFERS.items(), place, strict=True)
         }
+        if changes["zero_stage"] == "fsdp":
+            changes |= {"zero_stage": None, "fsdp": True}
         changes["accumulation_steps"] = 6 // changes["micro_batch_size"] * job.accumulation_steps
         if changes["sequence_parallel"] and (
             changes["tensor_parallel_size"] == 1 or job.length % changes["tensor_parallel_size"]
@@ -51,6 +53,8 @@ def every_way(config, job: Job) -> dict[tuple[int, ...], int]:
 
 
 def place_of(changes: dict) -> tuple[int, ...]:
+    if changes.get("fsdp"):
+        changes = {**changes, "zero_stage": "fsdp"}
     return tuple(values.index(changes.get(name, values[0])) for name, values in OFFERS.items())
 
 

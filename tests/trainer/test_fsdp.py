@@ -68,6 +68,8 @@ LAYOUTS = {
     "lamb": (2, 2, {"optimizer": "lamb"}),
     "adafactor": (1, 3, {"optimizer": "adafactor", "lr": 1e-3}),
     "lion": (1, 2, {"optimizer": "lion", "lr": 1e-3}),
+    "muon": (2, 2, {"optimizer": "muon"}),
+    "bf16": (2, 2, {"precision": "bf16"}),
 }
 EVERY_DAY = ("three, which divide no dimension", "sequence")
 
@@ -91,14 +93,35 @@ def assert_same(run, whole, start=0):
 def test_every_layout_takes_the_steps_of_one_process(run_mesh, tmp_path, name):
     """With dropout, clipping, a tied table, accumulation, and parts of unequal sizes."""
     tp, ranks, arguments = LAYOUTS[name]
-    plain = {key: arguments[key] for key in ("optimizer", "lr") if key in arguments}
+    plain = {key: arguments[key] for key in ("optimizer", "lr", "precision") if key in arguments}
     [(whole, reference)] = train(run_mesh, tmp_path / "one", env_type="pytorch", **plain)
     runs = train(run_mesh, tmp_path / "split", tp, ranks, **arguments)
+    if "precision" in arguments or arguments.get("optimizer") == "muon":
+        # Both round to bf16, the weights or the matrices that Muon makes orthogonal.
+        for steps, _ in runs:
+            assert losses(steps) == pytest.approx(losses(whole), rel=2e-2)
+        return
     for steps, weights in runs:
         assert_same(steps, whole)
         for key, value in weights.items() if tp == 1 else ():
             # AdamW's first steps amplify the rounding of tiny gradients.
             assert (value - reference[key]).abs().max() < 1e-4, key
+
+
+@pytest.mark.parametrize(
+    "name", every_day(["hybrid"], more=[name for name in LAYOUTS if name != "hybrid"])
+)
+def test_a_resumed_run_repeats_every_layout_bit_for_bit(run_mesh, tmp_path, name):
+    tp, ranks, arguments = LAYOUTS[name]
+    run = partial(train, run_mesh, tp=tp, data_ranks=ranks, **arguments)
+    whole = run(tmp_path / "whole", save_interval=2)
+    saved = str(tmp_path / "whole" / "checkpoints" / "step-000002")
+    rest = run(tmp_path / "rest", load_dir=saved)
+    for (steps, weights), (later, same) in zip(whole, rest, strict=True):
+        assert losses(later) == losses(steps)[2:]
+        assert [step["grad_norm"] for step in later] == [step["grad_norm"] for step in steps][2:]
+        for key, value in weights.items():
+            assert value.equal(same[key]), key
 
 
 @pytest.mark.parametrize("family", by_turns(FAMILIES, 9))
@@ -146,11 +169,15 @@ ENGINES = {
     "pytorch": ("pytorch", 1, 1, {}),
     "DDP": ("pytorchDDP", 1, 2, {}),
     "ZeRO 0": ("deepspeed", 1, 2, {"zero_stage": 0}),
+    "ZeRO 1": ("deepspeed", 1, 2, {"zero_stage": 1}),
     "ZeRO 1, two tensor ranks": ("deepspeed+mpu", 2, 2, {"zero_stage": 1}),
     "ZeRO 2": ("deepspeed", 1, 3, {"zero_stage": 2}),
     "ZeRO 3": ("deepspeed", 1, 2, {"zero_stage": 3}),
     "fsdp": ("fsdp", 1, 3, {}),
     "fsdp, two tensor ranks": ("fsdp", 2, 2, {}),
+    "fsdp of split sequences": ("fsdp", 2, 2, {"sequence_parallel": True, "recompute": "full"}),
+    "fsdp that recomputes": ("fsdp", 1, 2, {"recompute": "selective"}),
+    "fsdp of replicas": ("fsdp", 1, 4, {"micro_batch_size": 1, "fsdp_replicas": 2}),
 }
 FROM_AND_TO = [("fsdp, two tensor ranks", "ZeRO 3")]
 MORE = [
@@ -159,8 +186,12 @@ MORE = [
     ("fsdp", "fsdp, two tensor ranks"),
     ("fsdp, two tensor ranks", "fsdp"),
 ]
-for other in ("pytorch", "DDP", "ZeRO 0", "ZeRO 1, two tensor ranks", "ZeRO 2", "ZeRO 3"):
-    MORE += [pair for pair in (("fsdp", other), (other, "fsdp")) if pair not in MORE]
+OTHERS = ("pytorch", "DDP", "ZeRO 0", "ZeRO 1", "ZeRO 1, two tensor ranks", "ZeRO 2", "ZeRO 3")
+for own in ("fsdp", "fsdp of split sequences"):
+    for other in OTHERS:
+        MORE += [pair for pair in ((own, other), (other, own)) if pair not in MORE]
+for own in ("fsdp that recomputes", "fsdp of replicas"):
+    MORE += [(own, "fsdp, two tensor ranks"), ("ZeRO 2", own)]
 
 
 # ZeRO 0 has no fp32 master weights, so it does not train in bf16.

@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from training import Pairs, Stream, native_t5, run_training
 
 KILLS = int(os.environ.get("SHARDZOO_KILLS", "0"))
 STEPS = 30 if KILLS else 10
+MOST_STEPS = 8  # of a process before it is killed, so that kills come often
 
 RUNS = {
     "pytorch": ({"env_type": "pytorch"}, 1, 1),
@@ -42,26 +44,48 @@ A_FEW = [("pipeline", "indexed", 1), ("fsdp", "indexed", 1), ("pytorchDDP", "str
 ALL = [(name, data, KILLS) for name in RUNS for data in ("indexed", "streamed")]
 
 
-def train(mesh, folder: Path, *, victim: int | None = None, delay: float = 0.0, **settings) -> None:
-    """Trains and writes every loss to a file; `delay` seconds after the first step, kills one rank."""
+@dataclass(frozen=True)
+class Blow:
+    """A kill of one rank: after so many steps of a process, at a moment of the next one.
+
+    Attributes:
+        victim: The rank.
+        steps: How many steps it does before.
+        moment: The share of a step's time after them; saves begin at the end of a step.
+    """
+
+    victim: int
+    steps: int
+    moment: float
+
+
+def train(mesh, folder: Path, *, blow: Blow | None = None, **settings) -> None:
+    """Trains and writes every loss to a file, until the blow falls."""
     import torch.distributed as dist
 
     log = (folder.parent / f"{folder.name}.log").open("a", buffering=1)
     killers = []
+    ends = []
 
     def on_step(step: int, loss: float) -> None:
         if dist.get_rank() == 0:
             log.write(json.dumps([step, loss]) + "\n")
-        if dist.get_rank() == victim and not killers:
-            killers.append(threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)))
-            killers[0].daemon = True
-            killers[0].start()
+        ends.append(time.monotonic())
+        if blow is None or dist.get_rank() != blow.victim or len(ends) != blow.steps:
+            return
+        seconds = ends[-1] - ends[-2] if len(ends) > 1 else 0.05
+        killers.append(
+            threading.Timer(blow.moment * seconds, os.kill, (os.getpid(), signal.SIGKILL))
+        )
+        killers[0].daemon = True
+        killers[0].start()
 
     run_training(
         mesh,
         folder,
         on_step=on_step,
         train_steps=STEPS,
+        save_interval=2,
         save_total_limit=2,
         resume=True,
         **settings,
@@ -87,24 +111,22 @@ def final_bytes(folder: Path) -> dict[str, bytes]:
 def test_killed_runs_equal_whole_ones(run_mesh, tmp_path, name, data, kills):
     arguments, tp, ranks = RUNS[name]
     samples = Pairs(60) if data == "indexed" else Stream(Pairs(60))
-    settings = {"data": samples, "dropout": 0.1, "save_interval": 2, **arguments}
+    settings = {"data": samples, "dropout": 0.1, **arguments}
     if tp > 1:
         settings["model"] = native_t5
     stages = arguments.get("pipeline_parallel_size", 1)
     run = partial(run_mesh, tp, data=ranks, pipeline=stages)
     run(partial(train, folder=tmp_path / "whole", **settings))
-    started = time.monotonic()
-    run(partial(train, folder=tmp_path / "timed", **settings))
-    seconds = 0.7 * (time.monotonic() - started)
     generator = random.Random(f"{name} {data}")
     done = 0
     while done < kills:
-        blow = {
-            "victim": generator.randrange(tp * ranks * stages),
-            "delay": generator.uniform(0.0, seconds),
-        }
+        blow = Blow(
+            generator.randrange(tp * ranks * stages),
+            generator.randrange(1, MOST_STEPS),
+            generator.random(),
+        )
         try:
-            run(partial(train, folder=tmp_path / "killed", **blow, **settings))
+            run(partial(train, folder=tmp_path / "killed", blow=blow, **settings))
         except AssertionError as death:
             assert "died with exit code -9" in str(death), death  # noqa: PT017 - any other failure is one
             done += 1

@@ -126,10 +126,11 @@ def full_disk(mesh, folder, **settings):
     return "no error"
 
 
-def test_a_full_disk_stops_training_and_leaves_the_last_checkpoint(run_mesh, tmp_path):
+@pytest.mark.parametrize("env_type", ["pytorchDDP", "fsdp"])
+def test_a_full_disk_stops_training_and_leaves_the_last_checkpoint(run_mesh, tmp_path, env_type):
     from functools import partial
 
-    settings = {"env_type": "pytorchDDP", "save_interval": 2}
+    settings = {"env_type": env_type, "save_interval": 2}
     on_ranks(run_mesh, tmp_path, data_ranks=2, train_steps=2, **settings)
     before = {
         path.name: path.read_bytes()

@@ -128,7 +128,9 @@ class FSDPEngine(TorchEngine):
         if self._owners and not self._has_element_states:
             owners = self._owners
         cut = _CutTensors(self, tensors, cuts=owners is self._names)
-        load_state_tensors(self.optimizer, owners, cut, self.applied_steps)
+        # What owns a whole state has no storage, and its device is none.
+        device = next((part.local.device for part in self._parts.values()), None)
+        load_state_tensors(self.optimizer, owners, cut, self.applied_steps, device)
         for part in self._parts.values():
             # It is missing if the run was in fp32 so far.
             name = f"{MASTER_WEIGHT}/{part.name}"

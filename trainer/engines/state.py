@@ -89,11 +89,15 @@ def load_state_tensors(
     owners: Mapping[Any, str],
     tensors: Mapping[str, Tensor],
     step: int,
+    device: torch.device | None = None,
 ) -> None:
     """Loads the tensors that `state_tensors` returned after `step` steps.
 
     Another engine may keep a single step count for all parameters; Adam's counts are then set to
     `step`.
+
+    Args:
+        device: Where states go; by default each to the device of what it belongs to.
     """
     by_name = {name: parameter for parameter, name in owners.items()}
     # Fused optimizers count on the device.
@@ -106,7 +110,9 @@ def load_state_tensors(
         if state == MASTER_WEIGHT or name not in by_name:
             continue
         parameter = by_name[name]
-        optimizer.state[parameter][state] = _from_tensor(value, parameter.device, counts_on_device)
+        optimizer.state[parameter][state] = _from_tensor(
+            value, device or parameter.device, counts_on_device
+        )
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         count = torch.tensor(float(step))
         for parameter, state in optimizer.state.items():
