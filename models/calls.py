@@ -186,6 +186,8 @@ def take_cache(model: Any, named: dict[str, Any]) -> Any:
         return None
     if "cache" not in parameters or (past is None and not model.keeps_cache):
         return None  # `resolve_inputs` refuses a cache that is given
+    if past is None and uses is None and model.training:
+        return None
     stacks = [blocks for _, blocks in list_stacks(model)]
     layers = len(stacks[-1])
     has_sources: bool = model.attends_to_encoder

@@ -32,12 +32,14 @@ class KnownUses(NamedTuple):
     """The uses that a pass probably makes, because the pass before it made them.
 
     Attributes:
-        rows: The 64-bit key of each use, and its row in a table of keys.
-        on_devices: The same keys on each device that needs them, int64 [uses]. They are sent once,
-            and not with every micro-batch.
+        seed: The seed of the run.
+        rows: Each use, as its site and the number of its visit, and its row in a table of keys.
+        on_devices: The keys of the uses on each device that needs them, int64 [uses]. They are sent
+            once, and not with every micro-batch.
     """
 
-    rows: dict[int, int]
+    seed: int
+    rows: dict[tuple[int, int], int]
     on_devices: dict[torch.device, Tensor]
 
 
@@ -49,8 +51,8 @@ class DropoutKey(NamedTuple):
         first_sample: The global index of the first sample of the micro-batch.
         visits: The number of uses of each site so far under this key.
         known: The uses that the key before this one saw.
-        tables: The keys of the samples for all known uses, int64 [uses, batch], by first sample,
-            batch and device.
+        tables: The keys of the samples for each known use, int64 [batch], by first sample, batch
+            and device.
         rows: The number of samples, and of each row of the tensors its sample and its position,
             int64 [T], where the tensors [T, 1, ...] leave out some positions.
     """
@@ -59,7 +61,7 @@ class DropoutKey(NamedTuple):
     first_sample: int
     visits: dict[int, int]
     known: KnownUses
-    tables: dict[tuple[int, int, torch.device], Tensor]
+    tables: dict[tuple[int, int, torch.device], tuple[Tensor, ...]]
     rows: tuple[int, Tensor, Tensor] | None = None
 
 
@@ -170,7 +172,7 @@ class DropoutState:
 
         Within `packed_rows` they are the keys of its rows, int64 [T].
         """
-        key = self._current_key()
+        key = self._key or self._current_key()
         if key is None or key.rows is None:
             return self.visit(site, batch, device)
         batch, samples, positions = key.rows
@@ -181,7 +183,7 @@ class DropoutState:
 
         Raises RuntimeError before `set` and outside `drawing`.
         """
-        key = self._current_key()
+        key = self._key or self._current_key()
         if key is None:
             raise RuntimeError(
                 "call dropout_state.set(seed, first_sample) before a forward pass with dropout"
@@ -189,21 +191,22 @@ class DropoutState:
         seed, first_sample, visits, known, tables, _ = key
         count = visits.get(site, 0)
         visits[site] = count + 1
-        use = use_key(seed, site, count)
+        row = known.rows.get((site, count))
         name = (first_sample, batch, device)
-        if use not in known.rows:
-            return dropout_keys(use, *name)
-        table = tables.get(name)
-        if table is None:
-            uses = known.on_devices.get(device)
-            if uses is None:
-                uses = send_use_keys(list(known.rows), device)
-                if _outlives_mode(uses):
-                    known.on_devices[device] = uses
-            table = dropout_keys(uses, *name)
-            if _outlives_mode(table):
-                tables[name] = table
-        return table[known.rows[use]]
+        if row is None:
+            return dropout_keys(use_key(seed, site, count), *name)
+        if name in tables:
+            return tables[name][row]
+        uses = known.on_devices.get(device)
+        if uses is None:
+            uses = send_use_keys([use_key(seed, *use) for use in known.rows], device)
+            if _outlives_mode(uses):
+                known.on_devices[device] = uses
+        table = dropout_keys(uses, *name)
+        if not _outlives_mode(table):
+            return table[row]
+        tables[name] = table.unbind()
+        return tables[name][row]
 
 
 def _outlives_mode(tensor: Tensor) -> bool:
@@ -217,13 +220,11 @@ def _collect_uses(key: DropoutKey | None, seed: int) -> KnownUses:
     Keys with the same uses share one object.
     """
     if key is None:
-        return KnownUses({}, {})
-    uses = [
-        use_key(seed, site, visit) for site, count in key.visits.items() for visit in range(count)
-    ]
-    if uses == list(key.known.rows):
+        return KnownUses(seed, {}, {})
+    uses = [(site, visit) for site, count in key.visits.items() for visit in range(count)]
+    if seed == key.known.seed and uses == list(key.known.rows):
         return key.known
-    return KnownUses({use: row for row, use in enumerate(uses)}, {})
+    return KnownUses(seed, {use: row for row, use in enumerate(uses)}, {})
 
 
 def _copy_key(key: DropoutKey) -> DropoutKey:

@@ -557,23 +557,23 @@ def _empty_heads(x):
 
 def _prepare(q, k, v, *rules):
     return _find_obstacle(q, k, v, rules) or (
-        *map(_make_rows_dense, (q, k, v)),
+        *_make_rows_dense(q, k, v),
         *_prepare_rules(q, k, *rules),
     )
 
 
 def _prepare_backward(grad, out, lse, q, k, v, *rules):
     return _find_obstacle(q, k, v, rules) or (
-        *map(_make_rows_dense, (grad, out)),
+        *_make_rows_dense(grad, out),
         lse.contiguous(),
-        *map(_make_rows_dense, (q, k, v)),
+        *_make_rows_dense(q, k, v),
         *_prepare_rules(q, k, *rules),
     )
 
 
-def _make_rows_dense(x):
-    """Returns x with the numbers of a row adjacent; the rows may be anywhere."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _make_rows_dense(*tensors):
+    """Returns tensors with the numbers of a row adjacent; the rows may be anywhere."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _prepare_rules(q, k, relative_bias, mask, prefix, key_lengths, keys, *settings):
@@ -583,10 +583,10 @@ def _prepare_rules(q, k, relative_bias, mask, prefix, key_lengths, keys, *settin
     return (
         None if relative_bias is None else relative_bias.float().contiguous(),
         None if mask is None else mask.expand(*q.shape[:3], k.shape[2]),
-        *(
+        *[
             None if x is None else x.to(torch.int64).contiguous()
             for x in (prefix, key_lengths, keys)
-        ),
+        ],
         *settings,
     )
 

@@ -6,7 +6,7 @@ nothing depends on it.
 
 from __future__ import annotations
 
-import functools
+import enum
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +17,38 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 torch_dispatch = attrgetter("__torch_dispatch__")
 
 
+class Kind(enum.Enum):
+    """What an argument's class is to the dispatcher.
+
+    Members: a tensor class, like `nn.Parameter`, that neither intercepts calls nor passes itself to
+    results; one that may; and a class that is no tensor's.
+    """
+
+    PLAIN_TENSOR = enum.auto()
+    INTERCEPTING_TENSOR = enum.auto()
+    OTHER = enum.auto()
+
+
+class _Kinds(dict[type, Kind]):
+    """The kinds of classes, each found once: a call asks for all its arguments."""
+
+    def __missing__(self, argument_type: type) -> Kind:
+        if not issubclass(argument_type, torch.Tensor):
+            kind = Kind.OTHER
+        elif argument_type is torch.Tensor or (
+            argument_type.__torch_function__ is torch.nn.Parameter.__torch_function__
+            and torch_dispatch(argument_type) is torch_dispatch(torch.Tensor)
+        ):
+            kind = Kind.PLAIN_TENSOR
+        else:
+            kind = Kind.INTERCEPTING_TENSOR
+        self[argument_type] = kind
+        return kind
+
+
+KINDS = _Kinds()
+
+
 def can_bypass_dispatcher(*arguments: Any) -> bool:
     """Returns whether a call may bypass the dispatcher.
 
@@ -25,9 +57,8 @@ def can_bypass_dispatcher(*arguments: Any) -> bool:
     """
     if is_watched() or not (arguments[0].is_cpu or arguments[0].is_cuda):
         return False
-    for value in arguments:
-        kind = type(value)
-        if kind is not torch.Tensor and isinstance(value, torch.Tensor) and not is_plain(kind):
+    for value in arguments:  # noqa: SIM110 - a generator would be one more call for each argument
+        if KINDS[type(value)] is Kind.INTERCEPTING_TENSOR:
             return False
     return True
 
@@ -36,9 +67,10 @@ def is_watched() -> bool:
     """Returns whether something traces, transforms or intercepts calls now.
 
     FLOP counters are ignored, so a step with a counter gives the same bits as a step without one.
+    `torch.export` and other tracers without Dynamo are seen by their dispatch modes.
     """
     return (
-        torch.compiler.is_compiling()
+        torch.compiler.is_dynamo_compiling()
         or (
             torch._C._len_torch_dispatch_stack() > 0
             and torch._C._len_torch_dispatch_stack() > len(flop_counters())
@@ -59,22 +91,14 @@ def flop_counters() -> list[Any]:
     return [mode.counter for mode in modes if type(mode).__module__ == "torch.utils.flop_counter"]
 
 
-@functools.cache
-def is_plain(kind: type[torch.Tensor]) -> bool:
-    """Returns whether a tensor class, like `nn.Parameter`, neither intercepts calls nor passes
-    itself to results.
-    """
-    return kind is torch.Tensor or (
-        kind.__torch_function__ is torch.nn.Parameter.__torch_function__
-        and torch_dispatch(kind) is torch_dispatch(torch.Tensor)
-    )
-
-
 def needs_gradient(*arguments: Any) -> bool:
     """Returns whether autograd must record a call with these arguments."""
-    return torch.is_grad_enabled() and any(
-        value.requires_grad for value in arguments if isinstance(value, torch.Tensor)
-    )
+    if not torch.is_grad_enabled():
+        return False
+    for value in arguments:  # noqa: SIM110 - a generator would be one more call for each argument
+        if KINDS[type(value)] is not Kind.OTHER and value.requires_grad:
+            return True
+    return False
 
 
 def in_inference_mode() -> bool:
@@ -84,4 +108,6 @@ def in_inference_mode() -> bool:
     `no_grad` is not enough: such a pass may be repeated with gradients later, and must then round
     in the same way.
     """
-    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    if torch.compiler.is_dynamo_compiling():  # it cannot trace the next question
+        return False
+    return torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()

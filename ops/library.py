@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ def call_compiled(name: str, *arguments: Any) -> Any:
 
     The last arguments are the tensors that it writes, unless it returns its results.
     """
-    return _find_operator(name)(*arguments)
+    return find_kernel(name)(*arguments)
 
 
 @functools.cache
-def _find_operator(name: str) -> torch._ops.OpOverload:
-    return getattr(torch.ops.shardzoo_kernels, name).default
+def find_kernel(name: str) -> Callable[..., Any]:
+    """Returns the function that runs a compiled kernel: what PyTorch's object for an operator
+    calls, without the call in Python around it.
+    """
+    return getattr(torch.ops.shardzoo_kernels, name).default._op
 
 
 @functools.cache

@@ -56,7 +56,9 @@ def autocast_arguments(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Casts the arguments of a linear layer like `torch.autocast`, which does not do this for a
     custom function.
     """
-    device = next(t for t in tensors if t is not None).device.type
+    first = tensors[0]
+    assert first is not None
+    device = first.device.type
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)

@@ -280,16 +280,18 @@ def _allocate_layer_norm(x, residual, weight, bias, eps):
     y = empty_pooled(x)
     summed = empty_placeholder(x) if residual is None else empty_pooled(x)
     rows = x.shape[:-1].numel()
-    mean = x.new_empty(rows, dtype=compute_dtype(x))
-    rstd = x.new_empty(rows, dtype=compute_dtype(x))
+    dtype = compute_dtype(x)
+    mean = x.new_empty(rows, dtype=dtype)
+    rstd = x.new_empty(rows, dtype=dtype)
     return y, summed, mean, rstd
 
 
 def _allocate_layer_norm_backward(grad, grad_summed, h, weight, mean, rstd, has_bias):
     grad_x = empty_pooled(h)
-    grad_weight = weight.new_empty(weight.shape, dtype=compute_dtype(h))
+    dtype = compute_dtype(h)
+    grad_weight = weight.new_empty(weight.shape, dtype=dtype)
     if has_bias:
-        grad_bias = weight.new_empty(weight.shape, dtype=compute_dtype(h))
+        grad_bias = weight.new_empty(weight.shape, dtype=dtype)
     else:
         grad_bias = empty_placeholder(weight)
     return grad_x, grad_weight, grad_bias

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 from . import library, variants
+from .autograd import bind_apply
 from .device import make_current
-from .dispatcher import is_plain, is_watched
+from .dispatcher import KINDS, Kind, is_watched
 
 LIBRARY = torch.library.Library("shardzoo", "DEF")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -69,8 +70,9 @@ class Op:
         self.prepare = prepare
         self.triton = triton
         self.variants = tuple(compiled) if triton is None else (*compiled, "triton")
-        # The gradient formula, which `autograd` sets.
-        self._function: type[torch.autograd.Function] | None = None
+        self._has_one_output = len(self.outputs) == 1
+        # Calls the operator with its gradient formula, which `autograd` sets.
+        self._apply: Callable[..., Any] | None = None
         OPS[name] = self
 
         returned = ", ".join(f"Tensor {output}" for output in outputs)
@@ -99,15 +101,16 @@ class Op:
             return self._operator(*arguments)
         gradient = False
         for value in arguments:
-            if isinstance(value, torch.Tensor):
-                if type(value) is not torch.Tensor and not is_plain(type(value)):
-                    return self._operator(*arguments)
-                gradient = gradient or value.requires_grad
+            kind = KINDS[type(value)]
+            if kind is Kind.INTERCEPTING_TENSOR:
+                return self._operator(*arguments)
+            if kind is Kind.PLAIN_TENSOR and value.requires_grad:
+                gradient = True
         if not gradient or not torch.is_grad_enabled():
             return self._call(*arguments)
-        if self._function is None:
+        if self._apply is None:
             return self._operator(*arguments)
-        return self._function.apply(*arguments)
+        return self._apply(*arguments)
 
     def autograd(self, setup_context: Callable, backward: Callable) -> None:
         """Sets the op's gradient formula.
@@ -119,7 +122,7 @@ class Op:
         )
 
         call = self._call
-        compute_gradients = backward
+        compute_gradients = staticmethod(backward)
 
         class OpFunction(torch.autograd.Function):
             """Runs the op without PyTorch's dispatcher, with the gradient formula registered above."""
@@ -130,24 +133,20 @@ class Op:
                 setup_context(ctx, arguments, outputs)
                 return outputs
 
-            @staticmethod
-            def backward(ctx, *grads):
-                return compute_gradients(ctx, *grads)
+            backward = compute_gradients
 
-        self._function = OpFunction
+        self._apply = bind_apply(OpFunction)
 
     def _fake(self, *arguments) -> Any:
-        return self._single_or_tuple(self.allocate(*arguments))
+        outputs = self.allocate(*arguments)
+        return outputs[0] if self._has_one_output else outputs
 
     def _call(self, *arguments) -> Any:
         outputs = self.allocate(*arguments)
         if not self.run_fast(arguments, outputs):
             values = self.reference(*arguments)
             outputs = tuple(map(_in_layout, values, outputs))
-        return self._single_or_tuple(outputs)
-
-    def _single_or_tuple(self, outputs: Outputs) -> Any:
-        return outputs[0] if len(outputs) == 1 else outputs
+        return outputs[0] if self._has_one_output else outputs
 
     def _call_out(self, *arguments, **outputs) -> None:
         targets = tuple(outputs[name] for name in self.outputs)
@@ -179,31 +178,35 @@ class Op:
         first = arguments[0]
         device = first.device
         for value in arguments:
-            if isinstance(value, torch.Tensor) and value.device != device:
+            if KINDS[type(value)] is not Kind.OTHER and value.device != device:
                 raise ValueError(
                     f"{self.name} got tensors on {device} and on {value.device}; use one device"
                 )
-        variant = self.choose_variant(device.type)
+        variant = variants.choose_variant(device.type)
+        if variant not in self.variants:
+            variant = self._choose_other_variant(device.type)
         if variant == "reference" or self.prepare is None:
             return False
-        prepared = "an empty tensor" if first.numel() == 0 else self.prepare(*arguments)
-        if not isinstance(prepared, str) and variant == "triton":
+        prepared = "an empty tensor" if 0 in first.shape else self.prepare(*arguments)
+        if variant == "triton" and type(prepared) is not str:
             prepared = unfit_for_triton(first) or prepared
-        if isinstance(prepared, str):
+        if type(prepared) is str:
             log_fallback(self.name, variant, prepared)
             return False
         if variant == "triton" and self.triton is not None:
             with make_current(device):
                 self.triton(*prepared, *outputs)
         else:
-            library.call_compiled(self.name, *prepared, *outputs)
+            library.find_kernel(self.name)(*prepared, *outputs)
         return True
 
     def choose_variant(self, device_type: str) -> str:
         """Returns the variant of this op for tensors of `device_type` under the current choice."""
         variant = variants.choose_variant(device_type)
-        if variant in self.variants:
-            return variant
+        return variant if variant in self.variants else self._choose_other_variant(device_type)
+
+    def _choose_other_variant(self, device_type: str) -> str:
+        """Returns what runs instead of the chosen variant, which this op does not have."""
         is_free = variants.current_choice() == "auto" and device_type != "cpu"
         has_triton = "triton" in self.variants
         if is_free and has_triton and variants.triton_unavailable(device_type) is None:
@@ -246,9 +249,13 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def same_dtype(*tensors: torch.Tensor | None) -> str | None:
     """Returns why compiled kernels cannot take these tensors together, or None if they can."""
-    first = next(tensor for tensor in tensors if tensor is not None).dtype
+    first = None
     for tensor in tensors:
-        if tensor is not None and tensor.dtype != first:
+        if tensor is None:
+            continue
+        if first is None:
+            first = tensor.dtype
+        elif tensor.dtype != first:
             dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
             return "mixed dtypes " + ", ".join(sorted(str(dtype) for dtype in dtypes))
     return None if first in KERNEL_DTYPES else f"no kernel for {first}"
@@ -263,9 +270,9 @@ def unfit_for_triton(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def contiguous(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     """Returns each tensor in row-major order; None stays None."""
-    return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 def empty_placeholder(like: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ def choose_variant(device_type: str) -> str:
     Raises:
         RuntimeError: A forced variant cannot run on this machine.
     """
-    return _best_variant(current_choice(), device_type)
+    return _best_variant(_forced or choice_of_environment(), device_type)
 
 
 @functools.cache

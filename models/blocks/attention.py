@@ -304,8 +304,9 @@ class CoreAttention(nn.Module):
         self.num_heads = num_heads
         self.mesh = mesh
         self.recompute = parallel_config.recompute == "selective"
+        self.splits_sequence = context_size(mesh) > 1
         self.exchanges_heads = False
-        if context_size(mesh) > 1:
+        if self.splits_sequence:
             self.exchanges_heads = chooses_heads(num_heads, mesh, parallel_config.context_exchange)
 
     def forward(
@@ -331,10 +332,10 @@ class CoreAttention(nn.Module):
             v = repeat_unequally(v, self.queries_per_kv)
         if isinstance(mask, Documents) and not can_plan(mask, q.shape[0]):
             mask = mask.to_tensor()
-        if context_size(self.mesh) == 1 and not isinstance(mask, Documents):
+        if not self.splits_sequence and not isinstance(mask, Documents):
             return self.attend_locally(q, k, v, mask, position_bias, causal)
         attend = self.attend_to_gathered_keys
-        if context_size(self.mesh) == 1:
+        if not self.splits_sequence:
             place = AttentionPlace(q.shape[1], 0, 0)
             within = partial(self.attend_within_documents, place=place)
             attend = cast(Callable[..., Tensor], within)  # the mask is of `Documents` here
@@ -701,8 +702,8 @@ def split_fused_heads(x: Tensor, heads: tuple[int, ...], head_size: int) -> tupl
 
 
 def _split_blocks(x: Tensor, heads: tuple[int, ...], head_size: int) -> tuple[Tensor, ...]:
-    blocks = torch.unflatten(x, -1, (-1, head_size)).split_with_sizes(heads, dim=2)
-    return tuple(block.transpose(1, 2) for block in blocks)
+    by_head = x.view(*x.shape[:-1], -1, head_size)  # [B, S, sum(heads), D]
+    return tuple([block.transpose(1, 2) for block in by_head.split_with_sizes(heads, dim=2)])
 
 
 class _SplitFusedHeads(Function):

@@ -65,14 +65,15 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]"""
-        bias = self.up.bias
+        up = self.up
+        bias = up.bias
         add_bias_and_activate = None if bias is None else WITH_BIAS.get(self.activation)
         # An adapter adds to the output of `up`, so the bias cannot wait for the activation (see
         # `lora.Adapter`).
-        if bias is None or add_bias_and_activate is None or hasattr(self.up, "adapter"):
-            return self.down(self.dropout(self.activation(self.up(x))))
+        if bias is None or add_bias_and_activate is None or hasattr(up, "adapter"):
+            return self.down(self.dropout(self.activation(up(x))))
         y = column_parallel(
-            x, self.up.weight, None, sequence_parallel=self.up.sequence_parallel, mesh=self.up.mesh
+            x, up.weight, None, sequence_parallel=up.sequence_parallel, mesh=up.mesh
         )  # [B, S, Fp]
         y = add_bias_and_activate(y, bias.to(y.dtype))
         return self.down(self.dropout(y))

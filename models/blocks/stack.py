@@ -61,8 +61,9 @@ class BlockList(nn.ModuleList):
         # What is recorded would be computed twice.
         recomputes = self.recompute_blocks and attention_record.probabilities is None
         states = [x]
+        blocks = list(self)
         for number in self.own:
-            block = self[number]
+            block = blocks[number]
             if recomputes:
                 x = checkpoint(block, x, *block_arguments(number))
             else:

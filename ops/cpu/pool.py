@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..dispatcher import can_bypass_dispatcher, is_plain
+from ..dispatcher import KINDS, Kind, can_bypass_dispatcher
 from ..library import call_compiled, load_error
 
 # Results of this size or more use memory of the pool.
@@ -24,10 +24,10 @@ def empty_pooled(like: Tensor, *size: int) -> Tensor:
 
     A large CPU tensor reuses the memory of a freed tensor, if the compiled kernels are available.
     """
-    elements = math.prod(size) if size else like.numel()
-    is_large = elements * like.itemsize >= MIN_POOLED_BYTES
-    if is_large and is_plain(type(like)) and like.is_cpu and load_error() is None:
-        return recycled(like, size or like.shape)
+    if like.is_cpu and KINDS[type(like)] is Kind.PLAIN_TENSOR:
+        elements = math.prod(size) if size else like.numel()
+        if elements * like.itemsize >= MIN_POOLED_BYTES and load_error() is None:
+            return recycled(like, size or like.shape)
     if size:
         return like.new_empty(size)
     return torch.empty_like(like, memory_format=torch.contiguous_format)
