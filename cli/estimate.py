@@ -110,6 +110,8 @@ class EstimateArguments:
     """transformers' names of the layers that get LoRA weights, or all-linear; by default peft's
     choice.
     """
+    base_precision: Literal["nf4", "int8", "fp8"] | None = None
+    """How the linear layers under LoRA weights are packed, if they are."""
     device: Literal["cuda", "cpu"] = "cuda"
     json: bool = False
     """Print JSON; sizes are in bytes."""
@@ -142,6 +144,7 @@ class EstimateArguments:
             frozen=self.freeze,
             lora_rank=self.lora_rank,
             lora_target_modules=lora_targets,
+            base_precision=self.base_precision,
             device=self.device,
         )
 

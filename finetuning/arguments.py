@@ -12,7 +12,7 @@ from ..trainer.arguments.aliases import with_argument_aliases
 from ..trainer.arguments.deepspeed_file import read_deepspeed_file
 from ..trainer.arguments.training_arguments import TrainingArguments
 from ..trainer.arguments.value_types import texts
-from ..trainer.environments import EnvType
+from ..trainer.environments import ENVIRONMENTS, EnvType
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.schedules import ScheduleName
 
@@ -46,6 +46,7 @@ SMALLEST = {
     "max_eval_samples": 1,
     "embedding_mini_batch": 1,
 }
+BasePrecision = Literal["nf4", "int8", "fp8"]
 WITH_LABELS = ("text-classification", "token-classification")
 Pooling = Literal["mean", "cls", "last", "weighted_mean"]
 EmbeddingLoss = Literal[
@@ -90,6 +91,8 @@ class FinetuningArguments(TrainingArguments):
     """Of text-classification; by default it follows from the labels: names and whole numbers,
     lists, other numbers.
     """
+    base_precision: BasePrecision | None = None
+    """Pack the frozen linear layers under LoRA weights: in 4 bits (nf4) or 8 (int8, fp8)."""
     native: bool | None = None
     """Train the zoo's model, whose layers can be split, or transformers'; by default the zoo's if
     it has one.
@@ -225,6 +228,7 @@ class FinetuningArguments(TrainingArguments):
         self._check_ranges()
         self._check_folders()
         self._check_splitting()
+        self._check_packing()
         self._check_metric()
 
     def _check_ranges(self) -> None:
@@ -291,6 +295,26 @@ class FinetuningArguments(TrainingArguments):
             raise ValueError(
                 "predict_with_generate needs whole parameters, which ZeRO stage 3 splits; use "
                 "stage 2"
+            )
+
+    def _check_packing(self) -> None:
+        """Raises ValueError for what does not work with a packed base."""
+        if self.base_precision is None:
+            return
+        environment = ENVIRONMENTS[self.env_type or "pytorch"]
+        wrong = {
+            "native=False": self.native is False,
+            f"env_type={self.env_type!r}": environment.uses_fsdp,
+            "zero_stage=3": self.zero_stage == 3,
+            f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size
+            > 1,
+            "torch_compile": self.torch_compile,
+        }
+        for name in (name for name, given in wrong.items() if given):
+            raise ValueError(
+                f"base_precision={self.base_precision!r} does not work with {name}; use a model of "
+                "the zoo with env_type='pytorch', 'pytorchDDP' or 'deepspeed+mpu', ZeRO below 3, "
+                "and neither pipeline stages nor torch_compile"
             )
 
     def _check_metric(self) -> None:

@@ -111,6 +111,11 @@ def find_source(arguments: FinetuningArguments) -> ModelSource:
             f"{folder} holds shards, which only the zoo's models load; merge them with `shardzoo "
             "convert merge`"
         )
+    if arguments.base_precision is not None and not native:
+        raise ValueError(
+            f"base_precision packs the layers of the zoo's models, and {folder} is trained as "
+            f"transformers' {model_type}; leave it out, or use a model of {', '.join(FAMILIES)}"
+        )
     for name in ("model_parallel_size", "pipeline_parallel_size"):
         if getattr(arguments, name) > 1 and not native:
             raise ValueError(
@@ -194,6 +199,7 @@ def _load_native(
     config = task_config(source, task).with_changes(**(head or {}))
     blocks = _stage_blocks(config, arguments, mesh, device)
     architecture = config.architecture
+    made["base_precision"] = arguments.base_precision
     made["parallel_config"] = ParallelConfig(
         arguments.sequence_parallel, arguments.recompute, blocks, arguments.context_exchange
     )

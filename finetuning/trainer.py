@@ -18,6 +18,7 @@ from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..models.loading import missing_modules
 from ..models.lora import list_stored_modules, merge_lora
 from ..mpu import Dropout, ParallelMesh
+from ..mpu.packed import PackedParameter
 from ..trainer.arguments.training_arguments import TrainingArguments
 from ..trainer.batches.training_data import check_size
 from ..trainer.engines.factory import gather_parameters, shard_model
@@ -196,7 +197,12 @@ class Trainer(BaseTrainer):
         for part, frozen in choices.items():
             if frozen is None:
                 continue
-            for parameter in part_parameters(self.model, self.source, part).values():
+            parameters = part_parameters(self.model, self.source, part).values()
+            if not frozen and any(isinstance(each, PackedParameter) for each in parameters):
+                raise ValueError(
+                    f"{part}=False trains weights that base_precision has packed; leave either out"
+                )
+            for parameter in parameters:
                 parameter.requires_grad = not frozen
 
     def FreezeEmbeds(self) -> None:
@@ -248,6 +254,11 @@ class Trainer(BaseTrainer):
             what = "plain text" if self.task == "text-generation" else f"data for {self.task}"
             raise ValueError(
                 f"prompt tuning puts tokens before sources, and {what} has no sources; use pairs"
+            )
+        if self.arguments.base_precision is not None:
+            raise ValueError(
+                "a soft prompt is saved with the whole model, so that base_precision "
+                "does not work with it; use lora_rank"
             )
         if self._prompt is not None:
             raise ValueError(f"the model has a soft prompt already: {', '.join(self._data.prompt)}")
@@ -340,6 +351,11 @@ class Trainer(BaseTrainer):
         """
         if self.arguments.train_file is None:
             raise ValueError("train_file is missing: name a file to train on")
+        if self.arguments.base_precision is not None and not has_lora(self.model):
+            raise ValueError(
+                f"base_precision={self.arguments.base_precision!r} freezes the model, so that "
+                "nothing is trained; set lora_rank, or adapter"
+            )
         train = self._data.train(valid)
         check_size(len(train), self.arguments.global_batch(self.ranks.dp_size))
         best = self.arguments.save_best

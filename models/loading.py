@@ -32,6 +32,7 @@ from ..mpu import (
     tp_size,
 )
 from ..mpu.initialization import Receive
+from ..ops.packing import BITS, PackedFormat
 from .auto import as_config, build_on_meta, from_config
 from .config import ModelConfig
 from .family_table import family, find_architecture
@@ -59,6 +60,7 @@ from .mapping import (
     read_model_config,
 )
 from .name_map import NameMap
+from .packing import fill_packed
 from .parallel_config import ParallelConfig
 from .pipeline import slice_pipeline_stage
 
@@ -77,6 +79,7 @@ def from_pretrained(
     architecture: type[nn.Module] | None = None,
     torch_dtype: torch.dtype | str | None = None,
     device_map: Any = None,
+    base_precision: PackedFormat | None = None,
     **options: Any,
 ) -> Any:
     """Loads the model of a checkpoint folder; under a mesh, this rank's part of it.
@@ -111,6 +114,9 @@ def from_pretrained(
             folder lacks of its head is initialized, with a warning. A class's own `from_pretrained`
             and the Auto classes pass it.
         device_map: The device, as transformers takes it: "cpu", "cuda:0", "auto" for the rank's.
+        base_precision: "nf4", "int8" or "fp8" packs the weights of linear layers, which then cannot
+            be trained, while they are read. LoRA weights can be added to them (`adapter`,
+            `models.lora.add_lora`).
         options: The other arguments of transformers' `from_pretrained`; see
             docs/transformers-compatibility.md. What is none of them is a setting of the
             configuration, such as `num_labels=3`.
@@ -128,6 +134,14 @@ def from_pretrained(
     taken = LoadingOptions.from_arguments(options)
     wanted_dtype = read_dtype(dtype, torch_dtype)
     place = read_device(device, device_map, mesh)
+    if base_precision is not None:
+        if base_precision not in BITS:
+            raise ValueError(f"base_precision must be nf4, int8 or fp8, not {base_precision!r}")
+        if path is None or place.type == "meta":
+            raise ValueError(
+                "base_precision packs weights as they are read from a folder; name one, and another "
+                "device than meta"
+            )
     if path is None:
         return _build_from_state(
             config, mesh, taken, architecture, device=place, dtype=wanted_dtype
@@ -201,7 +215,9 @@ def from_pretrained(
             fill_from_seed(model, seed=head_seed, only=fresh)
             _warn_of_fresh(native, folder, missing, mismatched, mesh)
 
-    if place.type == "meta":
+    if base_precision is not None:
+        fill_packed(model, fill, base_precision, mesh, place, wanted_dtype)
+    elif place.type == "meta":
         model.to(wanted_dtype)
         assign_dropout_sites(model)
         model.fill_parameters = fill

@@ -43,6 +43,7 @@ from .auto import build_on_meta
 from .blocks.lora import LINEARS, AdaptedRows, Adapter, LoraFactors, attach, detach
 from .mapping import NativeModel, compute_stacked_ranges, compute_stored_shape, config_errors
 from .name_map import NameEntry
+from .packing import find_packed_parameters, unpack_parameters
 from .pipeline import find_copied_parameters
 
 CONFIG_FILE = "adapter_config.json"
@@ -315,6 +316,12 @@ def attach_factors(model: Any, config: Any) -> None:
     config = copy.copy(config)
     chosen = _choose_modules(model, native, config)
     saved = _find_saved_parameters(native, config.modules_to_save or ())
+    packed = sorted(find_packed_parameters(model).keys() & saved.keys())
+    if packed:
+        raise ValueError(
+            f"LoRA: modules_to_save name {packed[0]}, which is packed and cannot be trained; leave it "
+            "out, or load the model without base_precision"
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name in saved
 
@@ -893,7 +900,11 @@ def compute_merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merge_lora(model: Any) -> None:
-    """Adds the factors' products to the weights, in place, and removes the factors."""
+    """Adds the factors' products to the weights, in place, and removes the factors.
+
+    Packed weights are unpacked first.
+    """
+    unpack_parameters(model)
     for name, value in compute_merged_weights(model).items():
         model.get_parameter(name).copy_(value)
     for path in find_adapters(model):

@@ -46,6 +46,7 @@ from .generation.mixin import GenerationMixin
 from .huggingface import LARGEST_FILE, lay_out_huggingface, list_stored_shapes, plan_weight_files
 from .lora import save_adapter
 from .mapping import NativeModel, StoredNames
+from .packing import find_packed_parameters
 from .pipeline import find_copied_parameters
 
 BLOCK_BYTES = 16 << 20  # that are copied to the CPU at a time
@@ -78,6 +79,11 @@ def save_pretrained(
         _run_on_first(mesh, lambda: _check_folder(folder))
         save_adapter(model, folder)
         return
+    if find_packed_parameters(model):
+        raise ValueError(
+            "the model's weights are packed, so its files hold more than it does; call "
+            "shardzoo.models.packing.unpack_parameters(model) to save the values that it computes with"
+        )
 
     native = NativeModel.from_config(model.config)
     names = StoredNames(native.list_hf_names(), {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,10 @@ Receive = Callable[[str, Tensor], None]
 
 
 def materialize(
-    model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None
+    model: nn.Module,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    skip: Collection[str] = (),
 ) -> nn.Module:
     """Allocates uninitialized storage, in place, for a model built under `torch.device("meta")`.
 
@@ -32,13 +36,16 @@ def materialize(
 
     Args:
         dtype: The new dtype of the floating-point parameters.
+        skip: The names of parameters that stay as they are.
 
     Raises:
         ValueError: A buffer is on the meta device, so its values are lost.
     """
     renewed: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+    for path, module in cast(Any, model).named_modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if f"{path}.{name}" in skip:
+                continue
             if id(parameter) not in renewed:
                 renewed[id(parameter)] = _renew_parameter(parameter, torch.device(device), dtype)
             setattr(module, name, renewed[id(parameter)])

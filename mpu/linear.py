@@ -20,12 +20,16 @@ from ..ops.autograd import Function, once_differentiable
 from .collectives import (
     SEQUENCE_DIM,
     copy_to_tp,
+    gather_sequence,
+    reduce_from_tp,
+    reduce_scatter_sequence,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
 from .fused_products import gathered_product, scattered_product
 from .mesh import ParallelMesh
+from .packed import PackedParameter, packed_linear
 from .parameter import SplitLayer, split_parameter
 from .shard import Shard
 from .shared_heads import gather_groups, gather_shared_heads
@@ -111,7 +115,11 @@ class ColumnParallelLinear(SplitLayer):
         """Returns the rows of the weight and the bias that this rank computes with."""
         if self._cached_heads and in_inference_mode():
             return self._cached_heads[0]
-        rows = gather_shared_heads(self.weight, self.bias, self.shard, mesh)
+        weight: Tensor = self.weight
+        if isinstance(weight, PackedParameter):
+            # These rows are kept for the backward pass as they are.
+            weight = weight.unpack()
+        rows = gather_shared_heads(weight, self.bias, self.shard, mesh)
         if self._cached_heads is not None and in_inference_mode():
             self._cached_heads.append(rows)
         return rows
@@ -176,6 +184,13 @@ class RowParallelLinear(SplitLayer):
         if not self.input_is_parallel and self.mesh is not None:
             [(start, stop)] = self.shard.ranges(self.mesh.tp_rank, self.mesh.tp_size)
             tensor = copy_to_tp(tensor, self.mesh)[..., start:stop]
+        if isinstance(self.weight, PackedParameter):
+            # The first rank adds the bias.
+            bias = self.bias if self.mesh is None or self.mesh.tp_rank == 0 else None
+            partial = packed_linear(tensor, self.weight, bias)
+            if self.sequence_parallel:
+                return reduce_scatter_sequence(partial, self.mesh)
+            return reduce_from_tp(partial, self.mesh)
         if self.mesh is None or self.mesh.tp_size == 1:
             return linear(tensor, self.weight, self.bias)
         arguments = autocast_arguments(tensor, self.weight, self.bias)
@@ -200,10 +215,26 @@ def column_parallel(
     Returns:
         [..., out/tp].
     """
+    if isinstance(weight, PackedParameter):
+        whole = enter_column_parallel(tensor, sequence_parallel=sequence_parallel, mesh=mesh)
+        return packed_linear(whole, weight, bias)
     if mesh is None or mesh.tp_size == 1:
         return linear(tensor, weight, bias)
     arguments = autocast_arguments(tensor, weight, bias)
     return _ColumnParallel.apply(*arguments, mesh.tp_group, sequence_parallel)
+
+
+def enter_column_parallel(
+    tensor: Tensor, *, sequence_parallel: bool, mesh: ParallelMesh | None
+) -> Tensor:
+    """Returns the whole input of a column-parallel layer, whose gradient is summed over the ranks.
+
+    Args:
+        tensor: [..., in], or [B, S/tp, in] under sequence parallelism.
+    """
+    if sequence_parallel:
+        return gather_sequence(tensor, mesh)
+    return copy_to_tp(tensor, mesh)
 
 
 class _ColumnParallel(Function):

@@ -45,12 +45,17 @@ class SplitParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the parameter with its attributes and its class."""
-        return _rebuild, (self.data, self.requires_grad, dict(vars(self)))
+        return _rebuild, (type(self), self.data, self.requires_grad, dict(vars(self)))
 
 
-def _rebuild(values: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> Any:
+def _rebuild(
+    kind: type[SplitParameter],
+    values: torch.Tensor,
+    requires_grad: bool,
+    attributes: dict[str, Any],
+) -> Any:
     """Returns an unpickled `SplitParameter`."""
-    parameter = SplitParameter(values, requires_grad=requires_grad)
+    parameter = kind(values, requires_grad=requires_grad)
     vars(parameter).update(attributes)
     return parameter
 

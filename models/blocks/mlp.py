@@ -19,6 +19,8 @@ from ...mpu import (
     column_parallel,
     tp_size,
 )
+from ...mpu.linear import enter_column_parallel
+from ...mpu.packed import PackedParameter, packed_linear
 from ...mpu.parameter import split_parameter
 from ...ops import bias_gelu, empty_pooled, geglu, in_inference_mode, linear, swiglu
 from ...ops.autograd import Function, once_differentiable
@@ -187,6 +189,11 @@ class GateUpLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Maps [B, S, H], or [B, S/tp, H] under sequence parallelism, to two tensors [B, S, Fp]."""
+        if isinstance(self.gate, PackedParameter) and isinstance(self.up, PackedParameter):
+            whole = enter_column_parallel(
+                x, sequence_parallel=self.sequence_parallel, mesh=self.mesh
+            )
+            return packed_linear(whole, self.gate, None), packed_linear(whole, self.up, None)
         if tp_size(self.mesh) == 1 or (in_inference_mode() and not self.sequence_parallel):
             return linear(x, self.gate), linear(x, self.up)  # no exchange is needed
         # Joining the weights is cheap compared with the products, and there is one exchange instead

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from every_case import by_turns
 from memory import kept_bytes, peak_of
 
 from shardzoo.cli.estimate import main
-from shardzoo.models import ParallelConfig, find_config, from_config
+from shardzoo.models import ParallelConfig, find_config, from_config, from_pretrained
 from shardzoo.ops import variants
 from shardzoo.trainer.estimate import Job, estimate, largest_micro_batch
 
@@ -38,6 +39,14 @@ def peak_of_tensors(config, job: Job, optimizer=None) -> int:
     if "embeddings" in job.frozen:
         for module in filter(is_embedding, model.modules()):
             module.requires_grad_(False)
+    if job.base_precision is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            model = from_pretrained(
+                folder,
+                base_precision=job.base_precision,
+                parallel_config=ParallelConfig(recompute=job.recompute),
+            ).train()
     if job.lora_rank:
         add_lora(
             model, lora_config(r=job.lora_rank, target_modules=job.lora_target_modules), seed=0
@@ -121,6 +130,13 @@ CASES = [
         "t5-small",
         {},
         {"lora_rank": 4, "lora_target_modules": "all-linear"},
+        None,
+        "the last block's backward",
+    ),
+    (
+        "gpt2",
+        {"n_embd": 256, "n_layer": 6},
+        SHORT | {"lora_rank": 2, "base_precision": "nf4"},
         None,
         "the last block's backward",
     ),

@@ -41,6 +41,7 @@ from ...models.lora import (
     load_weights,
     write_adapter_config,
 )
+from ...models.packing import find_packed_parameters
 from ...mpu.mesh import axis_ranks, axis_sizes
 from ..engines.state import persistent_buffers
 from ..launch.ranks import Ranks, on_first_rank
@@ -185,17 +186,25 @@ class AdapterFiles:
             if self._base is not None:
                 base = str(self._base.resolve())
             write_adapter_config(folder, self.model.lora.config, base)
-            (folder / BASE_FILE).write_text(json.dumps({"sha256": self._base_digest}) + "\n")
+            base_record = {"sha256": self._base_digest, "packed": self._packed_format}
+            (folder / BASE_FILE).write_text(json.dumps(base_record) + "\n")
 
         return write
 
     def load_weights(self, folder: Path, ranks: Ranks) -> None:
         if not (folder / WEIGHTS_FILE).exists():
             raise ValueError(f"{folder} has no {WEIGHTS_FILE}, so it holds another kind of model")
-        digest = (read_folder_json(folder, BASE_FILE) or {}).get("sha256")
+        record = read_folder_json(folder, BASE_FILE) or {}
+        digest = record.get("sha256")
         if self._base and digest and on_first_rank(lambda: self._base_digest) != digest:
             raise ValueError(
                 f"{folder} belongs to another base model than {self._base}, whose weights have another digest"
+            )
+        packed = record.get("packed")
+        if packed != self._packed_format:
+            raise ValueError(
+                f"{folder} was trained on a base in {packed or 'its own type'}, and cannot go on "
+                f"with {self._packed_format or 'its own type'}; set base_precision as it was"
             )
         check_same_lora(self.model, folder)
         load_weights(self.model, folder)
@@ -204,6 +213,12 @@ class AdapterFiles:
     def _base(self) -> Path | None:
         found = getattr(self.model, "name_or_path", None)
         return Path(found) if found else None
+
+    @property
+    def _packed_format(self) -> str | None:
+        """The format of the base's packed weights; None if they are not packed."""
+        packed = find_packed_parameters(self.model)
+        return next((parameter.packing.format for parameter in packed.values()), None)
 
     @cached_property  # of files that may be larger than memory, and each save names it
     def _base_digest(self) -> str | None:

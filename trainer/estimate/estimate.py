@@ -241,7 +241,7 @@ def _torch_memory(model: ModelMemory, job: Job) -> EngineMemory:
     optimizer = find_optimizer(job.optimizer)
     in_parts = job.tensor_parallel_size > 1 or (padded and optimizer.padding_matters)
     return EngineMemory(
-        parameters=sum(size.local for size in model.parameters) * job.itemsize,
+        parameters=model.count_parameter_bytes(job.itemsize),
         masters=0 if wide else FP32 * trained,
         states=state_bytes(optimizer, model.trained),
         held=FP32 * trained if accumulates else 0,
@@ -347,7 +347,7 @@ def _zero_memory(model: ModelMemory, job: Job) -> EngineMemory:
             bucket *= 2
         if job.device == "cpu":
             bucket = min(bucket, wide * trained)
-    parameters = every * e
+    parameters = model.count_parameter_bytes(e)
     if stage == 3:
         parameters = -(-every // ranks) * e + min(every, ZERO_3_GATHERED) * e
     return EngineMemory(

@@ -10,7 +10,8 @@ implementation, all of whose matmuls are visible. Fused attention keeps less.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -31,9 +32,12 @@ from ...models.auto import build_on_meta, model_class, unsplit_on_meta
 from ...models.config import ModelConfig
 from ...models.language_model import LanguageModel
 from ...models.lora import attach_factors, lora_config
+from ...models.packing import find_packed_matrices
 from ...models.parallel_config import ContextExchange, ParallelConfig
 from ...models.registry import family
 from ...models.sizes import ParameterSize, is_embedding, measure_parameters
+from ...mpu.packed import PIECE_BYTES, count_packed_bytes
+from ...ops.packing import PackedFormat
 from ..engines.precision import DTYPES
 from ..optimizers.registry import ELEMENTWISE_NAMES, OptimizerName, find_optimizer
 from ..precisions import PRECISIONS, PrecisionName
@@ -64,6 +68,7 @@ class ModelMemory:
         table: The weight of the token embedding, if it is trained.
         stream: Bytes of one tensor [B, S, H].
         pieces: Number of copies of the table's gradient that are added up at the end.
+        packed: The bytes of packed parameters, by name.
     """
 
     parameters: tuple[ParameterSize, ...]
@@ -76,6 +81,12 @@ class ModelMemory:
     table: ParameterSize | None
     stream: int
     pieces: int = 0
+    packed: Mapping[str, int] = field(default_factory=dict)
+
+    def count_parameter_bytes(self, itemsize: int) -> int:
+        """Returns the bytes of the parameters of a rank."""
+        unpacked = sum(size.local for size in self.parameters if size.name not in self.packed)
+        return unpacked * itemsize + sum(self.packed.values())
 
     @property
     def is_tied(self) -> bool:
@@ -87,7 +98,11 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
 
     Raises ValueError if the model does not allow this sequence length or tensor-parallel size.
     """
-    sizes, trained = _measure_parameters_of_family(config, job)
+    sizes, trained, packed = _measure_parameters_of_family(config, job)
+    unpacking = 0  # bytes of the largest packed matrix while it is unpacked
+    if job.base_precision is not None:
+        largest = max((size.local for size in sizes if size.name in packed), default=0)
+        unpacking = largest * job.itemsize + min(PIECE_BYTES, 8 * largest)
     activations = family(config.model_type).activations(config)
     # An architecture that is an encoder alone has no decoder's parameters.
     owned = []
@@ -108,6 +123,7 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
         in_block = block_bytes(stack, batch, layout)
         if job.gathers_keys(stack.block.heads):
             in_block = replace(in_block, kept=in_block.kept + _gathered_bytes(stack, batch, job))
+        in_block = replace(in_block, working=in_block.working + unpacking)
         every = sum(size.local for size in sizes if size.name.startswith(stack.path))
         frozen = every - sum(size.local for size in own)
         parts.append(BlockStack(stack.layers, in_block, own, frozen))
@@ -133,6 +149,7 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
         head=trained_head,
         table=table if table in trained else None,
         stream=positions * activations.stacks[0].block.hidden * job.itemsize,
+        packed=packed,
     )
 
 
@@ -149,8 +166,10 @@ def _gathered_bytes(stack: StackSpec, batch: Batch, job: Job) -> int:
 
 def _measure_parameters_of_family(
     config: ModelConfig, job: Job
-) -> tuple[list[ParameterSize], list[ParameterSize]]:
-    """Returns the sizes of all parameters, with those of LoRA weights, and of the trained ones."""
+) -> tuple[list[ParameterSize], list[ParameterSize], dict[str, int]]:
+    """Returns the sizes of all parameters, with those of LoRA weights, and of the trained ones, and
+    the bytes of packed ones by name.
+    """
     if job.lora_rank:
         model = build_on_meta(config, None)
         attach_factors(model, lora_config(r=job.lora_rank, target_modules=job.lora_target_modules))
@@ -162,7 +181,13 @@ def _measure_parameters_of_family(
     for size in sizes:
         if size.name in trainable and not is_frozen(size, job):
             trained.append(size)
-    return sizes, trained
+    packed: dict[str, int] = {}
+    if job.base_precision is not None:
+        names = find_packed_matrices(model)
+        for size in sizes:
+            if size.name in names:
+                packed[size.name] = count_packed_bytes(size.local_shape, job.base_precision)
+    return sizes, trained, packed
 
 
 def is_frozen(size: ParameterSize, job: Job) -> bool:
@@ -226,7 +251,7 @@ def _refuse_what_is_not_estimated(config: Any, job: Job) -> None:
     """Raises ValueError for a job or a model of transformers whose memory is not known."""
     kind = config.model_type
     if job.lora_rank:
-        raise ValueError("lora_rank is estimated for models of the zoo only")
+        raise ValueError("lora_rank and base_precision are for models of the zoo only")
     if job.tensor_parallel_size > 1 or job.sequence_parallel:
         raise ValueError(
             f"{kind} is not a family of the zoo, so its layers cannot be split; use one "
@@ -328,6 +353,7 @@ class Job:
         precision: Precision of parameters, activations and gradients. The optimizer keeps fp32
             copies of 16-bit parameters.
         lora_rank, lora_target_modules: Those of LoRA weights, which alone are trained; 0 for none.
+        base_precision: How the linear layers under LoRA weights are packed, if they are.
     """
 
     micro_batch_size: int = 1
@@ -350,6 +376,7 @@ class Job:
     frozen: tuple[Literal["embeddings", "encoder", "decoder"], ...] = ()
     lora_rank: int = 0
     lora_target_modules: str | tuple[str, ...] | None = None
+    base_precision: PackedFormat | None = None
     device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
@@ -376,6 +403,11 @@ class Job:
             raise ValueError(
                 f"lora_rank={self.lora_rank} must be 0 or more, and is estimated for one pipeline "
                 "stage only"
+            )
+        if self.base_precision is not None and (not self.lora_rank or self.fsdp or self.stage == 3):
+            raise ValueError(
+                f"base_precision={self.base_precision!r} needs lora_rank, and works with neither "
+                "fsdp nor ZeRO stage 3"
             )
         if self.fsdp and (self.pipeline_parallel_size > 1 or self.zero_stage is not None):
             raise ValueError("fsdp does not work with pipeline stages or a ZeRO stage")
