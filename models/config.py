@@ -324,6 +324,11 @@ class ModelConfig(metaclass=ConfigType):
         return 0
 
     @property
+    def has_own_embeddings(self) -> bool:
+        """Whether the stacks of an encoder-decoder have word embeddings of their own."""
+        return False
+
+    @property
     def padding_idx(self) -> int | None:
         """The row of the word embedding that is not trained, that of padding; None for no such row.
 

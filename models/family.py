@@ -126,7 +126,8 @@ class Family:
 
     def find_names(self, config: ModelConfig) -> NameMap:
         """Returns where a checkpoint of a configuration's model stores each parameter."""
-        return self.name_map.with_experts(config.expert_count)
+        names = self.name_map.with_experts(config.expert_count)
+        return names.with_own_embeddings() if config.has_own_embeddings else names
 
     def tokenizer_of(self, config: ModelConfig) -> str:
         """Returns the kind of tokenizer that is trained for a new model of a configuration."""

@@ -580,6 +580,8 @@ def _same_bytes(first: Tensor, second: Tensor) -> bool:
 
 def _tie_equal(model: Any, mapped: MappedCheckpoint, mesh: ParallelMesh | None) -> None:
     """Ties the output head to the embedding if the checkpoint stores equal tensors for both."""
+    if model.config.has_own_embeddings:
+        return
     name_map = mapped.model.name_map
     kept_names = dict(name_map.aliases)
     natives = {entry.stored_names(): entry.native for entry in name_map.entries}

@@ -427,6 +427,8 @@ def _is_tied(
     untied = set(name_map.untied_names())
     if not untied:
         return None
+    if config.has_own_embeddings:
+        return False  # Nothing is tied, even if tensors have equal values.
     if checkpoint.saved is not None:
         return _is_tied_in_megatron(checkpoint, checkpoint.saved, config, is_same)
     if checkpoint.kind not in ("huggingface", "dcp"):

@@ -57,7 +57,8 @@ class StackView(nn.Module):
 
     def __init__(self, model: Any, stack: nn.Module) -> None:
         super().__init__()
-        self.embed_tokens = model.embedding
+        own = getattr(stack, "word_embeddings", None)
+        self.embed_tokens = model.embedding if own is None else own
         self.stack = stack
         self.config = model.config
         self.training = model.training
@@ -255,6 +256,11 @@ class ModelMethods(nn.Module):
         Raises:
             ValueError: It is no embedding, or of another width.
         """
+        if self.config.has_own_embeddings:
+            raise ValueError(
+                "encoder and decoder have word embeddings of their own: copy the values into "
+                "encoder.word_embeddings.weight and decoder.word_embeddings.weight"
+            )
         old = self.embedding
         new = value
         if isinstance(value, nn.Embedding):

@@ -90,6 +90,8 @@ class NameMap:
         spelled: Triples (regular expressions for an architecture and for a stored name, the name
             there) of what transformers' class of that architecture calls differently, and finds
             under no other name.
+        own_embeddings: Entries of the stacks' word embeddings, for models in which these differ from
+            the shared one. In other models their stored names are aliases of it.
         head_first: A regular expression for the architectures whose module creates the head before
             the body, so that its first name of a tied tensor is the alias.
     """
@@ -102,12 +104,19 @@ class NameMap:
     zeros: tuple[str, ...] = ()
     spelled: tuple[tuple[str, str, str], ...] = ()
     head_first: str = ""
+    own_embeddings: tuple[NameEntry, ...] = ()
 
     def with_experts(self, count: int) -> NameMap:
         """Returns the map of models that have so many experts in each mixture."""
         if not count:
             return self
         return replace(self, entries=tuple(entry.with_experts(count) for entry in self.entries))
+
+    def with_own_embeddings(self) -> NameMap:
+        """Returns the map of models whose stacks have word embeddings of their own."""
+        own = {name for entry in self.own_embeddings for name in entry.stored_names()}
+        aliases = tuple((alias, kept) for alias, kept in self.aliases if alias not in own)
+        return replace(self, entries=self.entries + self.own_embeddings, aliases=aliases)
 
     def resolve(self, native_names: Iterable[str]) -> Iterator[NameEntry]:
         """Yields the entry of each native parameter, with layer numbers filled in.

@@ -81,13 +81,22 @@ def resize_token_embeddings(
                 head.fixed_bias = cast(Any, _split(padded, head.fixed_bias, model.mesh))
             head.num_embeddings = count
             head.shard = cast(SplitParameter, head.weight).shard
-    embedding.weight = cast(Any, table)
-    embedding.shard = cast(SplitParameter, table).shard
-    embedding.num_embeddings = count
-    if embedding.padding_idx is not None and embedding.padding_idx >= count:
-        embedding.padding_idx = None
+        _replace_table(embedding, table)
+        # The stacks of an encoder-decoder may have embeddings of their own.
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding) and module.num_embeddings == old_count:
+                _replace_table(module, _resize_table(model, "weight", module, count, mean_resizing))
     model.config.change_built(vocab_size=count)
     return embedding
+
+
+def _replace_table(embedding: VocabParallelEmbedding, table: nn.Parameter) -> None:
+    """Gives an embedding a table with another number of rows."""
+    embedding.weight = cast(Any, table)
+    embedding.shard = cast(SplitParameter, table).shard
+    embedding.num_embeddings = embedding.shard.shape[0]
+    if embedding.padding_idx is not None and embedding.padding_idx >= embedding.num_embeddings:
+        embedding.padding_idx = None
 
 
 def _count_tokens(old: int, new: Any, multiple: Any) -> int:

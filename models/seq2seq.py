@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..mpu import broadcast_from_stage, context_size, dropout_state
+from ..mpu import VocabParallelEmbedding, broadcast_from_stage, context_size, dropout_state
 from ..ops.device import host_can_read
 from ..ops.dispatcher import is_watched
 from .backbone import Backbone, Head
@@ -47,6 +47,12 @@ class Seq2SeqStack(nn.Module):
     """
 
     blocks: BlockList
+    word_embeddings: VocabParallelEmbedding | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Most stacks use the model's embedding; a family may give them their own.
+        self.word_embeddings = None
 
     def embed(
         self, words: Tensor, ids: Tensor, cached: int, pieces: Tensor | None = None
@@ -270,7 +276,7 @@ class Seq2SeqBackbone(Backbone):
         if not decoder_blocks.own:
             return self.send_hidden_states()
         if hidden is None:
-            hidden, table = embed_tokens(self.word_embeddings, decoder_input_ids, table)
+            hidden, table = self.embed_for(self.decoder, decoder_input_ids, table)
         mask = causal_mask(decoder_attention_mask, decoder_input_ids.shape[1], pieces)
         states = self.decoder(
             hidden, decoder_input_ids, mask, encoder_states[-1], cross_mask, cache, pieces
@@ -341,7 +347,7 @@ class Seq2SeqBackbone(Backbone):
         source = None
         if encoder_hidden_states is not None:
             source = self.scatter_hidden_states(encoder_hidden_states)
-        x, _ = embed_tokens(self.word_embeddings, input_ids)
+        x, _ = self.embed_for(self.decoder, input_ids)
         mask = causal_mask(attention_mask, input_ids.shape[1])
         source_mask = key_mask(encoder_attention_mask)
         inputs = (x, input_ids, mask, source, source_mask, named.get("cache"))
@@ -389,11 +395,22 @@ class Seq2SeqBackbone(Backbone):
         if input_ids is None:
             raise ValueError("pass input_ids, or the encoder_outputs of an earlier call")
         if self.encoder.blocks.has_first:
-            x, table = embed_tokens(self.word_embeddings, input_ids)
+            x, table = self.embed_for(self.encoder, input_ids)
         else:
             x = self.receive_hidden_states()
             table = None
         return self.encoder(x, input_ids, mask, pieces=seq_idx), table
+
+    def embed_for(
+        self, stack: Seq2SeqStack, ids: Tensor, table: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the word embeddings of a stack's tokens, and the table for its next use; see
+        `embed_tokens`.
+        """
+        if stack.word_embeddings is None:
+            return embed_tokens(self.word_embeddings, ids, table)
+        x, _ = embed_tokens(stack.word_embeddings, ids)
+        return x, None  # Neither the other stack nor the head uses this one.
 
     @property
     def shared(self) -> nn.Module:

@@ -44,9 +44,11 @@ class BartConfig(HeadsConfig):
         encoder_layerdrop, decoder_layerdrop: The share of blocks that a training step leaves out.
             The zoo computes all blocks, so training needs 0.
         tie_word_embeddings: False if the files have an output head that differs from the word
-            embedding. `config.json` keeps true, because with false transformers would also give
-            encoder and decoder embeddings of their own; it finds out about the head as the zoo
-            does.
+            embedding. `config.json` keeps true, unless `own_embeddings` is set; transformers finds
+            out about the head as the zoo does.
+        own_embeddings: Whether encoder and decoder have word embeddings of their own, and the head
+            is none of them. `config.json` says so by `tie_word_embeddings: false`. As in
+            transformers there is a shared embedding too, which is unused then.
         final_logits_bias: Whether the head adds that vector. The files decide: transformers writes
             it into every one of them, nearly always as zeros.
     """
@@ -83,6 +85,7 @@ class BartConfig(HeadsConfig):
     scale_embedding: bool = False
     is_encoder_decoder: bool = True  # type: ignore[misc] - a constant of most families
     tie_word_embeddings: bool = True
+    own_embeddings: bool = False
     pad_token_id: TokenId | None = 1
     bos_token_id: TokenId | None = 0
     eos_token_id: TokenId | list[TokenId] | None = 2
@@ -95,6 +98,10 @@ class BartConfig(HeadsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.has_own_embeddings and self.tie_word_embeddings:
+            raise ValueError(
+                "own_embeddings needs tie_word_embeddings=false: the head is none of the embeddings"
+            )
         skips_padding = not self.learned_positions and not self.positions_count_padding
         if self.pad_token_id is None and skips_padding:
             raise ValueError(
@@ -108,18 +115,20 @@ class BartConfig(HeadsConfig):
     def from_dict(cls, values: dict[str, Any]) -> Self:
         refuse_bidirectional(values)
         if values.get("tie_word_embeddings", True) is False:
-            raise ValueError(
-                f"{cls.model_type}'s encoder and decoder share one word embedding: "
-                "tie_word_embeddings must be true; an output head that the files store may differ "
-                "from it"
-            )
+            values = {**values, "own_embeddings": True}
         return super().from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
-        values["tie_word_embeddings"] = True
+        values["tie_word_embeddings"] = self.tie_word_embeddings or not self.own_embeddings
+        del values["own_embeddings"]
         del values["final_logits_bias"]
         return values
+
+    @property
+    def has_own_embeddings(self) -> bool:
+        # A decoder alone has one embedding in any case.
+        return self.own_embeddings and not self.architecture.endswith("ForCausalLM")
 
     @property
     def may_add_logits_bias(self) -> bool:

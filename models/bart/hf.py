@@ -71,6 +71,10 @@ NAME_MAP = NameMap(
     ),
     # Shards of version 1.0 keep it beside the parameters. Other files may have any values.
     zeros=("final_logits_bias",),
+    own_embeddings=(
+        NameEntry("encoder.word_embeddings.weight", "model.encoder.embed_tokens.weight"),
+        NameEntry("decoder.word_embeddings.weight", "model.decoder.embed_tokens.weight"),
+    ),
     spelled=((r".*ForCausalLM", r"model\.shared\.weight", "model.decoder.embed_tokens.weight"),),
 )
 

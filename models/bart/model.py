@@ -1,8 +1,8 @@
 """BART (Lewis et al., 2020, "BART: Denoising Sequence-to-Sequence Pre-training for Natural Language
 Generation, ...").
 
-- encoder and decoder share the word embedding, which is also the output head; each has its own
-  learned positions
+- encoder and decoder share the word embedding, which is also the output head, unless the
+  configuration unties all of them; each has its own learned positions
 - the sum of both embeddings is normalized; mBART and M2M100 may multiply the word embeddings by √H
   first
 - post-LayerNorm blocks: norm(x + attention(x)), in the decoder norm(x + cross_attention(x)), norm(x
@@ -120,6 +120,39 @@ class BartBlock(nn.Module):
         return dropout(layer(y), x)
 
 
+class ScaledWordEmbedding(VocabParallelEmbedding):
+    """A word embedding whose result is multiplied by a factor when it is called.
+
+    A program calls it for the embeddings that it gives to the model. The stacks look up rows by
+    `embed` and multiply them by the same factor.
+    """
+
+    scale: float = 1.0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale
+
+
+def build_word_embedding(
+    config: BartConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+) -> ScaledWordEmbedding:
+    """Returns a word embedding of a BART."""
+    embedding = ScaledWordEmbedding(
+        config.vocab_size,
+        config.d_model,
+        padding_idx=config.padding_idx,
+        pad_multiple=VOCABULARY_MULTIPLE,
+        **layer_arguments(mesh, parallel_config),
+    )
+    embedding.scale = find_scale(config)
+    return embedding
+
+
+def find_scale(config: BartConfig) -> float:
+    """Returns what the word embeddings are multiplied by."""
+    return math.sqrt(config.d_model) if config.scale_embedding else 1.0
+
+
 class BartStack(Seq2SeqStack):
     """The encoder or the decoder: positions, blocks and, with pre-LayerNorm, a final norm."""
 
@@ -134,7 +167,9 @@ class BartStack(Seq2SeqStack):
         size = config.d_model
         shared = layer_arguments(mesh, parallel_config)
         self.layerdrop = config.decoder_layerdrop if is_decoder else config.encoder_layerdrop
-        self.scale = math.sqrt(size) if config.scale_embedding else 1.0
+        self.scale = find_scale(config)
+        if config.has_own_embeddings:
+            self.word_embeddings = build_word_embedding(config, mesh, parallel_config)
         if config.learned_positions:
             self.position_embeddings = LearnedPositions(
                 config.max_position_embeddings, size, **shared
@@ -188,13 +223,10 @@ class BartEmbeddings(Backbone):
         self.config = config
         self.mesh = mesh
         self.parallel_config = parallel_config or ParallelConfig()
-        self.word_embeddings = VocabParallelEmbedding(
-            config.vocab_size,
-            config.d_model,
-            padding_idx=config.padding_idx,
-            pad_multiple=VOCABULARY_MULTIPLE,
-            **layer_arguments(mesh, self.parallel_config),
-        )
+        self.word_embeddings = build_word_embedding(config, mesh, self.parallel_config)
+        if config.has_own_embeddings:
+            # No stack uses the shared embedding then; it is there for the files.
+            self.word_embeddings.weight.requires_grad = False
 
     def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place."""
@@ -204,7 +236,7 @@ class BartEmbeddings(Backbone):
             full.fill_(1.0)
         else:
             full.normal_(0.0, self.config.init_std, generator=generator)
-            if name == "word_embeddings.weight":
+            if name.endswith("word_embeddings.weight"):
                 full[self.config.padding_idx].zero_()
 
 

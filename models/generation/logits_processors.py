@@ -115,6 +115,28 @@ class LogitsProcessors:
         return stops
 
 
+class PaddedRepetitionPenalty(p.RepetitionPenaltyLogitsProcessor):
+    """Penalizes repeated tokens, but not those of the padding before a prompt.
+
+    Later releases of transformers do so too.
+
+    Args:
+        padding: int64 [R], the positions of padding at the beginning of each row.
+    """
+
+    def __init__(self, penalty: float, padding: Tensor) -> None:
+        super().__init__(penalty)
+        self.padding = padding
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        # A row's first token stands for its padding: a token counts once, however often it occurs.
+        first = input_ids.gather(1, self.padding[:, None])
+        is_token = (
+            torch.arange(input_ids.shape[1], device=input_ids.device) >= self.padding[:, None]
+        )
+        return super().__call__(input_ids.where(is_token, first), scores)
+
+
 def _keep_best(processor: p.TopKLogitsWarper, scores: Tensor, mesh: ParallelMesh | None) -> Tensor:
     lowest = find_best(scores, processor.top_k, mesh)[0][:, -1:]
     return scores.masked_fill(scores < lowest, processor.filter_value)
@@ -150,9 +172,10 @@ def _make_edits(
         padding = None if mask is None else (mask != 0).int().argmax(1)
         if padding is not None and not padding.any():
             padding = None
-        made.append(
-            p.RepetitionPenaltyLogitsProcessor(s.repetition_penalty, prompt_ignore_length=padding)
-        )
+        penalty = p.RepetitionPenaltyLogitsProcessor(s.repetition_penalty)
+        if padding is not None:
+            penalty = PaddedRepetitionPenalty(s.repetition_penalty, padding)
+        made.append(penalty)
     if s.no_repeat_ngram_size > 0:
         made.append(p.NoRepeatNGramLogitsProcessor(s.no_repeat_ngram_size))
     if s.encoder_no_repeat_ngram_size > 0:
@@ -248,4 +271,4 @@ def _make_criteria(s: GenerationSettings, eos: Any, limit: int, tokenizer: Any) 
 def _replace_same_class(made: list[Any], own: Sequence[Any]) -> list[Any]:
     """Returns what was made, without what has the class of one of the caller's own, and these."""
     replaced: set[Any] = {type(one) for one in own}
-    return [one for one in made if type(one) not in replaced] + list(own)
+    return [one for one in made if replaced.isdisjoint(type(one).__mro__)] + list(own)

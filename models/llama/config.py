@@ -5,7 +5,7 @@ siblings' share.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from typing_extensions import Self
 
@@ -31,6 +31,28 @@ from ..config import (
     VocabSize,
     refuse_bidirectional,
 )
+
+
+class HeadDim:
+    """Makes the field `head_dim`, which programs read as the size of a head.
+
+    If it is not set, it follows `hidden_size` and `num_attention_heads`, and files do not have it.
+    """
+
+    def __get__(self, config: Any, owner: type) -> int | None:
+        if config is None:
+            return None  # the default of the field
+        values = cast("dict[str, Any]", vars(config))
+        own: int | None = values.get("head_dim")
+        if own is None:
+            own = int(config.hidden_size) // int(config.num_attention_heads)
+        return own
+
+    def __set__(self, config: Any, value: int | None) -> None:
+        vars(config)["head_dim"] = value
+
+
+_HEAD_DIM: Any = HeadDim()
 
 
 @dataclass
@@ -61,7 +83,7 @@ class DecoderConfig(HeadsConfig):
     num_hidden_layers: LayerCount = 32
     num_attention_heads: HeadCount = 32  # type: ignore[assignment] - a property of the base
     num_key_value_heads: HeadCount | None = None
-    head_dim: HiddenSize | None = None
+    head_dim: HiddenSize | None = _HEAD_DIM
     hidden_act: Activation = "silu"
     max_position_embeddings: PositionCount = 2048
     initializer_range: InitializerScale = 0.02
@@ -78,7 +100,7 @@ class DecoderConfig(HeadsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head_dim is None:
+        if self.own_head_dim is None:
             self.check_heads(self.hidden_size, self.num_attention_heads)
         if self.num_attention_heads % self.key_value_heads:
             raise ValueError(
@@ -100,6 +122,11 @@ class DecoderConfig(HeadsConfig):
     @property
     def key_value_heads(self) -> int:
         return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def own_head_dim(self) -> int | None:
+        """`head_dim` if it is set, or else None: then it follows other sizes."""
+        return vars(self)["head_dim"]
 
     @property
     def head_size(self) -> int:
@@ -157,6 +184,10 @@ class DecoderConfig(HeadsConfig):
         positions = values.get("max_position_embeddings", cls.max_position_embeddings)
         return super().from_dict({**values, "rope_parameters": cls.read_rope(values, positions)})
 
+    def with_changes(self, **changes: Any) -> Self:
+        """Returns a copy with other values; a `head_dim` that is not set stays so."""
+        return super().with_changes(**{"head_dim": self.own_head_dim, **changes})
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the contents of a `config.json` that both transformers 4 and 5 read."""
         values = super().to_dict()
@@ -166,7 +197,7 @@ class DecoderConfig(HeadsConfig):
                 values[name] = rope.pop(name)
         values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
         values["head_dim"] = self.head_size
-        if self.head_dim is None and type(self).head_dim is None:
+        if self.own_head_dim is None and type(self).head_dim is None:
             del values["head_dim"]  # some versions of transformers do not expect a null
         return values
 

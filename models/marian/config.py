@@ -39,6 +39,11 @@ class MarianConfig(BartConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.own_embeddings:
+            raise ValueError(
+                "marian's encoder and decoder share one word embedding: tie_word_embeddings must be "
+                "true; an output head that the files store may differ from it"
+            )
         is_shared = self.decoder_vocab_size in (None, self.vocab_size)
         if not self.share_encoder_decoder_embeddings or not is_shared:
             raise ValueError(

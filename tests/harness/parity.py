@@ -94,7 +94,8 @@ def merge_gradients(family_name: str, ranks: list[dict]) -> dict[str, Tensor]:
 
     grads = ranks[0]
     merged: dict[str, Tensor] = {}
-    for native, entry in zip(grads, family(family_name).name_map.resolve(grads), strict=True):
+    name_map = family(family_name).name_map.with_own_embeddings()
+    for native, entry in zip(grads, name_map.resolve(grads), strict=True):
         shard = grads[native][1]
         if "{e}" in entry.stored_names()[0]:
             entry = entry.with_experts(len(shard.groups) // len(entry.stored_names()))

@@ -73,10 +73,77 @@ def test_layer_drop_is_refused_in_training_only(name):
         model.train()(ids, labels=ids)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_an_own_output_head_is_refused(name):
-    with pytest.raises(ValueError, match="tie_word_embeddings must be true"):
-        config_from_dict(tiny(name, tie_word_embeddings=False))
+def use_own_embeddings(mesh, folder, saved):
+    """On one rank: a model whose stacks have embeddings of their own; loss, gradients, tokens, and after a resize."""
+    model = shardzoo.from_pretrained(folder, mesh)
+    ids = torch.randint(4, 97, (2, 7), generator=torch.Generator().manual_seed(0))
+    output = model(ids, labels=ids[:, :5].contiguous())
+    output.loss.backward()
+    kept = {"loss": output.loss.item(), "trained": {}}
+    for name, parameter in model.named_parameters():
+        if name.endswith("word_embeddings.weight"):
+            kept["trained"][name] = parameter.grad is not None
+    kept["tokens"] = model.generate(ids, max_new_tokens=5, do_sample=False).tolist()
+    model.resize_token_embeddings(110)
+    ids[:, -1] = 105
+    kept["resized loss"] = model.eval()(ids, labels=ids).loss.item()
+    model.save_pretrained(saved)
+    with pytest.raises(ValueError, match="word embeddings of their own"):
+        model.set_input_embeddings(torch.nn.Embedding(110, model.hidden_size))
+    return kept
+
+
+def test_stacks_with_own_embeddings(tmp_path, run_mesh):
+    """`tie_word_embeddings: false` unties the head and the look-ups of both stacks, in any layout."""
+    theirs = hf_model("BartForConditionalGeneration", 0.0, tie_word_embeddings=False).eval()
+    with torch.no_grad():
+        theirs.model.encoder.embed_tokens.weight.mul_(1.5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ids = torch.randint(4, 97, (2, 7), generator=torch.Generator().manual_seed(0))
+    loss = theirs(input_ids=ids, labels=ids[:, :5].contiguous()).loss.item()
+    tokens = theirs.generate(ids, max_new_tokens=5, do_sample=False).tolist()
+    alone = use_own_embeddings(None, tmp_path / "theirs", tmp_path / "alone")
+    for size in (1, 3):
+        saved = tmp_path / f"saved{size}"
+        for kept in run_mesh(size, use_own_embeddings, tmp_path / "theirs", saved):
+            assert kept["loss"] == pytest.approx(loss, rel=1e-6)
+            assert kept["tokens"] == tokens
+            assert kept["resized loss"] == pytest.approx(alone["resized loss"], rel=1e-6)
+            assert kept["trained"] == {
+                "word_embeddings.weight": False,
+                "encoder.word_embeddings.weight": True,
+                "decoder.word_embeddings.weight": True,
+            }
+    with pytest.raises(ValueError, match="both must be equal"):
+        shardzoo.models.BartForCausalLM.from_pretrained(tmp_path / "theirs")
+    again = transformers.BartForConditionalGeneration.from_pretrained(tmp_path / "alone").eval()
+    ids[:, -1] = 105
+    assert again(input_ids=ids, labels=ids).loss.item() == pytest.approx(
+        alone["resized loss"], rel=1e-6
+    )
+
+
+def test_own_embeddings_need_an_untied_head():
+    with pytest.raises(ValueError, match="own_embeddings needs tie_word_embeddings=false"):
+        config_from_dict(tiny("bart")).with_changes(own_embeddings=True)
+    untied = config_from_dict(tiny("bart", tie_word_embeddings=False))
+    assert untied.to_dict()["tie_word_embeddings"] is False
+    head_alone = config_from_dict(tiny("bart")).with_changes(tie_word_embeddings=False)
+    assert head_alone.to_dict()["tie_word_embeddings"] is True
+    assert not head_alone.has_own_embeddings
+
+
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "M2M100ForConditionalGeneration"])
+def test_embeddings_that_a_program_looks_up_are_scaled(name):
+    theirs = hf_model(name, 0.0, scale_embedding=True).eval()
+    ours = getattr(shardzoo.models, name)(theirs.config)
+    ours.load_state_dict(theirs.state_dict())
+    ids = torch.randint(4, 97, (2, 7), generator=torch.Generator().manual_seed(0))
+    found = ours.get_input_embeddings()(ids)
+    assert torch.equal(found, theirs.get_input_embeddings()(ids))
+    of_ids = ours(ids, decoder_input_ids=ids).logits
+    of_embeddings = ours(inputs_embeds=found, decoder_input_ids=ids).logits
+    torch.testing.assert_close(of_embeddings, of_ids, rtol=1e-6, atol=1e-6)
 
 
 @pytest.fixture

@@ -15,4 +15,5 @@ CASES = {
     "BartForSequenceClassification": Case(SIZES),
     "BartForQuestionAnswering": Case(SIZES),
     "BartForCausalLM": Case(SIZES),
+    "BartForConditionalGeneration, own embeddings": Case({**SIZES, "tie_word_embeddings": False}),
 }

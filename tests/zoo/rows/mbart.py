@@ -13,4 +13,5 @@ CASES = {
     "MBartForSequenceClassification": Case({**SIZES, "num_labels": 3}),
     "MBartForQuestionAnswering": Case(SIZES),
     "MBartForCausalLM": Case({**SIZES, "encoder_layers": 2}),
+    "MBartModel, own embeddings": Case({**SIZES, "tie_word_embeddings": False}),
 }
