@@ -243,6 +243,9 @@ def from_config(
         initialize(model, model.initialize_parameter, seed, mesh)
         return model
 
+    wanted = read_dtype(dtype, torch_dtype)
+    if wanted is not None:
+        model.to(wanted)
     # LoRA weights may come later, and have other initial values.
     own = {name for name, _ in model.named_parameters()}
 

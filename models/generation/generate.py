@@ -391,6 +391,7 @@ def _answer(
         if settings.bos_token_id is None:
             raise ValueError("an encoder-decoder answers input_ids: pass them, or encoder_outputs")
         ids = torch.full((1, 1), settings.bos_token_id, device=device)
+        mask = torch.ones_like(ids)  # It is no padding, even where both have one id, as in T5.
     if ids is not None:
         if ids.shape[-1] == 0:
             raise ValueError(

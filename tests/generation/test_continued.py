@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import shardzoo
 
@@ -86,3 +92,22 @@ def test_caches_that_cannot_be_continued(saved):
     assert static.layers[0].keys.shape[2] == static.get_seq_length() == 6
     plain = model.generate(ids, max_new_tokens=3, use_cache=False, return_dict_in_generate=True)
     assert plain.past_key_values is None
+
+
+def test_an_encoder_decoder_can_begin_with_nothing():
+    """Its encoder reads the token that begins texts, which may be the padding's, as in T5."""
+    sizes = {
+        "vocab_size": 97,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 1,
+        "num_heads": 2,
+    }
+    theirs = T5ForConditionalGeneration(T5Config(**sizes, bos_token_id=0)).eval()
+    theirs.config.pad_token_id = None
+    theirs.generation_config.pad_token_id = None
+    ours = shardzoo.models.T5ForConditionalGeneration(theirs.config)
+    ours.load_state_dict(theirs.state_dict())
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    assert torch.equal(ours.generate(**options), theirs.generate(**options))

@@ -213,3 +213,19 @@ def test_models_without_a_folder(folders):
     assert first.config._attn_implementation == "eager"
     first.set_attn_implementation("sdpa")
     assert first.config._attn_implementation == second.config._attn_implementation == "sdpa"
+
+
+def test_a_model_without_storage_has_the_type_that_is_asked_for():
+    sizes = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    values = {}
+    for dtype in (None, "bfloat16", torch.float64):
+        model = shardzoo.from_config(sizes, device="meta", dtype=dtype)
+        wanted = {"bfloat16": torch.bfloat16, None: torch.float32}.get(dtype, dtype)
+        assert {parameter.dtype for parameter in model.parameters()} == {wanted}
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert model.word_embeddings.weight.shard.shape == (97, 16)
+        assert model.head.weight is model.word_embeddings.weight
+        model.fill_parameters(lambda name, value: values.setdefault(name, value))
+    whole = shardzoo.from_config(sizes, dtype=torch.bfloat16)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, values[name].bfloat16())
