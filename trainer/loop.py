@@ -175,7 +175,20 @@ class TrainingLoop:
                     )
                     raise SystemExit(stop_signal.exit_code)
             # A signal has nothing left to stop here: what remains is the last evaluation and save.
+            self._tell_left_out()
             self._finish()
+
+    def _tell_left_out(self) -> None:
+        """Says how many samples at the end of the data were too few for another step."""
+        total: int | None = getattr(self.batches, "total", None)
+        if total is None:
+            return
+        left = total - self.completed_steps * self.global_batch_size
+        if 0 < left < self.global_batch_size:
+            self.reporter.notice(
+                f"{left} of {total} samples were left out at the end, because a step takes "
+                f"{self.global_batch_size}"
+            )
 
     @phase(SAVE)
     def save(self) -> None:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -425,10 +425,7 @@ class DevicePrefetcher:
         batch, copied = self._copies.pop(k)
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(copied)
-        for value in batch.values():
-            if isinstance(value, Tensor):
-                # Its memory must not be used again before the computing stream has read it.
-                value.record_stream(computing)
+        _keep_for(computing, batch)
         self._start_copy(k + 1)
         return batch
 
@@ -438,6 +435,15 @@ class DevicePrefetcher:
         with torch.cuda.stream(self._copy_stream):
             batch = to_device(self._micro_batches[k], self._device)
             self._copies[k] = (batch, self._copy_stream.record_event())
+
+
+def _keep_for(stream: torch.cuda.Stream, batch: Mapping[str, Any]) -> None:
+    """Lets the memory of a batch not be used again before a stream has read it."""
+    for value in batch.values():
+        if isinstance(value, Tensor):
+            value.record_stream(stream)
+        elif isinstance(value, Mapping):
+            _keep_for(stream, cast(Mapping[str, Any], value))
 
 
 class HostCopy:

@@ -13,7 +13,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -337,6 +337,17 @@ def _hide_worker() -> Iterator[None]:
         torch_worker._worker_info = hidden
 
 
+@dataclass(frozen=True)
+class StreamEnd:
+    """Stands in the place of a batch after the last one.
+
+    Attributes:
+        total: The number of samples of all epochs.
+    """
+
+    total: int
+
+
 class StreamLoader(ABC):
     """The base of what loads batches of streams for one rank, and resumes at a bookmark.
 
@@ -345,11 +356,15 @@ class StreamLoader(ABC):
         num_workers: Processes that read ahead. Each reads the whole stream, and makes every
             `num_workers`-th batch.
         bookmark: Where the first sample is read from.
+
+    Attributes:
+        total: The number of samples, known when a stream has been read to its end; None before.
     """
 
     def __init__(self, share: Share, num_workers: int, bookmark: dict[str, Any]) -> None:
         self.share = share
         self.num_workers = num_workers
+        self.total: int | None = None
         self._consumed = 0
         self._bookmark = bookmark
 
@@ -361,7 +376,12 @@ class StreamLoader(ABC):
             num_workers=self.num_workers,
             generator=torch.Generator(),
         )
-        for batch, self._consumed, self._bookmark in loader:
+        for batch, consumed, bookmark in loader:
+            if isinstance(batch, StreamEnd):
+                self.total = batch.total
+                continue
+            self._consumed = consumed
+            self._bookmark = bookmark
             yield batch
 
     @abstractmethod
@@ -370,7 +390,7 @@ class StreamLoader(ABC):
 
         Yields:
             (batch, samples that all ranks have consumed after it, bookmark to resume from after
-                it).
+                it). The first worker may end with a `StreamEnd` as a batch.
         """
 
     @abstractmethod
@@ -484,6 +504,8 @@ class ResumableStream(StreamLoader):
         if rest and self.last == "pad" and complete % workers == worker:
             padded = self._build_batch(first + complete * size, own, copied=(number, record))
             yield padded, number + 1, bookmark
+        if self.last == "drop" and worker == 0:
+            yield StreamEnd(start + read), start + read, bookmark
 
     def _iter_records(self) -> Iterator[tuple[int, Any, dict[str, Any]]]:
         """Yields (number, record, bookmark of its window) of every sample not yet consumed."""

@@ -100,6 +100,22 @@ def test_stopping_anywhere_repeats_and_loses_nothing(stop, first, second, shuffl
     assert seen == whole
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_number_of_samples_is_known_at_the_end(workers):
+    """Also after a stop, of both epochs, and with samples that no batch has room for."""
+    loader = stream(batch=3, size=10, epochs=2, num_workers=workers)
+    batches = iter(loader)
+    next(batches)
+    position = loader.state_dict()
+    assert loader.total is None
+    assert len(list(batches)) == 5
+    assert loader.total == 20
+    resumed = stream(batch=3, size=10, epochs=2, num_workers=workers)
+    resumed.load_state_dict(position)
+    assert len(list(resumed)) == 5
+    assert resumed.total == 20
+
+
 def test_stopping_under_workers_counts_what_was_handed_out():
     whole = global_steps([stream(batch=3, shuffle_buffer=9)])
     before = stream(batch=3, shuffle_buffer=9, num_workers=2)

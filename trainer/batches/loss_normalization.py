@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -180,17 +180,25 @@ def _label_limit(labels: Tensor, model: nn.Module) -> int | None:
 
 
 def _count_rows(batch: Mapping[str, Any]) -> int:
-    return next(
-        (len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 1
-    )
+    """Returns the number of rows of the first tensor, which may be in a dict of the batch."""
+    for value in batch.values():
+        if isinstance(value, Tensor) and value.dim():
+            return len(value)
+        if isinstance(value, Mapping):
+            return _count_rows(cast(Mapping[str, Any], value))
+    return 1
 
 
 def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Returns the batch with its tensors on `device`. Raises ValueError if it is not a dict.
+    """Returns the batch with its tensors on `device`, also those of dicts in it. Raises ValueError
+    if it is not a dict.
 
     The host does not wait for a copy to a GPU, which needs pinned memory.
     """
     _check_batch(batch)
+    inner = {name: value for name, value in batch.items() if isinstance(value, Mapping)}
+    if inner:
+        batch = {**batch, **{name: to_device(value, device) for name, value in inner.items()}}
     pins = pins_host_memory(device)
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     pinned = {
@@ -211,4 +219,7 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 def _check_batch(batch: Any) -> None:
     """Raises ValueError if a batch is not a dict."""
     if not isinstance(batch, Mapping):
-        raise ValueError(f"collate_fn must return a dict of tensors, not a {type(batch).__name__}")
+        raise ValueError(
+            f"collate_fn must return a dict of tensors, not a {type(batch).__name__}; return several "
+            "parts as a dict of dicts, and take them apart in forward_step"
+        )
