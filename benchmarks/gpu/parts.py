@@ -147,7 +147,7 @@ def first(out: Path) -> list[Part]:
     quick = ("--quick",)
     return [
         Part(
-            "operators", 70, [*tests, *workers, "-k", chosen], [*tests, "-k", "fp64 and rms_norm and float32 and cpp"],
+            "operators", 65, [*tests, *workers, "-k", chosen], [*tests, "-k", "fp64 and rms_norm and float32 and cpp"],
             dry_environment={"SHARDZOO_TEST_DEVICE": "cpu"},
         ),
         script("families", 45, out, *quick, file="device_parity"),
@@ -158,9 +158,10 @@ def first(out: Path) -> list[Part]:
             ["--op", "rms_norm", "--shape", "8x32"],
         ),
         kernels(
-            "attention", 50, out, [*attended, "--length", "1024", "4096", "--repetitions", "5", "--no-compile"],
+            "attention", 45, out, [*attended, "--length", "1024", "4096", "--repetitions", "5", "--no-compile"],
             [*attended, "--length", "8", "--scale", "0.001"], "",
         ),
+        script("linear_cross_entropy", 10, out),
         *(
             script(f"steps_{name}", seconds, out, "--model", name, *quick, file="steps")
             for name, seconds in STEPS
