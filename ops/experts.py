@@ -25,7 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import Function, once_differentiable
+from .device import records_graph
 from .matmul import autocast_arguments
+from .registration import Op
 
 # The rows of a grouped product on an accelerator begin at multiples of so many bytes.
 _ALIGNMENT = 16
@@ -132,7 +134,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     x, weight = _cast(x, weight)
     if x.is_cpu or not _takes_grouped_product(x, weight):
-        return _GroupedProduct.apply(x, weight, counts, True)
+        return _multiply_by_expert(x, weight, counts, True)
     return _grouped_mm(x, weight.transpose(-1, -2), counts)
 
 
@@ -140,7 +142,7 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Returns x W with each row's own matrix, [M, F], of matrices [E, C, F]; see `grouped_linear`."""
     x, weight = _cast(x, weight)
     if x.is_cpu or not _takes_grouped_product(x, weight):
-        return _GroupedProduct.apply(x, weight, counts, False)
+        return _multiply_by_expert(x, weight, counts, False)
     return _grouped_mm(x, weight, counts)
 
 
@@ -163,47 +165,77 @@ def _grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return F.grouped_mm(x.contiguous(), weight, offs=ends)
 
 
+def _multiply_by_expert(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    """Multiplies the rows of one expert after the other; the host must know the counts.
+
+    A compiler, which cannot trace what depends on them, records one operator.
+    """
+    if records_graph():
+        return expert_products_op(x, weight, counts, transposed)
+    return _GroupedProduct.apply(x, weight, counts, transposed)
+
+
 class _GroupedProduct(Function):
-    """Multiplies the rows of one expert after the other; the host must know the counts."""
+    """Implements `_multiply_by_expert`; the backward pass need not read the counts again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.spans = _list_spans(counts)
         ctx.transposed = transposed
-        width = weight.shape[1] if transposed else weight.shape[2]
-        out = x.new_empty(len(x), width)
-        for number, start, stop in ctx.spans:
-            matrix = weight[number].t() if transposed else weight[number]
-            torch.mm(x[start:stop], matrix, out=out[start:stop])
-        return out
+        return _multiply_spans(x, weight, ctx.spans, transposed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
-        grad = grads[0].contiguous()
         x, weight = ctx.saved_tensors
         input_grad = None
         weight_grad = None
         if ctx.needs_input_grad[0]:
-            input_grad = torch.empty_like(x)
+            input_grad = _multiply_input_grad(grads[0], x, weight, ctx.spans, ctx.transposed)
         if ctx.needs_input_grad[1]:
-            weight_grad = torch.empty_like(weight)
-            used = {number for number, _, _ in ctx.spans}
-            for number in range(len(weight)):
-                if number not in used:
-                    weight_grad[number].zero_()
-        for number, start, stop in ctx.spans:
-            own = grad[start:stop]
-            rows = x[start:stop]
-            if input_grad is not None:
-                matrix = weight[number] if ctx.transposed else weight[number].t()
-                torch.mm(own, matrix, out=input_grad[start:stop])
-            if weight_grad is not None:
-                first = own if ctx.transposed else rows
-                second = rows if ctx.transposed else own
-                torch.mm(first.t(), second, out=weight_grad[number])
+            weight_grad = _multiply_weight_grad(grads[0], x, weight, ctx.spans, ctx.transposed)
         return input_grad, weight_grad, None, None
+
+
+def _multiply_spans(
+    x: Tensor, weight: Tensor, spans: list[tuple[int, int, int]], transposed: bool
+) -> Tensor:
+    width = weight.shape[1] if transposed else weight.shape[2]
+    out = x.new_empty(len(x), width)
+    for number, start, stop in spans:
+        matrix = weight[number].t() if transposed else weight[number]
+        torch.mm(x[start:stop], matrix, out=out[start:stop])
+    return out
+
+
+def _multiply_input_grad(
+    grad: Tensor, x: Tensor, weight: Tensor, spans: list[tuple[int, int, int]], transposed: bool
+) -> Tensor:
+    grad = grad.contiguous()
+    input_grad = torch.empty_like(x)
+    for number, start, stop in spans:
+        matrix = weight[number] if transposed else weight[number].t()
+        torch.mm(grad[start:stop], matrix, out=input_grad[start:stop])
+    return input_grad
+
+
+def _multiply_weight_grad(
+    grad: Tensor, x: Tensor, weight: Tensor, spans: list[tuple[int, int, int]], transposed: bool
+) -> Tensor:
+    grad = grad.contiguous()
+    weight_grad = torch.empty_like(weight)
+    used = {number for number, _, _ in spans}
+    for number in range(len(weight)):
+        if number not in used:
+            weight_grad[number].zero_()
+    for number, start, stop in spans:
+        own = grad[start:stop]
+        rows = x[start:stop]
+        first = own if transposed else rows
+        second = rows if transposed else own
+        torch.mm(first.t(), second, out=weight_grad[number])
+    return weight_grad
 
 
 def _list_spans(counts: Tensor) -> list[tuple[int, int, int]]:
@@ -215,6 +247,62 @@ def _list_spans(counts: Tensor) -> list[tuple[int, int, int]]:
             spans.append((number, start, start + count))
         start += count
     return spans
+
+
+# The operator that a compiler records.
+
+
+def _products(x, weight, counts, transposed):
+    return (_multiply_spans(x, weight, _list_spans(counts), transposed),)
+
+
+def _products_backward(grad, x, weight, counts, transposed):
+    spans = _list_spans(counts)
+    return (
+        _multiply_input_grad(grad, x, weight, spans, transposed),
+        _multiply_weight_grad(grad, x, weight, spans, transposed),
+    )
+
+
+def _allocate_products(x, weight, counts, transposed):
+    return (x.new_empty(x.shape[0], weight.shape[1] if transposed else weight.shape[2]),)
+
+
+def _allocate_products_backward(grad, x, weight, counts, transposed):
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.transposed = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, grad):
+    grads = expert_products_backward_op(grad, *ctx.saved_tensors, ctx.transposed)
+    return *grads, None, None
+
+
+expert_products_op = Op(
+    "expert_products",
+    "Tensor x, Tensor weight, Tensor counts, bool transposed",
+    ("y",),
+    allocate=_allocate_products,
+    reference=_products,
+    prepare=None,
+    compiled=(),
+)
+
+expert_products_backward_op = Op(
+    "expert_products_backward",
+    "Tensor grad, Tensor x, Tensor weight, Tensor counts, bool transposed",
+    ("grad_x", "grad_weight"),
+    allocate=_allocate_products_backward,
+    reference=_products_backward,
+    prepare=None,
+    compiled=(),
+)
+
+expert_products_op.autograd(_setup_context, _backward)
 
 
 class _Permute(Function):

@@ -220,8 +220,7 @@ class SelfAttention(Attention):
             q = self.q_norm(q)
             k = self.k_norm(k)
         if rotary is not None:
-            q = rotate(q, rotary)
-            k = rotate(k, rotary)
+            q, k = rotate(q, k, rotary)
         if memory is not None:
             q = q[:, :, memory.shape[1] :]
         if cache is not None:

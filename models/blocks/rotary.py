@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ...mpu import ParallelMesh, cut_sequence
-from ...ops import empty_pooled
-from ...ops.autograd import Function, once_differentiable
 from ...ops.dispatcher import can_bypass_dispatcher
+from ...ops.rotary import rotate_op, split_pairs
 
 RopeValue = str | float | bool | list[float] | None
 RopeParameters = dict[str, RopeValue]
@@ -79,19 +78,24 @@ def rotary_embedding(
     return Rotary((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype), interleaved)
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotates queries or keys [B, N, S, D] to their positions.
+def rotate(q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """Rotates queries [B, N, S, D] and keys [B, K, S, D] to their positions.
 
     Each product is rounded, as in transformers.
     """
-    if can_bypass_dispatcher(x):
-        return _Rotation.apply(x, *rotary)
+    if can_bypass_dispatcher(q, k):
+        return rotate_op(q, k, rotary.cos, rotary.sin, rotary.interleaved, False)
+    return _rotate_by_torch(q, rotary), _rotate_by_torch(k, rotary)
+
+
+def _rotate_by_torch(x: Tensor, rotary: Rotary) -> Tensor:
+    """Returns x [B, N, S, D], rotated by PyTorch's operators, which a compiler fuses."""
     # The result is [B, S, N, D] in memory, so that attention's output is too and needs no copy to
     # merge its heads.
     x = x.transpose(1, 2)
     cos = rotary.cos.transpose(1, 2)
     sin = rotary.sin.transpose(1, 2)
-    first, second, rest = _split_pairs(x, 2 * cos.shape[-1], rotary.interleaved)
+    first, second, rest = split_pairs(x, 2 * cos.shape[-1], rotary.interleaved)
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
     if rotary.interleaved:
@@ -99,56 +103,6 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     else:
         parts = [turned_first, turned_second, rest]
     return torch.cat(parts, dim=-1).transpose(1, 2)
-
-
-def _split_pairs(x: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns views of the first and the second feature of each pair, and of the features that do
-    not rotate.
-    """
-    turning = x[..., :rotated]
-    rest = x[..., rotated:]
-    if interleaved:
-        return turning[..., ::2], turning[..., 1::2], rest
-    first, second = turning.chunk(2, dim=-1)
-    return first, second, rest
-
-
-class _Rotation(Function):
-    """Implements `rotate` with the same bits. The backward pass rotates by the opposite angles.
-
-    Both passes write each feature into its place. Autograd would pad the gradient of each slice and
-    sum them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _turn(x, cos, sin, interleaved, forward=True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor):
-        cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, ctx.interleaved, forward=False), None, None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, forward: bool) -> Tensor:
-    """Returns x [B, N, S, D] rotated by the angles, or by the opposite ones for the backward pass."""
-    x = x.transpose(1, 2)
-    cos = cos.transpose(1, 2)
-    sin = sin.transpose(1, 2)
-    turned = empty_pooled(x)
-    rotated = 2 * cos.shape[-1]
-    first, second, rest = _split_pairs(x, rotated, interleaved)
-    turned_first, turned_second, turned_rest = _split_pairs(turned, rotated, interleaved)
-    torch.mul(first, cos, out=turned_first)
-    product = second * sin
-    turned_first.add_(product, alpha=-1 if forward else 1)
-    torch.mul(second, cos, out=turned_second)
-    turned_second.add_(torch.mul(first, sin, out=product), alpha=1 if forward else -1)
-    turned_rest.copy_(rest)
-    return turned.transpose(1, 2)
 
 
 def read_rope_parameters(

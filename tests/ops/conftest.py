@@ -121,6 +121,15 @@ def build_cases(rows=5, columns=37, seed=0):
         return Case(ops.masked_softmax, tensors, grads, constants)
 
     prefix = torch.tensor([columns // 2, 0])
+
+    # Views of a fused projection, of whose heads the first ones are queries; part of them rotates.
+    heads = normal(2, rows, 5, 14).transpose(1, 2)  # [B, N + K, S, D]
+    angles = normal(2, 1, rows, 5)
+    rotated = {"q": heads[:, :3], "k": heads[:, 3:], "cos": angles.cos(), "sin": angles.sin()}
+
+    def rotate_op(q, k, cos, sin, interleaved, inverse):
+        return torch.ops.shardzoo.rotate(q, k, cos, sin, interleaved, inverse)
+
     return {
         "softmax": attention({"scores": scores}, scale=0.3),
         "softmax_mask": attention({"scores": scores, "mask": visible}, scale=-2.0),
@@ -176,6 +185,13 @@ def build_cases(rows=5, columns=37, seed=0):
             {"x": x, "bias": bias, "residual": residual, "keys": keys},
             ("x", "bias", "residual"),
             {"p": 0.25, "first_row": 3, "first_column": 2},
+        ),
+        "rotate": Case(rotate_op, rotated, ("q", "k"), {"interleaved": False, "inverse": False}),
+        "rotate_interleaved": Case(
+            rotate_op,
+            {**rotated, "cos": angles[:1].cos(), "sin": angles[:1].sin()},
+            ("q", "k"),
+            {"interleaved": True, "inverse": True},
         ),
         "cross_entropy": Case(ops.cross_entropy, {"logits": logits, "target": target}, ("logits",)),
         "cross_entropy_smooth": Case(

@@ -47,7 +47,7 @@ def compile(module):
 print(json.dumps({module: compile(module) for module in sys.argv[1:]}))
 """
 # Attention's kernels, as they are launched: a driver stands in for a device, and a launch only compiles.
-COMPILE_ATTENTION = """
+COMPILE_LAUNCHES = """
 import json
 import os
 import re
@@ -59,7 +59,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from shardzoo.ops.triton_kernels import attention
+from shardzoo.ops.triton_kernels import attention, rotary
 
 CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 results = []
@@ -79,10 +79,15 @@ def compile(self, grid):
     return launch
 
 triton.runtime.jit.KernelInterface.__getitem__ = compile
-for arch, width, dtype, everything in json.loads(sys.argv[1]):
+
+def compile_for(arch):
     driver.set_active(SimpleNamespace(
         get_current_device=lambda: arch, get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", arch, 32)))
+"""
+COMPILE_ATTENTION = """
+for arch, width, dtype, everything in json.loads(sys.argv[1]):
+    compile_for(arch)
     q = torch.zeros(2, 4, 512, width, dtype=getattr(torch, dtype))
     label = [arch, width, dtype]
     lse, number, bias = torch.zeros(2, 4, 512), torch.zeros(2, dtype=torch.int64), q.new_zeros(4, 1023)
@@ -91,6 +96,15 @@ for arch, width, dtype, everything in json.loads(sys.argv[1]):
         rules = (bias, q.new_zeros(2, 4, 512, 512), number, number, number, 0.125, True, 0.1, 0, 0)
     attention.launch_forward(q, q, q, *rules, q, lse)
     attention.launch_backward(q, q, lse, q, q, q, *rules, q, q, q, bias)
+print(json.dumps(results))
+"""
+COMPILE_ROTARY = """
+for arch, width, dtype, interleaved in json.loads(sys.argv[1]):
+    compile_for(arch)
+    heads = torch.zeros(2, 512, 12, width, dtype=getattr(torch, dtype)).transpose(1, 2)
+    label = [arch, width, dtype]
+    angles = heads.new_zeros(1, 1, 512, width // 4)
+    rotary.launch(heads[:, :8], heads[:, 8:10], angles, angles, interleaved, False, heads[:, :8], heads[:, 8:10])
 print(json.dumps(results))
 """
 ATTENTION = [(arch, 64, "bfloat16", True) for arch in (80, 90)] + [
@@ -122,7 +136,7 @@ def test_all_compile_for_sm_90(tmp_path):
 @pytest.mark.before_release
 def test_attention_keeps_its_tiles_in_registers(tmp_path):
     """Compiled as it is launched, with every rule at once and with none, no kernel spills."""
-    built = printed(tmp_path, COMPILE_ATTENTION, json.dumps(ATTENTION))
+    built = printed(tmp_path, COMPILE_LAUNCHES + COMPILE_ATTENTION, json.dumps(ATTENTION))
     assert {kernel for kernel, *_ in built} == {
         "forward",
         "query_gradient",
@@ -138,3 +152,18 @@ def test_attention_keeps_its_tiles_in_registers(tmp_path):
             assert products >= 4, (width, dtype)  # of whole groups of warps
             assert copies > 0, (width, dtype)  # while others are multiplied
             assert stages >= 2, (width, dtype)
+
+
+@pytest.mark.before_release
+def test_rotary_positions_are_one_kernel_without_spills(tmp_path):
+    shapes = [
+        (arch, width, dtype, width == 80)
+        for arch in (80, 90)
+        for width in (64, 80, 128)
+        for dtype in ("bfloat16", "float32")
+    ]
+    built = printed(tmp_path, COMPILE_LAUNCHES + COMPILE_ROTARY, json.dumps(shapes))
+    assert len(built) == len(shapes)
+    for kernel, registers, stack, local, *_ in built:
+        assert (kernel, stack, local) == ("rotate", 0, 0)
+        assert registers <= 64
