@@ -1,6 +1,6 @@
 """Compares a training step of FSDP2 with DistributedDataParallel's, in turns.
 
-    python benchmarks/engines.py --ranks 2 --tensor 1
+    python benchmarks/engines.py --ranks 2
 
 Both engines train the same GPT-2 over the same samples, by the trainer's own engines: forward and backward passes,
 exchange, clipping, AdamW. The command fails if their losses or gradient norms differ, and then times nothing. Each
@@ -46,9 +46,10 @@ class Arguments:
     """What to measure."""
 
     ranks: int = 2
-    model: str = "gpt2"
-    layers: int = 4
-    batch: int = 4
+    model: str = "gpt2-quickstart"
+    layers: int | None = None
+    """By default the model's."""
+    batch: int = 6
     """Sequences of a micro-batch of a rank."""
     length: int = 256
     micro_batches: int = 1
@@ -64,7 +65,9 @@ def build(env_type: str, mesh: ParallelMesh, arguments: Arguments) -> Engine:
         env_type=env_type, precision=arguments.precision, lr=1e-4, clip_grad=1.0
     )
     ranks = Ranks(mesh)
-    config = find_config(arguments.model).with_changes(n_layer=arguments.layers)
+    config = find_config(arguments.model)
+    if arguments.layers is not None:
+        config = config.with_changes(n_layer=arguments.layers)
     model = from_config(config, mesh).train()
     prepare_model(model, torch.device("cpu"), chosen, ranks)
     sharded = shard_model(model, chosen, ranks, None)

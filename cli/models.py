@@ -29,7 +29,9 @@ NO_OPTIMIZER = "none"
 OPTIMIZER_BYTES = {
     name: 4 * len(entry.element_states)
     for name, entry in ENTRIES_BY_NAME.items()
-    if entry.element_states and entry.hidden_matrix_states is None
+    if entry.element_states
+    and entry.hidden_matrix_states is None
+    and entry.count_state_bytes is None
 }
 GIB = 1 << 30
 

@@ -248,10 +248,11 @@ class ParallelMesh:
         """Returns the groups of this process along the two parts of the data axis, [replicas,
         ranks that share one replica's parameters], of which the second varies fastest.
 
-        Collective over all processes. The first group is None for one replica.
+        Collective over all processes. The first group is None for one replica, whose parameters all
+        ranks share that hold the same ones, along the context axis too.
         """
         if replicas == 1:
-            return None, self.group("data")
+            return None, self.group(*REPLICA_AXES)
         grid = torch.arange(self.world_size).view(*self.sizes.values())
         last = grid.movedim(AXES.index("data"), -1).reshape(-1, replicas, self.dp_size // replicas)
         across: Any = last.transpose(1, 2).flatten(0, 1)

@@ -52,10 +52,16 @@ def train(mesh: Any, folder: Any, family: str, **arguments: Any) -> Any:
 CASES = {
     "gpt2 ddp": ("gpt2", {"context": 2}, {"env_type": "pytorchDDP"}),
     "t5 zero": ("t5", {"context": 2}, {"env_type": "deepspeed+mpu"}),
+    "gpt2 fsdp": ("gpt2", {"context": 2}, {"env_type": "fsdp"}),
     "llama keys data": ("llama", {"context": 2, "data": 2},
                         {"env_type": "deepspeed+mpu", "context_exchange": "keys", "zero_stage": 2}),
 }  # fmt: skip
+FSDP = {"env_type": "fsdp"}
 MORE = {
+    "llama fsdp": ("llama", {"context": 2, "data": 2}, FSDP),
+    "t5 fsdp tensor": ("t5", {"context": 2, "tensor": 2},
+                       {**FSDP, "model_parallel_size": 2, "sequence_parallel": True}),
+    "bert fsdp": ("bert", {"context": 2}, {**FSDP, "context_exchange": "keys"}),
     "bert tensor": ("bert", {"context": 2, "tensor": 2},
                     {"env_type": "deepspeed+mpu", "sequence_parallel": True, "model_parallel_size": 2}),
     "modernbert": ("modernbert", {"context": 2}, {"env_type": "deepspeed+mpu", "context_exchange": "keys"}),
@@ -105,13 +111,26 @@ def test_a_run_goes_on_without_the_axis_and_back(run_mesh, tmp_path):
         torch.testing.assert_close(value, weights[name], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "engine",
+    every_day([{"env_type": "fsdp"}], more=[{"env_type": "deepspeed+mpu", "zero_stage": 1}]),
+)
+def test_muon_moves_matrices_along_the_context_axis_too(run_mesh, tmp_path, engine):
+    """Its products are in bf16, and the ranks share them as if the axis were a part of the data's."""
+    muon = {"optimizer": "muon"}
+    expected, _, _ = train(None, tmp_path / "one", "gpt2", env_type="pytorch", **muon)
+    split = {"context_parallel_size": 2, **muon, **engine}
+    for own, _, _ in run_mesh(1, train, tmp_path / "split", "gpt2", context=2, **split):
+        assert own == pytest.approx(expected, rel=2e-2)
+
+
 def test_what_is_not_built_is_refused_before_anything_starts():
     from shardzoo.finetuning import FinetuningArguments
     from shardzoo.trainer import TrainingArguments
 
     for wrong in (
         {"env_type": "pytorch"},
-        {"env_type": "fsdp"},
+        {"env_type": "fsdp", "fsdp_replicas": 2},
         {"env_type": "deepspeed+mpu", "pipeline_parallel_size": 2},
         {"env_type": "deepspeed", "zero_stage": 3},
         {"env_type": "deepspeed+mpu", "torch_compile": True},

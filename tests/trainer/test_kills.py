@@ -106,7 +106,7 @@ def final_bytes(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(checkpoint.iterdir())}
 
 
-@(pytest.mark.timeout(1800) if KILLS else pytest.mark.before_release)
+@(pytest.mark.timeout(120 + 90 * KILLS) if KILLS else pytest.mark.before_release)
 @pytest.mark.parametrize(("name", "data", "kills"), ALL if KILLS else A_FEW)
 def test_killed_runs_equal_whole_ones(run_mesh, tmp_path, name, data, kills):
     arguments, tp, ranks = RUNS[name]

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import ClassVar, Literal
 
 from ..environments import ENVIRONMENTS, EnvType
-from ..optimizers.registry import OPTIMIZERS, OptimizerName, find_optimizer
+from ..optimizers.registry import ELEMENTWISE_NAMES, OPTIMIZERS, OptimizerName, find_optimizer
 from ..precisions import PRECISIONS, PrecisionName
 from ..schedules import ScheduleName
 from .aliases import with_argument_aliases
@@ -471,6 +471,14 @@ class TrainingArguments:
                     raise ValueError(
                         f"{name} needs optimizer={entry.name!r}, not {self.optimizer!r}"
                     )
+        environment = ENVIRONMENTS[self.env_type]
+        is_split = environment.uses_deepspeed or environment.uses_fsdp
+        if chosen.count_state_bytes is not None and (is_split or self.processes_of_a_replica > 1):
+            raise ValueError(
+                f"optimizer={self.optimizer!r} has states in blocks of whole parameters, so it works "
+                "with env_type 'pytorch' and 'pytorchDDP' alone, without tensor, context and expert "
+                f"parallelism; use one of {', '.join(ELEMENTWISE_NAMES)}"
+            )
 
     def _check_pipeline(self) -> None:
         size = self.pipeline_parallel_size
@@ -515,7 +523,8 @@ class TrainingArguments:
         """Raises ValueError for what does not work with sequences that are split over processes."""
         environment = ENVIRONMENTS[self.env_type]
         wrong = {
-            f"env_type={self.env_type!r}": environment.is_one_process or environment.uses_fsdp,
+            f"env_type={self.env_type!r}": environment.is_one_process,
+            f"fsdp_replicas={self.fsdp_replicas}": self.fsdp_replicas > 1,
             f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size
             > 1,
             "torch_compile": self.torch_compile,
@@ -526,8 +535,8 @@ class TrainingArguments:
         for name in (name for name, given in wrong.items() if given):
             raise ValueError(
                 f"context_parallel_size={self.context_parallel_size} does not work with {name}; use "
-                "env_type='deepspeed+mpu', 'deepspeed' or 'pytorchDDP', without pipeline stages, "
-                "torch_compile, LoRA and ZeRO stage 3, or context_parallel_size=1"
+                "env_type='deepspeed+mpu', 'deepspeed', 'pytorchDDP' or 'fsdp', without pipeline "
+                "stages, fsdp_replicas, torch_compile, LoRA and ZeRO stage 3, or context_parallel_size=1"
             )
 
     def resolved(self) -> TrainingArguments:

@@ -71,7 +71,7 @@ class FSDPEngine(TorchEngine):
         # A forward pass updates buffers from its own samples. As in DDP, those of the first replica
         # count.
         self._buffers: list[Tensor] = []
-        if ranks.dp_size > 1:
+        if ranks.replica_size > 1:
             self._buffers = list(persistent_buffers(sharded.module).values())
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
@@ -85,7 +85,7 @@ class FSDPEngine(TorchEngine):
         outcome = super().step(found_inf)
         for buffer in self._buffers:
             assert self._mesh is not None
-            dist.broadcast(buffer, group=self._mesh.dp_group, group_src=0)
+            dist.broadcast(buffer, group=self._mesh.get_data_parallel_group(), group_src=0)
         return outcome
 
     def clip(self) -> Tensor:
@@ -174,9 +174,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
         isinstance(optimizer, (*ELEMENTWISE_OPTIMIZERS, WholeMatrixOptimizer))
         or kind in ELEMENTWISE_CLASSES
     )
-    if ranks.dp_size > 1 and not takes_parts:
+    if ranks.replica_size > 1 and not takes_parts:
         raise ValueError(
             f"{kind} may need whole parameters, which env_type='fsdp' splits over "
-            f"{ranks.dp_size} data-parallel ranks; use {', '.join(ELEMENTWISE_CLASSES)}, or the "
+            f"{ranks.replica_size} ranks; use {', '.join(ELEMENTWISE_CLASSES)}, or the "
             f"arguments optimizer={show_whole_matrix_names()}"
         )

@@ -107,12 +107,17 @@ class ShardedModel:
         mesh = ranks.mesh
         assert mesh is not None
         replicas = arguments.fsdp_replicas
+        if replicas > 1 and ranks.replica_size > ranks.dp_size:
+            raise ValueError(
+                f"fsdp_replicas={replicas} does not work with context parallelism; use "
+                "fsdp_replicas=1"
+            )
         if ranks.dp_size % replicas:
             raise ValueError(
                 f"fsdp_replicas={replicas} must divide the {ranks.dp_size} data-parallel ranks"
             )
         replicate_group, self.group = mesh.split_data_axis(replicas)
-        self._is_first_replica = ranks.dp_rank < ranks.dp_size // replicas
+        self._is_first_replica = ranks.replica_rank < ranks.replica_size // replicas
         if replicate_group is None:
             device_mesh = DeviceMesh.from_group(self.group, mesh.device_type)
         else:

@@ -67,6 +67,12 @@ def state_tensors(optimizer: torch.optim.Optimizer, owners: Mapping[Any, str]) -
                 "optimizer"
             )
         for key, value in state.items():
+            # A quantized state, as of torchao's optimizers, is a tensor of several tensors.
+            is_quantized = isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__")
+            if is_quantized:
+                for part in value.__tensor_flatten__()[0]:  # pyright: ignore[reportAttributeAccessIssue]
+                    tensors[f"{key}.{part}/{owners[parameter]}"] = getattr(value, part)
+                continue
             tensors[f"{key}/{owners[parameter]}"] = _as_tensor(f"{kind}'s {key}", value)
     return tensors
 
@@ -113,6 +119,8 @@ def load_state_tensors(
         optimizer.state[parameter][state] = _from_tensor(
             value, device or parameter.device, counts_on_device
         )
+    if hasattr(optimizer, "join_states"):
+        optimizer.join_states()  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         count = torch.tensor(float(step))
         for parameter, state in optimizer.state.items():

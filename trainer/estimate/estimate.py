@@ -259,7 +259,7 @@ def _fsdp_memory(model: ModelMemory, job: Job) -> EngineMemory:
 
     What is outside of the blocks stays gathered, with its gradient, until the backward pass ends.
     """
-    ranks = job.data_parallel_size
+    ranks = job.replicas
     every = sum(size.local for size in model.parameters)
     trained = sum(size.local for size in model.trained)
     own = -(-trained // ranks)
@@ -381,6 +381,8 @@ def state_bytes(
     Args:
         own: The number of elements that the rank updates under ZeRO; by default all trained ones.
     """
+    if optimizer.count_state_bytes is not None:
+        return sum(optimizer.count_state_bytes(size.local) for size in trained)
     if optimizer.count_matrix_state is not None:
         elements = 0
         for size in trained:

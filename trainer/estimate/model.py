@@ -391,8 +391,8 @@ class Job:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.context_parallel_size > 1 and (self.pipeline_parallel_size > 1 or self.fsdp):
-            raise ValueError("context parallelism does not work with pipeline stages or fsdp")
+        if self.context_parallel_size > 1 and self.pipeline_parallel_size > 1:
+            raise ValueError("context parallelism does not work with pipeline stages")
         for length in (self.length, self.target_length or 0):
             if length % self.context_parallel_size:
                 raise ValueError(
@@ -424,6 +424,13 @@ class Job:
             raise ValueError(
                 f"{self.optimizer} needs statistics of whole parameters, which ZeRO stage 3 "
                 f"splits; use 0, 1 or 2, or {' or '.join(ELEMENTWISE_NAMES)}"
+            )
+        ranks = self.tensor_parallel_size * self.context_parallel_size
+        is_split = self.fsdp or self.stage is not None or ranks > 1
+        if find_optimizer(self.optimizer).count_state_bytes is not None and is_split:
+            raise ValueError(
+                f"{self.optimizer} has states in blocks of whole parameters, so it works without "
+                "DeepSpeed, FSDP, tensor and context parallelism only"
             )
         if self.stage == 0 and self.itemsize == 2:
             raise ValueError(

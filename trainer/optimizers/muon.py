@@ -143,9 +143,9 @@ class Muon(WholeMatrixOptimizer):
 
 def _find_group(mesh: ParallelMesh | None) -> dist.ProcessGroup | None:
     """Returns the ranks that share the products. Collective over the mesh."""
-    if mesh is None or mesh.size("data", "tensor") == 1:
+    if mesh is None or mesh.size("data", "context", "tensor") == 1:
         return None
-    return mesh.group("data", "tensor")
+    return mesh.group("data", "context", "tensor")
 
 
 def _find_scale(rows: int, columns: int, scaling: str) -> float:

@@ -104,6 +104,9 @@ class OptimizerEntry:
             `element_states`. Such an optimizer gets them in parameter groups of their own, which
             have `is_hidden_matrix`.
         own_arguments: Arguments that only this optimizer reads; others refuse them.
+        count_state_bytes: Returns the bytes of the states of a tensor from its number of elements,
+            if they are not fp32 elements: quantized states, which have blocks of whole parameters.
+            Only engines that split nothing take such an optimizer.
     """
 
     name: str
@@ -120,6 +123,7 @@ class OptimizerEntry:
     counts_steps_by_group: bool = False
     hidden_matrix_states: tuple[str, ...] | None = None
     own_arguments: tuple[str, ...] = ()
+    count_state_bytes: Callable[[int], int] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -201,6 +205,26 @@ def _build_muon(groups: Groups, settings: OptimizerSettings) -> Optimizer:
     )
 
 
+def _build_adamw8bit(groups: Groups, settings: OptimizerSettings) -> Optimizer:
+    """AdamW with states in 8 bits (Dettmers et al. 2022, arXiv:2110.02861), of torchao.
+
+    Raises ValueError if torchao is not installed.
+    """
+    from .adamw8bit import AdamW8bit
+
+    betas = (settings.beta1, settings.beta2)
+    return AdamW8bit(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps)
+
+
+def _count_8bit_state(elements: int) -> int:
+    """Returns the bytes of two states: a byte an element, an fp32 scale for each 256, and the
+    values of the 256 codes. Small tensors and those that blocks do not divide have fp32 states.
+    """
+    if elements < 4096 or elements % 256:
+        return 2 * 4 * elements
+    return 2 * (elements + 4 * (elements // 256) + 4 * 256)
+
+
 def _count_factored_state(shape: tuple[int, ...]) -> int:
     """Returns the elements of the row means and the column means of matrices [..., R, C]."""
     rows = prod(shape[:-1])
@@ -261,6 +285,17 @@ OPTIMIZERS = {
             counts_steps_by_group=True,
         ),
         OptimizerEntry(
+            name="adamw8bit",
+            title="8-bit AdamW",
+            build=_build_adamw8bit,
+            element_states=("exp_avg", "exp_avg_sq"),
+            is_elementwise=True,
+            # In fp32: weight, gradient, both states, the update's numerator and denominator.
+            count_temporaries=lambda sizes: 6 * sizes.largest_tensor,
+            other_names=("adamw_torch_8bit",),  # transformers'
+            count_state_bytes=_count_8bit_state,
+        ),
+        OptimizerEntry(
             name="lamb",
             title="LAMB",
             build=_build_lamb,
@@ -282,7 +317,11 @@ OPTIMIZERS = {
     )
 }
 ENTRIES_BY_NAME = {name: entry for entry in OPTIMIZERS.values() for name in entry.names}
-ELEMENTWISE_NAMES = tuple(name for name, entry in ENTRIES_BY_NAME.items() if entry.is_elementwise)
+ELEMENTWISE_NAMES = tuple(
+    name
+    for name, entry in ENTRIES_BY_NAME.items()
+    if entry.is_elementwise and entry.count_state_bytes is None
+)
 WHOLE_MATRIX_NAMES = tuple(
     name for name, entry in ENTRIES_BY_NAME.items() if not entry.is_elementwise
 )
