@@ -72,6 +72,10 @@ class AdamW8bit(TorchaoAdamW8bit):
             for name in ("exp_avg", "exp_avg_sq"):
                 if f"{name}.codes" not in state:
                     continue
-                parts = [state.pop(f"{name}.{part}") for part in OptimState8bit.tensor_attrs]
-                is_signed = name == "exp_avg"
-                state[name] = OptimState8bit(*parts, is_signed, dtype=torch.float32)
+                state[name] = OptimState8bit(
+                    codes=state.pop(f"{name}.codes"),
+                    scale=state.pop(f"{name}.scale"),
+                    qmap=state.pop(f"{name}.qmap"),
+                    signed=name == "exp_avg",
+                    dtype=torch.float32,
+                )
