@@ -18,6 +18,7 @@ from ..files.strict_json import maps_to_text, read_folder_json, read_json_object
 from .folder_files import CONFIG, check_auxiliary_files, find_stage_files
 from .formats.dcp import is_dcp, open_dcp
 from .formats.megatron import TRACKER, SavedRun, find_reader
+from .formats.universal import UNIVERSAL, UniversalState, open_universal
 from .manifest import MANIFEST, Manifest
 from .safetensors_header import read_header
 from .stored_tensor import StoredTensor, index_by_name, list_chunks, read_file_state
@@ -31,7 +32,6 @@ LEGACY_FILES = (
     re.compile(r"pytorch_model_(\d+)\.bin"),
 )
 TRACKERS = ("latest", TRACKER)
-UNIVERSAL = "latest_universal"  # names the newest folder of DeepSpeed's universal checkpoint
 # The files of a Hugging Face folder: for each format the single file, and the index of several.
 WEIGHT_FILES = (
     "model.safetensors",
@@ -55,6 +55,8 @@ class Checkpoint:
         extras: Tensors that are not parameters of the model; only for "shards".
         manifest: The contents of `manifest.json`; only for "shards".
         saved: What is known about the program that wrote it; only for "megatron".
+        universal: What DeepSpeed's universal checkpoint has beside the weights; such a folder is
+            otherwise read like Hugging Face's.
     """
 
     kind: Kind
@@ -64,6 +66,7 @@ class Checkpoint:
     extras: Mapping[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
     manifest: Manifest | None = None
     saved: SavedRun | None = None
+    universal: UniversalState | None = None
 
     def tensors(self) -> Iterator[StoredTensor]:
         """Yields all tensors of all files."""
@@ -90,6 +93,8 @@ class Checkpoint:
                 f"{self.saved.tool} checkpoint, {size} x {self.saved.stages} "
                 f"(tensor-parallel x pipeline) ranks"
             )
+        if self.universal is not None:
+            return "universal checkpoint of DeepSpeed"
         return {
             "huggingface": "Hugging Face folder",
             "dcp": "torch.distributed.checkpoint folder",
@@ -121,14 +126,15 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
         return _open_huggingface(folder, config_file)
 
     # Other programs' files may be in a folder that a tracker file names.
+    universal_folder = _find_named_folder(folder, UNIVERSAL)
+    if universal_folder is not None:
+        weights, state = open_universal(universal_folder)
+        config = _read_config(folder, config_file)
+        return Checkpoint("huggingface", folder, config, (weights,), universal=state)
     rank_folder = _find_rank_folder(folder)
     if rank_folder is not None:
         return _open_rank_folder(folder, rank_folder, config_file)
 
-    if (folder / UNIVERSAL).exists():
-        raise ValueError(
-            f"{folder} is a universal checkpoint of DeepSpeed, which is written, but not read"
-        )
     if any(folder.glob("*.gguf")):
         raise ValueError(f"{folder} holds a GGUF file: convert it with --dequantize bf16 first")
     if any(folder.glob("rank_*.safetensors*")):
@@ -264,21 +270,32 @@ def _find_rank_folder(folder: Path) -> Path | None:
         if any(pattern.fullmatch(entry.name) for pattern in LEGACY_FILES):
             return folder
     for tracker in TRACKERS:
-        if not (folder / tracker).exists():
-            continue
-        with checked_file(folder, tracker).open("rb") as file:
-            tag = file.read(256).decode(errors="replace").strip()
-        if not tag or "/" in tag or "\0" in tag or tag in (".", ".."):
-            raise ValueError(
-                f"{folder / tracker} names {tag!r}, which is not the name of a folder beside it"
-            )
-        for name in (tag, f"iter_{tag:0>7}"):
-            named = folder / name
-            # A link to a folder elsewhere does not count.
-            if named.is_dir() and named.resolve().parent == folder.resolve():
-                return named
-        raise ValueError(f"{folder / tracker} names the folder {tag!r}, which does not exist")
+        named = _find_named_folder(folder, tracker)
+        if named is not None:
+            return named
     return None
+
+
+def _find_named_folder(folder: Path, tracker: str) -> Path | None:
+    """Returns the folder that a tracker file names, or None without such a file.
+
+    Raises:
+        ValueError: The file names something that is not a folder beside it.
+    """
+    if not (folder / tracker).exists():
+        return None
+    with checked_file(folder, tracker).open("rb") as file:
+        tag = file.read(256).decode(errors="replace").strip()
+    if not tag or "/" in tag or "\0" in tag or tag in (".", ".."):
+        raise ValueError(
+            f"{folder / tracker} names {tag!r}, which is not the name of a folder beside it"
+        )
+    for name in (tag, f"iter_{tag:0>7}"):
+        named = folder / name
+        # A link to a folder elsewhere does not count.
+        if named.is_dir() and named.resolve().parent == folder.resolve():
+            return named
+    raise ValueError(f"{folder / tracker} names the folder {tag!r}, which does not exist")
 
 
 def _open_rank_folder(folder: Path, rank_folder: Path, config_file: Path | None) -> Checkpoint:

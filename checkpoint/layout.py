@@ -39,12 +39,15 @@ class ParameterSpec:
         shape: The full shape without padding.
         shard: How ranks split it; None if it is replicated.
         order: The order of the rows of a rank's part; the model's own is "blocks".
+        stored_whole: Whether every rank's file has all of the parameter, although the model splits
+            it.
     """
 
     name: str
     shape: tuple[int, ...]
     shard: Shard | None
     order: RowOrder = "blocks"
+    stored_whole: bool = False
 
     def __post_init__(self) -> None:
         """Refuses a shard that the tensor axis does not split alone; files know no other axis."""
@@ -66,8 +69,8 @@ class ParameterSpec:
 
         A replicated parameter has one range, its whole length.
         """
-        if self.shard is None:
-            length = self.shape[0] if self.shape else 1
+        if self.shard is None or self.stored_whole:
+            length = self.shape[self.dim] if self.shape else 1
             return ((0, length),)
         return list_stored_ranges(self.shard, rank, size, self.order)
 
@@ -95,7 +98,7 @@ class ParameterSpec:
             ValueError: The parameter cannot be split over `size` ranks; the message names the sizes
                 that work.
         """
-        if self.shard is None:
+        if self.shard is None or self.stored_whole:
             return self.shape
         try:
             return self.shard.local_shape(rank, size)
@@ -108,7 +111,8 @@ class ParameterSpec:
         Raises:
             ValueError: The parts would be unequal.
         """
-        if self.shard is not None and not self.shard.pad_multiple:
+        is_cut = self.shard is not None and not self.shard.pad_multiple
+        if self.shard is not None and is_cut and not self.stored_whole:
             try:
                 self.shard.check_even(size)
             except ValueError as error:
@@ -407,7 +411,7 @@ def place_by_rank(
         for rank in range(size):
             ranges = parameter.ranges(rank, size)
             by_rank.append(slice_tensor(ranks[rank][name], ranges, parameter.dim))
-        if parameter.shard is None:
+        if parameter.shard is None or parameter.stored_whole:
             copies = tuple(by_rank)
         else:
             copies = (tuple(part for parts in by_rank for part in parts),)

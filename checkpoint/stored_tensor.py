@@ -105,6 +105,42 @@ def list_chunks(tensor: StoredTensor) -> tuple[Chunk, ...]:
     return ((origin, tensor),)
 
 
+def cut_rows(tensor: StoredTensor, start: int, stop: int, name: str) -> StoredTensor:
+    """Returns rows [start, stop) of a tensor as a tensor of their own.
+
+    Args:
+        tensor: The tensor, of one dimension or more.
+        start, stop: The rows.
+        name: The name of the result.
+
+    Raises:
+        ValueError: The elements of the tensor do not follow one another in the file.
+    """
+    if isinstance(tensor, (StridedTensor, WidenedTensor)):
+        raise ValueError(f"{tensor} is stored as a view of another tensor; save it contiguous")
+    shape = (stop - start, *tensor.shape[1:])
+    found: list[Chunk] = []
+    for origin, chunk in list_chunks(tensor):
+        low = max(start, origin[0])
+        high = min(stop, origin[0] + chunk.shape[0])
+        if low >= high:
+            continue
+        row_bytes = prod(chunk.shape[1:]) * item_size(chunk.dtype)
+        part = replace(
+            chunk,
+            name=name,
+            shape=(high - low, *chunk.shape[1:]),
+            offset=chunk.offset + (low - origin[0]) * row_bytes,
+        )
+        found.append(((low - start, *origin[1:]), part))
+    if not found:
+        raise ValueError(f"no chunk of {tensor} has its rows from {start} on")
+    if not isinstance(tensor, ChunkedTensor):
+        return found[0][1]
+    first = found[0][1]
+    return ChunkedTensor(name, first.file, first.dtype, shape, first.offset, tuple(found))
+
+
 def index_by_name(tensors: list[StoredTensor]) -> dict[str, StoredTensor]:
     """Returns the tensors by name.
 

@@ -117,11 +117,11 @@ class SplitCheckpoint(WritingRanks):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeShards(Converting):
-    """Merge shards into a Hugging Face folder, torch.distributed.checkpoint's, or DeepSpeed's
-    universal checkpoint.
+    """Merge shards into a Hugging Face folder, torch.distributed.checkpoint's, megatron-core's
+    torch_dist, or DeepSpeed's universal checkpoint.
     """
 
-    to: Literal["hf", "dcp", "universal"] = "hf"
+    to: Literal["hf", "dcp", "torch_dist", "universal"] = "hf"
     """Format of the destination.
 
     A universal checkpoint has weights and optimizer of a training checkpoint in fp32.

@@ -18,7 +18,7 @@ from typing import Literal
 from ..checkpoint.checkpoint import EXTRAS, open_checkpoint
 from ..checkpoint.dtypes import set_config_dtype, torch_name
 from ..checkpoint.file_io import HashingWriter, OpenFiles, hash_stored, open_for_reading
-from ..checkpoint.folder_files import CONFIG, list_auxiliary_files, read_state_file
+from ..checkpoint.folder_files import CONFIG, list_auxiliary_files
 from ..checkpoint.manifest import ExtraRecord, Manifest, TensorRecord
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.mapping import MappedCheckpoint
@@ -35,6 +35,7 @@ from .target import (
     build_legacy_target,
     build_megatron_target,
     build_shards_target,
+    build_torch_dist_target,
 )
 from .workers import Worker, block_size, run_copies, run_copies_in_processes
 
@@ -173,7 +174,7 @@ def merge(
     destination: Path,
     options: Options | None = None,
     report: ProgressReport | None = None,
-    style: Literal["hf", "dcp", "universal"] = "hf",
+    style: Literal["hf", "dcp", "torch_dist", "universal"] = "hf",
 ) -> Outcome:
     """Writes a folder with whole tensors from a folder of any format.
 
@@ -182,8 +183,8 @@ def merge(
     Args:
         style: "hf" for a Hugging Face folder, which `AutoModel…from_pretrained` of transformers
             loads; "dcp" for a folder that `torch.distributed.checkpoint.load` loads into such a
-            model's state; "universal" for weights and optimizer of a training checkpoint as
-            DeepSpeed's universal checkpoint.
+            model's state; "torch_dist" for megatron-core's distributed checkpoint; "universal"
+            for weights and optimizer of a training checkpoint as DeepSpeed's universal checkpoint.
     """
     options = options or Options()
     if style == "hf" and options.dequantize is not None and options.adapter is None:
@@ -194,6 +195,8 @@ def merge(
     def build_target(mapped: MappedCheckpoint) -> Target:
         if style == "dcp":
             return build_dcp_target(mapped, options.dtype, options.largest_file)
+        if style == "torch_dist":
+            return build_torch_dist_target(mapped, options.dtype, options.largest_file)
         return build_huggingface_target(mapped, options.dtype, options.largest_file)
 
     return _convert(source, destination, options, report, build_target)
@@ -413,9 +416,7 @@ def _finish(
     state = None
     if plan.target.kind == "shards":
         manifest = _build_manifest(plan, digests)
-        if plan.optimizer:
-            # A run that resumes from another number of ranks makes random states of its own.
-            state = {**read_state_file(plan.mapped.checkpoint.folder), "world_size": 0}
+        state = plan.state
     place.finish(plan.target.files, texts, manifest, state)
 
 
@@ -461,8 +462,9 @@ def _check_is_result(plan: ConversionPlan, destination: Path) -> None:
     """
     target = plan.target
     has_all_files = all((destination / file.name).exists() for file in target.files)
-    if target.kind == "universal":
-        # Such a checkpoint is not read; each of its files has one tensor, so sizes tell enough.
+    whole = {tensor for file in target.files for tensor in file.tensors.values()}
+    if target.kind == "universal" or not whole.issuperset(target.layout.tensors()):
+        # Such a checkpoint is not read, or read in parts of its tensors; sizes tell enough.
         is_result = has_all_files and all(
             (destination / file.name).stat().st_size == file.size for file in target.files
         )

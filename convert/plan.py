@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.checkpoint import open_checkpoint
+from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.file_io import OpenFiles, open_for_reading
 from ..checkpoint.folder_files import CONFIG, STATE, check_file_digests, read_count, read_state_file
+from ..checkpoint.formats.universal import FP32, UniversalState
 from ..checkpoint.layout import (
     CheckpointLayout,
     ParameterPlacement,
@@ -34,7 +35,6 @@ from ..models.lora import StoredAdapter, open_adapter
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from .copying import TensorCopy
 from .target import (
-    FP32,
     Target,
     TrainingProgress,
     build_huggingface_target,
@@ -53,6 +53,7 @@ class ConversionPlan:
         copies: A copy for each parameter and extra tensor, in the order of the source's bytes.
         adapter: That of peft, whose weights are merged or kept.
         optimizer: The source's files of the optimizer's state.
+        state: The state of a run that is moved with its optimizer.
         config_state: The state of the source's `config.json` before it was read, if there is one.
     """
 
@@ -61,6 +62,7 @@ class ConversionPlan:
     copies: tuple[TensorCopy, ...]
     adapter: StoredAdapter | None = None
     optimizer: tuple[Path, ...] = ()
+    state: Mapping[str, Any] | None = None
     config_state: FileState | None = None
 
     @property
@@ -216,17 +218,27 @@ def add_optimizer(plan: ConversionPlan) -> ConversionPlan:
             "leave out --with-optimizer"
         )
     size = plan.target.size
-    ranks, specs = _read_optimizer_state(plan.mapped)
+    if plan.mapped.checkpoint.universal is not None:
+        sources = _place_universal_state(plan.mapped, plan.mapped.checkpoint.universal)
+        specs: dict[str, ParameterSpec] = {}
+        for name in sources:
+            parameter = plan.mapped.model.parameters[name.partition("/")[2]]
+            specs[name] = replace(parameter, name=name)
+        states = plan.mapped.checkpoint.universal.states.values()
+        state_files = _list_files(list(states))
+    else:
+        ranks, specs = _read_optimizer_state(plan.mapped)
+        sources = _place_optimizer_state(specs, ranks)
+        state_files = _list_files(ranks)
     files: list[PlannedFile] = []
     for rank in range(size):
         shapes = {
-            name: (ranks[0][name].dtype, spec.local_shape(rank, size))
+            name: (sources[name].dtype, spec.local_shape(rank, size))
             for name, spec in specs.items()
         }
         path = rank_file(Path(), OPTIMIZER, rank)
         files.append(plan_safetensors_file(path.name, shapes))
 
-    sources = _place_optimizer_state(specs, ranks)
     goals = place_by_rank(specs, [file.tensors for file in files])
     copies = list(plan.copies)
     for name, placement in sources.items():
@@ -235,8 +247,46 @@ def add_optimizer(plan: ConversionPlan) -> ConversionPlan:
         plan,
         target=replace(plan.target, files=(*plan.target.files, *files)),
         copies=tuple(copies),
-        optimizer=_list_files(ranks),
+        optimizer=state_files,
+        state=_make_state(plan.mapped.checkpoint),
     )
+
+
+def _place_universal_state(
+    mapped: MappedCheckpoint, universal: UniversalState
+) -> dict[str, ParameterPlacement]:
+    """Returns where a universal checkpoint has the optimizer's states, by KIND/PARAMETER.
+
+    Raises:
+        ValueError: There are none, or one does not have its parameter's shape.
+    """
+    if not universal.states:
+        raise ValueError(
+            f"{mapped.checkpoint.folder} has no optimizer's state; leave out --with-optimizer"
+        )
+    placements: dict[str, ParameterPlacement] = {}
+    for kind, tensors in universal.states.items():
+        of_kind = replace(mapped.checkpoint, ranks=(tensors,))
+        for name, placement in map_checkpoint(of_kind, mapped.model).layout.placements.items():
+            placements[f"{kind}/{name}"] = replace(placement, name=f"{kind}/{name}")
+    return placements
+
+
+def _make_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the state of the training checkpoint that a moved run has.
+
+    A run that resumes from another number of ranks makes random states of its own.
+    """
+    universal = checkpoint.universal
+    if universal is None:
+        return {**read_state_file(checkpoint.folder), "world_size": 0}
+    return {
+        "step": universal.step,
+        "consumed_samples": universal.samples,
+        "data": {"consumed_samples": universal.samples},  # the position in numbered samples
+        "counters": {"applied_steps": universal.step},
+        "world_size": 0,
+    }
 
 
 def plan_universal(

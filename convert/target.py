@@ -6,6 +6,7 @@ A function for each format that can be written.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,12 +14,22 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.checkpoint import EXTRAS, UNIVERSAL
+from ..checkpoint.checkpoint import EXTRAS
 from ..checkpoint.dtypes import FLOATS
-from ..checkpoint.formats.dcp import METADATA, build_metadata, plan_dcp_file
+from ..checkpoint.formats.dcp import (
+    MEGATRON_ARGUMENTS,
+    MEGATRON_BACKENDS,
+    MEGATRON_DESCRIPTION,
+    METADATA,
+    build_metadata,
+    find_layer,
+    plan_dcp_file,
+    stack_layers,
+)
 from ..checkpoint.formats.megatron import RANK_FILES, TRACKER, build_rank_state
 from ..checkpoint.formats.torch_file_writer import plan_torch_file
-from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, place_by_rank
+from ..checkpoint.formats.universal import FP32, UNIVERSAL
+from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlice, place_by_rank
 from ..checkpoint.planned_file import PlannedFile, plan_safetensors_file
 from ..checkpoint.stored_tensor import StoredTensor
 from ..models.huggingface import (
@@ -29,7 +40,7 @@ from ..models.huggingface import (
     plan_weight_files,
 )
 from ..models.mapping import MappedCheckpoint, find_megatron_map
-from ..models.megatron import Style
+from ..models.megatron import Style, find_embedding, find_half, join_halves
 
 RELEASE_FOLDER = "release"  # the folder of other programs' rank files, which a tracker file names
 
@@ -235,41 +246,103 @@ def build_megatron_target(
     arguments = megatron.all_arguments(model.config, specs, (size, stages), style)
     arrange = partial(build_rank_state, arguments=arguments, nested=style == "legacy")
     names_by_stage = megatron.divide(model.parameters, stages, style)
+    embedding = find_embedding(megatron, model.parameters)
+    zeros_by_stage = megatron.list_zeros(model.parameters, stages)
 
     files: list[PlannedFile] = []
-    ranks: list[dict[str, StoredTensor]] = []
-    # The last stage stores tied tensors, such as the word embeddings, a second time.
-    repeated_by_rank: list[dict[str, StoredTensor]] = []
+    # Each rank's tensors of each parameter. Several stages may store the same one: the last stage
+    # has a copy of a tied embedding.
+    ranks: list[dict[str, list[StoredTensor]]] = []
     for rank in range(size):
-        first: dict[str, StoredTensor] = {}
-        repeated: dict[str, StoredTensor] = {}
+        stored: dict[str, list[StoredTensor]] = {name: [] for name in model.parameters}
         for stage, names in enumerate(names_by_stage):
             shapes = {
                 stored_name: (dtypes[name], specs[name].even_shape(size))
                 for stored_name, name in names.items()
             }
+            for zero_name in zeros_by_stage[stage]:
+                shapes[zero_name] = (dtypes[embedding], specs[embedding].even_shape(size)[:1])
             stage_suffix = f"_{stage:03d}" if stages > 1 else ""
             folder = f"{RELEASE_FOLDER}/mp_rank_{rank:02d}{stage_suffix}"
-            file = plan_torch_file(f"{folder}/{RANK_FILES[0]}", shapes, arrange)
+            file = plan_torch_file(f"{folder}/{RANK_FILES[0]}", join_halves(shapes), arrange)
             files.append(file)
             for stored_name, name in names.items():
-                if name in first:
-                    repeated[name] = file.tensors[stored_name]
-                else:
-                    first[name] = file.tensors[stored_name]
-        ranks.append(first)
-        repeated_by_rank.append(repeated)
+                stored[name].append(find_half(file.tensors, stored_name))
+        ranks.append(stored)
 
-    placements = place_by_rank(specs, ranks)
-    repeated_specs = {name: specs[name] for name in repeated_by_rank[0]}
-    for name, again in place_by_rank(repeated_specs, repeated_by_rank).items():
-        copies = placements[name].copies + again.copies
-        placements[name] = replace(placements[name], copies=copies)
+    placements: dict[str, ParameterPlacement] = {}
+    for name, spec in specs.items():
+        copies: list[tuple[TensorSlice, ...]] = []
+        for number in range(len(ranks[0][name])):
+            tensors = [{name: stored[name][number]} for stored in ranks]
+            copies += place_by_rank({name: spec}, tensors)[name].copies
+        placements[name] = ParameterPlacement(name, spec.shape or (1,), spec.dim, tuple(copies))
     layout = CheckpointLayout(placements)
     return Target("megatron", size, layout, tuple(files), {TRACKER: RELEASE_FOLDER})
 
 
-FP32 = "fp32"  # DeepSpeed's name of a parameter's weights
+def build_torch_dist_target(
+    mapped: MappedCheckpoint, dtype: str | None = None, largest_file: int = LARGEST_FILE
+) -> Target:
+    """Plans megatron-core's `torch_dist` folder, which any number of its ranks and stages loads.
+
+    Each tensor is one chunk, those of all layers of a stack are one tensor, and the rows of the
+    vocabulary are padded to a multiple of 128. Arguments are those of `build_huggingface_target`.
+
+    Raises:
+        ValueError: megatron-core does not have the model, or its layers have different types.
+    """
+    model = mapped.model
+    dtypes = choose_dtypes(mapped, dtype)
+    megatron = find_megatron_map(model.config)
+    # The keys of such folders are Transformer Engine's, whatever the layers are made of.
+    style: Style = "transformer_engine"
+    if style not in megatron.writable:
+        raise ValueError(
+            f"megatron-core has no {model.config.model_type} that equals transformers', so that it "
+            "has no torch_dist folder; use split --to megatron"
+        )
+    _refuse_extras(mapped, "megatron-core's folders")
+    specs = {
+        name: megatron.stored_spec(parameter, "heads")
+        for name, parameter in model.parameters.items()
+    }
+    arguments = megatron.all_arguments(model.config, specs, (1, 1), style)
+    (names,) = megatron.divide(model.parameters, 1, style)
+    (zeros,) = megatron.list_zeros(model.parameters, 1)
+    embedding = find_embedding(megatron, model.parameters)
+
+    own_shapes = {
+        stored_name: (dtypes[name], specs[name].even_shape(1))
+        for stored_name, name in names.items()
+    }
+    for zero_name in zeros:
+        own_shapes[zero_name] = (dtypes[embedding], specs[embedding].even_shape(1)[:1])
+    layer_shapes = join_halves(own_shapes)
+    groups = divide_tensors(stack_layers(layer_shapes), largest_file)
+    planned = [plan_dcp_file(number, group, RELEASE_FOLDER) for number, group in enumerate(groups)]
+    files = tuple(file for file, _ in planned)
+    stacked = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    by_layer = {name: find_layer(stacked, name) for name in layer_shapes}
+
+    placements: dict[str, ParameterPlacement] = {}
+    for stored_name, name in names.items():
+        tensor = find_half(by_layer, stored_name)
+        found = place_by_rank({name: specs[name]}, [{name: tensor}])[name]
+        if name in placements:
+            found = replace(found, copies=placements[name].copies + found.copies)
+        placements[name] = found
+    common = build_rank_state({}, arguments, nested=False)
+    del common["model"]  # which the other files hold
+    texts: dict[str, str | bytes] = {
+        TRACKER: RELEASE_FOLDER,
+        f"{RELEASE_FOLDER}/{METADATA}": build_metadata(planned, {}),
+        f"{RELEASE_FOLDER}/{MEGATRON_DESCRIPTION}": json.dumps(MEGATRON_BACKENDS),
+        f"{RELEASE_FOLDER}/{MEGATRON_ARGUMENTS}": _save_to_bytes(common),
+    }
+    return Target("megatron", 1, CheckpointLayout(placements), files, texts)
+
+
 DEEPSPEED = "0.19.0"  # the version whose format a universal checkpoint has
 MOST_GROUPS = 1024  # of the optimizer that loads a universal checkpoint
 

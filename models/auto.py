@@ -102,12 +102,8 @@ def find_megatron_map(names: Iterable[str]) -> MegatronMap:
     belong.
     """
     names = list(names)
-    if any("cross_attention" in name or "inter_attention" in name for name in names):
-        if any("relative_pos_emb" in name for name in names):
-            raise ValueError(
-                "it is megatron-core's T5 with position_embedding_type='relative', which is not "
-                "converted yet"
-            )
+    has_two_stacks = any("cross_attention" in name or "inter_attention" in name for name in names)
+    if has_two_stacks and not any("relative_pos_emb" in name for name in names):
         raise ValueError(
             "it is Megatron-LM's T5 without relative positions (position_embedding_type is "
             "'learned_absolute' or 'rope'); no T5 of transformers has those"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dtypes import FLOATS, torch_name
 from ..checkpoint.file_io import open_for_reading, read_bytes
 from ..checkpoint.folder_files import STATE
-from ..checkpoint.formats.megatron import SavedRun
+from ..checkpoint.formats.megatron import SavedRun, find_repeated
 from ..checkpoint.layout import (
     CheckpointLayout,
     ParameterPlacement,
@@ -824,9 +824,9 @@ def _map_megatron(
         )
     saved = checkpoint.saved
     assert saved is not None  # Every checkpoint of this kind has it.
-    tensors = checkpoint.ranks[0]
     megatron = find_megatron_map(model.config)
-    megatron.check(saved.arguments, tensors)
+    megatron.check(saved.arguments, checkpoint.ranks[0])
+    megatron.check_config(model.config)
     heads = saved.arguments.get("num_attention_heads")
     if isinstance(heads, int) and heads != model.config.attention_heads:
         raise ValueError(
@@ -834,28 +834,62 @@ def _map_megatron(
             f"{heads}"
         )
 
-    local_names = megatron.to_local_names(tensors)
-    match = megatron.match(model.parameters, local_names)
+    # The same tensors by the names that entries have.
+    local_names = megatron.to_local_names(checkpoint.ranks[0])
+    ranks: list[Mapping[str, StoredTensor]] = []
+    for tensors in checkpoint.ranks:
+        named = {name: tensors[own] for name, own in local_names.items()}
+        ranks.append(megatron.part_halves(model.parameters, named))
+    named_alike = replace(checkpoint, ranks=tuple(ranks))
+    _check_zeros(ranks, megatron.zeros)
+    repeats = [name for name in ranks[0] if find_repeated(name) is not None]
+    not_parameters = {*repeats, *megatron.zeros}
+    match = megatron.match(
+        model.parameters, [name for name in ranks[0] if name not in not_parameters]
+    )
     names: dict[str, str] = {}
     specs: dict[str, ParameterSpec] = {}
     for name, parameter in model.parameters.items():
-        names[name] = local_names[match.sources[match.entries[name].stored_names()[0]]]
-        rows = (tensors[names[name]].shape or (1,))[0]
+        names[name] = match.sources[match.entries[name].stored_names()[0]]
+        rows = (ranks[0][names[name]].shape or (1,))[0]
         specs[name] = megatron.stored_spec(parameter, saved.row_order, rows)
-    placements = _place_ranks(checkpoint, specs, names)
+    placements = _place_ranks(named_alike, specs, names)
 
-    # The last pipeline stage has a copy of a tied embedding.
-    natives = {entry.stored_names(): name for name, entry in match.entries.items()}
+    # The last pipeline stage has a copy of a tied embedding, and several stages of an encoder and a
+    # decoder have the same tensors.
+    natives = {stored_name: name for name, stored_name in names.items()}
     for alias, kept in match.aliases.items():
-        native = natives[(kept,)]
-        copy = _place_ranks(checkpoint, {native: specs[native]}, {native: local_names[alias]})[
-            native
-        ]
+        natives[alias] = natives[kept]
+    copied = list(match.aliases)
+    for name in repeats:
+        kept = find_repeated(name)
+        if kept in natives:
+            natives[name] = natives[kept]
+            copied.append(name)
+        elif kept not in megatron.zeros:
+            raise ValueError(f"{ranks[0][name]} repeats no tensor of the model")
+    for alias in copied:
+        native = natives[alias]
+        copy = _place_ranks(named_alike, {native: specs[native]}, {native: alias})[native]
         copies = placements[native].copies + copy.copies
         placements[native] = replace(placements[native], copies=copies)
-    _check_ranks_differ(checkpoint, model, names)
+    _check_ranks_differ(named_alike, model, names)
     stored_names = StoredNames(model.list_hf_names(), {})
     return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements), stored_names, {})
+
+
+def _check_zeros(ranks: Sequence[Mapping[str, StoredTensor]], zeros: Collection[str]) -> None:
+    """Raises ValueError if a tensor that the model does not have is not zero."""
+    for tensors in ranks:
+        for name, tensor in tensors.items():
+            if (find_repeated(name) or name) not in zeros:
+                continue
+            for _, chunk in list_chunks(tensor):
+                for start in range(0, chunk.nbytes, CHUNK):
+                    if any(_read_bytes(chunk, start, CHUNK)):
+                        raise ValueError(
+                            f"{tensor} is not zero, but the head of such a model has no bias"
+                        )
 
 
 def _check_ranks_differ(

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from ..checkpoint.formats.megatron import find_repeated
 from ..checkpoint.layout import ParameterSpec, RowOrder
-from ..checkpoint.stored_tensor import StoredTensor
+from ..checkpoint.stored_tensor import StoredTensor, cut_rows
 from ..mpu import Shard
 from .config import ModelConfig
 from .name_map import Match, NameEntry, NameMap, refuse_names
@@ -23,6 +24,10 @@ STYLES: tuple[Style, ...] = get_args(Style)
 PADDING = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
 TIED_HEAD = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
+# The first matrix of a gated MLP, and the names of its two halves where the model has them as two
+# parameters.
+_FIRST_MATRIX = ".mlp.linear_fc1.weight"
+_HALVES = (".mlp.linear_fc1.gate", ".mlp.linear_fc1.up")
 
 # Name within a layer: local, Transformer Engine's, legacy.
 _IN_LAYER = (
@@ -78,8 +83,15 @@ class MegatronMap:
 
     Attributes:
         name_map: Native name -> name in the style `local`. A tied head repeats the word embedding.
-        stack: First part of the names of the layers: `decoder` or `encoder`.
+        stacks: First parts of the names of the layers: `decoder`, `encoder`, or both. Of several
+            pipeline stages, those of the encoder come first.
         fused_qkv: Ends of the native names of fused QKV parameters.
+        stored_whole: Ends of the native names of parameters that every rank and every pipeline stage
+            stores whole.
+        repeated: Pairs (regular expression, name) of tensors that repeat another one of the same
+            file.
+        zeros: Names of stored tensors that must be zeros, because the zoo's model does not have
+            them. A tied model stores them, of the length of a rank's vocabulary.
         supported: Argument -> the values that the family has; the first one is meant if none is
             stored, and is written.
         writable: The styles in which a new checkpoint can be written; the first one is the default.
@@ -90,10 +102,11 @@ class MegatronMap:
         infer: Returns the configuration for the arguments, the tensors' full shapes, and the number
             of layers.
         arguments: Returns those of Megatron-LM's arguments that only this family sets.
+        check_config: Raises ValueError for a configuration whose models Megatron-LM does not have.
     """
 
     name_map: NameMap
-    stack: str
+    stacks: tuple[str, ...]
     owns: Callable[[Iterable[str]], bool]
     infer: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]], int], ModelConfig]
     arguments: Callable[[Any], dict[str, Any]]
@@ -101,6 +114,20 @@ class MegatronMap:
     writable: tuple[Style, ...] = ("transformer_engine", "local", "legacy")
     post_norm: bool = False
     fused_qkv: tuple[str, ...] = ("attention.qkv.weight", "attention.qkv.bias")
+    stored_whole: tuple[str, ...] = ()
+    repeated: tuple[tuple[str, str], ...] = ()
+    zeros: tuple[str, ...] = ()
+    check_config: Callable[[Any], None] = lambda config: None
+
+    @property
+    def stack(self) -> str:
+        """The only stack, or the decoder's."""
+        return self.stacks[-1]
+
+    @property
+    def _any_stack(self) -> str:
+        """A regular expression for the first part of the names of the layers."""
+        return f"(?:{'|'.join(self.stacks)})"
 
     def checked_style(self, style: Style | None) -> Style:
         """Returns the style, or the default. ValueError if it cannot hold the family."""
@@ -118,12 +145,17 @@ class MegatronMap:
         spelled: dict[str, str] = {}
         for name in stored:
             found = name
-            for pattern, replacement in (*_OLDER, *self._list_renamings()):
+            for pattern, replacement in (*_OLDER, *self._list_renamings(), *self.repeated):
                 found = re.sub(f"^{pattern}$", replacement, found)
             if spelled.setdefault(found, name) != name:
                 raise ValueError(
                     f"the checkpoint has {found} twice, as {spelled[found]} and as {name}"
                 )
+        for name in list(spelled):
+            # A repeated tensor may be stored alone.
+            kept = find_repeated(name)
+            if kept is not None and kept not in spelled:
+                spelled[kept] = spelled.pop(name)
         if not self.post_norm:
             return spelled
         # The final norm counts as the input norm of one more layer.
@@ -145,7 +177,8 @@ class MegatronMap:
         pairs.append((r"word_embeddings_for_head\.weight", TIED_HEAD))
         for local, fused, legacy in _IN_LAYER:
             for other in {fused, legacy} - {local}:
-                pairs.append((rf"({stack}\.layers\.\d+\.){re.escape(other)}(.*)", rf"\1{local}\2"))
+                within = rf"({self._any_stack}\.layers\.\d+\.)"
+                pairs.append((rf"{within}{re.escape(other)}(.*)", rf"\1{local}\2"))
         # The names of Transformer Engine's norms begin like those of its matrices, so they come
         # first.
         return sorted(pairs, key=lambda pair: "layer_norm_" not in pair[0])
@@ -156,13 +189,13 @@ class MegatronMap:
         Args:
             layers: The number of the model's layers.
         """
-        following = f"{self.stack}.layers.{layers}.input_layernorm."
-        name = name.replace(following, f"{self.stack}.final_layernorm.")
+        if self.post_norm:
+            following = f"{self.stack}.layers.{layers}.input_layernorm."
+            name = name.replace(following, f"{self.stack}.final_layernorm.")
         column = STYLES.index(style)
         for row in _IN_LAYER:
-            name = re.sub(
-                rf"^({self.stack}\.layers\.\d+\.){re.escape(row[0])}", rf"\1{row[column]}", name
-            )
+            within = rf"({self._any_stack}\.layers\.\d+\.)"
+            name = re.sub(rf"^{within}{re.escape(row[0])}", rf"\1{row[column]}", name)
         if style != "legacy":
             return name
         for local, legacy in _OUTSIDE:
@@ -179,6 +212,11 @@ class MegatronMap:
         default 128.
         """
         shard = parameter.shard
+        if self.stored_whole and parameter.name.endswith(self.stored_whole):
+            return replace(parameter, stored_whole=True)
+        if shard is not None and shard.pad_multiple == 1:
+            # Rows of an MLP, of which Megatron-LM's ranks have equally many.
+            return parameter.without_padding()
         if shard is not None and shard.pad_multiple:
             split = replace(shard.tensor_split, pad_multiple=rows or PADDING)
             padded = Shard.from_splits(shard.shape, split, tied_to=shard.tied_to)
@@ -219,10 +257,12 @@ class MegatronMap:
         shapes = {name: ranks[0][own].shape for name, own in names.items()}
         # Of the sizes that configurations hold, the ranks split these alone.
         for name, shape in shapes.items():
-            is_split = name == EMBEDDING or name.endswith(".mlp.linear_fc1.weight")
+            is_split = name == EMBEDDING or name.endswith(_FIRST_MATRIX)
             if is_split and len(shape) > 1:
                 rows = sum(tensors[names[name]].shape[0] for tensors in ranks)
                 shapes[name] = (rows, *shape[1:])
+            elif name.endswith(".mlp.linear_fc2.weight") and len(shape) == 2:
+                shapes[name] = (shape[0], len(ranks) * shape[1])
         return self.infer(arguments, shapes, count_layers(ranks[0]))
 
     def match(self, parameters: Iterable[str], spelled: Iterable[str]) -> Match:
@@ -238,6 +278,40 @@ class MegatronMap:
         refuse_names([], list(found.other_heads))
         return found
 
+    def part_halves(
+        self, parameters: Iterable[str], tensors: Mapping[str, StoredTensor]
+    ) -> dict[str, StoredTensor]:
+        """Returns a rank's tensors with each gated MLP's first matrix as two, if the model has two
+        parameters for it.
+
+        Args:
+            parameters: The native names of the model's parameters.
+            tensors: The tensors, by the names that entries have.
+
+        Raises:
+            ValueError: A matrix does not have two halves.
+        """
+        try:
+            stored = {entry.stored_names()[0] for entry in self.name_map.resolve(parameters)}
+        except KeyError as error:
+            raise ValueError(f"Megatron-LM has no such model: {error.args[0]}") from None
+        parted: dict[str, StoredTensor] = {}
+        for name, tensor in tensors.items():
+            stem = name.removesuffix(_FIRST_MATRIX)
+            if stem + _HALVES[0] not in stored:
+                parted[name] = tensor
+                continue
+            rows = tensor.shape[0] if tensor.shape else 0
+            if len(tensor.shape) != 2 or not rows or rows % 2:
+                raise ValueError(
+                    f"{tensor} has the shape {list(tensor.shape)}, but it must have the rows of a "
+                    "gate and as many of an up projection"
+                )
+            for half, end in enumerate(_HALVES):
+                start = half * rows // 2
+                parted[stem + end] = cut_rows(tensor, start, start + rows // 2, tensor.name + end)
+        return parted
+
     def divide(self, parameters: Iterable[str], stages: int, style: Style) -> list[dict[str, str]]:
         """Returns, for each pipeline stage, the names in its files of the parameters that it holds
         -> native names.
@@ -248,14 +322,10 @@ class MegatronMap:
         stored = {
             entry.native: entry.stored_names()[0] for entry in self.name_map.resolve(parameters)
         }
+        if len(self.stacks) > 1:
+            return self._divide_two_stacks(stored, stages, style)
         layers = count_layers(stored.values()) - self.post_norm
-        if stages < 1 or layers % stages:
-            fitting = [count for count in range(1, layers + 1) if layers % count == 0]
-            raise ValueError(
-                f"{layers} layers cannot be divided over {stages} pipeline stages; use one of "
-                f"{fitting}"
-            )
-        per_stage = layers // stages
+        per_stage = _count_layers_per_stage(layers, stages)
         plan: list[dict[str, str]] = [{} for _ in range(stages)]
         for native, name in stored.items():
             name = self.written_name(name, style, layers)
@@ -272,7 +342,70 @@ class MegatronMap:
         tied = TIED_HEAD not in stored.values()
         if stages > 1 and tied:
             head = "word_embeddings_for_head.weight" if style == "legacy" else TIED_HEAD
-            plan[-1][head] = next(native for native, name in stored.items() if name == EMBEDDING)
+            plan[-1][head] = find_embedding(self, stored)
+        return plan
+
+    def _divide_two_stacks(
+        self, stored: Mapping[str, str], stages: int, style: Style
+    ) -> list[dict[str, str]]:
+        """Does what `divide` does for an encoder and a decoder.
+
+        One stage has both. Of several, the first half has the encoder and the others the decoder.
+        The first stages of both have the word embedding, and their last ones a head: that of the
+        encoder is never used, but megatron-core makes it.
+
+        Args:
+            stored: Native name -> name in the style `local`.
+        """
+        encoder_stages = stages // 2
+        decoder_stages = stages - encoder_stages
+        first_stages = {"encoder": 0, "decoder": encoder_stages}
+        last_stages = {"encoder": max(encoder_stages - 1, 0), "decoder": stages - 1}
+        per_stage: dict[str, int] = {}
+        for stack, own in (("encoder", max(encoder_stages, 1)), ("decoder", decoder_stages)):
+            layers = count_layers(name for name in stored.values() if name.startswith(f"{stack}."))
+            per_stage[stack] = _count_layers_per_stage(layers, own)
+
+        plan: list[dict[str, str]] = [{} for _ in range(stages)]
+        for native, name in stored.items():
+            stack = name.partition(".")[0]
+            match = re.search(r"\.layers\.(\d+)\.", name)
+            written = self.written_name(name, style, 0)
+            if match is not None:
+                stage, local = divmod(int(match[1]), per_stage[stack])
+                number = re.search(r"\.layers\.(\d+)\.", written)
+                assert number is not None
+                written = written[: number.start(1)] + str(local) + written[number.end(1) :]
+                own_stages = {first_stages[stack] + stage}
+            elif native.endswith(self.stored_whole):
+                own_stages = set(range(stages))
+            elif name == EMBEDDING:
+                own_stages = set(first_stages.values())
+            elif name == TIED_HEAD:
+                own_stages = set(last_stages.values())
+            else:
+                own_stages = {last_stages[stack]}
+            for stage in own_stages:
+                plan[stage][written] = native
+        # A stage that has the word embedding needs no copy of it as the tied head.
+        if TIED_HEAD not in stored.values():
+            embedding = find_embedding(self, stored)
+            for stage in set(last_stages.values()) - set(first_stages.values()):
+                plan[stage][TIED_HEAD] = embedding
+        for names in plan:
+            if TIED_HEAD in names:
+                names[f"lm_head.{TIED_HEAD}"] = names[TIED_HEAD]
+        return plan
+
+    def list_zeros(self, parameters: Iterable[str], stages: int) -> list[tuple[str, ...]]:
+        """Returns, for each pipeline stage, the names of tensors of zeros that its files have: the
+        bias of a tied head, one number for each row of the vocabulary.
+        """
+        stored = [entry.stored_names()[0] for entry in self.name_map.resolve(parameters)]
+        plan: list[tuple[str, ...]] = [() for _ in range(stages)]
+        if self.zeros and TIED_HEAD not in stored:
+            for stage in {max(stages // 2 - 1, 0), stages - 1} if stages > 1 else {0}:
+                plan[stage] = self.zeros
         return plan
 
     def all_arguments(
@@ -310,6 +443,57 @@ class MegatronMap:
             "consumed_valid_samples": 0,
             **own,
         }
+
+
+def _count_layers_per_stage(layers: int, stages: int) -> int:
+    """Raises ValueError if the stages cannot have as many layers each."""
+    if stages < 1 or layers % stages:
+        fitting = [count for count in range(1, layers + 1) if layers % count == 0]
+        raise ValueError(
+            f"{layers} layers cannot be divided over {stages} pipeline stages; use one of {fitting}"
+        )
+    return layers // stages
+
+
+def find_embedding(megatron: MegatronMap, parameters: Iterable[str]) -> str:
+    """Returns the native name of the word embedding."""
+    for entry in megatron.name_map.resolve(parameters):
+        if entry.stored_names()[0] == EMBEDDING:
+            return entry.native
+    raise ValueError("the model has no word embedding")
+
+
+def join_halves(
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]],
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns a file's (type, shape) by name, with the two halves of a gated MLP's first matrix as
+    one tensor.
+    """
+    joined: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, (dtype, shape) in shapes.items():
+        stem = name.removesuffix(_HALVES[0]).removesuffix(_HALVES[1])
+        if stem == name:
+            joined[name] = (dtype, shape)
+            continue
+        whole = stem + _FIRST_MATRIX
+        if whole in joined and joined[whole][0] != dtype:
+            raise ValueError(
+                f"the halves of {whole} have the types {joined[whole][0]} and {dtype}; choose one "
+                "for all parameters with --dtype"
+            )
+        joined[whole] = (dtype, (2 * shape[0], *shape[1:]))
+    return joined
+
+
+def find_half(tensors: Mapping[str, StoredTensor], name: str) -> StoredTensor:
+    """Returns a file's tensor, or of a gated MLP's first matrix the half of that name."""
+    for half, end in enumerate(_HALVES):
+        stem = name.removesuffix(end)
+        if stem != name:
+            whole = tensors[stem + _FIRST_MATRIX]
+            rows = whole.shape[0] // 2
+            return cut_rows(whole, half * rows, (half + 1) * rows, name)
+    return tensors[name]
 
 
 def count_layers(names: Iterable[str]) -> int:

@@ -32,6 +32,13 @@ SUFFIX = ".distcp"
 LARGEST_METADATA = 16 << 20  # bytes, of about 300 for each chunk
 MOST_DIMENSIONS = 16
 MEGATRON_ARGUMENTS = "common.pt"
+MEGATRON_DESCRIPTION = "metadata.json"
+MEGATRON_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 _TORCH = "torch.distributed.checkpoint"
 # Classes and functions that a .metadata may name. None is imported: each becomes an `InertObject`
@@ -68,6 +75,7 @@ _NOT_OF_THE_MODEL = re.compile(
 _WRAPPERS = ("app", "state", "state_dict", "model", "module", "_orig_mod")
 _PARAMETER_ENDS = ("weight", "bias")
 # Megatron-LM stores all layers as one tensor, whose name has no layer number.
+_OF_A_LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.*)")
 _STACKED = re.compile(r"(.*\blayers\.)(?!\d+\.)(.*)")
 
 
@@ -311,7 +319,7 @@ def read_metadata(folder: Path) -> InertObject:
 
 def _read_megatron_run(folder: Path) -> SavedRun | None:
     """Returns what megatron-core's own files say, or None if it did not write the folder."""
-    description = read_folder_json(folder, "metadata.json")
+    description = read_folder_json(folder, MEGATRON_DESCRIPTION)
     if description is None or "sharded_backend" not in description:
         return None
     if description["sharded_backend"] != "torch_dist":
@@ -506,6 +514,44 @@ def _split_layers(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, St
             yield f"{stacked[1]}{layer}.{stacked[2]}", _join_chunks(tensor.shape[1:], chunks)
 
 
+def stack_layers(
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]],
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns the (type, shape) of each tensor as Megatron-LM stores them: those of all layers of a
+    stack as one.
+
+    Raises:
+        ValueError: The layers differ.
+    """
+    layers: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    stacked: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        match = _OF_A_LAYER.fullmatch(name)
+        if match is None:
+            stacked[name] = shape
+            continue
+        own = layers.setdefault(match[1] + match[3], [])
+        own.append(shape)
+        if shape != own[0]:
+            raise ValueError(
+                f"{name} is {shape[0]} {list(shape[1])}, but {own[0][0]} {list(own[0][1])} in the "
+                "first layer, and a torch_dist folder has all layers in one tensor; choose one type "
+                "with --dtype"
+            )
+        stacked[match[1] + match[3]] = (shape[0], (len(own), *shape[1]))
+    return stacked
+
+
+def find_layer(tensors: Mapping[str, StoredTensor], name: str) -> StoredTensor:
+    """Returns the tensor of that name, or the layer's part of the tensor of all layers."""
+    match = _OF_A_LAYER.fullmatch(name)
+    if match is None:
+        return tensors[name]
+    stacked = tensors[match[1] + match[3]]
+    layer = replace(stacked, name=name, shape=stacked.shape[1:])
+    return replace(layer, offset=stacked.offset + int(match[2]) * layer.nbytes)
+
+
 def _join_chunks(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> StoredTensor:
     """Returns the tensor that consists of these chunks."""
     first = chunks[0][1]
@@ -516,20 +562,21 @@ def _join_chunks(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> StoredTenso
 
 
 def plan_dcp_file(
-    number: int, shapes: Mapping[str, tuple[str, tuple[int, ...]]]
+    number: int, shapes: Mapping[str, tuple[str, tuple[int, ...]]], folder: str = ""
 ) -> tuple[PlannedTorchFile, dict[str, tuple[int, int]]]:
     """Plans a file of tensors, each in one chunk.
 
     Args:
         number: The number of the file among those of the folder.
         shapes: Name of a tensor -> (safetensors name of its type, shape).
+        folder: The folder within the destination that it lies in.
 
     Returns:
         The file, and for each tensor the first byte and the length of its chunk.
     """
     from .torch_file_writer import plan_concatenated_file
 
-    return plan_concatenated_file(f"__{number}_0{SUFFIX}", shapes)
+    return plan_concatenated_file(str(Path(folder, f"__{number}_0{SUFFIX}")), shapes)
 
 
 def build_metadata(
@@ -558,7 +605,7 @@ def build_metadata(
             for name in names:
                 chunk = metadata.ChunkStorageMetadata(origin, size)
                 listed[name] = metadata.TensorStorageMetadata(properties, size, [chunk])
-                place = cast(Any, filesystem)._StorageInfo(file.name, start, length)
+                place = cast(Any, filesystem)._StorageInfo(Path(file.name).name, start, length)
                 places[metadata.MetadataIndex(name, origin, 0)] = place
     paths = {name: (name,) for name in listed}
     return pickle.dumps(metadata.Metadata(listed, paths, places, metadata.StorageMeta(), "1.0.0"))

@@ -51,6 +51,8 @@ _NESTED = (
 )
 _HEADS = {"final_linear.weight", "lm_head.weight"}  # GPT-NeoX's and Megatron-DeepSpeed's name
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
+_HEAD_OF_TWO_STACKS = re.compile(r"(lm_head\.)?output_layer\.")
+_REPEATED = "repeated."  # first part of the names of what several stages have
 _MODEL = re.compile(r"model(\d*)")
 
 
@@ -83,9 +85,12 @@ class SavedRun:
             ValueError: They differ.
         """
         self._check_size(folder, ("tensor_model_parallel_size", "model_parallel_size"), ranks)
-        self._check_size(
-            folder, ("pipeline_model_parallel_size", "pipe_parallel_size"), self.stages
-        )
+        stages = self.stages
+        # Older releases count the stages of an encoder apart from those of the decoder.
+        encoder_stages = self.arguments.get("encoder_pipeline_model_parallel_size")
+        if type(encoder_stages) is int and 0 < encoder_stages < stages:
+            stages -= encoder_stages
+        self._check_size(folder, ("pipeline_model_parallel_size", "pipe_parallel_size"), stages)
 
     def _check_size(self, folder: Path, names: tuple[str, ...], found: int) -> None:
         for name in names:
@@ -222,7 +227,9 @@ def _join_stages(stages: Sequence[_RankFile]) -> dict[str, StoredTensor]:
     """Returns the tensors of one tensor-parallel rank. Each chunk numbers its layers from 0.
 
     The first chunks of all stages hold the first layers, in order, then come the second chunks of
-    all stages.
+    all stages. The stages of an encoder come before those of its decoder. What several of these
+    stages have, such as the word embeddings, is found under its own name, and again under the names
+    that `name_repeated` gives.
     """
     counts = {len(file.chunks) for file in stages}
     if len(counts) > 1:
@@ -231,26 +238,55 @@ def _join_stages(stages: Sequence[_RankFile]) -> dict[str, StoredTensor]:
             f"all must have as many"
         )
     (count,) = counts
+    has_two_stacks = {"encoder", "decoder"} <= {
+        name.partition(".layers.")[0] for file in stages for chunk in file.chunks for name in chunk
+    }
     tensors: dict[str, StoredTensor] = {}
-    layers_before = 0
+    layers_before: dict[str, int] = {}  # by stack
+    repeats: dict[str, int] = {}
     for chunk in range(count):
         for file in stages:
-            matches = map(_LAYER.fullmatch, file.chunks[chunk])
-            numbers = {int(match[2]) for match in matches if match}
-            if numbers != set(range(len(numbers))):
-                raise ValueError(
-                    f"{file.path} has the layers {sorted(numbers)[:20]}; "
-                    f"they must be numbered from 0 on"
-                )
-            for name, tensor in file.chunks[chunk].items():
+            found = file.chunks[chunk]
+            numbers: dict[str, set[int]] = {}
+            for match in filter(None, map(_LAYER.fullmatch, found)):
+                numbers.setdefault(match[1], set()).add(int(match[2]))
+            for own in numbers.values():
+                if own != set(range(len(own))):
+                    raise ValueError(
+                        f"{file.path} has the layers {sorted(own)[:20]}; "
+                        f"they must be numbered from 0 on"
+                    )
+            # Megatron-LM gives the last stage of an encoder a head that nothing uses.
+            is_encoder = has_two_stacks and not any(
+                stack.startswith("decoder.") for stack in numbers
+            )
+            for name, tensor in found.items():
                 match = _LAYER.fullmatch(name)
                 if match:
-                    name = f"{match[1]}{int(match[2]) + layers_before}{match[3]}"
+                    name = f"{match[1]}{int(match[2]) + layers_before.get(match[1], 0)}{match[3]}"
+                elif is_encoder and _HEAD_OF_TWO_STACKS.match(name):
+                    continue
+                elif has_two_stacks and name in tensors:
+                    repeats[name] = repeats.get(name, 0) + 1
+                    name = name_repeated(name, repeats[name])
                 if name in tensors:
                     raise ValueError(f"{tensor} is also in another pipeline stage")
                 tensors[name] = tensor
-            layers_before += len(numbers)
+            for stack, own in numbers.items():
+                layers_before[stack] = layers_before.get(stack, 0) + len(own)
     return tensors
+
+
+def name_repeated(name: str, number: int) -> str:
+    """Returns the name under which a tensor is found again that another stage has, too."""
+    return f"{_REPEATED}{number}.{name}"
+
+
+def find_repeated(name: str) -> str | None:
+    """Returns the name of the tensor that one of such a name repeats, or None if it does not."""
+    if not name.startswith(_REPEATED):
+        return None
+    return name.removeprefix(_REPEATED).partition(".")[2]
 
 
 def open_layer_files(folder: Path) -> tuple[SavedRun, Ranks]:

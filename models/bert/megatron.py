@@ -34,7 +34,8 @@ _RATES = {
 def _owns(names: Iterable[str]) -> bool:
     found = list(names)
     has_head = any(name.startswith("lm_head.") for name in found)
-    return has_head and any(name.startswith("encoder.") for name in found)
+    has_decoder = any(name.startswith("decoder.") for name in found)
+    return has_head and not has_decoder and any(name.startswith("encoder.") for name in found)
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -128,7 +129,7 @@ MEGATRON = MegatronMap(
         ),
         aliases=((TIED_HEAD, EMBEDDING),),
     ),
-    stack="encoder",
+    stacks=("encoder",),
     owns=_owns,
     infer=_infer,
     arguments=_arguments,

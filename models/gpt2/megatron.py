@@ -100,7 +100,7 @@ MEGATRON = MegatronMap(
         ),
         aliases=((TIED_HEAD, EMBEDDING),),
     ),
-    stack="decoder",
+    stacks=("decoder",),
     owns=_owns,
     infer=_infer,
     arguments=_arguments,

@@ -73,7 +73,7 @@ def megatron(
     """
     return MegatronMap(
         name_map=NameMap(entries=_entries(), aliases=((TIED_HEAD, EMBEDDING),)),
-        stack="decoder",
+        stacks=("decoder",),
         owns=partial(owns, bias=bias, qk_norm=qk_norm) if inferred else _owns_none,
         infer=partial(_infer, config),
         arguments=_arguments,

@@ -5,6 +5,7 @@ A massively multilingual pre-trained text-to-text transformer"): T5 v1.1, untied
 
 from ..family import Family, by_name
 from ..t5.hf import NAME_MAP
+from ..t5.megatron import megatron
 from ..t5.memory import activations
 from .config import MT5Config
 from .model import (
@@ -34,6 +35,7 @@ FAMILY = Family(
     pretrains={"seq2seq": "MT5ForConditionalGeneration"},
     tokenizer="sentencepiece",
     activations=activations,
+    megatron=megatron(inferred=False),
     tasks={"text2text-generation": "MT5ForConditionalGeneration"},
 )
 

@@ -3,6 +3,7 @@
 from ..family import Family, by_name
 from .config import T5Config
 from .hf import NAME_MAP
+from .megatron import megatron
 from .memory import activations
 from .model import (
     T5EncoderModel,
@@ -31,6 +32,7 @@ FAMILY = Family(
     pretrains={"seq2seq": "T5ForConditionalGeneration"},
     tokenizer="sentencepiece",
     activations=activations,
+    megatron=megatron(),
     tasks={"text2text-generation": "T5ForConditionalGeneration"},
     tokenizers={"ByT5Tokenizer": "bytes"},
 )

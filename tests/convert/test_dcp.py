@@ -180,6 +180,11 @@ def test_written_folders_load_in_torch(variant, zoo, hashes, tmp_path):
     assert main(["verify", str(tmp_path / "dcp"), str(source)]) == 0
 
 
+def test_a_bert_has_no_torch_dist_folder(bert, tmp_path):
+    with pytest.raises(ValueError, match=r"megatron-core has no bert that equals transformers'"):
+        merge(bert, tmp_path / "out", style="torch_dist")
+
+
 def test_an_interrupted_conversion_resumes(gpt, hashes, tmp_path):
     def stop(done, total):
         if done > total // 2:

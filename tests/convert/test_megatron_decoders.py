@@ -14,7 +14,7 @@ import torch
 from every_case import by_turns
 from megatron_files import in_megatron_core
 from parity import randomize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import hf_model
 
 from shardzoo.cli.convert import main
@@ -237,6 +237,30 @@ def test_written_files_hold_what_megatron_would(
     assert hashes(tmp_path / "back") == hashes(folders(case))
 
 
+def test_torch_dist_is_written_and_read_back(folders, hashes, tmp_path):
+    """What megatron-core makes of it is below. The layers are one tensor, so they must have one type."""
+    for case in CASES:
+        merge(folders(case), tmp_path / case, Options(largest_file=9_000), style="torch_dist")
+        assert len(list((tmp_path / case / "release").glob("*.distcp"))) > 1
+        merge(tmp_path / case, tmp_path / f"{case}-hf")
+        assert hashes(tmp_path / f"{case}-hf") == hashes(folders(case))
+    again = merge(
+        folders("llama"),
+        tmp_path / "llama",
+        Options(resume=True, largest_file=9_000),
+        style="torch_dist",
+    )
+    assert again.kept == again.nbytes
+    shutil.copytree(folders("llama"), tmp_path / "mixed")
+    weights = load_file(tmp_path / "mixed" / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    save_file({**weights, name: weights[name].bfloat16()}, tmp_path / "mixed" / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"layers.1.self_attention.linear_proj.weight is BF16 .*choose one type"
+    ):
+        merge(tmp_path / "mixed", tmp_path / "out", style="torch_dist")
+
+
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
 def test_the_arguments_tell_the_configuration(case, folders, tmp_path):
     """Of all sizes; the vocabulary has its padding, and the files do not tell Mistral from Llama."""
@@ -375,6 +399,7 @@ def run_by_core(folders, run_ranks, tmp_path_factory) -> dict[str, tuple[torch.T
     written, places = tmp_path_factory.mktemp("megatron"), tmp_path_factory.mktemp("dist")
     for case in RUN:
         split(folders(case), written / case, 2, style="megatron", names="local")
+        merge(folders(case), written / f"{case}.dist", style="torch_dist")
     pairs = [(written / case, places / case) for case in RUN]
     logits = run_ranks(2, in_megatron_core, core_decoder, pairs, IDS, isolated=True)[0]
     return {case: (found, places / case) for case, found in zip(RUN, logits, strict=True)}

@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -415,3 +416,135 @@ def test_copies_of_a_run_may_differ_by_rounding(by, saved, tmp_path, capsys):
     assert torch.equal(
         load_file(tmp_path / "merged" / "model.safetensors")["transformer.ln_f.bias"], first
     )
+
+
+@pytest.mark.parametrize(("family", "size"), by_turns([("llama", 2), ("t5", 1)], 2))
+def test_a_universal_checkpoint_resumes_as_the_run_would(
+    family, size, saved, run_mesh, hashes, tmp_path
+):
+    """Weights and moments have the run's bytes, and the third step its loss."""
+    source = saved(family, size)
+    universal, back = tmp_path / "universal", tmp_path / "back"
+    assert main(["merge", str(source), str(universal), "--to", "universal"]) == 0
+    command = ["split", str(universal), str(back), "--tp", str(size), "--with-optimizer"]
+    assert main(command) == 0
+    for rank in range(size):
+        name = f"rank_{rank:02d}.safetensors"
+        assert hashes(back / name) == hashes(source / name)
+        kept = load_file(back / f"optimizer_{rank:02d}.safetensors")
+        stored = load_file(source / f"optimizer_{rank:02d}.safetensors")
+        assert kept.keys() == {name for name in stored if not name.startswith("step/")}
+        assert all(torch.equal(kept[name], stored[name]) for name in kept)
+    hf = source.parents[2] / "hf"
+    ends = []
+    for name, begin in (("of the run", source), ("of the universal one", back)):
+        model = partial(native, hf)
+        place = tmp_path / name
+        settings = {"env_type": "deepspeed+mpu", "zero_stage": 1, "load_dir": str(begin)}
+        on_ranks(
+            run_mesh, place, tp=size, model=model, data=Pairs(vocab_size=61), train_steps=3,
+            global_batch_size=4, adam_eps=EPSILON, **settings,
+        )  # fmt: skip
+        end = RunFolder(place).checkpoint(3)
+        ends.append([load_file(end / f"rank_{rank:02d}.safetensors") for rank in range(size)])
+    for one, other in zip(*ends, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def train_in_deepspeed(folder: Path) -> dict[str, torch.Tensor]:
+    """Two steps of transformers' GPT-2 by DeepSpeed's engine, whose checkpoint DeepSpeed's own program converts.
+
+    Returns the state as `KIND/NAME`.
+    """
+    import deepspeed
+    from deepspeed.checkpoint import ds_to_universal
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    model = hf_model(ARCHITECTURES["gpt2"], 0.0, **WIDE)
+    optimizer = adamw(dict(model.named_parameters()), 1, 5e-3)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    ids = torch.arange(2, 22).view(2, 10)
+    for _ in range(2):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine.save_checkpoint(str(folder / "own"), tag="global_step2")
+    ds_to_universal.main(
+        Namespace(
+            input_folder=str(folder / "own" / "global_step2"),
+            output_folder=str(folder / "universal" / "step2"),
+            num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
+            inject_missing_state=True,
+        )
+    )  # fmt: skip
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in engine.module.named_parameters():
+        found[f"fp32/{name}"] = safe_get_full_fp32_param(parameter).clone()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            path = folder / "universal" / "step2" / "zero" / name / f"{kind}.pt"
+            found[f"{kind}/{name}"] = torch.load(path)["param"]
+    return found
+
+
+def test_what_deepspeed_wrote_becomes_a_training_checkpoint(run_ranks, tmp_path, capsys):
+    """Its own program writes the tied head a second time, without moments."""
+    [wanted] = run_ranks(1, train_in_deepspeed, tmp_path, isolated=True)
+    universal, moved = tmp_path / "universal", tmp_path / "moved"
+    hf_model(ARCHITECTURES["gpt2"], 0.0, **WIDE).save_pretrained(tmp_path / "hf")
+    shutil.copy(tmp_path / "hf" / "config.json", universal)
+    assert main(["inspect", str(universal)]) == 0
+    assert "universal checkpoint of DeepSpeed" in capsys.readouterr().out
+    assert main(["split", str(universal), str(moved), "--tp", "2", "--with-optimizer"]) == 0
+    state = read_state_file(moved)
+    assert (state["step"], state["world_size"]) == (2, 0)
+    assert main(["merge", str(moved), str(tmp_path / "again"), "--to", "universal"]) == 0
+    zero = tmp_path / "again" / "global_step2" / "zero"
+    for name, value in wanted.items():
+        kind, _, parameter = name.partition("/")
+        found = torch.load(zero / parameter / f"{kind}.pt")["param"]
+        assert torch.equal(found, value), name
+
+
+DAMAGED = {
+    "no zero folder": (lambda tag: shutil.rmtree(tag / "zero"), "has no folder zero"),
+    "no weights": (lambda tag: [path.unlink() for path in tag.glob("zero/*/fp32.pt")], "no file NAME/fp32.pt"),
+    "no engine": (
+        lambda tag: [path.unlink() for path in tag.glob("*_states.pt")], "mp_rank_00_model_states.pt"
+    ),
+    "a moment less": (
+        lambda tag: (tag / "zero" / "model.norm.weight" / "exp_avg.pt").unlink(), "lacks model.norm.weight"
+    ),
+    "another object": (
+        lambda tag: torch.save([1], tag / "zero" / "model.norm.weight" / "fp32.pt"), "holds no tensor 'param'"
+    ),
+    "another shape": (
+        lambda tag: torch.save({"param": torch.ones(3)}, tag / "zero" / "model.norm.weight" / "exp_avg.pt"),
+        "has shape [3], but final_norm.weight",
+    ),
+    "steps that are none": (
+        lambda tag: torch.save({"global_steps": -1}, tag / "mp_rank_00_model_states.pt"), "which is no count"
+    ),
+    "no state": (
+        lambda tag: [path.unlink() for path in tag.glob("zero/*/exp*.pt")], "has no optimizer's state"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_universal_checkpoint_is_refused(name, saved, tmp_path, capsys):
+    source = tmp_path / "universal"
+    assert main(["merge", str(saved("llama", 2)), str(source), "--to", "universal"]) == 0
+    change, message = DAMAGED[name]
+    change(source / "global_step2")
+    command = ["split", str(source), str(tmp_path / "moved"), "--tp", "2", "--with-optimizer"]
+    capsys.readouterr()
+    assert main(command) == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert message in text
+    assert "Traceback" not in text
+    assert not (tmp_path / "moved").exists()

@@ -343,8 +343,8 @@ def test_a_configuration_that_does_not_fit(arena, gpt):
         '{"model_type": "gpt2", "n_embd": 32, "n_head": 8, "n_layer": 4, "vocab_size": 300, "n_positions": 64}'
     )
     assert "has 8 attention heads, but its arguments 4" in arena.refused_merge(source)
-    (source / "config.json").write_text('{"model_type": "t5", "vocab_size": 300}')
-    assert "Megatron-LM has no t5" in arena.refused_merge(source)
+    (source / "config.json").write_text('{"model_type": "umt5", "vocab_size": 300}')
+    assert "Megatron-LM has no umt5" in arena.refused_merge(source)
     (source / "config.json").write_text(
         '{"model_type": "bert", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 300}'
     )
