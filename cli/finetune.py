@@ -82,6 +82,7 @@ def help_page() -> HelpPage:
             "dropout_rate": "other",
             "columns": "embeddings",
             "preference_loss": "preferences and rewards",
+            "teacher_model": "distillation",
             "cache_dir": "other",
             "overwrite": "run",
             "output_dir": "run",

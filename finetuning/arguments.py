@@ -211,6 +211,14 @@ class FinetuningArguments(TrainingArguments):
     center_rewards: float = 0.0
     """Factor of the squared sum of two answers' rewards, for the task reward."""
 
+    teacher_model: str | None = None
+    """Folder of a model whose distributions of target tokens are learned beside the targets
+    (distillation); it has the same vocabulary."""
+    teacher_weight: float = 0.5
+    """Share of the divergence from the teacher in the loss."""
+    teacher_temperature: float = 1.0
+    """Divisor of the logits of both models in the divergence."""
+
     cache_dir: str | None = None
     """Folder for models downloaded from the Hugging Face Hub."""
     gradient_checkpointing: bool = False
@@ -243,7 +251,9 @@ class FinetuningArguments(TrainingArguments):
                 "validation_split must be a percentage from 0 to 99 or a share below 1, not "
                 f"{self.validation_split}"
             )
-        for name in ("similarity_scale", "beta"):
+        if not 0 <= self.teacher_weight <= 1:
+            raise ValueError(f"teacher_weight must be from 0 to 1, not {self.teacher_weight}")
+        for name in ("similarity_scale", "beta", "teacher_temperature"):
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"{name} must be above 0, not {value}")
@@ -272,7 +282,13 @@ class FinetuningArguments(TrainingArguments):
                     f"{name}={size} splits the model, which only the zoo's models support; use "
                     f"native=True, or {name}=1"
                 )
-        for name in ("label_smoothing", "class_weights", "weight_id", "packing"):
+        environment = ENVIRONMENTS[self.env_type or "pytorch"]
+        if self.teacher_model is not None and (environment.uses_fsdp or self.zero_stage == 3):
+            raise ValueError(
+                "teacher_model works with neither env_type='fsdp' nor ZeRO stage 3, which would not "
+                "split the teacher; use another env_type with zero_stage below 3"
+            )
+        for name in ("label_smoothing", "class_weights", "weight_id", "packing", "teacher_model"):
             if getattr(self, name) and self.pipeline_parallel_size > 1:
                 raise ValueError(
                     f"{name} does not work with pipeline stages; use pipeline_parallel_size=1"

@@ -623,7 +623,9 @@ class Trainer(BaseTrainer):
                 )
         if arguments.weight_id is not None and not weighs:
             raise ValueError(f"weight_id is for text-classification, not for {self.task}")
-        if not (arguments.label_smoothing or arguments.class_weights or weighs):
+        teacher = self._load_teacher()
+        is_plain = not (arguments.label_smoothing or arguments.class_weights or weighs)
+        if is_plain and teacher is None:
             return None
 
         weights = None
@@ -639,7 +641,42 @@ class Trainer(BaseTrainer):
             self.mesh,
             arguments.label_smoothing,
             weights,
+            teacher,
+            arguments.teacher_weight,
+            arguments.teacher_temperature,
         )
+
+    def _load_teacher(self) -> Any:
+        """Returns the teacher on this trainer's mesh; None if the arguments name none.
+
+        Raises ValueError if the task has no tokens to learn, or the models do not fit together.
+        """
+        folder = self.arguments.teacher_model
+        if folder is None:
+            return None
+        if self._data.kind not in ("texts", "tokens"):
+            raise ValueError(
+                f"teacher_model is for tasks that learn tokens, not for {self.task}, whose data may "
+                "have a teacher's scores (embedding_loss margin_mse and distill_kl)"
+            )
+        chosen = replace(
+            self.arguments, model_name_or_path=folder, task=self.task, base_precision=None
+        )
+        source = find_source(chosen)
+        if source.native != self.source.native or source.shape != self.source.shape:
+            raise ValueError(
+                f"the teacher {folder} is a {source.shape} and the model a {self.source.shape}, "
+                "both must be of one kind, and both of the zoo or both of transformers"
+            )
+        teacher: Any = load_model(source, self.task, chosen, self.mesh, self.device, None)
+        if source.adapter is not None:
+            take_adapter(teacher, source.adapter)
+        if teacher.config.vocab_size != self.model.config.vocab_size:
+            raise ValueError(
+                f"the teacher {folder} has {teacher.config.vocab_size} tokens and the model "
+                f"{self.model.config.vocab_size}; both must have the same vocabulary"
+            )
+        return teacher.to(self.device).eval().requires_grad_(False)
 
     def _score_head(self) -> dict[str, Any] | None:
         """Returns the settings of a new head with one output; None if the model has one."""

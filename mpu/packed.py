@@ -194,10 +194,8 @@ class PackedWriter:
         packed = PackedParameter(data, requires_grad=False)
         vars(packed).update(vars(like))
         packed.packing = layout
-        values = self._arrange(part, layout)
         if layout.is_aligned:
-            packed.scales.copy_(values.view(-1, BLOCK).abs().amax(1))
-            self._encode(packed, values)
+            self._encode(packed, self._arrange(part, layout))
         else:
             self._waiting.append((packed, part))
         return packed
@@ -211,7 +209,7 @@ class PackedWriter:
             blocks = layout.find_blocks(0, len(values), self.device)
             # The exchange runs on the mesh's device, which may be another one.
             found = torch.zeros(layout.scales, device=self.device)
-            found.scatter_reduce_(0, blocks, values.abs(), "amax")
+            found.scatter_reduce_(0, blocks, values.float().abs(), "amax")
             if self.mesh is not None and self.mesh.tp_size > 1:
                 exchanged = found.to(self.mesh.device_type)
                 cast(Any, dist).all_reduce(exchanged, dist.ReduceOp.MAX, group=self.mesh.tp_group)
@@ -221,19 +219,30 @@ class PackedWriter:
         self._waiting.clear()
 
     def _arrange(self, part: Tensor, layout: PackedLayout) -> Tensor:
-        """Returns the elements in fp32, in rows of whole blocks."""
+        """Returns the elements in rows of whole blocks."""
         count, blocks = layout.lines
-        lines = part.to(self.device, torch.float32).reshape(count, -1)
+        lines = part.to(self.device).reshape(count, -1)
         missing = blocks * BLOCK - lines.shape[1]
-        return torch.nn.functional.pad(lines, (0, missing)).flatten()
+        if missing:
+            lines = torch.nn.functional.pad(lines, (0, missing))
+        return lines.flatten()
 
     def _encode(self, packed: PackedParameter, values: Tensor) -> None:
+        """Writes the bytes of the elements, and the scales of blocks that the rank has alone."""
         layout = packed.packing
-        if layout.is_aligned:
-            scales = packed.scales.repeat_interleave(BLOCK)
-        else:
-            scales = packed.scales[layout.find_blocks(0, len(values), self.device)]
-        packed.codes.copy_(encode(values, scales, layout.format))
+        bits = BITS[layout.format]
+        scales = packed.scales
+        codes = packed.codes
+        for first in range(0, len(values), PIECE):
+            last = min(first + PIECE, len(values))
+            piece = values[first:last].float()
+            if layout.is_aligned:
+                own = piece.view(-1, BLOCK).abs().amax(1)
+                scales[first // BLOCK : last // BLOCK] = own
+                own = own.repeat_interleave(BLOCK)
+            else:
+                own = scales[layout.find_blocks(first, last, self.device)]
+            codes[first * bits // 8 : last * bits // 8] = encode(piece, own, layout.format)
 
 
 def packed_linear(x: Tensor, weight: PackedParameter, bias: Tensor | None) -> Tensor:
