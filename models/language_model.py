@@ -133,6 +133,14 @@ def note_target_count(labels: Tensor, count: int) -> None:
     vars(labels)["target_count"] = count
 
 
+def note_token_count(attention_mask: Tensor, count: int) -> None:
+    """Notes on a mask [B, S] how many of its elements are not 0.
+
+    An encoder that knows it leaves padding out of its layers without waiting for the device.
+    """
+    vars(attention_mask)["token_count"] = count
+
+
 def compute_loss(
     head: VocabParallelHead,
     hidden: Tensor,

@@ -135,18 +135,25 @@ def without_padding(x: Tensor, mask: Tensor | Tokens | Documents | None) -> Gene
 
 
 def find_tokens(
-    mask: Tensor | Documents | None, ids: Tensor, blocks: nn.ModuleList
+    mask: Tensor | Documents | None,
+    ids: Tensor,
+    blocks: nn.ModuleList,
+    token_count: int | None = None,
 ) -> Tensor | Tokens | Documents | None:
     """Returns the tokens that stand for the mask of an encoder's keys in training, or the mask
     itself.
 
-    They do on a CPU if enough of the batch is padding. Compiled code needs shapes that do not
-    depend on the batch.
+    They do if enough of the batch is padding. Compiled code needs shapes that do not depend on the
+    batch.
 
     Args:
         ids: [B, S], or embeddings [B, S, H].
+        token_count: The number of tokens, from `note_token_count`. The host would have to wait for
+            an accelerator to learn it.
     """
-    if not isinstance(mask, Tensor) or not host_can_read(mask) or mask.dtype != torch.bool:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        return mask
+    if token_count is None and not host_can_read(mask):
         return mask
     if attention_record.probabilities is not None:
         return mask  # what is recorded should be part of the graph, with padding
@@ -157,8 +164,12 @@ def find_tokens(
     if not blocks.training or not torch.is_grad_enabled() or is_watched():
         return mask
     is_token = mask.flatten()
-    rows = is_token.nonzero()[:, 0]
-    padding = (~is_token).nonzero()[:, 0]
+    if token_count is None:
+        rows = is_token.nonzero()[:, 0]
+        padding = (~is_token).nonzero()[:, 0]
+    else:
+        rows = torch.nonzero_static(is_token, size=token_count)[:, 0]
+        padding = torch.nonzero_static(~is_token, size=len(is_token) - token_count)[:, 0]
     if not len(rows) or len(padding) < MIN_PADDING * len(is_token):
         return mask
     return Tokens(mask, rows, padding, (is_token.cumsum(0) - 1).clamp(min=0))
@@ -259,7 +270,8 @@ class Seq2SeqBackbone(Backbone):
                 and context_size(self.mesh) == 1
             )
             if input_ids is not None and is_whole:
-                source_mask = find_tokens(source_mask, input_ids, encoder_blocks)
+                token_count = getattr(attention_mask, "token_count", None)
+                source_mask = find_tokens(source_mask, input_ids, encoder_blocks, token_count)
                 if seq_idx is None:
                     cross_mask = source_mask
             encoder_states, table = self.run_encoder(input_ids, source_mask, seq_idx)

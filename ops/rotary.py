@@ -93,9 +93,9 @@ def _prepare(q, k, cos, sin, interleaved, inverse):
 
 
 def _launch_triton(*arguments):
-    from .triton_kernels.rotary import launch
+    from .triton_kernels.rotary import launch_rotation
 
-    launch(*arguments)
+    launch_rotation(*arguments)
 
 
 rotate_op = Op(

@@ -24,7 +24,8 @@ from triton.runtime import driver
 
 from ..dropout_mask import dropout_threshold
 from ..registration import contiguous
-from .common import is_kept, row_key
+from .common import ceil_div, is_kept, row_key
+from .launching import launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -594,7 +595,16 @@ TILES = {
 # Where they differ on sm_90 and later. With 64 keys or more, products are the instructions of a whole
 # group of warps (wgmma); with two stages, queries are copied while others are multiplied. On sm_80
 # these tiles would spill.
-HOPPER_TILES = {key_gradient: {128: TileShape(32, 64, 4, 2), 256: TileShape(16, 128, 8, 2)}}
+HOPPER_TILES = {
+    forward: {256: TileShape(128, 64, 8, 2)},
+    query_gradient: {256: TileShape(128, 64, 8, 2)},
+    key_gradient: {128: TileShape(32, 64, 4, 2), 256: TileShape(16, 128, 8, 2)},
+}
+# The same for fp32, whose rows of 512 bytes are those of heads of 64.
+HOPPER_TILES_FP32 = {
+    forward: {512: TileShape(64, 32, 8, 2)},
+    key_gradient: {512: TileShape(32, 32, 8, 2)},
+}
 
 
 def choose_tile(kernel, q: torch.Tensor) -> TileShape:
@@ -602,7 +612,8 @@ def choose_tile(kernel, q: torch.Tensor) -> TileShape:
     bytes_of_row = triton.next_power_of_2(q.shape[3]) * q.itemsize
     size = max(bytes_of_row, 128) if q.itemsize == 2 else max(2 * bytes_of_row, 512)
     size = min(size, 1024)
-    hopper = HOPPER_TILES.get(kernel, {})
+    tables = HOPPER_TILES if q.itemsize == 2 else HOPPER_TILES_FP32
+    hopper = tables.get(kernel, {})
     if size in hopper and _multiplies_by_warp_groups(q.device):
         return hopper[size]
     return TILES[kernel][size]
@@ -617,23 +628,19 @@ def _multiplies_by_warp_groups(device: torch.device) -> bool:
 
 def _launch(kernel, tile, programs, tensors, strided, sizes, rules, causal):
     """Runs a kernel on tensors [B, N, S, D] of any strides, and on others in row-major order."""
-    strided = tuple(x if x.stride(3) == 1 else x.contiguous() for x in strided)
+    strided = [x if x.stride(3) == 1 else x.contiguous() for x in strided]
     width = strided[0].shape[3]
-    kernel[(programs,)](
-        *strided,
-        *tensors,
-        tuple(x.stride()[:3] for x in strided),
-        sizes,
-        rules,
-        CAUSAL=causal,
-        PRECISION=_precision(strided[0].device),
-        WIDTH=width,
-        D=max(triton.next_power_of_2(width), 16),
-        ROWS=tile.queries,
-        COLUMNS=tile.keys,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    constants = {
+        "CAUSAL": causal,
+        "PRECISION": _precision(strided[0].device),
+        "WIDTH": width,
+        "D": max(triton.next_power_of_2(width), 16),
+        "ROWS": tile.queries,
+        "COLUMNS": tile.keys,
+    }
+    strides = tuple([x.stride()[:3] for x in strided])
+    arguments = (*strided, *tensors, strides, sizes, rules)
+    launch(kernel, programs, arguments, constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def _precision(device: torch.device) -> str:
@@ -663,7 +670,7 @@ def launch_forward(q, k, v, *arguments):
     *arguments, out, lse = arguments
     sizes, rules = _call(q, k, *arguments)
     tile = choose_tile(forward, q)
-    programs = q.shape[0] * sizes.heads * triton.cdiv(sizes.queries, tile.queries)
+    programs = q.shape[0] * sizes.heads * ceil_div(sizes.queries, tile.queries)
     _launch(forward, tile, programs, (lse,), (q, k, v, out), sizes, rules, arguments[6])
 
 
@@ -677,10 +684,10 @@ def launch_backward(grad, out, lse, q, k, v, *arguments):
         None if rules.sample_keys is None else lse.new_empty(lse.shape, dtype=torch.int64),
     )
     tile = choose_tile(query_gradient, q)
-    programs = q.shape[0] * sizes.heads * triton.cdiv(sizes.queries, tile.queries)
+    programs = q.shape[0] * sizes.heads * ceil_div(sizes.queries, tile.queries)
     _launch(query_gradient, tile, programs, (*statistics, grad_q), (q, k, v, grad, out), *call[1:])
     tile = choose_tile(key_gradient, q)
-    programs = q.shape[0] * k.shape[1] * triton.cdiv(sizes.keys, tile.keys)
+    programs = q.shape[0] * k.shape[1] * ceil_div(sizes.keys, tile.keys)
     _launch(key_gradient, tile, programs, (*statistics, grad_k, grad_v), *call)
     if rules.bias is not None:
         grad_bias.copy_(_bias_gradient(q, statistics, call))
@@ -695,10 +702,10 @@ def _bias_gradient(q, statistics, call):
     sizes = call[1]
     tile = choose_tile(bias_gradient, q)
     walks = sizes.heads * (
-        triton.cdiv(sizes.queries, tile.queries) + triton.cdiv(sizes.keys, tile.keys) - 1
+        ceil_div(sizes.queries, tile.queries) + ceil_div(sizes.keys, tile.keys) - 1
     )
-    share = triton.cdiv(batch, min(batch, triton.cdiv(PROGRAMS, walks)))
-    parts = triton.cdiv(batch, share)
+    share = ceil_div(batch, min(batch, ceil_div(PROGRAMS, walks)))
+    parts = ceil_div(batch, share)
     distances = sizes.queries + sizes.keys - 1
     partial = q.new_zeros(2 * parts, sizes.heads, distances, dtype=torch.float32)
     _launch(bias_gradient, tile, walks * parts, (*statistics, partial, batch, share), *call)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launching import launch
+
 HEADS = 8  # of a tile
 
 
@@ -104,33 +106,27 @@ def rotate(
     )  # fmt: skip
 
 
-def launch(q, k, cos, sin, interleaved, inverse, turned_q, turned_k):
+def launch_rotation(q, k, cos, sin, interleaved, inverse, turned_q, turned_k):
     batch, q_heads, length, size = q.shape
     rotated = 2 * cos.shape[-1]
     rest = size - rotated
-    rotate[(batch * length,)](
-        q,
-        k,
-        cos,
-        sin,
-        turned_q,
-        turned_k,
-        q.stride(),
-        k.stride(),
-        turned_q.stride(),
-        turned_k.stride(),
-        q_heads,
-        k.shape[1],
-        length,
-        size,
-        rotated,
-        0 if cos.shape[0] == 1 else length * rotated // 2,
-        -1.0 if inverse else 1.0,
-        INTERLEAVED=interleaved,
-        PAIRS=triton.next_power_of_2(max(rotated // 2, 1)),
-        REST=triton.next_power_of_2(rest) if rest else 0,
-        HEADS=HEADS,
+    angles_of_sample = 0 if cos.shape[0] == 1 else length * rotated // 2
+    sign = -1.0 if inverse else 1.0
+    tensors = (q, k, cos, sin, turned_q, turned_k)
+    strides = (q.stride(), k.stride(), turned_q.stride(), turned_k.stride())
+    sizes = (q_heads, k.shape[1], length, size, rotated)
+    constants = {
+        "INTERLEAVED": interleaved,
+        "PAIRS": triton.next_power_of_2(max(rotated // 2, 1)),
+        "REST": triton.next_power_of_2(rest) if rest else 0,
+        "HEADS": HEADS,
+    }
+    # A fused multiplication and addition would not round the product.
+    launch(
+        rotate,
+        batch * length,
+        (*tensors, *strides, *sizes, angles_of_sample, sign),
+        constants,
         num_warps=4,
-        # A fused multiplication and addition would not round the product.
         enable_fp_fusion=False,
     )

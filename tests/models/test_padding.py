@@ -15,6 +15,7 @@ from shardzoo.models.blocks.attention import CrossAttention
 from shardzoo.models.blocks.cache import Cache
 from shardzoo.models.blocks.masks import key_mask
 from shardzoo.models.blocks.padding import Tokens
+from shardzoo.models.language_model import note_token_count
 from shardzoo.models.seq2seq import find_tokens
 
 FAMILIES = [name for name in TINY if family(name).kind == "encoder-decoder"]
@@ -77,6 +78,17 @@ def assert_same(one, other, mask):
 def test_a_step_is_that_of_the_whole_batch(name, rate, recompute):
     arguments = (None, name, ragged(), rate, {"recompute": recompute})
     assert_same(step(*arguments), step(*arguments, leave_out=False), ragged())
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_an_accelerator_is_told_the_number_of_tokens(name, monkeypatch):
+    """Whose mask the host cannot read without waiting."""
+    monkeypatch.setattr(seq2seq, "host_can_read", lambda _: False)
+    mask = ragged()
+    assert step(None, name, mask, 0.3, {})[0] == 0
+    note_token_count(mask, int(mask.sum()))
+    told = step(None, name, mask, 0.3, {})
+    assert_same(told, step(None, name, ragged(), 0.3, {}), mask)
 
 
 @pytest.mark.parametrize("first", [1, 4], ids=["left", "everywhere"])

@@ -104,13 +104,89 @@ for arch, width, dtype, interleaved in json.loads(sys.argv[1]):
     heads = torch.zeros(2, 512, 12, width, dtype=getattr(torch, dtype)).transpose(1, 2)
     label = [arch, width, dtype]
     angles = heads.new_zeros(1, 1, 512, width // 4)
-    rotary.launch(heads[:, :8], heads[:, 8:10], angles, angles, interleaved, False, heads[:, :8], heads[:, 8:10])
+    q, k = heads[:, :8], heads[:, 8:10]
+    rotary.launch_rotation(q, k, angles, angles, interleaved, False, q, k)
 print(json.dumps(results))
+"""
+# Launches on a stand-in of a device, which notes what it is given. Each call is made by Triton and then
+# from the table of compiled kernels.
+COMPARE_LAUNCHES = """
+import json
+from types import SimpleNamespace
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from shardzoo.ops.triton_kernels import attention, launching, rotary
+
+launches = []
+
+class Launcher:
+    def __init__(self, source, metadata):
+        pass
+
+    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, exit, *arguments):
+        launches.append([x, y, z, function, flatten(arguments)])
+
+def flatten(arguments):
+    flat = []
+    for value in arguments:
+        if isinstance(value, tuple):
+            flat += flatten(value)
+        else:
+            flat.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
+    return flat
+
+def load(name, binary, *others):
+    return ("module", hash(binary), 0, 0, 1024)
+
+driver.set_active(SimpleNamespace(
+    get_current_device=lambda: 0, get_current_stream=lambda device: 0, launcher_cls=Launcher,
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    utils=SimpleNamespace(load_binary=load, get_device_properties=lambda device: {"max_shared_mem": 232448})))
+attention._precision = lambda device: "tf32x3"
+
+def attend(batch, length, **changes):
+    q = torch.zeros(batch, 4, length, 64, dtype=torch.bfloat16)
+    lse = torch.zeros(batch, 4, length)
+    rules = {"bias": None, "mask": None, "prefix": None, "lengths": None, "keys": None, "scale": 0.125,
+             "causal": False, "dropout": 0.0, "first_head": 0, "first_row": 0, **changes}
+    attention.launch_forward(q, q, q, *rules.values(), q, lse)
+
+def rotate(first):
+    heads = torch.zeros(2 * 16 * 6 * 64 + 8, dtype=torch.bfloat16)[first:].narrow(0, 0, 2 * 16 * 6 * 64)
+    heads = heads.view(2, 16, 6, 64).transpose(1, 2)
+    angles = heads.new_zeros(1, 1, 16, 32)
+    q, k = heads[:, :4], heads[:, 4:]
+    rotary.launch_rotation(q, k, angles, angles, False, False, q, k)
+
+CALLS = [
+    lambda: attend(2, 512), lambda: attend(2, 500), lambda: attend(1, 512, causal=True),
+    lambda: attend(2, 512, first_row=7, dropout=0.1, keys=torch.zeros(2, dtype=torch.int64)),
+    lambda: attend(2, 512, bias=torch.zeros(4, 1023)), lambda: rotate(0), lambda: rotate(1),
+]
+same = 0
+for call in CALLS:
+    kept = len(launching._compiled)
+    call()
+    assert len(launching._compiled) == kept + 1  # another kernel than those before
+for call in CALLS:
+    launches.clear()
+    found = dict(launching._compiled)
+    call()
+    assert launching._compiled == found
+    launching._compiled.clear()
+    call()
+    launching._compiled.update(found)
+    (*first, arguments), (*second, others) = launches
+    pointers = [i for i, (a, b) in enumerate(zip(arguments, others, strict=True)) if a != b]
+    assert first == second and all(arguments[i] > 1 << 32 for i in pointers)  # addresses alone differ
+    same += 1
+print(json.dumps(same))
 """
 ATTENTION = [(arch, 64, "bfloat16", True) for arch in (80, 90)] + [
     (arch, width, dtype, everything) for arch in (80, 90) for width, dtype in [
         (64, "float16"), (80, "bfloat16"), (128, "bfloat16"), (256, "bfloat16")] for everything in (False, True)
-]  # fmt: skip
+] + [(90, 64, "float32", everything) for everything in (False, True)]  # fmt: skip
 MODULES = {"softmax": 4, "norm": 4, "activation": 8, "dropout": 4, "cross_entropy": 4}
 
 
@@ -133,6 +209,7 @@ def test_all_compile_for_sm_90(tmp_path):
     assert printed(tmp_path, COMPILE, *MODULES) == MODULES
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.before_release
 def test_attention_keeps_its_tiles_in_registers(tmp_path):
     """Compiled as it is launched, with every rule at once and with none, no kernel spills."""
@@ -167,3 +244,8 @@ def test_rotary_positions_are_one_kernel_without_spills(tmp_path):
     for kernel, registers, stack, local, *_ in built:
         assert (kernel, stack, local) == ("rotate", 0, 0)
         assert registers <= 64
+
+
+@pytest.mark.before_release
+def test_kept_kernels_are_those_that_triton_would_launch(tmp_path):
+    assert printed(tmp_path, COMPARE_LAUNCHES) == 7

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models.config import ModelConfig
-from ...models.language_model import note_target_count
+from ...models.language_model import note_target_count, note_token_count
 from ...ops.device import host_can_read, pins_host_memory
 from .label_shift import IGNORED, shifts_labels
 
@@ -213,6 +213,9 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         and host_can_read(tensors["labels"])
     ):
         note_target_count(moved["labels"], int((tensors["labels"] != IGNORED).sum()))
+    mask = tensors.get("attention_mask")
+    if mask is not None and moved["attention_mask"] is not mask and host_can_read(mask):
+        note_token_count(moved["attention_mask"], int(mask.count_nonzero()))
     return {**batch, **moved}
 
 
