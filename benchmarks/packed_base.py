@@ -12,6 +12,7 @@ The script ends with an error if the packed run needs more than `--most` of the 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -147,9 +148,11 @@ def measure(arguments: Arguments, base: Path, precision: str) -> dict[str, objec
     options = [f"--base={base}", "--precisions", precision, f"--threads={arguments.threads}"]
     for name in ("hidden_size", "layers", "vocab_size", "length", "lora_rank"):
         options.append(f"--{name.replace('_', '-')}={getattr(arguments, name)}")
-    done = subprocess.run(
-        [sys.executable, __file__, *options], check=True, stdout=subprocess.PIPE, text=True
-    )
+    # glibc keeps the memory of freed tensors below its threshold, which grows up to 32 MiB, and
+    # then counts holes between small tensors. From 1 MiB on, it shall return it.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    command = [sys.executable, __file__, *options]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     found = json.loads(done.stdout.splitlines()[-1])
     return {**found, "estimate": estimate_memory(arguments, precision)}
 
