@@ -64,7 +64,7 @@ def name_map(
         renamed=((r"transformer\.(.*)", r"model.\1"), *renamed),  # question answering
         spelled=(
             (
-                r"(Llama|Qwen2|Qwen2Moe|Qwen3|Qwen3Moe|SmolLM3)ForQuestionAnswering",
+                r"(Llama|Qwen2|Qwen3|Qwen3Moe|SmolLM3)ForQuestionAnswering",
                 r"model\.(.*)",
                 r"transformer.\1",
             ),

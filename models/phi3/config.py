@@ -47,7 +47,7 @@ class Phi3Config(DecoderConfig):
     architecture: str = "Phi3ForCausalLM"
 
     def __post_init__(self) -> None:
-        if self.rope_parameters is not None:
+        if isinstance(self.rope_parameters, dict):
             rope = dict(self.rope_parameters)
             if rope.get("rope_type", "default") != "default":
                 rope["original_max_position_embeddings"] = self.original_max_position_embeddings

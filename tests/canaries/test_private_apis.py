@@ -641,7 +641,7 @@ def test_every_private_name_has_a_canary():
         "_composable", "_composable_state", "_get_fsdp_state", "_pre_forward_hook_handle", "_post_forward_hook_handle",
         "_fsdp_param_groups", "_module_to_pre_save_state_dict_hook_handle", "_post_load_hook_handle",
         "_module_to_pre_load_state_dict_hook_handle",
-        "_set_params_and_buffers_to_ignore_for_model", "_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS",
+        "_op", "_set_params_and_buffers_to_ignore_for_model", "_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS",
         "_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
     }  # fmt: skip
     # Of long standing and documented, or in a benchmark alone.
@@ -672,6 +672,17 @@ def test_torch_load_tells_where_bytes_lie(tmp_path):
         state = torch.load(path, map_location="meta", mmap=True, weights_only=True)
         offset = state["a"].untyped_storage()._checkpoint_offset
         assert path.read_bytes()[offset : offset + 24] == torch.arange(6.0).numpy().tobytes()
+
+
+def test_an_operator_holds_the_call_that_it_makes():
+    with needed_by(
+        "ops/library.py, which calls compiled kernels without the call in Python around them",
+        breaks="every call of a compiled kernel",
+        remedy="let find_kernel return the operator itself",
+    ):
+        operator = torch.ops.aten.neg.default
+        x = torch.arange(3.0)
+        assert torch.equal(operator._op(x), operator(x))
 
 
 def test_torch_saves_a_tensor_as_a_call_that_builds_it_from_its_storage():

@@ -292,7 +292,7 @@ def test_models_that_megatron_does_not_have(changes, message, folders, tmp_path)
 
 def test_families_and_layouts_that_megatron_does_not_have(zoo, folders, tmp_path):
     t5 = zoo.make(tmp_path / "t5", "t5")
-    with pytest.raises(ValueError, match=r"Megatron-LM has no t5 .* it has bert, gpt2"):
+    with pytest.raises(ValueError, match="has an unscaled head, but this model multiplies"):
         split(t5, tmp_path / "out", 2, style="megatron")
     with pytest.raises(ValueError, match="has a classifier"):
         split(
@@ -309,9 +309,6 @@ def test_families_and_layouts_that_megatron_does_not_have(zoo, folders, tmp_path
 def test_a_t5_is_refused_by_the_argument_that_tells_it():
     names = ["decoder.layers.0.cross_attention.linear_q.weight"]
     with pytest.raises(ValueError, match="position_embedding_type is 'learned_absolute' or 'rope'"):
-        find_megatron_map(names)
-    names.append("encoder_relative_pos_emb.relative_attention_bias.weight")
-    with pytest.raises(ValueError, match="position_embedding_type='relative', which is not conv"):
         find_megatron_map(names)
 
 

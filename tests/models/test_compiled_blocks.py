@@ -18,10 +18,11 @@ KINDS = {"modernbert": 3, "smollm3": 2}
 
 
 @pytest.fixture
-def _same_limits(monkeypatch):
+def _same_limits():
     """Undoes what compiling a model does to the limits of this process."""
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        monkeypatch.setattr(limits, name, getattr(limits, name))
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    with limits.patch({name: getattr(limits, name) for name in names}):
+        yield
 
 
 @pytest.mark.usefixtures("_same_limits")

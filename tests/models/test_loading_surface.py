@@ -116,7 +116,7 @@ def test_every_argument_is_taken_or_refused_with_its_reason(folders):
     for device_map in ("cpu", {"": "cpu"}, torch.device("cpu")):
         assert shardzoo.from_pretrained(folder, device_map=device_map).device.type == "cpu"
     for options, message in (
-        ({"load_in_8bit": True}, "load_in_8bit=True is not supported: quantized"),
+        ({"load_in_8bit": True}, "load_in_8bit=True is not supported: base_precision="),
         ({"device_map": "balanced"}, "device_map='balanced' puts the model on several devices"),
         ({"device_map": {"bert": 0, "cls": 1}}, "puts the model on 2 devices"),
         ({"tp_plan": "auto"}, "pass mesh=ParallelMesh"),
