@@ -99,8 +99,9 @@ class EstimateArguments:
     """Recompute activations in the backward pass: those of attention (selective), or of whole
     blocks (full).
     """
-    precision: PrecisionName = "bf16"
-    """Precision of parameters and activations; the optimizer keeps fp32 copies."""
+    precision: PrecisionName = "fp32"
+    """Precision of parameters and activations, by default the trainer's; the optimizer keeps fp32
+    copies."""
     optimizer: OptimizerName = "adamw"
     freeze: tuple[Literal["embeddings", "encoder", "decoder"], ...] = ()
     """Parts that are not trained."""

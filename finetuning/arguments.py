@@ -69,8 +69,6 @@ class FinetuningArguments(TrainingArguments):
 
     env_type: EnvType | None = None  # type: ignore[assignment]
     """By default pytorch for one process and deepspeed+mpu for several."""
-    pytorch_device: str = "auto"
-    """Device of a single process; by default a GPU if one is available."""
     epochs: int = 3
     micro_batch_size: int = 8
     lr: float = 5e-5
@@ -379,12 +377,8 @@ class FinetuningArguments(TrainingArguments):
             path = getattr(self, name)
             if path is not None and not Path(path).exists() and not Path(f"{path}.source").exists():
                 raise ValueError(f"{name} {path} does not exist")
-        import torch  # Reading the arguments alone does not need it.
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         return replace(
             self,
             env_type=self._find_environment(),
-            pytorch_device=device if self.pytorch_device == "auto" else self.pytorch_device,
             recompute="full" if self.gradient_checkpointing else self.recompute,
         )

@@ -607,6 +607,11 @@ def explain_idle_gpus(arguments: TrainingArguments, processes: int, gpus: int) -
     if ENVIRONMENTS[arguments.env_type].is_one_process:
         if arguments.pytorch_device == "cpu":
             return "training on the CPU; pytorch_device='cuda' uses a GPU of this machine"
+        if arguments.pytorch_device == "auto" and gpus > 1:
+            return (
+                f"training on 1 of this machine's {gpus} GPUs; env_type='pytorchDDP' and "
+                f"num_gpus={gpus} use all"
+            )
         return ""
     if processes >= gpus:
         return ""

@@ -76,7 +76,8 @@ def test_an_estimate_reads_a_recipe(tmp_path, capsys):
     )
     assert estimate.main(["--config", str(file), "--json"]) == 0
     found = capsys.readouterr().out
-    assert estimate.main(["gpt2", "--sequence-length", "64", "--json"]) == 0
+    words = ["gpt2", "--sequence-length", "64", "--precision", "bf16", "--json"]
+    assert estimate.main(words) == 0
     assert capsys.readouterr().out == found
     assert estimate.main(["--config", str(file), "--sequence-length", "32", "--json"]) == 0
     assert capsys.readouterr().out != found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import io
 import json
 import os
 from dataclasses import dataclass, field
@@ -297,7 +299,7 @@ FLAGAI = {
 }  # fmt: skip
 
 
-def test_the_settings_of_a_whole_deepspeed_file_become_arguments(tmp_path, capsys):
+def test_the_settings_of_a_whole_deepspeed_file_become_arguments(tmp_path, run_mesh):
     """Its keys are those of FlagAI's published deepspeed.json. An argument that is set counts more."""
     from shardzoo.trainer import TrainingArguments
     from shardzoo.trainer.engines.deepspeed_config import deepspeed_config
@@ -320,11 +322,16 @@ def test_the_settings_of_a_whole_deepspeed_file_become_arguments(tmp_path, capsy
     assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     assert config["zero_optimization"]["reduce_bucket_size"] == 5e7
     assert not {"cpu_offload"} & config["zero_optimization"].keys()
-    run_training(
-        None, tmp_path, env_type="deepspeed", deepspeed_config=path, lr=1e-4, precision="bf16", train_steps=2,
-        data=Pairs(16), model=tiny_t5(),
-    )  # fmt: skip
-    said = "".join(capsys.readouterr().out.split())  # the console breaks lines in long paths too
+
+    def train(mesh):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            run_training(
+                mesh, tmp_path, env_type="deepspeed", deepspeed_config=path, lr=1e-4, precision="bf16",
+                train_steps=2, data=Pairs(16), model=tiny_t5(),
+            )  # fmt: skip
+        return output.getvalue()
+
+    said = "".join(run_mesh(1, train)[0].split())  # the console breaks lines in long paths too
     assert "ds.jsonsetsgradient_accumulation_steps=2,clip_grad=0.5,adam_eps=1e-07" in said
     assert "lr=0.0001(not5e-06),precision=bf16(notfp16)" in said
 
@@ -567,6 +574,9 @@ def test_a_run_that_leaves_gpus_idle_says_so():
     assert "on 1 of this machine's 8 GPUs; num_gpus=8" in explain_idle_gpus(several, 1, 8)
     assert explain_idle_gpus(several, 8, 8) == explain_idle_gpus(several, 2, 0) == ""
     one = TrainingArguments()
-    assert "pytorch_device='cuda'" in explain_idle_gpus(one, 1, 1)
+    assert explain_idle_gpus(one, 1, 1) == ""
+    assert "on 1 of this machine's 8 GPUs; env_type='pytorchDDP'" in explain_idle_gpus(one, 1, 8)
+    chosen = TrainingArguments(pytorch_device="cpu")
+    assert "pytorch_device='cuda'" in explain_idle_gpus(chosen, 1, 1)
     assert explain_idle_gpus(one, 1, 0) == ""
     assert explain_idle_gpus(TrainingArguments(pytorch_device="cuda:1"), 1, 8) == ""

@@ -32,7 +32,7 @@ def test_flagai_keywords_and_arguments_are_one():
     )  # fmt: skip
     defaults = TrainingArguments()
     assert (defaults.env_type, defaults.pytorch_device, defaults.seed, defaults.micro_batch_size) == (
-        "pytorch", "cpu", 1234, 1,
+        "pytorch", "auto", 1234, 1,
     )  # fmt: skip
     assert (defaults.weight_decay, defaults.lr, defaults.warmup_ratio, defaults.clip_grad) == (
         0.1,

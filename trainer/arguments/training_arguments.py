@@ -37,8 +37,9 @@ class TrainingArguments:
     """pytorch: one process. pytorchDDP: data-parallel replicas. deepspeed: data-parallel with ZeRO.
     deepspeed+mpu: also tensor-parallel, each layer split over `model_parallel_size` processes.
     fsdp: parameters split over data-parallel ranks by torch's FSDP2, beside tensor parallelism."""
-    pytorch_device: str = "cpu"
-    """The device of `env_type="pytorch"`, such as "cpu" or "cuda:0"."""
+    pytorch_device: str = "auto"
+    """The device of `env_type="pytorch"`, such as "cpu" or "cuda:0"; by default the first GPU, if
+    there is one."""
     model_parallel_size: int = 1
     """Tensor-parallel size: the number of processes that each layer is split over."""
     pipeline_parallel_size: int = 1

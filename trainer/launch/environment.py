@@ -87,8 +87,13 @@ def set_collective_timeout(mesh: ParallelMesh, seconds: float) -> None:
 def single_device(name: str) -> torch.device:
     """Returns the device of a run in one process.
 
+    Args:
+        name: "auto" for the first GPU, or the CPU of a machine without one.
+
     Raises ValueError for a device that this machine does not have.
     """
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
         usable = device.type != "meta" and torch.empty(1, device=device) is not None
