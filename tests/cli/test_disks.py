@@ -32,7 +32,6 @@ SHORT = {
 }
 COMMANDS = {
     "pretrain": "pretrain --config tiny.yaml --output-dir disk/run",
-    "fsdp": "pretrain --config tiny.yaml --output-dir disk/run --env-type fsdp --num-gpus 2",
     "finetune": "finetune --model-name-or-path t5 --train-file pairs.json --train-steps 4 --save-interval 1 "
     "--max-source-length 8 --max-target-length 4 --output-dir disk/run",
     "generate": "generate --model t5 --prompt one --max-new-tokens 2",
