@@ -57,7 +57,24 @@ class LearnedPositions(PositionEmbedding):
         return self(torch.arange(cached + OFFSET, length + OFFSET, device=ids.device)[None])
 
 
-class SinusoidalPositions(nn.Module):
+class Sinusoids(nn.Module):
+    """The base of positions that are computed and not stored."""
+
+    def __init__(
+        self, hidden_size: int, *, sequence_parallel: bool, mesh: ParallelMesh | None
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.sequence_parallel = sequence_parallel
+        self.mesh = mesh
+
+    def take_part(self, x: Tensor) -> Tensor:
+        """Returns this rank's positions of x [B or 1, S, H]."""
+        x = cut_sequence(x, self.mesh)
+        return scatter_sequence(x, self.mesh) if self.sequence_parallel else x
+
+
+class SinusoidalPositions(Sinusoids):
     """Sinusoids of the number of tokens so far; padding gets zeros. There is no limit to the
     length.
 
@@ -73,11 +90,8 @@ class SinusoidalPositions(nn.Module):
         sequence_parallel: bool = False,
         mesh: ParallelMesh | None = None,
     ) -> None:
-        super().__init__()
-        self.hidden_size = hidden_size
+        super().__init__(hidden_size, sequence_parallel=sequence_parallel, mesh=mesh)
         self.padding = padding
-        self.sequence_parallel = sequence_parallel
-        self.mesh = mesh
 
     def embed(
         self, ids: Tensor, cached: int, dtype: torch.dtype, pieces: Tensor | None = None
@@ -101,11 +115,10 @@ class SinusoidalPositions(nn.Module):
         angles = positions.unsqueeze(-1).float() * frequencies  # [B, S, H/2]
         x = torch.cat([angles.sin(), angles.cos()], dim=-1) * is_token.unsqueeze(-1)
         x = nn.functional.pad(x, (0, self.hidden_size % 2)).to(dtype)
-        x = cut_sequence(x, self.mesh)
-        return scatter_sequence(x, self.mesh) if self.sequence_parallel else x
+        return self.take_part(x)
 
 
-class PlacePositions(nn.Module):
+class PlacePositions(Sinusoids):
     """Sinusoids of the places in a row, in which padding is counted like other tokens.
 
     The formula is that of Vaswani et al. (2017, arXiv:1706.03762), with the sines of all
@@ -121,11 +134,8 @@ class PlacePositions(nn.Module):
         sequence_parallel: bool = False,
         mesh: ParallelMesh | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(hidden_size, sequence_parallel=sequence_parallel, mesh=mesh)
         self.positions = positions
-        self.hidden_size = hidden_size
-        self.sequence_parallel = sequence_parallel
-        self.mesh = mesh
 
     def embed(
         self, ids: Tensor, cached: int, dtype: torch.dtype, pieces: Tensor | None = None
@@ -144,6 +154,4 @@ class PlacePositions(nn.Module):
         frequencies = 10000 ** -(steps / self.hidden_size)
         angles = places.unsqueeze(-1).double() * frequencies  # [B or 1, S, H/2]
         cosines = angles.cos()[..., : self.hidden_size // 2]
-        x = torch.cat([angles.sin(), cosines], dim=-1).float().to(dtype)
-        x = cut_sequence(x, self.mesh)
-        return scatter_sequence(x, self.mesh) if self.sequence_parallel else x
+        return self.take_part(torch.cat([angles.sin(), cosines], dim=-1).float().to(dtype))
