@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Without bytecode on disk, each of the many processes of the tests would compile the whole package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup pretrain test test-all parity docs lint format clean
 
 setup: $(VENV)/.complete

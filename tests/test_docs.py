@@ -338,7 +338,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize(
-    "page", by_turns([page for page in PAGES if page not in ELSEWHERE and blocks(page)], 3)
+    "page", by_turns([page for page in PAGES if page not in ELSEWHERE and blocks(page)], 4)
 )
 def test_page(page, workplace, run_ranks, monkeypatch):
     monkeypatch.setattr(

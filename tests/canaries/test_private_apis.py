@@ -586,6 +586,7 @@ def test_lm_evaluation_harness_has_its_command():
         assert callable(HarnessCLI().execute)
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize("name", by_turns(["bf16", "fp16"], 2))
 def test_pytorch_says_in_which_types_it_multiplies_by_a_library(name):
     with needed_by(

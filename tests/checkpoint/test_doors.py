@@ -649,7 +649,7 @@ def test_odd_folders_are_accepted_with_the_same_tensors(name, visitor, prepared,
     assert len({visit.tensors for visit in found.values() if visit.tensors}) == 1
 
 
-@pytest.mark.parametrize("name", by_turns(HOSTILE, 3))
+@pytest.mark.parametrize("name", by_turns(HOSTILE, 4))
 def test_hostile_folders_are_refused(name, visitor, prepared, bases):
     commands = tuple(COMMANDS) if EVERY_CASE else COMMANDS_BY_CASE.get(name, ())
     found = visits(visitor, prepared(HOSTILE[name]), HOSTILE[name][2] + commands, bases["shards"])

@@ -298,6 +298,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.before_release
 def test_a_damaged_file_is_found_after_an_interrupted_call(hub, tmp_path):
     """The first call ends after the download of a damaged file, before it compares anything."""
     hub.flipped.add("model.safetensors")
@@ -320,6 +321,7 @@ h.hash_file = lambda path: print("hashed", path.name) or original(path)
     assert shardzoo(hub, tmp_path, code=count).stdout.count("hashed") == 1
 
 
+@pytest.mark.before_release
 def test_blobs_that_repositories_share(hub, tmp_path):
     """The Hub's client may keep a blob as a link to a file that is named by another digest."""
     assert shardzoo(hub, tmp_path, code=FIND).returncode == 0

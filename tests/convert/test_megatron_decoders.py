@@ -405,6 +405,7 @@ def run_by_core(folders, run_ranks, tmp_path_factory) -> dict[str, tuple[torch.T
     return {case: (found, places / case) for case, found in zip(RUN, logits, strict=True)}
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize("case", by_turns(RUN, 2))
 def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(
     case, folders, run_by_core, hashes, tmp_path

@@ -33,7 +33,7 @@ VARIANTS = (
 )
 
 
-@pytest.mark.parametrize("variant", by_turns(VARIANTS, 4))
+@pytest.mark.parametrize("variant", by_turns(VARIANTS, 6))
 def test_every_size_to_every_other(variant, zoo, hashes, tmp_path):
     source = zoo.make(tmp_path / "hf", variant, heads=24, head_size=2, feed_forward=48, layers=1)
     wanted = hashes(source)

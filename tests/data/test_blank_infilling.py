@@ -116,7 +116,7 @@ def check(sample: dict[str, np.ndarray], text: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("mode", "part"),
-    by_turns([("token", 0.4), ("sentence", 0.2), ("document", 0.2), ("single_span", 0.2)], 2),
+    by_turns([("token", 0.4), ("sentence", 0.2), ("document", 0.2), ("single_span", 0.2)], 4),
 )
 def test_every_sample_is_its_document(mode, part):
     generator = np.random.default_rng(7)

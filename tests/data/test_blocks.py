@@ -12,7 +12,7 @@ from dataclasses import replace
 import datasets
 import numpy as np
 import pytest
-from every_case import by_turns
+from every_case import by_turns, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from number_texts import Numbers, Plain
@@ -78,7 +78,7 @@ def global_steps(streams, count=None):
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     block=st.sampled_from([1, 30, 90, 10_000]),
     length=st.integers(2, 11),
@@ -125,7 +125,7 @@ def test_ranks_and_workers_change_nothing(world, workers):
     assert len(one) > 20
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     stop=st.integers(0, 40), first=st.sampled_from([1, 2, 4]), second=st.sampled_from([1, 2, 4]),
     block=st.sampled_from([10, 90, 300]),

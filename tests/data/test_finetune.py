@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from every_case import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -207,7 +208,7 @@ def test_plain_text_in_blocks(tokenizer_dir, texts):
         BlockDataset(["a"], tokenizer, 1000)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     size=st.integers(1, 70),
     batch=st.integers(1, 9),
@@ -252,7 +253,7 @@ def test_buckets_save_padding_on_any_number_of_ranks():
     assert padding(4, LengthBuckets(lengths, 8))[1] == one
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(lengths=st.lists(st.integers(0, 50), max_size=60))
 def test_packs_hold_every_sample_once_and_are_full(lengths):
     groups = pack_lengths(lengths, 50)

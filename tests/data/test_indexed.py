@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from every_case import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,9 @@ from shardzoo.data import (
 )
 
 tmp_is_fresh_enough = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 document = st.lists(st.lists(st.integers(0, 60000), max_size=12), min_size=1, max_size=4)
 DTYPES = [np.uint16, np.int32]

@@ -9,13 +9,16 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from every_case import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardzoo.data import EpochShuffle, GPTDataset, PadBatch, ResumableLoader, Share
 
 fuzz = settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(50),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

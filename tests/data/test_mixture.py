@@ -9,6 +9,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from every_case import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,7 +57,7 @@ def test_shares_over_every_window_of_ten_thousand(shares):
         assert abs(taken - expected).max() < (0.5001 if len(shares) == 2 else 1.7)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(shares=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40), first=st.integers(0, 10**12))
 def test_any_shares_anywhere_in_a_run(shares, first):
     mixed = mixture(*shares)

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from every_case import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,9 @@ from shardzoo.data.indexed import index_building
 from shardzoo.data.objectives.packed import PackedTokens
 
 fuzz = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -26,7 +29,7 @@ def distinct_documents(lengths: list[int]) -> list[list[int]]:
     return [list(range(end - length, end)) for length, end in zip(lengths, ends, strict=True)]
 
 
-@settings(fuzz, max_examples=40)
+@settings(fuzz, max_examples=examples(40))
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any),
     length=st.integers(2, 14),

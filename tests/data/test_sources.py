@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from every_case import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ def write_lines(path: Path, lines: list[bytes]) -> Path:
 cuts = st.lists(st.integers(0, 400), max_size=4).map(sorted)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(raw=st.text("ab\n é", max_size=300).map(str.encode), cuts=cuts, block=st.integers(4, 64))
 def test_pieces_of_any_ranges_join_to_the_file(raw, cuts, block):
     borders = [0, *[min(cut, len(raw)) for cut in cuts], len(raw)]
@@ -40,7 +41,7 @@ def test_pieces_of_any_ranges_join_to_the_file(raw, cuts, block):
     assert b"".join(whole) == raw
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     lines=st.lists(st.binary(max_size=9).filter(lambda b: b"\n" not in b), max_size=20), cuts=cuts
 )
@@ -208,7 +209,9 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     raw=st.one_of(

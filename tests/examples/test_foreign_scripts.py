@@ -444,7 +444,7 @@ def changed_lines(script: str) -> int:
     return sum(line.endswith(CHANGED) for line in script.splitlines())
 
 
-@pytest.mark.parametrize("name", by_turns(SCRIPTS, 3))
+@pytest.mark.parametrize("name", by_turns(SCRIPTS, 4))
 def test_a_script_runs(name, folder, monkeypatch):
     """In this process, or if it starts several, as a command."""
     path = folder / f"{name.replace(' ', '_')}.py"

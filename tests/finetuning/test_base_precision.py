@@ -97,6 +97,7 @@ def test_layouts_learn_alike_and_resume(checkpoints, files, tmp_path, run_mesh, 
         torch.testing.assert_close(merged(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.before_release
 def test_a_reference_is_packed_too(checkpoints, tmp_path):
     """The base of LoRA weights is the reference: at first the loss is log 2."""
     records = [{"prompt": "red", "chosen": f" blue {n}", "rejected": " two"} for n in range(8)]

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from every_case import every_day
 from tiny_models import PRETRAINED, save_model, text
 
 from shardzoo import finetuning as t2t
@@ -59,7 +60,7 @@ def curve(folder):
     return [record["train/loss"] for record in records if "train/loss" in record]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+@pytest.mark.parametrize("kind", every_day(["t5"], more=["gpt2"]))
 def test_it_is_the_formula_and_layouts_learn_alike(setting, tmp_path, run_mesh, kind):
     trainer = make(None, setting, tmp_path / "loss", kind)
     samples = trainer._data.samples(trainer._data.train(False))

@@ -741,6 +741,7 @@ class InOrder(transformers.Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize("seed", range(max(1, SEEDS)))
 @pytest.mark.parametrize(("architecture", "kind", "changes", "arguments", "names"), COMPARED)
 def test_a_task_reaches_what_transformers_trainer_does(

@@ -85,6 +85,7 @@ def test_the_trainer_of_fine_tuning_is_the_one_trainer_with_a_model(checkpoints,
     assert losses(tmp_path / "doubled") == pytest.approx(doubled, rel=1e-5)
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize(
     ("kind", "file"),
     by_turns(

@@ -15,3 +15,8 @@ def by_turns(cases: Iterable[Any], step: int) -> list[Any]:
 def every_day(cases: Iterable[Any], *, more: Iterable[Any]) -> list[Any]:
     """The cases of `make test`; with `make test-all` also the others, which are no harder for the code under test."""
     return [*cases, *(more if EVERY_CASE else ())]
+
+
+def examples(number: int) -> int:
+    """How many inputs hypothesis tries: all with `make test-all`, else a quarter, the same ones each time."""
+    return number if EVERY_CASE else max(1, number // 4)

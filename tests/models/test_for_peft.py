@@ -77,7 +77,7 @@ def disturb(model: Any) -> None:
         assert not parameter.is_meta, name
 
 
-@pytest.mark.parametrize("case", by_turns(CASES, 2))
+@pytest.mark.parametrize("case", by_turns(CASES, 3))
 @pytest.mark.filterwarnings("ignore")
 def test_peft_computes_what_it_computes_on_transformers(case, tmp_path):
     architecture, settings, changes = CASES[case]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from every_case import examples
 from hypothesis import HealthCheck, Phase, settings
 
 # Examples are few because each one runs on several processes; derandomized so that a failure repeats; not shrunk,
 # because every hang would cost seconds again.
 settings.register_profile(
     "ranks",
-    max_examples=20,
+    max_examples=examples(20),
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

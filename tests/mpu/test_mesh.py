@@ -172,6 +172,7 @@ def _find_members(axes, rank, coordinates):
     ]
 
 
+@pytest.mark.before_release
 def test_every_factorization_of_eight_ranks(run_ranks):
     """Each axis and each joint of axes has groups that partition the ranks, in the mesh's order."""
     assert len(FACTORIZATIONS) == 35

@@ -17,7 +17,7 @@ from shardzoo.ops.registration import OPS
 
 SMALL = {case.name: case for case in cases("cpu", 1 / 2048)}
 BENCHED = pytest.mark.parametrize("name", SMALL)
-OPCHECKED = pytest.mark.parametrize("name", by_turns(SMALL, 5))
+OPCHECKED = pytest.mark.parametrize("name", by_turns(SMALL, 8))
 # Gradient formulas and traces are the same whatever kernel runs; Triton's interpreter would take long over them.
 OPCHECKS = {"triton": ("test_schema", "test_faketensor")}
 EVERY_OPCHECK = (
@@ -99,7 +99,7 @@ def test_opcheck_of_the_whole_loss(variant):
         torch.library.opcheck(torch.ops.shardzoo.cross_entropy_grad_.default, arguments)
 
 
-@pytest.mark.parametrize("name", by_turns(SMALL, 2))
+@pytest.mark.parametrize("name", by_turns(SMALL, 3))
 @pytest.mark.parametrize(
     "floats", every_day([torch.bfloat16], more=[torch.float32, torch.float16, torch.float64])
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from every_case import by_turns
+from every_case import by_turns, every_day
 from pretraining_runs import run_pretraining, train_losses
 
 from shardzoo.cli.arguments import read_yaml
@@ -221,7 +221,9 @@ def test_the_memory_is_that_of_the_estimate():
         assert build_estimate_job(run, request_) == job
 
 
-@pytest.mark.parametrize(("width", "share"), [(512, 0.3), (512, 0.5), (1024, 0.1)])
+@pytest.mark.parametrize(
+    ("width", "share"), every_day([(512, 0.3)], more=[(512, 0.5), (1024, 0.1)])
+)
 def test_only_layouts_that_do_not_fit_are_left_out(width, share):
     """The plans are what remains of all layouts if each is estimated by itself; the widest has large updates."""
     config, request_ = tiny(n_embd=width, n_layer=6, vocab_size=4096), PlanRequest(4, 16, 128)

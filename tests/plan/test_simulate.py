@@ -10,6 +10,7 @@ from math import exp
 
 import numpy as np
 import pytest
+from every_case import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +41,7 @@ def alike(stages: int, micro_batches: int, seconds: float, replicas: int = 1) ->
     return np.full((micro_batches, stages, replicas), seconds)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 12), st.integers(1, 40), st.floats(0.01, 10), st.floats(0.01, 30))
 def test_equal_stages_idle_as_long_as_the_formula_says(stages, micro_batches, forward, backward):
     ends = pipeline_ends(
@@ -52,7 +53,7 @@ def test_equal_stages_idle_as_long_as_the_formula_says(stages, micro_batches, fo
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(2, 9), st.integers(9, 40), st.floats(0.0, 1.0))
 def test_messages_lie_on_the_path_of_the_first_and_the_last_micro_batch(
     stages, micro_batches, message
@@ -71,7 +72,7 @@ def test_the_slowest_stage_sets_the_pace():
     assert pipeline_ends(forward, 2 * forward).max() == pytest.approx(40 * 4.5 + 3 * 3, rel=0.01)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 60), st.floats(1, 1e11), st.integers(0, 59), st.floats(0, 1))
 def test_a_ring_takes_as_long_as_the_formula_says_after_its_last_rank(ranks, size, late, delay):
     link = CLUSTERS["h100"].network
@@ -202,6 +203,7 @@ def test_jitter_costs_what_the_slowest_of_the_ranks_costs():
     assert np.mean(times) - alone == pytest.approx(late, rel=0.15)
 
 
+@pytest.mark.before_release
 def test_ten_thousand_ranks_take_seconds():
     network, cluster = build_network(find_config("llama-2-70b")), CLUSTERS["h100"]
     started = time.perf_counter()

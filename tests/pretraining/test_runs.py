@@ -229,6 +229,7 @@ def test_an_evaluation_alone_finds_the_loss_of_the_run_and_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.before_release
 def test_a_vocabulary_without_sentinels_learns_to_continue(run_mesh, tmp_path, texts):
     weights = tmp_path / "weights"
     stories = [file.read_text() for file in sorted(texts.iterdir())]

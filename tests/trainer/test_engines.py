@@ -35,7 +35,7 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "ranks"), by_turns(ENGINES, 2), ids=lambda value: str(value))
+@pytest.mark.parametrize(("arguments", "ranks"), by_turns(ENGINES, 4), ids=lambda value: str(value))
 def test_engines_and_accumulation_equal_the_big_batch(
     run_mesh, tmp_path, big_batch, arguments, ranks
 ):

@@ -73,6 +73,7 @@ def test_a_stopped_run_evaluates_what_a_whole_one_does(tmp_path, stopped_at):
     assert state(tmp_path / "stopped", 7) == state(tmp_path / "whole", 7)
 
 
+@pytest.mark.before_release
 def test_a_step_that_turns_out_best_after_the_run_went_on_is_kept(tmp_path):
     """The rate is so high that every later step is worse."""
     arguments = {

@@ -31,10 +31,7 @@ def train(run_mesh, tmp_path):
     return run
 
 
-LAYOUTS = {
-    "TP 3, sequence parallel, recompute": (3, 1, {"recompute": "full"}),
-    "TP 2 x DP 2, ZeRO 1": (2, 2, {"zero_stage": 1, "sequence_parallel": True}),
-}
+LAYOUTS = {"TP 2 x DP 2, ZeRO 1": (2, 2, {"zero_stage": 1, "sequence_parallel": True})}
 MORE = {
     "DP 4": (1, 4, {"zero_stage": 0}),
     "DDP": (1, 2, {"env_type": "pytorchDDP"}),
@@ -153,6 +150,7 @@ def test_the_auxiliary_loss_is_in_the_loss(train):
     assert balanced[0] - plain[0] == pytest.approx(0.3 * 2, rel=0.1)  # 2: experts of a token
 
 
+@pytest.mark.before_release
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(train, tmp_path):
     losses = train(2, folder="run", save_interval=4)
     start = str(tmp_path / "run" / "checkpoints" / "step-000004")

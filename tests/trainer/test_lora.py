@@ -227,6 +227,7 @@ def in_bf16(
     return losses(steps), {after[name].dtype for name in frozen}
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize(("tp", "data", "stage"), [(2, 1, 1), (1, 2, 2)])
 def test_a_base_in_bf16_stays_as_it_is_and_the_optimizer_keeps_its_weights_in_fp32(
     bases, run_mesh, tp, data, stage

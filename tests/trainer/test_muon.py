@@ -170,7 +170,7 @@ LAYOUTS = {
     "ZeRO 1 of 4": (1, 4, {"env_type": "deepspeed", "zero_stage": 1}),
     "TP 2, ZeRO 1 of 2": (2, 2, {"env_type": "deepspeed+mpu", "zero_stage": 1}),
 }
-EVERY_DAY = [("bert", "TP 2"), ("llama", "TP 2, FSDP 2")]
+EVERY_DAY = [("bert", "TP 2")]
 MORE = [
     (family, layout)
     for family in FAMILIES
@@ -179,6 +179,7 @@ MORE = [
 ]
 
 
+@pytest.mark.before_release
 def test_whole_matrices_are_updated_as_torch_does(run_mesh, oracle):
     for family in FAMILIES:
         [(weights, _)] = run_mesh(1, update, family, {"env_type": "pytorch"})

@@ -57,7 +57,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", by_turns(OPTIMIZERS, 2))
+@pytest.mark.parametrize("name", by_turns(OPTIMIZERS, 4))
 def test_a_run_goes_on_byte_for_byte(tmp_path, name):
     make, precision = OPTIMIZERS[name]
 
@@ -114,7 +114,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("rate", [1e-2, torch.tensor(1e-2)], ids=["number", "tensor"])
-@pytest.mark.parametrize("name", by_turns(SCHEDULERS, 2))
+@pytest.mark.parametrize("name", by_turns(SCHEDULERS, 3))
 def test_schedulers_of_torch_go_on(tmp_path, name, rate):
     def train(folder: str, **arguments) -> list[float]:
         model = tiny_t5()
@@ -246,6 +246,7 @@ def test_optimizers_that_cannot_be_split_are_refused(run_mesh, tmp_path, tp, sta
         run_mesh(tp, work)
 
 
+@pytest.mark.before_release
 def test_scalars_of_a_split_model_go_on_unsplit(run_mesh, tmp_path):
     """NAdam keeps a product beside its moments, a scalar for each parameter."""
     make, environment = (

@@ -179,6 +179,7 @@ def test_rounding_errors_stay_small(run_mesh, tmp_path, whole, family):
     )
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize(
     ("layout", "changes"),
     every_day(
@@ -196,6 +197,7 @@ def test_options_change_nothing(run_mesh, tmp_path, whole, layout, changes):
         assert losses(steps) == pytest.approx(whole("gpt2", **base)[1], **SAME_LOSS)
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize("blocks", every_day([(3, 1, 4)], more=[(2, 3, 3), (5, 3)]))
 def test_encoder_and_decoder_may_be_cut_anywhere(run_mesh, tmp_path, whole, blocks):
     """Four blocks each: a stage with blocks of both, a boundary in the decoder, and one between them."""
@@ -333,6 +335,7 @@ def with_vectors_in_the_last_stage(mesh, precision: str):
     return model
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize(
     ("precision", "layout"),
     every_day([("fp32", (1, 2, 2))], more=[("bf16", (1, 1, 2)), ("fp32", (1, 1, 2))]),

@@ -55,6 +55,7 @@ def test_ranks_train_the_same_curve(run_mesh, tmp_path, words):
     assert one[-1] < one[0]
 
 
+@pytest.mark.before_release
 def test_a_stopped_run_resumes_with_other_ranks(run_mesh, tmp_path, words):
     whole = trains(None, tmp_path / "whole", words, train_steps=60)
     settings = {"train_steps": 60, "save_interval": 17}

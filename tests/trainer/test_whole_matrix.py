@@ -289,6 +289,7 @@ def test_a_run_goes_on_in_every_layout(train, kind):
         )
 
 
+@pytest.mark.before_release
 @pytest.mark.parametrize(
     ("kind", "stages", "zero"), every_day([("adafactor", 2, 1)], more=[("lamb", 1, 2)])
 )

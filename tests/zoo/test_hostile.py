@@ -88,7 +88,7 @@ def attempt(values: dict[str, Any]) -> str:
         raise AssertionError(f"{type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize("family_name", by_turns(FIRST, 3))
+@pytest.mark.parametrize("family_name", by_turns(FIRST, 5))
 def test_every_value_of_a_configuration_makes_a_model_or_one_message(family_name, folders):
     values = json.loads((folders(FIRST[family_name]) / "config.json").read_text())
     known = {field.name for field in fields(family(family_name).config)} | {
@@ -106,7 +106,7 @@ def test_every_value_of_a_configuration_makes_a_model_or_one_message(family_name
     assert refused > 50
 
 
-@pytest.mark.parametrize("family_name", by_turns(FIRST, 3))
+@pytest.mark.parametrize("family_name", by_turns(FIRST, 5))
 def test_a_damaged_folder_names_what_is_wrong(family_name, folders, tmp_path):
     source = folders(FIRST[family_name])
     config = (source / "config.json").read_text()

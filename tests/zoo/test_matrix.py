@@ -16,7 +16,7 @@ BOTH = "sequence parallel and recompute"
 LAYOUTS = [("plain", "fp32"), (BOTH, "fp32"), (BOTH, "dropout")]
 
 
-@pytest.mark.parametrize("name", by_turns(ROWS, 9))
+@pytest.mark.parametrize("name", by_turns(ROWS, 12))
 def test_equal_to_transformers(name, run_mesh, tmp_path):
     """At one tensor-parallel size, which differs from row to row, as does whether bf16 is compared, too.
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from every_case import every_day
 from tiny_models import PRETRAINED, save_model, text
 
 from shardzoo import finetuning as t2t
@@ -59,7 +60,9 @@ def tune(mesh, setting, output, kind, file, **arguments):
     return values
 
 
-@pytest.mark.parametrize(("kind", "file"), [("bert", "triplets"), ("t5", "scored")])
+@pytest.mark.parametrize(
+    ("kind", "file"), every_day([("bert", "triplets")], more=[("t5", "scored")])
+)
 def test_layouts_learn_alike(setting, tmp_path, run_mesh, kind, file):
     """With dropout: one process, in small pieces (GradCache), over two tensor-parallel ranks, and over two replicas."""
     work = partial(tune, setting=setting, kind=kind, file=file, dropout_rate=0.1)

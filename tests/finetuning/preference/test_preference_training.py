@@ -74,7 +74,7 @@ def tune(mesh, setting, output, kind, file="pairs", **arguments):
     return trainer.evaluate(str(setting / f"{file}.jsonl"))
 
 
-CASES = every_day([("gpt2", "kto"), ("t5", "orpo")], more=[("gpt2", "dpo"), ("t5", "ipo")])
+CASES = every_day([("t5", "orpo")], more=[("gpt2", "kto"), ("gpt2", "dpo"), ("t5", "ipo")])
 
 
 @pytest.mark.parametrize(("kind", "loss"), CASES)

@@ -165,6 +165,7 @@ def test_dpo_of_gpt2_is_trls(setting, tmp_path, run_mesh):
     check_same(logged(tmp_path / "split"), expected)
 
 
+@pytest.mark.before_release
 def test_kto_of_gpt2_is_trls(setting, tmp_path, run_mesh):
     """A batch is the whole file, so that both pair each prompt with the same other answer."""
     pytest.importorskip("trl")
@@ -183,6 +184,7 @@ def test_kto_of_gpt2_is_trls(setting, tmp_path, run_mesh):
     check_same(logged(tmp_path / "replicas"), expected)
 
 
+@pytest.mark.before_release
 def test_reward_of_gpt2_is_trls(setting, tmp_path, run_mesh):
     pytest.importorskip("trl")
     options = {"task": "reward", "max_source_length": 32, "kind": "scored"}
@@ -201,6 +203,7 @@ def test_reward_of_gpt2_is_trls(setting, tmp_path, run_mesh):
     check_same(logged(tmp_path / "split"), expected)
 
 
+@pytest.mark.before_release
 def test_dpo_of_t5_is_its_formula_in_fp64(setting, tmp_path, run_mesh):
     tune(None, setting, tmp_path / "one", "t5")
     split = {"model_parallel_size": 2}
