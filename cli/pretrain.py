@@ -71,6 +71,7 @@ def help_page(objective: str) -> HelpPage:
         description=__doc__ or "",
         sections={
             "model": "model",
+            "teacher_model": "distillation",
             "objective": "data",
             "sequence_length": "data",
             "resume": "run",

@@ -12,6 +12,7 @@ from ..trainer.arguments.aliases import with_argument_aliases
 from ..trainer.arguments.deepspeed_file import read_deepspeed_file
 from ..trainer.arguments.training_arguments import TrainingArguments
 from ..trainer.arguments.value_types import texts
+from ..trainer.distillation import check_teacher_arguments
 from ..trainer.environments import ENVIRONMENTS, EnvType
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.schedules import ScheduleName
@@ -50,8 +51,8 @@ BasePrecision = Literal["nf4", "int8", "fp8"]
 WITH_LABELS = ("text-classification", "token-classification")
 Pooling = Literal["mean", "cls", "last", "weighted_mean"]
 EmbeddingLoss = Literal[
-    "multiple_negatives_ranking", "cosent", "angle", "contrastive", "triplet", "margin_mse",
-    "distill_kl",
+    "multiple_negatives_ranking", "cosent", "angle", "cosine", "contrastive", "online_contrastive",
+    "triplet", "margin_mse", "distill_kl",
 ]  # fmt: skip
 RankingLoss = Literal["bce", "ranknet", "listnet", "listmle"]
 PreferenceLoss = Literal["dpo", "ipo", "kto", "orpo", "simpo"]
@@ -179,9 +180,9 @@ class FinetuningArguments(TrainingArguments):
     similarity_scale: float = 20.0
     """Factor of the cosine similarities in the loss, the inverse of a temperature."""
     margin: float | None = None
-    """Of triplet (by default 5) and contrastive (by default 0.5)."""
+    """Of triplet (by default 5), contrastive and online_contrastive (by default 0.5)."""
     distance: Literal["cosine", "euclidean", "manhattan"] | None = None
-    """Of triplet (by default euclidean) and contrastive (by default cosine)."""
+    """Of triplet (by default euclidean), contrastive and online_contrastive (by default cosine)."""
     matryoshka_dims: tuple[int, ...] = ()
     """Sizes of truncated embeddings that the loss is computed of, such as 384 192 96."""
     embedding_mini_batch: int | None = None
@@ -216,6 +217,9 @@ class FinetuningArguments(TrainingArguments):
     """Share of the divergence from the teacher in the loss."""
     teacher_temperature: float = 1.0
     """Divisor of the logits of both models in the divergence."""
+    teacher_parallel_size: int | None = None
+    """Tensor-parallel ranks that the teacher is split over, by default as many as the model; 1 for
+    a whole teacher on each rank."""
 
     cache_dir: str | None = None
     """Folder for models downloaded from the Hugging Face Hub."""
@@ -249,9 +253,8 @@ class FinetuningArguments(TrainingArguments):
                 "validation_split must be a percentage from 0 to 99 or a share below 1, not "
                 f"{self.validation_split}"
             )
-        if not 0 <= self.teacher_weight <= 1:
-            raise ValueError(f"teacher_weight must be from 0 to 1, not {self.teacher_weight}")
-        for name in ("similarity_scale", "beta", "teacher_temperature"):
+        check_teacher_arguments(self)
+        for name in ("similarity_scale", "beta"):
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"{name} must be above 0, not {value}")
@@ -280,13 +283,7 @@ class FinetuningArguments(TrainingArguments):
                     f"{name}={size} splits the model, which only the zoo's models support; use "
                     f"native=True, or {name}=1"
                 )
-        environment = ENVIRONMENTS[self.env_type or "pytorch"]
-        if self.teacher_model is not None and (environment.uses_fsdp or self.zero_stage == 3):
-            raise ValueError(
-                "teacher_model works with neither env_type='fsdp' nor ZeRO stage 3, which would not "
-                "split the teacher; use another env_type with zero_stage below 3"
-            )
-        for name in ("label_smoothing", "class_weights", "weight_id", "packing", "teacher_model"):
+        for name in ("label_smoothing", "class_weights", "weight_id", "packing"):
             if getattr(self, name) and self.pipeline_parallel_size > 1:
                 raise ValueError(
                     f"{name} does not work with pipeline stages; use pipeline_parallel_size=1"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..models.language_model import IGNORED
 from ..mpu import ParallelMesh, vocab_parallel_cross_entropy
-from ..mpu.divergence import vocab_parallel_divergence
 from ..trainer.batches.label_shift import shifts_labels
+from ..trainer.distillation import Distillation
 
 SMOOTHED = ("texts", "tokens", "classes", "words")  # what has classes or tokens as labels
 WEIGHTED = ("classes", "words", "several classes")
@@ -51,10 +51,8 @@ class WeightedLoss:
         smoothing: The share of a target's probability that all classes get equally (Szegedy et al.,
             2016).
         class_weights: A factor for the loss of each class; None for 1.
-        teacher: A model on the same mesh, of the same vocabulary, whose distribution of each target
-            token is learned too; None without.
-        teacher_weight: The share of that in the loss.
-        temperature: The divisor of both models' logits there (Hinton et al., 2015).
+        distillation: Adds the divergence from a teacher to the losses of tokens in training; None
+            without a teacher.
     """
 
     model: Any
@@ -64,15 +62,14 @@ class WeightedLoss:
     mesh: ParallelMesh | None
     smoothing: float = 0.0
     class_weights: tuple[float, ...] | None = None
-    teacher: Any = None
-    teacher_weight: float = 0.5
-    temperature: float = 1.0
+    distillation: Distillation | None = None
 
     def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any]:
         """Runs the model on a batch. Returns `loss` and `logits`.
 
         The batch may have `sample_weight` [B], and the number of targets as `num_items_in_batch`.
         """
+        batch = dict(data)
         data = dict(data)
         labels = data.pop("labels")
         weights = data.pop("sample_weight", None)
@@ -81,8 +78,9 @@ class WeightedLoss:
             data["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
         logits = run(**data).logits
         losses, count = self.losses(logits, labels)
-        if self.teacher is not None:
-            losses = self._add_divergence(losses, logits, labels, data)
+        # An evaluation has the loss of the targets alone, whose exponential is the perplexity.
+        if self.distillation is not None and torch.is_grad_enabled():
+            losses = self.distillation.mix(losses, self.distillation.measure(logits, batch))
         if weights is not None:
             losses = losses * weights.view(-1, *[1] * (losses.dim() - 1))
         if items is not None:
@@ -120,26 +118,6 @@ class WeightedLoss:
         if shifts_labels(self.model):
             return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         return labels
-
-    def _add_divergence(
-        self, losses: Tensor, logits: Tensor, labels: Tensor, inputs: Mapping[str, Any]
-    ) -> Tensor:
-        """Returns losses with the divergence from the teacher, times T², as a part of them.
-
-        The factor keeps the gradients as large as without a temperature.
-        """
-        with torch.no_grad():
-            teacher_logits = self.teacher(**inputs).logits
-        divergence = vocab_parallel_divergence(
-            logits,
-            teacher_logits,
-            num_classes=self.model.config.vocab_size,
-            temperature=self.temperature,
-            mesh=self.mesh if self.native else None,
-        )
-        kept = self._place_targets(labels) != IGNORED
-        divergence = divergence.masked_fill(~kept, 0.0) * self.temperature**2
-        return (1 - self.teacher_weight) * losses + self.teacher_weight * divergence
 
     def _token_losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Does what `losses` does for labels that are tokens."""

@@ -21,6 +21,7 @@ from ..mpu import Dropout, ParallelMesh
 from ..mpu.packed import PackedParameter
 from ..trainer.arguments.training_arguments import TrainingArguments
 from ..trainer.batches.training_data import check_size
+from ..trainer.distillation import Distillation, Teacher, make_teacher_mesh
 from ..trainer.engines.factory import gather_parameters, shard_model
 from ..trainer.engines.precision import prepare_model
 from ..trainer.estimate.pipeline import check_layout
@@ -623,9 +624,9 @@ class Trainer(BaseTrainer):
                 )
         if arguments.weight_id is not None and not weighs:
             raise ValueError(f"weight_id is for text-classification, not for {self.task}")
-        teacher = self._load_teacher()
+        distillation = self._load_teacher()
         is_plain = not (arguments.label_smoothing or arguments.class_weights or weighs)
-        if is_plain and teacher is None:
+        if is_plain and distillation is None:
             return None
 
         weights = None
@@ -641,17 +642,16 @@ class Trainer(BaseTrainer):
             self.mesh,
             arguments.label_smoothing,
             weights,
-            teacher,
-            arguments.teacher_weight,
-            arguments.teacher_temperature,
+            distillation,
         )
 
-    def _load_teacher(self) -> Any:
-        """Returns the teacher on this trainer's mesh; None if the arguments name none.
+    def _load_teacher(self) -> Distillation | None:
+        """Returns what is learned of the teacher; None if the arguments name none. Collective.
 
         Raises ValueError if the task has no tokens to learn, or the models do not fit together.
         """
-        folder = self.arguments.teacher_model
+        arguments = self.arguments
+        folder = arguments.teacher_model
         if folder is None:
             return None
         if self._data.kind not in ("texts", "tokens"):
@@ -659,8 +659,13 @@ class Trainer(BaseTrainer):
                 f"teacher_model is for tasks that learn tokens, not for {self.task}, whose data may "
                 "have a teacher's scores (embedding_loss margin_mse and distill_kl)"
             )
+        size = arguments.teacher_parallel_size
         chosen = replace(
-            self.arguments, model_name_or_path=folder, task=self.task, base_precision=None
+            arguments,
+            model_name_or_path=folder,
+            task=self.task,
+            base_precision=None,
+            sequence_parallel=arguments.sequence_parallel and size is None,
         )
         source = find_source(chosen)
         if source.native != self.source.native or source.shape != self.source.shape:
@@ -668,7 +673,13 @@ class Trainer(BaseTrainer):
                 f"the teacher {folder} is a {source.shape} and the model a {self.source.shape}, "
                 "both must be of one kind, and both of the zoo or both of transformers"
             )
-        teacher: Any = load_model(source, self.task, chosen, self.mesh, self.device, None)
+        if not source.native and size not in (None, 1):
+            raise ValueError(
+                f"teacher_parallel_size={size} splits the teacher, which transformers' "
+                f"{source.model_type} does not support; leave it out"
+            )
+        mesh = make_teacher_mesh(self.mesh, size) if source.native else self.mesh
+        teacher: Any = load_model(source, self.task, chosen, mesh, self.device, None)
         if source.adapter is not None:
             take_adapter(teacher, source.adapter)
         if teacher.config.vocab_size != self.model.config.vocab_size:
@@ -676,7 +687,15 @@ class Trainer(BaseTrainer):
                 f"the teacher {folder} has {teacher.config.vocab_size} tokens and the model "
                 f"{self.model.config.vocab_size}; both must have the same vocabulary"
             )
-        return teacher.to(self.device).eval().requires_grad_(False)
+        own_mesh = self.mesh if source.native else None
+        return Distillation(
+            self.model,
+            Teacher(teacher.to(self.device), mesh if source.native else None, own_mesh),
+            arguments.teacher_weight,
+            arguments.teacher_temperature,
+            own_mesh,
+            source.native,
+        )
 
     def _score_head(self) -> dict[str, Any] | None:
         """Returns the settings of a new head with one output; None if the model has one."""

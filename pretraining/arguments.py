@@ -8,6 +8,7 @@ from typing import Any
 from ..data.objectives.objective import Objective
 from ..trainer.arguments.training_arguments import TrainingArguments
 from ..trainer.arguments.value_types import check_types
+from ..trainer.distillation import check_teacher_arguments
 from ..trainer.environments import EnvType
 
 
@@ -58,6 +59,18 @@ class PretrainingArguments(TrainingArguments):
     """A tokenizer's file or folder, or a name on the Hugging Face Hub; by default that of
     `init_from` or of a prepared corpus, else one of the family's kind is trained on the corpus."""
 
+    teacher_model: str | None = None
+    """A trained model of the same vocabulary, whose distribution of every target is learned beside
+    the targets (distillation): a Hugging Face folder, a shardzoo folder or checkpoint, or a name on
+    the Hub. New weights take its tokenizer by default."""
+    teacher_weight: float = 0.5
+    """Share of the divergence from the teacher in the loss."""
+    teacher_temperature: float = 1.0
+    """Divisor of the logits of both models in the divergence."""
+    teacher_parallel_size: int | None = None
+    """Tensor-parallel ranks that the teacher is split over, by default as many as the model; 1 for
+    a whole teacher on each rank."""
+
     objective: Objective | None = None
     """What the model learns to predict; by default the family's own objective."""
     data: tuple[str, ...] = ()
@@ -100,6 +113,7 @@ class PretrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        check_teacher_arguments(self)
         if self.train_steps is None:
             raise ValueError(
                 "the corpus is repeated endlessly: set train_steps to the number of steps"

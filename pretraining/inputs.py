@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -59,6 +59,7 @@ class Inputs:
         tokenizer_name: Where the tokenizer is from, for messages.
         sequence_length, target_length: As in `PretrainingData`.
         continues: Whether the weights are the last checkpoint of a run, which has its own corpora.
+        teacher: A model that is distilled, in the architecture of the objective; None without.
     """
 
     config: ModelConfig
@@ -69,6 +70,7 @@ class Inputs:
     sequence_length: int
     target_length: int | None
     continues: bool = False
+    teacher: Weights | None = None
 
     @property
     def tokens_per_sample(self) -> int:
@@ -118,6 +120,8 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
     if checkpoint is None:
         named_tokenizer = arguments.tokenizer
         sources = list_sources(arguments)
+        if named_tokenizer is None and weights is None:
+            named_tokenizer = arguments.teacher_model
     tokenizer, name = choose_tokenizer(named_tokenizer, weights, sources)
     if tokenizer is not None:
         prepare_tokenizer(tokenizer, name, objective, weights)
@@ -126,6 +130,7 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
         for prefix in list_prefixes(sources):
             check_pair(prefix, tokenizer, name, stated=named_tokenizer is not None)
 
+    teacher = find_teacher(arguments, config, objective, tokenizer)
     check_layout(arguments, config, launch)
     sequence_length, target_length = choose_lengths(arguments, config, objective)
     return Inputs(
@@ -137,7 +142,44 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
         sequence_length,
         target_length,
         continues=checkpoint is not None,
+        teacher=teacher,
     )
+
+
+def find_teacher(
+    arguments: PretrainingArguments,
+    config: ModelConfig,
+    objective: Objective,
+    tokenizer: Tokenizer | None,
+) -> Weights | None:
+    """Returns the teacher that the arguments name; None if there is none.
+
+    Args:
+        config: The student's.
+        tokenizer: The student's.
+
+    Raises:
+        ValueError: The teacher does not take the student's samples, or has another vocabulary.
+    """
+    name = arguments.teacher_model
+    if name is None:
+        return None
+    teacher = find_weights(name)
+    own = choose_architecture(teacher.config, objective, name)
+    kinds = (family(own.model_type).kind, family(config.model_type).kind)
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"the teacher {name} is an {kinds[0]} and the model an {kinds[1]}; both must be of one "
+            "kind"
+        )
+    is_known = tokenizer is not None and teacher.vocabulary is not None
+    is_other = is_known and not teacher.vocabulary.begins(tokenizer)
+    if is_other or own.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"the teacher {name} ({own.vocab_size} tokens) has another vocabulary than the model "
+            f"({config.vocab_size} tokens); both must have the same tokenizer and number of tokens"
+        )
+    return replace(teacher, config=own)
 
 
 def check_folder(arguments: PretrainingArguments) -> None:
@@ -146,6 +188,7 @@ def check_folder(arguments: PretrainingArguments) -> None:
         return
     # Nothing that the run reads may lie in the folder whose contents `overwrite` deletes.
     reads: list[str | Path | None] = [arguments.init_from, arguments.load_dir, arguments.tokenizer]
+    reads.append(arguments.teacher_model)
     for source, _ in parse_mixture(arguments.data):
         if isinstance(source, str | Path):
             reads.append(source)

@@ -29,7 +29,9 @@ from ..models.loading import check_pretrained, missing_modules
 from ..models.lora import merge_lora
 from ..trainer.checkpointing.extra_files import read_extra_files
 from ..trainer.checkpointing.snapshot import write_model
+from ..trainer.distillation import Distillation, Teacher, make_teacher_mesh
 from ..trainer.engines.factory import compute_in_fp32, gather_parameters
+from ..trainer.engines.precision import DTYPES
 from ..trainer.environments import ENVIRONMENTS
 from ..trainer.estimate import Job, estimate_stages
 from ..trainer.estimate.tables import stage_table
@@ -61,7 +63,7 @@ from .export import (
     write_card,
     write_sample,
 )
-from .inputs import Inputs, with_vocabulary
+from .inputs import Inputs, Weights, with_vocabulary
 from .tables import (
     compared_loss,
     corpus_facts,
@@ -74,6 +76,23 @@ from .tables import (
     step_time,
     with_stages,
 )
+
+
+class PretrainingTrainer(Trainer):
+    """Trains a model on its targets, and on a teacher's distributions of them if there is one.
+
+    Attributes:
+        distillation: None without a teacher.
+    """
+
+    distillation: Distillation | None = None
+
+    def run_model(self, data: dict[str, Any], model: Any, mems: Any) -> Any:
+        """Runs one forward pass; the loss of training has the divergence from the teacher."""
+        output = super().run_model(data, model, mems)
+        if self.distillation is None or not torch.is_grad_enabled():
+            return output
+        return {"loss": self.distillation.add_to_loss(output, data)}
 
 
 class Pretraining:
@@ -91,7 +110,7 @@ class Pretraining:
         if arguments.tf32:
             torch.set_float32_matmul_precision("high")
         self.console = make_console(quiet=not launch.is_first or is_quiet())
-        self.trainer = Trainer(arguments)
+        self.trainer = PretrainingTrainer(arguments)
         if dist.is_initialized():
             # Every process has checked the folder that the first rank changes next.
             dist.barrier()
@@ -101,6 +120,8 @@ class Pretraining:
         self._make_samples()
         self.job = self._plan_stages()
         self.model = self._build_model()
+        if inputs.teacher is not None and not arguments.eval_only:
+            self.trainer.distillation = self._load_teacher(inputs.teacher)
         self._show_facts()
 
     def _make_samples(self) -> None:
@@ -282,6 +303,27 @@ class Pretraining:
             weights.folder, self.trainer.mesh, config=self.config, new=new, **options
         )
         return model.train()
+
+    def _load_teacher(self, teacher: Weights) -> Distillation:
+        """Returns what is learned of the teacher. Collective."""
+        arguments = self.arguments
+        size = arguments.teacher_parallel_size
+        mesh = make_teacher_mesh(self.trainer.mesh, size)
+        model = from_pretrained(
+            teacher.folder,
+            mesh,
+            config=teacher.config,
+            device=self.trainer.device,
+            dtype=DTYPES[arguments.precision],
+            parallel_config=ParallelConfig(arguments.sequence_parallel and size is None),
+        )
+        return Distillation(
+            self.model,
+            Teacher(model, mesh, self.trainer.mesh),
+            arguments.teacher_weight,
+            arguments.teacher_temperature,
+            self.trainer.mesh,
+        )
 
     def _finish(self, step: int, trained: Path, loss: float, minutes: float) -> None:
         """Plots the losses, exports the model, evaluates the exported one, and reports all of it.

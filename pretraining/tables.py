@@ -75,6 +75,7 @@ def run_facts(
         "model": f"{arguments.model_name}: {config.architecture}, {full:,} parameters, "
         f"{local:,} on a rank",
         "weights": f"those of {inputs.weights.name}" if inputs.weights else "new",
+        **teacher_fact(arguments),
         "tokenizer": tokenizer_fact(inputs, config),
         "objective": objective,
         "mesh": mesh_fact(
@@ -86,6 +87,16 @@ def run_facts(
         f"tokens ({accumulation} micro-batches of {arguments.micro_batch_size} a rank)",
         "steps": f"{steps:,}{resuming} = {steps * tokens:,} tokens",
     }
+
+
+def teacher_fact(arguments: PretrainingArguments) -> dict[str, str]:
+    """Returns what is learned of a teacher, if there is one."""
+    if arguments.teacher_model is None:
+        return {}
+    ranks = arguments.teacher_parallel_size or arguments.model_parallel_size
+    share = f"{arguments.teacher_weight:g} of the loss"
+    heat = f"at temperature {arguments.teacher_temperature:g}"
+    return {"teacher": f"{arguments.teacher_model} over {ranks} ranks, {share} {heat}"}
 
 
 def mesh_fact(stages: int, dp_size: int, tp_size: int, cp_size: int = 1) -> str:

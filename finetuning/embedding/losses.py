@@ -161,6 +161,44 @@ def contrastive(
     return (near + far).mean() / 2
 
 
+def online_contrastive(
+    embeddings: Sequence[Tensor],
+    scores: Tensor,
+    *,
+    margin: float = 0.5,
+    distance: str = "cosine",
+    mesh: ParallelMesh | None = None,
+) -> Tensor:
+    """Returns the sum of d² and of max(0, margin - d)² over the hard pairs of a batch.
+
+    Hard are the pairs with label 1 that are farther apart than the nearest pair with label 0, and
+    those with label 0 that are nearer than the farthest pair with label 1. Where all labels are
+    equal, the mean distance takes the place of the other kind's (OnlineContrastiveLoss).
+
+    Args:
+        scores: [B], 1 for texts that belong together, else 0.
+        mesh: The rows of all its data-parallel ranks are compared.
+    """
+    first, second = embeddings
+    distances = gather_from_dp(DISTANCES[distance](first, second), mesh)
+    is_near = gather_from_dp(scores, mesh) == 1
+    farthest = distances.masked_fill(~is_near, -torch.inf).max()
+    nearest = distances.masked_fill(is_near, torch.inf).min()
+    mean = distances.mean()
+    near = distances.square() * (is_near & (distances > nearest.where(~is_near.all(), mean)))
+    far = F.relu(margin - distances).square()
+    far = far * (~is_near & (distances < farthest.where(is_near.any(), mean)))
+    return near.sum() + far.sum()
+
+
+def cosine(embeddings: Sequence[Tensor], scores: Tensor) -> Tensor:
+    """Returns the mean squared error of the cosine similarities of two texts to their scores [B].
+
+    Reimers and Gurevych, 2019; CosineSimilarityLoss.
+    """
+    return F.mse_loss(compute_paired_cosines(embeddings[0], embeddings[1]), scores)
+
+
 def margin_mse(embeddings: Sequence[Tensor], scores: Tensor) -> Tensor:
     """Returns the mean squared error of margins between positives and negatives to a teacher's.
 

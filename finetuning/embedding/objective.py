@@ -25,7 +25,9 @@ COLUMNS: dict[str, tuple[int, int | None, bool]] = {
     "multiple_negatives_ranking": (2, None, False),
     "cosent": (2, 2, True),
     "angle": (2, 2, True),
+    "cosine": (2, 2, True),
     "contrastive": (2, 2, True),
+    "online_contrastive": (2, 2, True),
     "triplet": (3, 3, False),
     "margin_mse": (3, None, True),
     "distill_kl": (3, None, True),
@@ -40,7 +42,7 @@ class EmbeddingObjective:
         loss: A key of `COLUMNS`.
         pooling, normalize: See `EmbeddingSettings`.
         scale: The factor of similarities in the losses of similarities.
-        margin: That of `triplet` and `contrastive`; None for their own.
+        margin: That of `triplet` and both contrastive losses; None for their own.
         distance: The name of their distance; None for their own.
         matryoshka_dims: The sizes of truncated embeddings that are trained too.
         mini_batch: Texts in one forward pass, whose activations are computed again in the backward
@@ -114,7 +116,9 @@ class EmbeddingObjective:
         chosen: dict[str, Any] = {}
         if self.loss in ("multiple_negatives_ranking", "cosent", "angle"):
             chosen |= {"scale": self.scale, "mesh": mesh}
-        if self.loss in ("triplet", "contrastive"):
+        if self.loss == "online_contrastive":
+            chosen["mesh"] = mesh
+        if self.loss in ("triplet", "contrastive", "online_contrastive"):
             if self.margin is not None:
                 chosen["margin"] = self.margin
             if self.distance is not None:
@@ -125,7 +129,9 @@ class EmbeddingObjective:
             "multiple_negatives_ranking": losses.multiple_negatives_ranking,
             "cosent": losses.cosent,
             "angle": losses.angle,
+            "cosine": losses.cosine,
             "contrastive": losses.contrastive,
+            "online_contrastive": losses.online_contrastive,
             "triplet": losses.triplet,
             "margin_mse": losses.margin_mse,
             "distill_kl": losses.distill_kl,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -34,16 +34,26 @@ class AnswerValues:
     Attributes:
         logps: The sum of the log-probabilities of an answer's tokens.
         lengths: The number of its tokens.
-        reference: The same sum by the reference model; zeros without one.
+        text_logps: The sum of the log-probabilities of all tokens of a text that are predicted:
+            for ORPO those of a decoder's prompt too, otherwise those of the answer.
+        text_lengths: The number of these.
+        reference: The same sum as `logps` by the reference model; zeros without one.
     """
 
     logps: Tensor
     lengths: Tensor
+    text_logps: Tensor
+    text_lengths: Tensor
     reference: Tensor
+
+    def stack(self) -> Tensor:
+        """Returns all values as one tensor, [B, A, 5]."""
+        values = [getattr(self, name.name) for name in fields(self)]
+        return torch.stack([value.to(self.logps.dtype) for value in values], -1)
 
     def select(self, rows: slice) -> AnswerValues:
         """Returns the values of some rows."""
-        return AnswerValues(self.logps[rows], self.lengths[rows], self.reference[rows])
+        return AnswerValues(*self.stack()[rows].unbind(-1))
 
 
 @dataclass
@@ -82,25 +92,24 @@ class PreferenceObjective:
 
     def measure(self, data: Mapping[str, Any], run: Any) -> AnswerValues:
         """Returns the log-probabilities of a batch's answers, by the model and the reference."""
-        logps, lengths = self._measure_answers(data, run)
-        reference = torch.zeros_like(logps)
+        values = self._measure_answers(data, run)
         if "reference" in data:
-            reference = data["reference"]
-        elif self.loss in WITH_REFERENCE:
-            reference = self.measure_reference(data)
-        return AnswerValues(logps, lengths, reference)
+            return replace(values, reference=data["reference"])
+        if self.loss in WITH_REFERENCE:
+            return replace(values, reference=self.measure_reference(data))
+        return values
 
     @torch.no_grad()
     def measure_reference(self, data: Mapping[str, Any]) -> Tensor:
         """Returns the reference model's log-probabilities of a batch's answers, [B, A]."""
         if self.reference_model is not None:
-            return self._measure_answers(data, self.reference_model)[0]
+            return self._measure_answers(data, self.reference_model).logps
         was_training = self.model.training
         self.model.eval()
         with adapters_disabled(self.model):
-            logps, _ = self._measure_answers(data, self.model)
+            values = self._measure_answers(data, self.model)
         self.model.train(was_training)
-        return logps
+        return values.logps
 
     @torch.no_grad()
     def measure_samples(
@@ -119,30 +128,42 @@ class PreferenceObjective:
             found.append(gather_from_dp(self.measure_reference(batch), self.mesh))
         return torch.cat(found)[: len(samples)].float().cpu().numpy()
 
-    def _measure_answers(self, data: Mapping[str, Any], run: Any) -> tuple[Tensor, Tensor]:
-        """Returns the sum of log-probabilities and the number of tokens of answers, [B, A] each.
+    def _measure_answers(self, data: Mapping[str, Any], run: Any) -> AnswerValues:
+        """Returns the log-probabilities and the numbers of tokens of answers, without a reference.
 
         The logits stay split over the vocabulary: the ranks exchange two numbers a token.
         """
         shape = data["input_ids"].shape[:2]
         labels = data["targets"].flatten(0, 1)  # [B A, T]
         inputs = {name: data[name].flatten(0, 1) for name in ("input_ids", "attention_mask")}
-        targets = labels
         if self.has_decoder:
             inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
+            answers = labels
         else:
-            targets = self.model.targets(labels)
+            answers = self.model.targets(labels)
+        texts = answers
+        if self.loss == "orpo" and not self.has_decoder:
+            # As in TRL, a decoder's cross-entropy is that of the prompt with the answer.
+            read = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
+            texts = self.model.targets(read)
         with dropout_state.rows_per_sample(shape[1]):
             logits = run(**inputs)["logits"]  # [B A, T, Vp]
-        token_losses = vocab_parallel_cross_entropy(
+        logps = -vocab_parallel_cross_entropy(
             logits,
-            targets,
+            texts,
             num_classes=self.model.config.vocab_size,
             reduction="none",
             mesh=self.mesh,
         )
-        lengths = (targets != IGNORED).sum(1)
-        return -token_losses.sum(1).view(shape), lengths.view(shape)
+        text_logps = logps.sum(1).view(shape)
+        text_lengths = (texts != IGNORED).sum(1).view(shape)
+        if texts is answers:
+            values = (text_logps, text_lengths)
+        else:
+            is_answer = answers != IGNORED
+            answer_logps = logps.masked_fill(~is_answer, 0.0).sum(1)
+            values = (answer_logps.view(shape), is_answer.sum(1).view(shape))
+        return AnswerValues(*values, text_logps, text_lengths, torch.zeros_like(text_logps))
 
     def compute_loss(
         self, values: AnswerValues, is_desirable: Tensor | None, mesh: ParallelMesh | None
@@ -176,9 +197,10 @@ class PreferenceObjective:
             if self.loss == "simpo":
                 rows = losses.simpo(*means.unbind(1), beta=self.beta, gamma=self.gamma)
             else:
-                # The cross-entropy is the mean over the tokens of all ranks' better answers.
-                tokens = gather_from_dp(values.lengths[:, 0].sum().view(1), mesh).double().mean()
-                entropy = -logps[:, 0] * (len(logps) / tokens.to(logps.dtype))
+                # The cross-entropy is the mean over the tokens of all ranks' better texts.
+                tokens = values.text_lengths[:, 0].sum().view(1)
+                tokens = gather_from_dp(tokens, mesh).double().mean()
+                entropy = -values.text_logps[:, 0] * (len(logps) / tokens.to(logps.dtype))
                 rows = entropy + losses.orpo(*means.unbind(1), beta=self.beta)
             rewards = self.beta * means
             logps = means
@@ -242,8 +264,7 @@ class PreferenceObjective:
         desirable: list[Tensor] = []
         for batch in iterate_replica_batches(samples, collate, device, batch_size, self.mesh):
             values = self.measure(batch, model)
-            parts = [values.logps, values.lengths.to(values.logps.dtype), values.reference]
-            found.append(gather_from_dp(torch.stack(parts, -1), self.mesh))
+            found.append(gather_from_dp(values.stack(), self.mesh))
             if "is_desirable" in batch:
                 desirable.append(gather_from_dp(batch["is_desirable"].to(torch.uint8), self.mesh))
         every = AnswerValues(*torch.cat(found)[: len(samples)].unbind(-1))

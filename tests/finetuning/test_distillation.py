@@ -43,11 +43,16 @@ def setting(tmp_path_factory):
 def make(mesh, setting, output, kind, **arguments):
     return t2t.Trainer(
         model_name_or_path=str(setting / kind),
-        teacher_model=str(setting / f"{kind}-teacher"),
         train_file=str(setting / "pairs.jsonl"),
         output_dir=str(output),
         mesh=mesh,
-        **{"micro_batch_size": 4, **SHORT, **arguments},
+        **{
+            "micro_batch_size": 4,
+            "teacher_model": str(setting / f"{kind}-teacher"),
+            **({"task": "text2text-generation"} if kind == "bert" else {}),
+            **SHORT,
+            **arguments,
+        },
     )
 
 
@@ -108,6 +113,41 @@ def test_it_is_the_formula_and_layouts_learn_alike(setting, tmp_path, run_mesh, 
     assert curve(tmp_path / "replicas") == pytest.approx(losses, rel=1e-4)
 
 
+# Tensor-parallel ranks of the student and of the teacher, and replicas of the student.
+LAYOUTS = every_day(
+    [(2, 1, 1), (2, 4, 2)],
+    more=[(1, 2, 2), (4, 2, 1), (4, 1, 1), (1, 4, 4), (2, 1, 2), (3, 1, 1), (1, 3, 3), (2, 2, 2)],
+)
+
+
+@pytest.mark.parametrize("kind", every_day(["bert"], more=["gpt2", "t5"]))
+def test_a_teacher_may_have_another_layout(setting, tmp_path, run_mesh, kind):
+    """Whole on each rank, split over fewer ranks than the student or over more: then over several replicas, whose
+    batches have unequal lengths.
+    """
+    work = partial(tune, setting=setting, kind=kind, micro_batch_size=12)
+    work(None, output=tmp_path / "one")
+    losses = curve(tmp_path / "one")
+    for student, teacher, replicas in LAYOUTS:
+        name = f"{student} {teacher} {replicas}"
+        options = {
+            "model_parallel_size": student,
+            "teacher_parallel_size": teacher,
+            "micro_batch_size": 12 // replicas,
+            "env_type": "deepspeed+mpu" if student > 1 else "pytorchDDP",
+        }
+        run_mesh(student, partial(work, output=tmp_path / name, **options), data=replicas)
+        assert curve(tmp_path / name) == pytest.approx(losses, rel=1e-4), name
+
+
+def test_evaluations_have_the_loss_of_the_targets(setting, tmp_path):
+    values = make(None, setting, tmp_path / "own", "gpt2", teacher_weight=0.0).evaluate(
+        str(setting / "pairs.jsonl")
+    )
+    found = make(None, setting, tmp_path / "both", "gpt2").evaluate(str(setting / "pairs.jsonl"))
+    assert found == values
+
+
 def test_padding_columns_do_not_count():
     """Also with hostile values in them, and of a vocabulary that ends before a rank's columns."""
     torch.manual_seed(0)
@@ -132,4 +172,7 @@ def test_mistakes(setting, tmp_path):
     refuse("teacher_weight must be from 0 to 1, not 2", teacher_weight=2)
     refuse("teacher_temperature must be above 0", teacher_temperature=0.0)
     refuse("works with neither env_type='fsdp'", env_type="fsdp")
+    refuse("is for a teacher: name it", teacher_model=None, teacher_parallel_size=2)
+    refuse("teacher_parallel_size must be at least 1", teacher_parallel_size=0)
+    refuse("or be a multiple", teacher_parallel_size=3, model_parallel_size=2)
     refuse("is for tasks that learn tokens", kind="bert", task="embedding")
