@@ -64,6 +64,13 @@ from .electra import (
     ElectraForTokenClassification,
     ElectraModel,
 )
+from .eurobert import (
+    EuroBertConfig,
+    EuroBertForMaskedLM,
+    EuroBertForSequenceClassification,
+    EuroBertForTokenClassification,
+    EuroBertModel,
+)
 from .family import Family
 from .glm import GLMConfig, GLMForConditionalGeneration
 from .glm4 import (
@@ -230,6 +237,16 @@ from .xlm_roberta import (
     XLMRobertaForTokenClassification,
     XLMRobertaModel,
 )
+from .xlm_roberta_xl import (
+    XLMRobertaXLConfig,
+    XLMRobertaXLForCausalLM,
+    XLMRobertaXLForMaskedLM,
+    XLMRobertaXLForMultipleChoice,
+    XLMRobertaXLForQuestionAnswering,
+    XLMRobertaXLForSequenceClassification,
+    XLMRobertaXLForTokenClassification,
+    XLMRobertaXLModel,
+)
 
 __all__ = [
     "FAMILIES",
@@ -284,6 +301,11 @@ __all__ = [
     "ElectraForSequenceClassification",
     "ElectraForTokenClassification",
     "ElectraModel",
+    "EuroBertConfig",
+    "EuroBertForMaskedLM",
+    "EuroBertForSequenceClassification",
+    "EuroBertForTokenClassification",
+    "EuroBertModel",
     "Family",
     "GLMConfig",
     "GLMForConditionalGeneration",
@@ -417,6 +439,14 @@ __all__ = [
     "XLMRobertaForSequenceClassification",
     "XLMRobertaForTokenClassification",
     "XLMRobertaModel",
+    "XLMRobertaXLConfig",
+    "XLMRobertaXLForCausalLM",
+    "XLMRobertaXLForMaskedLM",
+    "XLMRobertaXLForMultipleChoice",
+    "XLMRobertaXLForQuestionAnswering",
+    "XLMRobertaXLForSequenceClassification",
+    "XLMRobertaXLForTokenClassification",
+    "XLMRobertaXLModel",
     "config_from_dict",
     "family",
     "find_config",

@@ -82,6 +82,15 @@ def first_token(x: Tensor, *, sequence_parallel: bool, mesh: ParallelMesh | None
     return gather_from_context(x[:, :1], mesh)[:, 0]
 
 
+def average_tokens(x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Returns the mean [B, H] of the states x [B, S, H] of the tokens that are not padding."""
+    weights = attention_mask
+    if weights is None:
+        weights = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
+    weights = weights[..., None]  # [B, S, 1]
+    return (x * weights).sum(1) / weights.sum(1)
+
+
 class BareModel(Head):
     """The embeddings and blocks without a head."""
 
@@ -311,11 +320,7 @@ class SequenceClassification(Classifier):
             return first_token(x, **layer_arguments(self.mesh, self.parallel_config))
         x = self.gather_hidden_states(x)  # [B, S, H]
         if self.pooling == "mean":
-            weights = attention_mask
-            if weights is None:
-                weights = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
-            weights = weights[..., None]  # [B, S, 1]
-            return (x * weights).sum(1) / weights.sum(1)
+            return average_tokens(x, attention_mask)
         if self.pooling == "eos":
             candidates = self.find_ends(input_ids)
         else:

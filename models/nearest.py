@@ -39,7 +39,6 @@ MISSING: dict[str, tuple[str, str]] = {
     "prophetnet": ("bart", "n-gram prediction"),
     "olmoe": ("qwen3_moe", "norms over the queries and keys of all heads together"),
     "switch_transformers": ("t5", "a mixture of experts"),
-    "xlm-roberta-xl": ("xlm-roberta", "norms before attention and MLP"),
     "xlnet": ("bert", "permuted attention with two streams"),
 }
 _HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel|LMHead|DoubleHeadsModel|EncoderModel|Model)$")

@@ -8,6 +8,7 @@ from . import (
     camembert,
     distilbert,
     electra,
+    eurobert,
     glm,
     glm4,
     gpt2,
@@ -31,6 +32,7 @@ from . import (
     t5,
     umt5,
     xlm_roberta,
+    xlm_roberta_xl,
 )
 from .family_table import add_family, architectures, family, find_family, presets
 
@@ -40,6 +42,7 @@ _FAMILIES = (
     camembert.FAMILY,
     distilbert.FAMILY,
     electra.FAMILY,
+    eurobert.FAMILY,
     glm.FAMILY,
     glm4.FAMILY,
     gpt2.FAMILY,
@@ -63,6 +66,7 @@ _FAMILIES = (
     t5.FAMILY,
     umt5.FAMILY,
     xlm_roberta.FAMILY,
+    xlm_roberta_xl.FAMILY,
 )
 for facts in _FAMILIES:
     add_family(facts)

@@ -14,7 +14,7 @@ Understanding").
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +114,8 @@ class BertBlock(nn.Module):
 class BertEncoder(nn.Module):
     """The embeddings and blocks, without a head."""
 
+    block_class: ClassVar[type[BertBlock]] = BertBlock
+
     def __init__(
         self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig
     ) -> None:
@@ -137,15 +139,16 @@ class BertEncoder(nn.Module):
         self.token_type_embeddings = None
         if config.has_segments:
             self.token_type_embeddings = PositionEmbedding(config.type_vocab_size, size, **shared)
-        self.embedding_norm = LayerNorm(size, config.layer_norm_eps, **shared)
+        self.embedding_norm: nn.Module = LayerNorm(size, config.layer_norm_eps, **shared)
         self.embedding_dropout = residual_dropout(config.hidden_dropout_prob, mesh, parallel_config)
         self.projection = nn.Identity()
         if size != config.hidden_size:
             self.projection = ReplicatedLinear(size, config.hidden_size, **shared)
+        layers = range(config.num_hidden_layers)
         self.blocks = BlockList(
-            (BertBlock(config, mesh, parallel_config) for _ in range(config.num_hidden_layers)),
-            parallel_config,
+            (self.block_class(config, mesh, parallel_config) for _ in layers), parallel_config
         )
+        self.final_norm: nn.Module | None = None
 
     def embed(
         self,
@@ -220,6 +223,7 @@ class BertBackbone(Backbone):
     decoder_inputs = (*positional_inputs, "encoder_hidden_states", "encoder_attention_mask")
     """Those of an architecture that may be a decoder."""
     config: BertConfig
+    encoder_class: ClassVar[type[BertEncoder]] = BertEncoder
 
     def __init__(
         self,
@@ -231,7 +235,7 @@ class BertBackbone(Backbone):
         self.config = config
         self.mesh = mesh
         self.parallel_config = parallel_config or ParallelConfig()
-        self.encoder = BertEncoder(config, mesh, self.parallel_config)
+        self.encoder = self.encoder_class(config, mesh, self.parallel_config)
 
     @property
     def embedding(self) -> VocabParallelEmbedding:
@@ -307,6 +311,7 @@ class BertBackbone(Backbone):
                 input_ids, token_type_ids, position_ids, seq_idx, cached
             ),
             block_arguments=block_arguments,
+            final_norm=self.encoder.final_norm,
         )
 
     def masked_lm_head(self) -> MaskedLMHead:

@@ -46,6 +46,8 @@ WANTED = {
     **dict.fromkeys(("T5", "MT5", "UMT5"), T5_HEADS),
     **dict.fromkeys(("Roberta", "XLMRoberta", "Camembert", "DistilBert", "Electra"), ENCODER_HEADS),
     "Bert": (*ENCODER_HEADS, "ForPreTraining", "ForNextSentencePrediction"),
+    "EuroBert": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
+    "XLMRobertaXL": (*ENCODER_HEADS, "ForCausalLM"),
     "ModernBert": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
     "GPT2": (*DECODER_HEADS, "LMHeadModel"),
     **dict.fromkeys(
