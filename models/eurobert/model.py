@@ -24,7 +24,6 @@ from ..language_model import MaskedLM
 from ..llama.model import LlamaBackbone, LlamaBlock
 from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import layer_arguments
-from .config import EuroBertConfig
 
 
 class EuroBertBlock(LlamaBlock):
@@ -64,7 +63,6 @@ class EuroBertBackbone(LlamaBackbone):
     """The embeddings and blocks. With `mesh=None` the model is not split."""
 
     positional_inputs = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
-    config: EuroBertConfig
     block_class: Any = EuroBertBlock
 
     def run_backbone(  # type: ignore[override] - an encoder has no cache
