@@ -24,6 +24,7 @@ from ..language_model import MaskedLM
 from ..llama.model import LlamaBackbone, LlamaBlock
 from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import layer_arguments
+from .config import EuroBertConfig
 
 
 class EuroBertBlock(LlamaBlock):
@@ -62,6 +63,7 @@ class EuroBertHead(nn.Module):
 class EuroBertBackbone(LlamaBackbone):
     """The embeddings and blocks. With `mesh=None` the model is not split."""
 
+    config: EuroBertConfig  # type: ignore[assignment] - Llama's with a pooling
     positional_inputs = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
     block_class: Any = EuroBertBlock
 

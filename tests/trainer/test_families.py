@@ -22,6 +22,8 @@ FAMILIES = {
     "umt5": {},
     "bart": {"init_std": 0.2},
     "llama": {},
+    "eurobert": {},
+    "xlm-roberta-xl": {},
 }
 STEPS = 4
 

@@ -26,7 +26,18 @@ FAMILIES = {
     "llama": {},
     "umt5": {},
 }
-MORE = ("mistral", "qwen2", "qwen3", "glm4", "distilbert", "bart", "mbart", "m2m_100")
+MORE = (
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "glm4",
+    "distilbert",
+    "bart",
+    "mbart",
+    "m2m_100",
+    "eurobert",
+    "xlm-roberta-xl",
+)
 STEPS, SAVED = (20, 8) if EVERY_CASE else (10, 4)
 # tensor-parallel, data-parallel, stages. `make test-all` runs all of them for each family.
 LAYOUTS = [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)]
