@@ -340,12 +340,9 @@ class FinetuningData:
                 raise ValueError(
                     f"packing is for conversations and pairs of decoders, not for {self.task}"
                 )
-            window = self.source.values.get("sliding_window")
+            if not self.source.native:
+                raise ValueError("packing needs a model of the zoo (native=True)")
             size = chosen.block_size or chosen.max_source_length + chosen.max_target_length
-            if not self.source.native or (window is not None and window < size):
-                raise ValueError(
-                    "packing needs a model of the zoo (native=True), and rows within its sliding_window"
-                )
             samples = PackedDataset(samples, size)
         return ByLength(samples) if chosen.group_by_length else samples
 
@@ -527,7 +524,10 @@ class Collate:
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         batch = self._pad(samples)
         if "segment_ids" in batch:
-            batch["attention_mask"] = segment_mask(batch.pop("segment_ids"))
+            # Padding is a document of its own, after the others.
+            documents = batch.pop("segment_ids")
+            is_padding = batch["attention_mask"] == 0
+            batch["seq_idx"] = documents.masked_fill(is_padding, documents.shape[1])
         if self.prefixes:
             lengths = [len(sample["input_ids"]) for sample in samples]
             batch["attention_mask"] = prefix_mask(
@@ -552,11 +552,3 @@ def prefix_mask(prefixes: Tensor, lengths: Sequence[int], size: int | None = Non
     inside = places < torch.tensor(lengths)[:, None]  # [B, S]
     seen = (places < prefixes[:, None])[:, None] | (places <= places[:, None])  # [B, S, S]
     return (seen & inside[:, None])[:, None]
-
-
-def segment_mask(segments: Tensor) -> Tensor:
-    """Returns bool [B, 1, S, S], True where a query attends to a key: causally, within its segment
-    of int64 [B, S].
-    """
-    same = segments[:, None] == segments[:, :, None]
-    return same.tril()[:, None]

@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.language_model import IGNORED
-from ..mpu import ParallelMesh, vocab_parallel_cross_entropy
+from ..mpu import (
+    ParallelMesh,
+    cut_sequence,
+    reduce_from_context,
+    share_gradient,
+    vocab_parallel_cross_entropy,
+)
 from ..trainer.batches.label_shift import shifts_labels
 from ..trainer.distillation import Distillation
 
@@ -77,7 +83,7 @@ class WeightedLoss:
         if self.kind == "texts" and self.has_decoder:
             data["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
         logits = run(**data).logits
-        losses, count = self.losses(logits, labels)
+        losses, count = self.losses(logits, labels)  # of this context rank's tokens
         # An evaluation has the loss of the targets alone, whose exponential is the perplexity.
         if self.distillation is not None and torch.is_grad_enabled():
             losses = self.distillation.mix(losses, self.distillation.measure(logits, batch))
@@ -85,7 +91,10 @@ class WeightedLoss:
             losses = losses * weights.view(-1, *[1] * (losses.dim() - 1))
         if items is not None:
             count = items
-        return {"loss": losses.sum() / count, "logits": logits}
+        loss = losses.sum() / count
+        if self.kind in ("texts", "tokens"):
+            return {"loss": reduce_from_context(loss, self.mesh), "logits": logits}
+        return {"loss": share_gradient(loss, self.mesh), "logits": logits}
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the loss of each target, 0 where a label is ignored, and the number of targets."""
@@ -124,7 +133,7 @@ class WeightedLoss:
         targets = self._place_targets(labels)
         losses = vocab_parallel_cross_entropy(
             logits,
-            targets,
+            cut_sequence(targets, self.mesh),
             num_classes=self.model.config.vocab_size,
             label_smoothing=self.smoothing,
             reduction="none",

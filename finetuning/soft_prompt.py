@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..checkpoint.tensor_reader import read_tensors
 from ..files.safe_paths import checked_file
 from ..files.strict_json import read_json_object
-from ..mpu import VocabParallelEmbedding
+from ..mpu import ParallelMesh, VocabParallelEmbedding, cut_sequence, whole_sequences
 
 PROMPT_FILE = "soft_prompt.safetensors"
 TOKENS_FILE = "soft_prompt.json"
@@ -80,7 +80,13 @@ class PromptedEmbedding(nn.Module):
         return (ids >= self.first_id) & (ids < self.first_id + len(self.prompt))
 
     def _insert(self, x: Tensor, ids: Tensor, new: Tensor) -> Tensor:
-        """Returns embeddings x [B, S, H] with the rows of the prompt where ids are `new`."""
+        """Returns embeddings x [B, S, H] with the rows of the prompt where ids are `new`.
+
+        x has this rank's positions of a sequence that is split, and the ids have all.
+        """
+        mesh: ParallelMesh | None = getattr(self.base, "mesh", None)
+        ids = cut_sequence(ids, mesh)
+        new = cut_sequence(new, mesh)
         rows = F.embedding((ids - self.first_id).clamp(0, len(self.prompt) - 1), self.prompt)
         return torch.where(new[..., None], rows, x)
 
@@ -101,7 +107,8 @@ def initial_rows(embedding: Any, count: int, vocab_size: int, seed: int) -> Tens
     """Returns copies of the rows of random common tokens, the same on every rank: [P, H]."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(min(COMMON_TOKENS, vocab_size), (1, count), generator=generator)
-    return embedding(ids.to(embedding.weight.device))[0].detach().clone()
+    with whole_sequences(getattr(embedding, "mesh", None)):
+        return embedding(ids.to(embedding.weight.device))[0].detach().clone()
 
 
 def add_prompt(model: Any, embedding: Any, first_id: int, rows: Tensor) -> nn.Parameter:

@@ -336,7 +336,7 @@ class Trainer(BaseTrainer):
         summary = summarize(self.model, self.source)
         if self.ranks.pp_size > 1:
             # One rank of each pipeline stage counts the parameters of its stage.
-            counts = self.ranks.dp_rank == self.ranks.tp_rank == 0
+            counts = self.ranks.replica_rank == self.ranks.tp_rank == 0
             parts = self.ranks.gather(summary.parts if counts else {})
             summary = merge_summaries(summary.name, parts)
         if not no_print:
@@ -848,14 +848,13 @@ class Trainer(BaseTrainer):
         return RankingObjective(loss or "listnet", self.mesh)
 
     def _refuse_split_batches(self) -> None:
-        """Raises ValueError for layouts in which no rank has the whole rows of a batch."""
-        for name in ("pipeline_parallel_size", "context_parallel_size"):
-            size = getattr(self.arguments, name, 1)
-            if size > 1:
-                raise ValueError(
-                    f"{self.task} compares whole texts after one forward pass, which {name}={size} "
-                    f"does not support; use {name}=1"
-                )
+        """Raises ValueError for pipeline stages, of which no rank has a whole batch's results."""
+        size = self.arguments.pipeline_parallel_size
+        if size > 1:
+            raise ValueError(
+                f"{self.task} compares whole texts after one forward pass, which "
+                f"pipeline_parallel_size={size} does not support; use pipeline_parallel_size=1"
+            )
 
     def _as_in_training(self, text: str) -> str:
         """Returns a text as training presents it: with prefix and soft prompt, or as a chat."""

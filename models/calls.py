@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..mpu import context_size
 from .blocks.cache import NewCache, TransformersCache
 from .blocks.masks import number_pieces
 from .outputs import LazyPast, ModelOutput
@@ -192,7 +193,8 @@ def take_cache(model: Any, named: dict[str, Any]) -> Any:
     layers = len(stacks[-1])
     has_sources: bool = model.attends_to_encoder
     if past is None and uses is None:
-        is_whole = model.stage is None and not model.parallel_config.sequence_parallel
+        is_split = model.parallel_config.sequence_parallel or context_size(model.mesh) > 1
+        is_whole = model.stage is None and not is_split
         is_kept = not model.training and not stacks[-1].recompute_blocks and is_whole
         if not is_kept or torch.compiler.is_compiling() or _needs_no_cache(model, named):
             return None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..mpu import VocabParallelEmbedding, broadcast_from_stage, context_size, dropout_state
+from ..mpu import VocabParallelEmbedding, broadcast_from_stage, context_size
 from ..ops.device import host_can_read
 from ..ops.dispatcher import is_watched
 from .backbone import Backbone, Head
@@ -127,10 +127,7 @@ def without_padding(x: Tensor, mask: Tensor | Tokens | Documents | None) -> Gene
     if not isinstance(mask, Tokens):
         yield x
         return
-    length = mask.mask.shape[-1]
-    samples = mask.rows // length
-    positions = mask.rows % length
-    with dropout_state.packed_rows(len(mask.mask), samples, positions):
+    with mask.naming_rows():
         yield mask.unpad(x)
 
 
@@ -306,6 +303,7 @@ class Seq2SeqBackbone(Backbone):
         """
         if self.parallel_config.sequence_parallel and self.mesh is not None:
             source_length //= self.mesh.tp_size
+        source_length //= context_size(self.mesh)
         hidden, source = torch.split(
             received, [received.shape[1] - source_length, source_length], dim=1
         )

@@ -22,6 +22,7 @@ from .context import (
     reduce_from_context,
     restore_heads,
     share_gradient,
+    whole_sequences,
 )
 from .cross_entropy import head_losses, vocab_parallel_cross_entropy
 from .division import divide
@@ -99,5 +100,6 @@ __all__ = [
     "use_symmetric_memory",
     "validate_layout",
     "vocab_parallel_cross_entropy",
+    "whole_sequences",
 ]
 # fmt: on

@@ -26,6 +26,8 @@ The exchange of heads is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2
 # (torch does not annotate many of its methods)
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -51,6 +53,24 @@ def context_size(mesh: ParallelMesh | None) -> int:
 def context_rank(mesh: ParallelMesh | None) -> int:
     """Returns this process's rank along the context axis; 0 without a mesh."""
     return 0 if mesh is None else mesh.cp_rank
+
+
+@contextmanager
+def whole_sequences(mesh: ParallelMesh | None) -> Generator[None]:
+    """Lets each context rank compute whole sequences by itself within the context.
+
+    It can, because it holds all parameters. Decoding needs it, whose caches are of whole sequences.
+    """
+    if mesh is None or mesh.cp_size == 1:
+        yield
+        return
+    place = (mesh.cp_size, mesh.cp_rank)
+    mesh.cp_size = 1
+    mesh.cp_rank = 0
+    try:
+        yield
+    finally:
+        mesh.cp_size, mesh.cp_rank = place
 
 
 def cut_sequence(tensor: Tensor, mesh: ParallelMesh | None, dim: int = SEQUENCE_DIM) -> Tensor:

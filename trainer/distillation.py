@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..mpu import ParallelMesh
+from ..mpu import ParallelMesh, cut_sequence, reduce_from_context
 from ..mpu.columns import redistribute_columns
 from ..mpu.divergence import vocab_parallel_divergence
 from ..mpu.mesh import tp_rank, tp_size
@@ -52,10 +52,15 @@ def check_teacher_arguments(arguments: Any) -> None:
             "teacher_model works with neither env_type='fsdp' nor ZeRO stage 3, which would not "
             "split the teacher; use another env_type with zero_stage below 3"
         )
-    for name in ("pipeline_parallel_size", "context_parallel_size", "expert_parallel_size"):
+    for name in ("pipeline_parallel_size", "expert_parallel_size"):
         if getattr(arguments, name) > 1:
             raise ValueError(f"teacher_model does not work with {name} above 1; use {name}=1")
     own = arguments.model_parallel_size
+    if size is not None and size != own and arguments.context_parallel_size > 1:
+        raise ValueError(
+            f"teacher_parallel_size={size} moves logits of whole sequences, which "
+            "context_parallel_size above 1 splits; leave it out, or use context_parallel_size=1"
+        )
     if size is not None and own % size and size % own:
         raise ValueError(
             f"teacher_parallel_size={size} must divide model_parallel_size={own}, or be a multiple "
@@ -197,7 +202,7 @@ class Distillation:
 
     def measure(self, logits: Tensor, data: Mapping[str, Any]) -> Tensor:
         """Returns T² times the divergence at each position, 0 where no label is predicted, fp32
-        [B, S].
+        [B, S], of this context rank's positions.
 
         Args:
             logits: [B, S, Vp] of the student.
@@ -215,7 +220,7 @@ class Distillation:
             temperature=self.temperature,
             mesh=self.mesh,
         )
-        kept = self.place_targets(labels) != IGNORED
+        kept = cut_sequence(self.place_targets(labels), self.mesh) != IGNORED
         return divergence.masked_fill(~kept, 0.0) * self.temperature**2
 
     def place_targets(self, labels: Tensor) -> Tensor:
@@ -238,4 +243,5 @@ class Distillation:
         items = data.get("num_items_in_batch")
         if items is None:
             items = (self.place_targets(data["labels"]) != IGNORED).sum()
-        return self.mix(find_loss(output), divergence.sum() / items)
+        total = reduce_from_context(divergence.sum() / items, self.mesh)
+        return self.mix(find_loss(output), total)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...mpu import ParallelMesh, dropout_state, gather_from_dp
+from ...mpu import ParallelMesh, dropout_state, gather_from_dp, share_gradient
 from ...mpu.dropout import checkpoint
 from ..replicas import iterate_replica_batches
 from . import losses
@@ -63,7 +63,8 @@ class EmbeddingObjective:
     def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any]:
         """Runs the model on a batch of `ColumnCollate`. Returns `loss`."""
         columns = self.embed(data["input_ids"], data["attention_mask"], run).unbind(1)
-        return {"loss": self.compute_loss(columns, data.get("scores"), self.mesh)}
+        loss = self.compute_loss(columns, data.get("scores"), self.mesh)
+        return {"loss": share_gradient(loss, self.mesh)}
 
     def embed(self, input_ids: Tensor, attention_mask: Tensor, run: Any) -> Tensor:
         """Returns the embeddings [B, C, H] of token ids int64 [B, C, S]."""

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from ...models.language_model import IGNORED
 from ...models.lora import adapters_disabled
-from ...mpu import ParallelMesh, dropout_state, gather_from_dp, vocab_parallel_cross_entropy
+from ...mpu import (
+    ParallelMesh,
+    cut_sequence,
+    dropout_state,
+    gather_from_dp,
+    reduce_from_context,
+    share_gradient,
+    vocab_parallel_cross_entropy,
+)
 from ...trainer.launch.ranks import Ranks
 from ..replicas import iterate_replica_batches, scale_to_global_batch
 from . import losses
@@ -150,18 +158,21 @@ class PreferenceObjective:
             logits = run(**inputs)["logits"]  # [B A, T, Vp]
         logps = -vocab_parallel_cross_entropy(
             logits,
-            texts,
+            cut_sequence(texts, self.mesh),
             num_classes=self.model.config.vocab_size,
             reduction="none",
             mesh=self.mesh,
         )
-        text_logps = logps.sum(1).view(shape)
+        text_logps = reduce_from_context(logps.sum(1), self.mesh).view(shape)
         text_lengths = (texts != IGNORED).sum(1).view(shape)
         if texts is answers:
             values = (text_logps, text_lengths)
         else:
             is_answer = answers != IGNORED
-            answer_logps = logps.masked_fill(~is_answer, 0.0).sum(1)
+            own_is_answer = cut_sequence(is_answer, self.mesh)
+            answer_logps = reduce_from_context(
+                logps.masked_fill(~own_is_answer, 0.0).sum(1), self.mesh
+            )
             values = (answer_logps.view(shape), is_answer.sum(1).view(shape))
         return AnswerValues(*values, text_logps, text_lengths, torch.zeros_like(text_logps))
 
@@ -324,7 +335,7 @@ class RewardObjective:
         rewards = self.measure(data, run)
         rows = losses.reward(*rewards.unbind(1), center=self.center)
         self._sums.append(_sum_pairs(rewards, torch.zeros_like(rewards)).detach())
-        return {"loss": scale_to_global_batch(rows, data)}
+        return {"loss": share_gradient(scale_to_global_batch(rows, data), self.mesh)}
 
     def measure(self, data: Mapping[str, Any], run: Any) -> Tensor:
         """Returns the rewards of a batch's answers, [B, A]."""

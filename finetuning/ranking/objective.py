@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...mpu import ParallelMesh, dropout_state, gather_from_dp
+from ...mpu import ParallelMesh, dropout_state, gather_from_dp, share_gradient
 from ..embedding.metrics import measure_ranking
 from ..replicas import iterate_replica_batches, scale_to_global_batch
 from . import losses
@@ -32,7 +32,7 @@ class RankingObjective:
     def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any]:
         """Runs the model on a batch of `RankingCollate`. Returns `loss`."""
         rows = self.compute_loss(self.score(data, run), data["relevance"], self.mesh)
-        return {"loss": scale_to_global_batch(rows, data)}
+        return {"loss": share_gradient(scale_to_global_batch(rows, data), self.mesh)}
 
     def score(self, data: Mapping[str, Any], run: Any) -> Tensor:
         """Returns the scores of a batch's documents, fp32 [B, D]."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from math import lcm
@@ -261,8 +261,13 @@ class CrossAttention(Attention):
         if cache is not None and cache.length:
             k, v = cache.filled()
         else:
-            key_value = self.key_value(source)
-            key_value = key_value if tokens is None else tokens.pad(key_value)
+            if tokens is None:
+                key_value = self.key_value(source)
+            else:
+                # An adapter of the projection drops a part of its inputs.
+                has_adapter = hasattr(self.key_value, "adapter")
+                with tokens.naming_rows() if has_adapter else nullcontext():
+                    key_value = tokens.pad(self.key_value(source))
             k, v = split_fused_heads(key_value, self.heads["key_value"], self.head_size)
             if cache is not None:
                 k, v = cache.extend(k, v)
@@ -303,9 +308,8 @@ class CoreAttention(nn.Module):
         self.num_heads = num_heads
         self.mesh = mesh
         self.recompute = parallel_config.recompute == "selective"
-        self.splits_sequence = context_size(mesh) > 1
         self.exchanges_heads = False
-        if self.splits_sequence:
+        if context_size(mesh) > 1:
             self.exchanges_heads = chooses_heads(num_heads, mesh, parallel_config.context_exchange)
 
     def forward(
@@ -331,10 +335,11 @@ class CoreAttention(nn.Module):
             v = repeat_unequally(v, self.queries_per_kv)
         if isinstance(mask, Documents) and not can_plan(mask, q.shape[0]):
             mask = mask.to_tensor()
-        if not self.splits_sequence and not isinstance(mask, Documents):
+        splits_sequence = context_size(self.mesh) > 1
+        if not splits_sequence and not isinstance(mask, Documents):
             return self.attend_locally(q, k, v, mask, position_bias, causal)
         attend = self.attend_to_gathered_keys
-        if not self.splits_sequence:
+        if not splits_sequence:
             place = AttentionPlace(q.shape[1], 0, 0)
             within = partial(self.attend_within_documents, place=place)
             attend = cast(Callable[..., Tensor], within)  # the mask is of `Documents` here

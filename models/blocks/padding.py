@@ -8,11 +8,13 @@ S, ...] with zeros at padding.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...mpu import dropout_state
 from ...ops import empty_pooled
 from ...ops.autograd import Function
 
@@ -40,6 +42,13 @@ class Tokens(NamedTuple):
     def pad(self, x: Tensor) -> Tensor:
         """[T, 1, C] -> [B, S, C], zeros at padding"""
         return _Pad.apply(x, self)
+
+    def naming_rows(self) -> AbstractContextManager[None]:
+        """Returns a context in which dropout knows which positions the rows of its inputs are."""
+        length = self.mask.shape[-1]
+        samples = self.rows // length
+        positions = self.rows % length
+        return dropout_state.packed_rows(len(self.mask), samples, positions)
 
 
 class _Unpad(Function):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...mpu import cache_shared_heads
+from ...mpu import cache_shared_heads, whole_sequences
 from ...ops.device import attending_to_growing_cache
 from ..blocks.attention import attention_record
 from ..calls import read_encoder_outputs
@@ -701,12 +701,12 @@ def find_device(model: nn.Module) -> torch.device:
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
     """Puts the model in evaluation mode for the duration of the context, in which its weights must
-    not change.
+    not change. Context-parallel ranks each compute whole sequences there.
     """
     was_training = model.training
     model.eval()
     try:
-        with cache_shared_heads(model):
+        with cache_shared_heads(model), whole_sequences(getattr(model, "mesh", None)):
             yield
     finally:
         model.train(was_training)

@@ -49,12 +49,14 @@ def train(mesh: Any, folder: Any, family: str, **arguments: Any) -> Any:
     return losses(steps), validation, weights
 
 
+STAGES = {"env_type": "deepspeed+mpu", "pipeline_parallel_size": 2}
 CASES = {
     "gpt2 ddp": ("gpt2", {"context": 2}, {"env_type": "pytorchDDP"}),
     "t5 zero": ("t5", {"context": 2}, {"env_type": "deepspeed+mpu"}),
     "gpt2 fsdp": ("gpt2", {"context": 2}, {"env_type": "fsdp"}),
     "llama keys data": ("llama", {"context": 2, "data": 2},
                         {"env_type": "deepspeed+mpu", "context_exchange": "keys", "zero_stage": 2}),
+    "t5 stages": ("t5", {"context": 2, "pipeline": 2}, STAGES),
 }  # fmt: skip
 FSDP = {"env_type": "fsdp"}
 MORE = {
@@ -67,6 +69,10 @@ MORE = {
     "modernbert": ("modernbert", {"context": 2}, {"env_type": "deepspeed+mpu", "context_exchange": "keys"}),
     "mistral four": ("mistral", {"context": 4}, {"env_type": "deepspeed+mpu"}),
     "mt5": ("mt5", {"context": 2, "data": 2}, {"env_type": "pytorchDDP"}),
+    "gpt2 stages": ("gpt2", {"context": 2, "pipeline": 2}, {**STAGES, "global_batch_size": 8, "micro_batch_size": 4,
+                                                            "context_exchange": "keys"}),
+    "bert stages": ("bert", {"context": 2, "pipeline": 2}, {**STAGES, "zero_stage": 0}),
+    "bart stages": ("bart", {"context": 2, "pipeline": 2}, {**STAGES, "recompute": "selective"}),
     "bart": ("bart", {"context": 2}, {"env_type": "deepspeed+mpu", "zero_stage": 0}),
 }  # fmt: skip
 
@@ -83,6 +89,7 @@ def test_the_curve_is_that_of_one_process(run_mesh, tmp_path, case):
         family,
         context=sizes["context"],
         data=sizes.get("data", 1),
+        pipeline=sizes.get("pipeline", 1),
         context_parallel_size=sizes["context"],
         replicas=sizes.get("data", 1),
         **arguments,
@@ -125,23 +132,13 @@ def test_muon_moves_matrices_along_the_context_axis_too(run_mesh, tmp_path, engi
 
 
 def test_what_is_not_built_is_refused_before_anything_starts():
-    from shardzoo.finetuning import FinetuningArguments
     from shardzoo.trainer import TrainingArguments
 
     for wrong in (
         {"env_type": "pytorch"},
         {"env_type": "fsdp", "fsdp_replicas": 2},
-        {"env_type": "deepspeed+mpu", "pipeline_parallel_size": 2},
         {"env_type": "deepspeed", "zero_stage": 3},
         {"env_type": "deepspeed+mpu", "torch_compile": True},
-        {"env_type": "deepspeed+mpu", "lora_rank": 4},
     ):
         with pytest.raises(ValueError, match="context_parallel_size=2 does not work with"):
             TrainingArguments(cp=2, train_steps=1, **wrong)
-    with pytest.raises(ValueError, match="does not work in fine-tuning"):
-        FinetuningArguments(
-            model_name_or_path="x",
-            train_file="x",
-            context_parallel_size=2,
-            env_type="deepspeed+mpu",
-        )

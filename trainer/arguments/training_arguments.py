@@ -525,18 +525,14 @@ class TrainingArguments:
         wrong = {
             f"env_type={self.env_type!r}": environment.is_one_process,
             f"fsdp_replicas={self.fsdp_replicas}": self.fsdp_replicas > 1,
-            f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size
-            > 1,
             "torch_compile": self.torch_compile,
             "zero_stage=3": self.zero_stage == 3,
-            # The masks of dropout on LoRA's inputs would depend on the number of ranks.
-            f"lora_rank={self.lora_rank}": self.lora_rank > 0,
         }
         for name in (name for name, given in wrong.items() if given):
             raise ValueError(
                 f"context_parallel_size={self.context_parallel_size} does not work with {name}; use "
-                "env_type='deepspeed+mpu', 'deepspeed', 'pytorchDDP' or 'fsdp', without pipeline "
-                "stages, fsdp_replicas, torch_compile, LoRA and ZeRO stage 3, or context_parallel_size=1"
+                "env_type='deepspeed+mpu', 'deepspeed', 'pytorchDDP' or 'fsdp', without "
+                "fsdp_replicas, torch_compile and ZeRO stage 3, or context_parallel_size=1"
             )
 
     def resolved(self) -> TrainingArguments:

@@ -10,20 +10,20 @@ from ..optimizers.registry import ELEMENTWISE_NAMES, find_optimizer
 from .buckets import bucket_elements
 
 
-def deepspeed_config(
-    arguments: TrainingArguments, data_parallel_size: int, trained: int
-) -> dict[str, Any]:
+def deepspeed_config(arguments: TrainingArguments, replicas: int, trained: int) -> dict[str, Any]:
     """Returns the DeepSpeed configuration of a run: the keys that the arguments decide, and the
     user's file's.
 
     Args:
+        replicas: The number of ranks that hold the same parameters, which DeepSpeed calls data-parallel.
+            Of them, context-parallel ranks read the same samples.
         trained: The number of elements that a rank trains.
     """
-    accumulation_steps = arguments.accumulation_steps(data_parallel_size)
+    accumulation_steps = arguments.accumulation_steps(replicas // arguments.context_parallel_size)
     decided: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": arguments.micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps,
-        "train_batch_size": arguments.micro_batch_size * accumulation_steps * data_parallel_size,
+        "train_batch_size": arguments.micro_batch_size * accumulation_steps * replicas,
         "gradient_clipping": arguments.clip_grad,
         "bf16": {"enabled": arguments.precision == "bf16"},
         "fp16": {"enabled": arguments.precision == "fp16"},
@@ -53,7 +53,7 @@ def deepspeed_config(
         # several times.
         config["gradient_clipping"] = 0.0
     if stage:
-        _set_buckets(config, arguments, data_parallel_size, trained)
+        _set_buckets(config, arguments, replicas, trained)
     return config
 
 

@@ -70,10 +70,11 @@ class PipelineEngine(DeepSpeedEngine):
         # shape.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
         self._layer = _StageLayer(
-            self._pipeline, ranks.dp_size * config["gradient_accumulation_steps"]
+            self._pipeline, ranks.replica_size * config["gradient_accumulation_steps"]
         )
         self._layer.add_module("model", model)
-        topology = PipeModelDataParallelTopology(mesh.pp_size, mesh.tp_size, mesh.dp_size)
+        # DeepSpeed knows context-parallel ranks as data-parallel ones: it sums gradients over both.
+        topology = PipeModelDataParallelTopology(mesh.pp_size, mesh.tp_size, ranks.replica_size)
         deepspeed.init_distributed(dist_init_required=False)
         with _quiet(), _local_rank():
             stages = deepspeed.PipelineModule(
@@ -169,8 +170,8 @@ class _StageLayer(nn.Module):
     the next one.
 
     It runs the micro-batches of a step in their order. The last stage returns losses, multiplied by
-    `scale`, because DeepSpeed averages over micro-batches and data-parallel ranks and the losses
-    already add up to the mean.
+    `scale`, because DeepSpeed averages over micro-batches and replicas and the losses already add
+    up to the mean.
     """
 
     def __init__(self, stage: StagePlace, scale: int) -> None:

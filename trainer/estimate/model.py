@@ -391,8 +391,6 @@ class Job:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.context_parallel_size > 1 and self.pipeline_parallel_size > 1:
-            raise ValueError("context parallelism does not work with pipeline stages")
         for length in (self.length, self.target_length or 0):
             if length % self.context_parallel_size:
                 raise ValueError(
