@@ -143,6 +143,7 @@ from .mt5 import (
     MT5ForTokenClassification,
     MT5Model,
 )
+from .nllb_moe import NllbMoeConfig, NllbMoeForConditionalGeneration, NllbMoeModel
 from .parallel_config import ParallelConfig
 from .pegasus import (
     PegasusConfig,
@@ -208,6 +209,12 @@ from .smollm3 import (
     SmolLM3ForSequenceClassification,
     SmolLM3ForTokenClassification,
     SmolLM3Model,
+)
+from .switch_transformers import (
+    SwitchTransformersConfig,
+    SwitchTransformersEncoderModel,
+    SwitchTransformersForConditionalGeneration,
+    SwitchTransformersModel,
 )
 from .t5 import (
     T5Config,
@@ -369,6 +376,9 @@ __all__ = [
     "ModernBertForSequenceClassification",
     "ModernBertForTokenClassification",
     "ModernBertModel",
+    "NllbMoeConfig",
+    "NllbMoeForConditionalGeneration",
+    "NllbMoeModel",
     "ParallelConfig",
     "PegasusConfig",
     "PegasusForCausalLM",
@@ -417,6 +427,10 @@ __all__ = [
     "SmolLM3ForSequenceClassification",
     "SmolLM3ForTokenClassification",
     "SmolLM3Model",
+    "SwitchTransformersConfig",
+    "SwitchTransformersEncoderModel",
+    "SwitchTransformersForConditionalGeneration",
+    "SwitchTransformersModel",
     "T5Config",
     "T5EncoderModel",
     "T5ForConditionalGeneration",

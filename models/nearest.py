@@ -33,12 +33,10 @@ MISSING: dict[str, tuple[str, str]] = {
     "longt5": ("t5", "local and transient global attention"),
     "mpnet": ("bert", "a relative bias of attention scores"),
     "mpt": ("gpt2", "ALiBi, a bias of attention scores"),
-    "nllb-moe": ("m2m_100", "a mixture of experts"),
     "opt": ("gpt2", "positions that start at 2 after padding"),
     "phi": ("llama", "blocks with attention and MLP side by side"),
     "prophetnet": ("bart", "n-gram prediction"),
     "olmoe": ("qwen3_moe", "norms over the queries and keys of all heads together"),
-    "switch_transformers": ("t5", "a mixture of experts"),
     "xlnet": ("bert", "permuted attention with two streams"),
 }
 _HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel|LMHead|DoubleHeadsModel|EncoderModel|Model)$")

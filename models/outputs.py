@@ -358,6 +358,61 @@ class MoeModelOutput(BaseModelOutput):
 
 
 @dataclass
+class MoeSeq2SeqLMOutput(Seq2SeqLMOutput):
+    """The output of an encoder-decoder with mixtures of experts.
+
+    Attributes:
+        encoder_z_loss, decoder_z_loss, encoder_aux_loss, decoder_aux_loss: Scalars fp32, the
+            auxiliary losses of each stack, which `loss` contains times their factors.
+        encoder_router_logits, decoder_router_logits: The routers' scores of each sparse layer.
+    """
+
+    encoder_z_loss: Tensor | None = None
+    decoder_z_loss: Tensor | None = None
+    encoder_aux_loss: Tensor | None = None
+    decoder_aux_loss: Tensor | None = None
+    encoder_router_logits: tuple[Tensor, ...] | None = None
+    decoder_router_logits: tuple[Tensor, ...] | None = None
+
+    # transformers' order.
+    ORDER: ClassVar[tuple[str, ...]] = (
+        "loss",
+        "logits",
+        "encoder_z_loss",
+        "decoder_z_loss",
+        "encoder_aux_loss",
+        "decoder_aux_loss",
+        "past_key_values",
+        "decoder_hidden_states",
+        "decoder_attentions",
+        "decoder_router_logits",
+        "cross_attentions",
+        "encoder_last_hidden_state",
+        "encoder_hidden_states",
+        "encoder_attentions",
+        "encoder_router_logits",
+    )
+
+    def keys(self) -> tuple[str, ...]:
+        return tuple(sorted(super().keys(), key=self._place))
+
+    def _place(self, name: str) -> int:
+        return self.ORDER.index(name) if name in self.ORDER else len(self.ORDER)
+
+
+@dataclass
+class MoeSeq2SeqModelOutput(BaseModelOutput):
+    """The output of an encoder-decoder with mixtures of experts and without a head.
+
+    Attributes:
+        encoder_router_logits, decoder_router_logits: The routers' scores of each sparse layer.
+    """
+
+    encoder_router_logits: tuple[Tensor, ...] | None = None
+    decoder_router_logits: tuple[Tensor, ...] | None = None
+
+
+@dataclass
 class MaskedLMOutput(ModelOutput):
     """The output of a masked language model. Its fields are as in `CausalLMOutput`."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -189,6 +189,8 @@ class Seq2SeqBackbone(Backbone):
     )
     encoder: Seq2SeqStack
     decoder: Seq2SeqStack
+    drops_padding: ClassVar[bool] = True
+    """Whether an encoder may leave out the padding of a batch in training."""
 
     @property
     def attends_to_encoder(self) -> bool:
@@ -262,7 +264,8 @@ class Seq2SeqBackbone(Backbone):
         elif encoder_blocks.own:
             # Stages exchange tensors whose shapes do not depend on how much of a batch is padding.
             is_whole = (
-                self.stage is None
+                self.drops_padding
+                and self.stage is None
                 and not self.parallel_config.sequence_parallel
                 and context_size(self.mesh) == 1
             )

@@ -17,10 +17,19 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import combine_tokens, grouped_linear, grouped_product, permute_tokens, sort_by_expert
-from ..ops.experts import permute_rows
+from ..ops import (
+    bias_dropout_residual,
+    combine_tokens,
+    grouped_linear,
+    grouped_product,
+    permute_tokens,
+    sort_by_expert,
+)
+from ..ops.dropout_mask import keys_from_row
+from ..ops.experts import add_expert_bias, permute_rows
 from .collectives import (
     copy_to_tp,
     exchange_rows,
@@ -30,6 +39,7 @@ from .collectives import (
     start_all_gather,
 )
 from .division import find_first_unit
+from .dropout import Dropout
 from .mesh import ParallelMesh, axis_ranks, axis_sizes
 from .parameter import SplitLayer, split_parameter
 from .shard import AxisSplit, Shard
@@ -53,7 +63,7 @@ class TokenRoutes:
 
 
 class ParallelExperts(SplitLayer):
-    """E gated MLPs without biases, each of which computes the tokens that a router sends to it.
+    """E MLPs, with or without a gate, each of which computes the tokens that a router sends to it.
 
     The matrices of all experts are stacked along the rows of one parameter, so that one grouped
     product multiplies them and a rank's part of it is contiguous.
@@ -62,12 +72,21 @@ class ParallelExperts(SplitLayer):
         hidden_size: H.
         inner_size: F, of one expert.
         count: E.
-        activate: Maps the projections [n, 2Fp], gate before up, to [n, Fp].
+        activate: Maps the projections [n, Fp], or [n, 2Fp] with the gate before up, to [n, Fp].
+        gated: Whether an expert has a gate.
+        bias: Whether its projections have biases; only of experts without a gate.
+        dropout: The rate at which inner features are dropped.
+        output_dropout: The rate at which the experts' results are dropped.
+        drops_tokens: Whether a token may have no expert: E instead of an expert's number.
         sequence_parallel: Input and output are this rank's part [B, S/tp, H] of the sequence.
 
     Attributes:
-        gate_up: [Ep · 2Fp, H]: of each of this rank's experts its gate and then its up projection.
-        down: [Ep · Fp, H]: of each of them the transposed down projection.
+        gate_up: With gates, [Ep · 2Fp, H]: of each of this rank's experts its gate and then its up
+            projection.
+        up: Without gates, [Ep · Fp, H].
+        down: [Ep · Fp, H]: of each expert the transposed down projection.
+        up_bias, down_bias: [Ep · Fp] and [Ep · Hp], or None. Each tensor-parallel rank adds its part
+            of the latter to its part of the results.
         first, last: The experts of this rank, [first, last); they may be none.
     """
 
@@ -78,6 +97,11 @@ class ParallelExperts(SplitLayer):
         count: int,
         activate: Callable[[Tensor], Tensor],
         *,
+        gated: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+        output_dropout: float = 0.0,
+        drops_tokens: bool = False,
         sequence_parallel: bool = False,
         mesh: ParallelMesh | None = None,
     ) -> None:
@@ -86,6 +110,8 @@ class ParallelExperts(SplitLayer):
         self.inner_size = inner_size
         self.count = count
         self.activate = activate
+        self.gated = gated
+        self.drops_tokens = drops_tokens
         self.sequence_parallel = sequence_parallel
         self.mesh = mesh
         rank = axis_ranks(mesh)["expert"]
@@ -97,16 +123,30 @@ class ParallelExperts(SplitLayer):
             )
         self.first = find_first_unit(count, rank, size)
         self.last = find_first_unit(count, rank + 1, size)
-        self.shard = _stack_experts(count, (inner_size, inner_size), hidden_size)
-        self.gate_up = split_parameter(self.shard, mesh)
+        if gated:
+            self.shard = _stack_experts(count, (inner_size, inner_size), hidden_size)
+            self.gate_up = split_parameter(self.shard, mesh)
+        else:
+            self.shard = _stack_experts(count, (inner_size,), hidden_size)
+            self.up = split_parameter(self.shard, mesh)
         self.down = split_parameter(_stack_experts(count, (inner_size,), hidden_size), mesh)
+        self.up_bias: Tensor | None = None
+        self.down_bias: Tensor | None = None
+        if bias:
+            if gated:
+                raise ValueError("experts with a gate have no biases")
+            self.up_bias = split_parameter(_stack_experts(count, (inner_size,)), mesh)
+            self.down_bias = split_parameter(_stack_experts(count, (hidden_size,)), mesh)
+        self.dropout = Dropout(dropout, split_dim=-1, count=inner_size, mesh=mesh)
+        self.output_dropout = Dropout(output_dropout, mesh=mesh)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Returns each token's weighted sum of its experts, in the shape of x.
 
         Args:
             x: [B, S, H], or [B, S/tp, H] under sequence parallelism.
-            weights: [B, S, k], of the whole sequence and equal on every tensor-parallel rank.
+            weights: [B, S, k], of the whole sequence and equal on every tensor-parallel rank; 0 for
+                a dropped token.
             experts: int64 [B, S, k], the experts that the weights belong to.
         """
         if self.sequence_parallel:
@@ -115,40 +155,102 @@ class ParallelExperts(SplitLayer):
             x = copy_to_tp(x, self.mesh)
         # A rank computes a part of each expert, so its gradient of the weights is a part too.
         weights = copy_to_tp(weights, self.mesh)
-        top_k = weights.shape[-1]
-        y = self.mix(x.flatten(0, -2), weights.reshape(-1, top_k), experts.reshape(-1, top_k))
-        y = y.view_as(x)
+        y = self.mix(x, weights, experts)
         if self.sequence_parallel:
             return reduce_scatter_sequence(y, self.mesh)
         return reduce_from_tp(y, self.mesh)
 
     def mix(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Returns this rank's part of the weighted sums, [T, H], of x [T, H] and [T, k]."""
-        order, counts = sort_by_expert(experts, self.count)
-        rows = permute_tokens(x, order, experts.shape[-1])
+        """Returns this rank's part of the weighted sums, [B, S, H], of x [B, S, H] and [B, S, k]."""
+        top_k = experts.shape[-1]
+        order, counts = sort_by_expert(experts, self.count, drops=self.drops_tokens)
+        rows = permute_tokens(x.flatten(0, -2), order, top_k)
+        keys = self.find_keys(self.dropout, x, order, top_k)
         mesh = self.mesh
         if mesh is None or mesh.size("expert") == 1:
-            return combine_tokens(self.compute(rows, counts), weights, order)
+            rows = self.compute(rows, counts, keys)
+        else:
+            rows = self.compute_elsewhere(rows, counts, keys, mesh)
+        output_keys = self.find_keys(self.output_dropout, x, order, top_k)
+        if output_keys is not None:
+            rows = bias_dropout_residual(
+                rows, None, None, p=self.output_dropout.p, keys=output_keys
+            )
+        return combine_tokens(rows, weights.reshape(-1, top_k), order).view_as(x)
+
+    def find_keys(self, dropout: Dropout, x: Tensor, order: Tensor, top_k: int) -> Tensor | None:
+        """Returns the key of each sorted pair for one use of a dropout, int64 [B S k], or None if
+        nothing is dropped.
+
+        A pair's mask depends on its sample, position and choice alone.
+
+        Args:
+            x: [B, S, H].
+            order: int64 [B S k].
+        """
+        if not dropout.drops:
+            return None
+        pairs = x.shape[1] * top_k  # of a sample
+        return keys_from_row(dropout.keys(x)[order // pairs], order % pairs)
+
+    def compute_elsewhere(
+        self, rows: Tensor, counts: Tensor, keys: Tensor | None, mesh: ParallelMesh
+    ) -> Tensor:
+        """Returns what `compute` does, of experts that are dealt over the expert-parallel ranks.
+
+        Args:
+            counts: int64 [E], the number of this rank's rows of each expert.
+        """
         group = mesh.group("expert")
         routes = self.find_routes(counts, mesh)
+        total = len(rows)
+        travelling = sum(routes.sent)
+        if travelling < total:
+            rows = rows[:travelling]
         rows = exchange_rows(rows, routes.sent, routes.received, group)
-        rows = self.compute(permute_rows(rows, routes.order), routes.counts)
+        if keys is not None:
+            keys = exchange_rows(keys[:travelling], routes.sent, routes.received, group)
+            keys = keys.index_select(0, routes.order)
+        rows = self.compute(permute_rows(rows, routes.order), routes.counts, keys)
         rows = permute_rows(rows, routes.order.argsort())
         rows = exchange_rows(rows, routes.received, routes.sent, group)
-        return combine_tokens(rows, weights, order)
+        if travelling < total:
+            rows = F.pad(rows, (0, 0, 0, total - travelling))
+        return rows
 
-    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def compute(self, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
         """Returns this rank's part of the results of its experts, [M, H].
 
         Args:
             rows: [M, H], sorted by expert.
             counts: int64 [Ep], the number of rows of each expert.
+            keys: int64 [M], of the dropout of inner features.
         """
         own = self.last - self.first
-        gate_up = self.gate_up.view(own, -1, self.hidden_size)  # [Ep, 2Fp, H]
+        first = self.gate_up if self.gated else self.up
+        first = first.view(own, -1, self.hidden_size)  # [Ep, 2Fp or Fp, H]
         down = self.down.view(own, -1, self.hidden_size)  # [Ep, Fp, H]
-        rows = self.activate(grouped_linear(rows, gate_up, counts))
-        return grouped_product(rows, down, counts)
+        drops = self.drops_tokens
+        rows = grouped_linear(rows, first, counts, drops=drops)
+        if self.up_bias is not None:
+            rows = add_expert_bias(rows, self.up_bias.view(own, -1), counts)
+        rows = self.activate(rows)
+        if keys is not None:
+            dropout = self.dropout
+            first_column = dropout.find_first(rows.shape[-1])
+            rows = bias_dropout_residual(
+                rows, None, None, p=dropout.p, keys=keys, first_column=first_column
+            )
+        rows = grouped_product(rows, down, counts, drops=drops)
+        if self.down_bias is None:
+            return rows
+        # The ranks' results are added up, so each rank adds the biases of its own columns alone.
+        bias = self.down_bias.view(own, -1)  # [Ep, Hp]
+        start = find_first_unit(
+            self.hidden_size, axis_ranks(self.mesh)["tensor"], axis_sizes(self.mesh)["tensor"]
+        )
+        bias = F.pad(bias, (start, self.hidden_size - start - bias.shape[1]))
+        return add_expert_bias(rows, bias, counts)
 
     @torch.no_grad()
     def find_routes(self, counts: Tensor, mesh: ParallelMesh) -> TokenRoutes:
@@ -183,17 +285,18 @@ class ParallelExperts(SplitLayer):
         )
 
 
-def _stack_experts(count: int, widths: tuple[int, ...], hidden_size: int) -> Shard:
+def _stack_experts(count: int, widths: tuple[int, ...], *columns: int) -> Shard:
     """Returns the split of stacked experts: the expert axis deals them, and the tensor axis splits
     each of an expert's matrices.
 
     Args:
         count: E.
         widths: The rows of each matrix of an expert.
+        columns: The columns of the matrices; none for biases.
     """
     rows = sum(widths)
     return Shard.from_splits(
-        (count * rows, hidden_size),
+        (count * rows, *columns),
         AxisSplit(0, axis="expert", unit=rows),
         AxisSplit(0, axis="tensor", groups=widths * count),
     )

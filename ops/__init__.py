@@ -42,6 +42,8 @@ from .experts import (
     mix_experts,
     permute_tokens,
     route_tokens,
+    route_twice_within_capacity,
+    route_within_capacity,
     sort_by_expert,
 )
 from .matmul import addmm, autocast_arguments, linear, matmul
@@ -56,6 +58,7 @@ __all__ = [
     "current_choice", "dropout", "dropout_keep", "dropout_keys", "empty_pooled", "few_queries_attention", "geglu",
     "grouped_linear", "grouped_product", "in_inference_mode", "kernels", "layer_norm", "linear",
     "linear_cross_entropy", "masked_softmax", "matmul", "mix_experts", "permute_tokens", "relu", "rms_norm",
-    "route_tokens", "sort_by_expert", "swiglu", "token_cross_entropy", "use_key",
+    "route_tokens", "route_twice_within_capacity", "route_within_capacity", "sort_by_expert", "swiglu",
+    "token_cross_entropy", "use_key",
 ]
 # fmt: on

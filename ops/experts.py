@@ -13,6 +13,10 @@ experts. Tokens are sorted by their expert, so that the tokens of one expert are
 `mix_experts` is the naive reference of these steps together. An accelerator multiplies all experts
 at once (`torch.nn.functional.grouped_mm`) and never waits for the counts. A CPU multiplies one
 expert after the other: its matrix products are large, and one call each costs nothing beside them.
+
+An expert with a limited capacity drops tokens (Fedus et al. 2022, arXiv:2101.03961). A dropped pair
+has the number E instead of an expert's, so that it is sorted behind all others: the grouped products
+leave out these rows, and set theirs to zero.
 """
 
 from __future__ import annotations
@@ -84,12 +88,109 @@ def route_tokens(
     return weights, experts
 
 
-def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def route_within_capacity(
+    logits: Tensor, capacity: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Chooses one expert for each token, which computes the first tokens of a row alone (Switch
+    Transformers).
+
+    Args:
+        logits: The router's scores [B, S, E], in fp32 or wider.
+        capacity: The number of tokens of a row that an expert computes at most.
+        dtype: Of the model. Probabilities are rounded to it before they are compared, as
+            transformers does.
+
+    Returns:
+        The probability of each token's expert, [B, S], and the expert, int64 [B, S]. A token behind
+        an expert's capacity has the probability 0 and the number E.
+    """
+    weights, experts = torch.softmax(logits, dim=-1).to(dtype).max(-1)
+    count = logits.shape[-1]
+    is_dropped = count_places(experts, count) >= capacity
+    return weights.masked_fill(is_dropped, 0), experts.masked_fill(is_dropped, count)
+
+
+def route_twice_within_capacity(
+    logits: Tensor,
+    capacity: int,
+    dtype: torch.dtype,
+    is_token: Tensor | None = None,
+    *,
+    normalize_first: bool = False,
+    prioritize: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Chooses two experts for each token, which compute the first tokens of a batch alone (NLLB).
+
+    All first choices have their places before all second ones.
+
+    Args:
+        logits: The router's scores [T, E], in fp32 or wider.
+        capacity: The number of tokens of the batch that an expert computes at most.
+        dtype: As for `route_within_capacity`.
+        is_token: bool [T], False for tokens that get no expert; None if all get some.
+        normalize_first: Whether the probabilities of both choices are divided by their sum before
+            the capacity is applied; otherwise by the sum of those that are within it.
+        prioritize: Whether the places are in the order of the highest probabilities, instead of the
+            order of the tokens.
+
+    Returns:
+        The weights, [T, 2], and the experts, int64 [T, 2]. A choice that an expert does not compute
+        has the weight 0 and the number E.
+    """
+    count = logits.shape[-1]
+    probabilities = torch.softmax(logits, dim=-1).to(dtype)
+    highest, first = probabilities.max(-1)
+    others = logits.scatter(-1, first[:, None], float("-inf"))
+    second = others.argmax(-1)
+    experts = torch.stack([first, second], dim=-1)  # [T, 2]
+    weights = probabilities.gather(-1, experts)
+    smallest = torch.finfo(dtype).eps
+    if normalize_first:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=smallest)
+    if is_token is not None:
+        experts = experts.masked_fill(~is_token[:, None], count)
+
+    # The place of each choice among those of its expert.
+    queue = experts
+    order = None
+    if prioritize:
+        order = (-highest).argsort()
+        queue = experts[order]
+    places = count_places(queue.t(), count).t()  # [T, 2]
+    if order is not None:
+        places = places[order.argsort()]
+    chosen = experts.new_zeros(count + 1)
+    chosen = chosen.scatter_add(0, experts[:, 0], torch.ones_like(first))
+    behind = torch.stack([torch.zeros_like(first), chosen[experts[:, 1]]], dim=-1)
+
+    is_dropped = (places + behind >= capacity) | (experts == count)
+    weights = weights.masked_fill(is_dropped, 0)
+    if not normalize_first:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=smallest)
+    return weights, experts.masked_fill(is_dropped, count)
+
+
+def count_places(experts: Tensor, count: int) -> Tensor:
+    """Returns how many of the pairs before each one have the same expert, int64 [..., T].
+
+    Args:
+        experts: int64 [..., T]. A number that is not below `count` stands for no expert.
+        count: The number E of experts.
+    """
+    numbers = torch.arange(count, device=experts.device)
+    chosen = (experts[..., None] == numbers).to(torch.int64)  # [..., T, E]
+    places = chosen.cumsum(-2) - 1
+    own = experts.clamp(max=count - 1)[..., None]
+    return places.gather(-1, own)[..., 0]
+
+
+def sort_by_expert(experts: Tensor, count: int, *, drops: bool = False) -> tuple[Tensor, Tensor]:
     """Sorts the pairs of a token and one of its experts by the expert, and by the token second.
 
     Args:
         experts: int64 [T, k].
         count: The number E of experts.
+        drops: Whether some pairs may be dropped; they have the number E, and are the last ones.
 
     Returns:
         order: int64 [T k], the pair (number t k + choice) at each place of the sorted order.
@@ -97,8 +198,9 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     numbers = experts.reshape(-1)
     order = numbers.argsort(stable=True)
-    counts = numbers.new_zeros(count).scatter_add_(0, numbers, torch.ones_like(numbers))
-    return order, counts
+    length = count + 1 if drops else count
+    counts = numbers.new_zeros(length).scatter_add_(0, numbers, torch.ones_like(numbers))
+    return order, counts[:count] if drops else counts
 
 
 def permute_tokens(x: Tensor, order: Tensor, top_k: int) -> Tensor:
@@ -124,26 +226,41 @@ def combine_tokens(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     return _Combine.apply(rows, weights, order)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, *, drops: bool = False) -> Tensor:
     """Returns x Wᵀ with each row's own matrix, [M, F].
 
     Args:
         x: [M, C], sorted by expert.
         weight: The matrices [E, F, C].
-        counts: int64 [E], the number of rows of each expert; their sum is M.
+        counts: int64 [E], the number of rows of each expert.
+        drops: Whether there may be rows behind those of the experts. Their results are zeros.
     """
     x, weight = _cast(x, weight)
     if x.is_cpu or not _takes_grouped_product(x, weight):
         return _multiply_by_expert(x, weight, counts, True)
-    return _grouped_mm(x, weight.transpose(-1, -2), counts)
+    return _grouped_mm(x, weight.transpose(-1, -2), counts, drops)
 
 
-def grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_product(x: Tensor, weight: Tensor, counts: Tensor, *, drops: bool = False) -> Tensor:
     """Returns x W with each row's own matrix, [M, F], of matrices [E, C, F]; see `grouped_linear`."""
     x, weight = _cast(x, weight)
     if x.is_cpu or not _takes_grouped_product(x, weight):
         return _multiply_by_expert(x, weight, counts, False)
-    return _grouped_mm(x, weight, counts)
+    return _grouped_mm(x, weight, counts, drops)
+
+
+def add_expert_bias(rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+    """Adds each row's own bias.
+
+    Args:
+        rows: [M, F], sorted by expert. Rows behind those of the experts get the last one's.
+        bias: [E, F].
+        counts: int64 [E], the number of rows of each expert.
+    """
+    places = torch.arange(len(rows), device=rows.device)
+    numbers = torch.searchsorted(counts.cumsum(0), places, right=True)
+    numbers = numbers.clamp(max=len(bias) - 1)
+    return rows + bias.index_select(0, numbers).to(rows.dtype)
 
 
 def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,9 +277,14 @@ def _takes_grouped_product(x: Tensor, weight: Tensor) -> bool:
     return all(size * x.dtype.itemsize % _ALIGNMENT == 0 for size in weight.shape[1:])
 
 
-def _grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def _grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, drops: bool) -> Tensor:
     ends = counts.cumsum(0).to(torch.int32)
-    return F.grouped_mm(x.contiguous(), weight, offs=ends)
+    if not drops:
+        return F.grouped_mm(x.contiguous(), weight, offs=ends)
+    # PyTorch leaves the rows behind the last end unwritten, in the gradient of x too.
+    unused = (torch.arange(len(x), device=x.device) >= ends[-1])[:, None]
+    x = x.masked_fill(unused, 0)
+    return F.grouped_mm(x.contiguous(), weight, offs=ends).masked_fill(unused, 0)
 
 
 def _multiply_by_expert(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
@@ -206,6 +328,7 @@ def _multiply_spans(
     for number, start, stop in spans:
         matrix = weight[number].t() if transposed else weight[number]
         torch.mm(x[start:stop], matrix, out=out[start:stop])
+    _clear_unused(out, spans)
     return out
 
 
@@ -217,7 +340,15 @@ def _multiply_input_grad(
     for number, start, stop in spans:
         matrix = weight[number] if transposed else weight[number].t()
         torch.mm(grad[start:stop], matrix, out=input_grad[start:stop])
+    _clear_unused(input_grad, spans)
     return input_grad
+
+
+def _clear_unused(rows: Tensor, spans: list[tuple[int, int, int]]) -> None:
+    """Sets the rows behind those of the experts to zero."""
+    used = spans[-1][2] if spans else 0
+    if used < len(rows):
+        rows[used:].zero_()
 
 
 def _multiply_weight_grad(

@@ -137,6 +137,11 @@ class BartConfig(HeadsConfig):
         )
 
     @property
+    def mlp_dropout(self) -> float:
+        """The rate of the dropout behind the feed-forward part."""
+        return self.dropout
+
+    @property
     def num_attention_heads(self) -> int:
         return self.encoder_attention_heads
 

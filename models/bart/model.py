@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ class BartBlock(nn.Module):
         self,
         config: BartConfig,
         is_decoder: bool,
+        layer: int,
         mesh: ParallelMesh | None,
         parallel_config: ParallelConfig,
     ) -> None:
@@ -57,7 +58,6 @@ class BartBlock(nn.Module):
         size = config.d_model
         shared = layer_arguments(mesh, parallel_config)
         heads = config.decoder_attention_heads if is_decoder else config.encoder_attention_heads
-        inner = config.decoder_ffn_dim if is_decoder else config.encoder_ffn_dim
         block: dict[str, Any] = {"mesh": mesh, "parallel_config": parallel_config}
         attention: dict[str, Any] = {
             "scale": (size // heads) ** -0.5,
@@ -73,11 +73,23 @@ class BartBlock(nn.Module):
             self.cross_attention = CrossAttention(size, heads, **attention)
             self.cross_attention_dropout = residual_dropout(config.dropout, mesh, parallel_config)
             self.cross_attention_norm = LayerNorm(size, **shared)
-        self.mlp = MLP(
-            size, inner, config.activation_function, dropout=config.activation_dropout, **block
-        )
-        self.mlp_dropout = residual_dropout(config.dropout, mesh, parallel_config)
+        self.mlp = self.build_mlp(config, is_decoder, layer, **block)
+        self.mlp_dropout = residual_dropout(config.mlp_dropout, mesh, parallel_config)
         self.mlp_norm = LayerNorm(size, **shared)
+
+    def build_mlp(self, config: Any, is_decoder: bool, layer: int, **arguments: Any) -> nn.Module:
+        """Returns the feed-forward part of a layer, from how it is split."""
+        return MLP(
+            config.d_model,
+            config.decoder_ffn_dim if is_decoder else config.encoder_ffn_dim,
+            config.activation_function,
+            dropout=config.activation_dropout,
+            **arguments,
+        )
+
+    def bind_mlp(self, mask: Any) -> Callable[[Tensor], Tensor]:
+        """Returns the feed-forward part as a function of [B, S, H], for a call with this mask."""
+        return self.mlp
 
     def forward(
         self,
@@ -105,7 +117,7 @@ class BartBlock(nn.Module):
             layers.append(
                 (self.cross_attention_norm, cross_attention, self.cross_attention_dropout)
             )
-        layers.append((self.mlp_norm, self.mlp, self.mlp_dropout))
+        layers.append((self.mlp_norm, self.bind_mlp(mask), self.mlp_dropout))
         if not self.pre_norm:
             for norm, layer, dropout in layers:
                 x, _ = add_and_norm(norm, dropout, layer(x), x)
@@ -156,6 +168,8 @@ def find_scale(config: BartConfig) -> float:
 class BartStack(Seq2SeqStack):
     """The encoder or the decoder: positions, blocks and, with pre-LayerNorm, a final norm."""
 
+    block_class: ClassVar[type[BartBlock]] = BartBlock
+
     def __init__(
         self,
         config: BartConfig,
@@ -185,7 +199,10 @@ class BartStack(Seq2SeqStack):
         self.embedding_dropout = residual_dropout(config.dropout, mesh, parallel_config)
         layers = config.decoder_layers if is_decoder else config.encoder_layers
         self.blocks = BlockList(
-            (BartBlock(config, is_decoder, mesh, parallel_config) for _ in range(layers)),
+            (
+                self.block_class(config, is_decoder, layer, mesh, parallel_config)
+                for layer in range(layers)
+            ),
             parallel_config,
         )
         self.final_norm = LayerNorm(size, **shared) if config.pre_norm else nn.Identity()
@@ -243,6 +260,8 @@ class BartEmbeddings(Backbone):
 class BartBackbone(Seq2SeqBackbone, BartEmbeddings):
     """Encoder and decoder without a head."""
 
+    stack_class: ClassVar[type[BartStack]] = BartStack
+
     def __init__(
         self,
         config: BartConfig,
@@ -250,8 +269,8 @@ class BartBackbone(Seq2SeqBackbone, BartEmbeddings):
         parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__(config, mesh, parallel_config)
-        self.encoder = BartStack(config, False, mesh, self.parallel_config)
-        self.decoder = BartStack(config, True, mesh, self.parallel_config)
+        self.encoder = self.stack_class(config, False, mesh, self.parallel_config)
+        self.decoder = self.stack_class(config, True, mesh, self.parallel_config)
 
 
 class BartLM(Seq2SeqLM):

@@ -18,6 +18,7 @@ class ReplicatedLinear(nn.Linear):
         bias: Whether there is a b.
         sequence_parallel: The input is this rank's part of the sequence, so the parameters'
             gradients are summed over the tensor-parallel ranks.
+        wide: Whether to compute in fp32 or wider, and to return that.
     """
 
     def __init__(
@@ -27,13 +28,17 @@ class ReplicatedLinear(nn.Linear):
         *,
         bias: bool = True,
         sequence_parallel: bool = False,
+        wide: bool = False,
         mesh: ParallelMesh | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.sequence_parallel = sequence_parallel
+        self.wide = wide
         self.mesh = mesh
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.wide:
+            return self._forward_wide(input)
         if not self.sequence_parallel:
             return F.linear(input, self.weight, self.bias)
         # The gradients of the weight and of the bias, if there is one, are summed by one
@@ -42,3 +47,10 @@ class ReplicatedLinear(nn.Linear):
         joined = copy_to_tp(torch.cat([parameter.flatten() for parameter in own]), self.mesh)
         weight, *bias = torch.split(joined, [parameter.numel() for parameter in own])
         return F.linear(input, weight.view_as(self.weight), *bias)
+
+    def _forward_wide(self, input: Tensor) -> Tensor:
+        wide = torch.promote_types(input.dtype, torch.float32)
+        own = [parameter.to(wide) for parameter in self.parameters(recurse=False)]
+        if self.sequence_parallel:
+            own = [copy_to_tp(parameter, self.mesh) for parameter in own]
+        return F.linear(input.to(wide), *own)

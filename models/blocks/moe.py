@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...mpu import ParallelExperts, ParallelMesh, gather_sequence
+from ...mpu import ParallelExperts, ParallelMesh, context_size, gather_sequence
 from ...ops import route_tokens
 from ..parallel_config import ParallelConfig, layer_arguments
 from .activation_functions import find_activation
@@ -42,6 +43,54 @@ class RouterRecord:
 
 
 router_record = RouterRecord()
+
+
+def asks_for_router(model: Any, output_router_logits: bool | None) -> bool:
+    """Returns whether a call asks for the routers' scores.
+
+    Raises:
+        ValueError: It does, and the layers are in several pipeline stages: the auxiliary loss
+            multiplies sums over all layers.
+    """
+    asks: bool = model.config.output_router_logits
+    if output_router_logits is not None:
+        asks = output_router_logits
+    if asks and model.mesh is not None and model.mesh.pp_size > 1:
+        raise ValueError(
+            "output_router_logits is not supported with pipeline parallelism: the auxiliary loss "
+            "needs the routers of all layers; set output_router_logits to false"
+        )
+    return asks
+
+
+def flatten_logits(logits: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns the routers' scores as most families of transformers do, [B S, E] each."""
+    return tuple(scores.flatten(0, -2) for scores in logits)
+
+
+class Router(ReplicatedLinear):
+    """A linear router that computes in fp32 or wider, as the paper of Switch Transformers says.
+
+    Its scores are [B, S, E], of the whole sequence and equal on all tensor-parallel ranks: each of
+    them computes a part of every expert.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        logits = super().forward(input)
+        if self.sequence_parallel:
+            logits = gather_sequence(logits, self.mesh, partial_grad=False)
+        if router_record.logits is not None:
+            router_record.logits[self] = logits
+        return logits
+
+
+def refuse_split_rows(mesh: ParallelMesh | None) -> None:
+    """Raises ValueError under context parallelism, for a router that counts the tokens of a row."""
+    if context_size(mesh) > 1:
+        raise ValueError(
+            "experts with a limited capacity count the tokens of whole rows, which context "
+            "parallelism splits; use context_parallel_size=1"
+        )
 
 
 class MixtureMLP(nn.Module):
@@ -143,6 +192,23 @@ def balance_loss_by_sample(
     divided into calls.
     """
     return _multiply_shares(*_sum_choices(logits, top_k, attention_mask))
+
+
+def z_loss_by_sample(logits: Sequence[Tensor], attention_mask: Tensor | None = None) -> Tensor:
+    """Returns the loss that keeps the routers' scores small, of each sample, [B].
+
+    It is the mean of logsumexp(scores)² over the layers and tokens (Zoph et al. 2022,
+    arXiv:2202.08906).
+
+    Args:
+        logits, attention_mask: As for `balance_loss`.
+    """
+    squares = [scores.logsumexp(-1).square() for scores in logits]  # [B, S] each
+    by_token = torch.stack(squares).mean(0)
+    if attention_mask is None or attention_mask.shape != by_token.shape:
+        return by_token.mean(-1)
+    counted = attention_mask.to(by_token.dtype)
+    return (by_token * counted).sum(-1) / counted.sum(-1).clamp(min=1)
 
 
 def _sum_choices(

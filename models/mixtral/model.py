@@ -21,7 +21,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, gather_from_context, share_gradient
-from ..blocks.moe import MixtureMLP, balance_loss, balance_loss_by_sample, router_record
+from ..blocks.moe import (
+    MixtureMLP,
+    asks_for_router,
+    balance_loss,
+    balance_loss_by_sample,
+    flatten_logits,
+    router_record,
+)
 from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
 from ..language_model import IGNORED, CausalLM
 from ..llama.model import LlamaBackbone, LlamaBlock
@@ -57,24 +64,6 @@ class MixtralBackbone(LlamaBackbone):
 
     config: Any  # a MixtureConfig
     block_class = MixtralBlock
-
-
-def asks_for_router(model: Any, output_router_logits: bool | None) -> bool:
-    """Returns whether a call asks for the routers' scores.
-
-    Raises:
-        ValueError: It does, and the layers are in several pipeline stages: the auxiliary loss
-            multiplies sums over all layers.
-    """
-    asks: bool = model.config.output_router_logits
-    if output_router_logits is not None:
-        asks = output_router_logits
-    if asks and model.mesh is not None and model.mesh.pp_size > 1:
-        raise ValueError(
-            "output_router_logits is not supported with pipeline parallelism: the auxiliary loss "
-            "needs the routers of all layers; set output_router_logits to false"
-        )
-    return asks
 
 
 class MixtureCausalLM(CausalLM):
@@ -137,11 +126,6 @@ class MixtureCausalLM(CausalLM):
         return MoeCausalLMOutput.from_output(
             output, loss=loss, aux_loss=balance, router_logits=flatten_logits(logits)
         )
-
-
-def flatten_logits(logits: list[Tensor]) -> tuple[Tensor, ...]:
-    """Returns the routers' scores as transformers does, [B S, E] each."""
-    return tuple(scores.flatten(0, -2) for scores in logits)
 
 
 class MixtureModel(BareModel):

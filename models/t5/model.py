@@ -12,7 +12,7 @@ Transformer").
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ class T5Block(nn.Module):
         self,
         config: T5Config,
         is_decoder: bool,
+        layer: int,
         mesh: ParallelMesh | None,
         parallel_config: ParallelConfig,
     ) -> None:
@@ -70,11 +71,14 @@ class T5Block(nn.Module):
             self.cross_attention = CrossAttention(size, heads, head_size=config.d_kv, **attention)
             self.cross_attention_dropout = residual_dropout(rate, mesh, parallel_config)
         self.mlp_norm = RMSNorm(size, eps, **shared)
-        if config.is_gated:
-            self.mlp = GatedMLP(size, config.d_ff, config.activation, **block)
-        else:
-            self.mlp = MLP(size, config.d_ff, config.activation, bias=False, **block)
+        self.mlp = self.build_mlp(config, is_decoder, layer, **block)
         self.mlp_dropout = residual_dropout(rate, mesh, parallel_config)
+
+    def build_mlp(self, config: Any, is_decoder: bool, layer: int, **arguments: Any) -> nn.Module:
+        """Returns the feed-forward part of a layer, from what its dropout and split are."""
+        if config.is_gated:
+            return GatedMLP(config.d_model, config.d_ff, config.activation, **arguments)
+        return MLP(config.d_model, config.d_ff, config.activation, bias=False, **arguments)
 
     def forward(
         self,
@@ -110,6 +114,7 @@ class T5Stack(Seq2SeqStack):
     """The encoder or the decoder: blocks with relative biases, and a final norm."""
 
     shared_by_blocks = ("relative_bias",)
+    block_class: ClassVar[type[T5Block]] = T5Block
 
     def __init__(
         self,
@@ -128,7 +133,10 @@ class T5Stack(Seq2SeqStack):
         self.embedding_dropout = residual_dropout(config.dropout_rate, mesh, parallel_config)
         layers = config.decoder_layers if is_decoder else config.num_layers
         self.blocks = BlockList(
-            (T5Block(config, is_decoder, mesh, parallel_config) for _ in range(layers)),
+            (
+                self.block_class(config, is_decoder, layer, mesh, parallel_config)
+                for layer in range(layers)
+            ),
             parallel_config,
         )
         self.final_norm = RMSNorm(
@@ -159,7 +167,8 @@ class T5EncoderBackbone(Backbone):
     """The encoder without a head. With `mesh=None` the model is not split."""
 
     positional_inputs = ("input_ids", "attention_mask", "inputs_embeds")
-    config: T5Config
+    config: Any  # a T5Config
+    stack_class: ClassVar[type[T5Stack]] = T5Stack
 
     def __init__(
         self,
@@ -175,7 +184,7 @@ class T5EncoderBackbone(Backbone):
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, config.d_model, pad_multiple=VOCABULARY_MULTIPLE, **shared
         )
-        self.encoder = T5Stack(config, False, mesh, self.parallel_config)
+        self.encoder = self.stack_class(config, False, mesh, self.parallel_config)
 
     def run_backbone(
         self,
@@ -237,7 +246,7 @@ class T5Backbone(Seq2SeqBackbone, T5EncoderBackbone):
         parallel_config: ParallelConfig | None = None,
     ) -> None:
         super().__init__(config, mesh, parallel_config)
-        self.decoder = T5Stack(config, True, mesh, self.parallel_config)
+        self.decoder = self.stack_class(config, True, mesh, self.parallel_config)
 
     def head_input(self, x: Tensor) -> Tensor:
         return x * self.config.d_model**-0.5 if self.config.scale_decoder_outputs else x

@@ -39,7 +39,8 @@ BF16_MODES = ("plain", "sequence parallel", "recompute")
 BATCHES = 15  # in bf16, whose errors on one batch are random; the other comparisons use the first
 OUTPUTS = (
     "logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits", "last_hidden_state",
-    "pooler_output", "encoder_last_hidden_state",
+    "pooler_output", "encoder_last_hidden_state", "encoder_z_loss", "decoder_z_loss", "encoder_aux_loss",
+    "decoder_aux_loss",
 )  # fmt: skip
 HIDDEN_STATES = ("hidden_states", "decoder_hidden_states", "encoder_hidden_states")
 ENDS = [
@@ -64,12 +65,16 @@ class Case:
             answering has no labels to ignore, so leave out rows with padding that sees nothing (on the left of a causal
             model; beyond a window).
         untied: Give the model its own output head, where transformers 5 ties the head of a new model.
+        options: Further arguments of a call.
+        mend: Corrects what transformers' model computes wrongly, in place.
     """
 
     config: dict[str, Any]
     sizes: tuple[int, ...] = (1, 2, 3)
     padding: tuple[str, ...] = ("right", "left", "")
     untied: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    mend: Callable[[Any], None] | None = None
 
 
 @dataclass
@@ -133,6 +138,8 @@ def build(name: str, case: Case, folder: Path) -> Any:
     if case.untied:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     randomize(model, seed=3)
+    if case.mend is not None:
+        case.mend(model)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:  # not a table of sinusoids, which files need not have
@@ -172,6 +179,7 @@ class Inputs:
         self.architecture, self.config, self.kind = architecture_of(name), config, stacks(name)
         self.generator = torch.Generator().manual_seed(7)
         self.padding = case.padding
+        self.options = case.options
 
     def integers(self, high: int, *size: int) -> Tensor:
         return torch.randint(high, size, generator=self.generator)
@@ -193,7 +201,7 @@ class Inputs:
         if self.kind == "encoder-decoder" and "ForSequenceClassification" in self.architecture:
             last = (mask * torch.arange(1, LENGTH + 1)).argmax(1)
             inputs["input_ids"][torch.arange(len(mask)), last] = self.config.eos_token_id
-        return inputs | self.targets(inputs)
+        return inputs | self.targets(inputs) | self.options
 
     def targets(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The labels that the head takes; for a body the decoder's ids."""
@@ -306,8 +314,12 @@ def forward(model: Any, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], T
     return {name: attended(name, value.detach(), inputs) for name, value in found.items()}, loss
 
 
-def moved(tensors: dict[str, Tensor], device: str) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+def moved(tensors: dict[str, Any], device: str) -> dict[str, Any]:
+    """Tensors on a device; a call's other arguments stay as they are."""
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in tensors.items()
+    }
 
 
 def reference(
@@ -329,11 +341,12 @@ def reference(
         model.zero_grad()
         outputs, loss = forward(model, moved(inputs, device))
         loss.backward()
-        found = {
-            name: parameter.grad
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
+        found = {}
+        for key, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found[key] = parameter.grad
+            elif ".experts." in key:  # without a token
+                found[key] = torch.zeros_like(parameter)
         named = {name_map.to_current_name(name, stored): grad for name, grad in found.items()}
         grads = {
             name if name in stored else kept.get(name, name): grad

@@ -76,6 +76,14 @@ TINY: dict[str, dict[str, Any]] = {
     "pegasus": _BART,
     "marian": {**_BART, "pad_token_id": 1, "decoder_start_token_id": 1},
 }  # fmt: skip
+# Encoder-decoders with mixtures, which leave no padding out.
+SPARSE: dict[str, dict[str, Any]] = {
+    "switch_transformers": {
+        **_SEQ2SEQ, "num_experts": 5, "expert_capacity": 6, "encoder_sparse_step": 2, "decoder_sparse_step": 1,
+        "router_jitter_noise": 0.0,
+    },
+    "nllb-moe": {**_BART, "num_experts": 5, "encoder_sparse_step": 2, "decoder_sparse_step": 1},
+}  # fmt: skip
 PRETRAINED = {
     "t5": "T5ForConditionalGeneration", "gpt2": "GPT2LMHeadModel", "bert": "BertForPreTraining",
     "bart": "BartForConditionalGeneration",
@@ -92,6 +100,8 @@ _DROPOUTS = {
     "modernbert": ("embedding_dropout", "attention_dropout", "mlp_dropout", "classifier_dropout"),
     "glm": ("embedding_dropout_prob", "attention_dropout_prob", "output_dropout_prob"),
     "t5": ("dropout_rate",),
+    "switch_transformers": ("dropout_rate",),
+    "nllb-moe": ("dropout", "attention_dropout", "activation_dropout", "moe_token_dropout"),
     "mt5": ("dropout_rate",),
     "umt5": ("dropout_rate",),
     **dict.fromkeys(
@@ -112,6 +122,8 @@ _DEPTHS = {
     "modernbert": ("num_hidden_layers",),
     "glm": ("num_layers",),
     "t5": ("num_layers", "num_decoder_layers"),
+    "switch_transformers": ("num_layers", "num_decoder_layers"),
+    "nllb-moe": ("encoder_layers", "decoder_layers"),
     "mt5": ("num_layers", "num_decoder_layers"),
     "umt5": ("num_layers", "num_decoder_layers"),
     **dict.fromkeys(
@@ -146,7 +158,7 @@ def tiny(
     return {
         "model_type": family,
         "vocab_size": vocab_size,
-        **TINY[family],
+        **(TINY | SPARSE)[family],
         **rates,
         **depths,
         **changes,

@@ -45,15 +45,9 @@ UNKNOWN_FAMILIES = {  # model_type, architecture: the nearest model, and a word 
     ("bloom", "BloomForCausalLM"): ("GPT2LMHeadModel (gpt2)", "ALiBi"),
     ("opt", "OPTForCausalLM"): ("GPT2LMHeadModel (gpt2)", "positions"),
     ("longt5", "LongT5ForConditionalGeneration"): ("T5ForConditionalGeneration (t5)", "global attention"),
-    ("switch_transformers", "SwitchTransformersForConditionalGeneration"): (
-        "T5ForConditionalGeneration (t5)", "mixture of experts",
-    ),
     ("gpt_neox", "GPTNeoXForCausalLM"): ("LlamaForCausalLM (llama)", "side by side"),
     ("olmoe", "OlmoeForCausalLM"): ("Qwen3MoeForCausalLM (qwen3_moe)", "norms over the queries and keys"),
     ("gemma2", "Gemma2ForSequenceClassification"): ("LlamaForSequenceClassification (llama)", "soft-capped"),
-    ("nllb-moe", "NllbMoeForConditionalGeneration"): (
-        "M2M100ForConditionalGeneration (m2m_100)", "mixture of experts",
-    ),
     ("chatglm", "ChatGLMModel"): ("Glm4Model (glm4)", "norms after attention"),
     ("xlnet", ""): ("(bert)", "two streams"),
     ("gpt3", ""): ("GPT2LMHeadModel (gpt2)", "its blocks"),

@@ -95,3 +95,85 @@ def test_equal_experts_have_the_smallest_loss():
     skewed = balance_loss([torch.eye(4)[:1].repeat(12, 1)[None] * 9], 1)
     torch.testing.assert_close(even, torch.tensor(1.0), rtol=0, atol=1e-6)
     assert skewed > 3.9
+
+
+def scatter_weights(weights, experts, count):
+    """[T, k] each -> the weight of each expert, [T, E]; a dropped choice has none."""
+    dense = weights.new_zeros(len(weights), count + 1)
+    return dense.scatter_add(1, experts, weights)[:, :count]
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 50])
+def test_one_expert_within_capacity_is_that_of_transformers(capacity):
+    from transformers import SwitchTransformersConfig, SwitchTransformersTop1Router
+
+    rows, length, count = 3, 11, 4
+    logits = torch.randn(rows, length, count, generator=torch.Generator().manual_seed(0))
+    router = SwitchTransformersTop1Router(
+        SwitchTransformersConfig(
+            num_experts=count, d_model=count, expert_capacity=capacity, router_jitter_noise=0.0
+        )
+    )
+    router.classifier.weight.data = torch.eye(count)
+    chosen, expected, _ = router(logits)
+    weights, experts = ops.route_within_capacity(logits, capacity, logits.dtype)
+    kept = chosen.sum(-1)
+    assert torch.equal(weights, expected[..., 0] * kept)
+    assert torch.equal(experts, torch.where(kept == 1, chosen.argmax(-1), count))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "first", "prioritize", "padded"),
+    [
+        (2, False, False, False),
+        (4, True, True, True),
+        (3, False, True, True),
+        (99, True, False, True),
+    ],
+)
+def test_two_experts_within_capacity_are_those_of_transformers(capacity, first, prioritize, padded):
+    from transformers import NllbMoeConfig, NllbMoeTop2Router
+
+    tokens, count = 17, 5
+    logits = torch.randn(tokens, count, generator=torch.Generator().manual_seed(0))
+    is_token = torch.arange(tokens) % 6 != 4 if padded else None
+    router = NllbMoeTop2Router(
+        NllbMoeConfig(
+            num_experts=count, d_model=count, expert_capacity=capacity, moe_eval_capacity_token_fraction=-1.0,
+            normalize_router_prob_before_dropping=first, batch_prioritized_routing=prioritize,
+        )
+    )  # fmt: skip
+    padding = None if is_token is None else ~is_token
+    _, expected = router.route_tokens(logits.clone(), padding_mask=padding)
+    weights, experts = ops.route_twice_within_capacity(
+        logits, capacity, logits.dtype, is_token, normalize_first=first, prioritize=prioritize
+    )
+    assert torch.allclose(scatter_weights(weights, experts, count), expected, rtol=1e-6, atol=0)
+    assert torch.equal(weights == 0, experts == count)
+
+
+def test_dropped_tokens_are_left_out_of_the_products():
+    """The rows behind those of the experts give zeros and get zeros, in a buffer that held something else."""
+    x, _, gate_up, _ = make_inputs(9, 3, 1)
+    experts = torch.tensor([2, 3, 0, 3, 2, 0, 3, 2, 3])[:, None]
+    order, counts = ops.sort_by_expert(experts, 3, drops=True)
+    assert counts.tolist() == [2, 0, 3]
+    rows = ops.permute_tokens(x, order, 1)
+    y = ops.grouped_linear(rows, gate_up, counts, drops=True)
+    kept = (experts < 3)[:, 0]
+    assert torch.equal(y[5:], torch.zeros(4, 10, dtype=y.dtype))
+    ops.combine_tokens(y, torch.ones(9, 1, dtype=y.dtype), order).sum().backward()
+    assert bool((x.grad[~kept] == 0).all())
+    expected = torch.stack([gate_up[e].sum(0) for e in experts[kept, 0]])
+    assert torch.allclose(x.grad[kept], expected)
+
+
+def test_biases_of_experts():
+    from shardzoo.ops.experts import add_expert_bias
+
+    rows = torch.zeros(6, 2)
+    bias = torch.tensor([[1.0, 2], [3, 4], [5, 6]], requires_grad=True)
+    y = add_expert_bias(rows, bias, torch.tensor([2, 0, 3]))
+    assert y[:, 0].tolist() == [1, 1, 5, 5, 5, 5]  # the last row belongs to no expert
+    y[:5].sum().backward()
+    assert bias.grad.tolist() == [[2, 2], [0, 0], [3, 3]]
