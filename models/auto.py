@@ -219,7 +219,8 @@ def from_config(
         device: Where the parameters are. "meta" gives parameters with their `.shard` but without
             storage; `Trainer` with env_type="fsdp" initializes them when it has split them, so that
             no rank ever has the whole model.
-        dtype, torch_dtype: The type of the parameters; by default PyTorch's default type.
+        dtype: The type of the parameters; by default PyTorch's default type.
+        torch_dtype: The older name of `dtype`.
         seed: Determines the weights together with the parameters' names, independently of the mesh.
         parallel_config: How the model runs.
         architecture: The class of the model; by default that which the configuration names.

@@ -99,7 +99,8 @@ def from_pretrained(
             on the Hugging Face Hub, of which it reads safetensors. None, with `config` and
             `state_dict`, reads no folder.
         mesh: The mesh over whose tensor-parallel ranks the model is split.
-        dtype, torch_dtype: The type of the parameters; by default, and with "auto", the stored one.
+        dtype: The type of the parameters; by default, and with "auto", the stored one.
+        torch_dtype: The older name of `dtype`.
         device: Where the parameters are.
         config: Used instead of the folder's `config.json`, for example to choose another head.
         parallel_config: How the model runs.

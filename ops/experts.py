@@ -49,7 +49,8 @@ def mix_experts(
 
     Args:
         x: [T, H].
-        weights, experts: [T, k].
+        weights: [T, k], what each chosen expert's result is multiplied by.
+        experts: int64 [T, k], the numbers of the chosen experts.
         gate_up: [E, 2F, H].
         down: [E, F, H].
         activate: Maps [n, 2F] to [n, F].
