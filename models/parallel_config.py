@@ -7,7 +7,7 @@ from typing import Literal, TypedDict
 
 from ..mpu import ParallelMesh
 
-ContextExchange = Literal["auto", "heads", "keys"]
+ContextExchange = Literal["auto", "heads", "keys", "ring"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class ParallelConfig:
             whole blocks.
         pipeline_blocks: The number of blocks of each pipeline stage; by default, equal numbers.
         context_exchange: What context-parallel ranks exchange in attention: heads (all-to-all of
-            queries, keys, values and results), keys and values (gathered), or heads wherever the
-            numbers of heads and ranks allow it (auto).
+            queries, keys, values and results), keys and values (gathered, or passed around a ring),
+            or heads wherever the numbers of heads and ranks allow it, else gathered keys (auto).
     """
 
     sequence_parallel: bool = False

@@ -556,14 +556,14 @@ def _empty_heads(x):
 
 
 def _prepare(q, k, v, *rules):
-    return _find_obstacle(q, k, v, rules) or (
+    return find_obstacle(q, k, v, rules) or (
         *_make_rows_dense(q, k, v),
         *_prepare_rules(q, k, *rules),
     )
 
 
 def _prepare_backward(grad, out, lse, q, k, v, *rules):
-    return _find_obstacle(q, k, v, rules) or (
+    return find_obstacle(q, k, v, rules) or (
         *_make_rows_dense(grad, out),
         lse.contiguous(),
         *_make_rows_dense(q, k, v),
@@ -591,7 +591,7 @@ def _prepare_rules(q, k, relative_bias, mask, prefix, key_lengths, keys, *settin
     )
 
 
-def _find_obstacle(q, k, v, rules):
+def find_obstacle(q, k, v, rules):
     """Returns why the kernels cannot take a call, or None if they can."""
     bias, mask = rules[:2]
     if q.dtype == torch.float64 or (bias is not None and bias.dtype == torch.float64):

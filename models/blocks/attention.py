@@ -5,10 +5,11 @@ See masks.py for the masks.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from math import lcm
 from typing import Any, ClassVar, cast
@@ -38,6 +39,7 @@ from ...mpu import (
 )
 from ...mpu.division import find_first_unit
 from ...mpu.dropout import AttentionPlace
+from ...mpu.ring import RingRules, balance_chunks, restore_chunks, ring_attention
 from ...ops import attention, empty_pooled, few_queries_attention, in_inference_mode, matmul
 from ...ops.attention import eager_beats_sdpa, lacks_fused_attention, suits_tiles
 from ...ops.autograd import Function, once_differentiable
@@ -50,6 +52,8 @@ from .documents import Documents
 from .masks import AttentionMask, split_mask
 from .padding import Tokens
 from .rotary import Rotary, rotate
+
+log = logging.getLogger("shardzoo.models")
 
 
 class AttentionRecord:
@@ -311,6 +315,7 @@ class CoreAttention(nn.Module):
         self.exchanges_heads = False
         if context_size(mesh) > 1:
             self.exchanges_heads = chooses_heads(num_heads, mesh, parallel_config.context_exchange)
+        self.passes_keys_on = parallel_config.context_exchange == "ring"
 
     def forward(
         self,
@@ -335,6 +340,13 @@ class CoreAttention(nn.Module):
             v = repeat_unequally(v, self.queries_per_kv)
         if isinstance(mask, Documents) and not can_plan(mask, q.shape[0]):
             mask = mask.to_tensor()
+        if self.passes_keys_on and context_size(self.mesh) > 1:
+            bias_dim = 2 if position_bias is None else position_bias.dim()
+            is_recorded = attention_record.probabilities is not None
+            if not isinstance(mask, Documents) and bias_dim == 2 and not is_recorded:
+                # It keeps no more than selective recomputation would.
+                return self.attend_in_ring(q, k, v, mask, position_bias, causal)
+            log_gathering()
         splits_sequence = context_size(self.mesh) > 1
         if not splits_sequence and not isinstance(mask, Documents):
             return self.attend_locally(q, k, v, mask, position_bias, causal)
@@ -384,6 +396,44 @@ class CoreAttention(nn.Module):
             attended = self.attend_within_documents(q, k, v, mask, position_bias, causal, place)
             return restore_heads(attended, mesh)
         return restore_heads(self.attend_locally(q, k, v, mask, position_bias, causal, place), mesh)
+
+    def attend_in_ring(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        position_bias: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        """Computes attention of this rank's positions, while the keys and values of the
+        context-parallel ranks pass by.
+        """
+        mesh = self.mesh
+        assert mesh is not None
+        length = q.shape[2]
+        prefix: Tensor | None = None
+        if mask is not None and mask.dim() == 1:
+            prefix = mask if causal else None
+            mask = None
+        elif mask is not None:
+            mask = mask if mask.dim() == 4 else mask[None, None]
+            causal = causal and mask.shape[-2] == 1  # the mask is complete
+        dropped = self.dropout.attention_arguments(q, AttentionPlace(q.shape[1], 0, 0))
+        rules = RingRules(
+            self.scale,
+            length * mesh.cp_size,
+            causal,
+            prefix,
+            mask,
+            **dropped,
+            is_balanced=causal and length % 2 == 0,
+        )
+        if not rules.is_balanced:
+            return ring_attention(q, k, v, position_bias, rules, mesh)
+        heads = [q.shape[1], k.shape[1], v.shape[1]]
+        q, k, v = torch.split(balance_chunks(torch.cat([q, k, v], 1), mesh), heads, 1)
+        return restore_chunks(ring_attention(q, k, v, position_bias, rules, mesh), mesh)
 
     def attend_to_gathered_keys(
         self,
@@ -663,6 +713,14 @@ def can_plan(documents: Documents, batch: int) -> bool:
     return documents.find_spans(batch) is not None
 
 
+@cache
+def log_gathering() -> None:
+    """Says, once, that a call gathers keys although they were to pass around a ring."""
+    log.info(
+        "packed documents, added biases and recorded probabilities gather keys, without a ring"
+    )
+
+
 def chooses_heads(num_heads: int, mesh: ParallelMesh | None, exchange: ContextExchange) -> bool:
     """Returns whether context-parallel ranks exchange heads, and not keys and values.
 
@@ -680,7 +738,7 @@ def chooses_heads(num_heads: int, mesh: ParallelMesh | None, exchange: ContextEx
             f"{num_heads} attention heads over {tensor} tensor-parallel ranks cannot be exchanged "
             f"between {context} context-parallel ranks; use context_exchange='keys'"
         )
-    return fits and exchange != "keys"
+    return fits and exchange in ("auto", "heads")
 
 
 def check_heads(num_heads: int, tensor_parallel_size: int) -> None:

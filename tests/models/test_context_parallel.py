@@ -136,7 +136,7 @@ def differences(
 
 
 def test_every_family_is_the_same_with_split_sequences(run_mesh):
-    exchanges = [{"context_exchange": "heads"}, {"context_exchange": "keys"}]
+    exchanges = [{"context_exchange": name} for name in ("heads", "keys", "ring")]
     kinds = every_day(DAILY, more=[kind for kind in KINDS if kind not in DAILY])
     for wrong in run_mesh(1, differences, None, kinds, exchanges, context=2):
         assert wrong == []
@@ -146,6 +146,7 @@ def test_tensor_parallel_ranks_split_sequences_too(run_mesh):
     settings = [
         {"context_exchange": "heads"},
         {"context_exchange": "keys", "sequence_parallel": True},
+        {"context_exchange": "ring", "sequence_parallel": True},
         {"recompute": "full", "context_exchange": "keys"},
         {"recompute": "selective"},
     ]

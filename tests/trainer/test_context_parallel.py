@@ -73,6 +73,7 @@ MORE = {
                                                             "context_exchange": "keys"}),
     "bert stages": ("bert", {"context": 2, "pipeline": 2}, {**STAGES, "zero_stage": 0}),
     "bart stages": ("bart", {"context": 2, "pipeline": 2}, {**STAGES, "recompute": "selective"}),
+    "llama ring": ("llama", {"context": 4}, {"env_type": "deepspeed+mpu", "context_exchange": "ring"}),
     "bart": ("bart", {"context": 2}, {"env_type": "deepspeed+mpu", "zero_stage": 0}),
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ class TrainingArguments:
     context_parallel_size: int = 1
     """Number of processes that share each sequence: each holds a part of its positions in every
     layer."""
-    context_exchange: Literal["auto", "heads", "keys"] = "auto"
+    context_exchange: Literal["auto", "heads", "keys", "ring"] = "auto"
     """What context-parallel processes exchange in attention: heads (all-to-all), keys and values
     (gathered), or heads wherever their number allows it (when the model is built)."""
     expert_parallel_size: int = 1

@@ -475,6 +475,6 @@ class Job:
         them for the backward pass.
         """
         ranks = self.context_parallel_size
-        if ranks == 1 or self.recompute != "none":
+        if ranks == 1 or self.recompute != "none" or self.context_exchange == "ring":
             return False
         return self.context_exchange == "keys" or bool(heads % (self.tensor_parallel_size * ranks))

@@ -1,0 +1,153 @@
+"""Attention whose keys pass around a ring is that of whole sequences, with gradients, and sends what the docs say.
+
+Oracle: `ops.attention` on whole tensors, in fp64; its own tests compare it with PyTorch's operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from every_case import every_day
+
+CHUNK = 5  # positions of a chunk, of which each rank has two
+BATCH, HEADS, KV_HEADS, SIZE = 2, 4, 2, 8
+KINDS = ["causal", "full", "prefix", "padded", "complete", "cross"]
+
+
+def make_inputs(kind: str, ranks: int, dtype: torch.dtype) -> dict[str, Any]:
+    """q, k, v, a bias, and the rules of whole sequences."""
+    generator = torch.Generator().manual_seed(3)
+    queries = 2 * CHUNK * ranks
+    keys = 3 * ranks if kind == "cross" else queries
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    made: dict[str, Any] = {
+        "q": draw(BATCH, HEADS, queries, SIZE),
+        "k": draw(BATCH, KV_HEADS, keys, SIZE),
+        "v": draw(BATCH, KV_HEADS, keys, SIZE),
+        "weights": draw(BATCH, HEADS, queries, SIZE),
+        "bias": draw(HEADS, queries + keys - 1),
+        "causal": kind in ("causal", "prefix"),
+        "prefix": None,
+        "mask": None,
+    }
+    if kind == "prefix":
+        made["prefix"] = torch.tensor([queries - 3, 2])
+    if kind == "padded":
+        made["mask"] = (torch.arange(keys) < torch.tensor([[keys - 4], [2]]))[:, None, None]
+        made["causal"] = True
+    if kind == "complete":
+        distance = torch.arange(queries)[:, None] - torch.arange(keys)
+        made["mask"] = (distance.abs() < 4)[None, None]
+    return made
+
+
+def compare(
+    mesh: Any, kind: str, dtype: torch.dtype, dropout: float, balanced: bool
+) -> list[float]:
+    """The largest differences of the output and of the gradients of q, k, v and the bias."""
+    import torch.distributed as dist
+
+    from shardzoo.mpu import cut_sequence
+    from shardzoo.mpu.ring import RingRules, balance_chunks, restore_chunks, ring_attention
+    from shardzoo.ops import attention, dropout_keys
+
+    made = make_inputs(kind, mesh.cp_size, dtype)
+    keys = dropout_keys(77, 0, BATCH) if dropout else None
+    dropped = {"dropout": dropout, "keys": keys, "first_head": 1} if dropout else {}
+    rules = {name: made[name] for name in ("causal", "prefix", "mask")}
+    names = ("q", "k", "v", "bias")
+    whole = [made[name].double().requires_grad_() for name in names]
+    expected = attention(*whole[:3], relative_bias=whole[3], scale=0.4, **rules, **dropped)
+    (expected * made["weights"].double()).sum().backward()
+
+    own = [made[name].requires_grad_() for name in names]
+    q, k, v = (cut_sequence(x, mesh, 2) for x in own[:3])
+    ring = RingRules(0.4, made["q"].shape[2], **rules, **dropped, is_balanced=balanced)
+    if balanced:
+        q, k, v = (balance_chunks(x, mesh) for x in (q, k, v))
+    found = ring_attention(q, k, v, own[3], ring, mesh)
+    if balanced:
+        found = restore_chunks(found, mesh)
+    (found * cut_sequence(made["weights"], mesh, 2)).sum().backward()
+    differences = [float((found - cut_sequence(expected, mesh, 2)).abs().max())]
+    for mine, wanted in zip(own, whole, strict=True):
+        dist.all_reduce(mine.grad, group=mesh.cp_group)
+        differences.append(float((mine.grad - wanted.grad).abs().max()))
+    return differences
+
+
+def check_every_kind(mesh: Any) -> list[str]:
+    wrong = []
+    for kind in KINDS:
+        for dtype, dropout in ((torch.float32, 0.0), (torch.float32, 0.3), (torch.float64, 0.2)):
+            can_balance = kind in ("causal", "prefix", "padded")
+            for balanced in (False, True) if can_balance else (False,):
+                limit = 3e-5 if dtype == torch.float32 else 1e-12
+                differences = compare(mesh, kind, dtype, dropout, balanced)
+                if not max(differences) < limit:
+                    wrong.append(f"{kind} {dtype} {dropout} {balanced}: {differences}")
+    return wrong
+
+
+def test_it_is_attention_of_whole_sequences(run_mesh):
+    for ranks in every_day([3], more=[2, 4]):
+        for wrong in run_mesh(1, check_every_kind, context=ranks):
+            assert wrong == []
+
+
+def count_sent(mesh: Any, balanced: bool) -> tuple[int, int]:
+    """Bytes that a rank sends in the forward and in the backward pass."""
+    from shardzoo.mpu import ring
+    from shardzoo.mpu.ring import RingRules, balance_chunks, restore_chunks, ring_attention
+
+    sent = [0]
+    shift = ring.start_shift
+    move = ring._move_chunks
+
+    def count_shift(tensor, group):
+        sent[0] += tensor.nbytes
+        return shift(tensor, group)
+
+    def count_move(x, group, restores):
+        ranks, place = group.size(), group.rank()
+        homes = [min(c, 2 * ranks - 1 - c) for c in (2 * place, 2 * place + 1)]
+        targets = [place // 2, (2 * ranks - 1 - place) // 2] if restores else homes
+        sent[0] += x.nbytes // 2 * sum(target != place for target in targets)
+        return move(x, group, restores)
+
+    length = 2 * CHUNK
+    q = torch.randn(BATCH, HEADS, length, SIZE, requires_grad=True)
+    k, v = (torch.randn(BATCH, KV_HEADS, length, SIZE, requires_grad=True) for _ in range(2))
+    rules = RingRules(1.0, length * mesh.cp_size, causal=True, is_balanced=balanced)
+    with (
+        mock.patch("shardzoo.mpu.ring.start_shift", count_shift),
+        mock.patch("shardzoo.mpu.ring._move_chunks", count_move),
+    ):
+        heads = (HEADS, KV_HEADS, KV_HEADS)
+        parts = (q, k, v)
+        if balanced:
+            parts = balance_chunks(torch.cat(parts, 1), mesh).split(heads, 1)
+        out = ring_attention(*parts, None, rules, mesh)
+        if balanced:
+            out = restore_chunks(out, mesh)
+        forward = sent[0]
+        out.sum().backward()
+    return forward, sent[0] - forward
+
+
+def test_the_bytes_sent_are_the_formula(run_mesh):
+    ranks = 3
+    keys = 4 * 2 * KV_HEADS * SIZE * BATCH * 2 * CHUNK
+    moved = 4 * (2 * HEADS + 2 * KV_HEADS) * SIZE * BATCH * CHUNK
+    for forward, backward in run_mesh(1, count_sent, False, context=ranks):
+        assert (forward, backward) == (keys * (ranks - 1), keys * (ranks - 1) + keys * ranks)
+    # Of six chunks, the third rank's fourth one and the first rank's first one stay.
+    plain = (keys * (ranks - 1), keys * (2 * ranks - 1))
+    for rank, (forward, backward) in enumerate(run_mesh(1, count_sent, True, context=ranks)):
+        assert forward - plain[0] == backward - plain[1]
+        assert 0 < forward - plain[0] <= 2 * moved, rank
