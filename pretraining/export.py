@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -52,11 +53,15 @@ def load_exported(folder: Path) -> Any:
     config = find_config(str(folder))
     if not family(config.model_type).in_transformers:
         return from_pretrained(folder, dtype=torch.float32)
+    # Where torchao is installed, transformers imports it, and it warns of CUDA libraries on a CPU.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     import transformers
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # missing keys, of which it would warn, are an error here
+    transformers_logging.disable_progress_bar()
+    # Missing keys, of which it would warn, are an error here.
+    transformers_logging.set_verbosity_error()
     kind: Any = getattr(transformers, config.architecture)
     model, report = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     problems = {kind: sorted(keys) for kind, keys in report.items() if keys}
