@@ -13,7 +13,7 @@ PARTS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init
 SUBPACKAGES = find_packages(
     ".", include=[pattern for part in PARTS for pattern in (part, f"{part}.*")]
 )
-DATA = ("recipes", "cli.board.page")  # folders without a module
+DATA = ("recipes", "recipes.tasks", "cli.board.page")  # folders without a module
 
 
 class BuildPackage(build_py):

@@ -113,6 +113,10 @@ class EstimateArguments:
     """
     base_precision: Literal["nf4", "int8", "fp8"] | None = None
     """How the linear layers under LoRA weights are packed, if they are."""
+    teacher_model: str | None = None
+    """A teacher that is distilled: like the model, of a family of the zoo."""
+    teacher_parallel_size: int | None = None
+    """Tensor-parallel size of the teacher; by default the model's."""
     device: Literal["cuda", "cpu"] = "cuda"
     json: bool = False
     """Print JSON; sizes are in bytes."""
@@ -146,6 +150,8 @@ class EstimateArguments:
             lora_rank=self.lora_rank,
             lora_target_modules=lora_targets,
             base_precision=self.base_precision,
+            teacher=None if self.teacher_model is None else find_config(self.teacher_model),
+            teacher_parallel_size=self.teacher_parallel_size,
             device=self.device,
         )
 

@@ -21,7 +21,17 @@ from torch import Tensor
 
 from ..ops import linear, matmul
 from ..ops.autograd import Function, once_differentiable
-from ..ops.packing import BITS, BLOCK, PIECE, PackedFormat, decode, encode
+from ..ops.packing import (
+    BITS,
+    BLOCK,
+    PIECE,
+    PackedFormat,
+    can_multiply_packed,
+    decode,
+    encode,
+    multiply_packed,
+    unpack_blocks,
+)
 from .mesh import ParallelMesh, tp_rank, tp_size
 from .parameter import SplitParameter
 from .shard import Range, Shard
@@ -149,25 +159,48 @@ class PackedParameter(SplitParameter):
         """Returns the matrix [out, in] that the bytes stand for, by default in its own type."""
         layout = self.packing
         count, blocks = layout.lines
-        total = count * blocks * BLOCK
-        scales = self.scales
-        codes = self.codes
-        device = codes.device
-        values = torch.empty(total, dtype=dtype or layout.dtype, device=device)
-        for first in range(0, total, PIECE):
-            last = min(first + PIECE, total)
-            bits = BITS[layout.format]
-            piece = decode(codes[first * bits // 8 : last * bits // 8], layout.format)
-            if layout.is_aligned:
-                own = scales[first // BLOCK : last // BLOCK]
-                piece = (piece.view(-1, BLOCK) * own[:, None]).flatten()
-            else:
-                piece = piece * scales[layout.find_blocks(first, last, device)]
-            values[first:last] = piece
+        dtype = dtype or layout.dtype
+        values = self._unpack_aligned(dtype) if layout.is_aligned else self._unpack_shared(dtype)
         out_features, in_features = layout.shape
         if layout.is_flat:
             return values[: out_features * in_features].view(out_features, in_features)
         return values.view(count, blocks * BLOCK)[:, :in_features].contiguous()
+
+    def _unpack_aligned(self, dtype: torch.dtype) -> Tensor:
+        """Returns the elements of all lines, of blocks that have their scales in order."""
+        layout = self.packing
+        codes = self.codes.view(layout.scales, -1)
+        return unpack_blocks(codes, self.scales, layout.format, dtype).flatten()
+
+    def _unpack_shared(self, dtype: torch.dtype) -> Tensor:
+        """Returns the elements of all lines, of which each looks up its block's scale."""
+        layout = self.packing
+        count, blocks = layout.lines
+        total = count * blocks * BLOCK
+        bits = BITS[layout.format]
+        codes = self.codes
+        values = torch.empty(total, dtype=dtype, device=codes.device)
+        for first in range(0, total, PIECE):
+            last = min(first + PIECE, total)
+            piece = decode(codes[first * bits // 8 : last * bits // 8], layout.format)
+            values[first:last] = piece * self.scales[layout.find_blocks(first, last, codes.device)]
+        return values
+
+    def apply_linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns x Wᵀ + bias, [..., out] of x [..., in] and bias [out].
+
+        Few rows on an accelerator are multiplied without unpacking the matrix.
+        """
+        layout = self.packing
+        rows = x.flatten(0, -2)
+        if layout.is_flat or not can_multiply_packed(rows):
+            return linear(x, self.unpack(x.dtype), bias)
+        count, blocks = layout.lines
+        codes = self.codes.view(count, -1)
+        y = multiply_packed(rows, codes, self.scales.view(count, blocks), layout.format)
+        if bias is not None:
+            y = y + bias
+        return torch.unflatten(y, 0, x.shape[:-1])
 
 
 class PackedWriter:
@@ -261,7 +294,7 @@ class _PackedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: PackedParameter) -> Tensor:
         ctx.weight = weight
-        return linear(x, weight.unpack(x.dtype), bias)
+        return weight.apply_linear(x, bias)
 
     @staticmethod
     @once_differentiable

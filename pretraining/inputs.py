@@ -172,8 +172,9 @@ def find_teacher(
             f"the teacher {name} is an {kinds[0]} and the model an {kinds[1]}; both must be of one "
             "kind"
         )
-    is_known = tokenizer is not None and teacher.vocabulary is not None
-    is_other = is_known and not teacher.vocabulary.begins(tokenizer)
+    is_other = False
+    if tokenizer is not None and teacher.vocabulary is not None:
+        is_other = not teacher.vocabulary.begins(tokenizer)
     if is_other or own.vocab_size != config.vocab_size:
         raise ValueError(
             f"the teacher {name} ({own.vocab_size} tokens) has another vocabulary than the model "

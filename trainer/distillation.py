@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..models.config import ModelConfig
 from ..mpu import ParallelMesh, cut_sequence, reduce_from_context
 from ..mpu.columns import redistribute_columns
 from ..mpu.divergence import vocab_parallel_divergence
@@ -101,6 +102,13 @@ class Teacher:
         self, model: nn.Module, mesh: ParallelMesh | None, student_mesh: ParallelMesh | None
     ) -> None:
         self.model = model.eval().requires_grad_(False)
+        # A cache for generation would keep the keys and values of all layers.
+        config: Any = getattr(model, "config", None)
+        self._options: dict[str, Any] = {}
+        if "use_cache" in getattr(model, "call_names", ()):
+            self._options["use_cache"] = False
+        elif hasattr(config, "use_cache") and not isinstance(config, ModelConfig):
+            config.use_cache = False
         self.mesh = mesh
         student_size = tp_size(student_mesh)
         self.shares_layout = tp_size(mesh) == student_size
@@ -139,8 +147,7 @@ class Teacher:
         return tp_size(self.mesh) // self.replicas
 
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
-        output = self.model(**inputs)
-        return find_logits(output)
+        return find_logits(self.model(**inputs, **self._options))
 
     def _iterate_batches(self, inputs: Mapping[str, Any]) -> Generator[Mapping[str, Any]]:
         """Yields the batches of the student's replicas, the same on all ranks of the teacher."""

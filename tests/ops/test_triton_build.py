@@ -19,11 +19,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-FLAGS = {"BLOCK": 1024, "MASK": 1, "BIAS": 1, "ACTIVATION": 0}
+FLAGS = {"BLOCK": 1024, "MASK": 1, "BIAS": 1, "ACTIVATION": 0, "BITS": 4, "BLOCKS": 16, "ROWS": 16, "COLUMNS": 32}
 FLOATS = {"scale", "keep_scale", "eps", "uniform", "target_share", "twice_z_loss"}
 ELEMENTS = {"mask": "*u8", "prefix": "*i64", "row_keys": "*i64", "target": "*i64", "mean": "*fp32", "rstd": "*fp32",
             "partial": "*fp32", "partial_weight": "*fp32", "partial_bias": "*fp32", "maximum": "*fp32",
-            "sum_exp": "*fp32", "target_logit": "*fp32", "sum_logits": "*fp32", "log_z": "*fp32"}
+            "sum_exp": "*fp32", "codes": "*u8", "scales": "*fp32", "table": "*fp32",
+            "target_logit": "*fp32", "sum_logits": "*fp32", "log_z": "*fp32"}
 
 def type_of(name, element):
     if name.endswith("_ptr"):
@@ -34,7 +35,7 @@ def compile(module):
     # how many kernels it has, times two element types
     count = 0
     for name, kernel in vars(importlib.import_module("shardzoo.ops.triton_kernels." + module)).items():
-        if not isinstance(kernel, triton.JITFunction) or name in ("keep_factor", "activate"):
+        if not isinstance(kernel, triton.JITFunction) or name in ("keep_factor", "activate", "decode_blocks"):
             continue
         for element in ("*bf16", "*fp32"):
             constants = {n: FLAGS.get(n, True) for n in kernel.arg_names if n.isupper()}
@@ -187,7 +188,8 @@ ATTENTION = [(arch, 64, "bfloat16", True) for arch in (80, 90)] + [
     (arch, width, dtype, everything) for arch in (80, 90) for width, dtype in [
         (64, "float16"), (80, "bfloat16"), (128, "bfloat16"), (256, "bfloat16")] for everything in (False, True)
 ] + [(90, 64, "float32", everything) for everything in (False, True)]  # fmt: skip
-MODULES = {"softmax": 4, "norm": 4, "activation": 8, "dropout": 4, "cross_entropy": 4}
+MODULES = {"softmax": 4, "norm": 4, "activation": 8, "dropout": 4, "cross_entropy": 4,
+           "packing": 4}  # fmt: skip
 
 
 pytestmark = pytest.mark.skipif(

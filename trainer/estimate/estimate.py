@@ -10,6 +10,7 @@ from typing import Any
 
 from ...models.config import ModelConfig
 from ...models.sizes import ParameterSize
+from ...mpu.divergence import PIECE
 from ..engines.buckets import bucket_elements
 from ..optimizers.registry import OptimizerEntry, UpdatedTensors, find_optimizer
 from .model import Job, ModelMemory, hf_model_memory, model_memory
@@ -19,6 +20,7 @@ MIB = 1 << 20
 FRAMEWORK = {"cuda": 600 * MIB, "cpu": 400 * MIB}
 """Memory outside of tensors: the CUDA context, kernels and cuBLAS's workspaces, or Python and its
 imports."""
+DIVERGENCE_TENSORS = 5  # that the divergence from a teacher computes on the way
 PEFT = 150 * MIB
 """What importing peft, and with it transformers' models, adds to a CPU process."""
 LARGEST_MICRO_BATCH = 1 << 20
@@ -120,6 +122,13 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
         "optimizer state": engine.states,
         "framework": framework,
     }
+    copied = _count_checkpoint_bytes(model, engine, job)
+    if copied:
+        fixed["copy for checkpoints"] = copied
+    teacher_logits = 0
+    if model.teacher is not None:
+        fixed["teacher"] = model.teacher.parameters
+        teacher_logits = model.teacher.logits
 
     def at(
         name: str,
@@ -148,18 +157,31 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
     moments: list[Moment] = []
     kept = [part.layers * part.block.kept for part in model.parts]
     head = (model.head,) if model.head else ()
+    if model.teacher is not None:
+        at(
+            "the teacher's forward",
+            engine.held,
+            sum(kept) + model.ends,
+            model.logits + teacher_logits,
+            model.teacher.forward,
+            bucket=0,
+        )
+        # Beside the loss's own gradient, the divergence keeps the student's logits, and has a
+        # gradient for them, which it computes in pieces.
+        elements = model.logits // e
+        teacher_logits += 2 * model.logits + DIVERGENCE_TENSORS * FP32 * min(PIECE, elements)
     at(
         "the loss's backward",
         engine.held,
         sum(kept) + model.ends,
-        model.logits + model.loss,
+        model.logits + teacher_logits + model.loss,
         bucket=0,
     )
     at(
         "the head's backward",
         engine.held + grown(head),
         sum(kept) + model.ends,
-        model.logits,
+        model.logits + teacher_logits,
         model.stream + from_head,
     )
     gradients = engine.held + grown(head)
@@ -187,6 +209,22 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
     )
     at("the optimizer's step", engine.stepped, 0, 0, engine.temporaries, bucket=0)
     return moments
+
+
+def _count_checkpoint_bytes(model: ModelMemory, engine: EngineMemory, job: Job) -> int:
+    """Returns the bytes of the copy that a rank writes checkpoints from; on a GPU it is in the
+    host's memory.
+
+    The copy of the first checkpoint stays for later ones. The replicas divide what they all have.
+    """
+    if job.device != "cpu":
+        return 0
+    stored = model.trained if job.lora_rank else model.parameters
+    weights = job.itemsize * sum(size.local for size in stored)
+    states = engine.masters + engine.states
+    if not job.fsdp and job.stage in (None, 0):
+        states //= job.replicas
+    return weights // job.replicas + states
 
 
 ZERO_0_BUCKET = 500_000_000  # elements that DeepSpeed sums at once without ZeRO

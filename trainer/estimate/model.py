@@ -56,6 +56,21 @@ class BlockStack:
 
 
 @dataclass(frozen=True)
+class TeacherMemory:
+    """What a teacher needs on a rank, in bytes.
+
+    Attributes:
+        parameters: Its weights, in the student's precision.
+        forward: Its forward pass, which keeps nothing for a backward pass.
+        logits: Its logits, and the columns of them that the student's layout has.
+    """
+
+    parameters: int
+    forward: int
+    logits: int
+
+
+@dataclass(frozen=True)
 class ModelMemory:
     """The parameters and activations of a model.
 
@@ -69,6 +84,7 @@ class ModelMemory:
         stream: Bytes of one tensor [B, S, H].
         pieces: Number of copies of the table's gradient that are added up at the end.
         packed: The bytes of packed parameters, by name.
+        teacher: That of a teacher; None without one.
     """
 
     parameters: tuple[ParameterSize, ...]
@@ -82,6 +98,7 @@ class ModelMemory:
     stream: int
     pieces: int = 0
     packed: Mapping[str, int] = field(default_factory=dict)
+    teacher: TeacherMemory | None = None
 
     def count_parameter_bytes(self, itemsize: int) -> int:
         """Returns the bytes of the parameters of a rank."""
@@ -150,7 +167,42 @@ def model_memory(config: ModelConfig, job: Job) -> ModelMemory:
         table=table if table in trained else None,
         stream=positions * activations.stacks[0].block.hidden * job.itemsize,
         packed=packed,
+        teacher=None if job.teacher is None else _measure_teacher(job, logits),
     )
+
+
+def _measure_teacher(job: Job, student_logits: int) -> TeacherMemory:
+    """Returns the memory of the job's teacher.
+
+    Args:
+        student_logits: The bytes of the student's logits, which the teacher's get the layout of.
+    """
+    ranks = job.teacher_parallel_size or job.tensor_parallel_size
+    own = replace(
+        job,
+        teacher=None,
+        teacher_parallel_size=None,
+        tensor_parallel_size=ranks,
+        sequence_parallel=job.sequence_parallel and ranks == job.tensor_parallel_size,
+        recompute="none",
+        lora_rank=0,
+        base_precision=None,
+        frozen=(),
+    )
+    assert job.teacher is not None
+    memory = model_memory(job.teacher, own)
+    # Without a backward pass, what is left of a block is its output. The feed-forward block has the
+    # largest moment: its input before and after the norm, and its features before and after the
+    # activation.
+    outputs = sum(part.layers for part in memory.parts) * memory.stream
+    stacks = family(job.teacher.model_type).activations(job.teacher).stacks
+    widths: list[float] = []
+    for stack in stacks:
+        features = stack.block.feed_forward / ranks
+        widths.append((3 if stack.block.gated else 2) * features / stack.block.hidden)
+    forward = outputs + round((2 + max(widths)) * memory.stream)
+    moved = student_logits if ranks != job.tensor_parallel_size else 0
+    return TeacherMemory(memory.count_parameter_bytes(job.itemsize), forward, memory.logits + moved)
 
 
 def _gathered_bytes(stack: StackSpec, batch: Batch, job: Job) -> int:
@@ -252,6 +304,8 @@ def _refuse_what_is_not_estimated(config: Any, job: Job) -> None:
     kind = config.model_type
     if job.lora_rank:
         raise ValueError("lora_rank and base_precision are for models of the zoo only")
+    if job.teacher is not None:
+        raise ValueError("a teacher's memory is known beside models of the zoo only")
     if job.tensor_parallel_size > 1 or job.sequence_parallel:
         raise ValueError(
             f"{kind} is not a family of the zoo, so its layers cannot be split; use one "
@@ -354,6 +408,8 @@ class Job:
             copies of 16-bit parameters.
         lora_rank, lora_target_modules: Those of LoRA weights, which alone are trained; 0 for none.
         base_precision: How the linear layers under LoRA weights are packed, if they are.
+        teacher: The configuration of a teacher, of the same precision; None without one.
+        teacher_parallel_size: Its tensor-parallel ranks; None for the student's.
     """
 
     micro_batch_size: int = 1
@@ -377,6 +433,8 @@ class Job:
     lora_rank: int = 0
     lora_target_modules: str | tuple[str, ...] | None = None
     base_precision: PackedFormat | None = None
+    teacher: ModelConfig | None = None
+    teacher_parallel_size: int | None = None
     device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
@@ -406,6 +464,12 @@ class Job:
             raise ValueError(
                 f"base_precision={self.base_precision!r} needs lora_rank, and works with neither "
                 "fsdp nor ZeRO stage 3"
+            )
+        split = max(self.pipeline_parallel_size, self.context_parallel_size)
+        if self.teacher is not None and (split > 1 or self.fsdp or self.stage == 3):
+            raise ValueError(
+                "a teacher works with neither pipeline stages, context parallelism, fsdp nor ZeRO "
+                "stage 3"
             )
         if self.fsdp and (self.pipeline_parallel_size > 1 or self.zero_stage is not None):
             raise ValueError("fsdp does not work with pipeline stages or a ZeRO stage")
