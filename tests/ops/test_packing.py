@@ -31,7 +31,7 @@ def make(format, blocks, outputs):
     codes = torch.randint(0, 256, (outputs, blocks * 64 * bits // 8), dtype=torch.uint8)
     if format == "fp8":
         codes[codes % 128 == 127] = 0  # not a number
-    scales = torch.rand(outputs, blocks) * torch.logspace(-3, 3, blocks)
+    scales = 0.5 + torch.rand(outputs, blocks)
     return codes, scales
 
 
