@@ -465,12 +465,14 @@ class Job:
                 f"base_precision={self.base_precision!r} needs lora_rank, and works with neither "
                 "fsdp nor ZeRO stage 3"
             )
-        split = max(self.pipeline_parallel_size, self.context_parallel_size)
-        if self.teacher is not None and (split > 1 or self.fsdp or self.stage == 3):
-            raise ValueError(
-                "a teacher works with neither pipeline stages, context parallelism, fsdp nor ZeRO "
-                "stage 3"
-            )
+        if self.teacher is not None:
+            is_split = self.pipeline_parallel_size > 1 or self.fsdp or self.stage == 3
+            is_moved = self.teacher_parallel_size not in (None, self.tensor_parallel_size)
+            if is_split or (is_moved and self.context_parallel_size > 1):
+                raise ValueError(
+                    "a teacher works with neither pipeline stages, fsdp nor ZeRO stage 3, and in "
+                    "another layout not with context parallelism"
+                )
         if self.fsdp and (self.pipeline_parallel_size > 1 or self.zero_stage is not None):
             raise ValueError("fsdp does not work with pipeline stages or a ZeRO stage")
         if self.pipeline_parallel_size > 1 and (self.stage or 0) > 1:
