@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from every_case import every_day
 from tiny_models import tiny
@@ -160,3 +161,47 @@ def test_tensor_parallel_ranks_split_sequences_too(run_mesh):
         2, compare, every_day(["gpt2", "t5"], more=["mistral", "glm", "bert"]), context=2
     ):
         assert wrong == []
+
+
+def differentiate_bias(mesh: Any, positions: int, dropout: float, exchange: str) -> torch.Tensor:
+    """The gradient of the relative bias of an encoder, in fp64 without a mesh."""
+    import torch.distributed as dist
+
+    from shardzoo.models import ParallelConfig, from_config
+    from shardzoo.mpu import dropout_state
+
+    config = tiny("t5", dropout, architecture="T5EncoderModel", num_layers=1)
+    parallel = ParallelConfig(context_exchange=exchange)
+    dtype = torch.float64 if mesh is None else torch.float32
+    model = from_config(config, mesh, dtype=dtype, parallel_config=parallel, seed=3).train()
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(5, 90, (1, positions), generator=generator)
+    weights = torch.randn(1, positions, config["d_model"], generator=generator, dtype=torch.float64)
+    dropout_state.set(5, 0)
+    states = model(input_ids=ids).last_hidden_state
+    # Every context-parallel rank gets all states, and computes the same sum of them.
+    ranks = 1 if mesh is None else mesh.cp_size
+    ((states * weights.to(dtype)).sum() / ranks).backward()
+    [gradient] = [
+        value.grad
+        for name, value in model.named_parameters()
+        if "relative" in name and "bias" in name
+    ]
+    if mesh is not None:
+        dist.all_reduce(gradient, group=mesh.cp_group)
+    return gradient.double()
+
+
+@pytest.mark.before_release
+def test_gradients_of_the_relative_bias_of_a_long_sequence(run_mesh):
+    """Of 4,096 positions on four ranks: each number sums up to 67 million scores."""
+    positions = 4096
+    for dropout, exchanges in ((0.1, ("heads", "keys", "ring")), (0.0, ("ring",))):
+        expected = differentiate_bias(None, positions, dropout, "auto")
+        limit = 1e-4 * float(expected.abs().max())
+        for exchange in exchanges:
+            results = run_mesh(1, differentiate_bias, positions, dropout, exchange, context=4)
+            for found in results:
+                difference = float((found - expected).abs().max())
+                print(exchange, dropout, difference / float(expected.abs().max()))
+                assert difference < limit

@@ -29,6 +29,7 @@ RUNS = {
     "deepspeed": ({"env_type": "deepspeed", "zero_stage": 2}, 1, 2),
     "deepspeed+mpu": ({"env_type": "deepspeed+mpu", "model_parallel_size": 2}, 2, 2),
     "fsdp": ({"env_type": "fsdp", "model_parallel_size": 2}, 2, 2),
+    "context": ({"env_type": "deepspeed+mpu", "context_parallel_size": 2}, 1, 1),
     "pipeline": (
         {
             "env_type": "deepspeed+mpu",
@@ -40,7 +41,12 @@ RUNS = {
         1,
     ),
 }
-A_FEW = [("pipeline", "indexed", 1), ("fsdp", "indexed", 1), ("pytorchDDP", "streamed", 2)]
+A_FEW = [
+    ("pipeline", "indexed", 1),
+    ("context", "indexed", 1),
+    ("fsdp", "indexed", 1),
+    ("pytorchDDP", "streamed", 2),
+]
 ALL = [(name, data, KILLS) for name in RUNS for data in ("indexed", "streamed")]
 
 
@@ -112,16 +118,17 @@ def test_killed_runs_equal_whole_ones(run_mesh, tmp_path, name, data, kills):
     arguments, tp, ranks = RUNS[name]
     samples = Pairs(60) if data == "indexed" else Stream(Pairs(60))
     settings = {"data": samples, "dropout": 0.1, **arguments}
-    if tp > 1:
+    context = arguments.get("context_parallel_size", 1)
+    if tp > 1 or context > 1:
         settings["model"] = native_t5
     stages = arguments.get("pipeline_parallel_size", 1)
-    run = partial(run_mesh, tp, data=ranks, pipeline=stages)
+    run = partial(run_mesh, tp, data=ranks, pipeline=stages, context=context)
     run(partial(train, folder=tmp_path / "whole", **settings))
     generator = random.Random(f"{name} {data}")
     done = 0
     while done < kills:
         blow = Blow(
-            generator.randrange(tp * ranks * stages),
+            generator.randrange(tp * ranks * stages * context),
             generator.randrange(1, MOST_STEPS),
             generator.random(),
         )

@@ -78,6 +78,20 @@ elif case == "kill":
     if launch.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
+elif case == "ring":
+    import time
+    import torch
+    from shardzoo.mpu import ParallelMesh
+    from shardzoo.mpu.ring import RingRules, ring_attention
+    from shardzoo.trainer.launch.environment import initialize_distributed
+    initialize_distributed(launch)
+    mesh = ParallelMesh(1, context_parallel_size=3)
+    q = torch.randn(1, 2, 4, 8)
+    for step in range(100000):
+        ring_attention(q, q, q, None, RingRules(1.0, 12, causal=True), mesh)
+        if step == 20 and launch.rank == 2:
+            say("killed", time.time())
+            os.kill(os.getpid(), signal.SIGKILL)
 elif case == "stuck":
     if launch.rank == 0:
         threading.Thread(target=time.sleep, args=(600,)).start()  # Python waits for it at its end
@@ -152,6 +166,17 @@ def test_a_killed_rank_takes_the_others_down(start):
     code, _, messages = finish(start("kill"))
     assert code == 128 + signal.SIGKILL
     assert messages == "rank 2 was killed by SIGKILL; the machine may have run out of memory\n"
+
+
+@pytest.mark.before_release
+def test_a_rank_that_dies_in_the_ring_ends_the_job_in_ten_seconds(start):
+    """The others wait for keys that it was to pass on."""
+    code, output, messages = finish(start("ring"))
+    ended = time.time()
+    [killed] = [float(line.split()[1]) for line in output if line.startswith("killed")]
+    assert code == 128 + signal.SIGKILL
+    assert "rank 2 was killed by SIGKILL" in messages.splitlines()[0]
+    assert ended - killed < 10
 
 
 def test_the_cause_comes_before_its_consequences():
