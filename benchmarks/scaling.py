@@ -36,6 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from rich.console import Console
@@ -71,6 +72,13 @@ REASONS = {
     "training step over data-parallel ranks: seconds": "four ranks take turns on two cores",
 }
 """Why a cost may grow faster than expected."""
+SHOWN = (
+    "training step over length",
+    "training step over width",
+    "training step over tensor-parallel ranks",
+    "a corpus over tokens",
+)
+"""Whose values are drawn, too."""
 BASE = {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 8192, "n_positions": 2048}
 SHAPE = {"batch": 4, "length": 256, "accumulation": 1}
 Values = dict[str, float]
@@ -582,29 +590,65 @@ def table(results: dict[str, Any]) -> Table:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draws each sweep: measured values as points, and a line with the expected slope through their middle."""
-    rows = -(-len(results) // 4)
-    figure = Figure(figsize=(16, 3.2 * rows), layout="constrained")
-    panels = list(figure.subplots(rows, 4).flat)
-    for axes in panels[len(results) :]:
-        axes.remove()
-    for axes, (title, figures) in zip(panels, results.items(), strict=False):
-        for name, row in figures.items():
-            sizes, values = np.array(row["sizes"], float), np.array(row["values"])
-            scaled = values / values[0]
-            (points,) = axes.plot(
-                sizes, scaled, "o", label=f"{name}: {row['exponent']:.2f} ({row['expected']:.2f})"
-            )
-            middle = np.exp(np.log(scaled).mean() - row["expected"] * np.log(sizes).mean())
-            axes.plot(
-                sizes, middle * sizes ** row["expected"], "--", color=points.get_color(), alpha=0.6
-            )
-        axes.set(title=title, xscale="log", yscale="log")
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+    """Draws the exponents of all costs beside the expected ones, and the measured values of a few."""
+    figure = Figure(figsize=(13, 10), layout="constrained")
+    grid = figure.add_gridspec(len(SHOWN), 2, width_ratios=(3, 2))
+    draw_exponents(figure.add_subplot(grid[:, 0]), results)
+    shown = [title for title in SHOWN if title in results]
+    for row, title in enumerate(shown):
+        draw_values(figure.add_subplot(grid[row, 1]), title, results[title])
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=70)
+    figure.savefig(path, dpi=80)
+
+
+def draw_exponents(axes: Axes, results: dict[str, Any]) -> None:
+    """Draws a row for each cost: a circle where its exponent is expected, and a dot where it is."""
+    rows = [
+        (f"{title}: {name}", row["expected"], row["exponent"])
+        for title, figures in results.items()
+        for name, row in figures.items()
+    ]
+    names, expected, found = zip(*rows, strict=True)
+    places = np.arange(len(rows))
+    too_fast = np.array(found) > np.array(expected) + MARGIN
+    axes.hlines(places, expected, found, color="tab:gray", linewidth=1)
+    axes.plot(expected, places, "o", markerfacecolor="white", color="tab:gray", label="expected")
+    axes.plot(
+        np.array(found)[~too_fast], places[~too_fast], "o", color="tab:blue", label="measured"
+    )
+    axes.plot(
+        np.array(found)[too_fast],
+        places[too_fast],
+        "D",
+        color="tab:red",
+        label=f"measured, more than {MARGIN} above",
+    )
+    axes.set_yticks(places, names, fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set(title="How costs grow: the exponent a of c · n^a", xlabel="exponent")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize=8)
+
+
+def draw_values(axes: Axes, title: str, figures: dict[str, Any]) -> None:
+    """Draws values relative to the smallest size as dots, and a line of the expected slope."""
+    for name, row in figures.items():
+        sizes = np.array(row["sizes"], float)
+        scaled = np.array(row["values"]) / row["values"][0]
+        (dots,) = axes.plot(sizes, scaled, "o", label=name)
+        middle = np.exp(np.log(scaled).mean() - row["expected"] * np.log(sizes).mean())
+        axes.plot(sizes, middle * sizes ** row["expected"], "--", color=dots.get_color(), alpha=0.6)
+    axes.set(title=title, xscale="log", yscale="log", ylabel="relative to the smallest")
+    sizes = next(iter(figures.values()))["sizes"]
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_ylim()
+    if high < 10 * low:  # too few powers of ten for a scale
+        axes.set_yscale("linear")
+    else:
+        axes.yaxis.set_major_formatter("{x:,g}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
 
 
 def main() -> int:
