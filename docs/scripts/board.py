@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/board.md with a headless Chromium.
+"""Takes the pictures of docs/board.md with a headless Chromium: of the board, and of the first run's report.
 
 python docs/scripts/board.py runs/quickstart runs/t5-quickstart
 """
@@ -35,7 +35,10 @@ def main(runs: list[str]) -> int:
         tempfile.TemporaryDirectory() as profile,
     ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        for name, (address, window) in VIEWS.items():
+        board = f"http://127.0.0.1:{server.server_address[1]}/"
+        report = (Path(runs[0]) / "report.html").resolve().as_uri()
+        pictures = {name: (board + view, window) for name, (view, window) in VIEWS.items()}
+        for name, (url, window) in {**pictures, "report.png": (report, "900,1160")}.items():
             options = [
                 f"--screenshot={PICTURES / name}",
                 f"--window-size={window}",
@@ -47,7 +50,6 @@ def main(runs: list[str]) -> int:
                 "--no-sandbox",
                 "--disable-gpu",
             ]
-            url = f"http://127.0.0.1:{server.server_address[1]}/{address}"
             subprocess.run(
                 [browser, "--headless", *options, *settled, url],
                 check=True,

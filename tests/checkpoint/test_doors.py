@@ -642,7 +642,7 @@ def visits(visitor: Visitor, folder: Path, doors: tuple[str, ...], warm: Path):
     return found
 
 
-@pytest.mark.parametrize("name", by_turns(ODD, 5))
+@pytest.mark.parametrize("name", by_turns(ODD, 8))
 def test_odd_folders_are_accepted_with_the_same_tensors(name, visitor, prepared, bases):
     found = visits(visitor, prepared(ODD[name]), ODD[name][2], bases["shards"])
     assert {door: visit.message for door, visit in found.items() if not visit.accepted} == {}

@@ -65,7 +65,9 @@ def test_scripts(command, workplace):
     )
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("shardzoo")])
+@pytest.mark.parametrize(
+    "command", by_turns([line for line in COMMANDS if line.startswith("shardzoo")], 2)
+)
 def test_commands(command, workplace, monkeypatch, capsys):
     words = [word.strip('"') for word in command.split()]
     assert words[:2] == ["shardzoo", "finetune"]

@@ -62,7 +62,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", by_turns(LAYOUTS, 3), ids=str)
 def test_gpt_of_every_layout_becomes_the_original_bytes(layout, folders, hashes, tmp_path):
     source = write(tmp_path / "megatron", modules(folders["gpt"]), layout)
     merge(source, tmp_path / "hf", true_config(folders["gpt"], tmp_path / "c.json"))

@@ -192,7 +192,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("size", "stages", "style"), LAYOUTS)
+@pytest.mark.parametrize(("size", "stages", "style"), by_turns(LAYOUTS, 2))
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_becomes_the_original_bytes(
     case, size, stages, style, folders, hashes, tmp_path

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_case import by_turns
 from parity import randomize
 
 from shardzoo.cli.convert import main
@@ -325,7 +326,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", by_turns(REFUSED, 2))
 def test_what_equals_no_t5_is_refused_with_the_reason(name, folders, tmp_path, capsys):
     case, change, message = REFUSED[name]
     split(folders[case], tmp_path / "megatron", 2, style="megatron", stages=2, names="local")

@@ -25,7 +25,7 @@ KINDS = every_day(["merge"], more=["split", "reshard"])
 if KILLS:
     KINDS = ["split", "merge", "reshard", "legacy", "megatron", "from megatron", "dcp", "from dcp"]
 # Of each kind, killed one, two or three times in turn before they are resumed.
-ATTEMPTS = KILLS // 2 + 1 if KILLS else 3
+ATTEMPTS = KILLS // 2 + 1 if KILLS else 2
 
 
 def convert(kind: str, source: Path, destination: Path, resume: bool) -> None:

@@ -33,7 +33,7 @@ def copy_with(folder, target, settings, place):
 
 
 @pytest.mark.parametrize("place", ["generation_config", "config"])
-@pytest.mark.parametrize("case", by_turns(CASES, 2))
+@pytest.mark.parametrize("case", by_turns(CASES, 4))
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
 def test_the_settings_of_a_folder_are_those_of_transformers(family, case, place, saved, tmp_path):
     settings = dict(CASES[case])

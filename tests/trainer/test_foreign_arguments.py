@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from every_case import by_turns
 
 from shardzoo.cli.arguments import overrides_as_options, parse
 from shardzoo.cli.help import HelpPage
@@ -86,7 +87,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "expected"), TAKEN)
+@pytest.mark.parametrize(("given", "expected"), by_turns(TAKEN, 2))
 def test_arguments_of_other_tools_are_taken(given, expected):
     """As keywords, and as overrides on the command line."""
     plain = TrainingArguments(**(SPLIT if SPLIT.items() <= given.items() else {}))

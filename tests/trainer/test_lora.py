@@ -124,7 +124,7 @@ EVERY_DAY = [("t5", 3), ("t5", 6), ("llama", 2), ("gpt2", 5)]
         every_day(
             EVERY_DAY, more=[("t5", 0), ("t5", 1), ("t5", 2), ("t5", 4), ("t5", 5), ("llama", 4)]
         ),
-        2,
+        4,
     ),
 )
 def test_every_layout_takes_the_steps_of_peft(bases, run_mesh, kind, layout):
