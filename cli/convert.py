@@ -140,6 +140,32 @@ class ReshardCheckpoint(WritingRanks):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UpcycleCheckpoint(Common):
+    """Make a mixture of experts of a dense model.
+
+    Each expert is a copy of the MLP, so that the mixture computes what the dense model does, until
+    it is trained.
+    """
+
+    source: Positional[Path]
+    """Hugging Face folder of a Llama, Mistral or Qwen3, or its name on the Hub."""
+    destination: Positional[Path]
+    """The folder to make."""
+    num_experts: int = 8
+    """Number of experts of each layer."""
+    experts_per_token: int = 2
+    """Number of experts that compute a token."""
+    seed: int = 0
+    """Seed of the routers' weights."""
+    overwrite: bool = False
+    """Replace the destination if it exists."""
+    resume: bool = False
+    """Continue an interrupted conversion."""
+    max_file_gb: float = 5.0
+    """Largest weight file, in gigabytes of 10^9 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyCheckpoint(Common):
     """Check a folder's hashes, or compare the weights of two folders of any formats.
 
@@ -187,6 +213,7 @@ Command = Union[  # noqa: UP007 - tyro reads the annotations of a Union at run t
     Annotated[SplitCheckpoint, tyro.conf.subcommand("split")],
     Annotated[MergeShards, tyro.conf.subcommand("merge")],
     Annotated[ReshardCheckpoint, tyro.conf.subcommand("reshard")],
+    Annotated[UpcycleCheckpoint, tyro.conf.subcommand("upcycle")],
     Annotated[VerifyCheckpoint, tyro.conf.subcommand("verify")],
     Annotated[InspectCheckpoint, tyro.conf.subcommand("inspect")],
     Annotated[DiffCheckpoints, tyro.conf.subcommand("diff")],
@@ -212,6 +239,12 @@ HELP = {
     "reshard": HelpPage(
         "shardzoo convert reshard", ReshardCheckpoint, sections=WRITING, names=SHORT_NAMES
     ),
+    "upcycle": HelpPage(
+        "shardzoo convert upcycle",
+        UpcycleCheckpoint,
+        sections={"num_experts": "result", "overwrite": "run", "json": "source and output"},
+        names=SHORT_NAMES,
+    ),
     "verify": HelpPage(
         "shardzoo convert verify",
         VerifyCheckpoint,
@@ -229,7 +262,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     show_commands(
-        "shardzoo convert", "Splits, merges, reshards and compares checkpoints.", HELP, argv
+        "shardzoo convert",
+        "Splits, merges, reshards, upcycles and compares checkpoints.",
+        HELP,
+        argv,
     )
     kind = HELP[argv[0]].arguments if argv and argv[0] in HELP else Common
     argv = [*argv[:1], *respell(argv[1:], [field.name for field in fields(kind)])]
@@ -304,6 +340,36 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
     return 0
 
 
+def run_upcycle(command: UpcycleCheckpoint) -> int:
+    """Makes a mixture. Returns 130 after Ctrl-C."""
+    from ..convert.operations import Outcome
+    from ..convert.upcycling import upcycle
+
+    if command.config is not None:
+        raise ValueError("upcycle reads the config.json of its source: leave out --config")
+    if not 0 < command.max_file_gb < 1e9:
+        raise ValueError(f"max_file_gb must be more than 0, not {command.max_file_gb}")
+    started = time.monotonic()
+    try:
+        with show_transfer(as_json=command.json) as report:
+            found = upcycle(
+                command.source,
+                command.destination,
+                command.num_experts,
+                command.experts_per_token,
+                seed=command.seed,
+                largest_file=int(command.max_file_gb * 1e9),
+                report=report,
+                overwrite=command.overwrite,
+                resume=command.resume,
+            )
+    except KeyboardInterrupt:
+        print("interrupted; continue with --resume", file=sys.stderr)
+        return INTERRUPTED
+    _print_outcome(command, Outcome(*found), time.monotonic() - started)
+    return 0
+
+
 def _build_options(command: Converting) -> Options:
     from ..checkpoint.dtypes import from_torch_name
     from ..convert.operations import LARGEST_FILE, Options
@@ -341,7 +407,9 @@ def _find_full_dtype(name: str | None) -> str | None:
     return from_torch_name(FULL_DTYPES.get(name, name))
 
 
-def _print_outcome(command: Converting, outcome: Outcome, seconds: float) -> None:
+def _print_outcome(
+    command: Converting | UpcycleCheckpoint, outcome: Outcome, seconds: float
+) -> None:
     speed = (outcome.nbytes - outcome.kept) / max(seconds, 1e-9)
     if command.json:
         pace = {
@@ -487,6 +555,7 @@ COMMANDS: dict[type, Callable[[Any], int]] = {
     SplitCheckpoint: run_conversion,
     MergeShards: run_conversion,
     ReshardCheckpoint: run_conversion,
+    UpcycleCheckpoint: run_upcycle,
     VerifyCheckpoint: run_verify,
     InspectCheckpoint: run_inspect,
     DiffCheckpoints: run_diff,

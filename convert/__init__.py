@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .logits import compare_logits
     from .operations import Options, Outcome, merge, split
     from .plan import dry_run
+    from .upcycling import upcycle
     from .verification import VerificationReport, verify_equal, verify_folder, verify_round_trip
 
 _MODULES = {
@@ -45,6 +46,7 @@ _MODULES = {
     "inspect_folder": "inspection",
     "merge": "operations",
     "split": "operations",
+    "upcycle": "upcycling",
     "verify_equal": "verification",
     "verify_folder": "verification",
     "verify_round_trip": "verification",
@@ -60,6 +62,7 @@ __all__ = [
     "inspect_folder",
     "merge",
     "split",
+    "upcycle",
     "verify_equal",
     "verify_folder",
     "verify_round_trip",

@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,17 @@ from torch import Tensor
 
 from ..checkpoint.checkpoint import WEIGHT_FILES, open_checkpoint
 from ..checkpoint.dtypes import set_config_dtype, torch_name
-from ..checkpoint.file_io import HashingWriter, OpenFiles, hash_stored
 from ..checkpoint.folder_files import CONFIG, list_auxiliary_files
 from ..checkpoint.formats.gguf_file import find_gguf, open_gguf
 from ..checkpoint.formats.quantized import QuantizedFolder, QuantizedWeight, find_quantized
 from ..checkpoint.planned_file import PlannedFile
 from ..checkpoint.stored_tensor import StoredTensor
-from ..checkpoint.tensor_reader import CHUNK_BYTES, TensorReader
+from ..checkpoint.tensor_reader import TensorReader
 from ..files.strict_json import read_json_object
 from ..models.family_table import list_gguf
 from ..models.huggingface import plan_weight_files
 from .destination import Destination
-from .journal import Journal, open_partial
+from .streams import copy_pieces, write_tensors
 
 # The types that the weights may be dequantized to, by the name that safetensors has for them.
 TYPES = ("BF16", "F16", "F32")
@@ -161,7 +159,13 @@ def dequantize(
     report = report or (lambda done, total: None)
     journal = place.begin(files, opened.fingerprint(dtype, targets), overwrite=overwrite)
     try:
-        kept = _write_tensors(opened.found, place, journal, targets, dtype, report)
+        kept = write_tensors(
+            place,
+            journal,
+            targets,
+            lambda name, reader: _read_pieces(opened.found, name, reader, dtype),
+            report,
+        )
         contents: dict[str, bytes | Path] = {**opened.small, CONFIG: _write_config(opened, dtype)}
         contents.update({name: _encode(text) for name, text in texts.items()})
         place.finish(files, contents, None)
@@ -176,42 +180,6 @@ def dequantize(
     return len(targets), total, kept
 
 
-def _write_tensors(
-    found: QuantizedFolder,
-    place: Destination,
-    journal: Journal,
-    targets: list[StoredTensor],
-    dtype: str,
-    report: Callable[[int, int], None],
-) -> int:
-    """Writes the tensors that an interrupted run has not finished.
-
-    Returns the bytes of those that it has.
-    """
-    total = sum(tensor.nbytes for tensor in targets)
-    kept = 0
-    done = 0
-    with TensorReader() as reader, OpenFiles(partial(open_partial, place.work)) as outputs:
-        outputs.open(list(dict.fromkeys(target.file for target in targets)))
-        for index, target in enumerate(targets):
-            key = (target.file, target.name)
-            recorded = journal.finished.get(index, {}).get(key)
-            descriptor = outputs[target.file]
-            if recorded is not None and recorded == hash_stored(target, descriptor, 1 << 20):
-                kept += target.nbytes
-            else:
-                writer = HashingWriter([target], outputs)
-                position = 0
-                for piece in _read_pieces(found, target.name, reader, dtype):
-                    data = piece.reshape(-1).view(torch.uint8).numpy()
-                    writer.write(position, data)
-                    position += data.nbytes
-                journal.record(index, {key: writer.finish()})
-            done += target.nbytes
-            report(done, total)
-    return kept
-
-
 def _read_pieces(
     found: QuantizedFolder, name: str, reader: TensorReader, dtype: str
 ) -> Iterator[Tensor]:
@@ -220,10 +188,7 @@ def _read_pieces(
     if weight is not None:
         yield from _read_weight(weight, reader, dtype)
         return
-    tensor = found.plain[name]
-    step = max(1, CHUNK_BYTES * tensor.numel // max(tensor.nbytes, 1))
-    for start in range(0, tensor.numel, step):
-        yield reader.flat(tensor, start, min(start + step, tensor.numel))
+    yield from copy_pieces(found.plain[name], reader)
 
 
 def _read_weight(weight: QuantizedWeight, reader: TensorReader, dtype: str) -> Iterator[Tensor]:

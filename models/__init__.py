@@ -144,6 +144,7 @@ from .mt5 import (
     MT5Model,
 )
 from .nllb_moe import NllbMoeConfig, NllbMoeForConditionalGeneration, NllbMoeModel
+from .olmoe import OlmoeConfig, OlmoeForCausalLM, OlmoeModel
 from .parallel_config import ParallelConfig
 from .pegasus import (
     PegasusConfig,
@@ -379,6 +380,9 @@ __all__ = [
     "NllbMoeConfig",
     "NllbMoeForConditionalGeneration",
     "NllbMoeModel",
+    "OlmoeConfig",
+    "OlmoeForCausalLM",
+    "OlmoeModel",
     "ParallelConfig",
     "PegasusConfig",
     "PegasusForCausalLM",

@@ -36,7 +36,6 @@ MISSING: dict[str, tuple[str, str]] = {
     "opt": ("gpt2", "positions that start at 2 after padding"),
     "phi": ("llama", "blocks with attention and MLP side by side"),
     "prophetnet": ("bart", "n-gram prediction"),
-    "olmoe": ("qwen3_moe", "norms over the queries and keys of all heads together"),
     "xlnet": ("bert", "permuted attention with two streams"),
 }
 _HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel|LMHead|DoubleHeadsModel|EncoderModel|Model)$")

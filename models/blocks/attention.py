@@ -24,14 +24,17 @@ from ...mpu import (
     ParallelMesh,
     RMSNorm,
     RowParallelLinear,
+    Shard,
     checkpoint,
     context_rank,
     context_size,
+    copy_to_tp,
     cut_sequence,
     divide,
     exchange_heads,
     gather_from_context,
     gather_from_tp,
+    reduce_from_tp,
     restore_heads,
     scaled_masked_softmax,
     tp_rank,
@@ -39,6 +42,7 @@ from ...mpu import (
 )
 from ...mpu.division import find_first_unit
 from ...mpu.dropout import AttentionPlace
+from ...mpu.parameter import split_parameter
 from ...mpu.ring import RingRules, balance_chunks, restore_chunks, ring_attention
 from ...ops import attention, empty_pooled, few_queries_attention, in_inference_mode, matmul
 from ...ops.attention import eager_beats_sdpa, lacks_fused_attention, suits_tiles
@@ -165,20 +169,80 @@ class Attention(nn.Module):
         )
 
 
+class AllHeadsNorms(nn.Module):
+    """RMSNorms of the queries, and of the keys, of all heads together.
+
+    The heads are split over the tensor-parallel ranks, so the ranks' sums of squares are added, in
+    one exchange of two numbers a position forward and one backward.
+
+    Args:
+        projection: The fused projection [Q|K|V] of the queries and keys.
+
+    Attributes:
+        q_weight, k_weight: [Np · D] and [Kp · D].
+    """
+
+    def __init__(self, projection: ColumnParallelLinear, head_size: int, eps: float) -> None:
+        super().__init__()
+        shard = projection.shard
+        self.mesh = projection.mesh
+        self.eps = eps
+        queries, keys, _ = shard.groups
+        if shard.find_exchanged_groups(tp_size(self.mesh)):
+            raise ValueError(
+                f"{keys // head_size} key-value heads that are normalized together cannot be split "
+                f"over {tp_size(self.mesh)} tensor-parallel ranks; use a divisor"
+            )
+        self.q_weight = split_parameter(Shard((queries,), 0, unit=head_size), self.mesh)
+        self.k_weight = split_parameter(Shard((keys,), 0, unit=head_size), self.mesh)
+        self.widths = (queries, keys)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalizes q [B, Np, S, D] and k [B, Kp, S, D]."""
+        wide_q = q.to(torch.promote_types(q.dtype, torch.float32))
+        wide_k = k.to(wide_q.dtype)
+        sums = torch.stack([wide_q.square().sum((1, 3)), wide_k.square().sum((1, 3))])  # [2, B, S]
+        # The sum goes into the norms of all ranks, so its gradient is the sum of theirs.
+        sums = copy_to_tp(reduce_from_tp(sums, self.mesh), self.mesh)
+        found: list[Tensor] = []
+        weights = (self.q_weight, self.k_weight)
+        for x, total, width, weight in zip(
+            (wide_q, wide_k), sums.unbind(), self.widths, weights, strict=True
+        ):
+            scale = torch.rsqrt(total / width + self.eps)[:, None, :, None]
+            by_head = weight.view(x.shape[1], 1, x.shape[3])
+            found.append((x * scale).to(q.dtype) * by_head)
+        return found[0], found[1]
+
+
 class SelfAttention(Attention):
     """Attention of a sequence to itself, with one fused projection [Q|K|V].
 
     Args:
         qk_norm_eps: The epsilon of an RMSNorm over the features of each query head, and of each key
-            head, before they are rotated; None for no such norms. The other arguments are those of
-            `Attention`.
+            head, before they are rotated; None for no such norms.
+        norms_all_heads: Whether that norm is over the features of all heads together.
+        clip: The largest absolute value of queries, keys and values before they are rotated. The
+            other arguments are those of `Attention`.
     """
 
     projections: ClassVar = {"qkv": "qkv"}
     qkv: ColumnParallelLinear
 
-    def __init__(self, *args: Any, qk_norm_eps: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        qk_norm_eps: float | None = None,
+        norms_all_heads: bool = False,
+        clip: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.clip = clip
+        self.qk_norms: AllHeadsNorms | None = None
+        if qk_norm_eps is not None and norms_all_heads:
+            self.qk_norms = AllHeadsNorms(self.qkv, self.head_size, qk_norm_eps)
+            qk_norm_eps = None
         # Each rank has other heads, so the ranks' gradients of a norm's weight are summed.
         shared: LayerArguments = {"mesh": kwargs.get("mesh"), "sequence_parallel": True}
         self.q_norm = (
@@ -223,6 +287,12 @@ class SelfAttention(Attention):
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
+        elif self.qk_norms is not None:
+            q, k = self.qk_norms(q, k)
+        if self.clip is not None:
+            q = q.clamp(-self.clip, self.clip)
+            k = k.clamp(-self.clip, self.clip)
+            v = v.clamp(-self.clip, self.clip)
         if rotary is not None:
             q, k = rotate(q, k, rotary)
         if memory is not None:

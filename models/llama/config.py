@@ -74,6 +74,8 @@ class DecoderConfig(HeadsConfig):
     """Whether features 2i and 2i + 1 of a head rotate together, instead of i and i + R/2."""
     qk_norm: ClassVar[bool] = False
     """Whether each head's queries and keys pass through an RMSNorm."""
+    norms_all_heads: ClassVar[bool] = False
+    """Whether that norm is over all heads together."""
     sandwich_norms: ClassVar[bool] = False
     """Whether the outputs of attention and MLP pass through a norm before they are added."""
 
@@ -139,6 +141,11 @@ class DecoderConfig(HeadsConfig):
     @property
     def output_bias(self) -> bool:
         return self.attention_bias
+
+    @property
+    def clip(self) -> float | None:
+        """The largest absolute value of queries, keys and values; None for any."""
+        return None
 
     @property
     def attention_scale(self) -> float:

@@ -40,6 +40,8 @@ def name_map(
             ),
             NameEntry(f"{ATTENTION}.q_norm.weight", f"{LAYER}.self_attn.q_norm.weight"),
             NameEntry(f"{ATTENTION}.k_norm.weight", f"{LAYER}.self_attn.k_norm.weight"),
+            NameEntry(f"{ATTENTION}.qk_norms.q_weight", f"{LAYER}.self_attn.q_norm.weight"),
+            NameEntry(f"{ATTENTION}.qk_norms.k_weight", f"{LAYER}.self_attn.k_norm.weight"),
             *(NameEntry(f"{ATTENTION}.output.{k}", f"{LAYER}.self_attn.o_proj.{k}") for k in kinds),
             *(
                 NameEntry(f"blocks.{{i}}.{own}.weight", f"{LAYER}.{stored}.weight")

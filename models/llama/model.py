@@ -13,6 +13,7 @@ The configuration declares what differs between the families:
 - Qwen2: biases of queries, keys and values; windows in some layers
 - Qwen3: norms of each head's queries and keys
 - Mixtral and Qwen3-MoE: a mixture of experts instead of the MLP (`../mixtral/model.py`)
+- OLMoE: norms of the queries, and of the keys, of all heads together
 - SmolLM3: layers that do not rotate queries and keys
 - Phi-3: dropout of the outputs of attention and MLP (`../phi3/model.py`)
 - Granite: scaled embeddings, residuals, scores and logits (`../granite/model.py`)
@@ -72,6 +73,8 @@ class LlamaBlock(nn.Module):
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
             qk_norm_eps=eps if config.qk_norm else None,
+            norms_all_heads=config.norms_all_heads,
+            clip=config.clip,
             scale=config.attention_scale,
             dropout=config.attention_dropout,
             mesh=mesh,

@@ -76,8 +76,9 @@ TINY: dict[str, dict[str, Any]] = {
     "pegasus": _BART,
     "marian": {**_BART, "pad_token_id": 1, "decoder_start_token_id": 1},
 }  # fmt: skip
-# Encoder-decoders with mixtures, which leave no padding out.
+# More mixtures, of which not every table has a row. The encoder-decoders leave no padding out.
 SPARSE: dict[str, dict[str, Any]] = {
+    "olmoe": {**_DECODER, "num_key_value_heads": 4, "num_experts": 5, "num_experts_per_tok": 2, "pad_token_id": 0},
     "switch_transformers": {
         **_SEQ2SEQ, "num_experts": 5, "expert_capacity": 6, "encoder_sparse_step": 2, "decoder_sparse_step": 1,
         "router_jitter_noise": 0.0,
@@ -109,6 +110,7 @@ _DROPOUTS = {
         ("dropout", "attention_dropout", "activation_dropout"),
     ),
     **dict.fromkeys(_MODERN_DECODERS, ("attention_dropout",)),
+    "olmoe": ("attention_dropout",),
     "phi3": ("attention_dropout", "resid_pdrop"),
 }
 _DEPTHS = {
@@ -124,6 +126,7 @@ _DEPTHS = {
     "t5": ("num_layers", "num_decoder_layers"),
     "switch_transformers": ("num_layers", "num_decoder_layers"),
     "nllb-moe": ("encoder_layers", "decoder_layers"),
+    "olmoe": ("num_hidden_layers",),
     "mt5": ("num_layers", "num_decoder_layers"),
     "umt5": ("num_layers", "num_decoder_layers"),
     **dict.fromkeys(

@@ -46,7 +46,6 @@ UNKNOWN_FAMILIES = {  # model_type, architecture: the nearest model, and a word 
     ("opt", "OPTForCausalLM"): ("GPT2LMHeadModel (gpt2)", "positions"),
     ("longt5", "LongT5ForConditionalGeneration"): ("T5ForConditionalGeneration (t5)", "global attention"),
     ("gpt_neox", "GPTNeoXForCausalLM"): ("LlamaForCausalLM (llama)", "side by side"),
-    ("olmoe", "OlmoeForCausalLM"): ("Qwen3MoeForCausalLM (qwen3_moe)", "norms over the queries and keys"),
     ("gemma2", "Gemma2ForSequenceClassification"): ("LlamaForSequenceClassification (llama)", "soft-capped"),
     ("chatglm", "ChatGLMModel"): ("Glm4Model (glm4)", "norms after attention"),
     ("xlnet", ""): ("(bert)", "two streams"),
