@@ -25,15 +25,13 @@ from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import TensorReader
 from ..models.auto import build_on_meta, config_from_dict
 from ..models.config import ModelConfig
-from ..models.family_table import family
 from ..models.huggingface import LARGEST_FILE, plan_weight_files
 from ..models.name_map import NameEntry
+from ..models.registry import FAMILIES, family
 from ..mpu.initialization import parameter_seed
 from .destination import Destination
 from .streams import copy_pieces, write_tensors
 
-# The dense family -> the family of mixtures with its attention.
-MIXTURES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 # The experts' parameter -> the dense MLP's.
 _COPIED = {".mlp.experts.gate_up": ".mlp.gate_up.weight", ".mlp.experts.down": ".mlp.down.weight"}
 _ROUTER = ".mlp.router.weight"
@@ -86,31 +84,22 @@ def make_config(dense: ModelConfig, experts: int, top_k: int) -> ModelConfig:
         ValueError: There is no family of mixtures with this model's blocks, or the numbers do not
             fit one another.
     """
-    target = MIXTURES.get(dense.model_type)
-    if target is None:
+    found = {
+        original: (name, describe)
+        for name in FAMILIES
+        for original, describe in family(name).upcycled.items()
+    }
+    if dense.model_type not in found:
         raise ValueError(
             f"{dense.model_type} has no family of mixtures whose first forward pass would equal "
-            f"its own; upcycle one of {', '.join(MIXTURES)}"
+            f"its own; upcycle one of {', '.join(found)}"
         )
-    values: dict[str, Any] = dense.to_dict()
-    for name in ("attention_bias", "mlp_bias"):
-        if values.get(name):
-            raise ValueError(f"{name}=true is not supported in {target}; upcycle a model without")
-    if target == "mixtral" and dense.model_type == "llama":
-        values["sliding_window"] = None
-    width = values["intermediate_size"]
+    target, describe = found[dense.model_type]
+    values = describe(dense, experts, top_k)
     architecture = str(values["architectures"][0])
     head = architecture[len(_find_stem(dense.model_type)) :]
-    values |= {
-        "model_type": target,
-        "architectures": [_find_stem(target) + head],
-        "num_local_experts": experts,
-        "num_experts_per_tok": top_k,
-        "norm_topk_prob": True,
-        "moe_intermediate_size": width,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.01,
-    }
+    values["model_type"] = target
+    values["architectures"] = [_find_stem(target) + head]
     return config_from_dict(values)
 
 

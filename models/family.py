@@ -78,6 +78,10 @@ class Family:
             without a `config.json`.
         megatron: How Megatron-LM stores the models, if it has the family.
         gguf: How GGUF files store the models, if they are read.
+        upcycled: Of a family of mixtures, the `model_type` of a dense family whose models it makes
+            mixtures of -> a function of a dense configuration and the numbers of experts and of a
+            token's experts, which returns the keys of the mixture's configuration. The mixture's
+            first forward pass must compute what the dense model does.
     """
 
     config: type[ModelConfig]
@@ -98,6 +102,9 @@ class Family:
     infer_config: Callable[[Sequence[Mapping[str, StoredTensor]]], ModelConfig] | None = None
     megatron: MegatronMap | None = None
     gguf: GgufArchitecture | None = None
+    upcycled: Mapping[str, Callable[[Any, int, int], dict[str, Any]]] = field(
+        default_factory=dict[str, Callable[[Any, int, int], "dict[str, Any]"]]
+    )
 
     def __post_init__(self) -> None:
         found: dict[str, str] = {}

@@ -12,6 +12,7 @@ from .model import (
     MixtralModel,
 )
 from .presets import PRESETS
+from .upcycling import describe_mixtral
 
 FAMILY = Family(
     config=MixtralConfig,
@@ -29,6 +30,7 @@ FAMILY = Family(
     pretrains={"causal": "MixtralForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    upcycled={"llama": describe_mixtral, "mistral": describe_mixtral},
     tasks={"text-generation": "MixtralForCausalLM", "text2text-generation": "MixtralForCausalLM"},
 )
 

@@ -12,6 +12,7 @@ from .model import (
     Qwen3MoeModel,
 )
 from .presets import PRESETS
+from .upcycling import describe_qwen3_moe
 
 FAMILY = Family(
     config=Qwen3MoeConfig,
@@ -29,6 +30,7 @@ FAMILY = Family(
     pretrains={"causal": "Qwen3MoeForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    upcycled={"qwen3": describe_qwen3_moe},
     tasks={"text-generation": "Qwen3MoeForCausalLM", "text2text-generation": "Qwen3MoeForCausalLM"},
 )
 

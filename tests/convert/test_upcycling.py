@@ -56,7 +56,7 @@ def test_what_cannot_be_upcycled_is_refused_in_one_line(tmp_path, capsys):
     capsys.readouterr()
     for arguments, message in (
         ([str(other), to], "t5 has no family of mixtures"),
-        ([str(biased), to], "attention_bias=true is not supported in mixtral"),
+        ([str(biased), to], "attention_bias=true is not supported in a mixture"),
         ([str(dense), to, "--num-experts", "2", "--experts-per-token", "3"], "must be at most"),
         ([str(dense), to, "--num-experts", "0"], "num_local_experts"),
         ([str(dense), str(dense)], "must be two folders"),
