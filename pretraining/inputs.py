@@ -130,7 +130,12 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
         for prefix in list_prefixes(sources):
             check_pair(prefix, tokenizer, name, stated=named_tokenizer is not None)
 
-    teacher = find_teacher(arguments, config, objective, tokenizer)
+    teacher = find_teacher(
+        arguments.teacher_model, config, objective, tokenizer, is_new=weights is None
+    )
+    if teacher is not None and weights is None:
+        # A teacher may have rows after its tokens, as T5 has.
+        config = config.with_changes(vocab_size=teacher.config.vocab_size)
     check_layout(arguments, config, launch)
     sequence_length, target_length = choose_lengths(arguments, config, objective)
     return Inputs(
@@ -147,21 +152,22 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
 
 
 def find_teacher(
-    arguments: PretrainingArguments,
+    name: str | None,
     config: ModelConfig,
     objective: Objective,
     tokenizer: Tokenizer | None,
+    *,
+    is_new: bool,
 ) -> Weights | None:
-    """Returns the teacher that the arguments name; None if there is none.
+    """Returns the teacher of a name; None without one.
 
     Args:
-        config: The student's.
-        tokenizer: The student's.
+        config, tokenizer: The student's.
+        is_new: Whether the student has new weights, which get as many tokens as the teacher has.
 
     Raises:
         ValueError: The teacher does not take the student's samples, or has another vocabulary.
     """
-    name = arguments.teacher_model
     if name is None:
         return None
     teacher = find_weights(name)
@@ -175,7 +181,10 @@ def find_teacher(
     is_other = False
     if tokenizer is not None and teacher.vocabulary is not None:
         is_other = not teacher.vocabulary.begins(tokenizer)
-    if is_other or own.vocab_size != config.vocab_size:
+    fits = own.vocab_size == config.vocab_size
+    if is_new:
+        fits = own.vocab_size >= config.vocab_size
+    if is_other or not fits:
         raise ValueError(
             f"the teacher {name} ({own.vocab_size} tokens) has another vocabulary than the model "
             f"({config.vocab_size} tokens); both must have the same tokenizer and number of tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +28,14 @@ class Preference:
         answers: The better and the worse answer, or one.
         is_desirable: None for two answers.
         reference: The reference model's log-probabilities of the answers, if the file has them.
+        margin: How much better the better answer is, for rewards; None if the file does not say it.
     """
 
     prompt: Text
     answers: tuple[Text, ...]
     is_desirable: bool | None = None
     reference: tuple[float, ...] = ()
+    margin: float | None = None
 
 
 def load_preferences(path: str | Path, *, paired: bool = True) -> Sequence[Preference]:
@@ -71,7 +74,11 @@ def _read_pair(record: Any) -> Preference:
     reference: tuple[float, ...] = ()
     if all(key in record for key in REFERENCE_KEYS):
         reference = tuple(float(record[key]) for key in REFERENCE_KEYS)
-    return Preference(prompt, (chosen, rejected), None, reference)
+    margin = record.get("margin")
+    is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+    if margin is not None and not (is_number and math.isfinite(margin)):
+        raise ValueError(f"the value of 'margin' must be a number, not {margin!r}")
+    return Preference(prompt, (chosen, rejected), None, reference, margin)
 
 
 def _read_single(record: Any) -> Preference:
@@ -207,7 +214,8 @@ def render(tokenizer: Any, messages: list[dict[str, str]], *, prompt: bool = Fal
 
 
 class RewardSamples:
-    """Makes `{"columns": …}` of records: token ids of the prompt with each answer.
+    """Makes `{"columns": …, "margin": …}` of records: token ids of the prompt with each answer, and
+    a margin of 0 where a record has none.
 
     Args:
         tokenizer: transformers' tokenizer.
@@ -225,7 +233,7 @@ class RewardSamples:
     def __getitem__(self, index: int) -> dict[str, Any]:
         record = self.records[index]
         columns = [self._encode(record.prompt, answer) for answer in record.answers]
-        return {"columns": columns}
+        return {"columns": columns, "margin": record.margin or 0.0}
 
     def _encode(self, prompt: Text, answer: Text) -> list[int]:
         options: dict[str, Any] = {"truncation": True, "max_length": self.max_length}
@@ -250,8 +258,8 @@ class PreferenceCollate:
     """Makes a batch of samples whose answers stand side by side.
 
     The batch has `input_ids` and `attention_mask`, int64 [B, A, S] for A answers; `targets`, int64
-    [B, A, T] with -100 where there is no label; and what the samples have of `is_desirable` [B],
-    `reference` and `relevance` [B, A].
+    [B, A, T] with -100 where there is no label; and what the samples have of `is_desirable` and
+    `margin` [B], `reference` and `relevance` [B, A].
     """
 
     def __init__(self, pad_token_id: int, multiple_of: int = 1) -> None:
@@ -268,6 +276,8 @@ class PreferenceCollate:
             batch["targets"] = self._pad([sample["targets"] for sample in samples], IGNORED)
         if "is_desirable" in samples[0]:
             batch["is_desirable"] = torch.tensor([bool(s["is_desirable"]) for s in samples])
+        if "margin" in samples[0]:
+            batch["margin"] = torch.tensor([float(sample["margin"]) for sample in samples])
         for name in ("reference", "relevance"):
             if name in samples[0]:
                 rows = [torch.as_tensor(sample[name], dtype=torch.float32) for sample in samples]

@@ -109,16 +109,20 @@ def simpo(chosen: Tensor, rejected: Tensor, *, beta: float = 2.0, gamma: float =
     return -F.logsigmoid(beta * (chosen - rejected) - gamma)
 
 
-def reward(chosen: Tensor, rejected: Tensor, *, center: float = 0.0) -> Tensor:
-    """Returns -log sigmoid(chosen - rejected) for the rewards of both answers.
+def reward(
+    chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, center: float = 0.0
+) -> Tensor:
+    """Returns -log sigmoid(chosen - rejected - margin) for the rewards of both answers.
 
     Bradley and Terry, 1952; Ouyang et al., 2022, eq. 1.
 
     Args:
+        margin: How far the better answer shall be ahead; None for 0 (Touvron et al., 2023).
         center: The factor of the square of the rewards' sum, which keeps their mean at 0
             (Eisenstein et al., 2023).
     """
-    losses = -F.logsigmoid(chosen - rejected)
+    gap = chosen - rejected
+    losses = -F.logsigmoid(gap if margin is None else gap - margin)
     if center:
         losses = losses + center * (chosen + rejected).square()
     return losses

@@ -333,7 +333,7 @@ class RewardObjective:
     def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any]:
         """Runs the model on a batch of `PreferenceCollate`. Returns `loss`."""
         rewards = self.measure(data, run)
-        rows = losses.reward(*rewards.unbind(1), center=self.center)
+        rows = losses.reward(*rewards.unbind(1), margin=data.get("margin"), center=self.center)
         self._sums.append(_sum_pairs(rewards, torch.zeros_like(rewards)).detach())
         return {"loss": share_gradient(scale_to_global_batch(rows, data), self.mesh)}
 
@@ -360,10 +360,14 @@ class RewardObjective:
     ) -> dict[str, float]:
         """Returns the mean loss, and the values that training logs. Collective."""
         found: list[Tensor] = []
+        margins: list[Tensor] = []
         for batch in iterate_replica_batches(samples, collate, device, batch_size, self.mesh):
             found.append(gather_from_dp(self.measure(batch, model), self.mesh))
+            if "margin" in batch:
+                margins.append(gather_from_dp(batch["margin"], self.mesh))
         rewards = torch.cat(found)[: len(samples)]
-        loss = losses.reward(*rewards.unbind(1), center=self.center).mean()
+        margin = torch.cat(margins)[: len(samples)] if margins else None
+        loss = losses.reward(*rewards.unbind(1), margin=margin, center=self.center).mean()
         sums = _sum_pairs(rewards, torch.zeros_like(rewards))
         return {"loss": float(loss), **_name_rewards(sums.double().tolist())}
 

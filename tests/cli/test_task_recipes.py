@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from commands import warm_environment
-from every_case import every_day
 from tiny_models import PRETRAINED, save_model, text, tiny
 
 from shardzoo.cli.pretrain import RECIPES
@@ -71,9 +70,8 @@ def give_tiny_inputs(name: str, inputs: Path) -> list[str]:
     return [*files, *small, *SMALL, "--eval-interval", "2"]
 
 
-@pytest.mark.parametrize(
-    "name", every_day(["dpo"], more=[file.stem for file in FILES if file.stem != "dpo"])
-)
+@pytest.mark.before_release
+@pytest.mark.parametrize("name", [file.stem for file in FILES])
 def test_a_recipe_runs(name, inputs, tmp_path):
     file = RECIPES / "tasks" / f"{name}.yaml"
     found = re.match(r"# shardzoo (\w+) --config recipes/tasks/(\S+)\.yaml ", file.read_text())

@@ -113,6 +113,7 @@ PREFERENCES = {
             "reward", "reward", "scored-gpt2", "pairs", {"center_rewards": 0.2},
             "trl.trainer.reward Reward", {"center_rewards_coefficient": 0.2},
         ),
+        Case("reward with margins", "reward", "scored-gpt2", "margined", {}, "trl.trainer.reward Reward"),
     )
 }  # fmt: skip
 CASES = {**EMBEDDINGS, **RANKINGS, **PREFERENCES}
@@ -138,7 +139,7 @@ def setting(tmp_path_factory):
 
     files: dict[str, list[dict[str, Any]]] = {name: [] for name in (
         "twos", "triplets", "scored", "binary", "margins", "candidates", "documents", "lists",
-        "pairs", "single",
+        "pairs", "single", "margined",
     )}  # fmt: skip
     for n in range(2 * ROWS):
         anchor = text(n, 3)
@@ -159,6 +160,7 @@ def setting(tmp_path_factory):
         files["lists"].append({"query": anchor, "docs": documents, "labels": [1, 2, 0, 0][:size]})
         answers = {"chosen": f" {positive}", "rejected": f" {negative}"}
         files["pairs"].append({"prompt": anchor, **answers})
+        files["margined"].append({"prompt": anchor, **answers, "margin": n % 3 / 2})
         files["single"].append({"prompt": anchor, "completion": f" {positive}", "label": n % 3 > 0})
     for name, records in files.items():
         lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -283,7 +285,7 @@ def name_as_trl(case: Case, setting) -> dict[str, Any]:
     both = {"input_ids": ids.transpose(0, 1).flatten(0, 1)}
     both["attention_mask"] = mask.transpose(0, 1).flatten(0, 1)
     if case.task == "reward":
-        return both
+        return {**both, **({"margin": batch["margin"]} if "margin" in batch else {})}
     targets = batch["targets"]
     is_answer = (targets != -100).long()
     loss = case.options["preference_loss"]
@@ -374,12 +376,10 @@ LAYOUTS = {
     "SP 2": {"model_parallel_size": 2, "sequence_parallel": True},
     "DP 2": {"micro_batch_size": 2, "env_type": "pytorchDDP"},
 }
-DAILY_CURVES = ("SimPO",)
 
 
-@pytest.mark.parametrize(
-    "name", every_day(DAILY_CURVES, more=[name for name in CASES if name not in DAILY_CURVES])
-)
+@pytest.mark.before_release
+@pytest.mark.parametrize("name", CASES)
 def test_curves_do_not_depend_on_the_layout(setting, tmp_path, run_mesh, name):
     work = partial(tune, name=name, setting=setting)
     work(None, output=tmp_path / "one")
