@@ -1,0 +1,105 @@
+"""Wrong layouts, and missing or damaged experts, are refused in one line before anything starts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny_models import save_model
+
+import shardzoo
+from shardzoo.cli import convert, generate, pretrain
+from shardzoo.convert import split
+
+EXPERTS = {  # architecture -> a matrix of its last expert
+    "MixtralForCausalLM": "model.layers.1.block_sparse_moe.experts.4.w2.weight",
+    "SwitchTransformersForConditionalGeneration": (
+        "encoder.block.1.layer.1.mlp.experts.expert_4.wi.weight"
+    ),
+}
+
+
+def read_refusal(main, arguments: list[str], capsys) -> str:
+    """The one line with which a command refuses arguments."""
+    capsys.readouterr()
+    assert main(arguments) == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def lose(tensors: dict, name: str) -> None:
+    del tensors[name]
+
+
+def cut(tensors: dict, name: str) -> None:
+    tensors[name] = tensors[name][:, :-1].contiguous()
+
+
+def add(tensors: dict, name: str) -> None:
+    tensors[name.replace("4", "5")] = tensors[name].clone()
+
+
+DAMAGES = {lose: "lacks", cut: "shape", add: "which the model does not have"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of transformers, by architecture."""
+    root = tmp_path_factory.mktemp("mixtures")
+    tokenizers = dict(zip(EXPERTS, ("gpt2", "t5"), strict=True))
+    return {name: save_model(root / name, name, tokenizers[name]) for name in EXPERTS}
+
+
+@pytest.mark.parametrize("architecture", EXPERTS)
+def test_experts_that_are_missing_or_damaged_are_refused(architecture, folders, tmp_path, capsys):
+    folder = folders[architecture]
+    weights = folder / "model.safetensors"
+    original = weights.read_bytes()
+    name = EXPERTS[architecture]
+    try:
+        for damage, message in DAMAGES.items():
+            tensors = load_file(weights)
+            damage(tensors, name)
+            save_file(tensors, weights, {"format": "pt"})
+            with pytest.raises(ValueError, match=message) as caught:
+                shardzoo.from_pretrained(folder)
+            assert "\n" not in str(caught.value)
+            capsys.readouterr()
+            assert convert.main(["split", str(folder), str(tmp_path / "two"), "--tp", "2"]) == 2
+            [line] = capsys.readouterr().err.strip().splitlines()
+            assert message in line
+            weights.write_bytes(original)
+    finally:
+        weights.write_bytes(original)
+
+
+def test_a_flipped_bit_in_the_shard_of_an_expert_is_refused(folders, tmp_path):
+    split(folders["MixtralForCausalLM"], tmp_path / "two", 2)
+    path = tmp_path / "two" / "rank_01.safetensors"
+    data = bytearray(path.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    start, _ = header["blocks.1.mlp.experts.down"]["data_offsets"]
+    data[8 + length + start + 5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp\.experts\.down") as caught:
+        shardzoo.from_pretrained(tmp_path / "two")
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_layouts_are_refused_before_anything_starts(folders, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("one two three\n" * 50)
+    data = ["--data", str(tmp_path / "text.txt"), "--save-dir", str(tmp_path / "run")]
+    layout = ["--ep", "9", "--tp", "2", "--dry-run"]
+    message = "8 experts of MixtralForCausalLM cannot be dealt over 9 expert-parallel ranks"
+    arguments = ["--model", "mixtral-quickstart", *layout, *data]
+    assert message in read_refusal(pretrain.main, arguments, capsys)
+    assert not (tmp_path / "run").exists()
+    gpt2 = save_model(tmp_path / "gpt2", "GPT2LMHeadModel", "gpt2")
+    mixtral = folders["MixtralForCausalLM"]
+    for folder, message in (
+        (mixtral, "5 experts of MixtralForCausalLM cannot be dealt over 6"),
+        (gpt2, "0 experts of GPT2LMHeadModel cannot be dealt over 6"),
+    ):
+        arguments = ["--model", str(folder), "--prompt", "one", "--ep", "6"]
+        assert message in read_refusal(generate.main, arguments, capsys)
