@@ -85,6 +85,8 @@ class EstimateArguments:
     """Number of pipeline stages."""
     context_parallel_size: int = 1
     """Number of processes that share each sequence."""
+    expert_parallel_size: int = 1
+    """Number of processes that the experts of a mixture are dealt over."""
     context_exchange: ContextExchange = "auto"
     """What they exchange in attention: heads, keys and values, or heads wherever possible."""
     pipeline_partition: Literal["uniform", "parameters", "time"] = "uniform"
@@ -139,6 +141,7 @@ class EstimateArguments:
             data_parallel_size=self.data_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             context_parallel_size=self.context_parallel_size,
+            expert_parallel_size=self.expert_parallel_size,
             context_exchange=self.context_exchange,
             zero_stage=self.zero_stage,
             fsdp=self.fsdp,
@@ -164,9 +167,8 @@ HELP = HelpPage(
         "micro_batch_size": "batch",
         "recompute": "precision and memory",
         "freeze": "what is trained",
-        "device_memory": "device",
-        "device": "device",
-        "config": "other",
+        "device_memory": "device and files",
+        "device": "device and files",
     },
     names=SHORT_NAMES,
 )

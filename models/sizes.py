@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from ..mpu import Shard, VocabParallelEmbedding
+from ..mpu.mesh import Axis
 from ..mpu.parameter import SplitParameter
 from .auto import unsplit_on_meta
 from .blocks.relative_bias import RelativeBias
@@ -49,11 +50,15 @@ def parameter_sizes(config: ModelConfig, tensor_parallel_size: int = 1) -> list[
     return measure_parameters(unsplit_on_meta(config), tensor_parallel_size)
 
 
-def measure_parameters(model: nn.Module, tensor_parallel_size: int) -> list[ParameterSize]:
+def measure_parameters(
+    model: nn.Module, tensor_parallel_size: int, expert_parallel_size: int = 1
+) -> list[ParameterSize]:
     """Returns the size of each parameter of an unsplit model, which may be on the meta device.
 
     Raises ValueError, naming the sizes that work, if the model cannot be split so.
     """
+    axes: dict[Axis, int] = {"tensor": tensor_parallel_size, "expert": expert_parallel_size}
+    first: dict[Axis, int] = {"tensor": 0, "expert": 0}
     largest = largest_size(model)
     if not 1 <= tensor_parallel_size <= largest:
         raise ValueError(
@@ -73,7 +78,7 @@ def measure_parameters(model: nn.Module, tensor_parallel_size: int) -> list[Para
             local_shape = shape
         else:
             shape = tuple(shard.shape)
-            local_shape = tuple(shard.local_shape(0, tensor_parallel_size))
+            local_shape = tuple(shard.local_shape(first, axes))
         is_hidden = parameter in hidden
         sizes.append(ParameterSize(name, shape, local_shape, parameter in embeddings, is_hidden))
     return sizes

@@ -121,3 +121,35 @@ def test_loss_gradients_and_tokens_equal_those_of_transformers(
     stored = load_file(folder / "model.safetensors")
     assert written.keys() == stored.keys()
     assert all(torch.equal(written[name], stored[name]) for name in stored)
+
+
+def count_own_parameters(folder: str, tensor: int, expert: int) -> int:
+    from shardzoo.models.auto import build_on_meta, find_config
+    from shardzoo.mpu import ParallelMesh
+
+    model = build_on_meta(find_config(folder), ParallelMesh(tensor, expert_parallel_size=expert))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 2), (2, 2), (1, 3)])
+def test_the_estimate_counts_the_parameters_of_the_first_rank(run_ranks, oracle, tensor, expert):
+    from shardzoo.models.auto import find_config
+    from shardzoo.trainer.estimate.model import Job, model_memory
+
+    folder = str(oracle[0])
+    first = run_ranks(tensor * expert, count_own_parameters, folder, tensor, expert)[0]
+    job = Job(
+        tensor_parallel_size=tensor, expert_parallel_size=expert, precision="fp32", zero_stage=0, length=12
+    )  # fmt: skip
+    memory = model_memory(find_config(folder), job)
+    assert sum(size.local for size in memory.parameters) == first
+
+
+def test_the_estimate_refuses_layouts_that_the_trainer_refuses(oracle):
+    from shardzoo.models.auto import find_config
+    from shardzoo.trainer.estimate.model import Job, model_memory
+
+    with pytest.raises(ValueError, match="5 experts of MixtralForCausalLM cannot be dealt over 6"):
+        model_memory(find_config(str(oracle[0])), Job(expert_parallel_size=6, precision="fp32"))
+    with pytest.raises(ValueError, match="expert_parallel_size=2 works with neither fsdp"):
+        Job(expert_parallel_size=2, zero_stage=2)

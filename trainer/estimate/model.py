@@ -29,6 +29,7 @@ from ...models.activations import (
     logit_bytes,
 )
 from ...models.auto import build_on_meta, model_class, unsplit_on_meta
+from ...models.blocks.moe import check_experts
 from ...models.config import ModelConfig
 from ...models.language_model import LanguageModel
 from ...models.lora import attach_factors, lora_config
@@ -228,7 +229,8 @@ def _measure_parameters_of_family(
     else:
         model = unsplit_on_meta(config)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    sizes = measure_parameters(model, job.tensor_parallel_size)
+    check_experts(config, job.expert_parallel_size, job.pipeline_parallel_size)
+    sizes = measure_parameters(model, job.tensor_parallel_size, job.expert_parallel_size)
     trained: list[ParameterSize] = []
     for size in sizes:
         if size.name in trainable and not is_frozen(size, job):
@@ -316,6 +318,11 @@ def _refuse_what_is_not_estimated(config: Any, job: Job) -> None:
             f"{kind} is not a family of the zoo, so its sequences cannot be split; use one "
             "context-parallel rank"
         )
+    if job.expert_parallel_size > 1:
+        raise ValueError(
+            f"{kind} is not a family of the zoo, so its experts cannot be dealt; use one "
+            "expert-parallel rank"
+        )
     if job.recompute == "selective":
         raise ValueError(
             f"{kind} is not a family of the zoo; use recompute 'none' or 'full', not 'selective'"
@@ -397,6 +404,8 @@ class Job:
         micro_batch_size: Sequences in one forward pass of a rank.
         length: Tokens in a sequence; in an encoder-decoder's source.
         target_length: Tokens in an encoder-decoder's target; by default as many as in the source.
+        expert_parallel_size: Ranks that the experts are dealt over; each has a micro-batch of its
+            own. With all experts equally popular, a rank computes as many rows as without it.
         padded: Whether there is an attention mask.
         accumulation_steps: Micro-batches for one optimizer step.
         zero_stage: DeepSpeed's ZeRO stage. None means no DeepSpeed. Under tensor or pipeline
@@ -421,6 +430,7 @@ class Job:
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
+    expert_parallel_size: int = 1
     context_exchange: ContextExchange = "auto"
     pipeline_blocks: tuple[int, ...] | None = None
     zero_stage: Literal[0, 1, 2, 3] | None = None
@@ -446,6 +456,7 @@ class Job:
             "data_parallel_size",
             "pipeline_parallel_size",
             "context_parallel_size",
+            "expert_parallel_size",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -455,6 +466,13 @@ class Job:
                     f"a sequence of {length} tokens cannot be split over "
                     f"{self.context_parallel_size} context-parallel ranks"
                 )
+        if self.expert_parallel_size > 1 and (
+            self.fsdp or self.stage or self.lora_rank or self.context_parallel_size > 1
+        ):
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} works with neither fsdp, ZeRO "
+                "stages 1 to 3, LoRA nor context parallelism; use zero_stage=0, or expert_parallel_size=1"
+            )
         if self.lora_rank < 0 or (self.lora_rank and self.pipeline_parallel_size > 1):
             raise ValueError(
                 f"lora_rank={self.lora_rank} must be 0 or more, and is estimated for one pipeline "
@@ -507,6 +525,8 @@ class Job:
         """The ZeRO stage, or None without DeepSpeed."""
         if self.fsdp:
             return None
+        if self.expert_parallel_size > 1:
+            return self.zero_stage
         split = self.tensor_parallel_size * self.pipeline_parallel_size > 1
         if self.zero_stage is None and split:
             is_elementwise = find_optimizer(self.optimizer).is_elementwise
