@@ -54,10 +54,11 @@ class PlannedRun:
     """A layout and a batch.
 
     Attributes:
-        gpus: Devices; data-parallel size times `tensor` times `pipeline`.
+        gpus: Devices; data-parallel size times `tensor` times `pipeline` times `context`.
         global_batch, micro_batch: Sequences.
         length, target_length: Tokens of a sequence; 0 for a target as long as its source.
         tensor, pipeline: Tensor-parallel size and number of pipeline stages.
+        context: Context-parallel size: the ranks that share each sequence.
         chunks: Groups of layers on a pipeline rank, of an interleaved schedule.
         fused_attention: Whether scores stay in the device's caches (Dao et al. 2022,
             arXiv:2205.14135).
@@ -83,11 +84,17 @@ class PlannedRun:
     fsdp: bool = False
     itemsize: int = 2
     gradient_itemsize: int = 2
+    context: int = 1
 
     @property
     def data(self) -> int:
         """Returns the data-parallel size."""
-        return self.gpus // (self.tensor * self.pipeline)
+        return self.gpus // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def replicas(self) -> int:
+        """Returns the number of ranks that hold the same parameters."""
+        return self.data * self.context
 
     @property
     def micro_batches(self) -> int:
@@ -112,11 +119,11 @@ class PlannedRun:
 
     def check(self) -> None:
         """Raises ValueError if the devices or the batch cannot be divided so."""
-        if self.gpus % (self.tensor * self.pipeline):
-            raise ValueError(
-                f"{self.gpus} devices are not a multiple of {self.tensor} x {self.pipeline} of one "
-                "replica"
-            )
+        if self.gpus % (self.tensor * self.pipeline * self.context):
+            sizes = f"{self.tensor} x {self.pipeline}"
+            if self.context > 1:
+                sizes += f" x {self.context}"
+            raise ValueError(f"{self.gpus} devices are not a multiple of {sizes} of one replica")
         if self.global_batch % (self.micro_batch * self.data):
             raise ValueError(
                 f"global_batch {self.global_batch} is not a multiple of micro_batch "
@@ -136,6 +143,7 @@ class StepTime:
     bubble: float
     gradients: float
     update: float
+    context_parallel: float = 0.0
     flops: float = field(default=0.0)
     """FLOPs of the model in a step of all devices, without what is recomputed."""
 
@@ -186,16 +194,18 @@ class StageTime:
     Attributes:
         busy: Products, memory traffic and waiting for launches.
         tensor_parallel: All-reduces of the tensor-parallel ranks.
-        forward: The forward pass's share of `busy` and of `tensor_parallel`.
+        forward: The forward pass's share of `busy`, and of both kinds of collectives.
+        context_parallel: Exchanges of the context-parallel ranks.
     """
 
     busy: tuple[float, float, float]
     tensor_parallel: float
     forward: tuple[float, float]
+    context_parallel: float = 0.0
 
     @property
     def total(self) -> float:
-        return sum(self.busy) + self.tensor_parallel
+        return sum(self.busy) + self.tensor_parallel + self.context_parallel
 
 
 # --- A step ---------------------------------------------------------------------------------------
@@ -227,6 +237,7 @@ def step_time(network: Network, run: PlannedRun, cluster: Cluster) -> StepTime:
         bubble=bubble,
         gradients=gradient_time(network, run, cluster, last_backward),
         update=update_time(network, run, cluster),
+        context_parallel=slowest.context_parallel * run.micro_batches,
         flops=model_flops(network, run),
     )
 
@@ -239,6 +250,7 @@ def stage_times(network: Network, run: PlannedRun, cluster: Cluster) -> list[Sta
     all_reduces = [
         tensor_parallel_time(stack, run, network.hidden, cluster) for stack in network.stacks
     ]
+    exchanges = [context_parallel_time(stack, run, cluster) for stack in network.stacks]
     shapes: list[tuple[tuple[int, ...], bool]] = []
     for stage, counts in enumerate(_blocks_per_stage(network, run.pipeline)):
         shapes.append((counts, stage == run.pipeline - 1))
@@ -249,7 +261,9 @@ def stage_times(network: Network, run: PlannedRun, cluster: Cluster) -> list[Sta
         busy = seconds(all_passes, run, cluster)
         tensor = sum(ring * count for ring, count in zip(all_reduces, counts, strict=True))
         forward_share = sum(seconds(forward, run, cluster)) / (sum(busy) or 1.0)
-        times[counts, is_last] = StageTime(busy, tensor, (forward_share, 1 / run.passes))
+        context = sum(time * count for time, count in zip(exchanges, counts, strict=True))
+        shares = (forward_share, 1 / run.passes)
+        times[counts, is_last] = StageTime(busy, tensor, shares, context)
     return [times[shape] for shape in shapes]
 
 
@@ -324,7 +338,7 @@ def block_cost(block: BlockSpec, run: PlannedRun, tokens: int, source: int) -> P
     """
     part = block.on_rank(run.tensor)
     itemsize = run.itemsize
-    rows = float(run.micro_batch * tokens)
+    rows = float(run.micro_batch * tokens) / run.context
     hidden = block.hidden
     inner = part.heads * block.head_size
     products = [
@@ -332,7 +346,7 @@ def block_cost(block: BlockSpec, run: PlannedRun, tokens: int, source: int) -> P
         matmul_cost(rows, inner, hidden, itemsize),
     ]
     if block.cross:
-        source_rows = float(run.micro_batch * source)
+        source_rows = float(run.micro_batch * source) / run.context
         products += [
             matmul_cost(rows, hidden, inner, itemsize),
             matmul_cost(source_rows, hidden, 2 * part.key_value_size, itemsize),
@@ -362,7 +376,8 @@ def attention_cost(part: BlockSpec, run: PlannedRun, tokens: int, source: int) -
     total = PassCost()
     key_lengths = (tokens, source) if part.cross else (tokens,)
     for keys in key_lengths:
-        heads = run.micro_batch * part.heads
+        # Context-parallel ranks have a part of the heads each, or of the queries.
+        heads = run.micro_batch * part.heads / run.context
         size = part.head_size
         scores = heads * tokens * keys
         masked = float(scores) if part.attention_dropout else 0.0
@@ -389,7 +404,7 @@ def attention_cost(part: BlockSpec, run: PlannedRun, tokens: int, source: int) -
 
 def head_cost(network: Network, run: PlannedRun) -> PassCost:
     """Returns the logits and their loss, which reads and writes them in fp32 about three times."""
-    tokens = run.micro_batch * run.tokens(network.stacks[-1])
+    tokens = run.micro_batch * run.tokens(network.stacks[-1]) / run.context
     rows = -(-network.vocabulary // run.tensor)
     loss = PassCost(traffic=3 * 4 * tokens * rows, kernels=10)
     return matmul_cost(tokens, network.hidden, rows, run.itemsize) + loss
@@ -423,10 +438,39 @@ def tensor_parallel_time(stack: StackSpec, run: PlannedRun, hidden: int, cluster
     Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather of the same
     bytes.
     """
-    size = run.micro_batch * run.tokens(stack) * hidden * run.itemsize
+    size = run.micro_batch * run.tokens(stack) / run.context * hidden * run.itemsize
     link = cluster.link(run.tensor, 1)
     all_reduces = run.passes * (2 + stack.block.cross)
     return all_reduces * ring_all_reduce(size, run.tensor, link, cluster.rates)
+
+
+def context_parallel_time(stack: StackSpec, run: PlannedRun, cluster: Cluster) -> float:
+    """Returns the seconds of the exchanges of a block's attention in a micro-batch.
+
+    Heads are exchanged where the ranks divide them, and keys and values otherwise; see
+    docs/long-context.md for the formulas. Whatever is recomputed is exchanged again.
+    """
+    ranks = run.context
+    if ranks == 1:
+        return 0.0
+    part = stack.block.on_rank(run.tensor)
+    link = cluster.link(ranks, run.tensor)
+    passes = 2 if run.recompute == "none" else 3
+    tokens = run.tokens(stack)
+    total = 0.0
+    for keys in (tokens, run.length) if part.cross else (tokens,):
+        queries_size = part.heads * part.head_size * tokens / ranks
+        keys_size = part.key_value_size * keys / ranks
+        if part.heads % ranks == 0:
+            elements = (2 * queries_size + 2 * keys_size) * (ranks - 1) / ranks
+            messages = 4
+        else:
+            elements = 2 * keys_size * (ranks - 1)
+            messages = 2
+        size = run.micro_batch * elements * run.itemsize
+        latency = messages * (ranks - 1) * link.latency
+        total += size / (link.bandwidth * cluster.rates.link) + latency
+    return passes * total
 
 
 def message_time(network: Network, run: PlannedRun, cluster: Cluster) -> float:
@@ -436,8 +480,8 @@ def message_time(network: Network, run: PlannedRun, cluster: Cluster) -> float:
     """
     if run.pipeline == 1:
         return 0.0
-    link = cluster.link(run.pipeline, run.tensor * run.data)
-    size = run.micro_batch * run.length * network.hidden * run.itemsize
+    link = cluster.link(run.pipeline, run.tensor * run.replicas)
+    size = run.micro_batch * run.length / run.context * network.hidden * run.itemsize
     one = size / run.tensor / (link.bandwidth * cluster.rates.link) + link.latency
     return 2 * run.chunks * one
 
@@ -457,7 +501,7 @@ def gradient_time(network: Network, run: PlannedRun, cluster: Cluster, backward:
 def gradient_ring(network: Network, run: PlannedRun, cluster: Cluster) -> tuple[float, float]:
     """Returns the seconds of an all-reduce of a rank's gradients, and how many a step needs."""
     size = network.parameters / (run.tensor * run.pipeline) * run.gradient_itemsize
-    link = cluster.link(run.data, run.tensor)
+    link = cluster.link(run.replicas, run.tensor)
     rounds = 1.0
     if run.zero_stage == 2:
         # The gradients of each micro-batch are scattered and the weights gathered once; each is
@@ -467,11 +511,11 @@ def gradient_ring(network: Network, run: PlannedRun, cluster: Cluster) -> tuple[
         # The weights are also gathered for both passes of each micro-batch (Rajbhandari et al.
         # 2020, section 7).
         rounds = 1.5 * run.micro_batches
-    gathered = ring_all_reduce(size, run.data, link, cluster.rates)
+    gathered = ring_all_reduce(size, run.replicas, link, cluster.rates)
     if run.fsdp:
         # Two of the three halves have the weights' precision, and the third one is in fp32.
         in_fp32 = size * FP32 / run.gradient_itemsize
-        scattered = ring_all_reduce(in_fp32, run.data, link, cluster.rates)
+        scattered = ring_all_reduce(in_fp32, run.replicas, link, cluster.rates)
         return (2 * gathered + scattered) / 3, rounds
     return gathered, rounds
 
@@ -488,7 +532,7 @@ def update_bytes(network: Network, run: PlannedRun) -> float:
     4 bytes, and writes the last three and a weight of `itemsize` bytes.
     """
     is_split = run.zero_stage or run.fsdp
-    own = network.parameters / (run.tensor * run.pipeline) / (run.data if is_split else 1)
+    own = network.parameters / (run.tensor * run.pipeline) / (run.replicas if is_split else 1)
     # FSDP rounds the weights when it sends them.
     rounded = 0 if run.fsdp else run.itemsize
     return own * (4 + 28 + rounded)

@@ -27,6 +27,8 @@ SPARE = 0.05
 HOST_BANDWIDTH = 10e9
 """Bytes per second from a device to pageable memory of the host, over PCIe 4 or 5."""
 # Limits of what is asked for, so that listing the layouts, or simulating one, ends soon.
+# Shorter parts of sequences do not fill a device, and tensor parallelism splits them more cheaply.
+FEWEST_POSITIONS = 2048
 MOST = {"gpus": 1_000_000, "global_batch": 10_000_000, "length": 1 << 30, "target_length": 1 << 30}
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -107,6 +109,7 @@ def build_estimate_job(run: PlannedRun, request: PlanRequest) -> Job:
         tensor_parallel_size=run.tensor,
         data_parallel_size=run.data,
         pipeline_parallel_size=run.pipeline,
+        context_parallel_size=run.context,
         zero_stage=None if run.fsdp else run.zero_stage,  # pyright: ignore[reportArgumentType]
         fsdp=run.fsdp,
         sequence_parallel=run.sequence_parallel,
@@ -147,13 +150,14 @@ def find_plans(
     timed.sort(key=lambda pair: pair[0].total)
     plans: list[Plan] = []
     smallest_too_large: dict[PlannedRun, int] = {}
-    update_too_large: set[tuple[int, int, int, bool, bool]] = set()
+    update_too_large: set[tuple[Any, ...]] = set()
     for time, run in timed:
         if len(plans) == best:
             break
         # The optimizer's step holds no activations, so these alone decide what it needs.
         accumulates = run.micro_batches > 1
-        decides_update = (run.tensor, run.pipeline, run.zero_stage, run.fsdp, accumulates)
+        engine = (run.zero_stage, run.fsdp, accumulates)
+        decides_update = (run.tensor, run.pipeline, run.context, *engine)
         if decides_update in update_too_large:
             continue
         any_micro_batch = replace(run, micro_batch=1)
@@ -172,15 +176,18 @@ def find_plans(
 def list_layouts(config: ModelConfig, request: PlanRequest, node_size: int) -> Iterator[PlannedRun]:
     """Yields every layout that the trainer accepts.
 
-    Tensor parallelism stays inside a node, and pipeline stages are equal.
+    Tensor parallelism stays inside a node, and pipeline stages are equal. Context-parallel ranks have
+    `FEWEST_POSITIONS` or more each.
     """
     model = unsplit_on_meta(config)
     widest = min(largest_size(model), node_size)
     itemsize = 4 if request.precision == "fp32" else 2
     sizes = divisors(request.gpus)
-    for tensor, pipeline in product(sizes, sizes):
-        data = request.gpus // (tensor * pipeline)
-        if tensor > widest or not data or request.gpus % (tensor * pipeline):
+    parts = [size for size in sizes if _splits_lengths(request, size)]
+    for tensor, pipeline, context in product(sizes, sizes, parts):
+        of_a_replica = tensor * pipeline * context
+        data = request.gpus // of_a_replica
+        if tensor > widest or not data or request.gpus % of_a_replica:
             continue
         if request.global_batch % data:
             continue
@@ -190,11 +197,12 @@ def list_layouts(config: ModelConfig, request: PlanRequest, node_size: int) -> I
             continue
         per_replica = divisors(request.global_batch // data)
         powers_of_two = [size for size in per_replica if size & (size - 1) == 0]
-        splits = (False, True) if tensor > 1 and request.length % tensor == 0 else (False,)
+        divides = request.length % (tensor * context) == 0
+        splits = (False, True) if tensor > 1 and divides else (False,)
         engines: list[tuple[int, bool]] = []  # ZeRO stage, whether it is FSDP
-        for stage in _zero_stages(tensor, pipeline, data):
+        for stage in _zero_stages(tensor * context, pipeline, data * context):
             engines.append((stage, False))
-        if pipeline == 1 and data > 1 and not PRECISIONS[request.precision].scales_loss:
+        if pipeline == 1 and data * context > 1 and not PRECISIONS[request.precision].scales_loss:
             engines.append((0, True))
         options = product(engines, RECOMPUTE, splits, powers_of_two)
         for (stage, fsdp), recompute, sequence_parallel, micro_batch in options:
@@ -212,9 +220,18 @@ def list_layouts(config: ModelConfig, request: PlanRequest, node_size: int) -> I
                 fsdp=fsdp,
                 itemsize=itemsize,
                 gradient_itemsize=itemsize,
+                context=context,
             )
             if _is_accepted(run, request):
                 yield run
+
+
+def _splits_lengths(request: PlanRequest, ranks: int) -> bool:
+    """Returns whether so many ranks may share the sequences."""
+    lengths = (request.length, request.target_length or 0)
+    if any(length % ranks for length in lengths):
+        return False
+    return ranks == 1 or request.length // ranks >= FEWEST_POSITIONS
 
 
 def _has_equal_stages(model: Any, stages: int) -> bool:
@@ -224,14 +241,17 @@ def _has_equal_stages(model: Any, stages: int) -> bool:
         return False
 
 
-def _zero_stages(tensor: int, pipeline: int, data: int) -> tuple[int, ...]:
+def _zero_stages(split: int, pipeline: int, replicas: int) -> tuple[int, ...]:
     """Returns the ZeRO stages worth trying.
 
-    More than 1 saves nothing without data parallelism, and 3 is for data parallelism alone.
+    More than 1 saves nothing without replicas, and 3 is for data parallelism alone.
+
+    Args:
+        split: The tensor-parallel size times the context-parallel size.
     """
-    if pipeline > 1 or data == 1:
+    if pipeline > 1 or replicas == 1:
         return (1,)
-    return (1, 2) if tensor > 1 else (1, 2, 3)
+    return (1, 2) if split > 1 else (1, 2, 3)
 
 
 def _is_accepted(run: PlannedRun, request: PlanRequest) -> bool:

@@ -123,13 +123,14 @@ def _apply_if_it_fits(
 def _can_split_sequences(job: Job) -> bool:
     """Returns whether there are several tensor-parallel ranks, among which a sequence divides."""
     ranks = job.tensor_parallel_size
+    parts = ranks * job.context_parallel_size
     lengths = (job.length, job.target_length or 0)
-    return ranks > 1 and not any(length % ranks for length in lengths)
+    return ranks > 1 and not any(length % parts for length in lengths)
 
 
 def _device_time(network: Network, job: Job) -> float:
     """Returns the predicted seconds of all devices for one sequence, on A100 or on CPUs."""
-    gpus = job.tensor_parallel_size * job.pipeline_parallel_size * job.data_parallel_size
+    gpus = job.tensor_parallel_size * job.pipeline_parallel_size * job.replicas
     batch = job.micro_batch_size * job.accumulation_steps * job.data_parallel_size
     run = PlannedRun(
         gpus=gpus,
@@ -145,6 +146,7 @@ def _device_time(network: Network, job: Job) -> float:
         fsdp=job.fsdp,
         itemsize=job.itemsize,
         gradient_itemsize=job.itemsize,
+        context=job.context_parallel_size,
     )
     cluster = find_cluster("a100" if job.device == "cuda" else "cpu")
     return step_time(network, run, cluster).total * gpus / batch

@@ -70,10 +70,12 @@ def simulate_step(
         )
     draw = np.random.default_rng(seed)
     stages = stage_times(network, run, cluster)
-    is_slow = draw.random((run.pipeline, run.data, run.tensor)) < stragglers.slow_share
+    # Context-parallel ranks leave each exchange together, as tensor-parallel ones do.
+    together = run.tensor * run.context
+    is_slow = draw.random((run.pipeline, run.data, together)) < stragglers.slow_share
     slowness = np.where(is_slow, stragglers.slowdown, 1.0)  # [P, D, T]
     busy = np.array([sum(stage.busy) for stage in stages])  # [P]
-    tensor = np.array([stage.tensor_parallel for stage in stages])  # [P]
+    tensor = np.array([stage.tensor_parallel + stage.context_parallel for stage in stages])  # [P]
     forward_shares = np.array([stage.forward for stage in stages]).T  # [2, P]
 
     def draw_passes(shares: np.ndarray) -> np.ndarray:
@@ -100,6 +102,8 @@ def simulate_step(
     elif run.data > 1:
         hops = np.full(run.data, ring / (2 * (run.data - 1)))
         ended = np.maximum(ended, ring_ends(ended - hidden, hops))
+    elif run.context > 1:
+        ended = ended + max(ring * rounds - hidden.max(), 0.0)
     return float(ended.max()) + update_time(network, run, cluster) + cluster.rates.step
 
 

@@ -46,9 +46,15 @@ def row(file: Path) -> list[str]:
         f"{arguments.train_steps:,}",
         arguments.optimizer,
         f"{arguments.lr:g}",
-        f"{arguments.model_parallel_size} ways" if arguments.model_parallel_size > 1 else "no",
+        describe_split(arguments.model_parallel_size, arguments.context_parallel_size),
         f"{hardware[1]} × {hardware[2]} GB" if hardware else "2 CPU cores",
     ]
+
+
+def describe_split(tensor: int, context: int) -> str:
+    if context > 1:
+        return f"sequences {context} ways"
+    return f"{tensor} ways" if tensor > 1 else "no"
 
 
 def readable(parameters: int) -> str:

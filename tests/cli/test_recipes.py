@@ -71,7 +71,8 @@ def test_a_recipe_can_start_on_its_hardware(file):
         replace(arguments, model_parallel_size=size if hardware else 2),
         RankInfo(0, ranks, 0, ranks),
     )
-    config, job = estimated_job(arguments, inputs, ranks // size)
+    of_a_replica = size * arguments.context_parallel_size
+    config, job = estimated_job(arguments, inputs, ranks // of_a_replica)
     assert estimate(config, replace(job, device="cuda" if hardware else "cpu")).peak.total < memory
     assert (arguments.warmup_steps or 0) < arguments.train_steps
     assert set(yaml.safe_load(file.read_text()).get("objective", {})) <= {
@@ -119,11 +120,17 @@ def test_published_figures(name):
 def test_targets_are_as_long_as_span_corruption_makes_them():
     """Three-token spans over 15 % of a text that fills the input: T5's code gives 114 for 512, 229 for 1024, LongT5's
     910 for 4096."""
-    for name in ("t5-v1_1-base", "t5-v1_1-base-4096", "t5-v1_1-xxl", "mt5-base", "mt5-xxl"):
+    lengths = {512: 114, 1024: 229, 4096: 910, 32768: 7282}
+    for name in (
+        "t5-v1_1-base",
+        "t5-v1_1-base-4096",
+        "t5-v1_1-base-32768",
+        "t5-v1_1-xxl",
+        "mt5-base",
+        "mt5-xxl",
+    ):
         arguments = read(RECIPES / f"{name}.yaml")
-        assert (
-            arguments.target_length == {512: 114, 1024: 229, 4096: 910}[arguments.sequence_length]
-        )
+        assert arguments.target_length == lengths[arguments.sequence_length]
 
 
 def test_libai_model_is_the_benchmark_of_its_repository():

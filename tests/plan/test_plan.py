@@ -480,3 +480,20 @@ def test_a_model_that_no_layout_holds_exits_with_1(capsys):
         == 1
     )
     assert "no layout" in capsys.readouterr().out
+
+
+@pytest.mark.before_release
+def test_long_sequences_are_split_over_context_parallel_ranks():
+    """One of 131,072 tokens fits no GPU whole, and short ones are never split."""
+    config = find_config("llama-3.1-8b")
+    cluster = find_cluster("h100")
+    request = PlanRequest(64, 32, 131072)
+    [best] = find_plans(config, request, cluster, best=1)
+    assert best.run.context > 1
+    assert best.run.gpus == best.run.tensor * best.run.pipeline * best.run.context * best.run.data
+    assert best.time.context_parallel > 0
+    assert sum(best.time.parts.values()) == pytest.approx(best.time.total)
+    job = build_estimate_job(best.run, request)
+    assert job.context_parallel_size == best.run.context
+    short = list_layouts(config, PlanRequest(16, 32, 2048), cluster.node_size)
+    assert {run.context for run in short} == {1}
