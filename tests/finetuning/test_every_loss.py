@@ -329,6 +329,8 @@ def compare(
 
 def test_each_loss_is_the_librarys_in_every_layout(setting, tmp_path, run_mesh):
     """Values and gradients of one process, two tensor-parallel ranks, and two replicas of half of the rows."""
+    pytest.importorskip("sentence_transformers")
+    pytest.importorskip("trl")
     names = every_day(DAILY, more=[name for name in CASES if name not in DAILY])
     single = measure(None, names, setting)
     work = partial(measure, names=names, setting=setting)
