@@ -119,7 +119,7 @@ def plan_upcycling(folder: Path, experts: int, top_k: int) -> Upcycling:
             f"{folder} is a {checkpoint.description}; Hugging Face folders are upcycled, so merge "
             "it first"
         )
-    dense = config_from_dict(checkpoint.config or {})
+    dense = config_from_dict(dict(checkpoint.config or {}))
     mixture = make_config(dense, experts, top_k)
     stored = checkpoint.ranks[0]
     entries = _resolve(dense)
