@@ -57,7 +57,8 @@ def test_every_page_is_in_the_navigation_once():
 
 def test_the_site_loads_nothing_from_others():
     assert settings()["theme"]["font"] is False
-    assert not {"repo_url", "extra_javascript", "extra_css", "analytics"} & settings().keys()
+    assert not {"repo_url", "extra_javascript", "analytics"} & settings().keys()
+    assert all((DOCS / path).is_file() for path in settings()["extra_css"])
 
 
 @pytest.mark.parametrize("page", [*PAGES, "tests/README.md", "CHANGELOG.md"])
