@@ -42,7 +42,7 @@ class OlmoeConfig(MixtureConfig):
     rms_norm_eps: NormEpsilon = 1e-5
     pad_token_id: TokenId | None = 1
     eos_token_id: TokenId | list[TokenId] | None = 50279
-    clip_qkv: Annotated[float, Range(0, 1e30, above=True)] | None = None
+    clip_qkv: Annotated[float, Range(0, 1e9, above=True)] | None = None
     num_experts_per_tok: ExpertCount = 8
     num_experts: ExpertCount = 64
     router_aux_loss_coef: LossWeight = 0.01

@@ -645,10 +645,10 @@ def test_every_private_name_has_a_canary():
         "_op", "_set_params_and_buffers_to_ignore_for_model", "_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS",
         "_EXPERT_DATA_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
     }  # fmt: skip
-    # Of long standing and documented, or in a benchmark alone.
+    # Of long standing and documented, in a benchmark alone, or the name of a logger.
     accepted = {"_exit", "_parameters", "_buffers", "_modules", "_attn_implementation", "_sleep", "_ops", "_dynamo",
                 "_inductor", "_core", "_local", "_reconstruct", "_replace", "_asdict", "_current_frames",
-                "_apply"}  # fmt: skip
+                "_apply", "_pytree"}  # fmt: skip
     package, found = Path(shardzoo.__file__).parent, {}
     rooms = "trainer mpu ops models checkpoint convert data generation finetuning pretraining cli".split()  # noqa: SIM905
     foreign = re.compile(r"(?<!self)(?<!cls)(?<!\(\))(?<=[a-z_\])])\.(_[a-zA-Z]\w*)")

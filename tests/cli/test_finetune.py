@@ -47,7 +47,7 @@ def finetune(*arguments: str, cwd: Path, monkeypatch) -> int:
 
 
 @pytest.mark.parametrize(
-    "command", by_turns((line for line in COMMANDS if not line.startswith("shardzoo")), 2)
+    "command", by_turns((line for line in COMMANDS if not line.startswith("shardzoo")), 4)
 )
 def test_scripts(command, workplace):
     """Started as a user does, where that is what is tested."""

@@ -229,6 +229,7 @@ def core_gpt(given: Namespace) -> Any:
     )
 
 
+@pytest.mark.before_release
 def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(
     gpt, run_ranks, hashes, tmp_path, capsys
 ):

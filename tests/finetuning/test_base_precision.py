@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from every_case import every_day
 
 from shardzoo import finetuning as t2t
 from shardzoo.models.packing import find_packed_parameters, unpack_parameters
@@ -52,7 +53,7 @@ def tune_and_forget(mesh, **arguments):
     tune(mesh, **arguments)
 
 
-@pytest.mark.parametrize(("kind", "format"), [("t5", "nf4"), ("gpt2", "int8")])
+@pytest.mark.parametrize(("kind", "format"), every_day([("t5", "nf4")], more=[("gpt2", "int8")]))
 def test_layouts_learn_alike_and_resume(checkpoints, files, tmp_path, run_mesh, kind, format):
     data = str(files / "pairs.json")
     work = partial(tune, model=checkpoints(kind), data=data, base_precision=format)

@@ -12,7 +12,6 @@ from parity import randomize
 
 import shardzoo
 from shardzoo.models import config_from_dict, from_config
-from shardzoo.mpu import dropout_state
 
 LENGTH = 10
 
@@ -118,7 +117,7 @@ def drop_on_ranks(family: str, expert: int):
     """Returns the loss of a training step with dropout everywhere, whose samples are dealt over the ranks."""
     import torch.distributed as dist
 
-    from shardzoo.mpu import ParallelMesh
+    from shardzoo.mpu import ParallelMesh, dropout_state  # the rank's own state
     from shardzoo.mpu.mesh import SAMPLE_AXES
 
     mesh = ParallelMesh(expert_parallel_size=expert)

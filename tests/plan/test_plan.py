@@ -282,6 +282,7 @@ def test_the_command_prints_the_best_layouts_and_writes_a_recipe(tmp_path, capsy
     assert written["lr"]  # from the model's own recipe
 
 
+@pytest.mark.before_release
 def test_the_first_recipe_for_four_processes_runs(run_mesh, tmp_path):
     """As many steps as the tokens need, each of the whole global batch, on a mesh of the layout that was written."""
     path, text = tmp_path / "plan.yaml", tmp_path / "text.txt"

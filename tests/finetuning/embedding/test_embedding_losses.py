@@ -23,6 +23,8 @@ CASES = {
     "triplet": ("TripletLoss", 3, None),
     "margin_mse": ("MarginMSELoss", 4, (ROWS, 2)),
     "distill_kl": ("DistillKLDivLoss", 4, (ROWS, 3)),
+    "cosine": ("CosineSimilarityLoss", 2, (ROWS,)),
+    "online_contrastive": ("OnlineContrastiveLoss", 2, "binary"),
 }
 
 
