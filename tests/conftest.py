@@ -43,6 +43,8 @@ for number, handler in (
 def pytest_collection_modifyitems(config, items):
     """The longest files come first, so that no worker is left alone with one at the end."""
     long = (
+        "test_docs.py",
+        "test_pretrain.py",
         "test_pipeline.py",
         "test_matrix.py",
         "test_resume.py",

@@ -364,6 +364,7 @@ def test_weights_that_are_pickles_alone(hub, tmp_path):
     assert "pytorch_model.bin" not in hub.sent
 
 
+@pytest.mark.before_release
 def test_sizes_need_the_configuration_alone(hub, tmp_path):
     result = shardzoo(hub, tmp_path, "models", "me/tiny@v1", warm=False)
     assert result.returncode == 0, result.stderr
@@ -441,6 +442,7 @@ def test_a_push_that_is_refused(hub, tmp_path, run_mesh):
     assert hub.files[MAIN] == before
 
 
+@pytest.mark.before_release
 def test_an_adapter_and_a_tokenizer_by_name(hub, tmp_path):
     model: Any = from_pretrained(tmp_path / "source-1")
     add_lora(model, lora_config(r=2, target_modules=["c_attn"]))
