@@ -32,7 +32,7 @@ from ..files.strict_json import read_json_object
 from ..models.family_table import list_gguf
 from ..models.huggingface import plan_weight_files
 from .destination import Destination
-from .streams import copy_pieces, write_tensors
+from .streams import copy_pieces, encode_texts, write_folder
 
 # The types that the weights may be dequantized to, by the name that safetensors has for them.
 TYPES = ("BF16", "F16", "F32")
@@ -156,27 +156,16 @@ def dequantize(
     if resume and place.is_complete():
         return len(targets), total, total
 
-    report = report or (lambda done, total: None)
-    journal = place.begin(files, opened.fingerprint(dtype, targets), overwrite=overwrite)
-    try:
-        kept = write_tensors(
-            place,
-            journal,
-            targets,
-            lambda name, reader: _read_pieces(opened.found, name, reader, dtype),
-            report,
-        )
-        contents: dict[str, bytes | Path] = {**opened.small, CONFIG: _write_config(opened, dtype)}
-        contents.update({name: _encode(text) for name, text in texts.items()})
-        place.finish(files, contents, None)
-    except (ValueError, MemoryError):
-        place.abandon()
-        raise
-    except OSError as error:
-        place.abandon()
-        raise ValueError(f"cannot convert {source} to {destination}: {error}") from None
-    finally:
-        journal.close()
+    kept = write_folder(
+        source,
+        place,
+        files,
+        opened.fingerprint(dtype, targets),
+        lambda name, reader: _read_pieces(opened.found, name, reader, dtype),
+        lambda: {**opened.small, CONFIG: _write_config(opened, dtype), **encode_texts(texts)},
+        report,
+        overwrite=overwrite,
+    )
     return len(targets), total, kept
 
 
@@ -216,7 +205,3 @@ def _write_config(source: _Source, dtype: str) -> bytes:
     }
     set_config_dtype(config, dtype)
     return (json.dumps(config, indent=2) + "\n").encode()
-
-
-def _encode(text: str | bytes) -> bytes:
-    return text.encode() if isinstance(text, str) else text

@@ -2,23 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.file_io import HashingWriter, OpenFiles, hash_stored
+from ..checkpoint.planned_file import PlannedFile
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import CHUNK_BYTES, TensorReader
 from .destination import Destination
 from .journal import Journal, open_partial
 
+Contents = Callable[[], dict[str, bytes | Path]]
+"""Returns the small files of a folder, by name: their bytes, or the file to copy."""
+
 ReadPieces = Callable[[str, TensorReader], Iterator[Tensor]]
 """(name of a tensor of the destination, reader) -> its values, in their order."""
 
 
-def write_tensors(
+def write_folder(
+    source: Path,
+    place: Destination,
+    files: Sequence[PlannedFile],
+    fingerprint: str,
+    read_pieces: ReadPieces,
+    contents: Contents,
+    report: Callable[[int, int], None] | None,
+    *,
+    overwrite: bool,
+) -> int:
+    """Writes a folder of tensors and small files, and puts it in its place.
+
+    Args:
+        files: The files of the tensors.
+        fingerprint: Of all that the bytes depend on; only a run with the same one is gone on with.
+
+    Returns:
+        The bytes of the tensors that an interrupted run had finished.
+
+    Raises:
+        ValueError: A file cannot be read or written.
+    """
+    targets = [tensor for file in files for tensor in file.tensors.values()]
+    journal = place.begin(files, fingerprint, overwrite=overwrite)
+    try:
+        kept = _write_tensors(
+            place, journal, targets, read_pieces, report or (lambda done, total: None)
+        )
+        place.finish(files, contents(), None)
+    except (ValueError, MemoryError):
+        place.abandon()
+        raise
+    except OSError as error:
+        place.abandon()
+        raise ValueError(f"cannot convert {source} to {place.folder}: {error}") from None
+    finally:
+        journal.close()
+    return kept
+
+
+def encode_texts(texts: Mapping[str, str | bytes]) -> dict[str, bytes]:
+    """Returns the contents of small files, such as an index of weights, as bytes."""
+    return {name: text.encode() if isinstance(text, str) else text for name, text in texts.items()}
+
+
+def copy_pieces(tensor: StoredTensor, reader: TensorReader) -> Iterator[Tensor]:
+    """Yields the values of a stored tensor."""
+    step = max(1, CHUNK_BYTES * tensor.numel // max(tensor.nbytes, 1))
+    for start in range(0, tensor.numel, step):
+        yield reader.flat(tensor, start, min(start + step, tensor.numel))
+
+
+def _write_tensors(
     place: Destination,
     journal: Journal,
     targets: Sequence[StoredTensor],
@@ -56,10 +114,3 @@ def write_tensors(
             done += target.nbytes
             report(done, total)
     return kept
-
-
-def copy_pieces(tensor: StoredTensor, reader: TensorReader) -> Iterator[Tensor]:
-    """Yields the values of a stored tensor."""
-    step = max(1, CHUNK_BYTES * tensor.numel // max(tensor.nbytes, 1))
-    for start in range(0, tensor.numel, step):
-        yield reader.flat(tensor, start, min(start + step, tensor.numel))

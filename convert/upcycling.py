@@ -30,7 +30,7 @@ from ..models.name_map import NameEntry
 from ..models.registry import FAMILIES, family
 from ..mpu.initialization import parameter_seed
 from .destination import Destination
-from .streams import copy_pieces, write_tensors
+from .streams import copy_pieces, encode_texts, write_folder
 
 # The experts' parameter -> the dense MLP's.
 _COPIED = {".mlp.experts.gate_up": ".mlp.gate_up.weight", ".mlp.experts.down": ".mlp.down.weight"}
@@ -195,29 +195,22 @@ def upcycle(
     state = f"{plan.config.to_dict()!r}{seed}{targets!r}{''.join(origins)}"
     fingerprint = hashlib.sha256(state.encode()).hexdigest()
 
-    report = report or (lambda done, total: None)
-    journal = place.begin(files, fingerprint, overwrite=overwrite)
-    try:
-        kept = write_tensors(
-            place,
-            journal,
-            targets,
-            lambda name, reader: plan.read_pieces(name, reader, seed),
-            report,
-        )
+    def list_contents() -> dict[str, bytes | Path]:
         contents: dict[str, bytes | Path] = {
             path.name: path for path in list_auxiliary_files(source)
         }
         contents[CONFIG] = (json.dumps(plan.config.to_dict(), indent=2) + "\n").encode()
-        for name, text in texts.items():
-            contents[name] = text.encode() if isinstance(text, str) else text
-        place.finish(files, contents, None)
-    except (ValueError, MemoryError):
-        place.abandon()
-        raise
-    except OSError as error:
-        place.abandon()
-        raise ValueError(f"cannot convert {source} to {destination}: {error}") from None
-    finally:
-        journal.close()
+        contents.update(encode_texts(texts))
+        return contents
+
+    kept = write_folder(
+        source,
+        place,
+        files,
+        fingerprint,
+        lambda name, reader: plan.read_pieces(name, reader, seed),
+        list_contents,
+        report,
+        overwrite=overwrite,
+    )
     return len(targets), total, kept

@@ -40,8 +40,10 @@ class MixtureSeq2SeqLM(Seq2SeqLM):
         raise NotImplementedError
 
     def shape_logits(self, logits: list[Tensor]) -> tuple[Tensor, ...]:
-        """Returns a stack's scores in the shape in which transformers returns them."""
-        raise NotImplementedError
+        """Returns a stack's scores in the shape in which transformers returns them, by default [B, S, E]
+        of each router.
+        """
+        return tuple(logits)
 
     def compute_outputs(
         self,
@@ -113,8 +115,10 @@ class MixtureSeq2SeqModel(BareModel):
     """Encoder and decoder with mixtures, or an encoder alone, without a head."""
 
     def shape_logits(self, logits: list[Tensor]) -> tuple[Tensor, ...]:
-        """Returns a stack's scores in the shape in which transformers returns them."""
-        raise NotImplementedError
+        """Returns a stack's scores in the shape in which transformers returns them, by default [B, S, E]
+        of each router.
+        """
+        return tuple(logits)
 
     def compute_outputs(
         self,

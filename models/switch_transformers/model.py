@@ -127,19 +127,10 @@ class SwitchTransformersForConditionalGeneration(MixtureSeq2SeqLM, SwitchBackbon
         # Padding counts here.
         return z_loss_by_sample(logits).mean(), balance_loss_by_sample(logits, 1).mean()
 
-    def shape_logits(self, logits: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(logits)
-
 
 class SwitchTransformersModel(MixtureSeq2SeqModel, SwitchBackbone):
     """A Switch Transformer without a head."""
 
-    def shape_logits(self, logits: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(logits)
-
 
 class SwitchTransformersEncoderModel(MixtureSeq2SeqModel, SwitchEncoderBackbone):
     """The encoder of a Switch Transformer without a head."""
-
-    def shape_logits(self, logits: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(logits)
