@@ -87,17 +87,17 @@ class RingRules(NamedTuple):
         if bias is not None:
             bias = bias[:, self.find_diagonals(first_query, first_key, queries, keys)]
         return PartRules(
-            self.scale,
-            bias,
-            mask,
-            prefix,
-            lengths,
-            causal,
-            self.dropout,
-            self.keys,
-            self.first_head,
-            first_query,
-            first_key,
+            scale=self.scale,
+            relative_bias=bias,
+            mask=mask,
+            prefix=prefix,
+            key_lengths=lengths,
+            causal=causal,
+            dropout=self.dropout,
+            keys=self.keys,
+            first_head=self.first_head,
+            first_row=first_query,
+            first_key=first_key,
         )
 
 

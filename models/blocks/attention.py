@@ -491,11 +491,11 @@ class CoreAttention(nn.Module):
             causal = causal and mask.shape[-2] == 1  # the mask is complete
         dropped = self.dropout.attention_arguments(q, AttentionPlace(q.shape[1], 0, 0))
         rules = RingRules(
-            self.scale,
-            length * mesh.cp_size,
-            causal,
-            prefix,
-            mask,
+            scale=self.scale,
+            queries=length * mesh.cp_size,
+            causal=causal,
+            prefix=prefix,
+            mask=mask,
             **dropped,
             is_balanced=causal and length % 2 == 0,
         )
