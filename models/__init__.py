@@ -16,6 +16,7 @@ from .auto_classes import (
 )
 from .bart import (
     BartConfig,
+    BartEncoder,
     BartForCausalLM,
     BartForConditionalGeneration,
     BartForQuestionAnswering,
@@ -99,10 +100,11 @@ from .llama import (
     LlamaModel,
 )
 from .loading import from_pretrained
-from .m2m_100 import M2M100Config, M2M100ForConditionalGeneration, M2M100Model
-from .marian import MarianConfig, MarianForCausalLM, MarianModel, MarianMTModel
+from .m2m_100 import M2M100Config, M2M100Encoder, M2M100ForConditionalGeneration, M2M100Model
+from .marian import MarianConfig, MarianEncoder, MarianForCausalLM, MarianModel, MarianMTModel
 from .mbart import (
     MBartConfig,
+    MBartEncoder,
     MBartForCausalLM,
     MBartForConditionalGeneration,
     MBartForQuestionAnswering,
@@ -148,6 +150,7 @@ from .olmoe import OlmoeConfig, OlmoeForCausalLM, OlmoeModel
 from .parallel_config import ParallelConfig
 from .pegasus import (
     PegasusConfig,
+    PegasusEncoder,
     PegasusForCausalLM,
     PegasusForConditionalGeneration,
     PegasusModel,
@@ -270,6 +273,7 @@ __all__ = [
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
     "BartConfig",
+    "BartEncoder",
     "BartForCausalLM",
     "BartForConditionalGeneration",
     "BartForQuestionAnswering",
@@ -339,9 +343,11 @@ __all__ = [
     "LlamaForTokenClassification",
     "LlamaModel",
     "M2M100Config",
+    "M2M100Encoder",
     "M2M100ForConditionalGeneration",
     "M2M100Model",
     "MBartConfig",
+    "MBartEncoder",
     "MBartForCausalLM",
     "MBartForConditionalGeneration",
     "MBartForQuestionAnswering",
@@ -355,6 +361,7 @@ __all__ = [
     "MT5ForTokenClassification",
     "MT5Model",
     "MarianConfig",
+    "MarianEncoder",
     "MarianForCausalLM",
     "MarianMTModel",
     "MarianModel",
@@ -385,6 +392,7 @@ __all__ = [
     "OlmoeModel",
     "ParallelConfig",
     "PegasusConfig",
+    "PegasusEncoder",
     "PegasusForCausalLM",
     "PegasusForConditionalGeneration",
     "PegasusModel",

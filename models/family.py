@@ -114,7 +114,8 @@ class Family:
                     found[task] = name
         # A text is embedded by a model without a head; of an encoder-decoder by its encoder alone.
         for name, architecture in self.architectures.items():
-            is_encoder = self.kind != "encoder-decoder" or name.endswith("EncoderModel")
+            is_alone = name.endswith(("EncoderModel", "Encoder"))
+            is_encoder = self.kind != "encoder-decoder" or is_alone
             if getattr(architecture, "is_bare", False) and is_encoder:
                 found.setdefault("embedding", name)
         if "text-classification" in found:

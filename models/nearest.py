@@ -38,7 +38,7 @@ MISSING: dict[str, tuple[str, str]] = {
     "prophetnet": ("bart", "n-gram prediction"),
     "xlnet": ("bert", "permuted attention with two streams"),
 }
-_HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel|LMHead|DoubleHeadsModel|EncoderModel|Model)$")
+_HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel|LMHead|DoubleHeadsModel|EncoderModel|Encoder|Model)$")
 
 
 def find_head(architecture: str) -> str:

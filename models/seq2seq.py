@@ -172,6 +172,39 @@ def find_tokens(
     return Tokens(mask, rows, padding, (is_token.cumsum(0) - 1).clamp(min=0))
 
 
+class EncoderBackbone(Backbone):
+    """Base of the encoders of encoder-decoders, without a head."""
+
+    positional_inputs = ("input_ids", "attention_mask", "inputs_embeds")
+    encoder: Seq2SeqStack
+
+    def run_backbone(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        seq_idx: Tensor | None = None,
+    ) -> BackboneOutput | StageOutput:
+        """Runs the encoder, or this pipeline stage's part of it.
+
+        Args:
+            input_ids: int64 [B, S], or embeddings [B, S, H].
+            attention_mask: [B, S], 0 for padding.
+            seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows, which
+                attends to itself alone.
+        """
+        if self.encoder.blocks.has_first:
+            x, table = embed_tokens(self.word_embeddings, input_ids)
+        else:
+            x = self.receive_hidden_states()
+            table = None
+        mask = key_mask(attention_mask, seq_idx)
+        states = self.encoder(x, input_ids, mask, pieces=seq_idx)
+        if not self.encoder.blocks.has_last:
+            return self.send_hidden_states(states[-1])
+        return BackboneOutput(states, table)
+
+
 class Seq2SeqBackbone(Backbone):
     """Base of the encoder-decoders, without a head, whose stacks share the word embedding.
 

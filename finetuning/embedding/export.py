@@ -15,6 +15,8 @@ POOLING_FOLDER = "1_Pooling"
 SETTINGS = "config_sentence_transformers.json"
 LENGTHS = "sentence_bert_config.json"
 LIBRARY = "sentence_transformers.models"
+# Encoders that sentence-transformers loads only as a part of the whole model.
+LOADED_WHOLE = ("BartEncoder", "MBartEncoder")
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,14 @@ class EmbeddingSettings:
             prompts.get("document") or "",
         )
 
-    def save(self, folder: Path, *, hidden_size: int, max_length: int) -> None:
-        """Writes the files with which `SentenceTransformer(folder)` loads the model."""
+    def save(
+        self, folder: Path, *, hidden_size: int, max_length: int, architecture: str = ""
+    ) -> None:
+        """Writes the files with which `SentenceTransformer(folder)` loads the model.
+
+        Args:
+            architecture: That of the model.
+        """
         modules = [("Transformer", ""), ("Pooling", POOLING_FOLDER)]
         if self.normalize:
             modules.append(("Normalize", "2_Normalize"))
@@ -99,7 +107,27 @@ class EmbeddingSettings:
         _write(folder / MODULES, listed)
         _write(folder / POOLING_FOLDER / "config.json", pooling)
         _write(folder / SETTINGS, settings)
-        _write(folder / LENGTHS, {"max_seq_length": max_length, "do_lower_case": False})
+        loading: dict[str, Any] = {"max_seq_length": max_length, "do_lower_case": False}
+        if architecture in LOADED_WHOLE:
+            loading |= describe_encoder_of_model()
+        _write(folder / LENGTHS, loading)
+
+
+def describe_encoder_of_model() -> dict[str, Any]:
+    """Returns how sentence-transformers loads the files of an encoder into the whole model.
+
+    The tensors get the names that they have there, the decoder has no blocks, and embeddings are
+    made of the encoder's states.
+    """
+    inside = r"^((?:layers|embed_positions|layernorm_embedding|layer_norm)\.)"
+    return {
+        "model_kwargs": {"key_mapping": {inside: r"encoder.\1", r"^embed_tokens\.": "shared."}},
+        "config_kwargs": {"decoder_layers": 0},
+        "modality_config": {
+            "text": {"method": "forward", "method_output_name": "encoder_last_hidden_state"}
+        },
+        "module_output_name": "token_embeddings",
+    }
 
 
 def _write(path: Path, values: Any) -> None:

@@ -6,6 +6,7 @@ from .decoder import BartForCausalLM
 from .hf import NAME_MAP
 from .memory import activations
 from .model import (
+    BartEncoder,
     BartForConditionalGeneration,
     BartForQuestionAnswering,
     BartForSequenceClassification,
@@ -18,6 +19,7 @@ FAMILY = Family(
     architectures=by_name(
         BartForConditionalGeneration,
         BartModel,
+        BartEncoder,
         BartForSequenceClassification,
         BartForQuestionAnswering,
         BartForCausalLM,
@@ -35,6 +37,7 @@ FAMILY = Family(
 __all__ = [
     "FAMILY",
     "BartConfig",
+    "BartEncoder",
     "BartForCausalLM",
     "BartForConditionalGeneration",
     "BartForQuestionAnswering",

@@ -127,8 +127,8 @@ class BartConfig(HeadsConfig):
 
     @property
     def has_own_embeddings(self) -> bool:
-        # A decoder alone has one embedding in any case.
-        return self.own_embeddings and not self.architecture.endswith("ForCausalLM")
+        # One stack alone has one embedding in any case.
+        return self.own_embeddings and not self.architecture.endswith(("ForCausalLM", "Encoder"))
 
     @property
     def may_add_logits_bias(self) -> bool:

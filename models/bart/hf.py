@@ -75,7 +75,18 @@ NAME_MAP = NameMap(
         NameEntry("encoder.word_embeddings.weight", "model.encoder.embed_tokens.weight"),
         NameEntry("decoder.word_embeddings.weight", "model.decoder.embed_tokens.weight"),
     ),
-    spelled=((r".*ForCausalLM", r"model\.shared\.weight", "model.decoder.embed_tokens.weight"),),
+    # An encoder alone has the names that it has within a model, without those of the modules around.
+    renamed=(
+        (
+            r"((?:layers|embed_tokens|embed_positions|layernorm_embedding|layer_norm)\..*)",
+            r"model.encoder.\1",
+        ),
+    ),
+    spelled=(
+        (r".*ForCausalLM", r"model\.shared\.weight", "model.decoder.embed_tokens.weight"),
+        (r".*Encoder", r"model\.shared\.weight", "embed_tokens.weight"),
+        (r".*Encoder", r"model\.encoder\.(.*)", r"\1"),
+    ),
 )
 
 # The sinusoids of Pegasus and Marian are computed; some files store them.

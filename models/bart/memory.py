@@ -29,12 +29,15 @@ def activations(config: BartConfig) -> Activations:
     has_encoder = not config.architecture.endswith("ForCausalLM")
     encoder = block(config.encoder_attention_heads, config.encoder_ffn_dim, False)
     decoder = block(config.decoder_attention_heads, config.decoder_ffn_dim, True, has_encoder)
-    stacks = [StackSpec("encoder.blocks.", config.encoder_layers, encoder)] if has_encoder else []
+    stacks: list[StackSpec] = []
+    if has_encoder:
+        stacks.append(StackSpec("encoder.blocks.", config.encoder_layers, encoder))
+    if not config.architecture.endswith("Encoder"):
+        stacks.append(
+            StackSpec("decoder.blocks.", config.decoder_layers, decoder, is_decoder=has_encoder)
+        )
     return Activations(
-        (
-            *stacks,
-            StackSpec("decoder.blocks.", config.decoder_layers, decoder, is_decoder=has_encoder),
-        ),
+        tuple(stacks),
         # Of the final norm, input and output; without it, of the embedding norm. mBART has both,
         # whose tensors are three, because the embedding norm's output is the first block's input.
         ends=2 + (config.pre_norm and config.embedding_norm),

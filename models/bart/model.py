@@ -35,7 +35,7 @@ from ..blocks.stack import BlockList
 from ..heads import BareModel, QuestionAnswering, SequenceClassification
 from ..language_model import VOCABULARY_MULTIPLE, vocabulary_head
 from ..parallel_config import ParallelConfig, layer_arguments
-from ..seq2seq import SEQ2SEQ_INPUTS, Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
+from ..seq2seq import SEQ2SEQ_INPUTS, EncoderBackbone, Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
 from .config import BartConfig
 from .positions import LearnedPositions, PlacePositions, SinusoidalPositions
 
@@ -257,6 +257,19 @@ class BartEmbeddings(Backbone):
                 full[self.config.padding_idx].zero_()
 
 
+class BartEncoderBackbone(EncoderBackbone, BartEmbeddings):
+    """The encoder without a head."""
+
+    def __init__(
+        self,
+        config: BartConfig,
+        mesh: ParallelMesh | None = None,
+        parallel_config: ParallelConfig | None = None,
+    ) -> None:
+        super().__init__(config, mesh, parallel_config)
+        self.encoder = BartStack(config, False, mesh, self.parallel_config)
+
+
 class BartBackbone(Seq2SeqBackbone, BartEmbeddings):
     """Encoder and decoder without a head."""
 
@@ -302,3 +315,7 @@ class BartForQuestionAnswering(QuestionAnswering, BartBackbone):
     """BART that finds the first and the last token of an answer."""
 
     positional_inputs = SEQ2SEQ_INPUTS
+
+
+class BartEncoder(BareModel, BartEncoderBackbone):
+    """The encoder of BART without a head."""

@@ -4,12 +4,12 @@ from ..bart.hf import NAME_MAP
 from ..bart.memory import activations
 from ..family import Family, by_name
 from .config import M2M100Config
-from .model import M2M100ForConditionalGeneration, M2M100Model
+from .model import M2M100Encoder, M2M100ForConditionalGeneration, M2M100Model
 from .presets import PRESETS
 
 FAMILY = Family(
     config=M2M100Config,
-    architectures=by_name(M2M100ForConditionalGeneration, M2M100Model),
+    architectures=by_name(M2M100ForConditionalGeneration, M2M100Model, M2M100Encoder),
     presets=PRESETS,
     name_map=NAME_MAP,
     kind="encoder-decoder",
@@ -20,4 +20,10 @@ FAMILY = Family(
     tasks={"text2text-generation": "M2M100ForConditionalGeneration"},
 )
 
-__all__ = ["FAMILY", "M2M100Config", "M2M100ForConditionalGeneration", "M2M100Model"]
+__all__ = [
+    "FAMILY",
+    "M2M100Config",
+    "M2M100Encoder",
+    "M2M100ForConditionalGeneration",
+    "M2M100Model",
+]

@@ -6,7 +6,7 @@ They are BARTs with pre-LayerNorm and sinusoidal positions; see `models/bart/mod
 
 from __future__ import annotations
 
-from ..bart.model import BartBackbone
+from ..bart.model import BartBackbone, BartEncoderBackbone
 from ..heads import BareModel
 from ..seq2seq import Seq2SeqLM
 
@@ -17,3 +17,7 @@ class M2M100ForConditionalGeneration(Seq2SeqLM, BartBackbone):
 
 class M2M100Model(BareModel, BartBackbone):
     """M2M100 without a head."""
+
+
+class M2M100Encoder(BareModel, BartEncoderBackbone):
+    """The encoder of M2M100 without a head."""

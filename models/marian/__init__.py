@@ -4,12 +4,12 @@ from ..bart.hf import WITHOUT_POSITIONS
 from ..bart.memory import activations
 from ..family import Family, by_name
 from .config import MarianConfig
-from .model import MarianForCausalLM, MarianModel, MarianMTModel
+from .model import MarianEncoder, MarianForCausalLM, MarianModel, MarianMTModel
 from .presets import PRESETS
 
 FAMILY = Family(
     config=MarianConfig,
-    architectures=by_name(MarianMTModel, MarianModel, MarianForCausalLM),
+    architectures=by_name(MarianMTModel, MarianModel, MarianEncoder, MarianForCausalLM),
     presets=PRESETS,
     name_map=WITHOUT_POSITIONS,
     kind="encoder-decoder",
@@ -20,4 +20,11 @@ FAMILY = Family(
     tasks={"text2text-generation": "MarianMTModel"},
 )
 
-__all__ = ["FAMILY", "MarianConfig", "MarianForCausalLM", "MarianMTModel", "MarianModel"]
+__all__ = [
+    "FAMILY",
+    "MarianConfig",
+    "MarianEncoder",
+    "MarianForCausalLM",
+    "MarianMTModel",
+    "MarianModel",
+]

@@ -8,7 +8,7 @@ They are BARTs with sinusoidal positions and without a norm of the embeddings; s
 from __future__ import annotations
 
 from ..bart.decoder import BartForCausalLM
-from ..bart.model import BartBackbone, BartLM
+from ..bart.model import BartBackbone, BartEncoderBackbone, BartLM
 from ..heads import BareModel
 
 
@@ -22,3 +22,7 @@ class MarianModel(BareModel, BartBackbone):
 
 class MarianForCausalLM(BartForCausalLM):
     """The decoder of Marian, predicting the next token."""
+
+
+class MarianEncoder(BareModel, BartEncoderBackbone):
+    """The encoder of Marian without a head."""

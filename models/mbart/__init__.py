@@ -5,6 +5,7 @@ from ..bart.memory import activations
 from ..family import Family, by_name
 from .config import MBartConfig
 from .model import (
+    MBartEncoder,
     MBartForCausalLM,
     MBartForConditionalGeneration,
     MBartForQuestionAnswering,
@@ -18,6 +19,7 @@ FAMILY = Family(
     architectures=by_name(
         MBartForConditionalGeneration,
         MBartModel,
+        MBartEncoder,
         MBartForSequenceClassification,
         MBartForQuestionAnswering,
         MBartForCausalLM,
@@ -35,6 +37,7 @@ FAMILY = Family(
 __all__ = [
     "FAMILY",
     "MBartConfig",
+    "MBartEncoder",
     "MBartForCausalLM",
     "MBartForConditionalGeneration",
     "MBartForQuestionAnswering",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..bart.decoder import BartForCausalLM
-from ..bart.model import BartBackbone, BartLM
+from ..bart.model import BartBackbone, BartEncoderBackbone, BartLM
 from ..heads import BareModel, QuestionAnswering, SequenceClassification
 from ..language_model import IGNORED
 from ..seq2seq import SEQ2SEQ_INPUTS
@@ -57,3 +57,7 @@ class MBartForQuestionAnswering(QuestionAnswering, MBartBackbone):
 
 class MBartForCausalLM(BartForCausalLM):
     """The decoder of mBART, predicting the next token."""
+
+
+class MBartEncoder(BareModel, BartEncoderBackbone):
+    """The encoder of mBART without a head."""

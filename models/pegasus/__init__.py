@@ -4,12 +4,14 @@ from ..bart.hf import WITHOUT_POSITIONS
 from ..bart.memory import activations
 from ..family import Family, by_name
 from .config import PegasusConfig
-from .model import PegasusForCausalLM, PegasusForConditionalGeneration, PegasusModel
+from .model import PegasusEncoder, PegasusForCausalLM, PegasusForConditionalGeneration, PegasusModel
 from .presets import PRESETS
 
 FAMILY = Family(
     config=PegasusConfig,
-    architectures=by_name(PegasusForConditionalGeneration, PegasusModel, PegasusForCausalLM),
+    architectures=by_name(
+        PegasusForConditionalGeneration, PegasusModel, PegasusEncoder, PegasusForCausalLM
+    ),
     presets=PRESETS,
     name_map=WITHOUT_POSITIONS,
     kind="encoder-decoder",
@@ -23,6 +25,7 @@ FAMILY = Family(
 __all__ = [
     "FAMILY",
     "PegasusConfig",
+    "PegasusEncoder",
     "PegasusForCausalLM",
     "PegasusForConditionalGeneration",
     "PegasusModel",

@@ -7,7 +7,7 @@ It is a BART with pre-LayerNorm and sinusoidal positions; see `models/bart/model
 from __future__ import annotations
 
 from ..bart.decoder import BartForCausalLM
-from ..bart.model import BartBackbone, BartLM
+from ..bart.model import BartBackbone, BartEncoderBackbone, BartLM
 from ..heads import BareModel
 
 
@@ -21,3 +21,7 @@ class PegasusModel(BareModel, BartBackbone):
 
 class PegasusForCausalLM(BartForCausalLM):
     """The decoder of Pegasus, predicting the next token."""
+
+
+class PegasusEncoder(BareModel, BartEncoderBackbone):
+    """The encoder of Pegasus without a head."""

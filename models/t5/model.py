@@ -18,20 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, RMSNorm, VocabParallelEmbedding
-from ..backbone import Backbone
 from ..blocks.attention import CrossAttention, SelfAttention
 from ..blocks.cache import LayerKVCache
-from ..blocks.embeddings import embed_tokens
-from ..blocks.masks import key_mask
 from ..blocks.mlp import MLP, GatedMLP
 from ..blocks.relative_bias import RelativeBias, distance_buckets
 from ..blocks.residual import add_and_norm, clamp_fp16_overflow, residual_dropout
 from ..blocks.stack import BlockList
 from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
 from ..language_model import VOCABULARY_MULTIPLE
-from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
-from ..seq2seq import SEQ2SEQ_INPUTS, Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
+from ..seq2seq import SEQ2SEQ_INPUTS, EncoderBackbone, Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
 from .config import T5Config
 
 
@@ -163,10 +159,9 @@ class T5Stack(Seq2SeqStack):
         return self.final_dropout(self.final_norm(x))
 
 
-class T5EncoderBackbone(Backbone):
+class T5EncoderBackbone(EncoderBackbone):
     """The encoder without a head. With `mesh=None` the model is not split."""
 
-    positional_inputs = ("input_ids", "attention_mask", "inputs_embeds")
     config: Any  # a T5Config
     stack_class: ClassVar[type[T5Stack]] = T5Stack
 
@@ -185,31 +180,6 @@ class T5EncoderBackbone(Backbone):
             config.vocab_size, config.d_model, pad_multiple=VOCABULARY_MULTIPLE, **shared
         )
         self.encoder = self.stack_class(config, False, mesh, self.parallel_config)
-
-    def run_backbone(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        seq_idx: Tensor | None = None,
-    ) -> BackboneOutput | StageOutput:
-        """Runs the encoder.
-
-        Args:
-            input_ids: int64 [B, S], or embeddings [B, S, H].
-            attention_mask: [B, S], 0 for padding.
-            seq_idx: int64 [B, S] or [1, S], the number of each token's piece in packed rows, which
-                attends to itself alone.
-        """
-        if self.encoder.blocks.has_first:
-            x, table = embed_tokens(self.word_embeddings, input_ids)
-        else:
-            x = self.receive_hidden_states()
-            table = None
-        states = self.encoder(x, input_ids, key_mask(attention_mask, seq_idx))
-        if not self.encoder.blocks.has_last:
-            return self.send_hidden_states(states[-1])
-        return BackboneOutput(states, table)
 
     def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Initializes a parameter's unsplit value in place, with the standard deviations of the T5

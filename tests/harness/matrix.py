@@ -6,6 +6,7 @@ A row of the matrix is a `Case`; the rows of a family are in `tests/zoo/rows/<mo
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -120,6 +121,18 @@ def architecture_of(name: str) -> str:
     return name.partition(",")[0]
 
 
+def find_class(architecture: str) -> Any:
+    """Returns transformers' class of that name, which it may show only in the module of its family."""
+    import transformers
+
+    found = getattr(transformers, architecture, None)
+    if found is None:
+        config = getattr(transformers, architecture.removesuffix("Encoder") + "Config")
+        module = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
+        found = getattr(module, architecture)
+    return found
+
+
 def build(name: str, case: Case, folder: Path) -> Any:
     """Returns transformers' model, in evaluation mode, with eager attention, after writing it to a folder.
 
@@ -128,7 +141,7 @@ def build(name: str, case: Case, folder: Path) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    model_class = getattr(transformers, architecture_of(name))
+    model_class = find_class(architecture_of(name))
     config = model_class.config_class(**case.config)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
@@ -153,7 +166,7 @@ def stacks(name: str) -> str:
     from shardzoo.models import FAMILIES, family
 
     architecture = architecture_of(name)
-    if architecture.endswith(("EncoderModel", "T5ForTokenClassification")):
+    if architecture.endswith(("EncoderModel", "Encoder", "T5ForTokenClassification")):
         return "encoder"
     if architecture.endswith(("ForCausalLM", "LMHeadModel")):
         return "decoder"

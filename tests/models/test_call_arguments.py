@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-import transformers
+from matrix import find_class
 from tiny_models import hf_model, tiny
 
 import shardzoo
@@ -22,7 +22,7 @@ CLASSES = [
 
 @pytest.mark.parametrize("found", CLASSES, ids=lambda found: found.__name__)
 def test_the_order_is_that_of_transformers(found):
-    theirs = getattr(transformers, found.__name__)
+    theirs = find_class(found.__name__)
     names = [
         parameter.name
         for parameter in inspect.signature(theirs.forward).parameters.values()

@@ -6,9 +6,8 @@ import re
 
 import pytest
 import torch
-import transformers
 from every_case import by_turns
-from matrix import architecture_of, load_rows
+from matrix import architecture_of, find_class, load_rows
 
 from shardzoo.models.auto import config_from_dict
 from shardzoo.models.mapping import NativeModel
@@ -29,7 +28,7 @@ def stack_experts(name: str) -> str:
 
 @pytest.mark.parametrize("name", by_turns(ROWS, 2))
 def test_each_parameter_has_the_name_that_the_module_has(name):
-    module_class = getattr(transformers, architecture_of(name))
+    module_class = find_class(architecture_of(name))
     with torch.device("meta"):
         module = module_class(module_class.config_class(**ROWS[name][1].config))
         if ROWS[name][1].untied:

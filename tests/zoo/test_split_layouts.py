@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import transformers
 from every_case import by_turns
-from matrix import architecture_of, load_rows
+from matrix import architecture_of, find_class, load_rows
 
 from shardzoo.models import config_from_dict
 from shardzoo.models.auto import build_on_meta
@@ -26,7 +26,7 @@ ROWS = load_rows()
 def build(name: str):
     """The model of a row, whole, without storage."""
     architecture = architecture_of(name)
-    config = getattr(transformers, architecture).config_class(**ROWS[name][1].config)
+    config = find_class(architecture).config_class(**ROWS[name][1].config)
     values = json.loads(
         json.dumps({**config.to_dict(), "architectures": [architecture]}, default=str)
     )

@@ -12,6 +12,7 @@ CASES = {
         {**SIZES, "scale_embedding": True, "activation_function": "gelu_new"}
     ),
     "BartModel": Case(SIZES),
+    "BartEncoder": Case(SIZES),
     "BartForSequenceClassification": Case(SIZES),
     "BartForQuestionAnswering": Case(SIZES),
     "BartForCausalLM": Case(SIZES),

@@ -10,5 +10,6 @@ SIZES = {
 CASES = {
     "M2M100ForConditionalGeneration": Case(SIZES, sizes=(1, 2, 3, 6)),
     "M2M100Model": Case(SIZES),
+    "M2M100Encoder": Case(SIZES),
     "M2M100ForConditionalGeneration, own embeddings": Case({**SIZES, "tie_word_embeddings": False}),
 }

@@ -8,4 +8,9 @@ SIZES = {
     "max_position_embeddings": 40, "activation_function": "swish",
     "pad_token_id": 96, "decoder_start_token_id": 96,
 }  # fmt: skip
-CASES = {"MarianMTModel": Case(SIZES), "MarianModel": Case(SIZES), "MarianForCausalLM": Case(SIZES)}
+CASES = {
+    "MarianMTModel": Case(SIZES),
+    "MarianModel": Case(SIZES),
+    "MarianEncoder": Case(SIZES),
+    "MarianForCausalLM": Case(SIZES),
+}

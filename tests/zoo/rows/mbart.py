@@ -10,6 +10,7 @@ SIZES = {
 CASES = {
     "MBartForConditionalGeneration": Case(SIZES),
     "MBartModel": Case(SIZES),
+    "MBartEncoder": Case(SIZES),
     "MBartForSequenceClassification": Case({**SIZES, "num_labels": 3}),
     "MBartForQuestionAnswering": Case(SIZES),
     "MBartForCausalLM": Case({**SIZES, "encoder_layers": 2}),

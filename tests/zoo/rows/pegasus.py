@@ -10,5 +10,6 @@ SIZES = {
 CASES = {
     "PegasusForConditionalGeneration": Case(SIZES),
     "PegasusModel": Case(SIZES),
+    "PegasusEncoder": Case(SIZES),
     "PegasusForCausalLM": Case(SIZES),
 }
