@@ -283,7 +283,8 @@ class FinetuningArguments(TrainingArguments):
                     f"{name}={size} splits the model, which only the zoo's models support; use "
                     f"native=True, or {name}=1"
                 )
-        for name in ("label_smoothing", "class_weights", "weight_id", "packing"):
+        names = ("label_smoothing", "class_weights", "weight_id", "packing", "embedding_mini_batch")
+        for name in names:
             if getattr(self, name) and self.pipeline_parallel_size > 1:
                 raise ValueError(
                     f"{name} does not work with pipeline stages; use pipeline_parallel_size=1"

@@ -1,4 +1,6 @@
-"""Shares the samples of an evaluation among data-parallel ranks, and a loss among their rows."""
+"""Shares the samples of an evaluation among data-parallel ranks, a loss among their rows, and the
+results of the last pipeline stage with the others.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mpu import ParallelMesh
+from ..mpu import ParallelMesh, broadcast_from_stage
 from ..trainer.batches.loss_normalization import to_device
 
 
@@ -41,3 +43,16 @@ def scale_to_global_batch(rows: Tensor, data: Mapping[str, Any]) -> Tensor:
     loss = rows.mean()
     items = data.get("num_items_in_batch")
     return loss if items is None else loss * (len(rows) / items)
+
+
+def share_from_last_stage(found: Sequence[Tensor], mesh: ParallelMesh | None) -> Tensor:
+    """Returns the rows of several batches, one after the other, on all pipeline stages. Collective.
+
+    Args:
+        found: The rows of each batch; the stages before the last one have none.
+    """
+    own = torch.cat(tuple(found)) if found else None
+    if mesh is None or mesh.pp_size == 1:
+        assert own is not None
+        return own
+    return broadcast_from_stage(own, mesh.pp_size - 1, mesh)

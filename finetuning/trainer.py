@@ -746,12 +746,18 @@ class Trainer(BaseTrainer):
     def _add_reference(self, samples: Any) -> None:
         """Computes the reference's log-probabilities of all samples, if the arguments ask for it.
 
-        Collective.
+        With pipeline stages they are computed in any case: a schedule passes on the hidden states
+        of one model only. Collective.
         """
         objective = self.objective
-        if not self.arguments.precompute_reference or samples is None:
+        has_reference = (
+            isinstance(objective, PreferenceObjective) and objective.loss in WITH_REFERENCE
+        )
+        is_needed = self.arguments.precompute_reference
+        is_needed = is_needed or (has_reference and self.ranks.pp_size > 1)
+        if not is_needed or samples is None:
             return
-        if not isinstance(objective, PreferenceObjective) or objective.loss not in WITH_REFERENCE:
+        if not isinstance(objective, PreferenceObjective) or not has_reference:
             raise ValueError(
                 f"precompute_reference is for {', '.join(WITH_REFERENCE)}, which have a reference"
             )
@@ -772,8 +778,6 @@ class Trainer(BaseTrainer):
         Raises ValueError if the arguments, the model and the columns do not fit together.
         """
         arguments = self.arguments
-        if self.task in WITH_ANSWERS or self.task in SCORED:
-            self._refuse_split_batches()
         if self.task == "reranking":
             return self._make_ranking_objective()
         if self.task == "reward":
@@ -793,7 +797,6 @@ class Trainer(BaseTrainer):
         settings = self._data.embedding
         if columns is None or settings is None:
             return None
-        self._refuse_split_batches()
         largest = max(arguments.matryoshka_dims, default=0)
         if largest > self.model.hidden_size:
             raise ValueError(
@@ -846,15 +849,6 @@ class Trainer(BaseTrainer):
                     "each; use bce, or lists of documents and labels"
                 )
         return RankingObjective(loss or "listnet", self.mesh)
-
-    def _refuse_split_batches(self) -> None:
-        """Raises ValueError for pipeline stages, of which no rank has a whole batch's results."""
-        size = self.arguments.pipeline_parallel_size
-        if size > 1:
-            raise ValueError(
-                f"{self.task} compares whole texts after one forward pass, which "
-                f"pipeline_parallel_size={size} does not support; use pipeline_parallel_size=1"
-            )
 
     def _as_in_training(self, text: str) -> str:
         """Returns a text as training presents it: with prefix and soft prompt, or as a chat."""
@@ -1010,6 +1004,7 @@ class Trainer(BaseTrainer):
                 folder,
                 hidden_size=self.model.hidden_size,
                 max_length=self.arguments.max_source_length,
+                architecture=self.model.config.architecture,
             )
 
 

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...models.outputs import StageOutput
 from ...mpu import ParallelMesh, dropout_state, gather_from_dp, share_gradient
 from ...mpu.dropout import checkpoint
-from ..replicas import iterate_replica_batches
+from ..replicas import iterate_replica_batches, share_from_last_stage
 from . import losses
 from .data import TextColumns
 from .metrics import measure_retrieval
@@ -60,14 +61,19 @@ class EmbeddingObjective:
     mini_batch: int | None = None
     mesh: ParallelMesh | None = None
 
-    def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any]:
+    def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any] | StageOutput:
         """Runs the model on a batch of `ColumnCollate`. Returns `loss`."""
-        columns = self.embed(data["input_ids"], data["attention_mask"], run).unbind(1)
-        loss = self.compute_loss(columns, data.get("scores"), self.mesh)
+        embeddings = self.embed(data["input_ids"], data["attention_mask"], run)
+        if isinstance(embeddings, StageOutput):
+            return embeddings
+        loss = self.compute_loss(embeddings.unbind(1), data.get("scores"), self.mesh)
         return {"loss": share_gradient(loss, self.mesh)}
 
-    def embed(self, input_ids: Tensor, attention_mask: Tensor, run: Any) -> Tensor:
-        """Returns the embeddings [B, C, H] of token ids int64 [B, C, S]."""
+    def embed(self, input_ids: Tensor, attention_mask: Tensor, run: Any) -> Tensor | StageOutput:
+        """Returns the embeddings [B, C, H] of token ids int64 [B, C, S].
+
+        A pipeline stage that is not the last returns what its model does.
+        """
         count = input_ids.shape[1]
         mini_batch = self.mini_batch
         if mini_batch is None or not torch.is_grad_enabled():
@@ -75,6 +81,8 @@ class EmbeddingObjective:
                 embeddings = self._embed_rows(
                     run, input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
                 )
+            if isinstance(embeddings, StageOutput):
+                return embeddings
             return embeddings.unflatten(0, (-1, count))
         # The model runs on some rows at a time and keeps no activations, only their embeddings.
         # When the loss has gradients for all of these, each piece is computed once more.
@@ -95,9 +103,13 @@ class EmbeddingObjective:
                 )
         return torch.cat(pieces).unflatten(0, (-1, count))
 
-    def _embed_rows(self, run: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def _embed_rows(
+        self, run: Any, input_ids: Tensor, attention_mask: Tensor
+    ) -> Tensor | StageOutput:
         """Returns the embeddings [R, H] of rows of token ids int64 [R, S]."""
         output = run(input_ids=input_ids, attention_mask=attention_mask)
+        if isinstance(output, StageOutput):
+            return output
         hidden = output["last_hidden_state"]
         embeddings = pool(hidden, attention_mask, self.pooling)
         return F.normalize(embeddings, dim=-1) if self.normalize else embeddings
@@ -163,10 +175,11 @@ class EmbeddingObjective:
         scores: list[Tensor] = []
         for batch in iterate_replica_batches(samples, collate, device, batch_size, self.mesh):
             embeddings = self.embed(batch["input_ids"], batch["attention_mask"], model)
-            found.append(gather_from_dp(embeddings.float(), self.mesh))
+            if isinstance(embeddings, Tensor):
+                found.append(gather_from_dp(embeddings.float(), self.mesh))
             if "scores" in batch:
                 scores.append(gather_from_dp(batch["scores"], self.mesh))
-        embeddings = torch.cat(found)[: len(samples)]  # [N, C, H]
+        embeddings = share_from_last_stage(found, self.mesh)[: len(samples)]  # [N, C, H]
         labels = torch.cat(scores)[: len(samples)] if scores else None
 
         total = 0.0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...models.language_model import IGNORED
 from ...models.lora import adapters_disabled
+from ...models.outputs import StageOutput
 from ...mpu import (
     ParallelMesh,
     cut_sequence,
@@ -21,7 +22,7 @@ from ...mpu import (
     vocab_parallel_cross_entropy,
 )
 from ...trainer.launch.ranks import Ranks
-from ..replicas import iterate_replica_batches, scale_to_global_batch
+from ..replicas import iterate_replica_batches, scale_to_global_batch, share_from_last_stage
 from . import losses
 
 WITH_REFERENCE = ("dpo", "ipo", "kto")
@@ -91,33 +92,47 @@ class PreferenceObjective:
     mesh: ParallelMesh | None = None
     _sums: list[Tensor] = field(default_factory=list[Tensor])
 
-    def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any]:
+    def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any] | StageOutput:
         """Runs the model on a batch of `PreferenceCollate`. Returns `loss`."""
         values = self.measure(data, run)
+        if isinstance(values, StageOutput):
+            return values
         rows, logged = self.compute_loss(values, data.get("is_desirable"), self.mesh)
         self._sums.append(logged.detach())
         return {"loss": scale_to_global_batch(rows, data)}
 
-    def measure(self, data: Mapping[str, Any], run: Any) -> AnswerValues:
-        """Returns the log-probabilities of a batch's answers, by the model and the reference."""
+    def measure(self, data: Mapping[str, Any], run: Any) -> AnswerValues | StageOutput:
+        """Returns the log-probabilities of a batch's answers, by the model and the reference.
+
+        A pipeline stage that is not the last returns what its model does. There the batch has the
+        values of the reference.
+        """
         values = self._measure_answers(data, run)
+        if isinstance(values, StageOutput):
+            return values
         if "reference" in data:
             return replace(values, reference=data["reference"])
         if self.loss in WITH_REFERENCE:
-            return replace(values, reference=self.measure_reference(data))
+            reference = self.measure_reference(data)
+            assert reference is not None
+            return replace(values, reference=reference)
         return values
 
     @torch.no_grad()
-    def measure_reference(self, data: Mapping[str, Any]) -> Tensor:
-        """Returns the reference model's log-probabilities of a batch's answers, [B, A]."""
+    def measure_reference(self, data: Mapping[str, Any]) -> Tensor | None:
+        """Returns the reference model's log-probabilities of a batch's answers, [B, A].
+
+        Of a pipeline's stages, the last one has them; the others return None.
+        """
         if self.reference_model is not None:
-            return self._measure_answers(data, self.reference_model).logps
-        was_training = self.model.training
-        self.model.eval()
-        with adapters_disabled(self.model):
-            values = self._measure_answers(data, self.model)
-        self.model.train(was_training)
-        return values.logps
+            values = self._measure_answers(data, self.reference_model)
+        else:
+            was_training = self.model.training
+            self.model.eval()
+            with adapters_disabled(self.model):
+                values = self._measure_answers(data, self.model)
+            self.model.train(was_training)
+        return None if isinstance(values, StageOutput) else values.logps
 
     @torch.no_grad()
     def measure_samples(
@@ -133,10 +148,13 @@ class PreferenceObjective:
         """
         found: list[Tensor] = []
         for batch in iterate_replica_batches(samples, collate, device, batch_size, self.mesh):
-            found.append(gather_from_dp(self.measure_reference(batch), self.mesh))
-        return torch.cat(found)[: len(samples)].float().cpu().numpy()
+            logps = self.measure_reference(batch)
+            if logps is not None:
+                found.append(gather_from_dp(logps, self.mesh))
+        every = share_from_last_stage(found, self.mesh)
+        return every[: len(samples)].float().cpu().numpy()
 
-    def _measure_answers(self, data: Mapping[str, Any], run: Any) -> AnswerValues:
+    def _measure_answers(self, data: Mapping[str, Any], run: Any) -> AnswerValues | StageOutput:
         """Returns the log-probabilities and the numbers of tokens of answers, without a reference.
 
         The logits stay split over the vocabulary: the ranks exchange two numbers a token.
@@ -155,7 +173,10 @@ class PreferenceObjective:
             read = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
             texts = self.model.targets(read)
         with dropout_state.rows_per_sample(shape[1]):
-            logits = run(**inputs)["logits"]  # [B A, T, Vp]
+            output = run(**inputs)
+        if isinstance(output, StageOutput):
+            return output
+        logits = output["logits"]  # [B A, T, Vp]
         logps = -vocab_parallel_cross_entropy(
             logits,
             cut_sequence(texts, self.mesh),
@@ -202,20 +223,18 @@ class PreferenceObjective:
                     rejected_lengths=rejected_lengths,
                     beta=self.beta,
                 )
-            rewards = self.beta * (logps - values.reference)
+            ratios = logps - values.reference
+            return rows, _sum_pairs(self.beta * ratios, logps, ratios)
+        means = logps / values.lengths.clamp(min=1)
+        if self.loss == "simpo":
+            rows = losses.simpo(*means.unbind(1), beta=self.beta, gamma=self.gamma)
         else:
-            means = logps / values.lengths.clamp(min=1)
-            if self.loss == "simpo":
-                rows = losses.simpo(*means.unbind(1), beta=self.beta, gamma=self.gamma)
-            else:
-                # The cross-entropy is the mean over the tokens of all ranks' better texts.
-                tokens = values.text_lengths[:, 0].sum().view(1)
-                tokens = gather_from_dp(tokens, mesh).double().mean()
-                entropy = -values.text_logps[:, 0] * (len(logps) / tokens.to(logps.dtype))
-                rows = entropy + losses.orpo(*means.unbind(1), beta=self.beta)
-            rewards = self.beta * means
-            logps = means
-        return rows, _sum_pairs(rewards, logps)
+            # The cross-entropy is the mean over the tokens of all ranks' better texts.
+            tokens = values.text_lengths[:, 0].sum().view(1)
+            tokens = gather_from_dp(tokens, mesh).double().mean()
+            entropy = -values.text_logps[:, 0] * (len(logps) / tokens.to(logps.dtype))
+            rows = entropy + losses.orpo(*means.unbind(1), beta=self.beta)
+        return rows, _sum_pairs(self.beta * means, means)
 
     def _compute_kto(
         self, values: AnswerValues, is_desirable: Tensor | None, mesh: ParallelMesh | None
@@ -242,7 +261,7 @@ class PreferenceObjective:
 
     def pop_values(self, ranks: Ranks) -> dict[str, float]:
         """Returns the means of what has been logged since the last call. Collective."""
-        return self._name_values(_pop_sums(self._sums, ranks)) if self._sums else {}
+        return self._name_values(_pop_sums(self._sums, ranks))
 
     def _name_values(self, numbers: Sequence[float]) -> dict[str, float]:
         names = (*VALUE_NAMES, "kl")
@@ -275,18 +294,20 @@ class PreferenceObjective:
         desirable: list[Tensor] = []
         for batch in iterate_replica_batches(samples, collate, device, batch_size, self.mesh):
             values = self.measure(batch, model)
-            found.append(gather_from_dp(values.stack(), self.mesh))
+            if isinstance(values, AnswerValues):
+                found.append(gather_from_dp(values.stack(), self.mesh))
             if "is_desirable" in batch:
                 desirable.append(gather_from_dp(batch["is_desirable"].to(torch.uint8), self.mesh))
-        every = AnswerValues(*torch.cat(found)[: len(samples)].unbind(-1))
+        rows = share_from_last_stage(found, self.mesh)[: len(samples)]
+        every = AnswerValues(*rows.unbind(-1))
         is_desirable = torch.cat(desirable)[: len(samples)].bool() if desirable else None
 
         loss = 0.0
         logged: list[Tensor] = []
         for start in range(0, len(samples), batch_size):
-            rows = slice(start, start + batch_size)
-            part = None if is_desirable is None else is_desirable[rows]
-            row_losses, sums = self.compute_loss(every.select(rows), part, None)
+            chosen = slice(start, start + batch_size)
+            part = None if is_desirable is None else is_desirable[chosen]
+            row_losses, sums = self.compute_loss(every.select(chosen), part, None)
             loss += float(row_losses.sum())
             logged.append(sums)
         total = torch.stack(logged).double().sum(0)
@@ -294,14 +315,21 @@ class PreferenceObjective:
 
 
 def _pop_sums(sums: list[Tensor], ranks: Ranks) -> Sequence[float]:
-    """Returns the totals, over batches and data-parallel ranks, of sums that it removes."""
-    total = torch.stack(sums).double().sum(0)
+    """Returns the totals, over batches and data-parallel ranks, of sums that it removes.
+
+    A pipeline stage that is not the last has none.
+    """
+    total = [0.0] * (2 * len(VALUE_NAMES) + 2)
+    if sums:
+        total = torch.stack(sums).double().sum(0).tolist()
     sums.clear()
-    return ranks.sum_replicas(*total.tolist())
+    return ranks.sum_replicas(*total)
 
 
-def _sum_pairs(rewards: Tensor, logps: Tensor) -> Tensor:
-    """Returns the sums and counts of `VALUE_NAMES` for pairs of answers, and no KL divergence."""
+def _sum_pairs(rewards: Tensor, logps: Tensor, ratios: Tensor | None = None) -> Tensor:
+    """Returns the sums and counts of `VALUE_NAMES` for pairs of answers, and of the estimate of the
+    KL divergence that log-ratios [B, 2] are, if there are any.
+    """
     rewards = rewards.detach()
     chosen, rejected = rewards.unbind(1)
     values = torch.stack(
@@ -313,9 +341,11 @@ def _sum_pairs(rewards: Tensor, logps: Tensor) -> Tensor:
             *logps.detach().unbind(1),
         ]
     )
-    zero = chosen.new_zeros(1)
+    kl = chosen.new_zeros(2)  # its sum and its count
+    if ratios is not None:
+        kl = torch.stack([ratios.detach().sum(), kl.new_tensor(ratios.numel())])
     counts = chosen.new_full((len(VALUE_NAMES),), len(chosen))
-    return torch.cat([values.sum(1), zero, counts, zero])
+    return torch.cat([values.sum(1), kl[:1], counts, kl[1:]])
 
 
 @dataclass
@@ -330,23 +360,31 @@ class RewardObjective:
     mesh: ParallelMesh | None = None
     _sums: list[Tensor] = field(default_factory=list[Tensor])
 
-    def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any]:
+    def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any] | StageOutput:
         """Runs the model on a batch of `PreferenceCollate`. Returns `loss`."""
         rewards = self.measure(data, run)
+        if isinstance(rewards, StageOutput):
+            return rewards
         rows = losses.reward(*rewards.unbind(1), margin=data.get("margin"), center=self.center)
         self._sums.append(_sum_pairs(rewards, torch.zeros_like(rewards)).detach())
         return {"loss": share_gradient(scale_to_global_batch(rows, data), self.mesh)}
 
-    def measure(self, data: Mapping[str, Any], run: Any) -> Tensor:
-        """Returns the rewards of a batch's answers, [B, A]."""
+    def measure(self, data: Mapping[str, Any], run: Any) -> Tensor | StageOutput:
+        """Returns the rewards of a batch's answers, [B, A].
+
+        A pipeline stage that is not the last returns what its model does.
+        """
         inputs = {name: data[name].flatten(0, 1) for name in ("input_ids", "attention_mask")}
         with dropout_state.rows_per_sample(data["input_ids"].shape[1]):
-            scores = run(**inputs)["logits"]  # [B A, 1]
+            output = run(**inputs)
+        if isinstance(output, StageOutput):
+            return output
+        scores = output["logits"]  # [B A, 1]
         return scores.float().view(data["input_ids"].shape[:2])
 
     def pop_values(self, ranks: Ranks) -> dict[str, float]:
         """Returns the means of what has been logged since the last call. Collective."""
-        return _name_rewards(_pop_sums(self._sums, ranks)) if self._sums else {}
+        return _name_rewards(_pop_sums(self._sums, ranks))
 
     @torch.no_grad()
     def evaluate(
@@ -362,10 +400,12 @@ class RewardObjective:
         found: list[Tensor] = []
         margins: list[Tensor] = []
         for batch in iterate_replica_batches(samples, collate, device, batch_size, self.mesh):
-            found.append(gather_from_dp(self.measure(batch, model), self.mesh))
+            scores = self.measure(batch, model)
+            if isinstance(scores, Tensor):
+                found.append(gather_from_dp(scores, self.mesh))
             if "margin" in batch:
                 margins.append(gather_from_dp(batch["margin"], self.mesh))
-        rewards = torch.cat(found)[: len(samples)]
+        rewards = share_from_last_stage(found, self.mesh)[: len(samples)]
         margin = torch.cat(margins)[: len(samples)] if margins else None
         loss = losses.reward(*rewards.unbind(1), margin=margin, center=self.center).mean()
         sums = _sum_pairs(rewards, torch.zeros_like(rewards))
@@ -378,5 +418,5 @@ def _name_rewards(numbers: Sequence[float]) -> dict[str, float]:
     return {
         name: numbers[place] / numbers[count + place]
         for place, name in enumerate(VALUE_NAMES)
-        if name.startswith("rewards/")
+        if name.startswith("rewards/") and numbers[count + place]
     }

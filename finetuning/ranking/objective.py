@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...models.outputs import StageOutput
 from ...mpu import ParallelMesh, dropout_state, gather_from_dp, share_gradient
 from ..embedding.metrics import measure_ranking
-from ..replicas import iterate_replica_batches, scale_to_global_batch
+from ..replicas import iterate_replica_batches, scale_to_global_batch, share_from_last_stage
 from . import losses
 from .data import RankedDocuments, count_documents
 
@@ -29,18 +30,27 @@ class RankingObjective:
     loss: str
     mesh: ParallelMesh | None = None
 
-    def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any]:
+    def __call__(self, data: Mapping[str, Any], run: Any) -> dict[str, Any] | StageOutput:
         """Runs the model on a batch of `RankingCollate`. Returns `loss`."""
-        rows = self.compute_loss(self.score(data, run), data["relevance"], self.mesh)
+        scores = self.score(data, run)
+        if isinstance(scores, StageOutput):
+            return scores
+        rows = self.compute_loss(scores, data["relevance"], self.mesh)
         return {"loss": share_gradient(scale_to_global_batch(rows, data), self.mesh)}
 
-    def score(self, data: Mapping[str, Any], run: Any) -> Tensor:
-        """Returns the scores of a batch's documents, fp32 [B, D]."""
+    def score(self, data: Mapping[str, Any], run: Any) -> Tensor | StageOutput:
+        """Returns the scores of a batch's documents, fp32 [B, D].
+
+        A pipeline stage that is not the last returns what its model does.
+        """
         names = ("input_ids", "attention_mask", "token_type_ids")
         inputs = {name: data[name].flatten(0, 1) for name in names if name in data}
         shape = data["input_ids"].shape[:2]
         with dropout_state.rows_per_sample(shape[1]):
-            scores = run(**inputs)["logits"]  # [B D, 1]
+            output = run(**inputs)
+        if isinstance(output, StageOutput):
+            return output
+        scores = output["logits"]  # [B D, 1]
         return scores.view(shape).to(torch.promote_types(scores.dtype, torch.float32))
 
     def compute_loss(self, scores: Tensor, relevance: Tensor, mesh: ParallelMesh | None) -> Tensor:
@@ -72,13 +82,16 @@ class RankingObjective:
         found: list[Tensor] = []
         for batch in iterate_replica_batches(samples, collate, device, batch_size, self.mesh):
             scores = self.score(batch, model)
+            if isinstance(scores, StageOutput):
+                continue
             # All ranks send the same number of columns.
             both = torch.stack([scores, batch["relevance"]])
             if scores.shape[1] < most:
                 both = torch.nn.functional.pad(both, (0, most - scores.shape[1]), value=-torch.inf)
             both = both[..., :most]
             found.append(gather_from_dp(both.movedim(0, 1).contiguous(), self.mesh))
-        scores, relevance = torch.cat(found)[: len(samples)].unbind(1)
+        every = share_from_last_stage(found, self.mesh)[: len(samples)]
+        scores, relevance = every.unbind(1)
         scores = scores.masked_fill(relevance.isinf(), 0.0)
 
         total = 0.0

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from every_case import every_day
+from safetensors.torch import load_file
 from tiny_models import PRETRAINED, save_model, text
 
 from shardzoo import finetuning as t2t
@@ -151,6 +152,74 @@ def test_sentence_transformers_loads_the_export(setting, tmp_path):
         torch.testing.assert_close(torch.stack(ours).norm(), norms, rtol=1e-5, atol=1e-6)
 
 
+# Of these encoder-decoders the encoder alone is trained -> its class, the form of the tokenizer.
+ENCODERS = {
+    "bart": ("BartForConditionalGeneration", "BartEncoder", "bart"),
+    "mbart": ("MBartForConditionalGeneration", "MBartEncoder", "bart"),
+    "m2m_100": ("M2M100ForConditionalGeneration", "M2M100Encoder", "bart"),
+    "pegasus": ("PegasusForConditionalGeneration", "PegasusEncoder", "bart"),
+    "marian": ("MarianMTModel", "MarianEncoder", "bart"),
+    "mt5": ("MT5ForConditionalGeneration", "MT5EncoderModel", "t5"),
+    "umt5": ("UMT5ForConditionalGeneration", "UMT5EncoderModel", "t5"),
+    "switch_transformers": (
+        "SwitchTransformersForConditionalGeneration", "SwitchTransformersEncoderModel", "t5",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", every_day(["bart"], more=[kind for kind in ENCODERS if kind != "bart"])
+)
+def test_sentence_transformers_loads_encoders_of_encoder_decoders(setting, tmp_path, kind):
+    """From a folder of the whole model to one of its encoder, and from that to the same embeddings."""
+    library = pytest.importorskip("sentence_transformers")
+    whole, encoder, tokenizer = ENCODERS[kind]
+    save_model(tmp_path / "whole", whole, tokenizer, seed=3)
+    options = {"train_file": str(setting / "triplets.jsonl"), "micro_batch_size": 4}
+    options |= {**SHORT, "train_steps": 1}
+    trainer = t2t.Trainer(
+        model_name_or_path=str(tmp_path / "whole"), output_dir=str(tmp_path / "run"), **options
+    )
+    trainer.train()
+    folder = trainer.save_model()
+    assert type(trainer.model).__name__ == encoder
+    records = trainer._data.train(False)
+    samples = trainer._data.samples(records)
+    batch = trainer._collate()([samples[row] for row in range(5)])
+    inputs = (batch["input_ids"], batch["attention_mask"])
+    again = t2t.Trainer(model_name_or_path=str(folder), **options)
+    with torch.no_grad():
+        embeddings = trainer.objective.embed(*inputs, trainer.model.eval())
+        assert torch.equal(trainer.objective.embed(*inputs, again.model.eval()), embeddings)
+
+    loaded = library.SentenceTransformer(str(folder), device="cpu")
+    for column in range(3):
+        texts = [records[row].texts[column] for row in range(5)]
+        wanted = loaded.encode(texts, convert_to_tensor=True)
+        torch.testing.assert_close(embeddings[:, column], wanted, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.before_release
+@pytest.mark.parametrize("kind", ["bert", "t5", "gpt2"])
+def test_stages_of_a_pipeline_embed_alike(setting, tmp_path, run_mesh, kind):
+    """Training and its evaluation, and the folder that all stages write together."""
+    options = {"kind": kind, "file": "triplets", "micro_batch_size": 4, "dropout_rate": 0.1}
+    expected = tune(None, setting, tmp_path / "one", **options)
+    stages = {"pipeline_parallel_size": 2, "env_type": "deepspeed+mpu"}
+    if kind == "t5":
+        stages["pipeline_partition"] = "parameters"  # three blocks
+    work = partial(tune, setting=setting, output=tmp_path / "stages", **options, **stages)
+    for values in run_mesh(1, work, pipeline=2):
+        assert values == pytest.approx(expected, rel=1e-3)
+    assert losses(tmp_path / "stages") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    one, other = (
+        load_file(tmp_path / run / "hf" / "model.safetensors") for run in ("one", "stages")
+    )
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-3, msg=name)
+
+
 def test_mistakes(setting, tmp_path):
     def refuse(match, kind="bert", file="triplets", **arguments):
         with pytest.raises(ValueError, match=match):
@@ -161,3 +230,7 @@ def test_mistakes(setting, tmp_path):
     refuse("the embeddings have", matryoshka_dims=(4096,))
     refuse("no key 'passage'", columns=("anchor", "passage"))
     refuse("the backward pass, which env_type", embedding_mini_batch=2, env_type="pytorchDDP")
+    refuse(
+        "embedding_mini_batch does not work with pipeline", embedding_mini_batch=2,
+        pipeline_parallel_size=2,
+    )  # fmt: skip

@@ -93,6 +93,38 @@ def test_layouts_learn_alike(setting, tmp_path, run_mesh, kind, loss):
     assert found == pytest.approx(values, rel=1e-3, abs=2e-5)
 
 
+# A second copy of the model, a folder and the model without its LoRA weights as references.
+STAGED = every_day(
+    [("gpt2", "dpo", {})],
+    more=[
+        ("gpt2", "dpo", {"lora_rank": 2}),
+        ("t5", "ipo", {"reference_model": "t5-other"}),
+        ("gpt2", "kto", {}),
+        ("t5", "orpo", {}),
+        ("bert", "reward", {}),
+    ],
+)
+
+
+@pytest.mark.parametrize(("kind", "loss", "options"), STAGED)
+def test_stages_of_a_pipeline_learn_alike(setting, tmp_path, run_mesh, kind, loss, options):
+    """Training, what it logs, and the evaluation."""
+    options = {"preference_loss": loss, **options}
+    if loss == "reward":
+        options = {"task": "reward"}
+    if "reference_model" in options:
+        options["reference_model"] = str(setting / options["reference_model"])
+    file = "single" if loss == "kto" else "pairs"
+    work = partial(tune, setting=setting, kind=kind, file=file, **options)
+    values = work(None, output=tmp_path / "one")
+    stages = {"pipeline_parallel_size": 2, "env_type": "deepspeed+mpu"}
+    for found in run_mesh(1, partial(work, output=tmp_path / "stages", **stages), pipeline=2):
+        assert found == pytest.approx(values, rel=1e-3, abs=2e-5)
+    expected = logged(tmp_path / "one")
+    assert ("train/kl" in expected[0]) == (loss in ("dpo", "ipo", "kto"))
+    check_same(logged(tmp_path / "stages"), expected)
+
+
 def test_every_reference_is_the_same_model(setting, tmp_path):
     """LoRA without its weights, a second copy, and values that were computed before."""
     lora = {"lora_rank": 2}
@@ -137,17 +169,19 @@ def test_the_loss_is_that_of_transformers_models_in_fp64(setting, kind):
         chances = logits.log_softmax(-1).gather(-1, labels[..., None])
         return chances.sum().item()
 
-    losses, margins = [], []
+    losses, margins, ratios = [], [], []
     for line in (setting / "pairs.jsonl").read_text().splitlines():
         record = json.loads(line)
         gap = 0.0
         for answer, sign in (("chosen", 1), ("rejected", -1)):
             ours, theirs = (measure(m, record["prompt"], record[answer]) for m in models)
             gap += sign * (ours - theirs)
+            ratios.append(ours - theirs)
         margins.append(0.5 * gap)
         losses.append(-torch.nn.functional.logsigmoid(torch.tensor(0.5 * gap)))
     assert found["loss"] == pytest.approx(float(sum(losses) / len(losses)), rel=1e-5)
     assert found["rewards/margins"] == pytest.approx(sum(margins) / len(margins), rel=1e-4)
+    assert found["kl"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
     accuracy = sum(margin > 0 for margin in margins) / len(margins)
     assert found["rewards/accuracies"] == pytest.approx(accuracy)
 

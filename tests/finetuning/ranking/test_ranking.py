@@ -152,6 +152,17 @@ def test_layouts_learn_alike_and_cross_encoder_loads_them(setting, tmp_path, run
             torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.before_release
+@pytest.mark.parametrize(("kind", "file"), [("bert", "lists"), ("gpt2", "pairs")])
+def test_stages_of_a_pipeline_rank_alike(setting, tmp_path, run_mesh, kind, file):
+    work = partial(tune, setting=setting, kind=kind, file=file)
+    values = work(None, output=tmp_path / "one")
+    stages = {"pipeline_parallel_size": 2, "env_type": "deepspeed+mpu"}
+    for found in run_mesh(1, partial(work, output=tmp_path / "stages", **stages), pipeline=2):
+        assert found == pytest.approx(values, rel=1e-3)
+    assert curve(tmp_path / "stages") == pytest.approx(curve(tmp_path / "one"), rel=1e-4)
+
+
 def test_mistakes(setting, tmp_path):
     def refuse(match, file="pairs", **arguments):
         with pytest.raises(ValueError, match=match):
