@@ -50,10 +50,12 @@ def part_parameters(model: nn.Module, source: ModelSource, part: str) -> dict[st
     embeddings = embedding_parameters(model)
     if part == "embeddings":
         return embeddings
-    if source.shape != "encoder-decoder" and source.shape != part:
+    parts = list_parts(model, source)
+    if part not in parts:
+        kind = "an encoder" if parts[0] == "encoder" else "a decoder"
         raise ValueError(
-            f"{type(model).__name__} is a {source.shape} and has no {part}: freeze its "
-            f"{source.shape} or its embeddings"
+            f"{type(model).__name__} is {kind} and has no {part}: freeze its {parts[0]} or its "
+            "embeddings"
         )
     apart = {id(parameter) for parameter in embeddings.values()}
     modules = {id(module) for module in _find_modules(model, source, part)}
@@ -78,17 +80,19 @@ def _find_modules(model: Any, source: ModelSource, part: str) -> list[nn.Module]
     return [child for name, child in model.base_model.named_children() if name != "pooler"]
 
 
-def list_parts(source: ModelSource) -> tuple[str, ...]:
+def list_parts(model: nn.Module, source: ModelSource) -> tuple[str, ...]:
     """Returns the names of a model's parts besides embeddings and head."""
-    if source.shape == "encoder-decoder":
-        return ("encoder", "decoder")
-    return (source.shape,)
+    if source.shape != "encoder-decoder":
+        return (source.shape,)
+    # Texts are embedded by the encoder alone.
+    is_encoder = source.native and not hasattr(model, "decoder")
+    return ("encoder",) if is_encoder else ("encoder", "decoder")
 
 
 def head_parameters(model: nn.Module, source: ModelSource) -> dict[str, nn.Parameter]:
     """Returns the parameters that are in no other part."""
     others: set[int] = set()
-    for part in (*list_parts(source), "embeddings"):
+    for part in (*list_parts(model, source), "embeddings"):
         others.update(id(parameter) for parameter in part_parameters(model, source, part).values())
     return {name: p for name, p in model.named_parameters() if id(p) not in others}
 
@@ -124,7 +128,7 @@ class ModelSummary:
 def summarize(model: nn.Module, source: ModelSource) -> ModelSummary:
     """Returns the numbers of parameters of a model, or of one of its pipeline stages."""
     groups: dict[str, dict[str, nn.Parameter]] = {}
-    for part in ("embeddings", *list_parts(source)):
+    for part in ("embeddings", *list_parts(model, source)):
         groups[part] = part_parameters(model, source, part)
     groups["head"] = head_parameters(model, source)
     parts: dict[str, tuple[int, int]] = {}

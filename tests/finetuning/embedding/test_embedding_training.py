@@ -183,6 +183,9 @@ def test_sentence_transformers_loads_encoders_of_encoder_decoders(setting, tmp_p
     trainer.train()
     folder = trainer.save_model()
     assert type(trainer.model).__name__ == encoder
+    assert trainer.model_summary(no_print=True).parts.keys() == {"embeddings", "encoder"}
+    with pytest.raises(ValueError, match=f"{encoder} is an encoder and has no decoder"):
+        trainer.freeze(decoder=True)
     records = trainer._data.train(False)
     samples = trainer._data.samples(records)
     batch = trainer._collate()([samples[row] for row in range(5)])
