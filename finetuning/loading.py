@@ -221,6 +221,8 @@ def _load_native(
     try:
         return from_pretrained(source.folder, mesh, new=sorted(new), seed=arguments.seed, **made)
     except ValueError as error:
+        if task not in AUTO_CLASSES:
+            raise
         raise ValueError(f"{error}; native=False loads it with transformers") from None
 
 

@@ -766,6 +766,8 @@ class Trainer(BaseTrainer):
                 "the model has been trained and is no longer the reference: name a reference_model"
             )
         answers = getattr(samples, "samples", samples)
+        if answers.records[0].reference and not self.arguments.precompute_reference:
+            return  # The file has them.
         answers.reference = objective.measure_samples(
             answers, self._collate(), self.device, self.arguments.micro_batch_size
         )

@@ -4,6 +4,7 @@ and batches of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +76,10 @@ class ColumnKeys:
         value = record[self.score]
         scores = value if isinstance(value, (list, tuple)) else [value]
         for score in scores:
-            if not isinstance(score, (int, float)):
-                raise ValueError(f"the value of {self.score!r} must be a number or a list of them")
+            if not isinstance(score, (int, float)) or not math.isfinite(score):
+                raise ValueError(
+                    f"the value of {self.score!r} must be a number or a list of them, not {value!r}"
+                )
         return TextColumns(tuple(record[key] for key in self.texts), tuple(map(float, scores)))
 
 

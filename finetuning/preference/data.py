@@ -73,12 +73,20 @@ def _read_pair(record: Any) -> Preference:
         raise ValueError("prompt, chosen and rejected must all be texts, or all lists of messages")
     reference: tuple[float, ...] = ()
     if all(key in record for key in REFERENCE_KEYS):
-        reference = tuple(float(record[key]) for key in REFERENCE_KEYS)
-    margin = record.get("margin")
-    is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
-    if margin is not None and not (is_number and math.isfinite(margin)):
-        raise ValueError(f"the value of 'margin' must be a number, not {margin!r}")
+        reference = tuple(_read_number(record, key) for key in REFERENCE_KEYS)
+    margin = None
+    if record.get("margin") is not None:
+        margin = _read_number(record, "margin")
     return Preference(prompt, (chosen, rejected), None, reference, margin)
+
+
+def _read_number(record: Mapping[str, Any], key: str) -> float:
+    """Returns a finite number of a record."""
+    value = record[key]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise ValueError(f"the value of {key!r} must be a number, not {value!r}")
+    return float(value)
 
 
 def _read_single(record: Any) -> Preference:
@@ -278,6 +286,11 @@ class PreferenceCollate:
             batch["is_desirable"] = torch.tensor([bool(s["is_desirable"]) for s in samples])
         if "margin" in samples[0]:
             batch["margin"] = torch.tensor([float(sample["margin"]) for sample in samples])
+        if len({"reference" in sample for sample in samples}) > 1:
+            raise ValueError(
+                f"some records have {' and '.join(REFERENCE_KEYS)} and others do not; either all "
+                "records have them, or none"
+            )
         for name in ("reference", "relevance"):
             if name in samples[0]:
                 rows = [torch.as_tensor(sample[name], dtype=torch.float32) for sample in samples]

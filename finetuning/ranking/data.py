@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ class RankingKeys:
                 f"{len(relevance)} labels"
             )
         for label in relevance:
-            if not isinstance(label, (int, float)):
+            if not isinstance(label, (int, float)) or not math.isfinite(label):
                 raise ValueError(f"a label of {self.relevance!r} must be a number, not {label!r}")
         return RankedDocuments(
             record[self.query], tuple(documents), tuple(float(label) for label in relevance)

@@ -43,6 +43,7 @@ def inputs(tmp_path_factory) -> Path:
         better, worse = answers
         records["dpo"].append({"prompt": question, "chosen": better, "rejected": worse})
         records["nf4-lora"].append({"messages": question + better})
+    records["simpo"] = records["reward"] = records["dpo"]
     for name, lines in records.items():
         file = folder / f"{name}.jsonl"
         file.write_text("".join(json.dumps(record) + "\n" for record in lines))
@@ -58,16 +59,19 @@ def give_tiny_inputs(name: str, inputs: Path) -> list[str]:
         )
         models = ["--model", str(inputs / "distilbert"), "--teacher-model", str(inputs / "bert")]
         return [*models, "--data", str(inputs / "text.txt"), *sizes.split(), *SMALL]
-    model = "llama" if name in ("dpo", "nf4-lora") else "bert"
+    model = "bert" if name in ("embedding", "reranking") else "llama"
     files = ["--model-name-or-path", str(inputs / model)]
     files += ["--train-file", str(inputs / f"{name}.jsonl"), "--validation-split", "20"]
     lengths = {"nf4-lora": "--block-size 64 --max-source-length 30 --max-target-length 30"}
     lengths["nf4-lora"] += " --gradient-accumulation-steps 1 --lora-rank 4"
-    lengths["dpo"] = "--max-source-length 30 --max-target-length 30"
-    small = lengths.get(name, "--max-source-length 30").split()
+    lengths["dpo"] = lengths["reward"] = "--max-source-length 30 --max-target-length 30"
+    lengths["simpo"] = f"{lengths['dpo']} --model-parallel-size 2 --global-batch-size 8"
+    small = [*SMALL, *lengths.get(name, "--max-source-length 30").split()]
+    if name == "simpo":
+        small += ["--num-gpus", "2"]
     if name == "embedding":
         small += ["--embedding-mini-batch", "2"]
-    return [*files, *small, *SMALL, "--eval-interval", "2"]
+    return [*files, *small, "--eval-interval", "2"]
 
 
 @pytest.mark.before_release
@@ -95,7 +99,9 @@ def test_a_recipe_runs(name, inputs, tmp_path):
 
 def test_each_task_has_a_recipe_that_says_what_it_is():
     names = {file.stem for file in FILES}
-    assert names == {"embedding", "reranking", "dpo", "nf4-lora", "distillation"}
+    assert names == {
+        "embedding", "reranking", "dpo", "simpo", "reward", "nf4-lora", "distillation",
+    }  # fmt: skip
     for file in FILES:
         comment = [line for line in file.read_text().splitlines() if line.startswith("#")]
         assert any("ublished" in line or "numbers are those of" in line for line in comment)

@@ -231,6 +231,8 @@ def test_mistakes(setting, tmp_path):
     refuse("needs 2 columns of texts and a score", embedding_loss="cosent")
     refuse("needs 3 columns", file="scored", embedding_loss="triplet")
     refuse("the embeddings have", matryoshka_dims=(4096,))
+    (tmp_path / "nan.jsonl").write_text('{"a": "red", "b": "one", "score": NaN}\n' * 4)
+    refuse("'score' must be a number", file=tmp_path / "nan")
     refuse("no key 'passage'", columns=("anchor", "passage"))
     refuse("the backward pass, which env_type", embedding_mini_batch=2, env_type="pytorchDDP")
     refuse(

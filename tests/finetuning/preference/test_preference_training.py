@@ -139,6 +139,21 @@ def test_every_reference_is_the_same_model(setting, tmp_path):
     check_same(logged(tmp_path / "before"), expected, rel=1e-4)
 
 
+@pytest.mark.before_release
+def test_the_values_of_the_file_are_the_reference_on_pipeline_stages(setting, tmp_path, run_mesh):
+    records = [json.loads(line) for line in (setting / "pairs.jsonl").read_text().splitlines()]
+    for n, record in enumerate(records):
+        record |= {"ref_chosen_logps": -n / 4, "ref_rejected_logps": n / 8 - 3}
+    path = tmp_path / "valued.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    work = partial(tune, setting=setting, kind="gpt2", file=path.with_suffix(""))
+    values = work(None, output=tmp_path / "one")
+    stages = {"pipeline_parallel_size": 2, "env_type": "deepspeed+mpu"}
+    for found in run_mesh(1, partial(work, output=tmp_path / "stages", **stages), pipeline=2):
+        assert found == pytest.approx(values, rel=1e-3, abs=2e-5)
+    check_same(logged(tmp_path / "stages"), logged(tmp_path / "one"))
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
 def test_the_loss_is_that_of_transformers_models_in_fp64(setting, kind):
     other = setting / f"{kind}-other"
@@ -223,9 +238,20 @@ def test_messages_are_written_by_the_template():
 def test_mistakes(setting, tmp_path):
     def refuse(match, kind="gpt2", file="pairs", **arguments):
         with pytest.raises(ValueError, match=match):
-            tune(None, setting, tmp_path / "refused", kind, file, **arguments)
+            # Some mistakes are found when a run has begun.
+            output = tmp_path / f"refused-{len(list(tmp_path.iterdir()))}"
+            tune(None, setting, output, kind, file, **arguments)
 
     refuse("'label' must be true or false|must be a text", preference_loss="kto")
     refuse("does not learn", kind="bert")
+    wrong = {
+        "half": ({"ref_chosen_logps": -3, "ref_rejected_logps": -2}, "either all records have"),
+        "nan": ({"ref_chosen_logps": float("nan"), "ref_rejected_logps": 0}, "must be a number"),
+    }
+    for name, (columns, match) in wrong.items():
+        record = {"prompt": "red", "chosen": " one", "rejected": " two"}
+        lines = [json.dumps({**record, **columns}), json.dumps(record)] * 4
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        refuse(match, file=tmp_path / name)
     refuse("precompute_reference is for", preference_loss="orpo", precompute_reference=True)
     refuse("beta must be above 0", beta=0.0)
