@@ -237,9 +237,9 @@ def test_messages_are_written_by_the_template():
 
 def test_mistakes(setting, tmp_path):
     def refuse(match, kind="gpt2", file="pairs", **arguments):
+        # Some mistakes are found when a run has begun.
+        output = tmp_path / f"refused-{len(list(tmp_path.iterdir()))}"
         with pytest.raises(ValueError, match=match):
-            # Some mistakes are found when a run has begun.
-            output = tmp_path / f"refused-{len(list(tmp_path.iterdir()))}"
             tune(None, setting, output, kind, file, **arguments)
 
     refuse("'label' must be true or false|must be a text", preference_loss="kto")
