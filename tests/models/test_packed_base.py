@@ -100,9 +100,10 @@ def test_nf4_is_that_of_bitsandbytes(folders):
         packed_model = load(None, folders / "gpt2", dtype=dtype, base_precision="nf4")
         weights = dict(plain.named_parameters())
         for name, packed in find_packed_parameters(packed_model).items():
-            codes, state = functional.quantize_4bit(
-                weights[name].detach(), blocksize=64, quant_type="nf4"
-            )
+            # Its blocks run on over the rows of a matrix. On a CPU bitsandbytes 0.50 takes the scales of
+            # other blocks for rows that are shorter than a block, so it gets one row.
+            row = weights[name].detach().flatten()
+            codes, state = functional.quantize_4bit(row, blocksize=64, quant_type="nf4")
             assert torch.equal(packed.codes[: codes.numel()], codes.flatten())
             values = functional.dequantize_4bit(codes, state).view_as(weights[name])
             assert torch.equal(packed.unpack(), values)
