@@ -28,6 +28,7 @@ from .loading import from_pretrained
 from .lora import import_peft
 from .mapping import NativeModel, compute_stacked_ranges
 from .outputs import ModelOutput
+from .split_peft import SplitPeftModel
 
 
 class _Given:
@@ -168,8 +169,8 @@ class ModelForPeft(PreTrainedModel):
     def __init__(self, model: Any) -> None:
         if model.mesh is not None:
             raise ValueError(
-                "peft's layers cannot be split: adapt a split model with "
-                "shardzoo.models.lora.add_lora, whose files are peft's"
+                "peft's layers cannot be split: adapt a split model with get_peft_model of this "
+                "module, or SplitPeftModel, whose files are peft's"
             )
         config = AutoConfig.for_model(**model.config.to_dict())
         super().__init__(config)
@@ -460,17 +461,24 @@ class ModelForPeft(PreTrainedModel):
         self.native.save_pretrained(save_directory)
 
 
-def get_peft_model(model: Any, config: Any, *arguments: Any, **options: Any) -> Any:
-    """Returns peft's `PeftModel` of an unsplit model of the zoo.
+def get_peft_model(
+    model: Any, peft_config: Any, adapter_name: str = "default", **options: Any
+) -> Any:
+    """Returns peft's `PeftModel` of an unsplit model of the zoo, or `SplitPeftModel` of a split one.
 
     Args:
         model: A model of the zoo, or a `ModelForPeft`.
-        config: peft's configuration; its modules have transformers' names.
-        arguments, options: See `peft.get_peft_model`.
+        peft_config: peft's configuration; its modules have transformers' names.
+        adapter_name: The name of the first adapter.
+        options: See `peft.get_peft_model`; a split model takes none.
     """
+    if getattr(model, "mesh", None) is not None:
+        if options:
+            raise ValueError(f"get_peft_model of a split model takes no {next(iter(options))}")
+        return SplitPeftModel(model, peft_config, adapter_name)
     if not isinstance(model, PreTrainedModel):
         model = ModelForPeft(model)
-    return import_peft().get_peft_model(model, config, *arguments, **options)
+    return import_peft().get_peft_model(model, peft_config, adapter_name, **options)
 
 
 def _is_of_peft(module: nn.Module) -> bool:

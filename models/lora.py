@@ -216,6 +216,18 @@ def lora_config(**settings: Any) -> Any:
         config = peft.LoraConfig(**settings)
     except (TypeError, ValueError) as error:
         raise ValueError(f"LoRA: {error}") from None
+    check_lora_config(config)
+    return config
+
+
+def check_lora_config(config: Any) -> None:
+    """Raises ValueError for a configuration of peft that the zoo's models do not follow."""
+    peft = import_peft()
+    if not isinstance(config, peft.LoraConfig):
+        raise ValueError(
+            f"models of the zoo are adapted by LoRA: a LoraConfig is needed, not a "
+            f"{type(config).__name__}"
+        )
     plain = peft.LoraConfig()
     for field in fields(config):
         value = getattr(config, field.name)
@@ -238,7 +250,6 @@ def lora_config(**settings: Any) -> Any:
             raise ValueError(f"LoRA: {name} must be {wanted}, not {reprlib.repr(value)}")
     for name, expression in _list_expressions(config):
         compile_expression(expression, f"LoRA: {name}:")
-    return config
 
 
 def _list_expressions(config: Any) -> Iterator[tuple[str, str]]:
@@ -279,22 +290,23 @@ def add_lora(model: Any, config: Any, seed: int = 1234) -> None:
         already.
     """
     attach_factors(model, config)
-    fill = partial(_fill_factor, config)
-
-    def initialize_factors(receive: Receive | None = None) -> None:
-        for path, adapter in find_adapters(model).items():
-            initialize(adapter, fill, seed, model.mesh, prefix=f"{path}.adapter", receive=receive)
-
     fill_base = getattr(model, "fill_parameters", None)
     if fill_base is None or not next(model.parameters()).is_meta:
-        initialize_factors()
+        initialize_factors(model, seed)
         return
 
     def fill_all(receive: Receive) -> None:
         fill_base(receive)
-        initialize_factors(receive)
+        initialize_factors(model, seed, receive)
 
     model.fill_parameters = fill_all
+
+
+def initialize_factors(model: Any, seed: int, receive: Receive | None = None) -> None:
+    """Gives the factors of a model their initial values, or sends these to `receive`. Collective."""
+    fill = partial(_fill_factor, model.lora.config)
+    for path, adapter in find_adapters(model).items():
+        initialize(adapter, fill, seed, model.mesh, prefix=f"{path}.adapter", receive=receive)
 
 
 def _fill_factor(config: Any, name: str, full: Tensor, generator: torch.Generator) -> None:
@@ -717,6 +729,8 @@ def read_adapter_config(folder: Path) -> Any:
 
     Raises ValueError if there is none, or one of another kind of adapter.
     """
+    if not (folder / CONFIG_FILE).exists():
+        raise ValueError(f"{folder} holds no adapter: it has no {CONFIG_FILE}")
     values = read_json_object(checked_file(folder, CONFIG_FILE))
     kind = values.get("peft_type")
     if kind != "LORA":
@@ -743,8 +757,6 @@ def load_adapter(model: Any, folder: str | Path) -> None:
     Raises ValueError if the folder is damaged or its weights are not those of the model.
     """
     path = Path(folder)
-    if not (path / CONFIG_FILE).exists():
-        raise ValueError(f"{folder} holds no adapter: it has no {CONFIG_FILE}")
     attach_factors(model, read_adapter_config(path))
     load_weights(model, path)
 
@@ -804,11 +816,10 @@ class StoredAdapter:
 
 def open_adapter(native: NativeModel, folder: Path) -> StoredAdapter:
     """Opens a folder of peft for a model. Raises ValueError as `load_adapter` does."""
-    if not (folder / CONFIG_FILE).exists():
-        raise ValueError(f"{folder} holds no adapter: it has no {CONFIG_FILE}")
+    config = read_adapter_config(folder)
     with torch.device("meta"), config_errors():
         model: Any = build_on_meta(native.config, None)
-        attach_factors(model, read_adapter_config(folder))
+        attach_factors(model, config)
     stored = _read_stored_weights(model, folder)
     names = list_peft_names(model)
     layers = find_adapters(model)

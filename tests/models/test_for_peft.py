@@ -149,7 +149,7 @@ def refuse_a_split_model(mesh):
     model = shardzoo.from_config(
         {"model_type": "gpt2", "vocab_size": 50, "n_embd": 8, "n_head": 2, "n_layer": 1}, mesh=mesh
     )
-    with pytest.raises(ValueError, match=r"adapt a split model with shardzoo\.models\.lora"):
+    with pytest.raises(ValueError, match=r"adapt a split model with get_peft_model"):
         ModelForPeft(model)
 
 
