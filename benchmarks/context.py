@@ -20,8 +20,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Large freed blocks go back to the system, so that the peak is what the step needs; set before the process starts.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "THP_MEM_ALLOC_ENABLE": "1"}
+# Freed blocks go back to the system at once, so that the peak is what the step needs; set before the process starts.
+# They are mapped again each time, which takes time, so that steps are timed with `--keep-freed`.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "SHARDZOO_POOL_MIB": "0"}
 WIDTH = 512
 
 
@@ -41,10 +42,14 @@ class Arguments:
     """Layers of the encoder, and of the decoder."""
     dropout: float = 0.1
     """Its rate; the ring is faster without."""
+    recompute: str = "none"
+    """What the backward pass recomputes: none, selective or full."""
     steps: int = 1
     """Steps, of which the fastest counts."""
     threads: int = 1
     """Threads of a rank."""
+    keep_freed: bool = False
+    """Keep the memory of freed tensors for new ones, as training does: faster, and the peak is larger."""
     check: bool = True
     """Whether the losses must agree."""
     output: Path | None = None
@@ -89,7 +94,7 @@ def run_ranks(length: int, context: int, tensor: int, arguments: Arguments) -> d
         port = free.getsockname()[1]
     shared = {
         **os.environ,
-        **ALLOCATOR,
+        **({"THP_MEM_ALLOC_ENABLE": "1"} if arguments.keep_freed else ALLOCATOR),
         "OMP_NUM_THREADS": str(arguments.threads),
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost",
@@ -104,6 +109,7 @@ def run_ranks(length: int, context: int, tensor: int, arguments: Arguments) -> d
             arguments.exchange,
             arguments.dropout,
             arguments.steps,
+            arguments.recompute,
         ]
     )
     processes = [
@@ -137,7 +143,7 @@ def measure_rank(job: str) -> None:
     from shardzoo.models import ParallelConfig
     from shardzoo.mpu import ParallelMesh, dropout_state
 
-    length, context, tensor, layers, exchange, dropout, steps = json.loads(job)
+    length, context, tensor, layers, exchange, dropout, steps, recompute = json.loads(job)
     mesh = None
     if context * tensor > 1:
         mesh = ParallelMesh(tensor, context_parallel_size=context)
@@ -152,7 +158,7 @@ def measure_rank(job: str) -> None:
         "dropout_rate": dropout,
         "decoder_start_token_id": 0,
     }
-    parallel = ParallelConfig(context_exchange=exchange)
+    parallel = ParallelConfig(context_exchange=exchange, recompute=recompute)
     model = shardzoo.from_config(config, mesh, parallel_config=parallel, seed=0).train()
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, config["vocab_size"], (1, length), generator=generator)

@@ -302,12 +302,13 @@ def _compiled(kind: str, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> 
     return lambda: result
 
 
-def _find_group(name: str) -> dist.ProcessGroup:
+def find_group(name: str) -> dist.ProcessGroup:
+    """Returns the process group of a name, by which operators of compiled graphs know it."""
     return cast(Any, dist).distributed_c10d._resolve_process_group(name)
 
 
 def _collective(x: Tensor, kind: str, dim: int, group: str) -> Tensor:
-    ranks = _find_group(group)
+    ranks = find_group(group)
     if kind == "all_reduce":
         return start_all_reduce(_fresh(x), ranks)().contiguous()
     start = start_all_gather if kind == "all_gather" else start_reduce_scatter
@@ -316,7 +317,7 @@ def _collective(x: Tensor, kind: str, dim: int, group: str) -> Tensor:
 
 def _allocate(x: Tensor, kind: str, dim: int, group: str) -> Tensor:
     shape = list(x.shape)
-    size = _find_group(group).size()
+    size = find_group(group).size()
     if kind == "all_gather":
         shape[dim] *= size
     if kind == "reduce_scatter":

@@ -35,9 +35,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.autograd import Function
+from ..ops.device import records_graph
+from ..ops.registration import LIBRARY
 from .collectives import (
     SEQUENCE_DIM,
     Finish,
+    find_group,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -151,6 +154,10 @@ def start_all_to_all(
         raise ValueError(
             f"{tensor.shape[split_dim]} parts cannot be exchanged between {size} ranks equally"
         )
+    if records_graph():
+        name = group.group_name
+        result = torch.ops.shardzoo.all_to_all(tensor, split_dim, join_dim, name)
+        return lambda: result
     pieces = torch.unflatten(tensor, split_dim, (size, -1)).movedim(split_dim, 0).contiguous()
     received = torch.empty_like(pieces)
     work: Any = None
@@ -163,6 +170,26 @@ def start_all_to_all(
         return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
 
     return finish
+
+
+# One operator of a graph that is compiled, which is done where it stands.
+
+
+def _all_to_all(x: Tensor, split_dim: int, join_dim: int, group: str) -> Tensor:
+    return start_all_to_all(x, split_dim, join_dim, find_group(group))().contiguous()
+
+
+def _allocate_all_to_all(x: Tensor, split_dim: int, join_dim: int, group: str) -> Tensor:
+    size = find_group(group).size()
+    shape = list(x.shape)
+    shape[split_dim] //= size
+    shape[join_dim] *= size
+    return x.new_empty(shape)
+
+
+LIBRARY.define("all_to_all(Tensor x, int split_dim, int join_dim, str group) -> Tensor")
+LIBRARY.impl("all_to_all", _all_to_all, "CompositeExplicitAutograd")
+torch.library.register_fake("shardzoo::all_to_all", _allocate_all_to_all, lib=LIBRARY)
 
 
 class _GatherPositions(Function):

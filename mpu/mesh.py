@@ -245,16 +245,20 @@ class ParallelMesh:
         return self._groups[key]
 
     def split_data_axis(self, replicas: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup]:
-        """Returns the groups of this process along the two parts of the data axis, [replicas,
-        ranks that share one replica's parameters], of which the second varies fastest.
+        """Returns the groups of this process along the two parts of the ranks that hold the same
+        parameters: [replicas, ranks that share one replica's parameters], of which the second varies
+        fastest.
 
-        Collective over all processes. The first group is None for one replica, whose parameters all
-        ranks share that hold the same ones, along the context axis too.
+        Collective over all processes. The data axis is cut, so context-parallel ranks share a
+        replica. The first group is None for one replica.
         """
         if replicas == 1:
             return None, self.group(*REPLICA_AXES)
         grid = torch.arange(self.world_size).view(*self.sizes.values())
-        last = grid.movedim(AXES.index("data"), -1).reshape(-1, replicas, self.dp_size // replicas)
+        axes = [AXES.index(axis) for axis in REPLICA_AXES]
+        others = [number for number in range(len(AXES)) if number not in axes]
+        sharing = self.size(*REPLICA_AXES) // replicas
+        last = grid.permute(*others, *axes).reshape(-1, replicas, sharing)
         across: Any = last.transpose(1, 2).flatten(0, 1)
         within: Any = last.flatten(0, 1)
         groups: list[dist.ProcessGroup] = []

@@ -10,6 +10,9 @@ Causal attention would be twice as long on the last rank as on the average. Ther
 has 2C chunks there, and rank r computes the chunks r and 2C - 1 - r (as in Llama 3's training; Dubey
 et al., 2024, arXiv:2407.21783): `balance_chunks` moves queries, keys and values there, and
 `restore_chunks` moves the result back. All other layers keep their neighboring positions.
+
+Where rows are packed documents, ranks compute what each document has on both of them, and keys and
+values pass only as far as a document reaches.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -29,6 +32,24 @@ from .collectives import Finish
 from .mesh import ParallelMesh
 
 
+class RingPart(NamedTuple):
+    """Some queries of one rank and some keys of one rank, whose scores are computed together.
+
+    Attributes:
+        samples: Their samples.
+        rows: The queries among those of their rank.
+        columns: The keys among those of theirs.
+        diagonals: Their distances among those of all queries and keys.
+        rules: What applies to the scores.
+    """
+
+    samples: slice
+    rows: slice
+    columns: slice
+    diagonals: slice
+    rules: PartRules
+
+
 class RingRules(NamedTuple):
     """What applies to the scores of whole sequences.
 
@@ -38,6 +59,11 @@ class RingRules(NamedTuple):
         mask: [B or 1, N or 1, Sq or 1, Sk], of all queries and keys.
         queries: Sq.
         is_balanced: Whether q, k and v are those of `balance_chunks`.
+        documents: The sample, the first token and the end of each document whose tokens attend to
+            one another and to no others; queries that are in none get zeros. Dropout counts the
+            keys from the document's first one. They need Sq = Sk, and neither a prefix, a mask with
+            a row for each query, nor balanced chunks. None if each sequence is one document.
+        reach: Tokens of a document attend to those fewer than so many positions away; None for all.
     """
 
     scale: float
@@ -49,30 +75,73 @@ class RingRules(NamedTuple):
     keys: Tensor | None = None
     first_head: int = 0
     is_balanced: bool = False
+    documents: tuple[tuple[int, int, int], ...] | None = None
+    reach: int | None = None
 
-    def list_chunks(self, rank: int, ranks: int) -> list[int]:
+    def count_steps(self, ranks: int) -> int:
+        """Returns the number of steps in which each rank sees all keys that its queries attend to."""
+        if self.documents is None:
+            return ranks
+        share = self.queries // ranks
+        farthest = 0
+        for _, start, end in self.documents:
+            places = range(start // share, (end - 1) // share + 1)
+            for rank in places:
+                for source in places:
+                    if self._meet((start, end), rank, source, share) is not None:
+                        farthest = max(farthest, (rank - source) % ranks)
+        return farthest + 1
+
+    def iterate_parts(
+        self, q: Tensor, k: Tensor, bias: Tensor | None, rank: int, source: int, ranks: int
+    ) -> Iterator[RingPart]:
+        """Yields the parts that a rank computes with the keys of the rank `source`.
+
+        Args:
+            q: [B, N, Sq/C, D].
+            k: [B, K, Sk/C, D].
+            bias: See `ring_attention`.
+        """
+        if self.documents is not None:
+            yield from self._iterate_documents(q, bias, rank, source)
+            return
+        own = self._list_chunks(rank, ranks)
+        others = self._list_chunks(source, ranks)
+        queries = q.shape[2] // len(own)
+        keys = k.shape[2] // len(own)
+        for row, query_chunk in enumerate(own):
+            for column, key_chunk in enumerate(others):
+                if not self._sees(query_chunk, key_chunk):
+                    continue
+                first_query = query_chunk * queries
+                first_key = key_chunk * keys
+                diagonals = self._find_diagonals(first_query, first_key, queries, keys)
+                rules = self._cut(first_query, first_key, queries, keys)
+                if bias is not None:
+                    rules = rules._replace(relative_bias=bias[:, diagonals])
+                rows = slice(row * queries, (row + 1) * queries)
+                columns = slice(column * keys, (column + 1) * keys)
+                yield RingPart(slice(None), rows, columns, diagonals, rules)
+
+    def _list_chunks(self, rank: int, ranks: int) -> list[int]:
         """Returns the numbers of the chunks that a rank has."""
         return [rank, 2 * ranks - 1 - rank] if self.is_balanced else [rank]
 
-    def sees(self, query_chunk: int, key_chunk: int) -> bool:
+    def _sees(self, query_chunk: int, key_chunk: int) -> bool:
         """Returns whether any query of a chunk may attend to a key of another one."""
         return not self.causal or self.prefix is not None or query_chunk >= key_chunk
 
-    def find_diagonals(self, first_query: int, first_key: int, queries: int, keys: int) -> slice:
+    def _find_diagonals(self, first_query: int, first_key: int, queries: int, keys: int) -> slice:
         """Returns where a part's diagonals are among those of all queries and keys."""
         start = self.queries - (first_query + queries) + first_key
         return slice(start, start + queries + keys - 1)
 
-    def cut(
-        self, bias: Tensor | None, chunks: tuple[int, int], queries: int, keys: int
-    ) -> PartRules:
-        """Returns the rules for a chunk of queries and a chunk of keys of these lengths."""
-        first_query = chunks[0] * queries
-        first_key = chunks[1] * keys
-        causal = self.causal and chunks[0] == chunks[1]
+    def _cut(self, first_query: int, first_key: int, queries: int, keys: int) -> PartRules:
+        """Returns the rules for a chunk of queries and a chunk of keys, without the bias."""
+        causal = self.causal and first_query == first_key
         prefix: Tensor | None = None
         lengths: Tensor | None = None
-        if self.prefix is not None and chunks[0] <= chunks[1]:
+        if self.prefix is not None and first_query <= first_key:
             own = (self.prefix - first_key).clamp(0, keys)
             # Keys after the queries are seen if they are in the prefix.
             if causal:
@@ -84,11 +153,8 @@ class RingRules(NamedTuple):
             mask = mask[..., first_key : first_key + keys]
             if mask.shape[-2] > 1:
                 mask = mask[..., first_query : first_query + queries, :]
-        if bias is not None:
-            bias = bias[:, self.find_diagonals(first_query, first_key, queries, keys)]
         return PartRules(
             scale=self.scale,
-            relative_bias=bias,
             mask=mask,
             prefix=prefix,
             key_lengths=lengths,
@@ -99,6 +165,71 @@ class RingRules(NamedTuple):
             first_row=first_query,
             first_key=first_key,
         )
+
+    def _meet(
+        self, span: tuple[int, int], rank: int, source: int, share: int
+    ) -> tuple[range, range] | None:
+        """Returns the queries that a rank has of a document, and the keys that the rank `source` has
+        of it, without those that are too far from all others; None if no query sees a key.
+
+        Args:
+            span: The first token and the end of the document.
+            share: The number of tokens of each rank.
+        """
+        if self.causal and source > rank:
+            return None
+        start, end = span
+        first_query = max(start, rank * share)
+        queries_end = min(end, (rank + 1) * share)
+        first_key = max(start, source * share)
+        keys_end = min(end, (source + 1) * share)
+        if self.reach is not None and source < rank:
+            first_key = max(first_key, first_query - self.reach + 1)
+            queries_end = min(queries_end, keys_end - 1 + self.reach)
+        if self.reach is not None and source > rank:
+            first_query = max(first_query, first_key - self.reach + 1)
+            keys_end = min(keys_end, queries_end - 1 + self.reach)
+        if first_query >= queries_end or first_key >= keys_end:
+            return None
+        return range(first_query, queries_end), range(first_key, keys_end)
+
+    def _iterate_documents(
+        self, q: Tensor, bias: Tensor | None, rank: int, source: int
+    ) -> Iterator[RingPart]:
+        """Yields the part of each document of which both ranks have tokens that see each other."""
+        assert self.documents is not None
+        share = q.shape[2]
+        for sample, start, end in self.documents:
+            met = self._meet((start, end), rank, source, share)
+            if met is None:
+                continue
+            queries, keys = met
+            samples = slice(sample, sample + 1)
+            diagonals = self._find_diagonals(queries[0], keys[0], len(queries), len(keys))
+            mask: Tensor | None = None
+            if self.mask is not None:
+                mask = self.mask[samples if len(self.mask) > 1 else slice(None)]
+                mask = mask[..., keys.start : keys.stop]
+            farthest = max(queries[-1] - keys[0], keys[-1] - queries[0])
+            if self.reach is not None and farthest >= self.reach:
+                places = torch.arange(queries.start, queries.stop, device=q.device)
+                distance = places[:, None] - torch.arange(keys.start, keys.stop, device=q.device)
+                near = (distance.abs() < self.reach)[None, None]
+                mask = near if mask is None else near & mask
+            rules = PartRules(
+                scale=self.scale,
+                relative_bias=None if bias is None else bias[:, diagonals],
+                mask=mask,
+                causal=self.causal and rank == source,
+                dropout=self.dropout,
+                keys=None if self.keys is None else self.keys[samples],
+                first_head=self.first_head,
+                first_row=queries.start,
+                first_key=keys.start - start,
+            )
+            rows = slice(queries.start - rank * share, queries.stop - rank * share)
+            columns = slice(keys.start - source * share, keys.stop - source * share)
+            yield RingPart(samples, rows, columns, diagonals, rules)
 
 
 def ring_attention(
@@ -126,14 +257,16 @@ def restore_chunks(x: Tensor, mesh: ParallelMesh) -> Tensor:
     return _MoveChunks.apply(x, mesh.cp_group, True)
 
 
-def start_shift(tensor: Tensor, group: dist.ProcessGroup) -> Finish:
-    """Starts to send a tensor to the next rank of a group, and to receive that of the previous one."""
+def start_shift(tensor: Tensor, group: dist.ProcessGroup, by: int = 1) -> Finish:
+    """Starts to send a tensor to the rank `by` places further in a group, by default to the next
+    one, and to receive that of the rank as many places before.
+    """
     ranks = dist.get_process_group_ranks(group)
     place = group.rank()
     sent = tensor.contiguous()
     received = torch.empty_like(sent)
-    following = ranks[(place + 1) % len(ranks)]
-    previous = ranks[place - 1]
+    following = ranks[(place + by) % len(ranks)]
+    previous = ranks[(place - by) % len(ranks)]
     operations = [
         dist.P2POp(dist.isend, sent, following, group),
         dist.P2POp(dist.irecv, received, previous, group),
@@ -205,17 +338,18 @@ class _Ring(Function):
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
         travelling = torch.stack([k, v])
-        for step in range(group.size()):
+        ranks = group.size()
+        steps = rules.count_steps(ranks)
+        for step in range(steps):
             finish = None
-            if step < group.size() - 1:
+            if step < steps - 1:
                 finish = start_shift(travelling, group)
-            for rows, columns, chunks in _iterate_parts(q, k, rules, group, step):
-                own_q = q[:, :, rows]
-                own_k, own_v = travelling[:, :, :, columns].unbind(0)
-                part = rules.cut(bias, chunks, own_q.shape[2], own_k.shape[2])
-                merge_part(
-                    out[:, :, rows], lse[:, :, rows], *attend_to_part(own_q, own_k, own_v, part)
-                )
+            source = (group.rank() - step) % ranks
+            for part in rules.iterate_parts(q, k, bias, group.rank(), source, ranks):
+                rows = (part.samples, slice(None), part.rows)
+                own_k, own_v = travelling[:, part.samples, :, part.columns].unbind(0)
+                found = attend_to_part(q[rows], own_k, own_v, part.rules)
+                merge_part(out[rows], lse[rows], *found)
             if finish is not None:
                 travelling = finish()
         result = out.to(q.dtype)
@@ -237,50 +371,32 @@ class _Ring(Function):
         grad_bias: Tensor | None = None
         if bias is not None:
             grad_bias = torch.zeros(bias.shape, dtype=wide, device=q.device)
-        for step in range(group.size()):
+        ranks = group.size()
+        steps = rules.count_steps(ranks)
+        for step in range(steps):
             finish = None
-            if step < group.size() - 1:
+            if step < steps - 1:
                 finish = start_shift(travelling, group)
-            for rows, columns, chunks in _iterate_parts(q, k, rules, group, step):
-                own_q = q[:, :, rows]
-                own_k, own_v = travelling[:, :, :, columns].unbind(0)
-                part = rules.cut(bias, chunks, own_q.shape[2], own_k.shape[2])
+            source = (group.rank() - step) % ranks
+            for part in rules.iterate_parts(q, k, bias, group.rank(), source, ranks):
+                rows = (part.samples, slice(None), part.rows)
+                columns = (part.samples, slice(None), part.columns)
+                own_k, own_v = travelling[:, part.samples, :, part.columns].unbind(0)
                 found = differentiate_part(
-                    grad[:, :, rows], out[:, :, rows], lse[:, :, rows], own_q, own_k, own_v, part
+                    grad[rows], out[rows], lse[rows], q[rows], own_k, own_v, part.rules
                 )
-                grad_q[:, :, rows] += found[0]
-                grad_travelling[0][:, :, columns] += found[1]
-                grad_travelling[1][:, :, columns] += found[2]
+                grad_q[rows] += found[0]
+                grad_travelling[0][columns] += found[1]
+                grad_travelling[1][columns] += found[2]
                 if grad_bias is not None and found[3] is not None:
-                    sizes = (own_q.shape[2], own_k.shape[2])
-                    first_query = chunks[0] * sizes[0]
-                    first_key = chunks[1] * sizes[1]
-                    diagonals = rules.find_diagonals(first_query, first_key, *sizes)
-                    grad_bias[:, diagonals] += found[3]
-            # The gradients go once around the ring, and end where their keys began.
+                    grad_bias[:, part.diagonals] += found[3]
             if finish is not None:
                 travelling = finish()
-            grad_travelling = start_shift(grad_travelling, group)()
+                grad_travelling = start_shift(grad_travelling, group)()
+        # The gradients have travelled with their keys. Now they go back to where these began.
+        if steps > 1:
+            grad_travelling = start_shift(grad_travelling, group, by=1 - steps)()
         grad_k, grad_v = grad_travelling.to(k.dtype).unbind(0)
         if bias is not None and grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, grad_bias, None, None
-
-
-def _iterate_parts(
-    q: Tensor, k: Tensor, rules: RingRules, group: dist.ProcessGroup, step: int
-) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
-    """Yields the pairs of chunks that are computed in a step: the places of queries and of keys, and
-    the numbers of both chunks.
-    """
-    ranks = group.size()
-    own = rules.list_chunks(group.rank(), ranks)
-    others = rules.list_chunks((group.rank() - step) % ranks, ranks)
-    queries = q.shape[2] // len(own)
-    keys = k.shape[2] // len(own)
-    for row, query_chunk in enumerate(own):
-        for column, key_chunk in enumerate(others):
-            if rules.sees(query_chunk, key_chunk):
-                rows = slice(row * queries, (row + 1) * queries)
-                columns = slice(column * keys, (column + 1) * keys)
-                yield rows, columns, (query_chunk, key_chunk)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
 
 from ..data.objectives.objective import Objective
 from ..trainer.arguments.training_arguments import TrainingArguments
@@ -73,6 +73,9 @@ class PretrainingArguments(TrainingArguments):
 
     objective: Objective | None = None
     """What the model learns to predict; by default the family's own objective."""
+    document_mask: bool | None = None
+    """Let the documents that are packed into one sequence not see one another: the objective's
+    setting separate_documents, which counts by default."""
     data: tuple[str, ...] = ()
     """Text files, folders of text, JSON lines with a `text` key, parquet files, datasets folders,
     or prefixes of prepared .bin/.idx pairs; `name:0.7 name:0.3` mixes two by these shares. By
@@ -109,6 +112,7 @@ class PretrainingArguments(TrainingArguments):
         object.__setattr__(self, "data", data)
         if self.objective is not None:
             check_types(self.objective)
+            object.__setattr__(self, "objective", self.mask_documents(self.objective))
         for name in ("eval_sequences", "final_eval_sequences"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -124,6 +128,22 @@ class PretrainingArguments(TrainingArguments):
         """The name of the model: that of `model`, of the weights to start from, or of the default."""
         return self.model or self.init_from or DEFAULT_MODEL
 
+    def mask_documents(self, objective: Objective) -> Objective:
+        """Returns an objective whose documents see one another as `document_mask` says.
+
+        Raises:
+            ValueError: The objective does not pack documents.
+        """
+        if self.document_mask is None:
+            return objective
+        if not hasattr(objective, "separate_documents"):
+            raise ValueError(
+                f"document_mask={self.document_mask} is for objectives that pack documents into "
+                f"sequences, which {objective.name!r} does not; leave it out, or use objective 'gpt'"
+            )
+        changed: Any = replace(cast(Any, objective), separate_documents=self.document_mask)
+        return changed
+
     def run_arguments(self) -> dict[str, object]:
         """Returns the arguments that describe the run, as `--config` reads them.
 
@@ -138,8 +158,18 @@ class PretrainingArguments(TrainingArguments):
 
 
 DEFAULT_MODEL = "gpt2-quickstart"
-INVOCATION = ("resume", "overwrite", "config", "local_rank", "dry_run", "fast_dev_run", "eval_only")
-"""Arguments of one invocation, which do not describe the run."""
+INVOCATION = (
+    "resume",
+    "overwrite",
+    "config",
+    "local_rank",
+    "dry_run",
+    "fast_dev_run",
+    "eval_only",
+    "document_mask",
+)
+"""Arguments of one invocation, which do not describe the run; the objective keeps what
+`document_mask` says."""
 FIXED = (
     "model",
     "hidden_size",

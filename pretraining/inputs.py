@@ -111,7 +111,9 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
         )
 
     config = choose_config(arguments, weights)
-    objective = arguments.objective or find_objective(family(config.model_type).objective)()
+    objective = arguments.objective
+    if objective is None:
+        objective = arguments.mask_documents(find_objective(family(config.model_type).objective)())
     config = choose_architecture(config, objective, arguments.model_name)
 
     # A run that continues has its own tokenizer and corpora.

@@ -52,7 +52,7 @@ from ...ops.dropout_mask import keys_from_row
 from ...ops.softmax import lay_out_diagonals
 from ..parallel_config import ContextExchange, LayerArguments, ParallelConfig
 from .cache import LayerKVCache
-from .documents import Documents
+from .documents import DocumentPlan, Documents
 from .masks import AttentionMask, split_mask
 from .padding import Tokens
 from .rotary import Rotary, rotate
@@ -412,9 +412,10 @@ class CoreAttention(nn.Module):
             mask = mask.to_tensor()
         if self.passes_keys_on and context_size(self.mesh) > 1:
             bias_dim = 2 if position_bias is None else position_bias.dim()
-            is_recorded = attention_record.probabilities is not None
-            if not isinstance(mask, Documents) and bias_dim == 2 and not is_recorded:
+            if bias_dim == 2 and attention_record.probabilities is None:
                 # It keeps no more than selective recomputation would.
+                if isinstance(mask, Documents):
+                    return self.attend_to_documents_in_ring(q, k, v, mask, position_bias, causal)
                 return self.attend_in_ring(q, k, v, mask, position_bias, causal)
             log_gathering()
         splits_sequence = context_size(self.mesh) > 1
@@ -505,6 +506,53 @@ class CoreAttention(nn.Module):
         q, k, v = torch.split(balance_chunks(torch.cat([q, k, v], 1), mesh), heads, 1)
         return restore_chunks(ring_attention(q, k, v, position_bias, rules, mesh), mesh)
 
+    def attend_to_documents_in_ring(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents,
+        position_bias: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        """Computes attention of this rank's positions within documents: of those that lie here
+        alone, and of those that ranks share while their keys and values pass by.
+        """
+        mesh = self.mesh
+        assert mesh is not None
+        batch, heads, length, _ = q.shape
+        first = mesh.cp_rank * length
+        # Both use the site's dropout once, so the keys are drawn here.
+        keys = self.dropout.keys(q) if self.dropout.drops else None
+        place = AttentionPlace(heads, 0, 0, keys)
+        plan = documents.plan_alone(batch, first, first + length)
+        shared = documents.find_shared(batch, length)
+        passed: Tensor | None = None
+        if shared or plan is None:
+            rules = RingRules(
+                scale=self.scale,
+                queries=length * mesh.cp_size,
+                causal=causal,
+                mask=documents.keys,
+                **self.dropout.attention_arguments(q, place),
+                documents=shared,
+                reach=documents.reach,
+            )
+            passed = ring_attention(q, k, v, position_bias, rules, mesh)
+        if plan is None:
+            assert passed is not None
+            return passed
+        arguments = (q, k, v, plan, position_bias, causal, place)
+        if self.recompute and torch.is_grad_enabled():
+            alone = checkpoint(self.attend_by_plan, *arguments)
+        else:
+            alone = self.attend_by_plan(*arguments)
+        if passed is None:
+            rows = alone[plan.order]
+        else:
+            rows = passed.transpose(1, 2).flatten(0, 1).index_copy(0, plan.places, alone)
+        return torch.unflatten(rows, 0, (batch, length)).transpose(1, 2)
+
     def attend_to_gathered_keys(
         self,
         q: Tensor,
@@ -566,9 +614,27 @@ class CoreAttention(nn.Module):
         column of a dropout mask is the key's place in its document.
         """
         batch, _, length, _ = q.shape
-        total = k.shape[2]
         plan = documents.plan(batch, place.first_query, place.first_query + length)
-        keys = self.dropout.keys(q) if self.dropout.drops else None
+        if self.dropout.drops:
+            place = place._replace(keys=self.dropout.keys(q))
+        rows = self.attend_by_plan(q, k, v, plan, position_bias, causal, place)[plan.order]
+        return torch.unflatten(rows, 0, (batch, length)).transpose(1, 2)
+
+    def attend_by_plan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: DocumentPlan,
+        position_bias: Tensor | None,
+        causal: bool,
+        place: AttentionPlace,
+    ) -> Tensor:
+        """Returns the attention of a plan's queries in the order of its places, [t, N, D].
+
+        Args:
+            place: With the keys of the samples, if there is dropout.
+        """
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B·S, N or K, D] each
         parts: list[Tensor] = []
         for part in plan.batches:
@@ -578,14 +644,15 @@ class CoreAttention(nn.Module):
             bias = position_bias
             own_length = own_q.shape[2]
             if bias is not None and bias.dim() == 2:
-                skipped = bias.shape[1] - total + 1 - (part.offset + own_length)
+                total = (bias.shape[1] + 1) // 2  # the tokens of a whole row
+                skipped = total - (part.offset + own_length)
                 bias = bias[:, skipped : skipped + own_length + own_k.shape[2] - 1]
             elif bias is not None:
                 end = part.offset + own_length
                 bias = bias[..., part.offset : end, : own_k.shape[2]]
             own_keys = None
-            if keys is not None:
-                own_keys = keys_from_row(keys[part.samples], part.first_queries)
+            if place.keys is not None:
+                own_keys = keys_from_row(place.keys[part.samples], part.first_queries)
             attended = self.attend_locally(
                 own_q,
                 own_k,
@@ -596,8 +663,7 @@ class CoreAttention(nn.Module):
                 place._replace(first_query=0, keys=own_keys),
             )
             parts.append(attended.transpose(1, 2).flatten(0, 1)[part.kept])  # [t, N, D]
-        merged = torch.cat(parts)[plan.order]
-        return torch.unflatten(merged, 0, (batch, length)).transpose(1, 2)
+        return torch.cat(parts)
 
     def attend_locally(
         self,
@@ -786,9 +852,7 @@ def can_plan(documents: Documents, batch: int) -> bool:
 @cache
 def log_gathering() -> None:
     """Says, once, that a call gathers keys although they were to pass around a ring."""
-    log.info(
-        "packed documents, added biases and recorded probabilities gather keys, without a ring"
-    )
+    log.info("added biases and recorded probabilities gather keys, without a ring")
 
 
 def chooses_heads(num_heads: int, mesh: ParallelMesh | None, exchange: ContextExchange) -> bool:

@@ -20,8 +20,8 @@ class DocumentBatch(NamedTuple):
     """Documents, or parts of them, that attention computes together.
 
     Attributes:
-        queries, keys: The places of their tokens among all tokens [B·Sq] and [B·Sk], int64 [n, Lq]
-            and [n, Lk]. Shorter documents repeat their first token.
+        queries, keys: The places of their tokens among all tokens of the call [B·Sq] and [B·Sk],
+            int64 [n, Lq] and [n, Lk]. Shorter documents repeat their first token.
         kept: The numbers of the queries in [n·Lq] that are no repetitions, int64 [t].
         places: The places of these queries among all tokens, int64 [t].
         samples: The sample of each document, int64 [n].
@@ -45,10 +45,12 @@ class DocumentPlan(NamedTuple):
 
     Attributes:
         batches: Together they have each query once.
-        order: Where the query of each place is among the kept ones of all batches, int64 [B·Sq].
+        places: The place of each kept query of all batches, one after the other, int64 [t].
+        order: Where the query of each place is among the kept ones, int64 [t].
     """
 
     batches: list[DocumentBatch]
+    places: Tensor
     order: Tensor
 
 
@@ -70,7 +72,7 @@ class Documents:
         self.causal = causal
         self.reach = reach
         self._spans: dict[int, list[tuple[int, int, int]] | None] = {}
-        self._plans: dict[tuple[int, int, int], DocumentPlan] = {}
+        self._plans: dict[tuple[int, int, int, bool], DocumentPlan | None] = {}
 
     def to_tensor(self) -> Tensor:
         """Returns the complete mask, bool [B or 1, 1, S, S]."""
@@ -107,17 +109,39 @@ class Documents:
         self._spans[batch] = spans
         return spans
 
+    def find_shared(self, batch: int, share: int) -> tuple[tuple[int, int, int], ...]:
+        """Returns the documents that lie on several ranks, each with `share` tokens of every sample;
+        see `find_spans`.
+        """
+        spans = self.find_spans(batch)
+        assert spans is not None
+        return tuple(span for span in spans if span[1] // share != (span[2] - 1) // share)
+
     def plan(self, batch: int, first: int, end: int) -> DocumentPlan:
-        """Returns how the queries [first, end) of each sample are computed; see `find_spans`.
+        """Returns how the queries [first, end) of each sample are computed with the keys of whole
+        samples; see `find_spans`.
 
         Blocks of a model that share these documents share the plan.
         """
-        name = (batch, first, end)
+        plan = self._find_plan(batch, first, end, is_alone=False)
+        assert plan is not None  # it has each query
+        return plan
+
+    def plan_alone(self, batch: int, first: int, end: int) -> DocumentPlan | None:
+        """Returns how the documents are computed that lie in [first, end) whole, with the keys of
+        these tokens; None if there are none.
+        """
+        return self._find_plan(batch, first, end, is_alone=True)
+
+    def _find_plan(
+        self, batch: int, first: int, end: int, *, is_alone: bool
+    ) -> DocumentPlan | None:
+        name = (batch, first, end, is_alone)
         if name not in self._plans:
             self._plans[name] = self._make_plan(*name)
         return self._plans[name]
 
-    def _make_plan(self, batch: int, first: int, end: int) -> DocumentPlan:
+    def _make_plan(self, batch: int, first: int, end: int, is_alone: bool) -> DocumentPlan | None:
         spans = self.find_spans(batch)
         assert spans is not None
         # Whole documents are batched by the number of bits of their length, so that less than half
@@ -132,22 +156,31 @@ class Documents:
             document = (sample, queries_start, start, stop)
             if (queries_start, queries_end) == (start, stop):
                 whole.setdefault((stop - start - 1).bit_length(), []).append(document)
-            else:
+            elif not is_alone:
                 parts.append([document])
+        keys = (first, end) if is_alone else (0, self.numbers.shape[1])
         batches = [
-            self._make_batch(documents, first, end) for documents in [*whole.values(), *parts]
+            self._make_batch(documents, (first, end), keys)
+            for documents in [*whole.values(), *parts]
         ]
+        if not batches:
+            return None
         places = torch.cat([each.places for each in batches])
-        return DocumentPlan(batches, places.argsort())
+        return DocumentPlan(batches, places, places.argsort())
 
     def _make_batch(
-        self, documents: list[tuple[int, int, int, int]], first: int, end: int
+        self,
+        documents: list[tuple[int, int, int, int]],
+        own_queries: tuple[int, int],
+        own_keys: tuple[int, int],
     ) -> DocumentBatch:
         """Returns a batch of documents: the sample, the first query, the first key, and the end.
 
         Args:
-            first, end: The range of queries in each sample.
+            own_queries, own_keys: The range of the queries, and of the keys, that the call has of
+                each sample.
         """
+        first, end = own_queries
         device = self.numbers.device
         length = self.numbers.shape[1]
         table = torch.tensor(documents, dtype=torch.int64).to(device)  # [n, 4]
@@ -168,8 +201,9 @@ class Documents:
         )
         queries, are_queries = number(first_queries, queries_end, longest_queries)
         keys, are_keys = number(first_keys, keys_end, longest_keys)
+        places = samples[:, None] * length + keys
         queries = samples[:, None] * (end - first) + queries - first
-        keys = samples[:, None] * length + keys
+        keys = samples[:, None] * (own_keys[1] - own_keys[0]) + keys - own_keys[0]
 
         mask: Tensor | None = None
         if any(
@@ -178,7 +212,7 @@ class Documents:
             mask = are_keys[:, None, None]
         if self.keys is not None:
             every = self.keys.expand(-1, 1, 1, length).reshape(-1, length)
-            own = every.expand(max(len(every), int(samples.max()) + 1), -1).reshape(-1)[keys]
+            own = every.expand(max(len(every), int(samples.max()) + 1), -1).reshape(-1)[places]
             mask = (own & are_keys)[:, None, None]
         if self.reach is not None and longest_keys > self.reach:
             rows = torch.arange(longest_queries, device=device) + offset

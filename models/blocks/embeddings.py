@@ -4,6 +4,7 @@
 # (torch does not annotate many of its methods)
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, VocabParallelEmbedding, cut_sequence, scatter_sequence
@@ -40,7 +41,10 @@ class PositionEmbedding(nn.Embedding):
         range to [1, S, H].
         """
         if isinstance(input, range):
-            x = cut_sequence(self.weight[input.start : input.stop][None], self.mesh)
+            # Without gradients, a view of a parameter would still ask for one, which has no function;
+            # PyTorch's module tracker, with which FLOPs are counted, stops there.
+            table = self.weight if torch.is_grad_enabled() else self.weight.detach()
+            x = cut_sequence(table[input.start : input.stop][None], self.mesh)
         else:
             x = super().forward(cut_sequence(input, self.mesh))
         return scatter_sequence(x, self.mesh) if self.sequence_parallel else x

@@ -7,14 +7,17 @@ from tiny_models import tiny
 
 import shardzoo
 from shardzoo import mpu
+from shardzoo.models import ParallelConfig
 from shardzoo.models.pipeline import list_stacks
 from shardzoo.trainer.engines.precision import compile_model
 
 STEPS = 3
 
 
-def build(family, layers, mesh, dropout=0.1):
-    model = shardzoo.from_config(tiny(family, dropout, layers=layers), mesh, seed=0)
+def build(family, layers, mesh, dropout=0.1, **settings):
+    config = tiny(family, dropout, layers=layers)
+    parallel = ParallelConfig(**settings)
+    model = shardzoo.from_config(config, mesh, parallel_config=parallel, seed=0)
     mpu.assign_dropout_sites(model)
     return model.train()
 
@@ -37,13 +40,13 @@ def train(model):
     return losses
 
 
-def compare(mesh, family, layers, dropout=0.1):
+def compare(mesh, family, layers, dropout=0.1, **settings):
     """Returns the losses of compiled blocks and of plain ones, and the graphs of a kind of block."""
     if mesh is not None:
         mpu.collectives.set_reduction(
             mesh.tp_group, "native"
         )  # PyTorch's, which a compiler can trace
-    plain = train(build(family, layers, mesh, dropout))
+    plain = train(build(family, layers, mesh, dropout, **settings))
     graphs = []
 
     def record(graph, inputs):
@@ -52,7 +55,7 @@ def compare(mesh, family, layers, dropout=0.1):
 
     torch.compiler.reset()
     try:
-        model = build(family, layers, mesh, dropout)
+        model = build(family, layers, mesh, dropout, **settings)
         compile_model(model, record)
         compiled = train(model)
     finally:

@@ -48,3 +48,15 @@ def test_blocks_of_a_split_model_share_a_graph(family, run_mesh):
     for compiled, plain, graphs in run_mesh(2, compare, family, 12, isolated=True):
         assert compiled == pytest.approx(plain, rel=1e-6)
         assert graphs <= KINDS.get(family, 1)
+
+
+@pytest.mark.before_release
+@pytest.mark.parametrize("exchange", ["heads", "keys"])
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "modernbert", "glm", "umt5"])
+def test_blocks_of_split_sequences_share_a_graph(family, exchange, run_mesh):
+    settings = {"context_exchange": exchange}
+    for compiled, plain, graphs in run_mesh(
+        1, compare, family, 4, context=2, isolated=True, **settings
+    ):
+        assert compiled == pytest.approx(plain, rel=1e-6)
+        assert graphs <= KINDS.get(family, 1)

@@ -6,6 +6,7 @@ Its dropout, and its layouts, are tested in test_context_parallel.py; transforme
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,83 @@ def test_gradients_are_those_of_each_document_alone(family, recompute):
     torch.testing.assert_close(loss, wanted, rtol=1e-10, atol=1e-10)
     for name, gradient in alone.items():
         torch.testing.assert_close(packed[name], gradient, rtol=1e-10, atol=1e-10)
+
+
+# With their decoders, each of whose documents attends to the encoder's of its number.
+SPLIT_FAMILIES = {**FAMILIES, "t5": {}, "mt5": {}, "umt5": {}, "bart": {}}
+SPLIT_LENGTHS = [[3, 1, 17, 8, 5, 14], [20, 2, 26]]
+
+
+def compute_packed_and_alone(mesh: Any, family: str, exchange: str, dtype: torch.dtype):
+    """The losses of packed rows on this mesh and of each document in one process, with their gradients."""
+    import torch.distributed as dist
+
+    from shardzoo.models import ParallelConfig, from_config
+
+    config = tiny(family, 0.0, **SPLIT_FAMILIES[family])
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(5, 90, (2, 48), generator=generator)
+    labels = torch.randint(5, 90, (2, 48), generator=generator)
+    numbers = torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in SPLIT_LENGTHS])
+    batch = {"input_ids": ids, "labels": labels}
+    if family in ("t5", "mt5", "umt5", "bart"):
+        batch["decoder_input_ids"] = torch.randint(5, 90, (2, 48), generator=generator)
+    begins = numbers.diff(dim=1, prepend=numbers[:, :1] - 1) != 0
+    is_decoder = family in ("gpt2", "llama", "mistral", "qwen3")
+    if is_decoder:
+        batch["labels"] = labels.masked_fill(begins, -100)  # the row before it does not predict it
+
+    model = from_config(config, dtype=dtype, seed=1).train()
+    wanted = torch.zeros((), dtype=torch.float64)
+    for row, lengths in enumerate(SPLIT_LENGTHS):
+        for part in torch.arange(48).split(lengths):
+            own = {name: value[row : row + 1, part] for name, value in batch.items()}
+            if (own["labels"] == -100).all():
+                continue
+            loss = model(**own, num_items_in_batch=1).loss
+            loss.backward()
+            wanted += loss.detach()
+    alone = {name: value.grad for name, value in model.named_parameters()}
+
+    model = from_config(
+        config, mesh, dtype=dtype, parallel_config=ParallelConfig(context_exchange=exchange), seed=1
+    ).train()
+    batch["seq_idx"] = numbers
+    if "decoder_input_ids" in batch:
+        batch["decoder_seq_idx"] = numbers
+    loss = model(**batch, num_items_in_batch=1).loss
+    loss.backward()
+    differences = [abs(loss.item() / wanted.item() - 1)]
+    for name, value in model.named_parameters():
+        if value.grad is None:
+            assert alone[name] is None, name
+            continue
+        dist.all_reduce(value.grad, group=mesh.cp_group)
+        scale = max(1.0, float(alone[name].abs().max()))
+        differences.append(float((value.grad - alone[name]).abs().max()) / scale)
+    return differences
+
+
+def compare_every_exchange(mesh: Any, family: str) -> dict[str, float]:
+    """The largest difference of each exchange and type of numbers."""
+    found = {}
+    for exchange in ("heads", "keys", "ring"):
+        if exchange == "heads" and mesh.cp_size == 3:
+            continue  # of four heads
+        for dtype in (torch.float64, torch.float32):
+            differences = compute_packed_and_alone(mesh, family, exchange, dtype)
+            found[f"{exchange} {dtype}"] = max(differences)
+    return found
+
+
+@pytest.mark.before_release
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("family", SPLIT_FAMILIES)
+def test_split_sequences_compute_each_document_alone(run_mesh, family, ranks):
+    for found in run_mesh(1, compare_every_exchange, family, context=ranks):
+        print(family, ranks, {name: f"{value:.0e}" for name, value in found.items()})
+        for name, difference in found.items():
+            assert difference < (1e-10 if "float64" in name else 1e-5), name
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -100,6 +100,103 @@ def test_it_is_attention_of_whole_sequences(run_mesh):
             assert wrong == []
 
 
+# The sample, the first token and the end of documents. Each of three ranks has ten tokens of a sample. Some tokens are in no
+# document.
+DOCUMENTS = {
+    "two ranks": ((0, 0, 4), (0, 4, 17), (0, 17, 20), (1, 7, 12), (1, 12, 23), (1, 24, 30)),
+    "all ranks": ((0, 3, 29), (1, 10, 30)),
+}
+
+
+def compare_documents(
+    mesh: Any, spans: Any, causal: bool, reach: int | None, dtype: torch.dtype, dropout: float
+) -> list[float]:
+    """The same for documents, each of which `ops.attention` computes alone."""
+    import torch.distributed as dist
+
+    from shardzoo.mpu import cut_sequence
+    from shardzoo.mpu.ring import RingRules, ring_attention
+    from shardzoo.ops import attention, dropout_keys
+    from shardzoo.ops.dropout_mask import keys_from_row
+
+    made = make_inputs("full", mesh.cp_size, dtype)
+    total = made["q"].shape[2]
+    keys = dropout_keys(77, 0, BATCH) if dropout else None
+    is_token = torch.arange(total).expand(BATCH, -1) % 7 != 5
+    names = ("q", "k", "v", "bias")
+    whole = [made[name].double().requires_grad_() for name in names]
+    expected = torch.zeros_like(whole[0])
+    for sample, start, end in spans:
+        size = end - start
+        own = [x[sample : sample + 1, :, start:end] for x in whole[:3]]
+        mask = is_token[sample, start:end].expand(1, 1, size, size)
+        if reach is not None:
+            distance = torch.arange(size)[:, None] - torch.arange(size)
+            mask = mask & (distance.abs() < reach)
+        if causal:
+            mask = mask.tril()
+        bias = whole[3][:, total - size : total + size - 1]
+        dropped: dict[str, Any] = {}
+        if keys is not None:
+            own_keys = keys_from_row(keys[sample : sample + 1], start)
+            dropped = {"dropout": dropout, "keys": own_keys, "first_head": 1}
+        found = attention(*own, relative_bias=bias, scale=0.4, mask=mask, **dropped)
+        expected[sample, :, start:end] = expected[sample, :, start:end] + found[0]
+    (expected * made["weights"].double()).sum().backward()
+
+    own = [made[name].requires_grad_() for name in names]
+    q, k, v = (cut_sequence(x, mesh, 2) for x in own[:3])
+    dropped = {"dropout": dropout, "keys": keys, "first_head": 1} if dropout else {}
+    rules = RingRules(
+        0.4,
+        total,
+        causal=causal,
+        mask=is_token[:, None, None],
+        documents=spans,
+        reach=reach,
+        **dropped,
+    )
+    found = ring_attention(q, k, v, own[3], rules, mesh)
+    (found * cut_sequence(made["weights"], mesh, 2)).sum().backward()
+    differences = [float((found - cut_sequence(expected, mesh, 2)).abs().max())]
+    for mine, wanted in zip(own, whole, strict=True):
+        dist.all_reduce(mine.grad, group=mesh.cp_group)
+        differences.append(float((mine.grad - wanted.grad).abs().max()))
+    return differences
+
+
+def check_documents(mesh: Any) -> list[str]:
+    wrong = []
+    for name, spans in DOCUMENTS.items():
+        for causal in (True, False):
+            for reach in (None, 4, 12):
+                for dtype, dropout in ((torch.float32, 0.0), (torch.float64, 0.2)):
+                    limit = 3e-5 if dtype == torch.float32 else 1e-12
+                    found = compare_documents(mesh, spans, causal, reach, dtype, dropout)
+                    if not max(found) < limit:
+                        wrong.append(f"{name} {causal} {reach} {dtype} {dropout}: {found}")
+    return wrong
+
+
+def test_documents_are_computed_as_if_each_were_alone(run_mesh):
+    for wrong in run_mesh(1, check_documents, context=3):
+        assert wrong == []
+
+
+def test_keys_pass_only_as_far_as_a_document_reaches():
+    from shardzoo.mpu.ring import RingRules
+
+    def count(spans, **rules):
+        return RingRules(1.0, 30, documents=spans, **rules).count_steps(3)
+
+    assert count(DOCUMENTS["two ranks"], causal=True) == 2
+    assert count(DOCUMENTS["all ranks"], causal=True) == 3
+    assert count(DOCUMENTS["all ranks"], causal=True, reach=11) == 2
+    # Earlier ranks need the keys of later ones, which come last.
+    assert count(DOCUMENTS["two ranks"]) == 3
+    assert count(((0, 0, 10), (1, 20, 30))) == 1
+
+
 def count_sent(mesh: Any, balanced: bool) -> tuple[int, int]:
     """Bytes that a rank sends in the forward and in the backward pass."""
     from shardzoo.mpu import ring
@@ -109,9 +206,9 @@ def count_sent(mesh: Any, balanced: bool) -> tuple[int, int]:
     shift = ring.start_shift
     move = ring._move_chunks
 
-    def count_shift(tensor, group):
+    def count_shift(tensor, group, by=1):
         sent[0] += tensor.nbytes
-        return shift(tensor, group)
+        return shift(tensor, group, by)
 
     def count_move(x, group, restores):
         ranks, place = group.size(), group.rank()

@@ -68,8 +68,12 @@ CASES = {
     "t5 stages": ("t5", {"context": 2, "pipeline": 2}, STAGES),
 }  # fmt: skip
 FSDP = {"env_type": "fsdp"}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 MORE = {
     "llama fsdp": ("llama", {"context": 2, "data": 2}, FSDP),
+    "llama fsdp replicas": ("llama", {"context": 2, "data": 2}, {**FSDP, "fsdp_replicas": 2}),
+    "gpt2 compiled": ("gpt2", {"context": 2}, {"env_type": "deepspeed+mpu", **COMPILED}),
+    "t5 compiled": ("t5", {"context": 2}, {"env_type": "pytorchDDP", **COMPILED, "context_exchange": "keys"}),
     "t5 fsdp tensor": ("t5", {"context": 2, "tensor": 2},
                        {**FSDP, "model_parallel_size": 2, "sequence_parallel": True}),
     "bert fsdp": ("bert", {"context": 2}, {**FSDP, "context_exchange": "keys"}),
@@ -146,9 +150,8 @@ def test_what_is_not_built_is_refused_before_anything_starts():
 
     for wrong in (
         {"env_type": "pytorch"},
-        {"env_type": "fsdp", "fsdp_replicas": 2},
         {"env_type": "deepspeed", "zero_stage": 3},
-        {"env_type": "deepspeed+mpu", "torch_compile": True},
+        {"env_type": "deepspeed+mpu", "torch_compile": True, "context_exchange": "ring"},
     ):
         with pytest.raises(ValueError, match="context_parallel_size=2 does not work with"):
             TrainingArguments(cp=2, train_steps=1, **wrong)

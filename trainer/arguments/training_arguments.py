@@ -524,15 +524,15 @@ class TrainingArguments:
         environment = ENVIRONMENTS[self.env_type]
         wrong = {
             f"env_type={self.env_type!r}": environment.is_one_process,
-            f"fsdp_replicas={self.fsdp_replicas}": self.fsdp_replicas > 1,
-            "torch_compile": self.torch_compile,
             "zero_stage=3": self.zero_stage == 3,
+            "torch_compile and context_exchange='ring'": self.torch_compile
+            and self.context_exchange == "ring",
         }
         for name in (name for name, given in wrong.items() if given):
             raise ValueError(
                 f"context_parallel_size={self.context_parallel_size} does not work with {name}; use "
-                "env_type='deepspeed+mpu', 'deepspeed', 'pytorchDDP' or 'fsdp', without "
-                "fsdp_replicas, torch_compile and ZeRO stage 3, or context_parallel_size=1"
+                "env_type='deepspeed+mpu', 'deepspeed', 'pytorchDDP' or 'fsdp', without ZeRO stage 3, "
+                "with torch_compile context_exchange 'heads' or 'keys', or context_parallel_size=1"
             )
 
     def resolved(self) -> TrainingArguments:

@@ -107,11 +107,6 @@ class ShardedModel:
         mesh = ranks.mesh
         assert mesh is not None
         replicas = arguments.fsdp_replicas
-        if replicas > 1 and ranks.replica_size > ranks.dp_size:
-            raise ValueError(
-                f"fsdp_replicas={replicas} does not work with context parallelism; use "
-                "fsdp_replicas=1"
-            )
         if ranks.dp_size % replicas:
             raise ValueError(
                 f"fsdp_replicas={replicas} must divide the {ranks.dp_size} data-parallel ranks"
@@ -121,11 +116,11 @@ class ShardedModel:
         if replicate_group is None:
             device_mesh = DeviceMesh.from_group(self.group, mesh.device_type)
         else:
-            ranks_of_data = torch.tensor(dist.get_process_group_ranks(mesh.dp_group))
+            holders = torch.tensor(mesh.get_data_parallel_group_ranks())
             device_mesh = DeviceMesh.from_group(
                 [replicate_group, self.group],
                 mesh.device_type,
-                mesh=ranks_of_data.view(replicas, -1),
+                mesh=holders.view(replicas, -1),
                 mesh_dim_names=("replicate", "shard"),
             )
 
