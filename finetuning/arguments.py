@@ -159,6 +159,8 @@ class FinetuningArguments(TrainingArguments):
     packing: bool = False
     """Put several conversations, or pairs of a decoder, into one row; each attends to itself only.
     """
+    document_mask: bool = True
+    """Rows of `packing` keep their samples apart. Always on; named as in pretraining."""
     group_by_length: bool = False
     """Let the samples of a batch have similar lengths."""
     dropout_rate: float | None = None
@@ -309,7 +311,12 @@ class FinetuningArguments(TrainingArguments):
             )
 
     def _check_packing(self) -> None:
-        """Raises ValueError for what does not work with a packed base."""
+        """Raises ValueError for what does not work with packed rows or a packed base."""
+        if not self.document_mask:
+            raise ValueError(
+                "document_mask=False: samples that `packing` puts into one row never see one another; "
+                "leave document_mask out"
+            )
         if self.base_precision is None:
             return
         environment = ENVIRONMENTS[self.env_type or "pytorch"]

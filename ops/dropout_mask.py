@@ -24,7 +24,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .device import pins_host_memory
+from .device import pins_host_memory, records_graph
 
 _LOW = 0xFFFFFFFF
 
@@ -124,6 +124,9 @@ def keys_from_row(keys: Tensor, first_row: int | Tensor) -> Tensor:
 
     The key of a row depends on the sum of the sample's key and a multiple of the row.
     """
+    if records_graph() and not isinstance(first_row, Tensor):
+        # A compiler does not know how large the number is, and its own are too small for the product.
+        first_row = torch.full_like(keys, first_row)
     if isinstance(first_row, Tensor):
         return keys + first_row * _signed(_GOLDEN)
     return keys + _signed(_GOLDEN * first_row)

@@ -139,7 +139,8 @@ class PretrainingArguments(TrainingArguments):
         if not hasattr(objective, "separate_documents"):
             raise ValueError(
                 f"document_mask={self.document_mask} is for objectives that pack documents into "
-                f"sequences, which {objective.name!r} does not; leave it out, or use objective 'gpt'"
+                f"sequences, which {objective.name!r} does not; leave it out, or use objective 'gpt' "
+                "or 'roberta'"
             )
         changed: Any = replace(cast(Any, objective), separate_documents=self.document_mask)
         return changed

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.folder_files import CONFIG
+from ..data.labels import IGNORED
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..data.tokenizers.sentinels import sentinel_ids
 from ..data.tokenizers.tokenizer import (
@@ -89,7 +91,9 @@ def exported_loss(
     model = load_exported(folder)
 
     def run(batch: Any, model: Any, mems: Any) -> Any:
-        if "seq_idx" in batch:
+        if "seq_idx" in batch and "position_ids" not in batch:
+            batch = unpack_documents(batch, model.config.pad_token_id)
+        elif "seq_idx" in batch:
             # transformers finds the documents of a sample by their positions, if there is neither
             # a mask nor a cache.
             names = ("input_ids", "labels", "position_ids", "num_items_in_batch")
@@ -113,6 +117,31 @@ def exported_loss(
         return loss_on(device)
     except torch.OutOfMemoryError:
         return loss_on(torch.device("cpu"))
+
+
+def unpack_documents(batch: dict[str, torch.Tensor], padding: int) -> dict[str, torch.Tensor]:
+    """Returns a batch in which each document of packed rows is a row of its own, for encoders of
+    transformers, which know no packed rows.
+
+    Args:
+        batch: `input_ids` and `labels`, int64 [B, S], and `seq_idx`, the number of each token's
+            document.
+        padding: The id behind shorter documents.
+    """
+    begins = torch.nn.functional.pad(batch["seq_idx"].diff(dim=1) != 0, (1, 0), value=True)
+    first = begins.flatten().nonzero()[:, 0].tolist()
+    lengths = [end - start for start, end in pairwise([*first, begins.numel()])]
+    unpacked = {
+        name: torch.nn.utils.rnn.pad_sequence(
+            list(batch[name].flatten().split(lengths)), batch_first=True, padding_value=value
+        )
+        for name, value in (("input_ids", padding), ("labels", IGNORED))
+    }
+    places = torch.arange(max(lengths), device=batch["input_ids"].device)
+    unpacked["attention_mask"] = places < torch.tensor(lengths, device=places.device)[:, None]
+    if "num_items_in_batch" in batch:
+        unpacked["num_items_in_batch"] = batch["num_items_in_batch"]
+    return unpacked
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:

@@ -168,6 +168,9 @@ class ObjectiveDataset:
         length: Tokens of a sample, including `prefix` and `suffix`.
         prefix: Ids put before the run, such as [CLS].
         suffix: Ids put after the run, such as [SEP].
+        separate_documents: Samples also have `seq_idx` int64 [length], the number of each token's
+            document in the sample. The prefix belongs to the first one, the suffix to the last.
+            Then the objective must not change the number of tokens.
     """
 
     def __init__(
@@ -179,6 +182,7 @@ class ObjectiveDataset:
         seed: int = 1234,
         prefix: tuple[int, ...] = (),
         suffix: tuple[int, ...] = (),
+        separate_documents: bool = False,
     ) -> None:
         inner = length - len(prefix) - len(suffix)
         if inner < 2:
@@ -190,6 +194,7 @@ class ObjectiveDataset:
         self.seed = seed
         self.prefix = prefix
         self.suffix = suffix
+        self.separate_documents = separate_documents
 
     @property
     def stride(self) -> int:
@@ -204,6 +209,13 @@ class ObjectiveDataset:
         return self.packed.tokens_per_epoch
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        tokens = np.concatenate([self.prefix, self.packed.tokens(index), self.suffix])
+        run, beginnings = self.packed.tokens_and_beginnings(index)
+        tokens = np.concatenate([self.prefix, run, self.suffix])
         generator = np.random.default_rng([self.seed, 2, index])
-        return self.objective(tokens.astype(np.int64), generator)
+        sample = self.objective(tokens.astype(np.int64), generator)
+        if self.separate_documents:
+            lengths = np.diff(beginnings, append=len(run))
+            lengths[0] += len(self.prefix)
+            lengths[-1] += len(self.suffix)
+            sample["seq_idx"] = np.repeat(np.arange(len(lengths)), lengths)
+        return sample

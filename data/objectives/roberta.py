@@ -23,24 +23,40 @@ def masked_dataset(
     cls_token_id: int,
     sep_token_id: int,
     seed: int = 1234,
+    separate_documents: bool = False,
 ) -> ObjectiveDataset:
     """Returns samples in RoBERTa's FULL-SENTENCES format: `[CLS] packed text [SEP]`, masked,
     `length` tokens each.
+
+    For `separate_documents` see `ObjectiveDataset`.
     """
     special = (*masking.special_ids, cls_token_id, sep_token_id)
     masking = replace(masking, special_ids=tuple(dict.fromkeys(special)))
     return ObjectiveDataset(
-        indexed, length, masking, seed=seed, prefix=(cls_token_id,), suffix=(sep_token_id,)
+        indexed,
+        length,
+        masking,
+        seed=seed,
+        prefix=(cls_token_id,),
+        suffix=(sep_token_id,),
+        separate_documents=separate_documents,
     )
 
 
 @dataclass(frozen=True)
 class RobertaObjective(MaskedObjective):
-    """Predicts masked tokens of packed text, whose masks differ in every epoch."""
+    """Predicts masked tokens of packed text, whose masks differ in every epoch.
+
+    Args:
+        separate_documents: Whether the documents that are packed into one sequence do not see one
+            another: attention and positions begin anew with each.
+    """
 
     name: ClassVar[str] = "roberta"
     format: ClassVar[Format] = "masked"
     shortest: ClassVar[int] = 4  # <s>, two tokens of text, </s>
+
+    separate_documents: bool = False
 
     def build(
         self, indexed: IndexedDataset, tokenizer: Tokenizer, data: PretrainingData
@@ -52,4 +68,5 @@ class RobertaObjective(MaskedObjective):
             cls_token_id=tokenizer.special_id("cls_token"),
             sep_token_id=tokenizer.special_id("sep_token"),
             seed=data.seed,
+            separate_documents=self.separate_documents,
         )

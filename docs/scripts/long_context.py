@@ -29,7 +29,9 @@ def main() -> None:
     axes = figure.add_subplot()
     for recompute, style in STYLES.items():
         for context, color in COLORS.items():
-            own = [run for run in runs if (run["recompute"], run["context"]) == (recompute, context)]
+            own = [
+                run for run in runs if (run["recompute"], run["context"]) == (recompute, context)
+            ]
             if not own:
                 continue
             own.sort(key=lambda run: run["length"])

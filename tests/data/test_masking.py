@@ -128,6 +128,21 @@ def test_roberta_samples_are_full(write_dataset):
         assert (sample["labels"] != -100).sum() == round(0.15 * 30)
 
 
+def test_roberta_samples_say_where_documents_begin(write_dataset):
+    """Documents end with 9. The first token belongs to the first of them, and the last one to the last."""
+    corpus = write_dataset([[10 + k] * size + [9] for k, size in enumerate((3, 40, 1, 17))])
+    arguments = {"cls_token_id": CLS, "sep_token_id": SEP}
+    joined = masked_dataset(corpus, Masking(MASK, 100), 24, **arguments)
+    apart = masked_dataset(corpus, Masking(MASK, 100), 24, **arguments, separate_documents=True)
+    for number in range(12):
+        sample = apart[number]
+        for name, values in joined[number].items():
+            assert (sample[name] == values).all()
+        words = plain(sample)[1:-1]
+        wanted = [0, 0, *np.cumsum(words[:-1] == 9)]
+        assert sample["seq_idx"].tolist() == [*wanted, wanted[-1]]
+
+
 def plain(sample: dict[str, np.ndarray]) -> np.ndarray:
     return np.where(sample["labels"] != -100, sample["labels"], sample["input_ids"])
 

@@ -100,8 +100,7 @@ def test_it_is_attention_of_whole_sequences(run_mesh):
             assert wrong == []
 
 
-# The sample, the first token and the end of documents. Each of three ranks has ten tokens of a sample. Some tokens are in no
-# document.
+# The sample, the first token and the end of documents. Each of three ranks has ten tokens of a sample.
 DOCUMENTS = {
     "two ranks": ((0, 0, 4), (0, 4, 17), (0, 17, 20), (1, 7, 12), (1, 12, 23), (1, 24, 30)),
     "all ranks": ((0, 3, 29), (1, 10, 30)),

@@ -1,4 +1,4 @@
-"""Documents that are packed into one sequence and do not see one another, with `--objective.separate-documents`."""
+"""Documents that are packed into one sequence and do not see one another, with `--document-mask`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from every_case import every_day
 from pretraining_runs import run_pretraining, train_losses
 from tiny_models import WORDS, hf_model
 
 import shardzoo
-from shardzoo.data import GPTDataset, GPTObjective
+from shardzoo.cli.pretrain import read_arguments
+from shardzoo.data import GPTDataset, GPTObjective, RobertaObjective
 from shardzoo.data.indexed.dataset import MemoryDataset
 
 LENGTHS = [1, 5, 2, 9, 3, 30, 4]
@@ -28,6 +30,34 @@ def documents():
     return MemoryDataset(
         "documents", np.concatenate(parts).astype(np.uint16), np.array(LENGTHS), None
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "is_masked"),
+    [
+        (["--document-mask"], True),
+        (["document_mask=true"], True),
+        (["--objective.separate-documents"], True),
+        (["--objective.separate-documents", "--no-document-mask"], False),
+        ([], False),
+    ],
+)
+def test_two_spellings_mean_the_same(options, is_masked):
+    for model, kind in (("llama", GPTObjective), ("roberta", RobertaObjective)):
+        argv = ["--model", f"{model}-quickstart", *options]
+        arguments = read_arguments(argv, quiet=True)
+        assert arguments.objective == kind(separate_documents=is_masked)
+        # A run that resumes reads the objective alone.
+        assert "document_mask" not in arguments.run_arguments()
+
+
+def test_an_objective_that_packs_no_documents_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        read_arguments(["--model", "t5-quickstart", "--document-mask"], quiet=False)
+    assert ended.value.code == 2
+    message = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "document_mask=True is for objectives that pack documents" in message
+    assert "use objective 'gpt' or 'roberta'" in message
 
 
 def find_documents(sample) -> list[torch.Tensor]:
@@ -83,11 +113,16 @@ def short_texts(tmp_path_factory):
     return path
 
 
-def test_every_layout_learns_alike_resumes_and_exports(run_mesh, tmp_path, short_texts, config):
+@pytest.mark.parametrize(
+    ("family", "kind"), every_day([("llama", GPTObjective)], more=[("roberta", RobertaObjective)])
+)
+def test_every_layout_learns_alike_resumes_and_exports(
+    run_mesh, tmp_path, short_texts, config, family, kind
+):
     run = partial(
         run_pretraining,
-        model=str(config("llama", layers=2)),
-        objective=GPTObjective(separate_documents=True),
+        model=str(config(family, layers=2)),
+        objective=kind(separate_documents=True),
         global_batch_size=8,
         save_interval=4,
     )
@@ -96,12 +131,13 @@ def test_every_layout_learns_alike_resumes_and_exports(run_mesh, tmp_path, short
     whole = train_losses(run_mesh(1, first)[0])
 
     run = partial(run, data=(str(tmp_path / "whole" / "data" / "train"),), export=False)
-    together = run_mesh(1, partial(run, folder=tmp_path / "together", objective="gpt"))[0]
+    together = run_mesh(1, partial(run, folder=tmp_path / "together", objective=kind.name))[0]
     assert train_losses(together)[-1] != pytest.approx(whole[-1], rel=1e-3)
     layouts = [
         (2, {}, {}),
         (1, {"data": 2}, {"micro_batch_size": 2, "zero_stage": 2}),
         (1, {"pipeline": 2}, {"pipeline_parallel_size": 2}),
+        (1, {"context": 2}, {"context_parallel_size": 2, "context_exchange": "ring"}),
     ]
     for number, (tp, axes, changes) in enumerate(layouts):
         split = partial(run, folder=tmp_path / str(number), **changes)

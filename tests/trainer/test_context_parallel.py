@@ -73,7 +73,7 @@ MORE = {
     "llama fsdp": ("llama", {"context": 2, "data": 2}, FSDP),
     "llama fsdp replicas": ("llama", {"context": 2, "data": 2}, {**FSDP, "fsdp_replicas": 2}),
     "gpt2 compiled": ("gpt2", {"context": 2}, {"env_type": "deepspeed+mpu", **COMPILED}),
-    "t5 compiled": ("t5", {"context": 2}, {"env_type": "pytorchDDP", **COMPILED, "context_exchange": "keys"}),
+    "bert compiled": ("bert", {"context": 2}, {"env_type": "pytorchDDP", **COMPILED, "context_exchange": "keys"}),
     "t5 fsdp tensor": ("t5", {"context": 2, "tensor": 2},
                        {**FSDP, "model_parallel_size": 2, "sequence_parallel": True}),
     "bert fsdp": ("bert", {"context": 2}, {**FSDP, "context_exchange": "keys"}),
