@@ -53,7 +53,9 @@ class ColumnKeys:
         score = next((key for key in SCORE_KEYS if key in record), None)
         texts = tuple(columns)
         if not texts:
-            texts = tuple(key for key, value in record.items() if isinstance(value, str))
+            texts = tuple(
+                key for key, value in record.items() if isinstance(value, str) and key != score
+            )
         if len(texts) < 2:
             found = ", ".join(map(repr, record)) or "none"
             raise ValueError(
@@ -135,7 +137,7 @@ class ColumnCollate:
         self.multiple_of = multiple_of
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        longest = max(len(ids) for sample in samples for ids in sample["columns"])
+        longest = max(1, *(len(ids) for sample in samples for ids in sample["columns"]))
         length = -(-longest // self.multiple_of) * self.multiple_of
         shape = (len(samples), len(samples[0]["columns"]), length)
         input_ids = np.full(shape, self.pad_token_id, np.int64)

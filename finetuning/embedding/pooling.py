@@ -18,15 +18,17 @@ def pool(hidden: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
     """Returns the embeddings [R, H] of hidden states [R, S, H].
 
     Args:
-        attention_mask: int64 [R, S], 1 on tokens and 0 on the padding after them.
+        attention_mask: int64 [R, S], 1 on tokens and 0 on the padding after them. The mean and the
+            last token of a text without tokens are zeros.
         pooling: "mean", the first ("cls") or the "last" token, or "weighted_mean", whose n-th token
             has the weight n (Muennighoff, 2022).
     """
     if pooling == "cls":
         return hidden[:, 0]
     if pooling == "last":
-        last = attention_mask.sum(1) - 1
-        return hidden[torch.arange(len(hidden), device=hidden.device), last]
+        count = attention_mask.sum(1)  # [R]
+        rows = torch.arange(len(hidden), device=hidden.device)
+        return hidden[rows, count - 1] * (count > 0)[:, None]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     weights = attention_mask.to(wide)  # [R, S]
     if pooling == "weighted_mean":

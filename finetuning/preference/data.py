@@ -301,7 +301,7 @@ class PreferenceCollate:
     def _pad(self, rows: Sequence[Sequence[Sequence[int]]], fill: int) -> Tensor:
         """Returns the numbers as int64 [B, A, S]."""
         answers = max(len(row) for row in rows)
-        longest = max(len(ids) for row in rows for ids in row)
+        longest = max(1, *(len(ids) for row in rows for ids in row))
         length = -(-longest // self.multiple_of) * self.multiple_of
         padded = np.full((len(rows), answers, length), fill, np.int64)
         for number, row in enumerate(rows):

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from tiny_models import PRETRAINED, save_model, text
 
 from shardzoo import finetuning as t2t
+from shardzoo.finetuning.embedding.data import ColumnCollate
+from shardzoo.finetuning.embedding.pooling import pool
 
 SHORT = {
     "task": "embedding",
@@ -223,6 +225,20 @@ def test_stages_of_a_pipeline_embed_alike(setting, tmp_path, run_mesh, kind):
         torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-3, msg=name)
 
 
+def test_a_text_without_tokens_is_pooled_as_sentence_transformers_does():
+    """Decoders have no tokens for an empty text."""
+    models = pytest.importorskip("sentence_transformers.models")
+    hidden = torch.randn(3, 5, 8)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+    for name in ("mean", "last", "weighted_mean", "cls"):
+        mode = {"last": "lasttoken", "weighted_mean": "weightedmean"}.get(name, name)
+        features = {"token_embeddings": hidden, "attention_mask": mask}
+        wanted = models.Pooling(8, pooling_mode=mode)(features)["sentence_embedding"]
+        torch.testing.assert_close(pool(hidden, mask, name), wanted)
+    batch = ColumnCollate(0)([{"columns": [[], []]}])
+    assert batch["input_ids"].shape == (1, 2, 1)
+
+
 def test_mistakes(setting, tmp_path):
     def refuse(match, kind="bert", file="triplets", **arguments):
         with pytest.raises(ValueError, match=match):
@@ -233,6 +249,8 @@ def test_mistakes(setting, tmp_path):
     refuse("the embeddings have", matryoshka_dims=(4096,))
     (tmp_path / "nan.jsonl").write_text('{"a": "red", "b": "one", "score": NaN}\n' * 4)
     refuse("'score' must be a number", file=tmp_path / "nan")
+    (tmp_path / "word.jsonl").write_text('{"a": "red", "b": "one", "score": "high"}\n' * 4)
+    refuse("'score' must be a number or a list of them, not 'high'", file=tmp_path / "word")
     refuse("no key 'passage'", columns=("anchor", "passage"))
     refuse("the backward pass, which env_type", embedding_mini_batch=2, env_type="pytorchDDP")
     refuse(
