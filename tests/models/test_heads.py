@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from every_case import by_turns
-from matrix import architecture_of, load_rows
+from matrix import architecture_of, find_class, load_rows
 from safetensors.torch import save_file
 
 import shardzoo
@@ -180,8 +180,8 @@ def test_the_modules_that_a_checkpoint_lacks(tmp_path):
 @pytest.mark.parametrize("name", by_turns(sorted(load_rows()), 6))
 def test_transformers_loads_every_new_model(name, tmp_path):
     """As after training: shards of a model that no Hugging Face folder gave names, merged into such a folder."""
-    architecture, (_, case) = architecture_of(name), load_rows()[name]
-    theirs = getattr(transformers, architecture)
+    architecture, (kind, case) = architecture_of(name), load_rows()[name]
+    theirs = find_class(architecture)
     model = from_config(theirs.config_class(**case.config, architectures=[architecture]))
     files, tensors = model_files(model), model_tensors(model)
     (tmp_path / "shards").mkdir()
@@ -192,5 +192,15 @@ def test_transformers_loads_every_new_model(name, tmp_path):
     save_file(tensors, tmp_path / "shards" / "rank_00.safetensors")
     files.describe([digests], None)(tmp_path / "shards")
     merge(tmp_path / "shards", tmp_path / "hf")
-    _, report = theirs.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    loaded, report = theirs.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    if kind in ("pegasus", "marian"):
+        # It computes these tables of sinusoids when a file lacks them.
+        tables = [
+            name for name in report["missing_keys"] if name.endswith("embed_positions.weight")
+        ]
+        report["missing_keys"] = set(report["missing_keys"]) - set(tables)
+        for table in tables:
+            values = loaded.get_parameter(table)
+            positions = loaded.get_submodule(table.removesuffix(".weight"))
+            assert torch.equal(values, positions.create_weight())
     assert not any(report.values())
