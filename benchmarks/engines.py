@@ -2,8 +2,8 @@
 
     python benchmarks/engines.py --ranks 2
 
-Both engines train the same GPT-2 over the same samples, by the trainer's own engines: forward and backward passes,
-exchange, clipping, AdamW. The command fails if their losses or gradient norms differ, and then times nothing. Each
+Both engines train the same GPT-2 over the same samples, by the trainer's own engines and settings of memory: forward
+and backward passes, exchange, clipping, AdamW. The command fails if their losses or gradient norms differ, and then times nothing. Each
 round takes a step of each, and the ratio is that of the medians of all rounds; each rank has one thread. The time
 of the processors is shown too: it is the steadier figure on a machine that does other work.
 """
@@ -34,6 +34,7 @@ from shardzoo.trainer.engines.engine import Engine
 from shardzoo.trainer.engines.factory import make_engine, shard_model
 from shardzoo.trainer.engines.optimizers import make_optimizer
 from shardzoo.trainer.engines.precision import prepare_model
+from shardzoo.trainer.launch.environment import keep_freed_memory
 from shardzoo.trainer.launch.ranks import Ranks
 
 CHECKED = 3
@@ -98,6 +99,7 @@ def make_step(engine: Engine, mesh: ParallelMesh, arguments: Arguments) -> Calla
 
 
 def measure(mesh: ParallelMesh, arguments: Arguments, report: Path) -> None:
+    keep_freed_memory()
     data_mesh = ParallelMesh(1)
     steps = {}
     for env_type in ("pytorchDDP", "fsdp"):

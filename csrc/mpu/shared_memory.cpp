@@ -460,7 +460,10 @@ class Channel {
                                         : sources[rank] + own * job.per_chunk * width;
         }
         if (job.kind == kAllGather) {
-          std::memcpy(out + static_cast<size_t>(rank) * job.count * width, sources[rank], length * width);
+          char* place = out + static_cast<size_t>(rank) * job.count * width;
+          // This rank's part may be in its place already.
+          const bool is_there = rank == rank_ && place == job.in + job.begin(chunk) * width;
+          if (!is_there) std::memcpy(place, sources[rank], length * width);
         }
       }
       if (job.kind != kAllGather) kAdd[job.dtype](sources, size_, out, length);

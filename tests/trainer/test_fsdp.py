@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -413,6 +414,71 @@ def test_what_does_not_work_is_refused(arguments, message):
 def test_replicas_must_divide_the_ranks(run_mesh, tmp_path):
     with pytest.raises(AssertionError, match="fsdp_replicas=2 must divide the 3 data-parallel"):
         train(run_mesh, tmp_path, 1, 3, fsdp_replicas=2)
+
+
+def exchange(mesh):
+    """What both ways of exchanging give a rank: gathered parts, and its part of a sum."""
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from shardzoo.mpu import shared_memory
+    from shardzoo.trainer.engines.host_collectives import HostAllGather, HostReduceScatter
+
+    group = mesh.get_data_parallel_group()
+    ranks = mesh.dp_size
+    found = []
+    for finds in (shared_memory.find, lambda tensor, group: None):
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+            gathered = torch.zeros(ranks * 70001, dtype=dtype)
+            own = gathered.chunk(ranks)[mesh.dp_rank]
+            own.copy_((torch.arange(70001) % 7 + 10 * mesh.dp_rank).to(dtype))
+            with mock.patch.object(shared_memory, "find", finds):
+                work = HostAllGather()(gathered, own, group, async_op=True)
+            if work is not None:
+                work.wait()
+            found.append(gathered)
+        gradients = torch.arange(ranks * 70001.0) * (1 + mesh.dp_rank)
+        summed = torch.empty(70001)
+        with mock.patch.object(shared_memory, "find", finds):
+            HostReduceScatter()(summed, gradients, group, dist.ReduceOp.SUM)
+        assert not gradients.untyped_storage().nbytes()
+        found.append(summed)
+    return found
+
+
+def test_parts_are_exchanged_through_shared_memory_or_by_gloo(run_mesh):
+    parts = [torch.arange(70001) % 7 + 10 * rank for rank in range(3)]
+    sums = (torch.arange(3 * 70001.0) * (1 + 2 + 3)).chunk(3)
+    for rank, found in enumerate(run_mesh(1, exchange, data=3)):
+        for *gathered, summed in (found[:4], found[4:]):
+            for values in gathered:
+                assert values.long().equal(torch.cat(parts))
+            assert summed.equal(sums[rank])
+
+
+def take_a_step_without_logits(mesh, folder):
+    from unittest import mock
+
+    from shardzoo.models.outputs import LazyLogits
+    from shardzoo.trainer import Trainer
+
+    def read(self, name):
+        raise AssertionError(f"{name} were computed")
+
+    settings = {key: value for key, value in SETTINGS.items() if key != "data"}
+    settings |= {"train_steps": 1, "global_batch_size": 2, "save_dir": str(folder)}
+    trainer = Trainer(TrainingArguments(env_type="fsdp", **settings), mesh=mesh)
+    model = build(trainer.mesh, "gpt2")
+    with mock.patch.object(LazyLogits, "read", read), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # torch warns of outputs that are views
+        trainer.train(model, train_dataset=Samples())
+    # `fully_shard` looked at another object than the one that a call returns.
+    return model(input_ids=Samples()[0]["input_ids"][None]).logits.shape
+
+
+def test_a_training_step_computes_no_logits(run_mesh, tmp_path):
+    assert run_mesh(1, take_a_step_without_logits, tmp_path) == [(1, 16, 97)]
 
 
 WIDTH = 128

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 
 from ...checkpoint.rank_files import TensorPart
 from ...models.config import ModelConfig
+from ...models.outputs import ModelOutput
 from ...models.sizes import find_blocks
 from ...mpu.collectives import gather_rows
 from ..arguments.training_arguments import TrainingArguments
@@ -129,6 +130,7 @@ class ShardedModel:
         ties = _find_ties(model)
         _refuse_unsuitable(before)
         self._blocks = find_blocks(model)
+        self._hooks: list[Any] = []
         self._shard(device_mesh, arguments)
         if without_values:
             # Each rank gets storage for its own rows only.
@@ -204,11 +206,13 @@ class ShardedModel:
             "offload_policy": offload,
         }
         for block in self._blocks:
-            fully_shard(
-                block, reshard_after_forward=arguments.fsdp_reshard_after_forward, **options
-            )
-        # What is outside of the blocks is used again at once, when the backward pass begins.
+            # The backward pass begins with the last block, whose parameters are still whole then.
+            reshards = arguments.fsdp_reshard_after_forward and block is not self._blocks[-1]
+            fully_shard(block, reshard_after_forward=reshards, **options)
+        # What is outside of the blocks is used again at once, too.
+        self._hooks.append(self.module.register_forward_hook(_hide_lazy_values))
         fully_shard(self.module, reshard_after_forward=False, **options)
+        self._hooks.append(self.module.register_forward_hook(_show_lazy_values))
         for module in self._fsdp_modules():
             # The losses of the ranks add up to the mean, so gradients are summed and not averaged.
             module.set_gradient_divide_factor(1.0)
@@ -288,6 +292,8 @@ class ShardedModel:
         """Takes off what `fully_shard` has added. The parameters stay as they are."""
         for module in list(self._fsdp_modules()):
             _remove_hooks(module)
+        for hook in self._hooks:
+            hook.remove()
         vars(self.module).pop("sharded_model", None)
         vars(self.module).pop("generate", None)
 
@@ -319,6 +325,39 @@ class ShardedModel:
         for part in self.parameters:
             for module, name in places[part.parameter]:
                 module._parameters[name] = parameters[part.name]
+
+
+class _HiddenOutput:
+    """An output of the zoo, into which `fully_shard` does not look."""
+
+    def __init__(self, output: ModelOutput) -> None:
+        self.output = output
+
+
+def _hide_lazy_values(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Returns the zoo's output as a dict of the tensors that it has; a forward hook.
+
+    `fully_shard` looks for outputs that need a gradient in every field of a dataclass, and reading
+    the logits of a training pass would compute them.
+    """
+    if not isinstance(output, ModelOutput):
+        return None
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss._is_view():
+        # `fully_shard` warns of views, which must not be changed in place.
+        vars(output)["loss"] = loss.clone()
+    shown: dict[str, Any] = {"output": _HiddenOutput(output)}
+    for name, value in vars(output).items():
+        if not name.startswith("_"):
+            shown[name] = value
+    return shown
+
+
+def _show_lazy_values(module: nn.Module, inputs: Any, shown: Any) -> Any:
+    """Reverses `_hide_lazy_values`."""
+    if isinstance(shown, dict) and isinstance(shown.get("output"), _HiddenOutput):
+        return shown["output"].output
+    return None
 
 
 def find_model_class(model: nn.Module) -> type[nn.Module]:

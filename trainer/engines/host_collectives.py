@@ -1,8 +1,9 @@
 """Exchanges the parameters and gradients of `fully_shard` between processes on CPUs, in place.
 
-Gloo gathers and reduces into buffers of its own, each as large as what is exchanged, and FSDP2 keeps
-the buffer of a block's gradients until those of the next block have been computed, because on a GPU
-they may still be on their way. Together these are two blocks more than a rank needs.
+Ranks on one host exchange them through shared memory (`mpu.shared_memory`). Elsewhere gloo does. It
+gathers and reduces into buffers of its own, each as large as what is exchanged, and FSDP2 keeps the
+buffer of a block's gradients until those of the next block have been computed, because on a GPU they
+may still be on their way. Together these are two blocks more than a rank needs.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ import torch.distributed as dist
 from torch import SymInt, Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from ...mpu import shared_memory
+
 
 class HostAllGather:
-    """Gathers parts of equal sizes by one broadcast each, into the buffer that is their place."""
+    """Gathers parts of equal sizes into the buffer that is their place: through shared memory, or by
+    one broadcast each.
+    """
 
     def allocate(
         self, size: Sequence[int | SymInt], *, dtype: torch.dtype, device: torch.device
@@ -32,6 +37,13 @@ class HostAllGather:
         async_op: bool = False,
     ) -> dist.Work | None:
         # `fully_shard` has put this rank's part in its place in the output.
+        if channel := shared_memory.find(output_tensor, group):
+            kind = shared_memory.ALL_GATHER
+            finish = shared_memory.start(
+                channel, kind, input_tensor, output_tensor, input_tensor.numel()
+            )
+            finish()
+            return None
         parts = output_tensor.chunk(dist.get_world_size(group))
         work = None
         for rank, part in enumerate(parts):
@@ -56,10 +68,18 @@ class HostReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        # Gloo's reduce-scatter is an all-reduce of a copy, too.
-        dist.all_reduce(input_tensor, op=op, group=group)
-        own = input_tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)]
-        output_tensor.copy_(own)
+        channel = shared_memory.find(input_tensor, group)
+        if channel and op == dist.ReduceOp.SUM:
+            kind = shared_memory.REDUCE_SCATTER
+            finish = shared_memory.start(
+                channel, kind, input_tensor, output_tensor, output_tensor.numel()
+            )
+            finish()
+        else:
+            # Gloo's reduce-scatter is an all-reduce of a copy, too.
+            dist.all_reduce(input_tensor, op=op, group=group)
+            own = input_tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+            output_tensor.copy_(own)
         input_tensor.untyped_storage().resize_(0)
         return None
 
