@@ -3,9 +3,9 @@
     python benchmarks/engines.py --ranks 2
 
 Both engines train the same GPT-2 over the same samples, by the trainer's own engines and settings of memory: forward
-and backward passes, exchange, clipping, AdamW. The command fails if their losses or gradient norms differ, and then times nothing. Each
-round takes a step of each, and the ratio is that of the medians of all rounds; each rank has one thread. The time
-of the processors is shown too: it is the steadier figure on a machine that does other work.
+and backward passes, exchange, clipping, AdamW. The command fails if their losses or gradient norms differ, and then
+times nothing. Each round takes a step of each, and the ratio is that of the medians of all rounds; each rank has one
+thread. The time of the processors is shown too: it is the steadier figure on a machine that does other work.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ..files.strict_json import read_folder_json
 from ..files.strict_yaml import read_strict_yaml
 from ..models import FAMILIES, find_config
 from ..models.config import ModelConfig
-from ..models.parallel_config import ContextExchange
+from ..models.parallel_config import ContextExchange, Recompute
 from ..plan.remedies import Remedy, find_remedies
 from ..trainer.estimate import (
     Estimate,
@@ -97,14 +97,16 @@ class EstimateArguments:
     """Split parameters, gradients and optimizer state by torch's FSDP2 instead."""
     sequence_parallel: bool = False
     """Also split norms, dropouts and residuals along the sequence."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """Recompute activations in the backward pass: those of attention (selective), or of whole
-    blocks (full).
+    blocks (full), whose inputs a GPU moves to the host's memory until then (offload).
     """
     precision: PrecisionName = "fp32"
     """Precision of parameters and activations, by default the trainer's; the optimizer keeps fp32
     copies."""
     optimizer: OptimizerName = "adamw"
+    optimizer_in_backward: bool = False
+    """Update each parameter as soon as it has its gradient, and free the gradient."""
     freeze: tuple[Literal["embeddings", "encoder", "decoder"], ...] = ()
     """Parts that are not trained."""
     lora_rank: int = 0
@@ -149,6 +151,7 @@ class EstimateArguments:
             recompute=self.recompute,
             precision=self.precision,
             optimizer=self.optimizer,
+            optimizer_in_backward=self.optimizer_in_backward,
             frozen=self.freeze,
             lora_rank=self.lora_rank,
             lora_target_modules=lora_targets,

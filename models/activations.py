@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..mpu.division import find_first_unit
 from ..ops.attention import choose_block_rows, has_attention_kernel, suits_tiles, writes_scores
 from ..ops.cross_entropy import CHUNK_LOGITS, suits_chunks
-from .parallel_config import ParallelConfig
+from .parallel_config import WHOLE_BLOCKS, ParallelConfig
 
 FP32 = 4
 INT64 = 8
@@ -216,9 +216,14 @@ def block_bytes(stack: StackSpec, batch: Batch, layout: Layout) -> BlockBytes:
     """Returns the memory of one block of a stack, on the rank with the most heads."""
     stack = replace(stack, block=stack.block.on_rank(layout.tensor_parallel_size))
     everything = _kept(stack, batch, layout, without_core=False)
-    if layout.parallel_config.recompute == "full":
+    if layout.parallel_config.recompute in WHOLE_BLOCKS:
         kept = _stream(stack, batch, layout)
-        return BlockBytes(kept, everything - kept + _working(stack, batch, layout))
+        working = everything - kept + _working(stack, batch, layout)
+        if layout.parallel_config.recompute == "full" or layout.device == "cpu":
+            return BlockBytes(kept, working)
+        # Of inputs that go to the host, the device has that of the block that runs, and one that
+        # leaves or arrives.
+        return BlockBytes(0, working + 2 * kept)
     if layout.parallel_config.recompute == "selective":
         kept = _kept(stack, batch, layout, without_core=True)
         return BlockBytes(kept, _working(stack, batch, layout, recomputed=everything - kept))

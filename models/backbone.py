@@ -321,6 +321,17 @@ class Backbone(ModelMethods, PipelineStage):
         """Returns the whole hidden states of several blocks; see `gather_hidden_states`."""
         return tuple(self.gather_hidden_states(x) for x in hidden_states)
 
+    def check_states_are_kept(self) -> None:
+        """Raises ValueError if the states of all blocks are wanted of a pass that moves them to the
+        host's memory.
+        """
+        moves = any(blocks.offloads_inputs for _, blocks in list_stacks(self))
+        if moves and torch.is_grad_enabled():
+            raise ValueError(
+                "recompute='offload' moves the hidden states of the blocks to the host's memory, so "
+                "they cannot be returned; use recompute='full', or torch.no_grad()"
+            )
+
     def scatter_hidden_states(self, x: Tensor) -> Tensor:
         """Returns this rank's part of whole hidden states [B, S, H]."""
         x = cut_sequence(x, self.mesh)
@@ -337,6 +348,7 @@ class Backbone(ModelMethods, PipelineStage):
         """
         states = None
         if output_hidden_states:
+            self.check_states_are_kept()
             states = self.gather_all_hidden_states(hidden.states)
         if hidden.encoder_states is None:
             return {"hidden_states": states}

@@ -23,6 +23,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .blocks.lora import LINEARS, attach
+from .blocks.stack import BlockList
 from .for_transformers import Output
 from .loading import from_pretrained
 from .lora import import_peft
@@ -445,8 +446,8 @@ class ModelForPeft(PreTrainedModel):
 
     def _set_recompute(self, on: bool) -> None:
         for module in self.native.modules():
-            if hasattr(module, "recompute_blocks"):
-                module.recompute_blocks = on
+            if isinstance(module, BlockList):
+                module.set_recompute("full" if on else "none")
 
     @property
     def is_gradient_checkpointing(self) -> bool:

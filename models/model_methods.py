@@ -19,6 +19,7 @@ from .family_table import find_architecture
 from .hf_state import hf_state_dict, is_hf_state, load_hf_state_dict
 from .huggingface import LARGEST_FILE
 from .loading_options import check_attention
+from .parallel_config import Recompute
 from .resizing import resize_token_embeddings
 from .saving import push_to_hub, save_pretrained
 from .sizes import full_size, is_embedding
@@ -403,7 +404,7 @@ class ModelMethods(nn.Module):
         """Keeps only each block's input for the backward pass, which computes the block again.
 
         Raises:
-            ValueError: `every_n_layers` or `offload` asks for something else.
+            ValueError: `every_n_layers` asks for something else.
         """
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
@@ -418,22 +419,21 @@ class ModelMethods(nn.Module):
         offload: bool = False,
     ) -> None:
         """The name of `gradient_checkpointing_enable` since transformers 5.23."""
-        if every_n_layers != 1 or offload:
+        if every_n_layers != 1:
             raise ValueError(
                 "models of the zoo recompute all blocks: leave out "
-                f"every_n_layers={every_n_layers} and offload={offload} of the activation "
-                "checkpointing"
+                f"every_n_layers={every_n_layers} of the activation checkpointing"
             )
-        self._set_recompute(True)
+        self._set_recompute("offload" if offload else "full")
 
     def activation_checkpointing_disable(self) -> None:
         """The name of `gradient_checkpointing_disable` since transformers 5.23."""
-        self._set_recompute(False)
+        self._set_recompute("none")
 
-    def _set_recompute(self, on: bool) -> None:
+    def _set_recompute(self, recompute: Recompute) -> None:
         for module in self.modules():
             if isinstance(module, BlockList):
-                module.recompute_blocks = on
+                module.set_recompute(recompute)
 
     def enable_input_require_grads(self) -> None:
         """Does nothing: recomputation here needs no gradient of its input (it is not reentrant)."""

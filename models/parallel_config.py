@@ -7,6 +7,9 @@ from typing import Literal, TypedDict
 
 from ..mpu import ParallelMesh
 
+Recompute = Literal["none", "selective", "full", "offload"]
+WHOLE_BLOCKS: tuple[Recompute, ...] = ("full", "offload")
+"""Those that recompute whole blocks."""
 ContextExchange = Literal["auto", "heads", "keys", "ring"]
 
 
@@ -18,7 +21,7 @@ class ParallelConfig:
         sequence_parallel: Each rank's norms, dropouts and residuals process a slice of the
             sequence.
         recompute: What the backward pass recomputes to save memory: nothing, the attention core, or
-            whole blocks.
+            whole blocks; with "offload", the inputs of the blocks wait in the host's memory.
         pipeline_blocks: The number of blocks of each pipeline stage; by default, equal numbers.
         context_exchange: What context-parallel ranks exchange in attention: heads (all-to-all of
             queries, keys, values and results), keys and values (gathered, or passed around a ring),
@@ -26,7 +29,7 @@ class ParallelConfig:
     """
 
     sequence_parallel: bool = False
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     pipeline_blocks: tuple[int, ...] | None = None
     context_exchange: ContextExchange = "auto"
 

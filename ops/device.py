@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -95,6 +96,14 @@ def make_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device)
+
+
+@cache
+def find_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Returns the device's stream for copies to and from the host's memory; None if it has no
+    streams.
+    """
+    return make_copy_stream(device)
 
 
 def make_current(device: torch.device) -> AbstractContextManager[None]:

@@ -16,12 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Literal
 
 from ..models.activations import Activations, BlockSpec, StackSpec
+from ..models.parallel_config import WHOLE_BLOCKS, Recompute
 from .hardware import Cluster, Link, Rates
 
-Recompute = Literal["none", "selective", "full"]
 FP32 = 4  # bytes
 
 
@@ -104,7 +103,7 @@ class PlannedRun:
     @property
     def passes(self) -> int:
         """Returns how often a micro-batch goes through a block: forward, backward, recomputation."""
-        return 3 if self.recompute == "full" else 2
+        return 3 if self.recompute in WHOLE_BLOCKS else 2
 
     @property
     def exchanges_each_pass(self) -> bool:
@@ -279,7 +278,12 @@ def stage_work(
     forward = PassCost()
     all_passes = PassCost()
     for (_, block, attention), count in zip(_block_costs(network, run), counts, strict=True):
-        recomputed = {"none": PassCost(), "selective": attention, "full": block}[run.recompute]
+        recomputed = PassCost()
+        if run.recompute == "selective":
+            recomputed = attention
+        elif run.recompute in WHOLE_BLOCKS:
+            # Inputs that go to the host do so while blocks compute.
+            recomputed = block
         forward = forward + block * count
         # A backward pass has two products for each one of the forward pass.
         all_passes = all_passes + (block * 3.0 + recomputed) * count

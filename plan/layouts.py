@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ..files.printable import describe
 from ..models.auto import unsplit_on_meta
 from ..models.config import ModelConfig
+from ..models.parallel_config import Recompute
 from ..models.pipeline import split_blocks_evenly
 from ..models.registry import family
 from ..models.sizes import largest_size, parameter_sizes
@@ -17,7 +18,7 @@ from ..mpu.division import divisors
 from ..trainer.estimate import Job, estimate
 from ..trainer.optimizers.registry import OptimizerName
 from ..trainer.precisions import PRECISIONS, PrecisionName
-from .cost import Network, PlannedRun, Recompute, StepTime, step_time
+from .cost import Network, PlannedRun, StepTime, step_time
 from .hardware import Cluster
 
 SPARE = 0.05
@@ -31,6 +32,7 @@ HOST_BANDWIDTH = 10e9
 FEWEST_POSITIONS = 2048
 MOST = {"gpus": 1_000_000, "global_batch": 10_000_000, "length": 1 << 30, "target_length": 1 << 30}
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+"""Those that are tried: what else there is takes as long as the last one."""
 
 
 @dataclass(frozen=True)

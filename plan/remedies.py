@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import Any
+from typing import Any, get_args
 
 from ..models.auto import unsplit_on_meta
 from ..models.config import ModelConfig
+from ..models.parallel_config import Recompute
 from ..models.sizes import largest_size
 from ..mpu.division import divisors
 from ..trainer.estimate import Job, estimate
 from .cost import Network, PlannedRun, step_time
 from .hardware import find_cluster
-from .layouts import RECOMPUTE, build_network
+from .layouts import build_network
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def _is_milder(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _build_ladders(config: ModelConfig, job: Job) -> list[Ladder]:
-    stronger_recompute = RECOMPUTE[RECOMPUTE.index(job.recompute) + 1 :]
+    stronger_recompute = get_args(Recompute)[get_args(Recompute).index(job.recompute) + 1 :]
     splits: list[dict[str, Any]] = []
     if job.data_parallel_size > 1 and not job.fsdp:
         splits += [{"zero_stage": stage} for stage in range((job.stage or 0) + 1, 4)]

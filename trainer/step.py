@@ -161,6 +161,8 @@ class TrainingStep:
                 output = self.forward_step(inputs, engine.model, None)
             return self.normalizer.normalize(find_loss(output), own_counts[k], target_counts)
 
+        if engine.updates_in_backward:
+            self._wait_for_saver()
         losses = engine.forward_backward(forward, len(micro_batches)).double()  # [micro-batches]
 
         # Reduce. The engine has already summed the gradients over the data-parallel ranks. The
@@ -182,10 +184,7 @@ class TrainingStep:
             host_sums = self._sum_on_host(own_losses, stop_signal)
             self._take_losses(step + 1, micro_batches, target_counts, host_sums, own_losses)
 
-        # The saver may still be copying the weights of the last checkpoint, which the update is
-        # about to change.
-        if not self.saver.copied.is_set():
-            self.saver.wait_for_copy()
+        self._wait_for_saver()
 
         # Clip and update.
         with phase("optimizer step"):
@@ -392,6 +391,13 @@ class TrainingStep:
         else:
             with self.throughput.counting(tokens):
                 yield
+
+    def _wait_for_saver(self) -> None:
+        """Waits until the saver has copied the weights of the last checkpoint, which an update is
+        about to change.
+        """
+        if not self.saver.copied.is_set():
+            self.saver.wait_for_copy()
 
     def _note_end(self) -> None:
         """Notes the time as that at which a step has ended, so far as the host knows."""

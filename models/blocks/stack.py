@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...mpu import checkpoint
-from ..parallel_config import ParallelConfig
+from ..parallel_config import WHOLE_BLOCKS, ParallelConfig, Recompute
 from .attention import attention_record
+from .offload import BlockInputs
 
 BlockArguments = Callable[[int], tuple[Any, ...]]
 """Returns the arguments of block i after its input, such as masks and caches."""
@@ -26,12 +28,18 @@ class BlockList(nn.ModuleList):
             pipeline.
         recompute_blocks: Whether to keep only each block's input for the backward pass, which
             computes it again.
+        offloads_inputs: Whether these inputs are in the host's memory until then; see `offload.py`.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], parallel_config: ParallelConfig) -> None:
         super().__init__(blocks)
         self.own = range(len(self))
-        self.recompute_blocks = parallel_config.recompute == "full"
+        self.set_recompute(parallel_config.recompute)
+
+    def set_recompute(self, recompute: Recompute) -> None:
+        """Sets what a backward pass computes again: of blocks as a whole, all or nothing."""
+        self.recompute_blocks = recompute in WHOLE_BLOCKS
+        self.offloads_inputs = recompute == "offload"
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -56,18 +64,27 @@ class BlockList(nn.ModuleList):
                 parallelism.
 
         Returns:
-            That input, and each block's output in the same shape.
+            That input, and each block's output in the same shape; where inputs go to the host, the
+            last output alone.
         """
         # What is recorded would be computed twice.
         recomputes = self.recompute_blocks and attention_record.probabilities is None
+        offloads = recomputes and self.offloads_inputs and torch.is_grad_enabled()
+        inputs = BlockInputs(x.device) if offloads else None
         states = [x]
         blocks = list(self)
         for number in self.own:
             block = blocks[number]
-            if recomputes:
-                x = checkpoint(block, x, *block_arguments(number))
+            arguments = block_arguments(number)
+            if inputs is not None:
+                with inputs.keeping(x):
+                    x = checkpoint(block, x, *arguments)
+                # Nothing else may keep what has gone to the host.
+                states.clear()
+            elif recomputes:
+                x = checkpoint(block, x, *arguments)
             else:
-                x = block(x, *block_arguments(number))
+                x = block(x, *arguments)
             states.append(x)
         return states
 

@@ -183,6 +183,8 @@ class GLMForConditionalGeneration(LanguageModel):
             return hidden
         # Later calls continue from the states before the final norm.
         states = hidden.states
+        if use_cache or output_hidden_states:
+            self.check_states_are_kept()
         new_mems = extend_mems(mems, states) if use_cache else None
         states[-1] = self.final_norm(states[-1])
         x = states[-1][:, -logits_to_keep:]

@@ -17,7 +17,7 @@ from shardzoo.trainer.estimate import Job, estimate
 GIB, MIB = 1 << 30, 1 << 20
 # What each way to save memory offers to a job of 6 sequences and two data-parallel ranks, from mild to strong.
 OFFERS = {
-    "recompute": ["none", "selective", "full"],
+    "recompute": ["none", "selective", "full", "offload"],
     "zero_stage": [None, 1, 2, 3, "fsdp"],
     "micro_batch_size": [6, 3, 2, 1],
     "tensor_parallel_size": [1, 2, 4],

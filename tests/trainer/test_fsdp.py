@@ -62,6 +62,7 @@ LAYOUTS = {
     "sequence": (2, 2, {"sequence_parallel": True}),
     "full": (1, 2, {"recompute": "full"}),
     "selective": (2, 1, {"recompute": "selective"}),
+    "offloaded inputs": (2, 1, {"recompute": "offload"}),
     "kept": (1, 2, {"fsdp_reshard_after_forward": False, "fsdp_exchange_each_pass": False}),
     "prefetched": (1, 2, {"fsdp_prefetch": 2}),
     "hybrid": (1, 4, {"micro_batch_size": 1, "fsdp_replicas": 2}),

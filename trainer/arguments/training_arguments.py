@@ -9,7 +9,13 @@ from pathlib import PurePath
 from typing import ClassVar, Literal
 
 from ..environments import ENVIRONMENTS, EnvType
-from ..optimizers.registry import ELEMENTWISE_NAMES, OPTIMIZERS, OptimizerName, find_optimizer
+from ..optimizers.registry import (
+    ELEMENTWISE_NAMES,
+    LONE_STEP_NAMES,
+    OPTIMIZERS,
+    OptimizerName,
+    find_optimizer,
+)
 from ..precisions import PRECISIONS, PrecisionName
 from ..schedules import ScheduleName
 from .aliases import with_argument_aliases
@@ -158,9 +164,9 @@ class TrainingArguments:
     precision: PrecisionName = "fp32"
     """Precision of the parameters in the forward pass; the optimizer keeps fp32 copies. fp16 scales
     the loss."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full", "offload"] = "none"
     """Recompute activations in the backward pass: those of attention (selective), or of whole
-    blocks (full)."""
+    blocks (full), whose inputs a GPU moves to the host's memory until then (offload)."""
     torch_compile: bool = False
     """Compile the blocks of a model of the zoo, or another model as a whole, with torch.compile."""
     torch_compile_backend: str = "inductor"
@@ -171,6 +177,10 @@ class TrainingArguments:
     offload_optimizer: bool = False
     """Keep the optimizer's state in CPU memory and update the parameters there: DeepSpeed, or FSDP,
     which then keeps its parts of the parameters and gradients there too."""
+    optimizer_in_backward: bool = False
+    """Update each parameter as soon as the backward pass has its gradient, and free the gradient:
+    `pytorch` and `fsdp`, without clipping and accumulation, with AdamW, Adafactor or 8-bit AdamW.
+    """
     fsdp_reshard_after_forward: bool = True
     """FSDP frees the gathered parameters of a block after its forward pass, and gathers them again
     for the backward pass; off, it keeps them: more memory, less communication."""
@@ -442,6 +452,30 @@ class TrainingArguments:
                         f"{self.env_type!r}"
                     )
         self._check_fsdp()
+        if self.optimizer_in_backward:
+            self._check_backward_updates()
+
+    def _check_backward_updates(self) -> None:
+        """Raises ValueError for what needs all gradients before an update."""
+        environment = ENVIRONMENTS[self.env_type]
+        wrong = {
+            f"env_type={self.env_type!r}": not (
+                environment.is_one_process or environment.uses_fsdp
+            ),
+            f"clip_grad={self.clip_grad}": self.clip_grad > 0,
+            f"gradient_accumulation_steps={self.gradient_accumulation_steps}": (
+                self.gradient_accumulation_steps or 1
+            )
+            > 1,
+            f"precision={self.precision!r}": PRECISIONS[self.precision].scales_loss,
+            f"optimizer={self.optimizer!r}": not find_optimizer(self.optimizer).lone_step_classes,
+        }
+        for name in (name for name, given in wrong.items() if given):
+            raise ValueError(
+                f"optimizer_in_backward=True does not work with {name}; use env_type='pytorch' or "
+                "'fsdp' in fp32 or bf16, clip_grad=0, one micro-batch a step, and "
+                f"optimizer={' or '.join(map(repr, LONE_STEP_NAMES))}"
+            )
 
     def _check_fsdp(self) -> None:
         """Raises ValueError for what does not work with FSDP, or only with it."""
@@ -550,7 +584,14 @@ class TrainingArguments:
                 f"micro_batch_size={self.micro_batch_size} x {data_parallel_size} data-parallel "
                 f"ranks; use a multiple of {per_pass}"
             )
-        return self.global_batch_size // per_pass
+        count = self.global_batch_size // per_pass
+        if self.optimizer_in_backward and count > 1:
+            raise ValueError(
+                f"optimizer_in_backward=True updates in each backward pass, and "
+                f"global_batch_size={self.global_batch_size} makes {count} micro-batches a step; use "
+                f"global_batch_size={per_pass}, or a larger micro_batch_size"
+            )
+        return count
 
     def global_batch(self, data_parallel_size: int) -> int:
         """Returns the number of samples in one optimizer step over all ranks."""

@@ -78,6 +78,7 @@ class DeepSpeedEngine:
             self._states = entry.element_states
             self._counts_steps_by_group = entry.counts_steps_by_group
         self.takes_found_inf = False  # DeepSpeed's optimizers read on the host what they decide by
+        self.updates_in_backward = False
 
         _check_device(arguments)
         if self._zero and entry is None and not self._needs_whole_matrices:

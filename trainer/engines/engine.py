@@ -50,6 +50,8 @@ class Engine(Protocol):
     takes_found_inf: bool
     """Whether `step` takes `found_inf`, so that the host need not know the loss before it queues
     the update."""
+    updates_in_backward: bool
+    """Whether the parameters have their new values after `forward_backward` already."""
 
     @property
     def loss_scale(self) -> float | None:

@@ -56,6 +56,7 @@ class FSDPEngine(TorchEngine):
         self._parts = {
             part.name: part for part in sharded.parameters if id(part.local) in in_optimizer
         }
+        self._local_of = {part.parameter: part.local for part in self._parts.values()}
         names: dict[Any, str] = {part.local: part.name for part in self._parts.values()}
         super().__init__(sharded.module, optimizer, arguments, names)
 
@@ -77,11 +78,25 @@ class FSDPEngine(TorchEngine):
     def begin_micro_batch(self, *, is_last: bool) -> None:
         self._sharded.sync_gradients(is_last or self._exchanges_each_pass)
 
+    def list_trained(self) -> list[Any]:
+        return list(self._local_of)
+
+    def move_gradient(self, parameter: Any) -> Any:
+        gradient = parameter.grad
+        parameter.grad = None
+        local = self._local_of[parameter]
+        local.grad = None if gradient is None else gradient.to_local()
+        return local
+
+    def write_back(self, parameter: Any, updated: Any) -> None:
+        pass  # they have the same memory
+
+    def take_norm(self) -> Tensor:
+        return self._updates.take_norm(self._names, self._mesh, self._shard_group)
+
     def step(self, found_inf: Tensor | None = None) -> StepOutcome:
-        for part in self._parts.values():
-            gradient = part.parameter.grad
-            part.local.grad = None if gradient is None else gradient.to_local()
-            part.parameter.grad = None
+        for parameter in () if self.updates_in_backward else self._local_of:
+            self.move_gradient(parameter)
         outcome = super().step(found_inf)
         for buffer in self._buffers:
             assert self._mesh is not None
@@ -138,6 +153,7 @@ class FSDPEngine(TorchEngine):
                 part.fill(tensors[name])
 
     def close(self, *, whole: bool) -> None:
+        super().close(whole=whole)
         if whole:
             # The model stays split: no rank may have the memory for all of it.
             self._sharded.reshard()

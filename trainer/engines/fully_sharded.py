@@ -343,8 +343,8 @@ def _hide_lazy_values(module: nn.Module, inputs: Any, output: Any) -> Any:
     if not isinstance(output, ModelOutput):
         return None
     loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor) and loss._is_view():
-        # `fully_shard` warns of views, which must not be changed in place.
+    if isinstance(loss, Tensor):
+        # `fully_shard` warns of outputs that are views, because these must not be changed in place.
         vars(output)["loss"] = loss.clone()
     shown: dict[str, Any] = {"output": _HiddenOutput(output)}
     for name, value in vars(output).items():

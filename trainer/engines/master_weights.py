@@ -59,6 +59,10 @@ class MasterWeights:
             torch.ops.aten._foreach_add_(*zip(*added, strict=True))
         self._already_added.clear()
 
+    def find(self, parameter: Any) -> Any:
+        """Returns the master weight of a parameter, or the parameter itself if it has none."""
+        return self._master_by_parameter.get(parameter, parameter)
+
     @torch.no_grad()
     def accumulate_in_one_tensor(self, parameters: list[Tensor], gradients: list[Tensor]) -> Tensor:
         """Adds gradients of parameters to those of their master weights, and moves the sums into

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...models.blocks.stack import BlockList
 from ...models.config import ModelConfig
+from ...models.parallel_config import Recompute
 from ...mpu import context_size, tp_size
 from ..arguments.training_arguments import TrainingArguments
 from ..environments import ENVIRONMENTS
@@ -131,9 +133,14 @@ def compile_model(model: nn.Module, backend: str) -> None:
         block.compile(backend=backend, fullgraph=True)
 
 
-def _recompute(model: Any, mode: str) -> None:
+def _recompute(model: Any, mode: Recompute) -> None:
     if isinstance(getattr(model, "config", None), ModelConfig):
         set_recompute(model, mode)
+    elif mode == "offload":
+        raise ValueError(
+            f"recompute='offload' is for models of the zoo, and this is a {type(model).__name__}; use "
+            "recompute='full'"
+        )
     elif hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
@@ -143,11 +150,12 @@ def _recompute(model: Any, mode: str) -> None:
         )
 
 
-def set_recompute(model: nn.Module, mode: str) -> None:
-    """Sets which activations a model of the zoo recomputes: "none", "selective" or "full"."""
+def set_recompute(model: nn.Module, mode: Recompute) -> None:
+    """Sets which activations a model of the zoo recomputes, as `ParallelConfig.recompute` says."""
+    for blocks in model.modules():
+        if isinstance(blocks, BlockList):
+            blocks.set_recompute(mode)
     module: Any
     for module in model.modules():
-        if hasattr(module, "recompute_blocks"):
-            module.recompute_blocks = mode == "full"
         if isinstance(getattr(module, "recompute", None), bool):
             module.recompute = mode == "selective"

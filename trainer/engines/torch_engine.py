@@ -13,6 +13,7 @@ from ..arguments.training_arguments import TrainingArguments
 from ..launch.phase import phase
 from ..optimizers.adamw import AdamW, clip_gradients
 from ..precisions import PRECISIONS
+from .backward_updates import BackwardUpdates
 from .engine import Forward, StepOutcome
 from .master_weights import MasterWeights
 from .state import load_state_tensors, model_tensors, state_tensors
@@ -38,6 +39,7 @@ class TorchEngine:
         self.model: Any = model
         self.optimizer = optimizer
         self.applied_steps = 0
+        self._hooks: list[Any] = []
         self._clip_grad = arguments.clip_grad
         self._saves_state = arguments.save_optim
 
@@ -66,6 +68,15 @@ class TorchEngine:
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.takes_found_inf = self._scaler is None and is_fused
 
+        self.updates_in_backward = arguments.optimizer_in_backward
+        if self.updates_in_backward:
+            self.takes_found_inf = False
+            self._updates = BackwardUpdates(optimizer)
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(self._update_in_backward)
+                for parameter in self.list_trained()
+            ]
+
     @property
     def loss_scale(self) -> float | None:
         return self._scaler.get_scale() if self._scaler else None
@@ -92,7 +103,34 @@ class TorchEngine:
             loss.backward()
         self._masters.accumulate_grads()
 
+    def list_trained(self) -> list[Any]:
+        """Returns the parameters whose gradients a backward pass completes one after another."""
+        parameter_of = {master: parameter for parameter, master in self._masters.pairs}
+        return [parameter_of.get(updated, updated) for updated in self._names]
+
+    @torch.no_grad()
+    def _update_in_backward(self, parameter: Any) -> None:
+        """Updates a parameter whose gradient is complete, and frees the gradient."""
+        updated = self.move_gradient(parameter)
+        self._updates.update(updated)
+        if updated is not parameter and not getattr(self.optimizer, "has_rounded", False):
+            self.write_back(parameter, updated)
+
+    def move_gradient(self, parameter: Any) -> Any:
+        """Moves a parameter's gradient to what the optimizer updates in its place, and returns
+        that.
+        """
+        self._masters.accumulate_grads()
+        return self._masters.find(parameter)
+
+    def write_back(self, parameter: Any, updated: Any) -> None:
+        """Gives a parameter the new value of what the optimizer has updated in its place."""
+        parameter.copy_(updated)
+
     def step(self, found_inf: Tensor | None = None) -> StepOutcome:
+        if self.updates_in_backward:
+            self._end_step(applied=True)
+            return StepOutcome(self.take_norm(), applied=True)
         if self._scaler:
             self._scaler.unscale_(self.optimizer)
         norm = self.clip()
@@ -109,14 +147,20 @@ class TorchEngine:
             applied = self._scaler.get_scale() >= scale
         else:
             self.optimizer.step()
-        self.applied_steps += applied
-
-        if self.applied_steps == 1 and self._saves_state:
-            self.optimizer_tensors()  # raises now if the states cannot be saved
+        self._end_step(applied=applied)
         if not getattr(self.optimizer, "has_rounded", False):
             self._masters.update_parameters()
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutcome(norm, applied)
+
+    def _end_step(self, *, applied: bool) -> None:
+        self.applied_steps += applied
+        if self.applied_steps == 1 and self._saves_state:
+            self.optimizer_tensors()  # raises now if the states cannot be saved
+
+    def take_norm(self) -> Tensor:
+        """Returns the norm of the gradients that the last backward pass has used up, []."""
+        return self._updates.take_norm(self._names, None, None)
 
     def clip(self) -> Tensor:
         """Clips the gradients, and returns their norm before, []."""
@@ -151,4 +195,5 @@ class TorchEngine:
             self._scaler.load_state_dict(scaling)
 
     def close(self, *, whole: bool) -> None:
-        pass
+        for hook in self._hooks:
+            hook.remove()

@@ -151,7 +151,8 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
     # until the backward pass of the first embedding. If gradients grow during the backward pass,
     # the head's is counted among them.
     table = e * model.table.local if model.table else 0
-    from_head = table if model.is_tied and not engine.grown else 0
+    sums_table = not engine.grown and not job.fsdp  # FSDP gathers the table with its gradient
+    from_head = table if model.is_tied and sums_table else 0
     from_decoder = table if not model.is_tied else 0
 
     moments: list[Moment] = []
@@ -205,7 +206,7 @@ def _moments(model: ModelMemory, engine: EngineMemory, job: Job) -> list[Moment]
         everything,
         0,
         0,
-        (0 if engine.grown else table) + model.pieces * table,
+        (table if sums_table else 0) + model.pieces * table,
     )
     at("the optimizer's step", engine.stepped, 0, 0, engine.temporaries, bucket=0)
     return moments
@@ -278,7 +279,7 @@ def _torch_memory(model: ModelMemory, job: Job) -> EngineMemory:
     padded = any(size.local_shape != size.shape for size in model.trained)
     optimizer = find_optimizer(job.optimizer)
     in_parts = job.tensor_parallel_size > 1 or (padded and optimizer.padding_matters)
-    return EngineMemory(
+    memory = EngineMemory(
         parameters=model.count_parameter_bytes(job.itemsize),
         masters=0 if wide else FP32 * trained,
         states=state_bytes(optimizer, model.trained),
@@ -289,6 +290,23 @@ def _torch_memory(model: ModelMemory, job: Job) -> EngineMemory:
         bucket=0,
         temporaries=FP32 * optimizer.count_temporaries(UpdatedTensors(groups, in_parts)),
     )
+    if not job.optimizer_in_backward:
+        return memory
+    largest = max((size.local for size in model.trained), default=0)
+    gradient = FP32 * largest
+    if not wide:  # the parameter's own beside the master weight's
+        gradient += job.itemsize * largest
+    alone = UpdatedTensors([[largest]], in_parts)
+    return _free_gradients(memory, gradient + FP32 * optimizer.count_temporaries(alone))
+
+
+def _free_gradients(memory: EngineMemory, held: int) -> EngineMemory:
+    """Returns the memory of an engine that frees each gradient when it has updated the parameter.
+
+    Args:
+        held: Bytes of the gradients that exist at a time, and of what their update needs.
+    """
+    return replace(memory, held=held, grown=0.0, stepped=held, temporaries=0)
 
 
 def _fsdp_memory(model: ModelMemory, job: Job) -> EngineMemory:
@@ -305,12 +323,14 @@ def _fsdp_memory(model: ModelMemory, job: Job) -> EngineMemory:
     in_blocks = 0
     frozen_in_blocks = 0
     block = 0  # bytes that the largest one takes while it is whole
+    most_in_block = 0
     for part in model.parts:
         elements = sum(size.local for size in part.parameters)
         in_blocks += elements
         frozen_in_blocks += part.frozen
         gradients = -(-elements // max(1, part.layers))
         weights = gradients + -(-part.frozen // max(1, part.layers))
+        most_in_block = max(most_in_block, gradients)
         if job.device == "cpu":
             # The weights are freed before the gradients are copied to the fp32 buffer of the sum.
             block = max(block, e * (weights + gradients), (e + FP32) * gradients)
@@ -326,7 +346,7 @@ def _fsdp_memory(model: ModelMemory, job: Job) -> EngineMemory:
     largest = max((size.local for size in model.trained), default=0)
     updated = UpdatedTensors(groups, in_parts=True, largest_parameter=largest)
     accumulates = job.accumulation_steps > 1
-    return EngineMemory(
+    memory = EngineMemory(
         parameters=FP32 * -(-every // ranks),
         masters=0,
         states=state_bytes(optimizer, model.trained, own),
@@ -337,6 +357,12 @@ def _fsdp_memory(model: ModelMemory, job: Job) -> EngineMemory:
         bucket=gathered,
         temporaries=FP32 * optimizer.count_temporaries(updated),
     )
+    if not job.optimizer_in_backward:
+        return memory
+    # The gradients of a block are exchanged together, and then those of what is outside.
+    rows = -(-max(outside, most_in_block) // ranks)
+    alone = UpdatedTensors([[-(-largest // ranks)]], in_parts=True, largest_parameter=largest)
+    return _free_gradients(memory, FP32 * (rows + optimizer.count_temporaries(alone)))
 
 
 def _deepspeed_without_zero_memory(model: ModelMemory, job: Job) -> EngineMemory:

@@ -34,13 +34,13 @@ from ...models.config import ModelConfig
 from ...models.language_model import LanguageModel
 from ...models.lora import attach_factors, lora_config
 from ...models.packing import find_packed_matrices
-from ...models.parallel_config import ContextExchange, ParallelConfig
+from ...models.parallel_config import ContextExchange, ParallelConfig, Recompute
 from ...models.registry import family
 from ...models.sizes import ParameterSize, is_embedding, measure_parameters
 from ...mpu.packed import PIECE_BYTES, count_packed_bytes
 from ...ops.packing import PackedFormat
 from ..engines.precision import DTYPES
-from ..optimizers.registry import ELEMENTWISE_NAMES, OptimizerName, find_optimizer
+from ..optimizers.registry import ELEMENTWISE_NAMES, LONE_STEP_NAMES, OptimizerName, find_optimizer
 from ..precisions import PRECISIONS, PrecisionName
 
 
@@ -323,9 +323,10 @@ def _refuse_what_is_not_estimated(config: Any, job: Job) -> None:
             f"{kind} is not a family of the zoo, so its experts cannot be dealt; use one "
             "expert-parallel rank"
         )
-    if job.recompute == "selective":
+    if job.recompute in ("selective", "offload"):
         raise ValueError(
-            f"{kind} is not a family of the zoo; use recompute 'none' or 'full', not 'selective'"
+            f"{kind} is not a family of the zoo; use recompute 'none' or 'full', not "
+            f"{job.recompute!r}"
         )
     if config.is_encoder_decoder:
         raise ValueError(
@@ -413,6 +414,7 @@ class Job:
         fsdp: Whether torch's FSDP2 splits parameters, gradients and optimizer state over the
             data-parallel ranks.
         pipeline_blocks: Blocks of each pipeline stage; by default, equal numbers.
+        optimizer_in_backward: Whether each parameter is updated as soon as it has its gradient.
         precision: Precision of parameters, activations and gradients. The optimizer keeps fp32
             copies of 16-bit parameters.
         lora_rank, lora_target_modules: Those of LoRA weights, which alone are trained; 0 for none.
@@ -436,9 +438,10 @@ class Job:
     zero_stage: Literal[0, 1, 2, 3] | None = None
     fsdp: bool = False
     sequence_parallel: bool = False
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     precision: PrecisionName = "bf16"
     optimizer: OptimizerName = "adamw"
+    optimizer_in_backward: bool = False
     frozen: tuple[Literal["embeddings", "encoder", "decoder"], ...] = ()
     lora_rank: int = 0
     lora_target_modules: str | tuple[str, ...] | None = None
@@ -513,6 +516,15 @@ class Job:
             raise ValueError(
                 f"{self.optimizer} has states in blocks of whole parameters, so it works without "
                 "DeepSpeed, FSDP, tensor and context parallelism only"
+            )
+        if self.optimizer_in_backward and (
+            self.accumulation_steps > 1
+            or not find_optimizer(self.optimizer).lone_step_classes
+            or (not self.fsdp and (self.stage is not None or self.replicas > 1))
+        ):
+            raise ValueError(
+                "optimizer_in_backward works for one micro-batch a step, in one process or with fsdp, "
+                f"with {' or '.join(LONE_STEP_NAMES)}"
             )
         if self.stage == 0 and self.itemsize == 2:
             raise ValueError(

@@ -67,7 +67,10 @@ class AdamW(torch.optim.AdamW):
                 step=float(step),
             )
         # Autograd must notice that tensors which it may have saved for a gradient have changed.
-        torch.autograd.graph.increment_version(list(self.rounded.values()))
+        written = [
+            self.rounded[tensors[0]] for _, tensors, _ in updates if tensors[0] in self.rounded
+        ]
+        torch.autograd.graph.increment_version(written)
         return None
 
     def _step_of_torch(self, closure: Any, factor: Tensor | None) -> Any:

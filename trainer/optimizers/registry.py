@@ -104,6 +104,8 @@ class OptimizerEntry:
             `element_states`. Such an optimizer gets them in parameter groups of their own, which
             have `is_hidden_matrix`.
         own_arguments: Arguments that only this optimizer reads; others refuse them.
+        lone_step_classes: The classes that it is built as, if their `step` may be called for one
+            parameter at a time, because all that they keep belongs to parameters.
         count_state_bytes: Returns the bytes of the states of a tensor from its number of elements,
             if they are not fp32 elements: quantized states, which have blocks of whole parameters.
             Only engines that split nothing take such an optimizer.
@@ -123,6 +125,7 @@ class OptimizerEntry:
     counts_steps_by_group: bool = False
     hidden_matrix_states: tuple[str, ...] | None = None
     own_arguments: tuple[str, ...] = ()
+    lone_step_classes: tuple[str, ...] = ()
     count_state_bytes: Callable[[int], int] | None = None
 
     @property
@@ -260,6 +263,7 @@ OPTIMIZERS = {
             other_names=("adam",),  # FlagAI's name
             deepspeed_types=("adam", "adamw", "fusedadam"),
             class_names=("AdamW", "Adam"),
+            lone_step_classes=("AdamW",),
         ),
         OptimizerEntry(
             name="adafactor",
@@ -271,6 +275,7 @@ OPTIMIZERS = {
             count_matrix_state=_count_factored_state,
             padding_matters=True,
             own_arguments=("relative_step", "scale_parameter"),
+            lone_step_classes=("Adafactor",),
         ),
         OptimizerEntry(
             name="lion",
@@ -293,6 +298,7 @@ OPTIMIZERS = {
             # In fp32: weight, gradient, both states, the update's numerator and denominator.
             count_temporaries=lambda sizes: 6 * sizes.largest_tensor,
             other_names=("adamw_torch_8bit",),  # transformers'
+            lone_step_classes=("AdamW8bit",),
             count_state_bytes=_count_8bit_state,
         ),
         OptimizerEntry(
@@ -325,6 +331,8 @@ ELEMENTWISE_NAMES = tuple(
 WHOLE_MATRIX_NAMES = tuple(
     name for name, entry in ENTRIES_BY_NAME.items() if not entry.is_elementwise
 )
+LONE_STEP_NAMES = tuple(entry.name for entry in OPTIMIZERS.values() if entry.lone_step_classes)
+LONE_STEP_CLASSES = tuple(name for entry in OPTIMIZERS.values() for name in entry.lone_step_classes)
 ELEMENTWISE_CLASSES = {
     class_name: entry for entry in OPTIMIZERS.values() for class_name in entry.class_names
 }
