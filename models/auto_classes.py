@@ -107,7 +107,7 @@ class AutoModelClass:
         for head in cls.heads:
             for name, architecture in facts.architectures.items():
                 is_other = head == "Model" and name.endswith(
-                    ("HeadModel", "HeadsModel", "EncoderModel")
+                    ("HeadModel", "HeadsModel", "MTModel", "EncoderModel")
                 )
                 if name.endswith(head) and not is_other:
                     return architecture

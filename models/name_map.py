@@ -146,7 +146,7 @@ class NameMap:
     def to_module_name(self, stored_name: str, architecture: str) -> str:
         """Returns the name of an entry's tensor in transformers' module of an architecture."""
         name = self.to_hf_name(stored_name, architecture)
-        has_head = architecture.endswith(("HeadModel", "HeadsModel"))
+        has_head = architecture.endswith(("HeadModel", "HeadsModel", "MTModel"))
         is_body = architecture.endswith("Model") and not has_head
         if is_body:
             return name.removeprefix(self.prefix)

@@ -96,6 +96,8 @@ def test_auto_classes(folders):
         built = getattr(zoo, auto).from_config(model.config, torch_dtype="bfloat16")
         assert type(built).__name__ == expected
         assert built.dtype == torch.bfloat16
+    # MarianMTModel has a head.
+    assert zoo.AutoModel.find_class(zoo.family("marian")) is zoo.MarianModel
     with pytest.raises(ValueError, match="gpt2 has no architecture …ForMaskedLM"):
         zoo.AutoModelForMaskedLM.from_pretrained(folders["GPT2LMHeadModel"])
 
