@@ -69,6 +69,26 @@ def pytest_configure(config: Any) -> None:
         is_model = isinstance(ours, type) and issubclass(ours, torch.nn.Module)
         if is_model and hasattr(transformers, name):
             setattr(sys.modules["transformers"], name, ours)
+    use_zoo_in_decoder_tests(zoo)
+
+
+def use_zoo_in_decoder_tests(zoo: Any) -> None:
+    """Lets the tests that all decoders share find the zoo's classes, by their names.
+
+    Their own way looks for `PreTrainedModel` among the bases of a class. Configurations are transformers', as in the
+    tests of other families, which import them.
+    """
+    import transformers
+    from tests.causal_lm_tester import _COMMON_MODEL_NAMES_MAP, CausalLMModelTester
+
+    def find_classes(tester: Any) -> None:
+        family = tester.base_model_class.__name__.removesuffix("Model")
+        for attribute, ending in _COMMON_MODEL_NAMES_MAP.items():
+            if getattr(tester, attribute) is None:
+                classes = transformers if ending == "Config" else zoo
+                setattr(tester, attribute, getattr(classes, family + ending, None))
+
+    CausalLMModelTester._verify_and_infer_model_attributes = classmethod(find_classes)
 
 
 def run_family(arguments: Arguments, family: str, side: str) -> Path:
