@@ -34,10 +34,14 @@ def visit_loading(mesh: Any, folder: Path, name: str, found: dict[str, Any]) -> 
     found["dtype"] = str(model.dtype)
     found["half"] = str(load(mesh, folder, name, dtype="bfloat16", device_map="cpu").dtype)
     found["attention"] = model.config._attn_implementation
-    for refused in ({"load_in_4bit": True}, {"tp_plan": "auto"}, {"device_map": "balanced"}):
-        with pytest.raises(ValueError) as caught:
-            load(mesh, folder, name, **refused)
-        found[f"refused {refused}"] = str(caught.value)
+    for option, value in {
+        "load_in_4bit": True,
+        "tp_plan": "auto",
+        "device_map": "balanced",
+    }.items():
+        with pytest.raises(ValueError, match=option) as caught:
+            load(mesh, folder, name, **{option: value})
+        found[f"refused {option}"] = str(caught.value)
     again = getattr(zoo, name).from_config(model.config, mesh=mesh)
     found["built"] = again.num_parameters()
 
@@ -50,7 +54,7 @@ def visit_configuration(model: Any, found: dict[str, Any]) -> None:
     config.pad_token_id = 3
     config.a_note = "kept"
     found["changed"] = (config.pad_token_id, config.a_note, config.return_dict, config.use_cache)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="before the model is built") as caught:
         config.hidden_size = 64
     found["refused size"] = str(caught.value)
     config.pad_token_id = 0
