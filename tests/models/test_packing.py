@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from matrix import find_class
 from parity import randomize
 from tiny_models import hf_model, tiny
 
@@ -62,12 +63,13 @@ def test_restarting_positions_keep_the_pieces_apart_as_in_transformers(architect
 ALL = [
     *DECODERS, "BertModel", "RobertaModel", "DistilBertModel", "ElectraModel", "ModernBertModel",
     "T5Model", "UMT5Model", "T5EncoderModel", "BartModel", "MBartModel", "M2M100Model", "BartForCausalLM",
+    "BartEncoder", "M2M100Encoder",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", ALL)
 def test_numbered_pieces_give_what_each_gives_alone(architecture):
-    kind = getattr(transformers, architecture).config_class.model_type
+    kind = find_class(architecture).config_class.model_type
     values = tiny(kind, architectures=[architecture], **DECODERS.get(architecture, {}))
     model = shardzoo.from_config(values).eval()
     randomize(model, 1)
