@@ -181,19 +181,27 @@ def test_a_rank_keeps_what_the_formula_says(name, tp, sequence_parallel, run_mes
     assert max(b - a for a, b in zip(fewer, more, strict=True)) == expected
 
 
-@pytest.mark.parametrize("name", ["t5", "umt5"])
-def test_an_encoder_alone_keeps_no_decoder(name):
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("t5", "T5ForTokenClassification"),
+        ("umt5", "UMT5ForTokenClassification"),
+        ("bart", "BartEncoder"),
+        ("m2m_100", "M2M100Encoder"),
+    ],
+)
+def test_an_encoder_alone_keeps_no_decoder(name, architecture):
     def kept(layers):
         model = from_config(config_of(layers)).train()
         ids = torch.arange(SIZE * SOURCE).view(SIZE, SOURCE) % 37 + 5
         for _ in range(2):  # the second key knows no uses, so each dropout keeps keys of its own
             mpu.dropout_state.set(0, 0)
+        if architecture.endswith("Encoder"):
+            return kept_bytes(lambda: model(ids).last_hidden_state.sum(), model.parameters())
         return kept_bytes(lambda: model(ids, labels=ids % 2).loss, model.parameters())
 
     def config_of(layers):
-        return config_from_dict(
-            tiny(name, 0.1, layers=layers, architectures=[f"{name.upper()}ForTokenClassification"])
-        )
+        return config_from_dict(tiny(name, 0.1, layers=layers, architectures=[architecture]))
 
     (stack,) = family(name).activations(config_of(1)).stacks
     assert kept(2) - kept(1) == block_bytes(stack, Batch(SIZE, SOURCE), Layout(4)).kept
