@@ -1,7 +1,7 @@
 """Trains a T5 on one long sequence that several processes share, and prints a rank's memory and time.
 
     python benchmarks/context.py --lengths 8192 16384 32768 65536 --contexts 1 2 4 --exchange heads
-    python benchmarks/context.py --lengths 8192 --contexts 1 2 --tensors 1 2 --steps 3
+    python benchmarks/context.py --lengths 8192 --contexts 1 2 --tensors 1 2 --steps 3 --keep-freed
 
 The model has 4 + 4 layers of width 512 with a trained bias by distance, dropout 0.1, fp32, random weights; the
 target has an eighth of the source's tokens. Every rank is a process with one thread (`--threads`). The memory of a
@@ -19,6 +19,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 # Freed blocks go back to the system at once, so that the peak is what the step needs; set before the process starts.
 # They are mapped again each time, which takes time, so that steps are timed with `--keep-freed`.
@@ -60,7 +61,7 @@ def main() -> int:
     import tyro
 
     arguments = tyro.cli(Arguments, description=__doc__)
-    results: list[dict[str, float]] = []
+    results: list[dict[str, Any]] = []
     wrong = False
     for length in arguments.lengths:
         layouts = [(context, 1) for context in arguments.contexts]
@@ -86,7 +87,7 @@ def main() -> int:
     return int(wrong)
 
 
-def run_ranks(length: int, context: int, tensor: int, arguments: Arguments) -> dict[str, float]:
+def run_ranks(length: int, context: int, tensor: int, arguments: Arguments) -> dict[str, Any]:
     """Returns the loss, the largest memory of a rank and the seconds of a step."""
     ranks = context * tensor
     with socket.socket() as free:
@@ -129,6 +130,7 @@ def run_ranks(length: int, context: int, tensor: int, arguments: Arguments) -> d
         "length": length,
         "context": context,
         "tensor": tensor,
+        "recompute": arguments.recompute,
         "loss": found[0][0],
         "gib": max(each[1] for each in found),
         "seconds": max(each[2] for each in found),

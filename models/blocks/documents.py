@@ -73,6 +73,7 @@ class Documents:
         self.reach = reach
         self._spans: dict[int, list[tuple[int, int, int]] | None] = {}
         self._plans: dict[tuple[int, int, int, bool], DocumentPlan | None] = {}
+        self._shared: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {}
 
     def to_tensor(self) -> Tensor:
         """Returns the complete mask, bool [B or 1, 1, S, S]."""
@@ -113,9 +114,13 @@ class Documents:
         """Returns the documents that lie on several ranks, each with `share` tokens of every sample;
         see `find_spans`.
         """
-        spans = self.find_spans(batch)
-        assert spans is not None
-        return tuple(span for span in spans if span[1] // share != (span[2] - 1) // share)
+        name = (batch, share)
+        if name not in self._shared:
+            spans = self.find_spans(batch)
+            assert spans is not None
+            shared = [span for span in spans if span[1] // share != (span[2] - 1) // share]
+            self._shared[name] = tuple(shared)
+        return self._shared[name]
 
     def plan(self, batch: int, first: int, end: int) -> DocumentPlan:
         """Returns how the queries [first, end) of each sample are computed with the keys of whole

@@ -34,6 +34,10 @@ ARGUMENTS = [
         "experiment_name='a' is not supported in fine-tuning; set --output-dir",
     ),
     (
+        {"document_mask": False},
+        "document_mask=False: samples that `packing` puts into one row never see one another",
+    ),
+    (
         {"torch_compile_backend": "zzz"},
         "torch_compile_backend must be one of .*inductor.*, not 'zzz'",
     ),
