@@ -539,7 +539,9 @@ def test_a_rank_needs_its_share_and_a_block(run_mesh):
     job = Job(
         length=8, data_parallel_size=4, fsdp=True, precision="fp32", device="cpu", padded=False
     )
-    estimated = estimate(config_from_dict(DEEP), job).peak.total - FRAMEWORK["cpu"]
+    at_peak = estimate(config_from_dict(DEEP), job).peak
+    # What is measured saves no checkpoint.
+    estimated = at_peak.total - FRAMEWORK["cpu"] - at_peak.lines["copy for checkpoints"]
     for total, block, own, states, at_start, peak in run_mesh(1, measure_memory, data=4):
         # While a block runs, its parameters and their gradients are whole, which the tenth leaves room for.
         assert own + states + peak <= 1.1 * 4 * total / 4 + block, (total, block, own, states, peak)
