@@ -19,7 +19,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # Freed blocks go back to the system at once, so that the peak is what the step needs; set before the process starts.
 # They are mapped again each time, which takes time, so that steps are timed with `--keep-freed`.
@@ -43,8 +43,8 @@ class Arguments:
     """Layers of the encoder, and of the decoder."""
     dropout: float = 0.1
     """Its rate; the ring is faster without."""
-    recompute: str = "none"
-    """What the backward pass recomputes: none, selective or full."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass recomputes."""
     steps: int = 1
     """Steps, of which the fastest counts."""
     threads: int = 1
