@@ -228,6 +228,10 @@ def from_config(
         options: Other arguments of transformers, and settings of the configuration.
     """
     taken = LoadingOptions.from_arguments(options)
+    if taken.tensor_ranks is not None:
+        raise ValueError(
+            "from_config takes no tp_plan; pass mesh=ParallelMesh(tensor_parallel_size=…)"
+        )
     read = as_config(config)
     if taken.changes:
         read = change_config(read, taken.changes, "from_config")

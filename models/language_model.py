@@ -111,17 +111,21 @@ class LanguageModel(GenerationMixin, Backbone):
 
     def unpad_logits(self, logits: Tensor) -> Tensor:
         """Returns the logits [B, S, Vp] as a forward pass returns them: without padding, [B, S, V],
-        in one process.
+        in one process, and with `returns_whole_logits`.
         """
         if tp_size(self.mesh) > 1:
-            return logits
+            if not self.returns_whole_logits:
+                return logits
+            logits = gather_from_tp(logits, self.mesh)
         return logits[..., : self.config.vocab_size]
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Returns the logits of the whole vocabulary: each rank's [B, S, Vp] -> [B, S, V]; of the
         whole sequence, if context-parallel ranks have parts of it.
         """
-        whole = gather_from_tp(logits, self.mesh)[..., : self.config.vocab_size]
+        whole = logits
+        if not self.returns_whole_logits:
+            whole = gather_from_tp(logits, self.mesh)[..., : self.config.vocab_size]
         return gather_from_context(whole, self.mesh, -2)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -32,6 +33,7 @@ from ..mpu import (
     tp_size,
 )
 from ..mpu.initialization import Receive
+from ..mpu.process_group import join_process_group
 from ..ops.packing import BITS, PackedFormat
 from .auto import as_config, build_on_meta, from_config
 from .config import ModelConfig
@@ -119,7 +121,8 @@ def from_pretrained(
             be trained, while they are read. LoRA weights can be added to them (`adapter`,
             `models.lora.add_lora`).
         options: The other arguments of transformers' `from_pretrained`; see
-            docs/transformers-compatibility.md. What is none of them is a setting of the
+            docs/transformers-compatibility.md. `tp_plan="auto"` splits the model over all
+            processes, and its outputs have the logits of the whole vocabulary. What is none of them is a setting of the
             configuration, such as `num_labels=3`.
 
     Returns:
@@ -133,6 +136,8 @@ def from_pretrained(
     """
     check_default_device()
     taken = LoadingOptions.from_arguments(options)
+    if taken.tensor_ranks is not None:
+        mesh = _make_mesh(mesh, taken.tensor_ranks)
     wanted_dtype = read_dtype(dtype, torch_dtype)
     place = read_device(device, device_map, mesh)
     if base_precision is not None:
@@ -233,6 +238,8 @@ def from_pretrained(
     note_attention(model.config, taken.attention)
     if issubclass(type(model), GenerationMixin):
         model.generation_config = GenerationConfig.from_folder(folder, settings)
+    if taken.tensor_ranks is not None:
+        model.returns_whole_logits = True
     if adapter is not None:
         load_adapter(model, find_model(adapter, "adapter"))
     if taken.state_dict is not None:
@@ -241,6 +248,20 @@ def from_pretrained(
     if not taken.output_loading_info:
         return model
     return model, _describe_loading(native, mapped, missing, mismatched)
+
+
+def _make_mesh(mesh: ParallelMesh | None, tensor_ranks: int) -> ParallelMesh:
+    """Returns the mesh that transformers' `tp_plan` and `tp_size` mean.
+
+    Args:
+        mesh: What the caller passes beside them, which must be None.
+        tensor_ranks: The number of tensor-parallel ranks, 0 for all processes.
+    """
+    if mesh is not None:
+        raise ValueError("mesh= says how the model is split; leave tp_plan and tp_size out")
+    if tensor_ranks == 0:
+        tensor_ranks = dist.get_world_size() if join_process_group() else 1
+    return ParallelMesh(tensor_parallel_size=tensor_ranks)
 
 
 def _build_from_state(

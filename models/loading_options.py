@@ -34,7 +34,6 @@ WITHOUT_EFFECT = frozenset(
 # Arguments that are refused unless they are None, False or empty, and why.
 REFUSED = {
     "device_mesh": "pass mesh=, a ParallelMesh",
-    "distributed_config": "pass mesh=, a ParallelMesh",
     "experts_implementation": "the zoo's families have no experts",
     "from_flax": "a Flax file has to be converted by transformers first",
     "from_tf": "a TensorFlow file has to be converted by transformers first",
@@ -49,8 +48,6 @@ REFUSED = {
     "offload_state_dict": "a rank reads only its own part, so there is nothing to offload",
     "proxies": "the Hub's client takes them from the environment: HTTPS_PROXY",
     "quantization_config": "quantized models are not supported",
-    "tp_plan": "pass mesh=ParallelMesh(tensor_parallel_size=…)",
-    "tp_size": "pass mesh=ParallelMesh(tensor_parallel_size=…)",
     "use_kernels": "SHARDZOO_KERNELS chooses the kernels",
     "variant": "name the folder with the files of the variant",
 }
@@ -84,6 +81,8 @@ class LoadingOptions:
         output_loading_info: Return what was missing, too.
         state_dict: The tensors to load instead of the folder's.
         attention: The name of an implementation of attention, which the configuration notes.
+        tensor_ranks: The number of tensor-parallel ranks that transformers' arguments ask for, 0
+            for all processes; None if they ask for no split.
     """
 
     hub: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -95,6 +94,7 @@ class LoadingOptions:
     output_loading_info: bool = False
     state_dict: Any = None
     attention: str | None = None
+    tensor_ranks: int | None = None
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> LoadingOptions:
@@ -103,10 +103,12 @@ class LoadingOptions:
         Raises:
             ValueError: An argument is refused.
         """
-        own = {known.name for known in fields(cls)} - {"hub", "changes", "attention"}
+        own = {known.name for known in fields(cls)}
+        own -= {"hub", "changes", "attention", "tensor_ranks"}
         found: dict[str, Any] = {}
         hub: dict[str, Any] = {}
         changes: dict[str, Any] = {}
+        splitting: dict[str, Any] = {}
         attention: str | None = None
         for name, value in arguments.items():
             if name in own:
@@ -117,6 +119,8 @@ class LoadingOptions:
             elif name == "attn_implementation":
                 check_attention(value)
                 attention = value
+            elif name in ("tp_plan", "tp_size", "distributed_config"):
+                splitting[name] = value
             elif name == "weights_only":
                 if value is False:
                     raise ValueError("weights_only must be True: no pickle is ever run")
@@ -126,7 +130,59 @@ class LoadingOptions:
             elif name not in WITHOUT_EFFECT:
                 changes[name] = value
         found["subfolder"] = found.get("subfolder") or ""
-        return cls(hub=hub, changes=changes, attention=attention, **found)
+        return cls(
+            hub=hub,
+            changes=changes,
+            attention=attention,
+            tensor_ranks=read_tensor_ranks(**splitting),
+            **found,
+        )
+
+
+def read_tensor_ranks(
+    tp_plan: Any = None, tp_size: Any = None, distributed_config: Any = None
+) -> int | None:
+    """Returns over how many tensor-parallel ranks transformers' arguments split a model.
+
+    Args:
+        tp_plan: "auto" splits it over all processes.
+        tp_size: The number of ranks.
+        distributed_config: transformers' `DistributedConfig`, or a dict of its fields, instead.
+
+    Returns:
+        The number, 0 for all processes, or None if no argument asks for a split.
+
+    Raises:
+        ValueError: They ask for a plan of their own, or for another axis.
+    """
+    if distributed_config is not None:
+        if isinstance(distributed_config, Mapping):
+            values = dict(cast(Mapping[str, Any], distributed_config))
+        else:
+            values = dict(vars(distributed_config))
+        tp_plan = values.pop("tp_plan", tp_plan)
+        tp_size = values.pop("tp_size", tp_size)
+        for name, value in values.items():
+            is_size = name.endswith("_size") and value not in (None, 1)
+            is_choice = name.startswith("enable_") and value
+            if is_size or is_choice:
+                raise ValueError(
+                    f"distributed_config has {name}={shown(value)}, but from_pretrained splits over "
+                    "tensor-parallel ranks alone; see mesh=, a ParallelMesh, and the Trainer's "
+                    "env_type='fsdp'"
+                )
+    if tp_plan not in (None, "auto"):
+        raise ValueError(
+            f"tp_plan={shown(tp_plan)} is not supported: each parameter declares how it is split; "
+            "pass tp_plan='auto'"
+        )
+    if tp_size is None and tp_plan is None:
+        return None
+    if tp_size is None:
+        return 0
+    if type(tp_size) is not int or tp_size < 1:
+        raise ValueError(f"tp_size must be a positive integer, not {shown(tp_size)}")
+    return tp_size
 
 
 def check_default_device() -> None:

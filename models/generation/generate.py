@@ -699,14 +699,16 @@ def find_device(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Generator[None]:
+def evaluating(model: Any) -> Generator[None]:
     """Puts the model in evaluation mode for the duration of the context, in which its weights must
-    not change. Context-parallel ranks each compute whole sequences there.
+    not change. Its logits are split there, and context-parallel ranks each compute whole sequences.
     """
     was_training = model.training
     model.eval()
     try:
-        with cache_shared_heads(model), whole_sequences(getattr(model, "mesh", None)):
+        split = model.keeping_logits_split()
+        whole = whole_sequences(getattr(model, "mesh", None))
+        with cache_shared_heads(model), split, whole:
             yield
     finally:
         model.train(was_training)

@@ -110,8 +110,13 @@ class GenerationConfig:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def to_json_string(self) -> str:
-        """Returns the text of a `generation_config.json`."""
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+        """Returns the text of a `generation_config.json`.
+
+        A `compile_config` is an object of transformers that changes nothing, and is left out.
+        """
+        values = self.to_dict()
+        values.pop("compile_config", None)
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
     def update(self, **settings: Any) -> dict[str, Any]:
         """Stores settings of `generate`. Returns those that `generate` does not know."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
@@ -24,6 +25,10 @@ class GenerationMixin:
     """What the model generates: the continuation of a prompt, an encoder-decoder's answer to a
     prompt, the text of blanks, or the tokens at masked positions."""
 
+    returns_whole_logits: bool = False
+    """Whether outputs have the logits of the whole vocabulary on every tensor-parallel rank, as
+    `from_pretrained(tp_plan="auto")` promises."""
+
     _generation_config: GenerationConfig | None = None
 
     @property
@@ -39,6 +44,16 @@ class GenerationMixin:
     @generation_config.setter
     def generation_config(self, settings: Any) -> None:
         self._generation_config = GenerationConfig.from_object(settings)
+
+    @contextmanager
+    def keeping_logits_split(self) -> Generator[None]:
+        """A context in which outputs have this rank's columns of the logits in any case."""
+        before = self.returns_whole_logits
+        self.returns_whole_logits = False
+        try:
+            yield
+        finally:
+            self.returns_whole_logits = before
 
     @property
     def decoder_blocks(self) -> BlockList:

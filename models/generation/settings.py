@@ -31,7 +31,6 @@ REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
     "token_healing": ((), "shorten the prompt by its last token, and force it by a processor"),
     "prefill_chunk_size": ((), "a prompt is processed at once"),
     "continuous_batching_config": ((), "the rows of a batch start together"),
-    "compile_config": ((), "decoding is not compiled"),
     "use_mtp": ((), "the models have no heads for later tokens"),
     "speculation_type": ((), "drafts come from an assistant_model or from the prompt"),
     "assistant_tokenizer": ((), "an assistant_model must have the model's vocabulary"),
@@ -53,13 +52,13 @@ _CHANGE_NO_TOKEN = (
     "low_memory",
     "prefill_chunk_size",
     "continuous_batching_config",
-    "compile_config",
     "cache_config",
 )
 """Those that a model's file may have, because they decide only how transformers decodes."""
 
 WITHOUT_EFFECT = (
     "max_cache_len",
+    "compile_config",
     "disable_compile",
     "logits_to_keep",
     "target_lookbehind",

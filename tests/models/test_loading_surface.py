@@ -121,7 +121,9 @@ def test_every_argument_is_taken_or_refused_with_its_reason(folders):
         ({"load_in_8bit": True}, "load_in_8bit=True is not supported: base_precision="),
         ({"device_map": "balanced"}, "device_map='balanced' puts the model on several devices"),
         ({"device_map": {"bert": 0, "cls": 1}}, "puts the model on 2 devices"),
-        ({"tp_plan": "auto"}, "pass mesh=ParallelMesh"),
+        ({"tp_plan": {"lm_head": "colwise"}}, "each parameter declares how it is split"),
+        ({"tp_size": 2}, "tensor_parallel_size 2 need a multiple of 2 processes"),
+        ({"distributed_config": {"tp_size": 1, "fsdp_size": 2}}, "has fsdp_size=2"),
         ({"attn_implementation": "fast"}, '"fast"` is not supported: it must be one of eager'),
         ({"dtype": "int8"}, "dtype must be a floating-point type"),
         ({"use_safetensors": False}, "has safetensors"),
@@ -131,6 +133,8 @@ def test_every_argument_is_taken_or_refused_with_its_reason(folders):
     ):
         with pytest.raises(ValueError, match=message):
             shardzoo.from_pretrained(folder, **options)
+    with pytest.raises(ValueError, match="from_config takes no tp_plan"):
+        shardzoo.from_config(model.config, tp_plan="auto")
 
 
 def test_labels_and_mismatched_sizes(folders, tmp_path):
@@ -196,6 +200,42 @@ def test_split_models(folders, run_mesh):
     (whole,) = run_mesh(1, classify, folders["BertForMaskedLM"])
     for split in run_mesh(2, classify, folders["BertForMaskedLM"]):
         torch.testing.assert_close(split, whole)
+
+
+def use_a_plan(mesh, folders):
+    """What code for transformers' own tensor parallelism gets: whole logits, a loss, tokens."""
+    from transformers.distributed import DistributedConfig
+
+    import shardzoo
+
+    found = []
+    for name in ("BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"):
+        more = {"decoder_input_ids": IDS.flip(1)} if name.startswith("T5") else {}
+        options = {"tp_plan": "auto"}
+        if name.startswith("T5"):
+            options = {"distributed_config": DistributedConfig(tp_size=2)}
+        if mesh.tp_size == 1:
+            options = {}
+        model = shardzoo.from_pretrained(folders[name], **options)
+        assert (model.mesh is None) == (mesh.tp_size == 1)
+        output = model(IDS, labels=IDS)
+        output.logits.float().square().mean().backward()
+        bias = next(value.grad for key, value in model.named_parameters() if "norm" in key)
+        found += [output.loss.detach(), output.logits.detach(), bias]
+        assert torch.equal(model.gather_logits(output.logits), output.logits)
+        if model.can_generate():
+            found.append(model.generate(IDS, max_new_tokens=4))
+            assert model(IDS, **more).logits.shape[-1] == model.config.vocab_size
+    if mesh.tp_size > 1:
+        with pytest.raises(ValueError, match="leave tp_plan and tp_size out"):
+            shardzoo.from_pretrained(folders["BertForMaskedLM"], mesh, tp_plan="auto")
+    return found
+
+
+def test_a_plan_of_transformers_splits_over_all_processes(folders, run_mesh):
+    (whole,) = run_mesh(1, use_a_plan, folders)
+    for split in run_mesh(2, use_a_plan, folders):
+        torch.testing.assert_close(split, whole, atol=2e-6, rtol=1e-5)
 
 
 def test_models_without_a_folder(folders):

@@ -36,7 +36,7 @@ def visit_loading(mesh: Any, folder: Path, name: str, found: dict[str, Any]) -> 
     found["attention"] = model.config._attn_implementation
     for option, value in {
         "load_in_4bit": True,
-        "tp_plan": "auto",
+        "gguf_file": "model.gguf",
         "device_map": "balanced",
     }.items():
         with pytest.raises(ValueError, match=option) as caught:
