@@ -206,10 +206,10 @@ class ShardedModel:
             "offload_policy": offload,
         }
         for block in self._blocks:
-            # The backward pass begins with the last block, whose parameters are still whole then.
-            reshards = arguments.fsdp_reshard_after_forward and block is not self._blocks[-1]
-            fully_shard(block, reshard_after_forward=reshards, **options)
-        # What is outside of the blocks is used again at once, too.
+            fully_shard(
+                block, reshard_after_forward=arguments.fsdp_reshard_after_forward, **options
+            )
+        # What is outside of the blocks is used again at once, when the backward pass begins.
         self._hooks.append(self.module.register_forward_hook(_hide_lazy_values))
         fully_shard(self.module, reshard_after_forward=False, **options)
         self._hooks.append(self.module.register_forward_hook(_show_lazy_values))
