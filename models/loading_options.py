@@ -156,10 +156,11 @@ def read_tensor_ranks(
         ValueError: They ask for a plan of their own, or for another axis.
     """
     if distributed_config is not None:
+        values: dict[str, Any] = {}
         if isinstance(distributed_config, Mapping):
-            values = dict(cast(Mapping[str, Any], distributed_config))
+            values.update(cast(Mapping[str, Any], distributed_config))
         else:
-            values = dict(vars(distributed_config))
+            values.update(vars(cast(object, distributed_config)))
         tp_plan = values.pop("tp_plan", tp_plan)
         tp_size = values.pop("tp_size", tp_size)
         for name, value in values.items():
