@@ -701,14 +701,16 @@ def find_device(model: nn.Module) -> torch.device:
 @contextmanager
 def evaluating(model: Any) -> Generator[None]:
     """Puts the model in evaluation mode for the duration of the context, in which its weights must
-    not change. Its logits are split there, and context-parallel ranks each compute whole sequences.
+    not change. A model of the zoo has split logits there, and each context-parallel rank computes
+    whole sequences.
     """
     was_training = model.training
     model.eval()
     try:
-        split = model.keeping_logits_split()
+        # A model of transformers has none.
+        keeping_logits_split = getattr(model, "keeping_logits_split", nullcontext)
         whole = whole_sequences(getattr(model, "mesh", None))
-        with cache_shared_heads(model), split, whole:
+        with cache_shared_heads(model), keeping_logits_split(), whole:
             yield
     finally:
         model.train(was_training)
