@@ -387,6 +387,14 @@ class ModelMethods(nn.Module):
             total += sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
         return total
 
+    @property
+    def dummy_inputs(self) -> dict[str, Tensor]:
+        """Tokens for a first call, [2, 5], as programs that trace a model ask for them."""
+        ids = torch.arange(10, device=self.device).view(2, 5)
+        if self.config.is_encoder_decoder:
+            return {"input_ids": ids, "decoder_input_ids": ids}
+        return {"input_ids": ids}
+
     @classmethod
     def can_generate(cls) -> bool:
         """Returns whether the model generates text from left to right."""

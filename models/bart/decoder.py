@@ -9,6 +9,7 @@ from ..blocks.cache import Cache
 from ..blocks.embeddings import embed_tokens
 from ..blocks.masks import causal_mask, find_pieces
 from ..blocks.stack import BlockList
+from ..generation.mixin import GenerationMixin
 from ..language_model import CausalLM
 from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig
@@ -88,5 +89,5 @@ class AlignedCausalLM(CausalLM):
         return labels
 
 
-class BartForCausalLM(AlignedCausalLM, BartDecoderBackbone):
+class BartForCausalLM(AlignedCausalLM, BartDecoderBackbone, GenerationMixin):
     """The decoder of BART, predicting the next token."""

@@ -32,6 +32,7 @@ from ..blocks.cache import LayerKVCache
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.stack import BlockList
+from ..generation.mixin import GenerationMixin
 from ..heads import BareModel, QuestionAnswering, SequenceClassification
 from ..language_model import VOCABULARY_MULTIPLE, vocabulary_head
 from ..parallel_config import ParallelConfig, layer_arguments
@@ -293,7 +294,7 @@ class BartLM(Seq2SeqLM):
         self.head = vocabulary_head(self, fixed_bias=self.config.final_logits_bias)
 
 
-class BartForConditionalGeneration(BartLM, BartBackbone):
+class BartForConditionalGeneration(BartLM, BartBackbone, GenerationMixin):
     """BART that answers a text with another one."""
 
 

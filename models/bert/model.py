@@ -29,6 +29,7 @@ from ..blocks.masks import causal_mask, find_pieces, key_mask, restart_positions
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.stack import BlockList
+from ..generation.mixin import GenerationMixin
 from ..heads import (
     BareModel,
     MultipleChoice,
@@ -352,7 +353,7 @@ class BertForMaskedLM(MaskedLM, BertBackbone):
     positional_inputs = BertBackbone.decoder_inputs
 
 
-class BertLMHeadModel(MaskedHeadCausalLM, BertBackbone):
+class BertLMHeadModel(MaskedHeadCausalLM, BertBackbone, GenerationMixin):
     """BERT that predicts the next token."""
 
     positional_inputs = BertBackbone.decoder_inputs

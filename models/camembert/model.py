@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..generation.mixin import GenerationMixin
 from ..roberta.model import (
     RobertaForCausalLM,
     RobertaForMaskedLM,
@@ -21,7 +22,7 @@ class CamembertForMaskedLM(RobertaForMaskedLM):
     """CamemBERT that predicts masked tokens."""
 
 
-class CamembertForCausalLM(RobertaForCausalLM):
+class CamembertForCausalLM(RobertaForCausalLM, GenerationMixin):
     """CamemBERT that predicts the next token."""
 
 

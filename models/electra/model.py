@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..bert.model import BertBackbone
 from ..blocks.activation_functions import find_activation
+from ..generation.mixin import GenerationMixin
 from ..heads import (
     BareModel,
     Classifier,
@@ -94,7 +95,7 @@ class ElectraForMaskedLM(MaskedLM, BertBackbone):
     """ELECTRA that predicts masked tokens."""
 
 
-class ElectraForCausalLM(MaskedHeadCausalLM, BertBackbone):
+class ElectraForCausalLM(MaskedHeadCausalLM, BertBackbone, GenerationMixin):
     """ELECTRA that predicts the next token."""
 
     positional_inputs = BertBackbone.decoder_inputs

@@ -30,6 +30,7 @@ from ..blocks.embeddings import PositionEmbedding
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.stack import BlockList
+from ..generation.mixin import GenerationMixin
 from ..language_model import VOCABULARY_MULTIPLE, LanguageModel
 from ..outputs import ModelOutput, StageOutput, absent
 from ..parallel_config import ParallelConfig, layer_arguments
@@ -83,7 +84,7 @@ class GLMBlock(nn.Module):
         return self.mlp_dropout(self.mlp(y), x)
 
 
-class GLMForConditionalGeneration(LanguageModel):
+class GLMForConditionalGeneration(LanguageModel, GenerationMixin):
     """GLM with its output head, which fills blanks. With `mesh=None` the model is not split."""
 
     config: GLMConfig

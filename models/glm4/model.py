@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..generation.mixin import GenerationMixin
 from ..llama.model import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -10,7 +11,7 @@ from ..llama.model import (
 )
 
 
-class Glm4ForCausalLM(LlamaForCausalLM):
+class Glm4ForCausalLM(LlamaForCausalLM, GenerationMixin):
     """GLM-4 that predicts the next token."""
 
 

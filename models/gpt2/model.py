@@ -28,6 +28,7 @@ from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.stack import BlockList
 from ..calls import keep_positions
+from ..generation.mixin import GenerationMixin
 from ..heads import (
     BareModel,
     QuestionAnswering,
@@ -248,7 +249,7 @@ class GPT2Backbone(Backbone):
             full.normal_(0.0, std, generator=generator)
 
 
-class GPT2LMHeadModel(CausalLM, GPT2Backbone):
+class GPT2LMHeadModel(CausalLM, GPT2Backbone, GenerationMixin):
     """GPT-2 that predicts the next token."""
 
     positional_inputs = (
@@ -258,7 +259,7 @@ class GPT2LMHeadModel(CausalLM, GPT2Backbone):
     )
 
 
-class GPT2DoubleHeadsModel(CausalLM, GPT2Backbone):
+class GPT2DoubleHeadsModel(CausalLM, GPT2Backbone, GenerationMixin):
     """GPT-2 that predicts the next token, and chooses one of several texts."""
 
     positional_inputs = (*GPT2Backbone.positional_inputs, "mc_token_ids")

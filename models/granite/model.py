@@ -15,6 +15,7 @@ from torch import Tensor
 from ...mpu import ParallelMesh
 from ..blocks.cache import LayerKVCache
 from ..blocks.rotary import Rotary
+from ..generation.mixin import GenerationMixin
 from ..llama.model import LlamaBackbone, LlamaBlock, LlamaForCausalLM, LlamaModel, Masks
 from ..parallel_config import ParallelConfig
 from .config import GraniteConfig
@@ -52,7 +53,7 @@ class GraniteBackbone(LlamaBackbone):
         return x * cast(GraniteConfig, self.config).embedding_multiplier, table
 
 
-class GraniteForCausalLM(GraniteBackbone, LlamaForCausalLM):
+class GraniteForCausalLM(GraniteBackbone, LlamaForCausalLM, GenerationMixin):
     """Granite that predicts the next token."""
 
     def head_input(self, x: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from ..blocks.masks import causal_mask, find_pieces, restart_positions, window_m
 from ..blocks.mlp import GatedMLP
 from ..blocks.rotary import Rotary, rotary_embedding
 from ..blocks.stack import BlockList
+from ..generation.mixin import GenerationMixin
 from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
 from ..language_model import VOCABULARY_MULTIPLE, CausalLM
 from ..outputs import BackboneOutput, StageOutput
@@ -229,7 +230,7 @@ class LlamaBackbone(Backbone):
             full.normal_(0.0, self.config.initializer_range, generator=generator)
 
 
-class LlamaForCausalLM(CausalLM, LlamaBackbone):
+class LlamaForCausalLM(CausalLM, LlamaBackbone, GenerationMixin):
     """Llama that predicts the next token."""
 
 

@@ -7,11 +7,12 @@ They are BARTs with pre-LayerNorm and sinusoidal positions; see `models/bart/mod
 from __future__ import annotations
 
 from ..bart.model import BartBackbone, BartEncoderBackbone
+from ..generation.mixin import GenerationMixin
 from ..heads import BareModel
 from ..seq2seq import Seq2SeqLM
 
 
-class M2M100ForConditionalGeneration(Seq2SeqLM, BartBackbone):
+class M2M100ForConditionalGeneration(Seq2SeqLM, BartBackbone, GenerationMixin):
     """M2M100 that answers a text with another one."""
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from ..bart.decoder import BartForCausalLM
 from ..bart.model import BartBackbone, BartEncoderBackbone, BartLM
+from ..generation.mixin import GenerationMixin
 from ..heads import BareModel
 
 
-class MarianMTModel(BartLM, BartBackbone):
+class MarianMTModel(BartLM, BartBackbone, GenerationMixin):
     """Marian that translates a text."""
 
 
@@ -20,7 +21,7 @@ class MarianModel(BareModel, BartBackbone):
     """Marian without a head."""
 
 
-class MarianForCausalLM(BartForCausalLM):
+class MarianForCausalLM(BartForCausalLM, GenerationMixin):
     """The decoder of Marian, predicting the next token."""
 
 

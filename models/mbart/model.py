@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..bart.decoder import BartForCausalLM
 from ..bart.model import BartBackbone, BartEncoderBackbone, BartLM
+from ..generation.mixin import GenerationMixin
 from ..heads import BareModel, QuestionAnswering, SequenceClassification
 from ..language_model import IGNORED
 from ..seq2seq import SEQ2SEQ_INPUTS
@@ -31,7 +32,7 @@ class MBartBackbone(BartBackbone):
         return ids
 
 
-class MBartForConditionalGeneration(BartLM, MBartBackbone):
+class MBartForConditionalGeneration(BartLM, MBartBackbone, GenerationMixin):
     """mBART that answers a text with another one."""
 
 
@@ -55,7 +56,7 @@ class MBartForQuestionAnswering(QuestionAnswering, MBartBackbone):
     positional_inputs = SEQ2SEQ_INPUTS
 
 
-class MBartForCausalLM(BartForCausalLM):
+class MBartForCausalLM(BartForCausalLM, GenerationMixin):
     """The decoder of mBART, predicting the next token."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..generation.mixin import GenerationMixin
 from ..llama.model import (
     LlamaForCausalLM,
     LlamaForQuestionAnswering,
@@ -11,7 +12,7 @@ from ..llama.model import (
 )
 
 
-class MistralForCausalLM(LlamaForCausalLM):
+class MistralForCausalLM(LlamaForCausalLM, GenerationMixin):
     """Mistral that predicts the next token."""
 
 

@@ -29,6 +29,7 @@ from ..blocks.moe import (
     flatten_logits,
     router_record,
 )
+from ..generation.mixin import GenerationMixin
 from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
 from ..language_model import IGNORED, CausalLM
 from ..llama.model import LlamaBackbone, LlamaBlock
@@ -156,7 +157,7 @@ class MixtureModel(BareModel):
         return MoeModelOutput.from_output(output, router_logits=flatten_logits(logits))
 
 
-class MixtralForCausalLM(MixtureCausalLM, MixtralBackbone):
+class MixtralForCausalLM(MixtureCausalLM, MixtralBackbone, GenerationMixin):
     """Mixtral that predicts the next token."""
 
 

@@ -32,6 +32,7 @@ from ..blocks.moe import (
     flatten_logits,
     refuse_split_rows,
 )
+from ..generation.mixin import GenerationMixin
 from ..parallel_config import ParallelConfig, layer_arguments
 from ..seq2seq_mixture import MixtureSeq2SeqLM, MixtureSeq2SeqModel
 from .config import NllbMoeConfig
@@ -137,7 +138,7 @@ class NllbMoeBackbone(BartBackbone):
     drops_padding = False  # the routers need to know it
 
 
-class NllbMoeForConditionalGeneration(MixtureSeq2SeqLM, NllbMoeBackbone):
+class NllbMoeForConditionalGeneration(MixtureSeq2SeqLM, NllbMoeBackbone, GenerationMixin):
     """NLLB-MoE that answers a text with another one."""
 
     def compute_auxiliary(

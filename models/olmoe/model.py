@@ -4,10 +4,11 @@ arXiv:2409.02060): Mixtral's blocks with norms of the queries, and of the keys, 
 
 from __future__ import annotations
 
+from ..generation.mixin import GenerationMixin
 from ..mixtral.model import MixtralForCausalLM, MixtralModel
 
 
-class OlmoeForCausalLM(MixtralForCausalLM):
+class OlmoeForCausalLM(MixtralForCausalLM, GenerationMixin):
     """OLMoE that predicts the next token."""
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from ..bart.decoder import BartForCausalLM
 from ..bart.model import BartBackbone, BartEncoderBackbone, BartLM
+from ..generation.mixin import GenerationMixin
 from ..heads import BareModel
 
 
-class PegasusForConditionalGeneration(BartLM, BartBackbone):
+class PegasusForConditionalGeneration(BartLM, BartBackbone, GenerationMixin):
     """Pegasus that answers a text with another one."""
 
 
@@ -19,7 +20,7 @@ class PegasusModel(BareModel, BartBackbone):
     """Pegasus without a head."""
 
 
-class PegasusForCausalLM(BartForCausalLM):
+class PegasusForCausalLM(BartForCausalLM, GenerationMixin):
     """The decoder of Pegasus, predicting the next token."""
 
 

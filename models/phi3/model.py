@@ -13,6 +13,7 @@ from ...mpu import ParallelMesh
 from ..blocks.cache import LayerKVCache
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.rotary import Rotary
+from ..generation.mixin import GenerationMixin
 from ..llama.model import (
     LlamaBackbone,
     LlamaBlock,
@@ -55,7 +56,7 @@ class Phi3Backbone(LlamaBackbone):
     block_class: Any = Phi3Block
 
 
-class Phi3ForCausalLM(Phi3Backbone, LlamaForCausalLM):
+class Phi3ForCausalLM(Phi3Backbone, LlamaForCausalLM, GenerationMixin):
     """Phi-3 that predicts the next token."""
 
 

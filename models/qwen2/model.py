@@ -5,6 +5,7 @@ They are Llamas with biases of queries, keys and values, and with windows in som
 
 from __future__ import annotations
 
+from ..generation.mixin import GenerationMixin
 from ..llama.model import (
     LlamaForCausalLM,
     LlamaForQuestionAnswering,
@@ -14,7 +15,7 @@ from ..llama.model import (
 )
 
 
-class Qwen2ForCausalLM(LlamaForCausalLM):
+class Qwen2ForCausalLM(LlamaForCausalLM, GenerationMixin):
     """Qwen2 that predicts the next token."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..generation.mixin import GenerationMixin
 from ..mixtral.model import (
     MixtralForCausalLM,
     MixtralForQuestionAnswering,
@@ -11,7 +12,7 @@ from ..mixtral.model import (
 )
 
 
-class Qwen3MoeForCausalLM(MixtralForCausalLM):
+class Qwen3MoeForCausalLM(MixtralForCausalLM, GenerationMixin):
     """Qwen3-MoE that predicts the next token."""
 
 

@@ -11,6 +11,7 @@ RoBERTa is BERT with these differences:
 from __future__ import annotations
 
 from ..bert.model import BertBackbone
+from ..generation.mixin import GenerationMixin
 from ..heads import (
     BareModel,
     MultipleChoice,
@@ -34,7 +35,7 @@ class RobertaForMaskedLM(MaskedLM, BertBackbone):
     positional_inputs = BertBackbone.decoder_inputs
 
 
-class RobertaForCausalLM(MaskedHeadCausalLM, BertBackbone):
+class RobertaForCausalLM(MaskedHeadCausalLM, BertBackbone, GenerationMixin):
     """RoBERTa that predicts the next token."""
 
     positional_inputs = BertBackbone.decoder_inputs

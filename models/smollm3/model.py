@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from ..generation.mixin import GenerationMixin
 from ..llama.model import (
     LlamaForCausalLM,
     LlamaForQuestionAnswering,
@@ -13,7 +14,7 @@ from ..llama.model import (
 )
 
 
-class SmolLM3ForCausalLM(LlamaForCausalLM):
+class SmolLM3ForCausalLM(LlamaForCausalLM, GenerationMixin):
     """SmolLM3 that predicts the next token."""
 
 

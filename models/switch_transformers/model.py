@@ -23,6 +23,7 @@ from ...mpu import ParallelExperts, ParallelMesh
 from ...ops import route_within_capacity
 from ..blocks.activation_functions import find_activation
 from ..blocks.moe import Router, balance_loss_by_sample, refuse_split_rows, z_loss_by_sample
+from ..generation.mixin import GenerationMixin
 from ..parallel_config import ParallelConfig, layer_arguments
 from ..seq2seq_mixture import MixtureSeq2SeqLM, MixtureSeq2SeqModel
 from ..t5.model import T5Backbone, T5Block, T5EncoderBackbone, T5Stack
@@ -114,7 +115,7 @@ class SwitchBackbone(SwitchEncoderBackbone, T5Backbone):
     """Encoder and decoder without a head."""
 
 
-class SwitchTransformersForConditionalGeneration(MixtureSeq2SeqLM, SwitchBackbone):
+class SwitchTransformersForConditionalGeneration(MixtureSeq2SeqLM, SwitchBackbone, GenerationMixin):
     """A Switch Transformer that answers a text with another one."""
 
     def compute_auxiliary(

@@ -24,6 +24,7 @@ from ..blocks.mlp import MLP, GatedMLP
 from ..blocks.relative_bias import RelativeBias, distance_buckets
 from ..blocks.residual import add_and_norm, clamp_fp16_overflow, residual_dropout
 from ..blocks.stack import BlockList
+from ..generation.mixin import GenerationMixin
 from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
 from ..language_model import VOCABULARY_MULTIPLE
 from ..parallel_config import ParallelConfig, layer_arguments
@@ -222,7 +223,7 @@ class T5Backbone(Seq2SeqBackbone, T5EncoderBackbone):
         return x * self.config.d_model**-0.5 if self.config.scale_decoder_outputs else x
 
 
-class T5ForConditionalGeneration(Seq2SeqLM, T5Backbone):
+class T5ForConditionalGeneration(Seq2SeqLM, T5Backbone, GenerationMixin):
     """T5 that answers a text with another one.
 
     `forward` is `Seq2SeqLM.forward`, and `run_backbone` that of `Seq2SeqBackbone`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..generation.mixin import GenerationMixin
 from ..t5.model import (
     T5EncoderModel,
     T5ForConditionalGeneration,
@@ -12,7 +13,7 @@ from ..t5.model import (
 )
 
 
-class UMT5ForConditionalGeneration(T5ForConditionalGeneration):
+class UMT5ForConditionalGeneration(T5ForConditionalGeneration, GenerationMixin):
     """UMT5 that answers a text with another one."""
 
 

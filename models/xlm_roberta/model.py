@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..generation.mixin import GenerationMixin
 from ..roberta.model import (
     RobertaForCausalLM,
     RobertaForMaskedLM,
@@ -21,7 +22,7 @@ class XLMRobertaForMaskedLM(RobertaForMaskedLM):
     """XLM-RoBERTa that predicts masked tokens."""
 
 
-class XLMRobertaForCausalLM(RobertaForCausalLM):
+class XLMRobertaForCausalLM(RobertaForCausalLM, GenerationMixin):
     """XLM-RoBERTa that predicts the next token."""
 
 

@@ -16,6 +16,7 @@ from ..bert.config import BertConfig
 from ..bert.model import BertBackbone, BertBlock, BertEncoder
 from ..blocks.cache import LayerKVCache
 from ..blocks.residual import add_and_norm
+from ..generation.mixin import GenerationMixin
 from ..parallel_config import ParallelConfig, layer_arguments
 from ..roberta.model import (
     RobertaForCausalLM,
@@ -80,7 +81,7 @@ class XLMRobertaXLForMaskedLM(XLMRobertaXLBackbone, RobertaForMaskedLM):
     """XLM-RoBERTa-XL that predicts masked tokens."""
 
 
-class XLMRobertaXLForCausalLM(XLMRobertaXLBackbone, RobertaForCausalLM):
+class XLMRobertaXLForCausalLM(XLMRobertaXLBackbone, RobertaForCausalLM, GenerationMixin):
     """XLM-RoBERTa-XL that predicts the next token."""
 
 

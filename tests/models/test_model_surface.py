@@ -58,6 +58,10 @@ def test_what_a_model_says_of_itself(pairs, name):
     for attribute in ("base_model_prefix", "main_input_name", "device", "dtype"):
         assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
     assert ours.can_generate() == theirs.can_generate()
+    model_output = ours(**ours.dummy_inputs)
+    assert len(model_output[0]) == 2
+    # Programs look at the direct bases for it.
+    assert "GenerationMixin" in str(type(ours).__bases__) or not ours.can_generate()
     has_head = theirs.get_output_embeddings() is not None
     assert (ours.get_output_embeddings() is not None) == has_head
     prefix = theirs.base_model_prefix
