@@ -24,6 +24,7 @@ FAMILIES = {
     "bert-pretraining": "BERT",
     "roberta": "RoBERTa",
     "t5": "T5",
+    "t5-v1.1": "T5 v1.1",
     "mt5": "mT5",
     "glm": "GLM",
     "llama": "Llama",
