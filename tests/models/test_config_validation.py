@@ -32,6 +32,7 @@ SIZES = re.compile(
 )
 ELSEWHERE = {  # fields that `from_dict` takes from other keys of the file, or from none
     *((name, "architecture") for name in FAMILIES), ("mt5", "scale_decoder_outputs"),
+    ("switch_transformers", "scale_decoder_outputs"), ("switch_transformers", "feed_forward_proj"),
     # BERT's keys, which transformers' DistilBERT does not read
     *(("distilbert", key) for key in (
         "intermediate_size", "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size",
@@ -96,7 +97,12 @@ def test_wrong_types_are_refused(name, field):
     ("name", "field"), by_turns([(n, f) for n, f in FIELDS if is_number(f)], 4)
 )
 def test_numbers_out_of_range_are_refused(name, field):
-    wrong = [-2, -(10**12), 10**30, 10**400, -(10**400)]
+    wrong = [-(10**12), 10**30, 10**400, -(10**400)]
+    if field.name == "moe_eval_capacity_token_fraction":  # 0 or less means as in training
+        for value in wrong:
+            assert_refused(name, field.name, value)
+        return
+    wrong.append(-2)
     if "TokenId" not in words(field):  # published files say "no token" with -1
         wrong.append(-1)
     if is_float(field):
@@ -116,7 +122,7 @@ def test_null_is_accepted_where_the_annotation_has_it(name, field):
     elif name in COUNTED_FROM_PADDING and field.name == "pad_token_id":  # the positions are
         with pytest.raises(ValueError, match="pad_token_id must be an integer"):
             config(pad_token_id=None)
-    elif name == "m2m_100" and field.name == "pad_token_id":
+    elif name in ("m2m_100", "nllb-moe") and field.name == "pad_token_id":
         with pytest.raises(ValueError, match="pad_token_id must be a token of the vocabulary"):
             config(pad_token_id=None)
     else:
