@@ -19,7 +19,6 @@ for gradients and samples is stated by the joined axes below, whose ranks `Paral
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -209,7 +208,11 @@ class ParallelMesh:
 
     def size(self, *axes: Axis) -> int:
         """Returns the number of ranks along an axis, or along several joined axes."""
-        return prod(self.sizes[axis] for axis in axes)
+        # A compiler can trace a loop, but no generator in `prod`.
+        size = 1
+        for axis in axes:
+            size *= self.sizes[axis]
+        return size
 
     def rank_in(self, *axes: Axis) -> int:
         """Returns this process's rank in `group(*axes)`, along which the last axis varies fastest."""
