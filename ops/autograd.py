@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         """Marks a backward pass that cannot be differentiated again."""
         ...
 else:
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     from torch.autograd.function import once_differentiable as _forbid_second_derivatives
 
     class Function(torch.autograd.Function):
@@ -34,6 +35,13 @@ else:
             if torch._C._are_functorch_transforms_active():
                 return super().apply(*args)
             return super(torch.autograd.Function, cls).apply(*args)
+
+    # Behind a graph break the compiler would take this method for the start of a graph, and stop. It
+    # leaves PyTorch's own method out in the same way, and knows the call where it traces the caller.
+    set_code_exec_strategy(
+        Function.apply.__func__.__code__,
+        _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT),
+    )
 
     def once_differentiable(backward):
         """Marks a backward pass that cannot be differentiated again.

@@ -76,8 +76,14 @@ def test_a_block_compiles_without_a_break(family, recompute, monkeypatch):
     assert len(set(losses)) == 3
 
 
-STACKS = {"t5": 2, "mt5": 2, "umt5": 2, "bart": 2, "mbart": 2, "m2m_100": 2, "modernbert": 3}
-"""The graphs that a family needs: one a stack; ModernBERT's blocks are of three kinds."""
+STACKS = {
+    **dict.fromkeys(
+        ("t5", "mt5", "umt5", "bart", "mbart", "m2m_100", "pegasus", "marian", "smollm3"), 2
+    ),
+    "modernbert": 3,
+}
+"""The graphs that a family needs: one a stack. ModernBERT's blocks are of three kinds, and SmolLM3's of two, with and
+without rotary positions."""
 
 
 def compare_deep_stacks(mesh, family, layers, sequence_parallel=False, **changes):

@@ -13,6 +13,7 @@ from every_case import EVERY_CASE
 
 from shardzoo import ops
 from shardzoo.ops import variants
+from shardzoo.ops.rotary import rotate_op as rotation
 
 VARIANTS = [
     v for v in ("reference", "cpp", "cuda", "triton") if variants.unavailable(v, "cpu") is None
@@ -130,7 +131,7 @@ def build_cases(rows=5, columns=37, seed=0):
     rotated = {"q": heads[:, :3], "k": heads[:, 3:], "cos": angles.cos(), "sin": angles.sin()}
 
     def rotate_op(q, k, cos, sin, interleaved, inverse):
-        return torch.ops.shardzoo.rotate(q, k, cos, sin, interleaved, inverse)
+        return rotation(q, k, cos, sin, interleaved, inverse)
 
     return {
         "softmax": attention({"scores": scores}, scale=0.3),
