@@ -572,7 +572,12 @@ def bias_gradient(
 LARGE = TileShape(64, 32, 8, 2)
 SMALL = TileShape(16, 16, 4, 1)
 TILES = {
-    forward: {128: TileShape(128, 64, 8, 2), 256: LARGE, 512: TileShape(32, 32, 4, 1), 1024: SMALL},
+    forward: {
+        128: TileShape(128, 64, 8, 2),
+        256: TileShape(128, 32, 8, 2),
+        512: TileShape(32, 32, 4, 1),
+        1024: SMALL,
+    },
     query_gradient: {
         128: TileShape(128, 32, 8, 2),
         256: LARGE,

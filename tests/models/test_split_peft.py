@@ -8,7 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from every_case import by_turns
+from every_case import by_turns, every_day
 from safetensors.torch import load_file
 from tiny_models import hf_model
 
@@ -118,7 +118,7 @@ def visit_adapters(mesh: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("tp", every_day([3], more=[2]))
 @pytest.mark.parametrize("case", by_turns(CASES, 2))
 def test_adapters_take_turns_as_in_peft(run_mesh, adapted, case, tp):
     folder, expected = adapted(case)
