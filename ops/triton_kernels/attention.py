@@ -609,6 +609,7 @@ HOPPER_TILES = {
 HOPPER_TILES_FP32 = {
     forward: {512: TileShape(64, 32, 8, 2)},
     key_gradient: {512: TileShape(32, 32, 8, 2)},
+    bias_gradient: {512: TileShape(16, 16, 8, 2)},
 }
 
 
