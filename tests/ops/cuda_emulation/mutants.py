@@ -22,7 +22,8 @@ from shardzoo import ops
 from shardzoo.ops import library
 
 library.COMPILED = Path("not yet")  # conftest asks what can run here
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+TESTS = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(TESTS / "ops"), str(TESTS / "harness")]
 import conftest  # noqa: E402
 
 # name: (file of csrc/cuda, text, what replaces it, beginnings of the names of the cases that reach it)
