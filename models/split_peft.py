@@ -47,12 +47,18 @@ class InactiveAdapter(nn.Module):
         factors: The factors of each of these layers.
         saved: The names of the parameters that it trains whole (`modules_to_save`).
         values: Its values of these parameters.
+        is_trained: Whether it is trained when it is active again.
     """
 
     def __init__(
-        self, lora: Lora, adapters: dict[str, Adapter], values: dict[str, nn.Parameter]
+        self,
+        lora: Lora,
+        adapters: dict[str, Adapter],
+        values: dict[str, nn.Parameter],
+        is_trained: bool,
     ) -> None:
         super().__init__()
+        self.is_trained = is_trained
         self.lora = lora
         self.layers = list(adapters)
         self.factors = nn.ModuleList(adapters.values())
@@ -187,9 +193,8 @@ class SplitPeftModel(nn.Module):
         self._check_new_name(adapter_name)
         folder = find_model(model_id, "model_id")
         config = read_adapter_config(folder)
-        self._attach(adapter_name, config, partial(load_weights, self.base_model, folder))
-        if adapter_name == self.active_adapter:
-            self._set_trainable(is_trainable)
+        fill = partial(load_weights, self.base_model, folder)
+        self._attach(adapter_name, config, fill, is_trainable)
 
     def set_adapter(self, adapter_name: str, inference_mode: bool = False) -> None:
         """Makes an adapter the active one, and unless `inference_mode` the one that is trained.
@@ -201,9 +206,7 @@ class SplitPeftModel(nn.Module):
             ValueError: There is no such adapter.
         """
         self._check_name(adapter_name)
-        if adapter_name != self.active_adapter:
-            self._deactivate()
-            self._activate(adapter_name)
+        self._switch_to(adapter_name)
         self._set_trainable(not inference_mode)
 
     @contextmanager
@@ -251,14 +254,11 @@ class SplitPeftModel(nn.Module):
             self._check_name(name)
         before = self.active_adapter
         for name in names:
-            if name != self.active_adapter:
-                self._deactivate()
-                self._activate(name)
+            self._switch_to(name)
             folder = Path(save_directory)
             save_adapter(self.base_model, folder if name == DEFAULT_NAME else folder / name)
-        if before is not None and before != self.active_adapter:
-            self._deactivate()
-            self._activate(before)
+        if before is not None:
+            self._switch_to(before)
 
     def merge_and_unload(self, adapter_names: list[str] | None = None) -> Any:
         """Returns the base model with the active adapter added to its weights, without adapters.
@@ -304,7 +304,9 @@ class SplitPeftModel(nn.Module):
                 f"trainable%: {100 * trained / total:.4f}"
             )
 
-    def _attach(self, name: str, config: Any, fill: Callable[[], None]) -> None:
+    def _attach(
+        self, name: str, config: Any, fill: Callable[[], None], is_trainable: bool = True
+    ) -> None:
         """Gives the base model a further adapter, whose values `fill` sets.
 
         The adapter that was active is active again afterwards. If there was none, the new one is.
@@ -319,6 +321,7 @@ class SplitPeftModel(nn.Module):
             self._replace(copies)
             self.replaced.requires_grad_(False)
             fill()
+            self._set_trainable(is_trainable)
         except BaseException:
             self._detach()
             for parameter in model.parameters():
@@ -329,8 +332,13 @@ class SplitPeftModel(nn.Module):
         self.peft_config[name] = model.lora.config
         self.active_adapter = name
         if before is not None:
+            self._switch_to(before)
+
+    def _switch_to(self, name: str) -> None:
+        """Makes an adapter the active one, which is trained if it was so when it was active."""
+        if name != self.active_adapter:
             self._deactivate()
-            self._activate(before)
+            self._activate(name)
 
     def _detach(self) -> InactiveAdapter | None:
         """Takes the adapter off the base model, which computes by itself again, and returns it."""
@@ -342,14 +350,21 @@ class SplitPeftModel(nn.Module):
         self._note_replaced({})
         lora = model.lora
         model.lora = None
-        return None if lora is None else InactiveAdapter(lora, adapters, values)
+        if lora is None:
+            return None
+        own = list(values.values())
+        for adapter in adapters.values():
+            own += adapter.parameters()
+        is_trained = any(parameter.requires_grad for parameter in own)
+        return InactiveAdapter(lora, adapters, values, is_trained)
 
     def _deactivate(self) -> None:
         """Puts the active adapter, if there is one, to the inactive ones, which are not trained."""
         if self.active_adapter is None:
             return
-        self._set_trainable(False)
-        self.inactive[self.active_adapter] = cast(InactiveAdapter, self._detach())
+        stored = cast(InactiveAdapter, self._detach())
+        stored.requires_grad_(False)
+        self.inactive[self.active_adapter] = stored
         self.active_adapter = None
 
     def _activate(self, name: str) -> None:
@@ -360,6 +375,7 @@ class SplitPeftModel(nn.Module):
         self._replace(dict(zip(stored.saved, stored.values, strict=True)))
         self.base_model.lora = stored.lora
         self.active_adapter = name
+        self._set_trainable(stored.is_trained)
 
     def _replace(self, values: Mapping[str, nn.Parameter]) -> None:
         """Puts an adapter's parameters in the places of the base model's, and keeps these."""

@@ -108,6 +108,7 @@ def visit_adapters(mesh: Any, folder: Path) -> dict[str, Any]:
     found["counts"] = model.get_nb_trainable_parameters()
     model.save_pretrained(folder / f"again{mesh.tp_size}")
     assert model.active_adapter == "second"
+    assert model.get_nb_trainable_parameters() == found["counts"]  # It is trained on.
     model.delete_adapter("second")
     assert model.active_adapter == "first"
     merged = model.merge_and_unload()
@@ -147,6 +148,9 @@ def train_both(mesh: Any, folder: Path) -> dict[str, Any]:
     config = peft.LoraConfig(r=3, target_modules=["q_proj", "o_proj"], lora_dropout=0.2)
     model = get_peft_model(base, config)
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules="all-linear"))
+    # Adding another adapter leaves the first one active and trained.
+    assert model.active_adapter == "default"
+    assert any(parameter.requires_grad for parameter in base.parameters())
     base_weight = base.get_input_embeddings().weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model.train()
