@@ -46,12 +46,32 @@ def make_inputs(kind: str, ranks: int, dtype: torch.dtype) -> dict[str, Any]:
     return made
 
 
+def measure_differences(
+    mesh: Any, found: Any, expected: Any, weights: Any, own: list[Any], whole: list[Any]
+) -> list[float]:
+    """Returns the largest differences of this rank's output, and of each input's gradient summed over the ranks.
+
+    Args:
+        found: This rank's part of the output; `expected` is the whole one.
+        weights: The gradient of the whole output.
+        own: This rank's leaves; `whole` are those of the oracle, which have their gradients.
+    """
+    import torch.distributed as dist
+
+    from shardzoo.mpu import cut_sequence
+
+    (found * cut_sequence(weights, mesh, 2)).sum().backward()
+    differences = [float((found - cut_sequence(expected, mesh, 2)).abs().max())]
+    for mine, wanted in zip(own, whole, strict=True):
+        dist.all_reduce(mine.grad, group=mesh.cp_group)
+        differences.append(float((mine.grad - wanted.grad).abs().max()))
+    return differences
+
+
 def compare(
     mesh: Any, kind: str, dtype: torch.dtype, dropout: float, balanced: bool
 ) -> list[float]:
     """The largest differences of the output and of the gradients of q, k, v and the bias."""
-    import torch.distributed as dist
-
     from shardzoo.mpu import cut_sequence
     from shardzoo.mpu.ring import RingRules, balance_chunks, restore_chunks, ring_attention
     from shardzoo.ops import attention, dropout_keys
@@ -73,12 +93,7 @@ def compare(
     found = ring_attention(q, k, v, own[3], ring, mesh)
     if balanced:
         found = restore_chunks(found, mesh)
-    (found * cut_sequence(made["weights"], mesh, 2)).sum().backward()
-    differences = [float((found - cut_sequence(expected, mesh, 2)).abs().max())]
-    for mine, wanted in zip(own, whole, strict=True):
-        dist.all_reduce(mine.grad, group=mesh.cp_group)
-        differences.append(float((mine.grad - wanted.grad).abs().max()))
-    return differences
+    return measure_differences(mesh, found, expected, made["weights"], own, whole)
 
 
 def check_every_kind(mesh: Any) -> list[str]:
@@ -111,8 +126,6 @@ def compare_documents(
     mesh: Any, spans: Any, causal: bool, reach: int | None, dtype: torch.dtype, dropout: float
 ) -> list[float]:
     """The same for documents, each of which `ops.attention` computes alone."""
-    import torch.distributed as dist
-
     from shardzoo.mpu import cut_sequence
     from shardzoo.mpu.ring import RingRules, ring_attention
     from shardzoo.ops import attention, dropout_keys
@@ -156,12 +169,7 @@ def compare_documents(
         **dropped,
     )
     found = ring_attention(q, k, v, own[3], rules, mesh)
-    (found * cut_sequence(made["weights"], mesh, 2)).sum().backward()
-    differences = [float((found - cut_sequence(expected, mesh, 2)).abs().max())]
-    for mine, wanted in zip(own, whole, strict=True):
-        dist.all_reduce(mine.grad, group=mesh.cp_group)
-        differences.append(float((mine.grad - wanted.grad).abs().max()))
-    return differences
+    return measure_differences(mesh, found, expected, made["weights"], own, whole)
 
 
 def check_documents(mesh: Any) -> list[str]:
