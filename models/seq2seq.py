@@ -21,7 +21,7 @@ from .blocks.documents import Documents
 from .blocks.embeddings import embed_tokens
 from .blocks.masks import causal_mask, find_pieces, key_mask
 from .blocks.padding import Tokens
-from .blocks.stack import BlockList
+from .blocks.stack import BlockList, is_compiled
 from .calls import keep_positions, take_cache
 from .language_model import IGNORED, LanguageModel, vocabulary_head
 from .outputs import BackboneOutput, BaseModelOutput, EncoderOutput, Seq2SeqLMOutput, StageOutput
@@ -156,7 +156,7 @@ def find_tokens(
         return mask  # what is recorded should be part of the graph, with padding
     if mask.shape != (len(ids), 1, 1, ids.shape[1]):
         return mask
-    if any(getattr(block, "_compiled_call_impl", None) for block in blocks):
+    if any(is_compiled(block) for block in blocks):
         return mask
     if not blocks.training or not torch.is_grad_enabled() or is_watched():
         return mask

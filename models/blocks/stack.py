@@ -17,6 +17,25 @@ BlockArguments = Callable[[int], tuple[Any, ...]]
 """Returns the arguments of block i after its input, such as masks and caches."""
 
 
+def compile_forward(block: nn.Module, backend: str, *, fullgraph: bool) -> None:
+    """Compiles what a block computes, and leaves the block's hooks outside of the graph.
+
+    `nn.Module.compile` takes the hooks into the graph, where those of `fully_shard` cannot be.
+    """
+    remove_compiled_forward(block)
+    block.forward = torch.compile(block.forward, backend=backend, fullgraph=fullgraph)
+
+
+def remove_compiled_forward(block: nn.Module) -> None:
+    """Lets a block compute as before `compile_forward`."""
+    vars(block).pop("forward", None)
+
+
+def is_compiled(block: nn.Module) -> bool:
+    """Returns whether a block runs compiled code, by `nn.Module.compile` or `compile_forward`."""
+    return getattr(block, "_compiled_call_impl", None) is not None or "forward" in vars(block)
+
+
 class BlockList(nn.ModuleList):
     """The blocks of a stack, each of which maps (its input, *its arguments) to its output.
 

@@ -52,6 +52,7 @@ SETTINGS = {
     "warmup_steps": 0,
     "data": Samples(),
 }
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 # Tensor-parallel ranks, data-parallel ranks, arguments.
 LAYOUTS = {
     "two": (1, 2, {}),
@@ -72,6 +73,10 @@ LAYOUTS = {
     "lion": (1, 2, {"optimizer": "lion", "lr": 1e-3}),
     "muon": (2, 2, {"optimizer": "muon"}),
     "bf16": (2, 2, {"precision": "bf16"}),
+    "compiled": (2, 2, {**COMPILED, "sequence_parallel": True}),
+    "compiled, recomputed": (1, 2, {**COMPILED, "recompute": "full"}),
+    "compiled, kept": (1, 2, {**COMPILED, "fsdp_reshard_after_forward": False}),
+    "compiled, bf16": (1, 2, {**COMPILED, "precision": "bf16"}),
 }
 EVERY_DAY = ("sequence",)
 
@@ -131,6 +136,31 @@ def test_every_family_is_split_by_blocks(run_mesh, tmp_path, family):
     model = partial(build, family=family)
     [(whole, _)] = train(run_mesh, tmp_path / "one", env_type="pytorch", model=model)
     for steps, _ in train(run_mesh, tmp_path / "split", 2, 2, model=model):
+        assert_same(steps, whole)
+
+
+def count_graphs(step: int, loss: float) -> None:
+    """Each family has one graph, an encoder-decoder two."""
+    from torch._dynamo.utils import counters
+
+    assert 1 <= counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.before_release
+@pytest.mark.parametrize("family", every_day([], more=FAMILIES))
+def test_compiled_blocks_are_gathered_outside_of_their_graphs(run_mesh, tmp_path, family):
+    model = partial(build, family=family)
+    [(whole, _)] = train(run_mesh, tmp_path / "one", env_type="pytorch", model=model)
+    settings = {**COMPILED, "model": model, "isolated": True, "on_step": count_graphs}
+    for steps, _ in train(run_mesh, tmp_path / "split", 2, 2, **settings):
+        assert_same(steps, whole)
+
+
+@pytest.mark.before_release
+def test_blocks_of_a_transformers_model_compile(run_mesh, tmp_path):
+    settings = {"model": None, "data": Pairs(), "gradient_accumulation_steps": None}
+    [(whole, _)] = train(run_mesh, tmp_path / "one", env_type="pytorch", **settings)
+    for steps, _ in train(run_mesh, tmp_path / "split", 1, 2, **settings, **COMPILED):
         assert_same(steps, whole)
 
 
@@ -401,7 +431,6 @@ def test_lora_weights_are_split_and_saved_whole(run_mesh, tmp_path, precision):
         ({"zero_stage": 3}, "zero_stage needs env_type 'deepspeed' or 'deepspeed.mpu', not 'fsdp'"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 does not work with env_type"),
         ({"precision": "fp16"}, "precision='fp16' does not work with env_type='fsdp'"),
-        ({"torch_compile": True}, "torch_compile does not work with env_type='fsdp'"),
         ({"fsdp_replicas": 0}, "fsdp_replicas must be at least 1"),
         ({"fsdp_prefetch": -1}, "fsdp_prefetch must not be negative"),
         ({"env_type": "pytorchDDP", "fsdp_replicas": 2}, "fsdp_replicas needs env_type 'fsdp'"),

@@ -491,9 +491,10 @@ class TrainingArguments:
                 f"precision={self.precision!r} does not work with env_type='fsdp'; use 'bf16' or "
                 "'fp32'"
             )
-        for name in ("symmetric_memory", "torch_compile"):
-            if getattr(self, name):
-                raise ValueError(f"{name} does not work with env_type='fsdp'; use 'deepspeed+mpu'")
+        if self.symmetric_memory:
+            raise ValueError(
+                "symmetric_memory does not work with env_type='fsdp'; use 'deepspeed+mpu'"
+            )
 
     def _check_optimizer(self) -> None:
         """Raises ValueError for an argument that the chosen optimizer does not read."""

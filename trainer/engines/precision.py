@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.blocks.stack import BlockList
+from ...models.blocks.stack import BlockList, compile_forward
 from ...models.config import ModelConfig
 from ...models.parallel_config import Recompute
+from ...models.sizes import find_blocks
 from ...mpu import context_size, tp_size
 from ..arguments.training_arguments import TrainingArguments
 from ..environments import ENVIRONMENTS
@@ -106,31 +107,43 @@ def prepare_model(
     if arguments.recompute != "none":
         _recompute(model, arguments.recompute)
     if arguments.torch_compile:
-        compile_model(model, arguments.torch_compile_backend)
+        uses_fsdp = ENVIRONMENTS[arguments.env_type].uses_fsdp
+        compile_model(model, arguments.torch_compile_backend, keeps_hooks_outside=uses_fsdp)
 
 
-def compile_model(model: nn.Module, backend: str) -> None:
+def compile_model(model: nn.Module, backend: str, *, keeps_hooks_outside: bool = False) -> None:
     """Compiles the blocks of a model of the zoo, each as one graph, or another model as a whole.
 
     Blocks of a stack that differ in nothing but their parameters and dropout sites share a graph.
+
+    Args:
+        keeps_hooks_outside: Whether the hooks of a block run beside its graph instead of in it.
+            Then the blocks of another model are compiled one by one too.
     """
-    if not isinstance(getattr(model, "config", None), ModelConfig):
+    is_native = isinstance(getattr(model, "config", None), ModelConfig)
+    if not is_native and not keeps_hooks_outside:
         model.compile(backend=backend)
         return
+    blocks = find_blocks(model)
+    _allow_graphs(DEFAULT_GRAPHS + len(blocks))
+    for block in blocks:
+        if keeps_hooks_outside:
+            compile_forward(block, backend, fullgraph=is_native)
+        else:
+            block.compile(backend=backend, fullgraph=True)
+
+
+def _allow_graphs(count: int) -> None:
+    """Lets PyTorch compile one function into so many graphs.
+
+    It refuses the ninth by default, as a sign of a mistake. Blocks can differ on purpose, such as
+    those of a GPT-2 with `scale_attn_by_inverse_layer_idx`, each of which needs a graph.
+    """
     import torch._dynamo.config as limits  # late: it takes longer to import than PyTorch
 
-    blocks: list[nn.Module] = []
-    for name, module in model.named_modules():
-        if name.rpartition(".")[0].endswith("blocks"):
-            blocks.append(module)
-    # PyTorch refuses the ninth graph of one function by default, as a sign of a mistake. Blocks can
-    # differ on purpose, such as those of a GPT-2 with `scale_attn_by_inverse_layer_idx`, each of
-    # which needs a graph.
-    limits.recompile_limit = max(limits.recompile_limit, DEFAULT_GRAPHS + len(blocks))
+    limits.recompile_limit = max(limits.recompile_limit, count)
     most = max(limits.accumulated_recompile_limit, limits.recompile_limit)
     limits.accumulated_recompile_limit = most
-    for block in blocks:
-        block.compile(backend=backend, fullgraph=True)
 
 
 def _recompute(model: Any, mode: Recompute) -> None:
