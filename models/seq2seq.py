@@ -21,7 +21,7 @@ from .blocks.documents import Documents
 from .blocks.embeddings import embed_tokens
 from .blocks.masks import causal_mask, find_pieces, key_mask
 from .blocks.padding import Tokens
-from .blocks.stack import BlockList, is_compiled
+from .blocks.stack import BlockList
 from .calls import keep_positions, take_cache
 from .language_model import IGNORED, LanguageModel, vocabulary_head
 from .outputs import BackboneOutput, BaseModelOutput, EncoderOutput, Seq2SeqLMOutput, StageOutput
@@ -132,10 +132,7 @@ def without_padding(x: Tensor, mask: Tensor | Tokens | Documents | None) -> Gene
 
 
 def find_tokens(
-    mask: Tensor | Documents | None,
-    ids: Tensor,
-    blocks: nn.ModuleList,
-    token_count: int | None = None,
+    mask: Tensor | Documents | None, ids: Tensor, blocks: BlockList, token_count: int | None = None
 ) -> Tensor | Tokens | Documents | None:
     """Returns the tokens that stand for the mask of an encoder's keys in training, or the mask
     itself.
@@ -156,7 +153,7 @@ def find_tokens(
         return mask  # what is recorded should be part of the graph, with padding
     if mask.shape != (len(ids), 1, 1, ids.shape[1]):
         return mask
-    if any(is_compiled(block) for block in blocks):
+    if blocks.is_compiled:
         return mask
     if not blocks.training or not torch.is_grad_enabled() or is_watched():
         return mask

@@ -210,6 +210,24 @@ class Package:
                             wrong.append(f"{where}: {ast.unparse(target)} is replaced")
         return wrong
 
+    def blocks_with_forward(self) -> list[str]:
+        """Returns the blocks of stacks that override `forward` instead of `compute`."""
+        wrong = []
+        for path, nodes in self.nodes.items():
+            if path.match("models/*/model.py"):
+                blocks = [
+                    node
+                    for node in nodes
+                    if isinstance(node, ast.ClassDef) and node.name.endswith("Block")
+                ]
+                wrong += [
+                    f"{path}: {block.name}"
+                    for block in blocks
+                    for member in block.body
+                    if isinstance(member, ast.FunctionDef) and member.name == "forward"
+                ]
+        return wrong
+
     def named_families(self, families: set[str]) -> list[str]:
         """Returns where files outside models/ name a model family.
 
@@ -292,6 +310,10 @@ def test_no_module_of_ours_is_imported_from_a_string(package):
 
 def test_no_class_or_method_is_made_at_run_time(package):
     assert not package.made_at_run_time()
+
+
+def test_blocks_can_be_compiled_without_their_hooks(package):
+    assert not package.blocks_with_forward()
 
 
 def test_families_are_named_in_models_alone(package):

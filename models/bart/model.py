@@ -31,7 +31,7 @@ from ..blocks.attention import CrossAttention, SelfAttention
 from ..blocks.cache import LayerKVCache
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
-from ..blocks.stack import BlockList
+from ..blocks.stack import Block, BlockList
 from ..generation.mixin import GenerationMixin
 from ..heads import BareModel, QuestionAnswering, SequenceClassification
 from ..language_model import VOCABULARY_MULTIPLE, vocabulary_head
@@ -41,7 +41,7 @@ from .config import BartConfig
 from .positions import LearnedPositions, PlacePositions, SinusoidalPositions
 
 
-class BartBlock(nn.Module):
+class BartBlock(Block):
     """One layer of the encoder or of the decoder.
 
     The decoder also attends to the encoder's output.
@@ -92,7 +92,7 @@ class BartBlock(nn.Module):
         """Returns the feed-forward part as a function of [B, S, H], for a call with this mask."""
         return self.mlp
 
-    def forward(
+    def compute(
         self,
         x: Tensor,
         mask: Tensor | None,

@@ -28,7 +28,7 @@ from ..blocks.linear import ReplicatedLinear
 from ..blocks.masks import causal_mask, find_pieces, key_mask, restart_positions
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
-from ..blocks.stack import BlockList
+from ..blocks.stack import Block, BlockList
 from ..generation.mixin import GenerationMixin
 from ..heads import (
     BareModel,
@@ -45,7 +45,7 @@ from ..parallel_config import ParallelConfig, layer_arguments
 from .config import BertConfig
 
 
-class BertBlock(nn.Module):
+class BertBlock(Block):
     def __init__(
         self, config: BertConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig
     ) -> None:
@@ -88,7 +88,7 @@ class BertBlock(nn.Module):
         self.mlp_dropout = residual_dropout(config.hidden_dropout_prob, mesh, parallel_config)
         self.mlp_norm = LayerNorm(size, eps, **shared)
 
-    def forward(
+    def compute(
         self,
         x: Tensor,
         mask: Tensor | None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +17,37 @@ BlockArguments = Callable[[int], tuple[Any, ...]]
 """Returns the arguments of block i after its input, such as masks and caches."""
 
 
-def compile_forward(block: nn.Module, backend: str, *, fullgraph: bool) -> None:
-    """Compiles what a block computes, and leaves the block's hooks outside of the graph.
+class Block(nn.Module):
+    """A block of a stack, which maps (its input, *its arguments) to its output.
 
-    `nn.Module.compile` takes the hooks into the graph, where those of `fully_shard` cannot be.
+    Attributes:
+        compiled: What runs instead of `compute`, with the block as its first argument; None without
+            `compile_compute`.
     """
-    remove_compiled_forward(block)
-    block.forward = torch.compile(block.forward, backend=backend, fullgraph=fullgraph)
 
+    compiled: Callable[..., Tensor] | None = None
 
-def remove_compiled_forward(block: nn.Module) -> None:
-    """Lets a block compute as before `compile_forward`."""
-    vars(block).pop("forward", None)
+    def forward(self, x: Tensor, *arguments: Any) -> Tensor:
+        if self.compiled is not None:
+            return self.compiled(self, x, *arguments)
+        return self.compute(x, *arguments)
 
+    def compute(self, *arguments: Any, **named: Any) -> Tensor:
+        """Returns the block's output for its input, both [B, S, H]. A family has its own."""
+        raise NotImplementedError
 
-def is_compiled(block: nn.Module) -> bool:
-    """Returns whether a block runs compiled code, by `nn.Module.compile` or `compile_forward`."""
-    return getattr(block, "_compiled_call_impl", None) is not None or "forward" in vars(block)
+    def compile_compute(self, backend: str) -> None:
+        """Compiles what the block computes as one graph, and leaves the block's hooks outside of it.
+
+        `nn.Module.compile` takes the hooks into the graph, where those of `fully_shard` cannot be.
+        """
+        compute: Any = type(self).compute
+        self.compiled = cast(Any, torch).compile(compute, backend=backend, fullgraph=True)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code runs: the whole call, by `nn.Module.compile`, or `compute`."""
+        return self.compiled is not None or getattr(self, "_compiled_call_impl", None) is not None
 
 
 class BlockList(nn.ModuleList):
@@ -64,6 +78,11 @@ class BlockList(nn.ModuleList):
     def gradient_checkpointing(self) -> bool:
         """transformers' name of `recompute_blocks`."""
         return self.recompute_blocks
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks run compiled code, whose shapes should not depend on the batch."""
+        return any(block.is_compiled for block in self)
 
     @property
     def has_first(self) -> bool:

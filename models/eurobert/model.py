@@ -30,7 +30,7 @@ from .config import EuroBertConfig
 class EuroBertBlock(LlamaBlock):
     """A block of Llama that attends to all tokens."""
 
-    def forward(  # type: ignore[override] - an encoder has no cache
+    def compute(  # type: ignore[override] - an encoder has no cache
         self, x: Tensor, mask: Tensor | Documents | None, rotary: Rotary
     ) -> Tensor:
         y, x = self.attention_norm(x, return_residual=True)

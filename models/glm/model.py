@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead
 from ..blocks.attention import SelfAttention
@@ -29,7 +29,7 @@ from ..blocks.cache import Cache, LayerKVCache
 from ..blocks.embeddings import PositionEmbedding
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
-from ..blocks.stack import BlockList
+from ..blocks.stack import Block, BlockList
 from ..generation.mixin import GenerationMixin
 from ..language_model import VOCABULARY_MULTIPLE, LanguageModel
 from ..outputs import ModelOutput, StageOutput, absent
@@ -38,7 +38,7 @@ from .config import GLMConfig
 from .masks import visible_keys
 
 
-class GLMBlock(nn.Module):
+class GLMBlock(Block):
     def __init__(
         self, config: GLMConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig
     ) -> None:
@@ -63,7 +63,7 @@ class GLMBlock(nn.Module):
         )
         self.mlp_dropout = residual_dropout(config.output_dropout_prob, mesh, parallel_config)
 
-    def forward(
+    def compute(
         self,
         x: Tensor,
         mask: Tensor | None,

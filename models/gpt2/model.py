@@ -26,7 +26,7 @@ from ..blocks.embeddings import PositionEmbedding, check_positions, embed_tokens
 from ..blocks.masks import causal_mask, find_pieces, key_mask, restart_positions
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
-from ..blocks.stack import BlockList
+from ..blocks.stack import Block, BlockList
 from ..calls import keep_positions
 from ..generation.mixin import GenerationMixin
 from ..heads import (
@@ -42,7 +42,7 @@ from ..parallel_config import ParallelConfig, layer_arguments
 from .config import GPT2Config
 
 
-class GPT2Block(nn.Module):
+class GPT2Block(Block):
     def __init__(
         self,
         config: GPT2Config,
@@ -91,7 +91,7 @@ class GPT2Block(nn.Module):
         self.attention_dropout = residual_dropout(config.resid_pdrop, mesh, parallel_config)
         self.mlp_dropout = residual_dropout(config.resid_pdrop, mesh, parallel_config)
 
-    def forward(
+    def compute(
         self,
         x: Tensor,
         mask: Tensor | None,

@@ -34,7 +34,7 @@ class GraniteBlock(LlamaBlock):
         super().__init__(config, layer, mesh, parallel_config)
         self.multiplier = config.residual_multiplier
 
-    def forward(
+    def compute(
         self, x: Tensor, masks: Masks, rotary: Rotary, cache: LayerKVCache | None = None
     ) -> Tensor:
         y, x = self.attention_norm(x, return_residual=True)

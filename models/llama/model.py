@@ -38,7 +38,7 @@ from ..blocks.embeddings import embed_tokens
 from ..blocks.masks import causal_mask, find_pieces, restart_positions, window_mask
 from ..blocks.mlp import GatedMLP
 from ..blocks.rotary import Rotary, rotary_embedding
-from ..blocks.stack import BlockList
+from ..blocks.stack import Block, BlockList
 from ..generation.mixin import GenerationMixin
 from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
 from ..language_model import VOCABULARY_MULTIPLE, CausalLM
@@ -49,7 +49,7 @@ from .config import DecoderConfig
 Masks = Mapping[int | None, Tensor | Documents | None]  # window of a layer -> its mask
 
 
-class LlamaBlock(nn.Module):
+class LlamaBlock(Block):
     """A block of Llama or of a sibling."""
 
     def __init__(
@@ -108,7 +108,7 @@ class LlamaBlock(nn.Module):
             parallel_config=parallel_config,
         )
 
-    def forward(
+    def compute(
         self, x: Tensor, masks: Masks, rotary: Rotary, cache: LayerKVCache | None = None
     ) -> Tensor:
         y, x = self.attention_norm(x, return_residual=True)

@@ -25,14 +25,14 @@ from ..blocks.masks import key_mask, restart_positions, window_mask
 from ..blocks.mlp import GatedMLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.rotary import Rotary, rotary_embedding
-from ..blocks.stack import BlockList
+from ..blocks.stack import Block, BlockList
 from ..language_model import VOCABULARY_MULTIPLE, MaskedLMHead
 from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import ModernBertConfig
 
 
-class ModernBertBlock(nn.Module):
+class ModernBertBlock(Block):
     def __init__(
         self,
         config: ModernBertConfig,
@@ -69,7 +69,7 @@ class ModernBertBlock(nn.Module):
             parallel_config=parallel_config,
         )
 
-    def forward(self, x: Tensor, mask: Tensor | Documents | None, rotary: Rotary) -> Tensor:
+    def compute(self, x: Tensor, mask: Tensor | Documents | None, rotary: Rotary) -> Tensor:
         y = x
         if self.attention_norm is not None:
             y, x = self.attention_norm(x, return_residual=True)

@@ -41,7 +41,7 @@ class Phi3Block(LlamaBlock):
         self.attention_dropout = residual_dropout(config.resid_pdrop, mesh, parallel_config)
         self.mlp_dropout = residual_dropout(config.resid_pdrop, mesh, parallel_config)
 
-    def forward(
+    def compute(
         self, x: Tensor, masks: Masks, rotary: Rotary, cache: LayerKVCache | None = None
     ) -> Tensor:
         y, x = self.attention_norm(x, return_residual=True)

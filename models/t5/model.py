@@ -23,7 +23,7 @@ from ..blocks.cache import LayerKVCache
 from ..blocks.mlp import MLP, GatedMLP
 from ..blocks.relative_bias import RelativeBias, distance_buckets
 from ..blocks.residual import add_and_norm, clamp_fp16_overflow, residual_dropout
-from ..blocks.stack import BlockList
+from ..blocks.stack import Block, BlockList
 from ..generation.mixin import GenerationMixin
 from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
 from ..language_model import VOCABULARY_MULTIPLE
@@ -32,7 +32,7 @@ from ..seq2seq import SEQ2SEQ_INPUTS, EncoderBackbone, Seq2SeqBackbone, Seq2SeqL
 from .config import T5Config
 
 
-class T5Block(nn.Module):
+class T5Block(Block):
     """One layer of the encoder or of the decoder.
 
     The decoder also attends to the encoder's output.
@@ -77,7 +77,7 @@ class T5Block(nn.Module):
             return GatedMLP(config.d_model, config.d_ff, config.activation, **arguments)
         return MLP(config.d_model, config.d_ff, config.activation, bias=False, **arguments)
 
-    def forward(
+    def compute(
         self,
         x: Tensor,
         mask: Tensor | None,

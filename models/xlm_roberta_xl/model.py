@@ -32,7 +32,7 @@ from ..roberta.model import (
 class XLMRobertaXLBlock(BertBlock):
     """A block of BERT that normalizes the inputs of attention and MLP instead of their sums."""
 
-    def forward(
+    def compute(
         self,
         x: Tensor,
         mask: Tensor | None,

@@ -27,7 +27,6 @@ from torch.distributed.fsdp import (
 )
 
 from ...checkpoint.rank_files import TensorPart
-from ...models.blocks.stack import remove_compiled_forward
 from ...models.config import ModelConfig
 from ...models.outputs import ModelOutput
 from ...models.sizes import find_blocks
@@ -295,8 +294,6 @@ class ShardedModel:
             _remove_hooks(module)
         for hook in self._hooks:
             hook.remove()
-        for block in self._blocks:
-            remove_compiled_forward(block)
         vars(self.module).pop("sharded_model", None)
         vars(self.module).pop("generate", None)
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.blocks.stack import BlockList, compile_forward
+from ...models.blocks.stack import Block, BlockList
 from ...models.config import ModelConfig
 from ...models.parallel_config import Recompute
-from ...models.sizes import find_blocks
 from ...mpu import context_size, tp_size
 from ..arguments.training_arguments import TrainingArguments
 from ..environments import ENVIRONMENTS
@@ -118,17 +117,20 @@ def compile_model(model: nn.Module, backend: str, *, keeps_hooks_outside: bool =
 
     Args:
         keeps_hooks_outside: Whether the hooks of a block run beside its graph instead of in it.
-            Then the blocks of another model are compiled one by one too.
     """
-    is_native = isinstance(getattr(model, "config", None), ModelConfig)
-    if not is_native and not keeps_hooks_outside:
+    if not isinstance(getattr(model, "config", None), ModelConfig):
+        if keeps_hooks_outside:
+            raise ValueError(
+                f"torch_compile with env_type='fsdp' is for models of the zoo, and this is a "
+                f"{type(model).__name__}; use torch_compile=False, or env_type='pytorchDDP'"
+            )
         model.compile(backend=backend)
         return
-    blocks = find_blocks(model)
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
     _allow_graphs(DEFAULT_GRAPHS + len(blocks))
     for block in blocks:
         if keeps_hooks_outside:
-            compile_forward(block, backend, fullgraph=is_native)
+            block.compile_compute(backend)
         else:
             block.compile(backend=backend, fullgraph=True)
 
