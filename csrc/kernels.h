@@ -53,6 +53,8 @@ struct NormForward {
   void *mean, *rstd;  // wide [rows]
   int64_t rows, columns;
   double eps;
+  double offset;    // added to RMSNorm's weight
+  int rounds_once;  // whether RMSNorm rounds the product with the weight alone, not the normalized value before it
 };
 
 // One unit of work is a chunk of `chunk_rows` rows, whose column sums go to row `chunk` of the partial sums.
@@ -62,6 +64,7 @@ struct NormBackward {
   void* grad_x;
   void *partial_weight, *partial_bias;  // wide [chunks, columns]
   int64_t rows, columns, chunk_rows;
+  double offset;  // added to RMSNorm's weight
 };
 
 // Sums partial sums over the chunks, in order. One unit of work is a column.

@@ -201,7 +201,9 @@ def compute_loss(
     return head.losses(rows, target, table, ignore_index=IGNORED).sum() / count
 
 
-def vocabulary_head(model: Backbone, *, fixed_bias: bool = False) -> VocabParallelHead:
+def vocabulary_head(
+    model: Backbone, *, fixed_bias: bool = False, softcap: float | None = None
+) -> VocabParallelHead:
     """Returns a head without a trained bias, which is the word embedding if the configuration ties
     them.
     """
@@ -209,6 +211,7 @@ def vocabulary_head(model: Backbone, *, fixed_bias: bool = False) -> VocabParall
         model.hidden_size,
         model.config.vocab_size,
         fixed_bias=fixed_bias,
+        softcap=softcap,
         tied=model.embedding if model.config.tie_word_embeddings else None,
         pad_multiple=VOCABULARY_MULTIPLE,
         **layer_arguments(model.mesh, model.parallel_config),

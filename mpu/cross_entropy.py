@@ -89,6 +89,7 @@ def head_losses(
     num_classes: int,
     ignore_index: int = -100,
     partial_grad: bool = True,
+    softcap: float | None = None,
     mesh: ParallelMesh | None = None,
 ) -> Tensor:
     """Returns the losses [T] of the logits hidden · weightᵀ + bias. The caller never holds the
@@ -102,6 +103,7 @@ def head_losses(
         bias: [Vp], this rank's part.
         target: int64 [T].
         partial_grad: False if the caller sums the gradient of `hidden` over the ranks.
+        softcap: See `ops.cross_entropy.cap_logits`.
     """
     check_ids(target.masked_fill(target == ignore_index, 0), num_classes, "label")
     sum_grad = None
@@ -115,6 +117,7 @@ def head_losses(
         num_classes=num_classes,
         ignore_index=ignore_index,
         sum_grad=sum_grad,
+        softcap=softcap,
         **_describe_columns(mesh, weight.shape[0]),
     )
 

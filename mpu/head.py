@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..ops import linear_cross_entropy
+from ..ops.cross_entropy import cap_logits
 from .cross_entropy import head_losses
 from .embedding import VocabParallelEmbedding
 from .linear import column_parallel
@@ -24,6 +25,7 @@ class VocabParallelHead(SplitLayer):
     Args:
         fixed_bias: Whether there is a bias that no training changes; it is [1, V], like the buffer
             `final_logits_bias` of transformers' BART.
+        softcap: The logits are softcap * tanh(logits / softcap), if it is given.
         tied: The embedding whose weight this head shares, as the same parameter.
         sequence_parallel: The input is this rank's part of the sequence; the logits are those of
             the whole sequence.
@@ -36,6 +38,7 @@ class VocabParallelHead(SplitLayer):
         *,
         bias: bool = False,
         fixed_bias: bool = False,
+        softcap: float | None = None,
         tied: VocabParallelEmbedding | None = None,
         pad_multiple: int = 1,
         sequence_parallel: bool = False,
@@ -44,6 +47,7 @@ class VocabParallelHead(SplitLayer):
         super().__init__()
         self.hidden_size = hidden_size
         self.num_embeddings = num_embeddings
+        self.softcap = softcap
         self.sequence_parallel = sequence_parallel
         self.mesh = mesh
         if tied is not None:
@@ -73,9 +77,10 @@ class VocabParallelHead(SplitLayer):
         """
         weight = self.shared_weight(table)
         bias = self.bias if self.fixed_bias is None else self.fixed_bias[0]
-        return column_parallel(
+        logits = column_parallel(
             hidden, weight, bias, sequence_parallel=self.sequence_parallel, mesh=self.mesh
         )
+        return cap_logits(logits, self.softcap)
 
     def losses(
         self, hidden: Tensor, target: Tensor, table: Tensor | None = None, *, ignore_index: int
@@ -100,6 +105,7 @@ class VocabParallelHead(SplitLayer):
                 target,
                 num_classes=self.num_embeddings,
                 ignore_index=ignore_index,
+                softcap=self.softcap,
             )
         return head_losses(
             hidden,
@@ -109,6 +115,7 @@ class VocabParallelHead(SplitLayer):
             num_classes=self.num_embeddings,
             ignore_index=ignore_index,
             partial_grad=not self.sequence_parallel,
+            softcap=self.softcap,
             mesh=self.mesh,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from .mesh import ParallelMesh
 class _Norm(nn.Module):
     """What the norms share. A subclass names its operator."""
 
-    operator: ClassVar[str]
+    operator: str
 
     def __init__(
         self, hidden_size: int, eps: float, sequence_parallel: bool, mesh: ParallelMesh | None
@@ -35,6 +35,10 @@ class _Norm(nn.Module):
     def affine(self) -> tuple[Tensor | None, ...]:
         """Returns the parameters that the operator takes."""
         return (self.weight,)
+
+    def settings(self) -> tuple[float, ...]:
+        """Returns what the operator takes after the epsilon."""
+        return ()
 
     def forward(
         self, tensor: Tensor, residual: Tensor | None = None, *, return_residual: bool = False
@@ -70,11 +74,17 @@ class _Norm(nn.Module):
         adds_by_hand = returns_input and can_overwrite_gradients() and torch.is_grad_enabled()
         if group is not None or adds_by_hand:
             output, h = _NormWithResidual.apply(
-                self.operator, group, self.eps, adds_by_hand, tensor, residual, *self.affine()
+                self.operator,
+                group,
+                (self.eps, *self.settings()),
+                adds_by_hand,
+                tensor,
+                residual,
+                *self.affine(),
             )
         else:
             output, h = apply_norm(
-                tensor, residual, self.weight, self.bias, self.eps, self.operator
+                tensor, residual, self.weight, self.bias, self.eps, self.operator, *self.settings()
             )
         if not return_residual:
             return output
@@ -122,20 +132,28 @@ class RMSNorm(_Norm):
     then multiplies by the weight. Input and output [..., H].
 
     Args:
+        offset: Added to the weight in fp32. The product is then rounded once, after it; as in Gemma,
+            whose offset is 1, and in OLMo 2, whose offset is 0.
         sequence_parallel: See `LayerNorm`.
     """
-
-    operator = "rms_norm"
 
     def __init__(
         self,
         hidden_size: int,
         eps: float = 1e-6,
         *,
+        offset: float | None = None,
         sequence_parallel: bool = False,
         mesh: ParallelMesh | None = None,
     ):
         super().__init__(hidden_size, eps, sequence_parallel, mesh)
+        self.offset = offset
+        self.operator = "rms_norm" if offset is None else "offset_rms_norm"
+        if offset:
+            self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - offset))
+
+    def settings(self) -> tuple[float, ...]:
+        return () if self.offset is None else (self.offset,)
 
 
 class _NormWithResidual(Function):
@@ -151,17 +169,18 @@ class _NormWithResidual(Function):
         ctx: Any,
         operator: str,
         group: dist.ProcessGroup | None,
-        eps: float,
+        settings: tuple[float, ...],
         returns_input: bool,
         tensor: Tensor,
         residual: Tensor | None,
         *parameters: Tensor | None,
     ):
-        output, summed, *statistics = OPS[operator](tensor, residual, *parameters, eps)
+        output, summed, *statistics = OPS[operator](tensor, residual, *parameters, *settings)
         h = tensor if residual is None else summed
         ctx.save_for_backward(h, parameters[0], *statistics)
         ctx.operator = OPS[f"{operator}_backward"]
         ctx.group = group
+        ctx.settings = settings[1:]  # without the epsilon
         ctx.has_residual = residual is not None
         ctx.has_bias = [parameter is not None for parameter in parameters[1:]]
         # Without h, a compiler still passes zeros as its gradient.
@@ -175,7 +194,8 @@ class _NormWithResidual(Function):
         h, weight, *statistics = ctx.saved_tensors
         grad = torch.zeros_like(h) if grads[0] is None else grads[0]
         grad_h = grads[1] if ctx.returns_h else None
-        own, *parts = ctx.operator(grad, grad_h, h, weight, *statistics, *ctx.has_bias)
+        flags = (*ctx.has_bias, *ctx.settings)
+        own, *parts = ctx.operator(grad, grad_h, h, weight, *statistics, *flags)
         parts = parts[: 1 + sum(ctx.has_bias)]  # the gradients of the weight and the bias
         if ctx.group is not None:
             parts = start_all_reduce(torch.stack(parts), ctx.group)()  # one all-reduce for both

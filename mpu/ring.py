@@ -54,7 +54,7 @@ class RingRules(NamedTuple):
     """What applies to the scores of whole sequences.
 
     Attributes:
-        scale, causal, dropout, keys, first_head: As in `ops.attention`.
+        scale, causal, dropout, keys, first_head, softcap: As in `ops.attention`.
         prefix: int64 [B], with `causal`.
         mask: [B or 1, N or 1, Sq or 1, Sk], of all queries and keys.
         queries: Sq.
@@ -77,6 +77,7 @@ class RingRules(NamedTuple):
     is_balanced: bool = False
     documents: tuple[tuple[int, int, int], ...] | None = None
     reach: int | None = None
+    softcap: float | None = None
 
     def count_steps(self, ranks: int) -> int:
         """Returns the number of steps in which each rank sees all keys that its queries attend to."""
@@ -164,6 +165,7 @@ class RingRules(NamedTuple):
             first_head=self.first_head,
             first_row=first_query,
             first_key=first_key,
+            softcap=self.softcap,
         )
 
     def _meet(
@@ -226,6 +228,7 @@ class RingRules(NamedTuple):
                 first_head=self.first_head,
                 first_row=queries.start,
                 first_key=keys.start - start,
+                softcap=self.softcap,
             )
             rows = slice(queries.start - rank * share, queries.stop - rank * share)
             columns = slice(keys.start - source * share, keys.stop - source * share)

@@ -1,6 +1,6 @@
 """Computes attention whose probabilities never exist whole, forward and backward.
 
-    z = scale * q·kᵀ + bias + mask,   out = dropout(softmax(z, over the keys))·v
+    z = cap(scale * q·kᵀ) + bias + mask,   out = dropout(softmax(z, over the keys))·v
 
 Scores and probabilities exist for a part of the queries at a time, and the backward pass computes
 them again from q and k, so the memory grows linearly with the sequence (as in FlashAttention, Dao
@@ -15,6 +15,7 @@ et al. 2022).
 - Which probabilities dropout keeps is a function of the sample, head, query and key alone
   (dropout_mask.py), so a block computes its own part of the mask.
 - A query without any allowed key gets zeros.
+- cap(x) is x, or softcap * tanh(x / softcap) (Gemma 2), which the reference alone computes.
 
 Shapes: B samples, N query heads, K key-value heads, Sq queries, Sk keys, D the size of a head, R
 the queries of a block.
@@ -68,6 +69,7 @@ def attention(
     keys: Tensor | None = None,
     first_head: int = 0,
     first_row: int = 0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Computes attention; returns the output [B, N, Sq, D] in the dtype of q.
 
@@ -91,6 +93,8 @@ def attention(
         keys: int64 [B] from `dropout_keys`.
         first_head: The head of the unsplit sample where q begins.
         first_row: The query of the unsplit sample where q begins.
+        softcap: The scaled scores become softcap * tanh(scores / softcap), before the bias and the
+            mask are added. No kernel has it, so the reference computes it, a block at a time.
 
     Raises:
         ValueError: The shapes do not match, a prefix is passed without `causal`, or dropout without
@@ -117,6 +121,7 @@ def attention(
         float(dropout),
         first_head,
         first_row,
+        0.0 if softcap is None else float(softcap),
     )[0]
     for counter, before in flops_before:
         # A counter sees the reference's products, but not a kernel's, which it is told here.
@@ -195,6 +200,20 @@ def suits_tiles(queries: int, keys: int, device: str, itemsize: int) -> bool:
     return queries * keys >= MIN_BLOCKED_SCORES
 
 
+def suits_blocks(queries: int, keys: int, device: str) -> bool:
+    """Returns whether attention with a soft cap, which no kernel has, should compute a block of the
+    scores at a time; otherwise it keeps them for the backward pass.
+
+    Args:
+        queries: Sq.
+        keys: Sk.
+        device: PyTorch's type of device.
+    """
+    if queries == 1 or device != "cpu":
+        return queries > 1
+    return queries * keys >= MIN_BLOCKED_SCORES
+
+
 @assume_constant_result
 def has_attention_kernel(device: str, itemsize: int) -> bool:
     """Returns whether attention has a kernel: not in fp64, and otherwise always on an accelerator.
@@ -250,6 +269,7 @@ class ScoreRules(NamedTuple):
     dropout: float
     first_head: int
     first_row: int
+    softcap: float  # 0 for none
 
 
 class QueryBlock(NamedTuple):
@@ -304,6 +324,8 @@ def _compute_lse(scores, probs, rules, block):
     """
     largest, key = probs.to(compute_dtype(probs)).max(-1, keepdim=True)  # [B, N, R, 1]
     z = scores.gather(3, key).to(largest.dtype) * rules.scale
+    if rules.softcap:
+        z = torch.tanh(z / rules.softcap) * rules.softcap
     if rules.relative_bias is not None:
         query = torch.arange(block.start, block.end, device=key.device)[:, None]
         head = torch.arange(key.shape[1], device=key.device)[:, None, None]
@@ -357,7 +379,8 @@ def _backward_scores(grad, q, k, v, rules, block, grad_v):
         The gradients of the scores [B, N, R, columns] and of the bias [1, N, R, columns], which has
         size 0 without a bias.
     """
-    probs, dropped = _compute_probabilities(_compute_scores(q, k, block), rules, block)
+    scores = _compute_scores(q, k, block)
+    probs, dropped = _compute_probabilities(scores, rules, block)
     weights = dropped if rules.dropout else probs
     grad_out = _fold_heads(grad[:, :, block.start : block.end], k)
     _add_product(_take_columns(grad_v, block), _fold_heads(weights, k).mT, grad_out)
@@ -366,9 +389,14 @@ def _backward_scores(grad, q, k, v, rules, block, grad_v):
     grad_weights = matmul(grad_out, _take_columns(v, block).mT).view(probs.shape)
     keys = _find_dropout_keys(rules, block)
     bias_batch = 0 if rules.relative_bias is None else 1
-    return softmax.backward_op(
-        grad_weights, probs, keys, rules.scale, rules.dropout, rules.first_head, bias_batch
+    scale = 1.0 if rules.softcap else rules.scale
+    grad_scores, grad_bias = softmax.backward_op(
+        grad_weights, probs, keys, scale, rules.dropout, rules.first_head, bias_batch
     )
+    if rules.softcap:
+        slope = 1 - torch.tanh(scores * (rules.scale / rules.softcap)).square()
+        grad_scores = grad_scores * slope * rules.scale
+    return grad_scores, grad_bias
 
 
 def _split_queries(q: Tensor, k: Tensor, rules: ScoreRules) -> Iterator[QueryBlock]:
@@ -414,6 +442,10 @@ def _compute_probabilities(
     """Returns a block's probabilities [B, N, R, columns], and those with dropout (of size 0
     without dropout).
     """
+    scale = rules.scale
+    if rules.softcap:
+        scores = cap_scores(scores, scale, rules.softcap)
+        scale = 1.0
     bias = rules.relative_bias
     if bias is not None:
         # Row i of the scores begins at Sq - 1 - i, so the block's last row comes first. `flip`
@@ -435,8 +467,13 @@ def _compute_probabilities(
     mask = _build_mask(others, block, scores.device)
     keys = _find_dropout_keys(rules, block)
     return softmax.forward_op(
-        scores, mask, bias, prefix, keys, rules.scale, causal, rules.dropout, rules.first_head
+        scores, mask, bias, prefix, keys, scale, causal, rules.dropout, rules.first_head
     )
+
+
+def cap_scores(scores: Tensor, scale: float, softcap: float) -> Tensor:
+    """Returns softcap * tanh(scale * scores / softcap), in the dtype of the scores (Gemma 2)."""
+    return torch.tanh(scores * (scale / softcap)) * softcap
 
 
 def _find_dropout_keys(rules: ScoreRules, block: QueryBlock) -> Tensor | None:
@@ -523,14 +560,14 @@ def _backward(ctx, grad, _):
     grad_q, grad_k, grad_v, grad_bias = backward_op(grad, *ctx.saved_tensors, *ctx.settings)
     if not ctx.needs_input_grad[3]:
         grad_bias = None
-    return grad_q, grad_k, grad_v, grad_bias, *(None,) * 9
+    return grad_q, grad_k, grad_v, grad_bias, *(None,) * 10
 
 
 # The registration.
 
 _RULES = (
     "Tensor? relative_bias, Tensor? mask, Tensor? prefix, Tensor? key_lengths, Tensor? keys, float scale, "
-    "bool causal, float dropout, SymInt first_head, SymInt first_row"
+    "bool causal, float dropout, SymInt first_head, SymInt first_row, float softcap"
 )
 
 
@@ -578,7 +615,7 @@ def _make_rows_dense(*tensors):
 
 def _prepare_rules(q, k, relative_bias, mask, prefix, key_lengths, keys, *settings):
     """Returns the bias in fp32, and the mask with all dimensions, of which a broadcast one has
-    stride 0.
+    stride 0. The kernels have no soft cap, the last of the settings.
     """
     return (
         None if relative_bias is None else relative_bias.float().contiguous(),
@@ -587,13 +624,19 @@ def _prepare_rules(q, k, relative_bias, mask, prefix, key_lengths, keys, *settin
             None if x is None else x.to(torch.int64).contiguous()
             for x in (prefix, key_lengths, keys)
         ],
-        *settings,
+        *settings[:-1],
     )
 
 
 def find_obstacle(q, k, v, rules):
-    """Returns why the kernels cannot take a call, or None if they can."""
+    """Returns why the kernels cannot take a call, or None if they can.
+
+    Args:
+        rules: The fields of `ScoreRules`.
+    """
     bias, mask = rules[:2]
+    if rules[-1]:
+        return "a soft cap of the scores"
     if q.dtype == torch.float64 or (bias is not None and bias.dtype == torch.float64):
         return "the kernels compute in fp32"
     if q.shape[3] > WIDEST_HEAD:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import backward_op, choose_block_rows, find_obstacle, forward_op
+from .attention import backward_op, cap_scores, choose_block_rows, find_obstacle, forward_op
 from .dropout_mask import attention_rows, kept_elements, keys_from_row, row_keys
 from .matmul import matmul
 from .registration import compute_dtype
@@ -44,6 +44,7 @@ class PartRules(NamedTuple):
     first_head: int = 0
     first_row: int = 0
     first_key: int = 0
+    softcap: float | None = None
 
 
 def attend_to_part(q: Tensor, k: Tensor, v: Tensor, rules: PartRules) -> tuple[Tensor, Tensor]:
@@ -53,7 +54,8 @@ def attend_to_part(q: Tensor, k: Tensor, v: Tensor, rules: PartRules) -> tuple[T
     outputs: list[Tensor] = []
     every_lse: list[Tensor] = []
     for start, end in _split_rows(q, k):
-        z = _compute_scores(q, k, rules, start, end)
+        products = _compute_products(q, k, rules, start, end)
+        z = _apply_rules(products, k, rules, q.shape[2], start)
         lse = z.logsumexp(-1)
         weights = _drop(_compute_probabilities(z, lse), rules, start)
         outputs.append(
@@ -87,7 +89,8 @@ def differentiate_part(
     flat_k = k.flatten(0, 1)
     for start, end in _split_rows(q, k):
         rows = slice(start, end)
-        z = _compute_scores(q, k, rules, start, end)
+        capped = _compute_products(q, k, rules, start, end)
+        z = _apply_rules(capped, k, rules, q.shape[2], start)
         probs = _compute_probabilities(z, lse[:, :, rows])
         own_grad = _fold(grad[:, :, rows], k)  # [B K, N / K R, D]
         weights = _fold(_drop(probs, rules, start).to(grad.dtype), k)
@@ -98,6 +101,8 @@ def differentiate_part(
             sums = sum_diagonals(grad_scores.sum(0))
             first = q.shape[2] - end
             grad_bias[:, first : first + sums.shape[1]] += sums
+        if rules.softcap:
+            grad_scores = grad_scores * (1 - (capped / rules.softcap).square())
         folded = _fold((grad_scores * rules.scale).to(q.dtype), k)
         grad_q[:, :, rows] = matmul(folded, flat_k).view(q[:, :, rows].shape)
         grad_k.flatten(0, 1).add_(matmul(folded.mT, _fold(q[:, :, rows], k)))
@@ -115,9 +120,11 @@ def merge_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
 
 
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor, rules: PartRules) -> bool:
-    if rules.dropout or forward_op.choose_variant(q.device.type) == "reference":
+    if rules.dropout or rules.softcap or forward_op.choose_variant(q.device.type) == "reference":
         return False
-    return not isinstance(find_obstacle(q, k, v, _list_tensors(rules)), str)
+    return not isinstance(
+        find_obstacle(q, k, v, (*_list_tensors(rules), *_list_settings(rules))), str
+    )
 
 
 def _list_tensors(rules: PartRules) -> tuple[Tensor | None, ...]:
@@ -125,7 +132,7 @@ def _list_tensors(rules: PartRules) -> tuple[Tensor | None, ...]:
 
 
 def _list_settings(rules: PartRules) -> tuple[float | bool | int, ...]:
-    return rules.scale, rules.causal, 0.0, 0, 0
+    return rules.scale, rules.causal, 0.0, 0, 0, 0.0
 
 
 def _split_rows(q: Tensor, k: Tensor) -> Iterator[tuple[int, int]]:
@@ -137,21 +144,33 @@ def _split_rows(q: Tensor, k: Tensor) -> Iterator[tuple[int, int]]:
         yield start, min(start + rows, queries)
 
 
-def _compute_scores(q: Tensor, k: Tensor, rules: PartRules, start: int, end: int) -> Tensor:
-    """Returns z [B, N, R, Sk] of the queries [start, end), -inf where a key is not allowed."""
-    queries = q.shape[2]
-    keys = k.shape[2]
-    size = end - start
+def _compute_products(q: Tensor, k: Tensor, rules: PartRules, start: int, end: int) -> Tensor:
+    """Returns the scaled and capped scores [B, N, R, Sk] of the queries [start, end)."""
     products = matmul(_fold(q[:, :, start:end], k), k.flatten(0, 1).mT)
-    z = products.view(*q.shape[:2], size, keys).to(compute_dtype(q)) * rules.scale
+    scores = products.view(*q.shape[:2], end - start, k.shape[2]).to(compute_dtype(q))
+    if rules.softcap:
+        return cap_scores(scores, rules.scale, rules.softcap)
+    return scores * rules.scale
+
+
+def _apply_rules(z: Tensor, k: Tensor, rules: PartRules, queries: int, start: int) -> Tensor:
+    """Returns z [B, N, R, Sk] of the queries from `start` on with the bias and the mask, -inf where
+    a key is not allowed.
+
+    Args:
+        queries: Sq.
+    """
+    size = z.shape[2]
+    end = start + size
+    keys = k.shape[2]
     if rules.relative_bias is not None:
         first = queries - end
         bias = rules.relative_bias[:, first : first + size + keys - 1]
         z = z + lay_out_diagonals(bias, size, keys)
-    key = torch.arange(keys, device=q.device)
+    key = torch.arange(keys, device=z.device)
     if rules.causal:
         # The last query is at the last key.
-        query = torch.arange(start, end, device=q.device)[:, None] + (keys - queries)
+        query = torch.arange(start, end, device=z.device)[:, None] + (keys - queries)
         visible = key <= query
         if rules.prefix is not None:
             visible = visible | (key < rules.prefix.reshape(-1, 1, 1, 1))

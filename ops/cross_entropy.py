@@ -201,6 +201,7 @@ def linear_cross_entropy(
     first: int = 0,
     gather: Gather | None = None,
     sum_grad: SumGrad | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Returns the differentiable losses [T] of the logits hidden @ weight.T + bias.
 
@@ -216,6 +217,7 @@ def linear_cross_entropy(
         bias: [Vp] or None, this rank's rows.
         sum_grad: Starts the sum of the gradient of `hidden` over the ranks, which overlaps with the
             product for the weight's gradient.
+        softcap: See `cap_logits`.
         target: As in `token_cross_entropy`.
         num_classes: As in `token_cross_entropy`.
         first: As in `token_cross_entropy`.
@@ -223,8 +225,15 @@ def linear_cross_entropy(
     """
     settings = LossSettings(num_classes, ignore_index, 0.0, 0.0, first, gather)
     return _LinearCrossEntropy.apply(
-        *autocast_arguments(hidden, weight, bias), target, settings, sum_grad
+        *autocast_arguments(hidden, weight, bias), target, settings, sum_grad, softcap
     )
+
+
+def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
+    """Returns softcap * tanh(logits / softcap), or the logits themselves without a cap; Gemma 2 caps
+    them at 30.
+    """
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def suits_chunks(rows: int, columns: int) -> bool:
@@ -345,13 +354,25 @@ def _compute_statistics(
 
 
 def _overwrite_with_grad(
-    logits: Tensor, target: Tensor, grad: Tensor, log_z: Tensor, settings: GradSettings
+    logits: Tensor,
+    target: Tensor,
+    grad: Tensor,
+    log_z: Tensor,
+    settings: GradSettings,
+    softcap: float | None,
 ) -> None:
-    """Writes the gradient of the logits [T, Vp] over them."""
-    for rows in _split_for_kernel(logits):
+    """Writes the gradient of the logits [T, Vp], before they were capped, over them."""
+    if softcap is None:
+        parts = _split_for_kernel(logits)
+    else:
+        parts = _split_rows(len(logits), logits.shape[1], CHUNK_ELEMENTS)
+    for rows in parts:
+        slope = None if softcap is None else 1 - (logits[rows] / softcap).square()
         torch.ops.shardzoo.cross_entropy_grad_(
             logits[rows], target[rows], grad[rows], log_z[rows], *settings
         )
+        if slope is not None:
+            logits[rows] *= slope
 
 
 def _split_for_kernel(logits: Tensor) -> Iterator[slice]:
@@ -383,12 +404,14 @@ class _LinearCrossEntropy(Function):
         target: Tensor,
         settings: LossSettings,
         sum_grad: SumGrad | None,
+        softcap: float | None,
     ) -> Tensor:
+        ctx.softcap = softcap
         if suits_chunks(len(hidden), len(weight)):
             logits = None
             losses, log_z = _compute_chunked_losses(ctx, hidden, weight, bias, target, settings)
         else:
-            logits = addmm(bias, hidden, weight.t())  # [T, Vp]
+            logits = cap_logits(addmm(bias, hidden, weight.t()), softcap)  # [T, Vp]
             losses, log_z, ctx.settings = _compute_losses(logits, target, settings)
         ctx.save_for_backward(hidden, weight, bias, logits, target, log_z)
         ctx.sum_grad = sum_grad
@@ -402,17 +425,16 @@ class _LinearCrossEntropy(Function):
         if logits is None:
             return (
                 *_compute_chunked_grads(ctx, grads[0], hidden, weight, bias, target, log_z),
-                None,
-                None,
-                None,
+                *(None,) * 4,
             )
         if ctx.logits_overwritten:
             # This is a second pass over a retained graph.
-            logits = addmm(bias, hidden, weight.t())
+            logits = cap_logits(addmm(bias, hidden, weight.t()), ctx.softcap)
         # Writing to .data keeps the saved tensors valid for a second pass.
         logits_grad = logits.data
         ctx.logits_overwritten = True
-        _overwrite_with_grad(logits_grad, target, grads[0], log_z, ctx.settings)
+        arguments = (target, grads[0], log_z, ctx.settings, ctx.softcap)
+        _overwrite_with_grad(logits_grad, *arguments)
 
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         input_grad = None
@@ -425,7 +447,7 @@ class _LinearCrossEntropy(Function):
         bias_grad = logits_grad.sum(0) if needs_bias else None
         if finish_sum:
             input_grad = finish_sum()
-        return input_grad, weight_grad, bias_grad, None, None, None
+        return input_grad, weight_grad, bias_grad, *(None,) * 4
 
 
 def _compute_chunked_losses(
@@ -443,7 +465,7 @@ def _compute_chunked_losses(
     all_losses = []
     all_log_z = []
     for part in _split_rows(len(hidden), len(weight), CHUNK_LOGITS):
-        logits = addmm(bias, hidden[part], weight.t())
+        logits = cap_logits(addmm(bias, hidden[part], weight.t()), ctx.softcap)
         losses, log_z, ctx.settings = _compute_losses(logits, target[part], settings)
         if ctx.sums is not None:
             ctx.sums.add(part, logits, target[part], torch.ones_like(losses), log_z, ctx.settings)
@@ -477,7 +499,7 @@ def _compute_chunked_grads(
         del sums
     sums = _SummedGrads(ctx, hidden, weight, bias)
     for part in _split_rows(len(hidden), len(weight), CHUNK_LOGITS):
-        logits = addmm(bias, hidden[part], weight.t())
+        logits = cap_logits(addmm(bias, hidden[part], weight.t()), ctx.softcap)
         sums.add(part, logits, target[part], grad[part], log_z[part], ctx.settings)
         # These logits must not exist beside those of the next chunk.
         del logits
@@ -493,6 +515,7 @@ class _SummedGrads:
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         wide = torch.promote_types(weight.dtype, torch.float32)
         self._hidden = hidden
+        self._softcap = ctx.softcap
         self._weight = weight
         self.input = empty_pooled(hidden) if needs_input else None
         self.weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
@@ -511,7 +534,7 @@ class _SummedGrads:
 
         Overwrites the logits.
         """
-        _overwrite_with_grad(logits, target, grad, log_z, settings)
+        _overwrite_with_grad(logits, target, grad, log_z, settings, self._softcap)
         if self.input is not None:
             self.input[part] = matmul(logits, self._weight)
         if self.weight is not None and self.weight.dtype == logits.dtype:

@@ -3,10 +3,12 @@
     h = x + residual (rounded to x's dtype)
     LayerNorm (Ba, Kiros and Hinton 2016):  y = (h - mean) / sqrt(var + eps) * weight + bias
     RMSNorm (Zhang and Sennrich 2019):      y = weight * round(h / sqrt(mean(h^2) + eps))
+    RMSNorm with an offset:                 y = (weight + offset) * h / sqrt(mean(h^2) + eps)
 
 Both are computed in fp32 (fp64 for fp64 input). LayerNorm is rounded once, as in PyTorch. RMSNorm
 rounds the normalized value to the dtype of x before it multiplies by the weight, as Hugging Face's
-T5 and Llama do.
+T5 and Llama do. With an offset it is rounded once, as Gemma, whose offset is 1, and OLMo 2, whose
+offset is 0.
 """
 
 from __future__ import annotations
@@ -58,36 +60,48 @@ def add_layer_norm(
     return y, summed
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> Tensor:
     """Computes RMSNorm over the last dimension.
 
     Args:
         x: [..., H], fp32, bf16, fp16 or fp64.
         weight: [H].
         eps: Added to the mean of the squares.
+        offset: Added to the weight in fp32, with the product rounded once; None for a product with
+            the rounded value.
 
     Returns:
         [..., H], in the dtype of x.
     """
     if x.shape[-1:] != weight.shape:
         raise _mismatch(x, weight)
-    return rms_norm_op(x, None, weight, eps)[0]
+    return _normalize(x, None, weight, eps, offset)[0]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Adds a residual and computes RMSNorm of the sum, in one pass over memory.
+
+    The other arguments are those of `rms_norm`.
 
     Returns:
         The norm of h = x + residual, and h itself, both [..., H] in the dtype of x.
     """
     if x.shape[-1:] != weight.shape or residual.shape != x.shape:
         raise _mismatch(x, weight, residual)
-    y, summed, _ = rms_norm_op(x, residual, weight, eps)
+    y, summed, _ = _normalize(x, residual, weight, eps, offset)
     return y, summed
 
 
 def apply_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: str
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    offset: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes either norm of h = x + residual, for a caller who has checked the shapes.
 
@@ -98,21 +112,30 @@ def apply_norm(
         residual: [..., H], or None for h = x.
         weight: [H].
         bias: [H] or None; only LayerNorm has one.
-        kind: "layer_norm" or "rms_norm".
+        kind: "layer_norm", "rms_norm" or, with an offset, "offset_rms_norm".
+        offset: That of `rms_norm`.
 
     Returns:
         The norm of h, and h; without a residual, the second value has no meaning.
     """
     is_layer_norm = kind == "layer_norm"
-    if x.is_cpu and in_inference_mode():
+    if x.is_cpu and offset is None and in_inference_mode():
         y, h = few_rows.norm(x, residual, weight, bias, eps, centered=is_layer_norm)
         if y is not None:
             return y, h
     if is_layer_norm:
         y, h, _, _ = layer_norm_op(x, residual, weight, bias, eps)
     else:
-        y, h, _ = rms_norm_op(x, residual, weight, eps)
+        y, h, _ = _normalize(x, residual, weight, eps, offset)
     return y, h
+
+
+def _normalize(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if offset is None:
+        return rms_norm_op(x, residual, weight, eps)
+    return offset_rms_norm_op(x, residual, weight, eps, offset)
 
 
 def _mismatch(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> ValueError:
@@ -210,17 +233,28 @@ def rms_norm_reference(x, residual, weight, eps):
     return y.to(x.dtype), summed, rstd.flatten()
 
 
-def rms_norm_backward_reference(grad, grad_summed, h, weight, rstd):
+def offset_rms_norm_reference(x, residual, weight, eps, offset):
+    """Computes the definition of RMSNorm with an offset; see `rms_norm_reference`."""
+    h = x if residual is None else x + residual
+    wide = h.to(compute_dtype(x))
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    y = (weight.to(wide.dtype) + offset) * (wide * rstd)
+    summed = empty_placeholder(x) if residual is None else h
+    return y.to(x.dtype), summed, rstd.flatten()
+
+
+def rms_norm_backward_reference(grad, grad_summed, h, weight, rstd, offset=0.0):
     """Returns the gradients of h and of the weight, as `layer_norm_backward_reference` does.
 
-    With n = h * rstd and g = grad * weight, the gradient of h is rstd * (g - n * mean(g * n)).
+    With n = h * rstd and g = grad * (weight + offset), the gradient of h is
+    rstd * (g - n * mean(g * n)).
     """
     dtype = compute_dtype(h)
     wide = h.to(dtype)
     dy = grad.to(dtype)
     scale = rstd.reshape(*h.shape[:-1], 1)
     normalized = wide * scale
-    weighted = dy * weight.to(dtype)
+    weighted = dy * (weight.to(dtype) + offset)
     grad_x = scale * (weighted - normalized * (weighted * normalized).mean(-1, keepdim=True))
     if grad_summed is not None:
         grad_x = grad_x + grad_summed.to(dtype)
@@ -254,7 +288,7 @@ def _layer_norm_backward(ctx, grad, grad_summed, grad_mean, grad_rstd):
 
 
 def _rms_norm_setup_context(ctx, inputs, output):
-    x, residual, weight, _ = inputs
+    x, residual, weight, _, *ctx.offset = inputs  # the offset, if the operator has one
     _, summed, rstd = output
     ctx.has_residual = residual is not None
     ctx.mark_non_differentiable(rstd)
@@ -266,11 +300,13 @@ def _rms_norm_setup_context(ctx, inputs, output):
 def _rms_norm_backward(ctx, grad, grad_summed, grad_rstd):
     h, weight, rstd = ctx.saved_tensors
     grad = torch.zeros_like(h) if grad is None else grad
-    grad_x, grad_weight = rms_norm_backward_op(
-        grad, grad_summed if ctx.has_residual else None, h, weight, rstd
+    operator = offset_rms_norm_backward_op if ctx.offset else rms_norm_backward_op
+    grad_x, grad_weight = operator(
+        grad, grad_summed if ctx.has_residual else None, h, weight, rstd, *ctx.offset
     )
     grad_residual = grad_x if ctx.has_residual else None
-    return grad_x, grad_residual, grad_weight.to(weight.dtype), None
+    settings = (None,) * (1 + len(ctx.offset))
+    return grad_x, grad_residual, grad_weight.to(weight.dtype), *settings
 
 
 # The registration of LayerNorm.
@@ -344,24 +380,24 @@ layer_norm_op.autograd(_layer_norm_setup_context, _layer_norm_backward)
 # The registration of RMSNorm.
 
 
-def _allocate_rms_norm(x, residual, weight, eps):
+def _allocate_rms_norm(x, residual, weight, eps, *offset):
     y = empty_pooled(x)
     summed = empty_placeholder(x) if residual is None else empty_pooled(x)
     rstd = x.new_empty(x.shape[:-1].numel(), dtype=compute_dtype(x))
     return y, summed, rstd
 
 
-def _allocate_rms_norm_backward(grad, grad_summed, h, weight, rstd):
+def _allocate_rms_norm_backward(grad, grad_summed, h, weight, rstd, *offset):
     return empty_pooled(h), weight.new_empty(weight.shape, dtype=compute_dtype(h))
 
 
-def _prepare_rms_norm(x, residual, weight, eps):
-    return same_dtype(x, residual, weight) or (*contiguous(x, residual, weight), eps)
+def _prepare_rms_norm(x, residual, weight, eps, *offset):
+    return same_dtype(x, residual, weight) or (*contiguous(x, residual, weight), eps, *offset)
 
 
-def _prepare_rms_norm_backward(grad, grad_summed, h, weight, rstd):
+def _prepare_rms_norm_backward(grad, grad_summed, h, weight, rstd, *offset):
     tensors = (grad, grad_summed, h, weight)
-    return same_dtype(*tensors) or (*contiguous(*tensors), rstd)
+    return same_dtype(*tensors) or (*contiguous(*tensors), rstd, *offset)
 
 
 def _launch_triton_rms_norm(*arguments):
@@ -397,3 +433,38 @@ rms_norm_backward_op = Op(
 )
 
 rms_norm_op.autograd(_rms_norm_setup_context, _rms_norm_backward)
+
+
+def _launch_triton_offset_rms_norm(*arguments):
+    from .triton_kernels.norm import launch_offset_rms_norm
+
+    launch_offset_rms_norm(*arguments)
+
+
+def _launch_triton_offset_rms_norm_backward(*arguments):
+    from .triton_kernels.norm import launch_offset_rms_norm_backward
+
+    launch_offset_rms_norm_backward(*arguments)
+
+
+offset_rms_norm_op = Op(
+    "offset_rms_norm",
+    "Tensor x, Tensor? residual, Tensor weight, float eps, float offset",
+    ("y", "summed", "rstd"),
+    allocate=_allocate_rms_norm,
+    reference=offset_rms_norm_reference,
+    prepare=_prepare_rms_norm,
+    triton=_launch_triton_offset_rms_norm,
+)
+
+offset_rms_norm_backward_op = Op(
+    "offset_rms_norm_backward",
+    "Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor rstd, float offset",
+    ("grad_x", "grad_weight"),
+    allocate=_allocate_rms_norm_backward,
+    reference=rms_norm_backward_reference,
+    prepare=_prepare_rms_norm_backward,
+    triton=_launch_triton_offset_rms_norm_backward,
+)
+
+offset_rms_norm_op.autograd(_rms_norm_setup_context, _rms_norm_backward)

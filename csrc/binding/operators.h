@@ -23,6 +23,12 @@
   X(rms_norm_backward,                                                                                            \
     "(Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor rstd, Tensor(a!) grad_x, "                \
     "Tensor(b!) grad_weight) -> ()")                                                                              \
+  X(offset_rms_norm,                                                                                              \
+    "(Tensor x, Tensor? residual, Tensor weight, float eps, float offset, Tensor(a!) y, Tensor(b!) summed, "      \
+    "Tensor(c!) rstd) -> ()")                                                                                     \
+  X(offset_rms_norm_backward,                                                                                     \
+    "(Tensor grad, Tensor? grad_summed, Tensor h, Tensor weight, Tensor rstd, float offset, "                     \
+    "Tensor(a!) grad_x, Tensor(b!) grad_weight) -> ()")                                                           \
   X(bias_gelu, "(Tensor x, Tensor? bias, bool tanh, Tensor(a!) y) -> ()")                                         \
   X(bias_gelu_backward,                                                                                           \
     "(Tensor grad, Tensor x, Tensor? bias, bool tanh, Tensor(a!) grad_x, Tensor(b!) grad_bias) -> ()")            \

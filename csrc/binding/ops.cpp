@@ -66,7 +66,8 @@ void masked_softmax_backward(const Tensor& grad, const Tensor& probs, const Opti
 
 // LayerNorm, or RMSNorm if `mean` is absent.
 void norm(const Tensor& x, const OptionalTensor& residual, const Tensor& weight, const OptionalTensor& bias,
-          double eps, const Tensor& y, const Tensor& summed, const OptionalTensor& mean, const Tensor& rstd) {
+          double eps, double offset, bool rounds_once, const Tensor& y, const Tensor& summed,
+          const OptionalTensor& mean, const Tensor& rstd) {
   const NormForward a = {.x = input(x),
                          .residual = input(residual),
                          .weight = input(weight),
@@ -77,7 +78,9 @@ void norm(const Tensor& x, const OptionalTensor& residual, const Tensor& weight,
                          .rstd = output(rstd),
                          .rows = count_rows(x),
                          .columns = count_columns(x),
-                         .eps = eps};
+                         .eps = eps,
+                         .offset = offset,
+                         .rounds_once = rounds_once};
   check_sizes(x.numel(), {residual, y, only_if(residual.has_value(), summed)});
   check_sizes(a.columns, {weight, bias});
   check_sizes(a.rows, {rstd});
@@ -86,17 +89,22 @@ void norm(const Tensor& x, const OptionalTensor& residual, const Tensor& weight,
 
 void layer_norm(const Tensor& x, const OptionalTensor& residual, const Tensor& weight, const OptionalTensor& bias,
                 double eps, const Tensor& y, const Tensor& summed, const Tensor& mean, const Tensor& rstd) {
-  norm(x, residual, weight, bias, eps, y, summed, mean, rstd);
+  norm(x, residual, weight, bias, eps, 0.0, true, y, summed, mean, rstd);
 }
 
 void rms_norm(const Tensor& x, const OptionalTensor& residual, const Tensor& weight, double eps, const Tensor& y,
               const Tensor& summed, const Tensor& rstd) {
-  norm(x, residual, weight, OptionalTensor(), eps, y, summed, OptionalTensor(), rstd);
+  norm(x, residual, weight, OptionalTensor(), eps, 0.0, false, y, summed, OptionalTensor(), rstd);
+}
+
+void offset_rms_norm(const Tensor& x, const OptionalTensor& residual, const Tensor& weight, double eps, double offset,
+                     const Tensor& y, const Tensor& summed, const Tensor& rstd) {
+  norm(x, residual, weight, OptionalTensor(), eps, offset, true, y, summed, OptionalTensor(), rstd);
 }
 
 void norm_backward(const Tensor& grad, const OptionalTensor& grad_summed, const Tensor& h, const Tensor& weight,
-                   const OptionalTensor& mean, const Tensor& rstd, const Tensor& grad_x, const Tensor& grad_weight,
-                   const OptionalTensor& grad_bias) {
+                   const OptionalTensor& mean, const Tensor& rstd, double offset, const Tensor& grad_x,
+                   const Tensor& grad_weight, const OptionalTensor& grad_bias) {
   const int64_t columns = count_columns(h);
   const Chunks chunks(h);
   const Tensor partial_weight = partial_sums(h, chunks, columns);
@@ -113,7 +121,8 @@ void norm_backward(const Tensor& grad, const OptionalTensor& grad_summed, const 
                           .partial_bias = output(partial_bias),
                           .rows = count_rows(h),
                           .columns = columns,
-                          .chunk_rows = chunks.rows_each};
+                          .chunk_rows = chunks.rows_each,
+                          .offset = offset};
   check_sizes(h.numel(), {grad, grad_summed, grad_x});
   check_sizes(columns, {weight, grad_weight, grad_bias});
   check_sizes(a.rows, {rstd});
@@ -125,12 +134,18 @@ void norm_backward(const Tensor& grad, const OptionalTensor& grad_summed, const 
 void layer_norm_backward(const Tensor& grad, const OptionalTensor& grad_summed, const Tensor& h,
                          const Tensor& weight, const Tensor& mean, const Tensor& rstd, bool has_bias,
                          const Tensor& grad_x, const Tensor& grad_weight, const Tensor& grad_bias) {
-  norm_backward(grad, grad_summed, h, weight, mean, rstd, grad_x, grad_weight, only_if(has_bias, grad_bias));
+  norm_backward(grad, grad_summed, h, weight, mean, rstd, 0.0, grad_x, grad_weight, only_if(has_bias, grad_bias));
 }
 
 void rms_norm_backward(const Tensor& grad, const OptionalTensor& grad_summed, const Tensor& h, const Tensor& weight,
                        const Tensor& rstd, const Tensor& grad_x, const Tensor& grad_weight) {
-  norm_backward(grad, grad_summed, h, weight, OptionalTensor(), rstd, grad_x, grad_weight, OptionalTensor());
+  norm_backward(grad, grad_summed, h, weight, OptionalTensor(), rstd, 0.0, grad_x, grad_weight, OptionalTensor());
+}
+
+void offset_rms_norm_backward(const Tensor& grad, const OptionalTensor& grad_summed, const Tensor& h,
+                              const Tensor& weight, const Tensor& rstd, double offset, const Tensor& grad_x,
+                              const Tensor& grad_weight) {
+  norm_backward(grad, grad_summed, h, weight, OptionalTensor(), rstd, offset, grad_x, grad_weight, OptionalTensor());
 }
 
 void bias_gelu(const Tensor& x, const OptionalTensor& bias, bool tanh, const Tensor& y) {

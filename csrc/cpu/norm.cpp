@@ -57,6 +57,13 @@ INLINE void rms_norm_row(const NormForward& a, int64_t r, Compute<T>* row) {
   static_cast<C*>(a.rstd)[r] = rstd;
   T* y = at<T>(a.y, r * a.columns);
   const bool past_cache = beyond_cache(y, a.rows * a.columns);
+  if (a.rounds_once) {
+    const C offset = static_cast<C>(a.offset);
+    for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
+      put(y + i, (load(weight + i, part) + offset) * (load(row + i, Full{}) * rstd), part, past_cache);
+    });
+    return;
+  }
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
     put(y + i, load(weight + i, part) * round_to<T>(load(row + i, Full{}) * rstd), part, past_cache);
   });
@@ -84,10 +91,11 @@ INLINE void norm_backward_row(const NormBackward& a, int64_t r, Compute<T>* sum_
   const bool centered = a.mean != nullptr;
   const C mean = centered ? static_cast<const C*>(a.mean)[r] : 0;
   const C rstd = static_cast<const C*>(a.rstd)[r];
+  const C offset = static_cast<C>(a.offset);
   Sum<T> sum, product;
   for_vectors_in_turns<T>(a.columns, [&](int64_t i, auto part, int turn) LAMBDA {
     const V dy = load(grad + i, part), normalized = (load(h + i, part) - mean) * rstd;
-    const V weighted = dy * load(weight + i, part);
+    const V weighted = dy * (load(weight + i, part) + offset);
     sum.parts[turn] += weighted;
     product.parts[turn] += weighted * normalized;
     store(sum_weight + i, load(sum_weight + i, part) + dy * normalized, part);
@@ -99,7 +107,8 @@ INLINE void norm_backward_row(const NormBackward& a, int64_t r, Compute<T>* sum_
   const bool past_cache = beyond_cache(out, a.rows * a.columns);
   for_vectors<T>(a.columns, [&](int64_t i, auto part) LAMBDA {
     const V normalized = (load(h + i, part) - mean) * rstd;
-    V value = (load(grad + i, part) * load(weight + i, part) - mean_weighted - normalized * mean_product) * rstd;
+    const V weighted = load(grad + i, part) * (load(weight + i, part) + offset);
+    V value = (weighted - mean_weighted - normalized * mean_product) * rstd;
     if (grad_summed != nullptr) value += load(grad_summed + i, part);
     put(out + i, value, part, past_cache);
   });

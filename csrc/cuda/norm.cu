@@ -14,17 +14,22 @@ __device__ __forceinline__ Pack<T, N> add(const Pack<T, N>& x, const Pack<T, N>&
   return narrow<T, N>(h);
 }
 
-// Returns the normalized value, as the weight multiplies it: RMSNorm rounds it first.
+// Returns the normalized value times the weight. RMSNorm rounds it before, or adds an offset to the weight.
 template <class T, int N, bool Centered>
-__device__ __forceinline__ void normalize(Compute<T> (&h)[N], Compute<T> mean, Compute<T> rstd,
-                                          const Pack<T, N>& weights, const void* bias, int64_t column) {
+__device__ __forceinline__ void normalize(const NormForward& a, Compute<T> (&h)[N], Compute<T> mean, Compute<T> rstd,
+                                          const Pack<T, N>& weights, int64_t column) {
   using C = Compute<T>;
   C weight[N], shift[N] = {};
   widen<T, N>(weights, weight);
-  if (Centered && bias != nullptr) load<T, N>(shift, at<T>(bias, column));
+  if (Centered && a.bias != nullptr) load<T, N>(shift, at<T>(a.bias, column));
 #pragma unroll
   for (int j = 0; j < N; ++j) h[j] = (h[j] - mean) * rstd;
-  if (!Centered) widen<T, N>(narrow<T, N>(h), h);
+  if (!Centered && a.rounds_once) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) weight[j] += static_cast<C>(a.offset);
+  } else if (!Centered) {
+    widen<T, N>(narrow<T, N>(h), h);
+  }
 #pragma unroll
   for (int j = 0; j < N; ++j) h[j] = Centered ? h[j] * weight[j] + shift[j] : h[j] * weight[j];
 }
@@ -76,7 +81,7 @@ __global__ void __launch_bounds__(kTeamThreads, 1) norm_forward_kernel(NormForwa
       static_cast<C*>(a.rstd)[r] = rstd;
     }
     each_vector<true, K, N>(a.columns, [&](int k, int64_t column) {
-      normalize<T, N, Centered>(h[k], mean, rstd, weights[k], a.bias, column);
+      normalize<T, N, Centered>(a, h[k], mean, rstd, weights[k], column);
       store<T, N>(at<T>(a.y, start + column), h[k]);
     });
   }
@@ -122,7 +127,7 @@ __global__ void __launch_bounds__(kTeamThreads) long_norm_forward_kernel(NormFor
     }
     each_vector<false, 1, N>(a.columns, [&](int, int64_t column) {
       load_summed(column, h);
-      normalize<T, N, Centered>(h, mean, rstd, fetch<T, N>(at<T>(a.weight, column)), a.bias, column);
+      normalize<T, N, Centered>(a, h, mean, rstd, fetch<T, N>(at<T>(a.weight, column)), column);
       store<T, N>(at<T>(a.y, start + column), h);
     });
   }
@@ -162,6 +167,7 @@ __global__ void __launch_bounds__(Ahead ? kTeamThreads : 1024, 1) norm_backward_
   using C = Compute<T>;
   constexpr int K = kEachBackward<T, N> / N;
   const C share = 1 / static_cast<C>(a.columns);
+  const C offset = Centered ? C(0) : static_cast<C>(a.offset);
   const int64_t chunk = blockIdx.x, first = chunk * a.chunk_rows;
   const int64_t stop = first + a.chunk_rows < a.rows ? first + a.chunk_rows : a.rows;
   Pack<T, N> weights[K];
@@ -192,7 +198,7 @@ __global__ void __launch_bounds__(Ahead ? kTeamThreads : 1024, 1) norm_backward_
         normalized[k][j] = (normalized[k][j] - mean) * rstd;
         sum_weight[k][j] += weighted[k][j] * normalized[k][j];
         if (Centered) sum_bias[k][j] += weighted[k][j];
-        weighted[k][j] *= weight[j];
+        weighted[k][j] *= Centered ? weight[j] : weight[j] + offset;
         if (Centered) sums.first += weighted[k][j];
         sums.second += weighted[k][j] * normalized[k][j];
       }
@@ -229,6 +235,7 @@ template <class T, int N, bool Centered>
 __global__ void __launch_bounds__(1024) long_norm_backward_kernel(NormBackward a) {
   using C = Compute<T>;
   const C share = 1 / static_cast<C>(a.columns);
+  const C offset = Centered ? C(0) : static_cast<C>(a.offset);
   const int64_t chunk = blockIdx.x, first = chunk * a.chunk_rows;
   const int64_t stop = first + a.chunk_rows < a.rows ? first + a.chunk_rows : a.rows;
   C* to_weight = at<C>(a.partial_weight, chunk * a.columns);
@@ -242,7 +249,10 @@ __global__ void __launch_bounds__(1024) long_norm_backward_kernel(NormBackward a
       load<T, N>(normalized, at<T>(a.h, start + column));
       load<T, N>(weight, at<T>(a.weight, column));
 #pragma unroll
-      for (int j = 0; j < N; ++j) normalized[j] = (normalized[j] - mean) * rstd;
+      for (int j = 0; j < N; ++j) {
+        normalized[j] = (normalized[j] - mean) * rstd;
+        if (!Centered) weight[j] += offset;
+      }
     };
     C grad[N], normalized[N], weight[N];
     Pair<C> sums = {0, 0};

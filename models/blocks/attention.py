@@ -45,7 +45,13 @@ from ...mpu.dropout import AttentionPlace
 from ...mpu.parameter import split_parameter
 from ...mpu.ring import RingRules, balance_chunks, restore_chunks, ring_attention
 from ...ops import attention, empty_pooled, few_queries_attention, in_inference_mode, matmul
-from ...ops.attention import eager_beats_sdpa, lacks_fused_attention, suits_tiles
+from ...ops.attention import (
+    cap_scores,
+    eager_beats_sdpa,
+    lacks_fused_attention,
+    suits_blocks,
+    suits_tiles,
+)
 from ...ops.autograd import Function, once_differentiable
 from ...ops.device import can_overwrite_gradients, writes_gradients_in_place
 from ...ops.dropout_mask import keys_from_row
@@ -99,6 +105,7 @@ class Attention(nn.Module):
         head_size: hidden_size / num_heads by default.
         qkv_bias, output_bias: Whether the input projections, and the output projection, have
             biases.
+        softcap: The scores are softcap * tanh(scale · q·kᵀ / softcap), if it is given.
 
     Raises:
         ValueError: The tensor-parallel size is larger than the number of heads; a head is never
@@ -117,6 +124,7 @@ class Attention(nn.Module):
         qkv_bias: bool = True,
         output_bias: bool = True,
         scale: float,
+        softcap: float | None = None,
         dropout: float = 0.0,
         mesh: ParallelMesh | None = None,
         parallel_config: ParallelConfig,
@@ -138,6 +146,7 @@ class Attention(nn.Module):
             num_heads,
             num_key_value_heads,
             scale=scale,
+            softcap=softcap,
             dropout=dropout,
             mesh=mesh,
             parallel_config=parallel_config,
@@ -221,6 +230,7 @@ class SelfAttention(Attention):
     Args:
         qk_norm_eps: The epsilon of an RMSNorm over the features of each query head, and of each key
             head, before they are rotated; None for no such norms.
+        norm_offset: What these norms add to their weights; see `RMSNorm`.
         norms_all_heads: Whether that norm is over the features of all heads together.
         clip: The largest absolute value of queries, keys and values before they are rotated. The
             other arguments are those of `Attention`.
@@ -233,6 +243,7 @@ class SelfAttention(Attention):
         self,
         *args: Any,
         qk_norm_eps: float | None = None,
+        norm_offset: float | None = None,
         norms_all_heads: bool = False,
         clip: float | None = None,
         **kwargs: Any,
@@ -245,12 +256,11 @@ class SelfAttention(Attention):
             qk_norm_eps = None
         # Each rank has other heads, so the ranks' gradients of a norm's weight are summed.
         shared: LayerArguments = {"mesh": kwargs.get("mesh"), "sequence_parallel": True}
-        self.q_norm = (
-            None if qk_norm_eps is None else RMSNorm(self.head_size, qk_norm_eps, **shared)
-        )
-        self.k_norm = (
-            None if qk_norm_eps is None else RMSNorm(self.head_size, qk_norm_eps, **shared)
-        )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(self.head_size, qk_norm_eps, offset=norm_offset, **shared)
+            self.k_norm = RMSNorm(self.head_size, qk_norm_eps, offset=norm_offset, **shared)
 
     def forward(
         self,
@@ -352,7 +362,7 @@ class CrossAttention(Attention):
 
 class CoreAttention(nn.Module):
     """Computes softmax(scale · q·kᵀ + position_bias)·v for this rank's heads, over the keys that
-    the mask allows.
+    the mask allows. A soft cap keeps the scaled products between -cap and cap.
 
     A query without any allowed key gets zeros, as in `scaled_dot_product_attention`. Selective
     recomputation keeps only q, k and v for the backward pass, and so does attention in tiles.
@@ -364,12 +374,14 @@ class CoreAttention(nn.Module):
         num_key_value_heads: int,
         *,
         scale: float,
+        softcap: float | None,
         dropout: float,
         mesh: ParallelMesh | None,
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
         self.scale = scale
+        self.softcap = softcap
         self.dropout = Dropout(dropout, count=num_heads, mesh=mesh)
         first = find_first_unit(num_heads, tp_rank(mesh), tp_size(mesh))
         last = find_first_unit(num_heads, tp_rank(mesh) + 1, tp_size(mesh))
@@ -493,6 +505,7 @@ class CoreAttention(nn.Module):
         dropped = self.dropout.attention_arguments(q, AttentionPlace(q.shape[1], 0, 0))
         rules = RingRules(
             scale=self.scale,
+            softcap=self.softcap,
             queries=length * mesh.cp_size,
             causal=causal,
             prefix=prefix,
@@ -531,6 +544,7 @@ class CoreAttention(nn.Module):
         if shared or plan is None:
             rules = RingRules(
                 scale=self.scale,
+                softcap=self.softcap,
                 queries=length * mesh.cp_size,
                 causal=causal,
                 mask=documents.keys,
@@ -707,11 +721,13 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Returns [B, Np, Sq, D], by PyTorch's fused attention or by whole scores."""
         is_unmasked = attention_mask.mask is None and not attention_mask.causal
-        if position_bias is not None and is_unmasked and in_inference_mode():
+        may_add_bias = is_unmasked and self.softcap is None and in_inference_mode()
+        if position_bias is not None and may_add_bias:
             # Without gradients, the bias can be a mask that fused attention adds to the scores.
             attention_mask = AttentionMask(position_bias)
             position_bias = None
-        if position_bias is None and not self.dropout.drops and not eager_beats_sdpa(q, k):
+        is_plain = position_bias is None and not self.dropout.drops and self.softcap is None
+        if is_plain and not eager_beats_sdpa(q, k):
             if in_inference_mode():
                 few = few_queries_attention(q, k, v, *attention_mask, scale=self.scale)
                 if isinstance(few, Tensor):
@@ -735,8 +751,8 @@ class CoreAttention(nn.Module):
                 is_causal=is_causal,
                 enable_gqa=is_grouped,
             )
-        # Compute the probabilities explicitly, for one of three reasons: the gradient of a trained
-        # bias, a dropout mask that does not depend on the layout, or speed.
+        # Compute the probabilities explicitly, for one of four reasons: the gradient of a trained
+        # bias, a soft cap, a dropout mask that does not depend on the layout, or speed.
         return self.attend_eagerly(q, k, v, attention_mask, position_bias, place)
 
     def attend_eagerly(
@@ -764,11 +780,15 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Returns the attention probabilities [B, Np, Sq, Sk], with dropout."""
         scores = matmul(q, repeat_heads(k, q.shape[1]).mT)
+        scale = self.scale
+        if self.softcap is not None:
+            scores = cap_scores(scores, scale, self.softcap)
+            scale = 1.0
         return scaled_masked_softmax(
             scores,
             attention_mask.mask,
             position_bias,
-            scale=self.scale,
+            scale=scale,
             causal=attention_mask.causal,
             prefix=attention_mask.prefix,
             dropout=self.dropout,
@@ -796,6 +816,8 @@ class CoreAttention(nn.Module):
         """
         if position_bias is not None:
             return position_bias.dim() == 2  # as `RelativeBias` decided
+        if self.softcap is not None:
+            return suits_blocks(q.shape[2], k.shape[2], q.device.type)
         needed = self.dropout.drops or lacks_fused_attention(q)
         return needed and suits_tiles(q.shape[2], k.shape[2], q.device.type, q.dtype.itemsize)
 
@@ -819,6 +841,7 @@ class CoreAttention(nn.Module):
         rules: dict[str, Any] = {
             "causal": attention_mask.causal,
             "prefix": attention_mask.prefix,
+            "softcap": self.softcap,
             **self.dropout.attention_arguments(q, place),
         }
         return attention(q, k, v, scale=self.scale, mask=mask, relative_bias=by_distance, **rules)

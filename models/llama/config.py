@@ -78,6 +78,8 @@ class DecoderConfig(HeadsConfig):
     """Whether that norm is over all heads together."""
     sandwich_norms: ClassVar[bool] = False
     """Whether the outputs of attention and MLP pass through a norm before they are added."""
+    norm_offset: ClassVar[float | None] = None
+    """What the norms add to their weights; see `RMSNorm`."""
 
     vocab_size: VocabSize = 32000
     hidden_size: HiddenSize = 4096
@@ -151,6 +153,16 @@ class DecoderConfig(HeadsConfig):
     def attention_scale(self) -> float:
         """What the scores are multiplied by."""
         return self.head_size**-0.5
+
+    @property
+    def score_cap(self) -> float | None:
+        """The largest absolute value of the scaled scores, which a tanh approaches; None for any."""
+        return None
+
+    @property
+    def ropes(self) -> tuple[dict[str, Any], ...]:
+        """The rotary parameters of each layer."""
+        return (self.rope,) * self.num_hidden_layers
 
     @property
     def rotates(self) -> tuple[bool, ...]:

@@ -16,6 +16,7 @@ The configuration declares what differs between the families:
 - OLMoE: norms of the queries, and of the keys, of all heads together
 - SmolLM3: layers that do not rotate queries and keys
 - Phi-3: dropout of the outputs of attention and MLP (`../phi3/model.py`)
+- Gemma: norms that add 1 to their weights, scaled embeddings (`../gemma/model.py`)
 - Granite: scaled embeddings, residuals, scores and logits (`../granite/model.py`)
 - GLM-4: norms of the outputs of attention and MLP too; half of each head rotates, and neighboring
   features are a pair
@@ -24,6 +25,7 @@ The configuration declares what differs between the families:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -63,9 +65,10 @@ class LlamaBlock(Block):
         size = config.hidden_size
         eps = config.rms_norm_eps
         shared = layer_arguments(mesh, parallel_config)
+        norm = partial(RMSNorm, size, eps, offset=config.norm_offset, **shared)
         self.window = config.windows[layer]
         self.rotates = config.rotates[layer]
-        self.attention_norm = RMSNorm(size, eps, **shared)
+        self.attention_norm = norm()
         self.attention = SelfAttention(
             size,
             config.num_attention_heads,
@@ -74,21 +77,19 @@ class LlamaBlock(Block):
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
             qk_norm_eps=eps if config.qk_norm else None,
+            norm_offset=config.norm_offset,
             norms_all_heads=config.norms_all_heads,
             clip=config.clip,
             scale=config.attention_scale,
+            softcap=config.score_cap,
             dropout=config.attention_dropout,
             mesh=mesh,
             parallel_config=parallel_config,
         )
-        self.attention_output_norm = (
-            RMSNorm(size, eps, **shared) if config.sandwich_norms else nn.Identity()
-        )
-        self.mlp_norm = RMSNorm(size, eps, **shared)
+        self.attention_output_norm = norm() if config.sandwich_norms else nn.Identity()
+        self.mlp_norm = norm()
         self.mlp = self.build_mlp(config, layer, mesh, parallel_config)
-        self.mlp_output_norm = (
-            RMSNorm(size, eps, **shared) if config.sandwich_norms else nn.Identity()
-        )
+        self.mlp_output_norm = norm() if config.sandwich_norms else nn.Identity()
 
     def build_mlp(
         self,
@@ -130,6 +131,7 @@ class LlamaBackbone(Backbone):
     )
     config: DecoderConfig
     block_class: ClassVar[type[LlamaBlock]] = LlamaBlock
+    embedding_class: ClassVar[type[VocabParallelEmbedding]] = VocabParallelEmbedding
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class LlamaBackbone(Backbone):
         self.mesh = mesh
         self.parallel_config = parallel_config
         shared = layer_arguments(mesh, parallel_config)
-        self.word_embeddings = VocabParallelEmbedding(
+        self.word_embeddings = self.embedding_class(
             config.vocab_size,
             config.hidden_size,
             pad_multiple=VOCABULARY_MULTIPLE,
@@ -155,7 +157,9 @@ class LlamaBackbone(Backbone):
             (self.block_class(config, layer, mesh, parallel_config) for layer in layers),
             parallel_config,
         )
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **shared)
+        self.final_norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, offset=config.norm_offset, **shared
+        )
 
     def run_backbone(
         self,
@@ -184,15 +188,23 @@ class LlamaBackbone(Backbone):
             position_ids = restart_positions(pieces)
         if position_ids is None:
             position_ids = torch.arange(cached, cached + length, device=input_ids.device)[None]
-        rotary = rotary_embedding(
-            position_ids,
-            config.head_size,
-            config.rope,
-            config.max_position_embeddings,
-            self.dtype,
-            interleaved=config.interleaved,
-            mesh=self.mesh,
-        )
+        rotaries: list[Rotary] = []
+        for layer, rope in enumerate(config.ropes):
+            # Most families rotate all layers alike, and the others have layers of two kinds.
+            first = config.ropes.index(rope)
+            if first < layer:
+                rotaries.append(rotaries[first])
+                continue
+            rotary = rotary_embedding(
+                position_ids,
+                config.head_size,
+                rope,
+                config.max_position_embeddings,
+                self.dtype,
+                interleaved=config.interleaved,
+                mesh=self.mesh,
+            )
+            rotaries.append(rotary)
         masks: dict[int | None, Tensor | Documents | None] = {}
         for window in set(config.windows):
             if window is None:
@@ -210,7 +222,7 @@ class LlamaBackbone(Backbone):
         return self.run_stack(
             self.blocks,
             embed=lambda: self.embed(input_ids),
-            block_arguments=lambda layer: (masks, rotary, cache and cache.layers[layer]),
+            block_arguments=lambda layer: (masks, rotaries[layer], cache and cache.layers[layer]),
             final_norm=self.final_norm,
         )
 
@@ -225,7 +237,7 @@ class LlamaBackbone(Backbone):
         if name.endswith(".bias"):
             full.zero_()
         elif "norm" in name:
-            full.fill_(1.0)
+            full.fill_(1.0 - (self.config.norm_offset or 0.0))
         else:
             full.normal_(0.0, self.config.initializer_range, generator=generator)
 

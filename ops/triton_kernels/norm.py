@@ -20,7 +20,9 @@ def norm_forward(
     rstd_ptr,
     columns,
     eps: tl.float32,
+    offset: tl.float32,
     CENTERED: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -42,9 +44,12 @@ def norm_forward(
     rstd = 1.0 / tl.sqrt(tl.sum(h * h, axis=0) / columns + eps)
     tl.store(rstd_ptr + row, rstd)
     normalized = h * rstd
-    if not CENTERED:
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if ROUNDS_ONCE:
+        weight += offset
+    else:
         normalized = normalized.to(y_ptr.dtype.element_ty).to(tl.float32)
-    y = normalized * tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    y = normalized * weight
     if HAS_BIAS:
         y += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -64,6 +69,7 @@ def norm_backward(
     rows,
     columns,
     chunk,
+    offset: tl.float32,
     CENTERED: tl.constexpr,
     HAS_SUMMED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -72,7 +78,7 @@ def norm_backward(
     first = tl.program_id(0).to(tl.int64) * chunk
     column = tl.arange(0, BLOCK)
     inside = column < columns
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + offset
     sum_weight = tl.zeros([BLOCK], dtype=tl.float32)
     sum_bias = tl.zeros([BLOCK], dtype=tl.float32)
     for row in range(first, tl.minimum(first + chunk, rows)):
@@ -100,6 +106,10 @@ def norm_backward(
 
 
 def launch_layer_norm(x, residual, weight, bias, eps, y, summed, mean, rstd):
+    _launch_forward(x, residual, weight, bias, eps, 0.0, True, y, summed, mean, rstd)
+
+
+def _launch_forward(x, residual, weight, bias, eps, offset, rounds_once, y, summed, mean, rstd):
     columns = x.shape[-1]
     block = choose_block(columns)
     norm_forward[(x.numel() // columns,)](
@@ -113,7 +123,9 @@ def launch_layer_norm(x, residual, weight, bias, eps, y, summed, mean, rstd):
         rstd,
         columns,
         eps,
+        offset,
         CENTERED=mean is not None,
+        ROUNDS_ONCE=rounds_once,
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
         BLOCK=block,
@@ -123,6 +135,13 @@ def launch_layer_norm(x, residual, weight, bias, eps, y, summed, mean, rstd):
 
 def launch_layer_norm_backward(
     grad, grad_summed, h, weight, mean, rstd, has_bias, grad_x, grad_weight, grad_bias
+):
+    outputs = (grad_x, grad_weight, grad_bias)
+    _launch_backward(grad, grad_summed, h, weight, mean, rstd, has_bias, 0.0, *outputs)
+
+
+def _launch_backward(
+    grad, grad_summed, h, weight, mean, rstd, has_bias, offset, grad_x, grad_weight, grad_bias
 ):
     columns = h.shape[-1]
     rows = h.numel() // columns
@@ -142,6 +161,7 @@ def launch_layer_norm_backward(
         rows,
         columns,
         chunk_rows(rows),
+        offset,
         CENTERED=mean is not None,
         HAS_SUMMED=grad_summed is not None,
         HAS_BIAS=has_bias,
@@ -154,10 +174,20 @@ def launch_layer_norm_backward(
 
 
 def launch_rms_norm(x, residual, weight, eps, y, summed, rstd):
-    launch_layer_norm(x, residual, weight, None, eps, y, summed, None, rstd)
+    _launch_forward(x, residual, weight, None, eps, 0.0, False, y, summed, None, rstd)
 
 
 def launch_rms_norm_backward(grad, grad_summed, h, weight, rstd, grad_x, grad_weight):
-    launch_layer_norm_backward(
-        grad, grad_summed, h, weight, None, rstd, False, grad_x, grad_weight, None
-    )
+    outputs = (grad_x, grad_weight, None)
+    _launch_backward(grad, grad_summed, h, weight, None, rstd, False, 0.0, *outputs)
+
+
+def launch_offset_rms_norm(x, residual, weight, eps, offset, y, summed, rstd):
+    _launch_forward(x, residual, weight, None, eps, offset, True, y, summed, None, rstd)
+
+
+def launch_offset_rms_norm_backward(
+    grad, grad_summed, h, weight, rstd, offset, grad_x, grad_weight
+):
+    outputs = (grad_x, grad_weight, None)
+    _launch_backward(grad, grad_summed, h, weight, None, rstd, False, offset, *outputs)

@@ -188,7 +188,7 @@ def test_no_fp32_copy_of_the_logits_and_no_gathered_logits():
     )
 
 
-def split_head_losses(mesh, hidden, weight, bias, labels, grad, chunked):
+def split_head_losses(mesh, hidden, weight, bias, labels, grad, chunked, softcap):
     """Returns a rank's losses and gradients. The limits are set here, because a rank is a process of its own."""
     rows = slice(mesh.tp_rank * 4, mesh.tp_rank * 4 + 4)
     own = [
@@ -202,7 +202,7 @@ def split_head_losses(mesh, hidden, weight, bias, labels, grad, chunked):
             patch.setattr(code, "MAX_WHOLE_LOGITS", 1)
             patch.setattr(code, "CHUNK_LOGITS", 8)
         with LargestWide() as wide:
-            losses = head_losses(*own, labels, num_classes=7, mesh=mesh)
+            losses = head_losses(*own, labels, num_classes=7, softcap=softcap, mesh=mesh)
             once = torch.autograd.grad(losses, own, grad, retain_graph=True)
             # Of logits that the first pass has written over.
             again = torch.autograd.grad(losses, own, grad)
@@ -213,8 +213,11 @@ def split_head_losses(mesh, hidden, weight, bias, labels, grad, chunked):
     return losses.detach(), *once
 
 
-@pytest.mark.parametrize(("chunked", "equal"), [(False, False), (True, False), (True, True)])
-def test_losses_of_a_head(chunked, equal, run_mesh):
+@pytest.mark.parametrize(
+    ("chunked", "equal", "softcap"),
+    [(False, False, None), (True, False, None), (True, True, 0.6), (False, False, 0.6)],
+)
+def test_losses_of_a_head(chunked, equal, softcap, run_mesh):
     """Chunks compute the gradients with the losses, and again if the gradients of the counted losses differ."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias, grad = (
@@ -225,9 +228,12 @@ def test_losses_of_a_head(chunked, equal, run_mesh):
         grad[labels >= 0] = 0.3
     weight[7], bias[7] = GARBAGE, GARBAGE
     whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-    expected = F.cross_entropy(F.linear(*whole)[:, :7], labels, reduction="none")
+    logits = F.linear(*whole)[:, :7]
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = F.cross_entropy(logits, labels, reduction="none")
     grads = torch.autograd.grad(expected, whole, grad)
-    ranks = run_mesh(2, split_head_losses, hidden, weight, bias, labels, grad, chunked)
+    ranks = run_mesh(2, split_head_losses, hidden, weight, bias, labels, grad, chunked, softcap)
     for losses, hidden_grad, _, _ in ranks:
         torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(hidden_grad, grads[0], rtol=1e-5, atol=1e-5)

@@ -185,12 +185,18 @@ def test_bf16_rounds_hardly_more_than_unsplit(tp, kind, run_mesh, helpers):
         )
 
 
+@pytest.mark.parametrize("family", ["t5", "gemma", "olmo2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm_rounds_as_transformers_does(dtype):
+def test_rms_norm_rounds_as_transformers_does(dtype, family):
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
     from transformers.models.t5.modeling_t5 import T5LayerNorm
 
+    norms = {"t5": (T5LayerNorm, None), "gemma": (GemmaRMSNorm, 1.0), "olmo2": (Olmo2RMSNorm, 0.0)}
+    norm, offset = norms[family]
     generator = torch.Generator().manual_seed(0)
-    theirs, ours = T5LayerNorm(64, 1e-6).to(dtype), RMSNorm(64, 1e-6).to(dtype)
+    theirs, ours = norm(64, 1e-6).to(dtype), RMSNorm(64, 1e-6, offset=offset).to(dtype)
+    assert torch.equal(ours.weight, theirs.weight)
     weight = torch.randn(64, generator=generator).to(dtype)
     x = 300 * torch.randn(4, 7, 64, generator=generator).to(dtype)
     with torch.no_grad():

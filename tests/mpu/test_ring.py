@@ -13,7 +13,7 @@ from every_case import every_day
 
 CHUNK = 5  # positions of a chunk, of which each rank has two
 BATCH, HEADS, KV_HEADS, SIZE = 2, 4, 2, 8
-KINDS = ["causal", "full", "prefix", "padded", "complete", "cross"]
+KINDS = ["causal", "full", "prefix", "padded", "complete", "cross", "capped"]
 
 
 def make_inputs(kind: str, ranks: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -31,7 +31,8 @@ def make_inputs(kind: str, ranks: int, dtype: torch.dtype) -> dict[str, Any]:
         "v": draw(BATCH, KV_HEADS, keys, SIZE),
         "weights": draw(BATCH, HEADS, queries, SIZE),
         "bias": draw(HEADS, queries + keys - 1),
-        "causal": kind in ("causal", "prefix"),
+        "causal": kind in ("causal", "prefix", "capped"),
+        "softcap": 0.7 if kind == "capped" else None,
         "prefix": None,
         "mask": None,
     }
@@ -79,7 +80,7 @@ def compare(
     made = make_inputs(kind, mesh.cp_size, dtype)
     keys = dropout_keys(77, 0, BATCH) if dropout else None
     dropped = {"dropout": dropout, "keys": keys, "first_head": 1} if dropout else {}
-    rules = {name: made[name] for name in ("causal", "prefix", "mask")}
+    rules = {name: made[name] for name in ("causal", "prefix", "mask", "softcap")}
     names = ("q", "k", "v", "bias")
     whole = [made[name].double().requires_grad_() for name in names]
     expected = attention(*whole[:3], relative_bias=whole[3], scale=0.4, **rules, **dropped)
@@ -100,7 +101,7 @@ def check_every_kind(mesh: Any) -> list[str]:
     wrong = []
     for kind in KINDS:
         for dtype, dropout in ((torch.float32, 0.0), (torch.float32, 0.3), (torch.float64, 0.2)):
-            can_balance = kind in ("causal", "prefix", "padded")
+            can_balance = kind in ("causal", "prefix", "padded", "capped")
             for balanced in (False, True) if can_balance else (False,):
                 limit = 3e-5 if dtype == torch.float32 else 1e-12
                 differences = compare(mesh, kind, dtype, dropout, balanced)

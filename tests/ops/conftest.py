@@ -166,6 +166,15 @@ def build_cases(rows=5, columns=37, seed=0):
         "add_rms_norm": Case(
             ops.add_rms_norm, {"x": x, "residual": residual, "weight": weight}, pair, {"eps": 1e-6}
         ),
+        "rms_norm_offset": Case(
+            ops.rms_norm, {"x": x, "weight": weight}, norm[:2], {"eps": 1e-6, "offset": 1.0}
+        ),
+        "add_rms_norm_rounded_once": Case(
+            ops.add_rms_norm,
+            {"x": x, "residual": residual, "weight": weight},
+            pair,
+            {"eps": 1e-6, "offset": 0.0},
+        ),
         "gelu": Case(ops.bias_gelu, {"x": x}, ("x",)),
         "bias_gelu": Case(ops.bias_gelu, {"x": x, "bias": bias}, ("x", "bias")),
         "bias_gelu_tanh": Case(

@@ -41,6 +41,7 @@ def written_out(
     keys,
     first_head,
     first_row,
+    softcap=None,
 ):
     """Returns softmax(SCALE * q·kᵀ + bias)·v and the log of the sums, with one Python decision per element."""
     batch, heads, queries, _ = q.shape
@@ -48,6 +49,7 @@ def written_out(
     k, v = k.repeat_interleave(served, 1), v.repeat_interleave(served, 1)
     distance = torch.arange(total) - torch.arange(queries)[:, None] + queries - 1
     z = SCALE * torch.einsum("bnid,bnjd->bnij", q, k)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
     z = z if relative_bias is None else z + relative_bias[:, distance]
     z = z if mask is None or mask.dtype == torch.bool else z + mask
     seen = torch.zeros(z.shape, dtype=torch.bool)
@@ -75,7 +77,7 @@ def kept(keys, shape, dropout, first_head, first_row):
 
 
 @st.composite
-def problems(draw, most_queries=9, most_keys=11, sizes=(8, 24, 64)):
+def problems(draw, most_queries=9, most_keys=11, sizes=(8, 24, 64), caps=(None,)):
     served, pairs = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     batch, queries, total = (
         draw(st.integers(1, 3)),
@@ -108,6 +110,8 @@ def problems(draw, most_queries=9, most_keys=11, sizes=(8, 24, 64)):
     if kind != "none":
         mask = normal(batch, 1, draw(st.sampled_from([1, queries])), total)
         rules["mask"] = mask > -0.5 if kind == "bool" else mask
+    if cap := draw(st.sampled_from(caps)):
+        rules["softcap"] = cap
     return q, k, v, rules
 
 
@@ -141,7 +145,8 @@ def results(problem, dtype):
         grad,
     )
     mask, *rest = (others[name] for name in ("mask", "prefix", "key_lengths", "keys"))
-    settings = (others[name] for name in ("causal", "dropout", "first_head", "first_row"))
+    settings = [others[name] for name in ("causal", "dropout", "first_head", "first_row")]
+    settings.append(others.get("softcap") or 0.0)
     return out, *grads, torch.ops.shardzoo.attention(*tensors, mask, *rest, SCALE, *settings)[1]
 
 
@@ -168,7 +173,7 @@ def error(value, expected):
 
 @settings(max_examples=examples(80), deadline=None)
 @given(
-    problem=problems(),
+    problem=problems(caps=(None, 0.7)),
     dtype=st.sampled_from(list(BOUND)),
     rows=st.sampled_from([2, 5, 128]),
     variant=st.sampled_from(["reference", "auto"]),
@@ -563,7 +568,7 @@ def test_the_size_of_blocks_does_not_matter(rows, monkeypatch):
         torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("rules", [{}, {"causal": True, "dropout": 0.2}])
+@pytest.mark.parametrize("rules", [{}, {"causal": True, "dropout": 0.2, "softcap": 0.7}])
 def test_opcheck(rules):
     q, k, v = (torch.randn(2, 2, 5, 8, requires_grad=True) for _ in range(3))
     bias, keys = torch.randn(2, 9, requires_grad=True), ops.dropout_keys(1, 0, 2)
@@ -582,6 +587,7 @@ def test_opcheck(rules):
         dropout,
         0,
         0,
+        rules.get("softcap", 0.0),
     )
     torch.library.opcheck(torch.ops.shardzoo.attention.default, arguments)
 
