@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .loading.loader import ResumableLoader, Share
     from .loading.mixture import MixedSamples, parse_mixture
     from .loading.orders import EpochShuffle, LengthBuckets
-    from .loading.packing import PackedDataset, pack_lengths
+    from .loading.packing import PackedBlanks, PackedDataset, pack_lengths
     from .loading.pretraining import build_loader
     from .loading.stream import DocumentRecords, IterableRecords, ResumableStream, TextStream
     from .objectives.bart import BartObjective, MBartObjective, TextInfilling
@@ -91,7 +91,7 @@ _NAMES = {
     "loading.loader": ("ResumableLoader", "Share"),
     "loading.mixture": ("MixedSamples", "parse_mixture"),
     "loading.orders": ("EpochShuffle", "LengthBuckets"),
-    "loading.packing": ("PackedDataset", "pack_lengths"),
+    "loading.packing": ("PackedBlanks", "PackedDataset", "pack_lengths"),
     "loading.pretraining": ("build_loader",),
     "loading.stream": ("DocumentRecords", "IterableRecords", "ResumableStream", "TextStream"),
     "objectives.bart": ("BartObjective", "MBartObjective", "TextInfilling"),
@@ -139,7 +139,7 @@ __all__ = [
     "DocumentRecords", "Encoder", "EpochShuffle", "GLMDataset", "GLMMixture", "GLMObjective",
     "GLMTokens", "GPTDataset", "GPTObjective", "IndexedDataset", "IndexedDatasetWriter",
     "IterableRecords", "LengthBuckets", "MBartObjective", "Masking", "MixedSamples",
-    "MixtureOfDenoisers", "NextSentenceObjective", "Objective", "ObjectiveDataset", "PackedDataset",
+    "MixtureOfDenoisers", "NextSentenceObjective", "Objective", "ObjectiveDataset", "PackedBlanks", "PackedDataset",
     "PackedTokens", "PadBatch", "PrefixLM", "PrefixLMObjective", "PrefixMaskedDataset",
     "PrepareOptions", "PrepareReport", "PretrainingData", "PromptDataset", "ResumableLoader",
     "ResumableStream", "RobertaObjective", "SentenceOrderObjective", "SentencePairDataset",

@@ -21,6 +21,7 @@ from ..data import (
     ClassifiedWords,
     Encoder,
     LengthBuckets,
+    PackedBlanks,
     PackedDataset,
     PadBatch,
     PrefixMaskedDataset,
@@ -335,15 +336,16 @@ class FinetuningData:
         samples = self.samples(records)
         chosen = self.arguments
         if chosen.packing:
-            is_decoder = self.source.shape == "decoder" and not self.blanks
+            is_decoder = self.source.shape == "decoder"
             if not is_decoder or self.task not in ("chat", "text2text-generation"):
                 raise ValueError(
-                    f"packing is for conversations and pairs of decoders, not for {self.task}"
+                    "packing is for conversations and pairs of decoders and GLMs, not for "
+                    f"{self.task} of {self.source.shape}s"
                 )
             if not self.source.native:
                 raise ValueError("packing needs a model of the zoo (native=True)")
             size = chosen.block_size or chosen.max_source_length + chosen.max_target_length
-            samples = PackedDataset(samples, size)
+            samples = (PackedBlanks if self.blanks else PackedDataset)(samples, size)
         return ByLength(samples) if chosen.group_by_length else samples
 
     def _labeled_samples(self, records: Any) -> Any:
@@ -527,6 +529,8 @@ class Collate:
             # Padding is a document of its own, after the others.
             documents = batch.pop("segment_ids")
             is_padding = batch["attention_mask"] == 0
+            if "prefix_lengths" in batch:
+                batch.pop("attention_mask")
             batch["seq_idx"] = documents.masked_fill(is_padding, documents.shape[1])
         if self.prefixes:
             lengths = [len(sample["input_ids"]) for sample in samples]

@@ -55,14 +55,14 @@ class RingRules(NamedTuple):
 
     Attributes:
         scale, causal, dropout, keys, first_head, softcap: As in `ops.attention`.
-        prefix: int64 [B], with `causal`.
+        prefix: int64 [B], with `causal`; of each document, if there are any.
         mask: [B or 1, N or 1, Sq or 1, Sk], of all queries and keys.
         queries: Sq.
         is_balanced: Whether q, k and v are those of `balance_chunks`.
         documents: The sample, the first token and the end of each document whose tokens attend to
             one another and to no others; queries that are in none get zeros. Dropout counts the
-            keys from the document's first one. They need Sq = Sk, and neither a prefix, a mask with
-            a row for each query, nor balanced chunks. None if each sequence is one document.
+            keys from the document's first one. They need Sq = Sk, and neither a mask with a row for
+            each query nor balanced chunks. None if each sequence is one document.
         reach: Tokens of a document attend to those fewer than so many positions away; None for all.
     """
 
@@ -140,15 +140,10 @@ class RingRules(NamedTuple):
     def _cut(self, first_query: int, first_key: int, queries: int, keys: int) -> PartRules:
         """Returns the rules for a chunk of queries and a chunk of keys, without the bias."""
         causal = self.causal and first_query == first_key
-        prefix: Tensor | None = None
-        lengths: Tensor | None = None
-        if self.prefix is not None and first_query <= first_key:
-            own = (self.prefix - first_key).clamp(0, keys)
-            # Keys after the queries are seen if they are in the prefix.
-            if causal:
-                prefix = own
-            else:
-                lengths = own
+        prefix, lengths = None, None
+        if self.prefix is not None:
+            own_prefix = self.prefix - first_key
+            prefix, lengths = self._cut_prefix(own_prefix, keys, first_query - first_key)
         mask = self.mask
         if mask is not None:
             mask = mask[..., first_key : first_key + keys]
@@ -168,6 +163,22 @@ class RingRules(NamedTuple):
             softcap=self.softcap,
         )
 
+    def _cut_prefix(
+        self, prefix: Tensor, keys: int, distance: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the rules `prefix` and `key_lengths` for a part of the keys.
+
+        Args:
+            prefix: The length of the prefix from the part's first key on.
+            keys: Their number.
+            distance: From that key to the first query; below 0 for keys after the queries, which
+                are seen if they are in the prefix.
+        """
+        if distance > 0:
+            return None, None
+        own = prefix.clamp(0, keys)
+        return (own, None) if distance == 0 else (None, own)
+
     def _meet(
         self, span: tuple[int, int], rank: int, source: int, share: int
     ) -> tuple[range, range] | None:
@@ -178,7 +189,7 @@ class RingRules(NamedTuple):
             span: The first token and the end of the document.
             share: The number of tokens of each rank.
         """
-        if self.causal and source > rank:
+        if self.causal and source > rank and self.prefix is None:
             return None
         start, end = span
         first_query = max(start, rank * share)
@@ -201,7 +212,7 @@ class RingRules(NamedTuple):
         """Yields the part of each document of which both ranks have tokens that see each other."""
         assert self.documents is not None
         share = q.shape[2]
-        for sample, start, end in self.documents:
+        for number, (sample, start, end) in enumerate(self.documents):
             met = self._meet((start, end), rank, source, share)
             if met is None:
                 continue
@@ -218,10 +229,16 @@ class RingRules(NamedTuple):
                 distance = places[:, None] - torch.arange(keys.start, keys.stop, device=q.device)
                 near = (distance.abs() < self.reach)[None, None]
                 mask = near if mask is None else near & mask
+            prefix, lengths = None, None
+            if self.prefix is not None:
+                own_prefix = self.prefix[number : number + 1] - (keys.start - start)
+                prefix, lengths = self._cut_prefix(own_prefix, len(keys), rank - source)
             rules = PartRules(
                 scale=self.scale,
                 relative_bias=None if bias is None else bias[:, diagonals],
                 mask=mask,
+                prefix=prefix,
+                key_lengths=lengths,
                 causal=self.causal and rank == source,
                 dropout=self.dropout,
                 keys=None if self.keys is None else self.keys[samples],

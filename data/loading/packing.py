@@ -79,3 +79,23 @@ class PackedDataset:
             "position_ids": np.concatenate([np.arange(size) for size in sizes]),
             "segment_ids": np.repeat(np.arange(1, len(sizes) + 1), sizes),
         }
+
+
+class PackedBlanks(PackedDataset):
+    """Packs several samples of `BlankDataset`, such as GLM's, into one of at most `length` tokens.
+
+    Each item has `input_ids` and `labels`, int64 [n]; `position_ids` [2, n], as in each sample;
+    `prefix_lengths` [n], the length of part A of each token's sample; and `segment_ids` (1, 2, …).
+    """
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        samples = [self.samples[number] for number in self.groups[index]]
+        sizes = [len(sample["input_ids"]) for sample in samples]
+        item = {
+            name: np.concatenate([sample[name] for sample in samples], axis=-1)
+            for name in ("input_ids", "labels", "position_ids")
+        }
+        prefixes = [int(sample["attention_mask"]) for sample in samples]
+        item["prefix_lengths"] = np.repeat(prefixes, sizes)
+        item["segment_ids"] = np.repeat(np.arange(1, len(sizes) + 1), sizes)
+        return item

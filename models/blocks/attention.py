@@ -548,6 +548,7 @@ class CoreAttention(nn.Module):
                 queries=length * mesh.cp_size,
                 causal=causal,
                 mask=documents.keys,
+                prefix=documents.find_prefixes(shared),
                 **self.dropout.attention_arguments(q, place),
                 documents=shared,
                 reach=documents.reach,

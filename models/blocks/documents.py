@@ -10,9 +10,11 @@ a document what they mean within a row.
 # (torch does not annotate many of its methods)
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -26,7 +28,8 @@ class DocumentBatch(NamedTuple):
         places: The places of these queries among all tokens, int64 [t].
         samples: The sample of each document, int64 [n].
         first_queries: Where each document's first query is in its sample, int64 [n].
-        mask: bool [n, 1, 1 or Lq, Lk], which keys are attended to; None for all.
+        mask: bool [n, 1, 1 or Lq, Lk], which keys are attended to; or int64 [n], with causal
+            attention, the length of each document's prefix; None for all.
         offset: The queries begin at this token of their document.
     """
 
@@ -62,15 +65,24 @@ class Documents:
         keys: bool [B, 1, 1, S], False for padding; or None.
         causal: Whether tokens attend to themselves and to earlier ones only.
         reach: Tokens attend to those fewer than so many positions away; None for all.
+        prefixes: int64 [B or 1, S], the length of the prefix of each token's document, whose tokens
+            all others of it attend to. With `causal`, and neither `keys` nor `reach`.
     """
 
     def __init__(
-        self, numbers: Tensor, keys: Tensor | None, *, causal: bool, reach: int | None = None
+        self,
+        numbers: Tensor,
+        keys: Tensor | None,
+        *,
+        causal: bool,
+        reach: int | None = None,
+        prefixes: Tensor | None = None,
     ) -> None:
         self.numbers = numbers
         self.keys = keys
         self.causal = causal
         self.reach = reach
+        self.prefixes = prefixes
         self._spans: dict[int, list[tuple[int, int, int]] | None] = {}
         self._plans: dict[tuple[int, int, int, bool], DocumentPlan | None] = {}
         self._shared: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {}
@@ -80,7 +92,12 @@ class Documents:
         allowed = self.numbers[:, None, :, None] == self.numbers[:, None, None, :]
         places = torch.arange(self.numbers.shape[1], device=self.numbers.device)
         distance = places[:, None] - places
-        if self.causal:
+        if self.prefixes is not None:
+            begins = F.pad(self.numbers.diff(dim=1) != 0, (1, 0), value=True)
+            firsts = torch.where(begins, places, 0).cummax(1).values
+            is_in_prefix = places - firsts < self.prefixes
+            allowed = allowed & ((distance >= 0) | is_in_prefix[:, None, None, :])
+        elif self.causal:
             allowed = allowed & (distance >= 0)
         if self.reach is not None:
             allowed = allowed & (distance.abs() < self.reach)
@@ -121,6 +138,15 @@ class Documents:
             shared = [span for span in spans if span[1] // share != (span[2] - 1) // share]
             self._shared[name] = tuple(shared)
         return self._shared[name]
+
+    def find_prefixes(self, spans: Sequence[tuple[int, int, int]]) -> Tensor | None:
+        """Returns the length of the prefix of each of these documents, int64 [n]; see `find_spans`."""
+        if self.prefixes is None:
+            return None
+        table = torch.tensor(spans, dtype=torch.int64).reshape(-1, 3).to(self.numbers.device)
+        samples, firsts, ends = table.unbind(1)
+        rows = samples.clamp(max=len(self.prefixes) - 1)
+        return self.prefixes[rows, firsts].long().minimum(ends - firsts)
 
     def plan(self, batch: int, first: int, end: int) -> DocumentPlan:
         """Returns how the queries [first, end) of each sample are computed with the keys of whole
@@ -192,7 +218,9 @@ class Documents:
         samples, first_queries, first_keys, ends = table.unbind(1)
         offset = documents[0][1] - documents[0][2]
         queries_end = ends.clamp(max=end)
-        keys_end = queries_end if self.causal else ends  # the last query is at the last key
+        # Without a prefix, the last query of causal attention is at the last key.
+        ends_with_queries = self.causal and self.prefixes is None
+        keys_end = queries_end if ends_with_queries else ends
 
         def number(firsts: Tensor, stops: Tensor, longest: int) -> tuple[Tensor, Tensor]:
             """Returns the positions [n, longest], and which of them are in the documents."""
@@ -202,7 +230,8 @@ class Documents:
 
         longest_queries = max(min(stop, end) - start for _, start, _, stop in documents)
         longest_keys = max(
-            (min(stop, end) if self.causal else stop) - start for _, _, start, stop in documents
+            (min(stop, end) if ends_with_queries else stop) - start
+            for _, _, start, stop in documents
         )
         queries, are_queries = number(first_queries, queries_end, longest_queries)
         keys, are_keys = number(first_keys, keys_end, longest_keys)
@@ -226,6 +255,14 @@ class Documents:
             if self.causal:
                 near = near & (distance >= 0)
             mask = near[None, None] if mask is None else near & mask
+        prefixes = self.find_prefixes([(row, start, stop) for row, _, start, stop in documents])
+        if prefixes is not None and longest_queries == longest_keys:
+            mask = prefixes  # a repetition of a shorter document comes after all of its keys
+        elif prefixes is not None:
+            # The queries are not the last ones, as the prefix rule wants: the rules become a mask.
+            rows = torch.arange(longest_queries, device=device) + offset
+            columns = torch.arange(longest_keys, device=device)
+            mask = (columns <= rows[:, None]) | (columns < prefixes.view(-1, 1, 1, 1))
         kept = are_queries.flatten().nonzero()[:, 0]
         return DocumentBatch(
             queries, keys, kept, queries.flatten()[kept], samples, first_queries, mask, offset

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..blocks.documents import Documents
+
 
 def visible_keys(
     attention_mask: Tensor | None, batch: int, queries: int, memory: int
@@ -40,3 +42,29 @@ def visible_keys(
         "cached ones use "
         f"[{batch}] (the length of part A), [{batch}, {keys}] or [{batch}, 1, {queries}, {keys}]"
     )
+
+
+def visible_in_documents(
+    seq_idx: Tensor, prefix_lengths: Tensor | None, attention_mask: Tensor | None
+) -> Documents:
+    """Returns the rules of packed rows, in which tokens attend within their document: all of it to
+    its part A, and part B causally.
+
+    Args:
+        seq_idx, prefix_lengths: int64 [B or 1, S], the number of each token's document and the
+            length of that document's part A; 0 by default.
+
+    Raises:
+        ValueError: There is a mask, or the lengths have another shape.
+    """
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask is for rows of one document; with seq_idx, prefix_lengths [B, S] says how "
+            "long part A of each token's document is"
+        )
+    if prefix_lengths is not None and prefix_lengths.shape != seq_idx.shape:
+        raise ValueError(
+            f"prefix_lengths has shape {tuple(prefix_lengths.shape)}; use that of seq_idx, "
+            f"{tuple(seq_idx.shape)}: the length of part A of each token's document"
+        )
+    return Documents(seq_idx, None, causal=True, prefixes=prefix_lengths)

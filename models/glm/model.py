@@ -26,7 +26,9 @@ from torch import Tensor
 from ...mpu import LayerNorm, ParallelMesh, VocabParallelEmbedding, VocabParallelHead
 from ..blocks.attention import SelfAttention
 from ..blocks.cache import Cache, LayerKVCache
+from ..blocks.documents import Documents
 from ..blocks.embeddings import PositionEmbedding
+from ..blocks.masks import restart_positions
 from ..blocks.mlp import MLP
 from ..blocks.residual import add_and_norm, residual_dropout
 from ..blocks.stack import Block, BlockList
@@ -35,7 +37,7 @@ from ..language_model import VOCABULARY_MULTIPLE, LanguageModel
 from ..outputs import ModelOutput, StageOutput, absent
 from ..parallel_config import ParallelConfig, layer_arguments
 from .config import GLMConfig
-from .masks import visible_keys
+from .masks import visible_in_documents, visible_keys
 
 
 class GLMBlock(Block):
@@ -66,7 +68,7 @@ class GLMBlock(Block):
     def compute(
         self,
         x: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | Documents | None,
         causal: bool,
         memory: Tensor | None = None,
         cache: LayerKVCache | None = None,
@@ -135,6 +137,8 @@ class GLMForConditionalGeneration(LanguageModel, GenerationMixin):
         output_hidden_states: bool = False,
         cache: Cache | None = None,
         logits_to_keep: int = 0,
+        seq_idx: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
     ) -> GLMOutput | StageOutput:
         """Returns the logits and, with labels, the mean loss, or the summed loss divided by
         `num_items_in_batch`.
@@ -154,6 +158,10 @@ class GLMForConditionalGeneration(LanguageModel, GenerationMixin):
             cache: The keys and values of the M earlier positions, instead of mems. It is extended
                 in place and avoids computing them again; no mems are returned by default.
             logits_to_keep: The number of last positions whose logits are returned; 0 means all.
+            seq_idx: int64 [B, S] or [1, S], the number of each token's document in packed rows.
+                Positions in the text restart in each, unless `position_ids` says otherwise.
+            prefix_lengths: The length of part A of each token's document, in the shape of
+                `seq_idx`, instead of `attention_mask`.
         """
         if use_cache is None:
             use_cache = (
@@ -161,6 +169,7 @@ class GLMForConditionalGeneration(LanguageModel, GenerationMixin):
                 and labels is None
                 and not self.sequence_parallel
                 and cache is None
+                and seq_idx is None
             )
         if self.sequence_parallel and (use_cache or mems is not None):
             raise ValueError(
@@ -169,7 +178,20 @@ class GLMForConditionalGeneration(LanguageModel, GenerationMixin):
             )
         batch, length = input_ids.shape
         memory = self.memory_length(mems) if cache is None else cache.length
-        mask, causal = visible_keys(attention_mask, batch, length, memory)
+        mask: Tensor | Documents | None
+        if seq_idx is None:
+            if prefix_lengths is not None:
+                raise ValueError(
+                    "prefix_lengths needs seq_idx; of one document, attention_mask [B] is the length"
+                )
+            mask, causal = visible_keys(attention_mask, batch, length, memory)
+        else:
+            if use_cache or memory:
+                raise ValueError("seq_idx packs documents into a row: it needs a call without mems")
+            mask, causal = visible_in_documents(seq_idx, prefix_lengths, attention_mask), True
+            if position_ids is None:
+                text = restart_positions(seq_idx)
+                position_ids = torch.stack([text, torch.zeros_like(text)], 1)
         hidden = self.run_stack(
             self.blocks,
             embed=lambda: self.embed(input_ids, position_ids, memory),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from every_case import EVERY_CASE, by_turns
+from every_case import EVERY_CASE, by_turns, every_day
 from tiny_models import hf_model, save_glm, save_model, text, tokenizer_like
 
 from shardzoo import finetuning as t2t
@@ -615,6 +615,33 @@ def test_packed_samples_do_not_see_one_another(kind, architecture, tmp_path):
         block_size=60,
         **{**SHORT, "max_target_length": 30},
     )
+    assert_packed_alike(trainer)
+    assert trainer.train(valid=False, batch_size=1, dev_mode=True)["step"] == 10
+
+
+@pytest.mark.parametrize("tp", every_day([1], more=[2]))
+def test_packed_blanks_do_not_see_one_another(glm, tmp_path, tp, run_mesh):
+    records = [
+        {"s": f"{text(n, 1 + n % 4)} [MASK] {text(n, 2)}", "t": text(n, 2)} for n in range(9)
+    ]
+    train = write(tmp_path / "x.json", records)
+    settings = {**SHORT, "max_source_length": 40, "packing": True, "dropout_rate": 0.0}
+
+    def compare(mesh):
+        trainer = t2t.Trainer(
+            model_name_or_path=str(glm), train_file=train, mesh=mesh, model_parallel_size=tp,
+            output_dir=str(tmp_path / "run"), block_size=70, **settings,
+        )  # fmt: skip
+        assert_packed_alike(trainer)
+        assert trainer.train(valid=False, batch_size=1)["step"] > 3
+
+    if tp == 1:
+        compare(None)
+    else:
+        run_mesh(tp, compare)
+
+
+def assert_packed_alike(trainer):
     data, collate = trainer._data, trainer._collate()
     plain, packed = data.samples(data.train(False)), data.training_samples(data.train(False))
     assert len(packed) < len(plain)
@@ -629,7 +656,6 @@ def test_packed_samples_do_not_see_one_another(kind, architecture, tmp_path):
             [loss.item(), *(p.grad.abs().sum().item() for p in trainer.model.parameters())]
         )
     assert found[1] == pytest.approx(found[0], rel=2e-4, abs=1e-4)
-    assert trainer.train(valid=False, batch_size=1, dev_mode=True)["step"] == 10
 
 
 def test_batches_of_similar_lengths(tmp_path):

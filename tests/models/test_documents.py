@@ -14,11 +14,12 @@ from tiny_models import tiny
 
 from shardzoo.models import ParallelConfig, from_config
 from shardzoo.models.blocks.documents import Documents
-from shardzoo.models.blocks.masks import lower_triangular_mask
+from shardzoo.models.blocks.masks import AttentionMask
 
 LENGTHS = [[3, 1, 17, 8, 5, 11], [20, 2, 23]]
 FAMILIES = {
     "gpt2": {},
+    "glm": {},
     "llama": {},
     "mistral": {},
     "qwen3": {},
@@ -27,6 +28,17 @@ FAMILIES = {
     "t5": {"architecture": "T5EncoderModel"},
     "umt5": {"architecture": "UMT5EncoderModel"},
 }
+
+
+def draw_prefixes(lengths: list[int]) -> list[int]:
+    """The length of part A of each document of a GLM: none, some or all of it."""
+    return [(0, length // 2, length)[number % 3] for number, length in enumerate(lengths)]
+
+
+def spread(prefixes: list[list[int]], lengths: list[list[int]]) -> torch.Tensor:
+    """The length of part A of each token's document, [B, S]."""
+    rows = zip(prefixes, lengths, strict=True)
+    return torch.stack([torch.tensor(a).repeat_interleave(torch.tensor(b)) for a, b in rows])
 
 
 def compute_gradients(model, calls, weights):
@@ -55,11 +67,18 @@ def test_gradients_are_those_of_each_document_alone(family, recompute):
     ids = torch.randint(5, 90, (2, 45), generator=generator)
     weights = torch.randn(2, 45, 97, generator=generator, dtype=torch.float64)
     numbers = torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in LENGTHS])
-    loss, packed = compute_gradients(model, [{"input_ids": ids, "seq_idx": numbers}], [weights])
+    call = {"input_ids": ids, "seq_idx": numbers}
+    prefixes = [draw_prefixes(lengths) for lengths in LENGTHS]
+    if family == "glm":
+        call["prefix_lengths"] = spread(prefixes, LENGTHS)
+    loss, packed = compute_gradients(model, [call], [weights])
     calls = []
     parts = []
     for row, lengths in enumerate(LENGTHS):
-        calls += [{"input_ids": part[None]} for part in ids[row].split(lengths)]
+        for part, prefix in zip(ids[row].split(lengths), prefixes[row], strict=True):
+            calls.append({"input_ids": part[None]})
+            if family == "glm":
+                calls[-1]["attention_mask"] = torch.tensor([prefix])
         parts += [part[None] for part in weights[row].split(lengths)]
     wanted, alone = compute_gradients(model, calls, parts)
     torch.testing.assert_close(loss, wanted, rtol=1e-10, atol=1e-10)
@@ -94,8 +113,11 @@ def compute_packed_and_alone(mesh: Any, family: str, exchange: str, dtype: torch
     model = from_config(config, dtype=dtype, seed=1).train()
     wanted = torch.zeros((), dtype=torch.float64)
     for row, lengths in enumerate(SPLIT_LENGTHS):
-        for part in torch.arange(48).split(lengths):
+        prefixes = draw_prefixes(lengths)
+        for part, prefix in zip(torch.arange(48).split(lengths), prefixes, strict=True):
             own = {name: value[row : row + 1, part] for name, value in batch.items()}
+            if family == "glm":
+                own["attention_mask"] = torch.tensor([prefix])
             if (own["labels"] == -100).all():
                 continue
             loss = model(**own, num_items_in_batch=1).loss
@@ -107,6 +129,9 @@ def compute_packed_and_alone(mesh: Any, family: str, exchange: str, dtype: torch
         config, mesh, dtype=dtype, parallel_config=ParallelConfig(context_exchange=exchange), seed=1
     ).train()
     batch["seq_idx"] = numbers
+    if family == "glm":
+        prefixes = [draw_prefixes(lengths) for lengths in SPLIT_LENGTHS]
+        batch["prefix_lengths"] = spread(prefixes, SPLIT_LENGTHS)
     if "decoder_input_ids" in batch:
         batch["decoder_seq_idx"] = numbers
     loss = model(**batch, num_items_in_batch=1).loss
@@ -144,13 +169,25 @@ def test_split_sequences_compute_each_document_alone(run_mesh, family, ranks):
             assert difference < (1e-10 if "float64" in name else 1e-5), name
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("reach", [None, 4])
-def test_plans_say_what_the_whole_mask_says(causal, reach):
+@pytest.mark.parametrize(
+    ("causal", "reach", "has_prefixes"),
+    [
+        (True, None, False),
+        (True, 4, False),
+        (False, None, False),
+        (False, 4, False),
+        (True, None, True),
+    ],
+)
+def test_plans_say_what_the_whole_mask_says(causal, reach, has_prefixes):
     numbers = torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in LENGTHS])
     keys = torch.ones(2, 1, 1, 45, dtype=torch.bool)
     keys[1, ..., 40:] = False
-    documents = Documents(numbers, keys, causal=causal, reach=reach)
+    prefixes = spread([draw_prefixes(lengths) for lengths in LENGTHS], LENGTHS)
+    if has_prefixes:
+        documents = Documents(numbers, None, causal=causal, prefixes=prefixes)
+    else:
+        documents = Documents(numbers, keys, causal=causal, reach=reach)
     whole = documents.to_tensor()
     for first, end in ((0, 45), (0, 15), (15, 30), (30, 45)):
         plan = documents.plan(2, first, end)
@@ -158,10 +195,10 @@ def test_plans_say_what_the_whole_mask_says(causal, reach):
         for part in plan.batches:
             count, queries = part.queries.shape
             mask = torch.ones(count, 1, queries, part.keys.shape[1], dtype=torch.bool)
-            if part.mask is not None:
-                mask = mask & part.mask
-            if causal and (part.mask is None or part.mask.shape[2] == 1):
-                mask = mask & lower_triangular_mask(queries, part.keys.shape[1], mask.device)
+            rules = AttentionMask.from_arguments(part.mask, causal, queries)
+            found = rules.to_tensor(queries, part.keys.shape[1], mask.device)
+            if found is not None:
+                mask = mask & found
             for row in part.kept.tolist():
                 document, query = divmod(row, queries)
                 places = part.keys[document][mask[document, 0, query]]
@@ -170,6 +207,21 @@ def test_plans_say_what_the_whole_mask_says(causal, reach):
             own = allowed[sample * (end - first) :][: end - first, sample * 45 :][:, :45]
             assert torch.equal(own, whole[sample, 0, first:end])
         assert allowed.sum() == whole[:, :, first:end].sum()
+
+
+def test_prefixes_of_documents_need_their_numbers():
+    model = from_config(tiny("glm", 0.0))
+    ids = torch.arange(3, 13)[None]
+    numbers = torch.tensor([[0] * 4 + [1] * 6])
+    refused = [
+        ({"prefix_lengths": numbers}, "prefix_lengths needs seq_idx"),
+        ({"seq_idx": numbers, "prefix_lengths": torch.tensor([2, 3])}, "use that of seq_idx"),
+        ({"seq_idx": numbers, "attention_mask": torch.tensor([4])}, "is for rows of one document"),
+        ({"seq_idx": numbers, "use_cache": True}, "it needs a call without mems"),
+    ]
+    for inputs, message in refused:
+        with pytest.raises(ValueError, match=message):
+            model(ids, **inputs)
 
 
 def test_numbers_that_come_back_are_one_document():
