@@ -9,7 +9,7 @@ Logits stay vocabulary-parallel.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -137,8 +137,27 @@ def note_target_count(labels: Tensor, count: int) -> None:
     vars(labels)["target_count"] = count
 
 
-def note_token_count(attention_mask: Tensor, count: int) -> None:
-    """Notes on a mask [B, S] how many of its elements are not 0.
+class TokenCount(NamedTuple):
+    """What the host knows of a mask that is on a device.
+
+    Attributes:
+        tokens: How many elements of the mask are not 0.
+        pads_right: Whether no token of a sample comes after padding.
+    """
+
+    tokens: int
+    pads_right: bool
+
+
+def count_mask(attention_mask: Tensor) -> TokenCount:
+    """Returns the counts of a mask [B, S] in the host's memory, or of one that the host waits for."""
+    is_token = attention_mask != 0
+    follows_padding = is_token[..., 1:] & ~is_token[..., :-1]
+    return TokenCount(int(is_token.count_nonzero()), not bool(follows_padding.any()))
+
+
+def note_token_count(attention_mask: Tensor, count: TokenCount) -> None:
+    """Notes on a mask [B, S] what the host knows of it.
 
     An encoder that knows it leaves padding out of its layers without waiting for the device.
     """

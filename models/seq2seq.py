@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..mpu import VocabParallelEmbedding, broadcast_from_stage, context_size
@@ -23,7 +24,7 @@ from .blocks.masks import causal_mask, find_pieces, key_mask
 from .blocks.padding import Tokens
 from .blocks.stack import BlockList
 from .calls import keep_positions, take_cache
-from .language_model import IGNORED, LanguageModel, vocabulary_head
+from .language_model import IGNORED, LanguageModel, TokenCount, count_mask, vocabulary_head
 from .outputs import BackboneOutput, BaseModelOutput, EncoderOutput, Seq2SeqLMOutput, StageOutput
 from .pipeline import find_stage
 
@@ -132,7 +133,10 @@ def without_padding(x: Tensor, mask: Tensor | Tokens | Documents | None) -> Gene
 
 
 def find_tokens(
-    mask: Tensor | Documents | None, ids: Tensor, blocks: BlockList, token_count: int | None = None
+    mask: Tensor | Documents | None,
+    ids: Tensor,
+    blocks: BlockList,
+    token_count: TokenCount | None = None,
 ) -> Tensor | Tokens | Documents | None:
     """Returns the tokens that stand for the mask of an encoder's keys in training, or the mask
     itself.
@@ -142,8 +146,8 @@ def find_tokens(
 
     Args:
         ids: [B, S], or embeddings [B, S, H].
-        token_count: The number of tokens, from `note_token_count`. The host would have to wait for
-            an accelerator to learn it.
+        token_count: From `note_token_count`. The host would have to wait for an accelerator to
+            learn it.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return mask
@@ -159,14 +163,17 @@ def find_tokens(
         return mask
     is_token = mask.flatten()
     if token_count is None:
-        rows = is_token.nonzero()[:, 0]
-        padding = (~is_token).nonzero()[:, 0]
-    else:
-        rows = torch.nonzero_static(is_token, size=token_count)[:, 0]
-        padding = torch.nonzero_static(~is_token, size=len(is_token) - token_count)[:, 0]
-    if not len(rows) or len(padding) < MIN_PADDING * len(is_token):
+        token_count = count_mask(mask[:, 0, 0])
+    count, pads_right = token_count
+    if not count or len(is_token) - count < MIN_PADDING * len(is_token):
         return mask
-    return Tokens(mask, rows, padding, (is_token.cumsum(0) - 1).clamp(min=0))
+    rows = torch.nonzero_static(is_token, size=count)[:, 0]
+    padding = torch.nonzero_static(~is_token, size=len(is_token) - count)[:, 0]
+    counted = is_token.cumsum(0)
+    starts: Tensor | None = None
+    if pads_right:
+        starts = F.pad(counted[ids.shape[1] - 1 :: ids.shape[1]], (1, 0))
+    return Tokens(mask, rows, padding, (counted - 1).clamp(min=0), starts)
 
 
 class EncoderBackbone(Backbone):

@@ -50,6 +50,7 @@ from .matmul import addmm, autocast_arguments, linear, matmul
 from .norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .softmax import masked_softmax
 from .variants import current_choice, kernels
+from .varlen_attention import varlen_attention
 
 # fmt: off
 __all__ = [
@@ -59,6 +60,6 @@ __all__ = [
     "grouped_linear", "grouped_product", "in_inference_mode", "kernels", "layer_norm", "linear",
     "linear_cross_entropy", "masked_softmax", "matmul", "mix_experts", "permute_tokens", "relu", "rms_norm",
     "route_tokens", "route_twice_within_capacity", "route_within_capacity", "sort_by_expert", "swiglu",
-    "token_cross_entropy", "use_key",
+    "token_cross_entropy", "use_key", "varlen_attention",
 ]
 # fmt: on

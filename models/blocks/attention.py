@@ -44,7 +44,14 @@ from ...mpu.division import find_first_unit
 from ...mpu.dropout import AttentionPlace
 from ...mpu.parameter import split_parameter
 from ...mpu.ring import RingRules, balance_chunks, restore_chunks, ring_attention
-from ...ops import attention, empty_pooled, few_queries_attention, in_inference_mode, matmul
+from ...ops import (
+    attention,
+    empty_pooled,
+    few_queries_attention,
+    in_inference_mode,
+    matmul,
+    varlen_attention,
+)
 from ...ops.attention import (
     cap_scores,
     eager_beats_sdpa,
@@ -56,6 +63,7 @@ from ...ops.autograd import Function, once_differentiable
 from ...ops.device import can_overwrite_gradients, writes_gradients_in_place
 from ...ops.dropout_mask import keys_from_row
 from ...ops.softmax import lay_out_diagonals
+from ...ops.varlen_attention import suits_varlen
 from ..parallel_config import ContextExchange, LayerArguments, ParallelConfig
 from .cache import LayerKVCache
 from .documents import DocumentPlan, Documents
@@ -292,17 +300,16 @@ class SelfAttention(Attention):
         """
         tokens, mask = split_mask(mask)
         qkv = self.qkv(x if memory is None else torch.cat([memory, x], dim=1))
+        by_rows = tokens is not None and not causal and rotary is None
+        if tokens is not None and by_rows and self.core.takes_rows(qkv, tokens, position_bias):
+            # [T, Np or Kp, 1, D], of which the rows are taken for samples.
+            q, k, v = split_fused_heads(qkv, self.heads["qkv"], self.head_size)
+            q, k, v = self.normalize(q, k, v)
+            attended = self.core.attend_to_rows(q, k, v, tokens, tokens.starts, position_bias)
+            return self.output(merge_heads(attended))
         qkv = qkv if tokens is None else tokens.pad(qkv)
         q, k, v = split_fused_heads(qkv, self.heads["qkv"], self.head_size)  # [B, Np or Kp, S, D]
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        elif self.qk_norms is not None:
-            q, k = self.qk_norms(q, k)
-        if self.clip is not None:
-            q = q.clamp(-self.clip, self.clip)
-            k = k.clamp(-self.clip, self.clip)
-            v = v.clamp(-self.clip, self.clip)
+        q, k, v = self.normalize(q, k, v)
         if rotary is not None:
             q, k = rotate(q, k, rotary)
         if memory is not None:
@@ -313,6 +320,19 @@ class SelfAttention(Attention):
                 mask = mask[..., -k.shape[2] :]  # of a cache that keeps a sliding window alone
         merged = merge_heads(self.core(q, k, v, mask, position_bias, causal))
         return self.output(merged if tokens is None else tokens.unpad(merged))
+
+    def normalize(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalizes and clips q [B, Np, S, D] and k, v [B, Kp, S, D], as far as this layer does."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        elif self.qk_norms is not None:
+            q, k = self.qk_norms(q, k)
+        if self.clip is not None:
+            q = q.clamp(-self.clip, self.clip)
+            k = k.clamp(-self.clip, self.clip)
+            v = v.clamp(-self.clip, self.clip)
+        return q, k, v
 
 
 class CrossAttention(Attention):
@@ -351,7 +371,17 @@ class CrossAttention(Attention):
                 # An adapter of the projection drops a part of its inputs.
                 has_adapter = hasattr(self.key_value, "adapter")
                 with tokens.naming_rows() if has_adapter else nullcontext():
-                    key_value = tokens.pad(self.key_value(source))
+                    key_value = self.key_value(source)
+                if cache is None and self.core.takes_rows(key_value, tokens, None):
+                    k, v = split_fused_heads(key_value, self.heads["key_value"], self.head_size)
+                    batch, _, length, _ = q.shape
+                    starts = torch.arange(0, batch * length + 1, length, device=q.device)
+                    # The queries have no padding: [B·S, Np, 1, D].
+                    rows = q.transpose(1, 2).flatten(0, 1)[:, :, None]
+                    attended = self.core.attend_to_rows(rows, k, v, tokens, starts, None)
+                    merged = torch.unflatten(merge_heads(attended)[:, 0], 0, (batch, length))
+                    return self.output(merged)
+                key_value = tokens.pad(key_value)
             k, v = split_fused_heads(key_value, self.heads["key_value"], self.head_size)
             if cache is not None:
                 k, v = cache.extend(k, v)
@@ -808,6 +838,52 @@ class CoreAttention(nn.Module):
         gathered = gather_from_tp(torch.cat([x, missing], 1), self.mesh, 1)
         parts = torch.split(gathered, most, 1)
         return torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], 1)
+
+    def takes_rows(self, x: Tensor, tokens: Tokens, position_bias: Tensor | None) -> bool:
+        """Whether attention computes samples without padding from rows x [T, 1, ...]."""
+        if tokens.starts is None or self.queries_per_kv or self.softcap is not None:
+            return False
+        by_distance = position_bias is None or position_bias.dim() == 2
+        return by_distance and suits_varlen(x)
+
+    def attend_to_rows(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tokens,
+        query_starts: Tensor | None,
+        by_distance: Tensor | None,
+    ) -> Tensor:
+        """Returns the attention of rows of queries to the tokens of their sample, [U, Np, 1, D].
+
+        Args:
+            q: [U, Np, 1, D].
+            k, v: [T, Kp, 1, D], the rows of the tokens.
+            query_starts: Where each sample's queries begin among the rows, int64 [B + 1].
+            by_distance: As in `attend_in_tiles`.
+        """
+        batch, _, _, length = tokens.mask.shape
+        assert query_starts is not None
+        assert tokens.starts is not None
+        rules: dict[str, Any] = {}
+        if self.dropout.drops:
+            place = AttentionPlace(q.shape[1], 0, 0, self.dropout.keys(tokens.mask))
+            rules = self.dropout.attention_arguments(q, place)
+        is_self_attention = query_starts is tokens.starts
+        attended = varlen_attention(
+            q[:, :, 0],
+            k[:, :, 0],
+            v[:, :, 0],
+            query_starts,
+            tokens.starts,
+            max_queries=length if is_self_attention else q.shape[0] // batch,
+            max_keys=length,
+            scale=self.scale,
+            relative_bias=by_distance,
+            **rules,
+        )
+        return attended[:, :, None]
 
     def uses_tiles(self, q: Tensor, k: Tensor, position_bias: Tensor | None) -> bool:
         """Whether attention computes the scores in tiles (Dao et al., 2022, arXiv:2205.14135).

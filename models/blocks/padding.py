@@ -2,8 +2,9 @@
 
 Norms, linear layers, activations and dropout treat each position by itself, and nothing in training
 reads what an encoder-decoder's encoder computes for padding: attention masks it, and the loss is
-the decoder's. So these layers get the rows of the tokens alone, [T, 1, H], and attention gets [B,
-S, ...] with zeros at padding.
+the decoder's. So these layers get the rows of the tokens alone, [T, 1, H]. Attention gets them too
+where it has a kernel for samples without padding, and padding is on the right of every sample;
+otherwise it gets [B, S, ...] with zeros at padding.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ class Tokens(NamedTuple):
         padding: The places of the padding, int64 [B·S - T].
         sources: For each place the number of its token; for padding, that of some token; int64
             [B·S].
+        starts: Where each sample's tokens begin among the rows, and where the last one's end, int64
+            [B + 1]. None unless all padding is on the right.
     """
 
     mask: Tensor
     rows: Tensor
     padding: Tensor
     sources: Tensor
+    starts: Tensor | None = None
 
     def unpad(self, x: Tensor) -> Tensor:
         """[B, S, C] -> [T, 1, C]"""

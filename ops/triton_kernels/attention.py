@@ -43,7 +43,10 @@ class TileShape(NamedTuple):
 
 
 class CallSizes(NamedTuple):
-    """Holds the sizes of the whole call; `queries_per_kv` query heads share a key-value head."""
+    """Holds the sizes of the whole call; `queries_per_kv` query heads share a key-value head.
+
+    Samples without padding have lengths of their own, and `queries` and `keys` are the longest.
+    """
 
     heads: int
     queries_per_kv: int
@@ -54,10 +57,15 @@ class CallSizes(NamedTuple):
 class KernelRules(NamedTuple):
     """What applies to the scores.
 
-    A rule that does not apply is None, which a kernel knows when it is compiled.
+    A rule that does not apply is None, which a kernel knows when it is compiled. `bias_stride` is the
+    number of distances of a head's bias, `bias_center` the place of distance 0. `query_starts` and
+    `key_starts` say where the samples begin among the rows of tensors without padding, and where the
+    last one ends.
     """
 
     bias: torch.Tensor | None
+    bias_stride: int
+    bias_center: int
     mask: torch.Tensor | None
     mask_strides: tuple[int, ...] | None
     prefix: torch.Tensor | None
@@ -68,11 +76,47 @@ class KernelRules(NamedTuple):
     threshold: int
     first_head: int
     first_row: int
+    query_starts: torch.Tensor | None
+    key_starts: torch.Tensor | None
 
 
 @triton.jit
-def head_start(x_ptr, strides, b, n):
-    return x_ptr + tl.cast(b, tl.int64) * strides[0] + tl.cast(n, tl.int64) * strides[1]
+def sizes_of_sample(b, sizes, rules):
+    """Returns the sizes with the queries and keys of sample b."""
+    queries = sizes.queries
+    keys = sizes.keys
+    if rules.query_starts is not None:
+        at = rules.query_starts + b
+        queries = (tl.load(at + 1) - tl.load(at)).to(tl.int32)
+        at = rules.key_starts + b
+        keys = (tl.load(at + 1) - tl.load(at)).to(tl.int32)
+    return CallSizes(sizes.heads, sizes.queries_per_kv, queries, keys)
+
+
+@triton.jit
+def first_place(starts, b, length):
+    """Returns the rows of all samples before sample b, where each has `length` or begins as `starts` says."""
+    if starts is None:
+        place = tl.cast(b, tl.int64) * length
+    else:
+        place = tl.load(starts + b).to(tl.int64)
+    return place
+
+
+@triton.jit
+def head_start(x_ptr, strides, starts, b, n):
+    if starts is None:
+        sample = tl.cast(b, tl.int64) * strides[0]
+    else:
+        sample = tl.load(starts + b).to(tl.int64) * strides[2]
+    return x_ptr + sample + tl.cast(n, tl.int64) * strides[1]
+
+
+@triton.jit
+def statistics_start(b, n, sizes, rules):
+    """Returns where the numbers of a head's queries begin: a sample has its heads one after another."""
+    first = first_place(rules.query_starts, b, sizes.queries)
+    return first * sizes.heads + tl.cast(n, tl.int64) * sizes.queries
 
 
 @triton.jit
@@ -157,7 +201,13 @@ def keys_of_block(
     limit = key_limit(b, sizes, rules)
     last = tl.minimum(first + ROWS, sizes.queries) - 1
     cut = tl.maximum(visible_end(first, b, limit, sizes, rules, CAUSAL), 0) // COLUMNS * COLUMNS
-    return cut, visible_end(last, b, limit, sizes, rules, CAUSAL)
+    stop = visible_end(last, b, limit, sizes, rules, CAUSAL)
+    if rules.query_starts is not None:
+        # The block is behind the last query of a sample that is shorter than the longest.
+        has_queries = first < sizes.queries
+        cut = tl.where(has_queries, cut, 0)
+        stop = tl.where(has_queries, stop, 0)
+    return cut, stop
 
 
 @triton.jit
@@ -171,13 +221,12 @@ def apply_rules(products, row, column, end, b, n, sizes, rules, CUT: tl.constexp
     row = tl.minimum(row, sizes.queries - 1)
     visible = column < end
     if rules.bias is not None:
-        distances = sizes.queries + sizes.keys - 1
-        head_bias = rules.bias + tl.cast(n, tl.int64) * distances + (sizes.queries - 1)
+        head_bias = rules.bias + tl.cast(n, tl.int64) * rules.bias_stride + rules.bias_center
         at = head_bias + (column - row)
         bias = tl.load(at, mask=visible, other=0.0) if CUT else tl.load(at)
         z += bias.to(tl.float32) * LOG2_E
     if rules.mask is not None:
-        head_mask = head_start(rules.mask, rules.mask_strides, b, n)
+        head_mask = head_start(rules.mask, rules.mask_strides, None, b, n)
         row_mask = head_mask + row.to(tl.int64) * rules.mask_strides[2]
         at = row_mask + column * rules.mask_strides[3]
         mask = tl.load(at, mask=visible, other=0) if CUT else tl.load(at)
@@ -229,13 +278,20 @@ def forward(
     WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first, b, n = block_of_head(sizes.queries, sizes.heads, ROWS)
+    sizes = sizes_of_sample(b, sizes, rules)
     row = first + tl.arange(0, ROWS)
     row_keys = None if rules.sample_keys is None else keys_of_rows(row, b, n, rules)
     q = load_rows(
-        head_start(q_ptr, strides[0], b, n), strides[0][2], first, sizes.queries, WIDTH, ROWS, D
+        head_start(q_ptr, strides[0], rules.query_starts, b, n),
+        strides[0][2],
+        first,
+        sizes.queries,
+        WIDTH,
+        ROWS,
+        D,
     )
-    k_ptr = head_start(k_ptr, strides[1], b, n // sizes.queries_per_kv)
-    v_ptr = head_start(v_ptr, strides[2], b, n // sizes.queries_per_kv)
+    k_ptr = head_start(k_ptr, strides[1], rules.key_starts, b, n // sizes.queries_per_kv)
+    v_ptr = head_start(v_ptr, strides[2], rules.key_starts, b, n // sizes.queries_per_kv)
     cut, stop = keys_of_block(first, ROWS, COLUMNS, b, sizes, rules, CAUSAL)
     state = (
         tl.full([ROWS], float("-inf"), tl.float32),
@@ -253,8 +309,8 @@ def forward(
     empty = total == 0.0
     out *= tl.where(empty, 0.0, rules.keep_scale / tl.where(empty, 1.0, total))[:, None]
     lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
-    at = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries
-    out_ptr = head_start(out_ptr, strides[3], b, n)
+    at = statistics_start(b, n, sizes, rules)
+    out_ptr = head_start(out_ptr, strides[3], rules.query_starts, b, n)
     store_rows(out_ptr, strides[3][2], out, first, sizes.queries, WIDTH, ROWS, D)
     tl.store(lse_ptr + at + row, lse, mask=row < sizes.queries)
 
@@ -318,13 +374,26 @@ def query_gradient(
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first, b, n = block_of_head(sizes.queries, sizes.heads, ROWS)
+    sizes = sizes_of_sample(b, sizes, rules)
     row = first + tl.arange(0, ROWS)
-    at = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries
+    at = statistics_start(b, n, sizes, rules)
     grad = load_rows(
-        head_start(grad_ptr, strides[3], b, n), strides[3][2], first, sizes.queries, WIDTH, ROWS, D
+        head_start(grad_ptr, strides[3], rules.query_starts, b, n),
+        strides[3][2],
+        first,
+        sizes.queries,
+        WIDTH,
+        ROWS,
+        D,
     )
     out = load_rows(
-        head_start(out_ptr, strides[4], b, n), strides[4][2], first, sizes.queries, WIDTH, ROWS, D
+        head_start(out_ptr, strides[4], rules.query_starts, b, n),
+        strides[4][2],
+        first,
+        sizes.queries,
+        WIDTH,
+        ROWS,
+        D,
     )
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), axis=1)
     tl.store(delta_ptr + at + row, delta, mask=row < sizes.queries)
@@ -340,10 +409,16 @@ def query_gradient(
     lse = load_lse(lse_ptr, at + row, row < sizes.queries)[:, None]
     delta = delta[:, None]
     q = load_rows(
-        head_start(q_ptr, strides[0], b, n), strides[0][2], first, sizes.queries, WIDTH, ROWS, D
+        head_start(q_ptr, strides[0], rules.query_starts, b, n),
+        strides[0][2],
+        first,
+        sizes.queries,
+        WIDTH,
+        ROWS,
+        D,
     )
-    k_ptr = head_start(k_ptr, strides[1], b, n // sizes.queries_per_kv)
-    v_ptr = head_start(v_ptr, strides[2], b, n // sizes.queries_per_kv)
+    k_ptr = head_start(k_ptr, strides[1], rules.key_starts, b, n // sizes.queries_per_kv)
+    v_ptr = head_start(v_ptr, strides[2], rules.key_starts, b, n // sizes.queries_per_kv)
     cut, stop = keys_of_block(first, ROWS, COLUMNS, b, sizes, rules, CAUSAL)
     grad_q = tl.zeros([ROWS, D], tl.float32)
     row = row[:, None]
@@ -355,7 +430,8 @@ def query_gradient(
         grad_q, q, grad, k_ptr, v_ptr, strides, cut, stop, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL, True,
         PRECISION, WIDTH, D, COLUMNS,
     )  # fmt: skip
-    grad_q_ptr += (tl.cast(b, tl.int64) * sizes.queries * sizes.heads + n) * WIDTH
+    place = first_place(rules.query_starts, b, sizes.queries)
+    grad_q_ptr += (place * sizes.heads + n) * WIDTH
     store_rows(
         grad_q_ptr, sizes.heads * WIDTH, grad_q * rules.scale, first, sizes.queries, WIDTH, ROWS, D
     )
@@ -424,20 +500,33 @@ def key_gradient(
     first = tl.program_id(0) % blocks * COLUMNS
     b = tl.program_id(0) // blocks // groups
     group = tl.program_id(0) // blocks % groups
+    sizes = sizes_of_sample(b, sizes, rules)
     column = first + tl.arange(0, COLUMNS)[:, None]
     k = load_rows(
-        head_start(k_ptr, strides[1], b, group), strides[1][2], first, sizes.keys, WIDTH, COLUMNS, D
+        head_start(k_ptr, strides[1], rules.key_starts, b, group),
+        strides[1][2],
+        first,
+        sizes.keys,
+        WIDTH,
+        COLUMNS,
+        D,
     )
     v = load_rows(
-        head_start(v_ptr, strides[2], b, group), strides[2][2], first, sizes.keys, WIDTH, COLUMNS, D
+        head_start(v_ptr, strides[2], rules.key_starts, b, group),
+        strides[2][2],
+        first,
+        sizes.keys,
+        WIDTH,
+        COLUMNS,
+        D,
     )
     limit = key_limit(b, sizes, rules)
     start, whole = queries_of_block(first, ROWS, COLUMNS, limit, b, sizes, rules, CAUSAL)
     sums = (tl.zeros([COLUMNS, D], tl.float32), tl.zeros([COLUMNS, D], tl.float32))
     for n in range(group * sizes.queries_per_kv, (group + 1) * sizes.queries_per_kv):
-        of_head = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries
-        q_head = head_start(q_ptr, strides[0], b, n)
-        grad_head = head_start(grad_ptr, strides[3], b, n)
+        of_head = statistics_start(b, n, sizes, rules)
+        q_head = head_start(q_ptr, strides[0], rules.query_starts, b, n)
+        grad_head = head_start(grad_ptr, strides[3], rules.query_starts, b, n)
         keys_head = None if row_keys_ptr is None else row_keys_ptr + of_head
         sums = add_key_gradients(
             sums, k, v, q_head, grad_head, lse_ptr + of_head, delta_ptr + of_head, keys_head, strides, start, whole,
@@ -448,7 +537,7 @@ def key_gradient(
             sizes.queries, column, limit, b, n, sizes, rules, CAUSAL, False, PRECISION, WIDTH, D, ROWS,
         )  # fmt: skip
     grad_k, grad_v = sums
-    at = (tl.cast(b, tl.int64) * sizes.keys * groups + group) * WIDTH
+    at = (first_place(rules.key_starts, b, sizes.keys) * groups + group) * WIDTH
     stride = groups * WIDTH
     store_rows(grad_k_ptr + at, stride, grad_k * rules.scale, first, sizes.keys, WIDTH, COLUMNS, D)
     store_rows(
@@ -496,12 +585,26 @@ def diagonal_tile(
     """Returns the gradient of the scores of the queries from i and the keys from j, [T, T]."""
     row = i + tl.arange(0, T)[:, None]
     column = j + tl.arange(0, T)[None, :]
-    q = load_rows(head_start(q_ptr, strides[0], b, n), strides[0][2], i, sizes.queries, WIDTH, T, D)
+    q = load_rows(
+        head_start(q_ptr, strides[0], rules.query_starts, b, n),
+        strides[0][2],
+        i,
+        sizes.queries,
+        WIDTH,
+        T,
+        D,
+    )
     grad = load_rows(
-        head_start(grad_ptr, strides[3], b, n), strides[3][2], i, sizes.queries, WIDTH, T, D
+        head_start(grad_ptr, strides[3], rules.query_starts, b, n),
+        strides[3][2],
+        i,
+        sizes.queries,
+        WIDTH,
+        T,
+        D,
     )
     k = load_rows(
-        head_start(k_ptr, strides[1], b, n // sizes.queries_per_kv),
+        head_start(k_ptr, strides[1], rules.key_starts, b, n // sizes.queries_per_kv),
         strides[1][2],
         j,
         sizes.keys,
@@ -510,7 +613,7 @@ def diagonal_tile(
         D,
     )
     v = load_rows(
-        head_start(v_ptr, strides[2], b, n // sizes.queries_per_kv),
+        head_start(v_ptr, strides[2], rules.key_starts, b, n // sizes.queries_per_kv),
         strides[2][2],
         j,
         sizes.keys,
@@ -518,7 +621,7 @@ def diagonal_tile(
         T,
         D,
     )
-    at = (tl.cast(b, tl.int64) * sizes.heads + n) * sizes.queries + row
+    at = statistics_start(b, n, sizes, rules) + row
     lse = load_lse(lse_ptr, at, row < sizes.queries)
     delta = tl.load(delta_ptr + at, mask=row < sizes.queries, other=0.0)
     if row_keys_ptr is None:
@@ -548,11 +651,12 @@ def bias_gradient(
     part = tl.program_id(0) // diagonals // sizes.heads
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for b in range(part * share, tl.minimum((part + 1) * share, batch)):
-        start, stop = tiles_of_diagonal(offset, b, sizes, rules, CAUSAL, ROWS)
+        own_sizes = sizes_of_sample(b, sizes, rules)
+        start, stop = tiles_of_diagonal(offset, b, own_sizes, rules, CAUSAL, ROWS)
         for m in tl.range(start, stop):
             total += diagonal_tile(
                 q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, row_keys_ptr, strides, m * ROWS, (m + offset) * ROWS,
-                b, n, sizes, rules, CAUSAL, PRECISION, WIDTH, D, ROWS,
+                b, n, own_sizes, rules, CAUSAL, PRECISION, WIDTH, D, ROWS,
             )  # fmt: skip
     diagonal = tl.arange(0, 2 * ROWS)
     distance = offset * ROWS + sizes.queries - ROWS + diagonal
@@ -613,14 +717,18 @@ HOPPER_TILES_FP32 = {
 }
 
 
-def choose_tile(kernel, q: torch.Tensor) -> TileShape:
-    """Returns the tile of a kernel for heads like those of q."""
+def choose_tile(kernel, q: torch.Tensor, *, is_varlen: bool = False) -> TileShape:
+    """Returns the tile of a kernel for heads like those of q.
+
+    Where samples begin takes registers, which the large tiles of heads of 128 do not leave.
+    """
     bytes_of_row = triton.next_power_of_2(q.shape[3]) * q.itemsize
     size = max(bytes_of_row, 128) if q.itemsize == 2 else max(2 * bytes_of_row, 512)
     size = min(size, 1024)
     tables = HOPPER_TILES if q.itemsize == 2 else HOPPER_TILES_FP32
     hopper = tables.get(kernel, {})
-    if size in hopper and _multiplies_by_warp_groups(q.device):
+    lacks_registers = is_varlen and size == 256 and kernel is not key_gradient
+    if size in hopper and not lacks_registers and _multiplies_by_warp_groups(q.device):
         return hopper[size]
     return TILES[kernel][size]
 
@@ -666,45 +774,96 @@ def _call(q, k, bias, mask, prefix, lengths, keys, scale, causal, dropout, first
     mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
     bias, prefix, lengths, keys = contiguous(bias, prefix, lengths, keys if dropout else None)
     kept = (1.0 / (1.0 - dropout), dropout_threshold(dropout))
+    center = queries - 1
     rules = KernelRules(
-        bias, mask, strides, prefix, lengths, keys, scale, *kept, first_head, first_row
-    )
+        bias, total + center, center, mask, strides, prefix, lengths, keys, scale, *kept, first_head,
+        first_row, None, None,
+    )  # fmt: skip
     return CallSizes(heads, heads // groups, queries, total), rules
+
+
+def _call_varlen(q, k, starts, bias, keys, longest, scale, causal, dropout, first_head):
+    """Returns the sizes and the rules of a call without padding; q and k are [1, heads, rows, D]."""
+    heads = q.shape[1]
+    groups = k.shape[1]
+    bias, keys = contiguous(bias, keys if dropout else None)
+    stride = 0 if bias is None else bias.shape[1]
+    kept = (1.0 / (1.0 - dropout), dropout_threshold(dropout))
+    rules = KernelRules(
+        bias, stride, longest[0] - 1, None, None, None, None, keys, scale, *kept, first_head, 0, *starts
+    )  # fmt: skip
+    return CallSizes(heads, heads // groups, *longest), rules
 
 
 def launch_forward(q, k, v, *arguments):
     *arguments, out, lse = arguments
     sizes, rules = _call(q, k, *arguments)
-    tile = choose_tile(forward, q)
-    programs = q.shape[0] * sizes.heads * ceil_div(sizes.queries, tile.queries)
-    _launch(forward, tile, programs, (lse,), (q, k, v, out), sizes, rules, arguments[6])
+    _launch_forward(q, k, v, out, lse, q.shape[0], sizes, rules, arguments[6])
 
 
 def launch_backward(grad, out, lse, q, k, v, *arguments):
     *arguments, grad_q, grad_k, grad_v, grad_bias = arguments
     sizes, rules = _call(q, k, *arguments)
-    call = ((q, k, v, grad), sizes, rules, arguments[6])
+    grads = (grad_q, grad_k, grad_v, grad_bias)
+    _launch_backward(grad, out, lse, q, k, v, grads, q.shape[0], sizes, rules, arguments[6])
+
+
+def launch_varlen_forward(
+    q, k, v, query_starts, key_starts, bias, keys, queries, total, scale, causal, dropout, first_head,
+    out, lse,
+):  # fmt: skip
+    q, k, v, out = (x.transpose(0, 1)[None] for x in (q, k, v, out))
+    longest = (queries, total)
+    starts = (query_starts, key_starts)
+    sizes, rules = _call_varlen(
+        q, k, starts, bias, keys, longest, scale, causal, dropout, first_head
+    )
+    _launch_forward(q, k, v, out, lse, len(query_starts) - 1, sizes, rules, causal)
+
+
+def launch_varlen_backward(
+    grad, out, lse, q, k, v, query_starts, key_starts, bias, keys, queries, total, scale, causal, dropout,
+    first_head, grad_q, grad_k, grad_v, grad_bias,
+):  # fmt: skip
+    grad, out, q, k, v = (x.transpose(0, 1)[None] for x in (grad, out, q, k, v))
+    longest = (queries, total)
+    starts = (query_starts, key_starts)
+    sizes, rules = _call_varlen(
+        q, k, starts, bias, keys, longest, scale, causal, dropout, first_head
+    )
+    grads = (grad_q, grad_k, grad_v, grad_bias)
+    _launch_backward(grad, out, lse, q, k, v, grads, len(query_starts) - 1, sizes, rules, causal)
+
+
+def _launch_forward(q, k, v, out, lse, batch, sizes, rules, causal):
+    tile = choose_tile(forward, q, is_varlen=rules.query_starts is not None)
+    programs = batch * sizes.heads * ceil_div(sizes.queries, tile.queries)
+    _launch(forward, tile, programs, (lse,), (q, k, v, out), sizes, rules, causal)
+
+
+def _launch_backward(grad, out, lse, q, k, v, grads, batch, sizes, rules, causal):
+    grad_q, grad_k, grad_v, grad_bias = grads
+    call = ((q, k, v, grad), sizes, rules, causal)
     statistics = (
         lse,
         torch.empty_like(lse),
         None if rules.sample_keys is None else lse.new_empty(lse.shape, dtype=torch.int64),
     )
-    tile = choose_tile(query_gradient, q)
-    programs = q.shape[0] * sizes.heads * ceil_div(sizes.queries, tile.queries)
+    tile = choose_tile(query_gradient, q, is_varlen=rules.query_starts is not None)
+    programs = batch * sizes.heads * ceil_div(sizes.queries, tile.queries)
     _launch(query_gradient, tile, programs, (*statistics, grad_q), (q, k, v, grad, out), *call[1:])
     tile = choose_tile(key_gradient, q)
-    programs = q.shape[0] * k.shape[1] * ceil_div(sizes.keys, tile.keys)
+    programs = batch * k.shape[1] * ceil_div(sizes.keys, tile.keys)
     _launch(key_gradient, tile, programs, (*statistics, grad_k, grad_v), *call)
     if rules.bias is not None:
-        grad_bias.copy_(_bias_gradient(q, statistics, call))
+        grad_bias.copy_(_bias_gradient(q, batch, statistics, call))
 
 
-def _bias_gradient(q, statistics, call):
+def _bias_gradient(q, batch, statistics, call):
     """Returns the gradient of the relative bias in fp32.
 
     The samples are shared out by their number and size alone.
     """
-    batch = q.shape[0]
     sizes = call[1]
     tile = choose_tile(bias_gradient, q)
     walks = sizes.heads * (

@@ -11,11 +11,13 @@ from tiny_models import TINY, hf_model, tiny
 import shardzoo
 from shardzoo import mpu
 from shardzoo.models import ParallelConfig, config_from_dict, family, from_config, seq2seq
+from shardzoo.models.blocks import attention as attention_block
+from shardzoo.models.blocks import relative_bias
 from shardzoo.models.blocks.attention import CrossAttention
 from shardzoo.models.blocks.cache import Cache
 from shardzoo.models.blocks.masks import key_mask
 from shardzoo.models.blocks.padding import Tokens
-from shardzoo.models.language_model import note_token_count
+from shardzoo.models.language_model import count_mask, note_token_count
 from shardzoo.models.seq2seq import find_tokens
 
 FAMILIES = [name for name in TINY if family(name).kind == "encoder-decoder"]
@@ -80,13 +82,61 @@ def test_a_step_is_that_of_the_whole_batch(name, rate, recompute):
     assert_same(step(*arguments), step(*arguments, leave_out=False), ragged())
 
 
+def padded_right():
+    """Samples of four lengths, and one of padding alone."""
+    mask = WHOLE.clone()
+    mask[0, 11:], mask[1, 1:], mask[3, 4:], mask[4] = 0, 0, 0, 0
+    return mask
+
+
+def step_by_rows(mesh, name, rate, options):
+    """Returns the step of samples whose attention leaves padding out too, as on a GPU, and how often it did so."""
+    attended = []
+    compute = attention_block.varlen_attention
+
+    def remember(*arguments, **rules):
+        attended.append(arguments[3] is arguments[4])
+        return compute(*arguments, **rules)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # The reference computes it here, and the bias has a number for each distance.
+        patch.setattr(attention_block, "suits_varlen", lambda _: True)
+        patch.setattr(relative_bias, "suits_tiles", lambda *_: True)
+        patch.setattr(attention_block, "varlen_attention", remember)
+        return step(mesh, name, padded_right(), rate, options), attended
+
+
+@pytest.mark.parametrize("recompute", by_turns(["none", "selective", "full"], 3))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attention_to_rows_is_that_of_the_whole_batch(name, recompute):
+    options = {"recompute": recompute}
+    by_rows, attended = step_by_rows(None, name, 0.3, options)
+    assert_same(by_rows, step(None, name, padded_right(), 0.3, options, False), padded_right())
+    assert True in attended
+    assert False in attended  # in the decoder
+
+
+@pytest.mark.parametrize("name", by_turns(["t5", "bart", "m2m_100"], 3))
+def test_ranks_attend_to_the_same_rows(name, run_mesh):
+    expected = step(None, name, padded_right(), 0.3, {}, False)
+    for by_rows, attended in run_mesh(2, step_by_rows, name, 0.3, {}):
+        assert attended
+        torch.testing.assert_close(by_rows[1], expected[1], rtol=1e-11, atol=0)
+
+
+def test_attention_gets_padding_that_is_not_on_the_right(monkeypatch):
+    monkeypatch.setattr(attention_block, "suits_varlen", lambda _: True)
+    monkeypatch.setattr(attention_block, "varlen_attention", None)
+    assert step(None, "bart", ragged(), 0.3, {})[0] == 1
+
+
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_an_accelerator_is_told_the_number_of_tokens(name, monkeypatch):
     """Whose mask the host cannot read without waiting."""
     monkeypatch.setattr(seq2seq, "host_can_read", lambda _: False)
     mask = ragged()
     assert step(None, name, mask, 0.3, {})[0] == 0
-    note_token_count(mask, int(mask.sum()))
+    note_token_count(mask, count_mask(mask))
     told = step(None, name, mask, 0.3, {})
     assert_same(told, step(None, name, ragged(), 0.3, {}), mask)
 
@@ -201,7 +251,8 @@ def test_sequence_parallelism_keeps_padding(run_mesh):
 @pytest.mark.parametrize("first", [0, 1])
 def test_rows_are_moved_and_their_gradients_back(first):
     mask = ragged().roll(-first, 0).bool()[:, None, None]
-    tokens = find_tokens(mask, torch.empty(5, LENGTH), torch.nn.ModuleList())
+    blocks = from_config(tiny("t5", 0.0)).train().encoder.blocks
+    tokens = find_tokens(mask, torch.empty(5, LENGTH), blocks)
     x = torch.randn(5, LENGTH, 3, dtype=torch.float64, requires_grad=True)
     rows = tokens.unpad(x)
     assert torch.equal(rows, x[mask[:, 0, 0]][:, None])

@@ -116,3 +116,46 @@ def test_gpu_attention_matches_fp64(zoo, monkeypatch, rule, lengths, kind, width
     for value, wanted in zip(compute("triton", zoo.device, kind), expected, strict=True):
         largest = max(1.0, wanted.abs().max().item())
         assert (value - wanted).abs().max().item() <= ATTENTION_BOUNDS[kind] * largest
+
+
+@pytest.mark.parametrize("kind", ATTENTION_BOUNDS, ids=str)
+@pytest.mark.parametrize("rule", ["none", "causal", "bias", "dropout"])
+def test_gpu_varlen_attention_matches_fp64(zoo, rule, kind):
+    """Samples of several lengths one after another, one of them without a row."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = (300, 0, 64, 129)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)])
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(kind)
+
+    width = 64 if kind != torch.float16 else 128
+    rows = normal(sum(lengths), 12, width)
+    tensors = {
+        "q": rows[:, :4] * (8 / width) ** 0.5,
+        "k": rows[:, 4:8],
+        "v": rows[:, 8:] / width**0.5,
+    }
+    if rule == "bias":
+        tensors["relative_bias"] = normal(4, 599)
+    grad = normal(sum(lengths), 4, width)
+    dropout = 0.1 if rule == "dropout" else 0.0
+    sample_keys = ops.dropout_keys(3, 1, 4) if dropout else None
+
+    def compute(variant, device, dtype):
+        leaves = {
+            name: x.to(device, dtype).detach().requires_grad_() for name, x in tensors.items()
+        }
+        own_starts = starts.to(device)
+        with ops.kernels(variant):
+            out = ops.varlen_attention(
+                **leaves, query_starts=own_starts, key_starts=own_starts, max_queries=300, max_keys=300, scale=0.3,
+                causal=rule == "causal", dropout=dropout, keys=None if sample_keys is None else sample_keys.to(device),
+            )  # fmt: skip
+            grads = torch.autograd.grad(out, list(leaves.values()), grad.to(device, dtype))
+        return [x.detach().cpu().double() for x in (out, *grads)]
+
+    expected = compute("reference", "cpu", torch.float64)
+    for value, wanted in zip(compute("triton", zoo.device, kind), expected, strict=True):
+        largest = max(1.0, wanted.abs().max().item())
+        assert (value - wanted).abs().max().item() <= ATTENTION_BOUNDS[kind] * largest

@@ -95,8 +95,14 @@ for arch, width, dtype, everything in json.loads(sys.argv[1]):
     rules = (None,) * 5 + (0.125, False, 0.0, 0, 0)
     if everything:
         rules = (bias, q.new_zeros(2, 4, 512, 512), number, number, number, 0.125, True, 0.1, 0, 0)
-    attention.launch_forward(q, q, q, *rules, q, lse)
-    attention.launch_backward(q, q, lse, q, q, q, *rules, q, q, q, bias)
+    if everything != "varlen":
+        attention.launch_forward(q, q, q, *rules, q, lse)
+        attention.launch_backward(q, q, lse, q, q, q, *rules, q, q, q, bias)
+        continue
+    rows, starts = q.view(1024, 4, width), torch.zeros(3, dtype=torch.int64)
+    call = (rows, rows, rows, starts, starts, bias, number, 512, 512, 0.125, True, 0.1, 0)
+    attention.launch_varlen_forward(*call, rows, lse)
+    attention.launch_varlen_backward(rows, rows, lse, *call, rows, rows, rows, bias)
 print(json.dumps(results))
 """
 COMPILE_ROTARY = """
@@ -187,6 +193,7 @@ print(json.dumps(same))
 ATTENTION = [(arch, 64, "bfloat16", True) for arch in (80, 90)] + [
     (arch, width, dtype, everything) for arch in (80, 90) for width, dtype in [
         (64, "float16"), (80, "bfloat16"), (128, "bfloat16"), (256, "bfloat16")] for everything in (False, True)
+] + [(arch, width, "bfloat16", "varlen") for arch in (80, 90) for width in (64, 128)
 ] + [(90, 64, "float32", everything) for everything in (False, True)]  # fmt: skip
 MODULES = {"softmax": 4, "norm": 4, "activation": 8, "dropout": 4, "cross_entropy": 4,
            "packing": 4}  # fmt: skip

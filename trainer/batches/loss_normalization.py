@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models.config import ModelConfig
-from ...models.language_model import note_target_count, note_token_count
+from ...models.language_model import count_mask, note_target_count, note_token_count
 from ...ops.device import host_can_read, pins_host_memory
 from .label_shift import IGNORED, shifts_labels
 
@@ -215,7 +215,7 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         note_target_count(moved["labels"], int((tensors["labels"] != IGNORED).sum()))
     mask = tensors.get("attention_mask")
     if mask is not None and moved["attention_mask"] is not mask and host_can_read(mask):
-        note_token_count(moved["attention_mask"], int(mask.count_nonzero()))
+        note_token_count(moved["attention_mask"], count_mask(mask))
     return {**batch, **moved}
 
 
