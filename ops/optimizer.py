@@ -1,23 +1,48 @@
-"""Computes an AdamW update and sums of squares, each in one pass over memory, where our CPU kernels
-run.
+"""Computes an AdamW update and sums of squares, each in one pass over memory, where our kernels run.
 
-The reference is PyTorch's own: `torch.optim.AdamW` and `torch._foreach_norm`. The kernel of AdamW
-also scales the gradient and rounds the new fp32 parameter to a 16-bit copy. Both sum in an order
-that depends only on the sizes.
+The reference is PyTorch's own: `torch.optim.AdamW` and `torch._foreach_norm`. The kernels of AdamW
+also scale the gradient and round the new fp32 parameter to a 16-bit copy. On a CPU a call updates a
+tensor; on a GPU a launch updates any number of them, reads the gradient in 16 bits too, and takes the
+factor that clips, `found_inf` and the number of steps where they are, so that the host does not wait.
+The sums of squares are in an order that depends only on the sizes.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import reduce
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .dispatcher import can_bypass_dispatcher
+from .device import make_current
+from .dispatcher import KINDS, Kind, can_bypass_dispatcher
 from .library import call_compiled
 from .registration import same_dtype
-from .variants import choose_variant
+from .variants import choose_variant, current_choice, triton_unavailable
+
+if TYPE_CHECKING:
+    from .triton_kernels.optimizer import LaunchTable
+
+
+class AdamWTensors(NamedTuple):
+    """What AdamW reads and writes of a parameter. All but `step` have its shape.
+
+    Attributes:
+        parameter, average, square_average: fp32.
+        gradient: fp32, bf16 or fp16.
+        step: The number of this update, from 1, fp32 [].
+        rounded: bf16 or fp16, gets the new parameter; None for no copy.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    average: Tensor
+    square_average: Tensor
+    step: Tensor
+    rounded: Tensor | None
 
 
 def adamw(
@@ -57,8 +82,65 @@ def sum_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([norm.to(device) for norm in norms]).square().sum().float()
 
 
+def adamw_together(
+    tensors: Sequence[AdamWTensors],
+    tables: dict[tuple[object, ...], LaunchTable],
+    *,
+    factor: Tensor | None,
+    found_inf: Tensor | None,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Updates tensors in place on an accelerator, one launch for each combination of dtypes.
+
+    Args:
+        tensors: Those of parameters with the same settings; all suit `suits_adamw_together`.
+        tables: Keeps between the steps of an optimizer what a launch needs on the device. The keys are
+            the dtypes and the settings' names; the caller passes an empty one at first.
+        factor: fp32 [], multiplies the gradients; None for 1.
+        found_inf: fp32 []; where it is not 0, nothing changes. None for 0.
+        lr: A number, or fp32 [] on the device, which a CUDA graph reads anew.
+    """
+    from .triton_kernels.optimizer import LaunchTable, launch_adamw
+
+    by_dtypes: defaultdict[tuple[object, ...], list[AdamWTensors]] = defaultdict(list)
+    for each in tensors:
+        rounded = None if each.rounded is None else each.rounded.dtype
+        by_dtypes[each.gradient.dtype, rounded].append(each)
+    for dtypes, alike in by_dtypes.items():
+        table = tables.setdefault(dtypes, LaunchTable())
+        with make_current(alike[0].parameter.device):
+            launch_adamw(alike, table, found_inf, factor, lr, betas, eps, weight_decay)
+
+
+def has_adamw_together(device: torch.device) -> bool:
+    """Returns whether `adamw_together` exists for a device under the current choice of kernels."""
+    if device.type == "cpu":
+        return choose_variant("cpu") == "triton"
+    is_chosen = current_choice() in ("auto", "triton")
+    return is_chosen and device.type == "cuda" and triton_unavailable("cuda") is None
+
+
+def suits_adamw_together(tensors: AdamWTensors) -> bool:
+    """Returns whether `adamw_together` takes these tensors: dense, on one device, fp32 but for the
+    gradient and the rounded copy.
+    """
+    parameter, gradient, average, square_average, step, rounded = tensors
+    wide = (parameter, average, square_average, step)
+    narrow = [gradient] if rounded is None else [gradient, rounded]
+    return (
+        not any(KINDS[type(each)] is Kind.INTERCEPTING_TENSOR for each in (*wide, *narrow))
+        and all(each.dtype == torch.float32 for each in wide)
+        and all(each.dtype in (torch.float32, torch.bfloat16, torch.float16) for each in narrow)
+        and all(each.is_contiguous() for each in (*wide, *narrow))
+        and all(each.device == parameter.device for each in (*wide, *narrow))
+    )
+
+
 def may_have_adamw_kernel(tensor: Tensor) -> bool:
-    """Returns whether `adamw` exists for the tensor's device."""
+    """Returns whether `adamw` may exist for the tensor's device."""
     return tensor.is_cpu
 
 

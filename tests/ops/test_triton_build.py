@@ -68,6 +68,7 @@ attention._precision = lambda device: "tf32x3"
 
 def compile(self, grid):
     def launch(*arguments, **options):
+        global ptx
         kernel = self.run(*arguments, grid=grid, warmup=True, **options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
@@ -113,6 +114,18 @@ for arch, width, dtype, interleaved in json.loads(sys.argv[1]):
     angles = heads.new_zeros(1, 1, 512, width // 4)
     q, k = heads[:, :8], heads[:, 8:10]
     rotary.launch_rotation(q, k, angles, angles, interleaved, False, q, k)
+print(json.dumps(results))
+"""
+COMPILE_ADAMW = """
+from shardzoo.ops.triton_kernels import optimizer
+for arch, gradient, rounded in json.loads(sys.argv[1]):
+    compile_for(arch)
+    label = [arch, gradient, rounded]
+    wide, number = torch.zeros(5000), torch.zeros(())
+    copied = None if rounded is None else wide.to(getattr(torch, rounded))
+    parts = (wide, wide.to(getattr(torch, gradient)), wide, wide, number, copied)
+    optimizer.launch_adamw([parts], optimizer.LaunchTable(), number, number, 0.1, (0.9, 0.999), 1e-8, 0.1)
+    results[-1].append([ptx.count("ld.global.v4.b32"), ptx.count("st.global.v4.b32")])
 print(json.dumps(results))
 """
 # Launches on a stand-in of a device, which notes what it is given. Each call is made by Triton and then
@@ -253,6 +266,22 @@ def test_rotary_positions_are_one_kernel_without_spills(tmp_path):
     for kernel, registers, stack, local, *_ in built:
         assert (kernel, stack, local) == ("rotate", 0, 0)
         assert registers <= 64
+
+
+@pytest.mark.before_release
+def test_adamw_reads_and_writes_16_bytes_at_a_time(tmp_path):
+    cases = [
+        (arch, gradient, rounded)
+        for arch in (80, 90)
+        for gradient, rounded in (("float32", None), ("float32", "bfloat16"), ("bfloat16",) * 2)
+    ]
+    built = printed(tmp_path, COMPILE_LAUNCHES + COMPILE_ADAMW, json.dumps(cases))
+    for kernel, _, stack, local, _, _, (_, gradient, rounded), vectors in built:
+        assert (kernel, stack, local) == ("update", 0, 0)
+        # Of 8 elements of a thread: three tensors of fp32, the gradient and the rounded copy.
+        loads = 6 + (2 if gradient == "float32" else 1)
+        stores = 6 + (0 if rounded is None else 1)
+        assert vectors == [loads, stores]
 
 
 @pytest.mark.before_release

@@ -17,7 +17,12 @@ class MasterWeights:
 
     Attributes:
         pairs: Each 16-bit parameter with its master weight.
+        keeps_short_gradients: Whether the gradient of a lone micro-batch stays in 16 bits, for an
+            optimizer that takes it so. It is exact, and a copy in fp32 would be read and written once
+            more.
     """
+
+    keeps_short_gradients = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -48,11 +53,17 @@ class MasterWeights:
             parameter.grad = None
             if parameter in self._already_added:
                 continue
+            if master.grad is None and self.keeps_short_gradients:
+                master.grad_dtype = None  # any
+                master.grad = gradient
+                continue
             if master.grad is None:
                 master.grad = torch.empty_like(master)
                 copied.append((master.grad, gradient))
-            else:
-                added.append((master.grad, gradient))
+                continue
+            if master.grad.dtype != master.dtype:
+                master.grad = master.grad.to(master.dtype)
+            added.append((master.grad, gradient))
         if copied:
             torch.ops.aten._foreach_copy_(*zip(*copied, strict=True))
         if added:

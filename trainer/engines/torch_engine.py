@@ -68,6 +68,10 @@ class TorchEngine:
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.takes_found_inf = self._scaler is None and is_fused
 
+        # A scaler would unscale them in place.
+        if isinstance(optimizer, AdamW) and self._scaler is None:
+            self._masters.keeps_short_gradients = optimizer.takes_short_gradients()
+
         self.updates_in_backward = arguments.optimizer_in_backward
         if self.updates_in_backward:
             self.takes_found_inf = False

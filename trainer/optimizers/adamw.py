@@ -1,4 +1,4 @@
-"""AdamW that clips, updates and rounds in one pass over memory, where our kernel runs."""
+"""AdamW that clips, updates and rounds in one pass over memory, where our kernels run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...mpu import ParallelMesh, clip_factor, clip_grad_norm_, grad_norm
-from ...ops.optimizer import adamw, may_have_adamw_kernel, suits_optimizer_kernels
+from ...ops.optimizer import (
+    AdamWTensors,
+    adamw,
+    adamw_together,
+    has_adamw_together,
+    may_have_adamw_kernel,
+    suits_adamw_together,
+    suits_optimizer_kernels,
+)
+
+# A parameter's group; the parameter, its gradient and its two averages; its number of steps.
+Update = tuple[dict[str, Any], tuple[Tensor, ...], Tensor]
 
 
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW(fused=True)` with the same states, which can scale gradients and round
     parameters.
 
-    The gradients themselves stay as they are. Where our kernel does not run, PyTorch's own step
-    does.
+    The gradients themselves stay as they are. Where our kernels do not run, PyTorch's own step
+    does. On an accelerator the host waits for nothing, and gradients may be bf16 or fp16.
 
     Attributes:
         grad_factor: fp32 [], multiplies the gradients of the next step, to clip them; None for 1.
@@ -45,6 +56,9 @@ class AdamW(torch.optim.AdamW):
 
         # GradScaler, or an engine, asks to skip the update.
         found_inf = getattr(self, "found_inf", None)
+        if self._runs_together():
+            self._update_together(updates, factor, found_inf)
+            return None
         if found_inf is not None and found_inf.item():
             return None
         scale = 1.0 if factor is None else factor.item()
@@ -66,15 +80,69 @@ class AdamW(torch.optim.AdamW):
                 weight_decay=group["weight_decay"],
                 step=float(step),
             )
-        # Autograd must notice that tensors which it may have saved for a gradient have changed.
+        self._note_written(updates)
+        return None
+
+    def takes_short_gradients(self) -> bool:
+        """Returns whether steps read 16-bit gradients of fp32 parameters, where all else suits our
+        kernel for accelerators.
+        """
+        return self._runs_together() and not any(
+            group["amsgrad"] or group["maximize"] for group in self.param_groups
+        )
+
+    def _runs_together(self) -> bool:
+        """Returns whether the first parameter's device has the kernel that updates many at a time."""
+        return has_adamw_together(self.param_groups[0]["params"][0].device)
+
+    def _update_together(
+        self, updates: list[Update], factor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Updates all parameters in one launch for each group."""
+        # Of each group, what its launches keep on the device. A copied optimizer has none.
+        tables: dict[int, dict[Any, Any]] = vars(self).setdefault("_tables", {})
+        steps = [step for *_, step in updates]
+        if steps and found_inf is None:
+            torch.ops.aten._foreach_add_(steps, 1)
+        elif steps:
+            torch.ops.aten._foreach_add_(steps, (found_inf == 0).float())
+        for number, group in enumerate(self.param_groups):
+            tensors = [
+                self._describe(own_tensors, step)
+                for own_group, own_tensors, step in updates
+                if own_group is group
+            ]
+            adamw_together(
+                tensors,
+                tables.setdefault(number, {}),
+                factor=factor,
+                found_inf=found_inf,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+        self._note_written(updates)
+
+    def _describe(self, tensors: tuple[Tensor, ...], step: Tensor) -> AdamWTensors:
+        """Returns what an update of a parameter reads and writes."""
+        parameter, gradient, average, square_average = tensors
+        rounded = self.rounded.get(parameter)
+        return AdamWTensors(parameter, gradient, average, square_average, step, rounded)
+
+    def _note_written(self, updates: list[Update]) -> None:
+        """Lets autograd notice that tensors which it may have saved for a gradient have changed."""
         written = [
             self.rounded[tensors[0]] for _, tensors, _ in updates if tensors[0] in self.rounded
         ]
         torch.autograd.graph.increment_version(written)
-        return None
 
     def _step_of_torch(self, closure: Any, factor: Tensor | None) -> Any:
         """Runs PyTorch's own step on clipped gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                    parameter.grad = parameter.grad.to(parameter.dtype)
         if factor is not None:
             gradients = [
                 parameter.grad
@@ -89,18 +157,25 @@ class AdamW(torch.optim.AdamW):
             step = step.__wrapped__
         return step(self, closure)
 
-    def _collect_updates(self) -> list[tuple[dict[str, Any], tuple[Tensor, ...], Tensor]] | None:
+    def _collect_updates(self) -> list[Update] | None:
         """Returns of each parameter with a gradient: its group, tensors, and number of steps.
 
         The tensors are the parameter, its gradient and its states. None if our kernel does not take
         one of them.
         """
+        together = self._runs_together()
         for group in self.param_groups:
             if group["amsgrad"] or group["maximize"]:
                 return None
-            if not all(may_have_adamw_kernel(parameter) for parameter in group["params"]):
+            parameters = group["params"]
+            if together:
+                if any(
+                    has_adamw_together(parameter.device) != together for parameter in parameters
+                ):
+                    return None
+            elif not all(may_have_adamw_kernel(parameter) for parameter in parameters):
                 return None
-        updates = []
+        updates: list[Update] = []
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *lists)  # pyright: ignore[reportCallIssue]
@@ -109,9 +184,11 @@ class AdamW(torch.optim.AdamW):
                 updates.append((group, own_tensors, step))
         # A rank may have no row of a small parameter, which is then nothing to update.
         updates = [update for update in updates if update[1][0].numel()]
-        if not all(suits_optimizer_kernels(*tensors) for _, tensors, _ in updates):
-            return None
-        return updates
+        if together:
+            suits = all(suits_adamw_together(self._describe(own, step)) for _, own, step in updates)
+        else:
+            suits = all(suits_optimizer_kernels(*tensors) for _, tensors, _ in updates)
+        return updates if suits else None
 
 
 def clip_gradients(
