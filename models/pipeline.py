@@ -93,6 +93,71 @@ class PipelineStage(nn.Module):
         return StageOutput(torch.zeros((), device=hidden.device, requires_grad=needs_gradient))
 
 
+def pack_numbers(numbers: Tensor, hidden: Tensor) -> Tensor:
+    """Returns numbers [B, n] as rows [B, R, H] behind hidden states [B, S, H], which may be of a
+    narrower type: the rows have the bytes of the numbers, and may only be copied.
+    """
+    pack: Callable[..., Tensor] = cast(Any, _PackNumbers).apply
+    return pack(numbers, hidden.dtype, hidden.shape[-1])
+
+
+def unpack_numbers(joined: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns hidden states [B, S, H], and the n = `count` numbers [B, n] that `pack_numbers` has put
+    behind them, in fp32 or wider.
+    """
+    wide = torch.promote_types(joined.dtype, torch.float32)
+    rows = _count_rows(count, wide, joined.dtype, joined.shape[-1])
+    hidden, packed = torch.split(joined, [joined.shape[1] - rows, rows], dim=1)
+    unpack: Callable[..., Tensor] = cast(Any, _UnpackNumbers).apply
+    return hidden, unpack(packed, wide, count)
+
+
+def _count_rows(count: int, wide: torch.dtype, dtype: torch.dtype, width: int) -> int:
+    """Returns how many rows of `width` elements of type `dtype` hold `count` of type `wide`."""
+    return -(-count * wide.itemsize // (dtype.itemsize * width))
+
+
+def _to_rows(numbers: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """Returns the bytes of numbers [B, n] as rows [B, R, width] of another type."""
+    rows = _count_rows(numbers.shape[1], numbers.dtype, dtype, width)
+    packed = numbers.new_zeros(len(numbers), rows * width, dtype=dtype)
+    values = numbers.contiguous().view(dtype)
+    packed[:, : values.shape[1]] = values
+    return packed.view(len(numbers), rows, width)
+
+
+def _from_rows(packed: Tensor, wide: torch.dtype, count: int) -> Tensor:
+    """Reverses `_to_rows`."""
+    elements = count * wide.itemsize // packed.dtype.itemsize
+    return packed.flatten(1)[:, :elements].contiguous().view(wide)
+
+
+class _PackNumbers(torch.autograd.Function):
+    """`_to_rows`; the gradient is packed in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+        ctx.described = (numbers.dtype, numbers.shape[1])
+        return _to_rows(numbers, dtype, width)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _from_rows(grads[0], *ctx.described), None, None
+
+
+class _UnpackNumbers(torch.autograd.Function):
+    """`_from_rows`; the gradient is packed in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, wide: torch.dtype, count: int) -> Tensor:
+        ctx.described = (packed.dtype, packed.shape[2])
+        return _from_rows(packed, wide, count)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _to_rows(grads[0], *ctx.described), None, None
+
+
 class StageTransfer(Protocol):
     """How hidden states come from the previous stage and get to the next one."""
 

@@ -4,38 +4,36 @@
 # (torch does not annotate many of its methods)
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from .blocks.moe import asks_for_router, router_record
+from .blocks.moe import RouterSums, asks_for_router, router_record
 from .heads import BareModel
 from .language_model import IGNORED
 from .outputs import MoeModelOutput, MoeSeq2SeqLMOutput, MoeSeq2SeqModelOutput, StageOutput
+from .router_losses import RouterLossStage, RouterTally, select_logits
 from .seq2seq import Seq2SeqLM
 
 
-def select_logits(record: Mapping[nn.Module, Tensor], stack: nn.Module) -> list[Tensor]:
-    """Returns the recorded scores of a stack's routers, [B, S, E] each, in the order of layers."""
-    return [record[module] for module in stack.modules() if module in record]
-
-
-class MixtureSeq2SeqLM(Seq2SeqLM):
+class MixtureSeq2SeqLM(RouterLossStage, Seq2SeqLM):
     """Predicts the label at each position of the decoder, with the auxiliary losses of mixtures."""
 
     config: Any  # with `output_router_logits` and the factors of the losses
 
+    experts_per_token: ClassVar[int]
+    losses_count_padding: ClassVar[bool] = False
+    """Whether padding counts in the losses of all samples together, as in transformers."""
+
     def compute_auxiliary(
-        self, logits: list[Tensor], mask: Tensor | None, is_decoder: bool, by_sample: bool
+        self, sums: RouterSums, is_decoder: bool, by_sample: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Returns the z-loss and the balance loss of a stack, or None if the family has none.
 
         Args:
-            logits: The scores of its routers, [B, S, E] each.
-            mask: [B, S], 0 for padding.
-            by_sample: Whether to return the losses of each sample, [B], of tokens that are no
-                padding; otherwise what transformers computes.
+            sums: Of the scores of its routers.
+            by_sample: Whether to return the losses of each sample, [B]; otherwise what transformers
+                computes.
         """
         raise NotImplementedError
 
@@ -61,7 +59,8 @@ class MixtureSeq2SeqLM(Seq2SeqLM):
         Then the loss has the auxiliary losses times their factors added to it, as in transformers.
         If this call is a part of a batch of `num_items_in_batch` targets, they are each sample's
         own, weighted by its share of the targets, and padding does not count: the losses of the
-        parts add up to a mean over the batch, which does not depend on how the batch is divided.
+        parts add up to a mean over the batch, which does not depend on how the batch is divided. In
+        a pipeline the last stage adds the losses of all layers, and returns the scores of its own.
 
         Args:
             output_router_logits: By default what the configuration says.
@@ -75,10 +74,6 @@ class MixtureSeq2SeqLM(Seq2SeqLM):
         }
         if not asks_for_router(self, output_router_logits):
             return super().compute_outputs(input_ids, **inputs)
-        with router_record.recording() as record:
-            output: Any = super().compute_outputs(input_ids, **inputs)
-        if isinstance(output, StageOutput):
-            return output
         shares = None
         target_mask = decoder_attention_mask
         if labels is not None and num_items_in_batch is not None:
@@ -86,17 +81,28 @@ class MixtureSeq2SeqLM(Seq2SeqLM):
             shares = is_target.sum(-1) / num_items_in_batch  # [B]
             if target_mask is None:
                 target_mask = is_target
+        model: Any = self
+        stacks = [(model.encoder, attention_mask), (model.decoder, target_mask)]
+        if shares is None and self.losses_count_padding:
+            stacks = [(stack, None) for stack, _ in stacks]
+        tally = RouterTally(stacks, self.config.expert_count, self.experts_per_token, self.mesh)
+        with router_record.recording(tally) as tally.record:
+            output: Any = super().compute_outputs(input_ids, **inputs)
+        if isinstance(output, StageOutput):
+            return output
         loss = output.loss
         found: dict[str, Any] = {}
-        stacks = (("encoder", attention_mask), ("decoder", target_mask))
-        for name, mask in stacks:
-            logits = select_logits(record, getattr(self, name))
+        for name, (stack, _) in zip(("encoder", "decoder"), stacks, strict=True):
+            logits = select_logits(tally.record, stack)
             found[f"{name}_router_logits"] = self.shape_logits(logits)
-            if not logits or labels is None:
+        if labels is None:
+            return MoeSeq2SeqLMOutput.from_output(output, **found)
+        for name, sums in zip(("encoder", "decoder"), tally.split(labels), strict=True):
+            is_decoder = name == "decoder"
+            layers = range(len(getattr(self, name).blocks))
+            if not any(self.config.has_experts(layer, is_decoder) for layer in layers):
                 continue
-            z_loss, balance = self.compute_auxiliary(
-                logits, mask, name == "decoder", shares is not None
-            )
+            z_loss, balance = self.compute_auxiliary(sums, is_decoder, shares is not None)
             factors = (self.config.router_z_loss_coef, self.config.router_aux_loss_coef)
             names = (f"{name}_z_loss", f"{name}_aux_loss")
             for key, value, factor in zip(names, (z_loss, balance), factors, strict=True):

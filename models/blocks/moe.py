@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,20 +27,25 @@ class RouterRecord:
     Attributes:
         logits: While a call is recorded, the scores [B, S, E] of each mixture, in the order of the
             layers; otherwise None. What a backward pass recomputes is not recorded again.
+        tally: What adds the scores up over pipeline stages, a `RouterTally`; None in a call without
+            auxiliary losses.
     """
 
     def __init__(self) -> None:
         self.logits: dict[nn.Module, Tensor] | None = None
+        self.tally: object = None
 
     @contextmanager
-    def recording(self) -> Generator[dict[nn.Module, Tensor]]:
+    def recording(self, tally: object = None) -> Generator[dict[nn.Module, Tensor]]:
         """Records within the context."""
-        before = self.logits
-        self.logits = {}
+        before = (self.logits, self.tally)
+        found: dict[nn.Module, Tensor] = {}
+        self.logits = found
+        self.tally = tally
         try:
-            yield self.logits
+            yield found
         finally:
-            self.logits = before
+            self.logits, self.tally = before
 
 
 router_record = RouterRecord()
@@ -49,16 +55,17 @@ def asks_for_router(model: Any, output_router_logits: bool | None) -> bool:
     """Returns whether a call asks for the routers' scores.
 
     Raises:
-        ValueError: It does, and the layers are in several pipeline stages: the auxiliary loss
-            multiplies sums over all layers.
+        ValueError: It does, and the layers are in several pipeline stages, of a model that adds no
+            auxiliary loss.
     """
     asks: bool = model.config.output_router_logits
     if output_router_logits is not None:
         asks = output_router_logits
-    if asks and model.mesh is not None and model.mesh.pp_size > 1:
+    has_stages = model.mesh is not None and model.mesh.pp_size > 1
+    if asks and has_stages and not getattr(model, "carries_router_sums", False):
         raise ValueError(
-            "output_router_logits is not supported with pipeline parallelism: the auxiliary loss "
-            "needs the routers of all layers; set output_router_logits to false"
+            f"output_router_logits is not supported with pipeline parallelism in a {type(model).__name__}: "
+            "no stage has the routers of all layers; set output_router_logits to false"
         )
     return asks
 
@@ -165,74 +172,89 @@ class MixtureMLP(nn.Module):
         return y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
 
 
-def balance_loss(
-    logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None = None
-) -> Tensor:
-    """Returns the auxiliary loss that is smallest, top_k, if all experts get equally many tokens.
+@dataclass(frozen=True)
+class RouterSums:
+    """Sums over the layers and the tokens of each sample, of which the auxiliary losses are made.
 
-    It is E · Σ_e f_e p_e over all layers and all samples together, where f_e is the number of
-    times that expert e is chosen by a token, and p_e its mean probability (Fedus et al. 2022,
-    arXiv:2101.03961, equations 4 to 6), as transformers computes it.
+    The sums of several parts of a model's layers add up to those of all.
 
-    Args:
-        logits: The routers' scores of each layer, [B, S, E].
-        top_k: The number of experts of a token.
-        attention_mask: [B, S]; tokens with a 0 do not count. Other masks are ignored.
+    Attributes:
+        chosen: [B, E], the number of times that each expert is chosen by a token.
+        probability: [B, E], the sum of its probabilities.
+        squares: [B, 1], the sum of logsumexp(scores)².
+        tokens: [B, 1], the number of tokens, counted once in each layer.
     """
-    chosen, probability, total = _sum_choices(logits, top_k, attention_mask)
-    return _multiply_shares(chosen.sum(0), probability.sum(0), total.sum(0))
 
+    chosen: Tensor
+    probability: Tensor
+    squares: Tensor
+    tokens: Tensor
 
-def balance_loss_by_sample(
-    logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None = None
-) -> Tensor:
-    """Returns the auxiliary loss of each sample alone, [B]; see `balance_loss`.
+    @classmethod
+    def from_scores(
+        cls, logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None = None
+    ) -> RouterSums:
+        """Adds up the routers' scores.
 
-    Unlike the loss of several samples together, their mean does not depend on how a batch is
-    divided into calls.
-    """
-    return _multiply_shares(*_sum_choices(logits, top_k, attention_mask))
+        Args:
+            logits: The scores of each layer, [B, S, E].
+            top_k: The number of experts of a token.
+            attention_mask: [B, S]; tokens with a 0 do not count. Other masks are ignored.
+        """
+        wide = torch.promote_types(logits[0].dtype, torch.float32)
+        counted = logits[0].new_ones(logits[0].shape[:-1], dtype=wide)
+        if attention_mask is not None and attention_mask.shape == counted.shape:
+            counted = attention_mask.to(wide)
+        counted = counted[..., None]  # [B, S, 1]
+        chosen = counted.new_zeros(len(counted), logits[0].shape[-1])
+        probability = torch.zeros_like(chosen)
+        squares = counted.new_zeros(len(counted), 1)
+        for scores in logits:
+            probabilities = torch.softmax(scores, dim=-1)
+            numbers = torch.topk(probabilities, top_k, dim=-1).indices
+            weights = counted.expand_as(numbers)
+            chosen = chosen.scatter_add(1, numbers.flatten(1), weights.flatten(1))
+            probability = probability + (probabilities.to(wide) * counted).sum(1)
+            by_token = scores.to(wide).logsumexp(-1, keepdim=True).square()  # [B, S, 1]
+            squares = squares + (by_token * counted).sum(1)
+        return cls(chosen, probability, squares, counted.sum(1) * len(logits))
 
+    @classmethod
+    def from_tensor(cls, joined: Tensor) -> RouterSums:
+        """Reverses `to_tensor`."""
+        experts = joined.shape[-1] // 2 - 1
+        chosen, probability, squares, tokens = torch.split(joined, [experts, experts, 1, 1], dim=-1)
+        return cls(chosen, probability, squares, tokens)
 
-def z_loss_by_sample(logits: Sequence[Tensor], attention_mask: Tensor | None = None) -> Tensor:
-    """Returns the loss that keeps the routers' scores small, of each sample, [B].
+    def to_tensor(self) -> Tensor:
+        """Returns the sums side by side, [B, 2E + 2]."""
+        return torch.cat([self.chosen, self.probability, self.squares, self.tokens], dim=-1)
 
-    It is the mean of logsumexp(scores)² over the layers and tokens (Zoph et al. 2022,
-    arXiv:2202.08906).
+    def balance_loss(self) -> Tensor:
+        """Returns the auxiliary loss that is smallest, top_k, if all experts get equally many
+        tokens.
 
-    Args:
-        logits, attention_mask: As for `balance_loss`.
-    """
-    squares = [scores.logsumexp(-1).square() for scores in logits]  # [B, S] each
-    by_token = torch.stack(squares).mean(0)
-    if attention_mask is None or attention_mask.shape != by_token.shape:
-        return by_token.mean(-1)
-    counted = attention_mask.to(by_token.dtype)
-    return (by_token * counted).sum(-1) / counted.sum(-1).clamp(min=1)
+        It is E · Σ_e f_e p_e over all layers and all samples together, where f_e is the number of
+        times that expert e is chosen by a token, and p_e its mean probability (Fedus et al. 2022,
+        arXiv:2101.03961, equations 4 to 6), as transformers computes it.
+        """
+        return _multiply_shares(self.chosen.sum(0), self.probability.sum(0), self.tokens.sum(0))
 
+    def balance_loss_by_sample(self) -> Tensor:
+        """Returns the auxiliary loss of each sample alone, [B]; see `balance_loss`.
 
-def _sum_choices(
-    logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns how often each expert is chosen and the sum of its probabilities, over all layers and
-    the tokens of a sample, [B, E] each, and the number of these tokens, [B, 1].
-    """
-    wide = torch.promote_types(logits[0].dtype, torch.float32)
-    counted = logits[0].new_ones(logits[0].shape[:-1], dtype=wide)
-    if attention_mask is not None and attention_mask.shape == counted.shape:
-        counted = attention_mask.to(wide)
-    counted = counted[..., None]  # [B, S, 1]
-    samples = len(counted)
-    experts = logits[0].shape[-1]
-    chosen = counted.new_zeros(samples, experts)
-    probability = counted.new_zeros(samples, experts)
-    for scores in logits:
-        probabilities = torch.softmax(scores, dim=-1)
-        numbers = torch.topk(probabilities, top_k, dim=-1).indices
-        weights = counted.expand_as(numbers)
-        chosen = chosen.scatter_add(1, numbers.flatten(1), weights.flatten(1))
-        probability = probability + (probabilities.to(wide) * counted).sum(1)
-    return chosen, probability, counted.sum(1) * len(logits)
+        Unlike the loss of several samples together, their mean does not depend on how a batch is
+        divided into calls.
+        """
+        return _multiply_shares(self.chosen, self.probability, self.tokens)
+
+    def z_loss_by_sample(self) -> Tensor:
+        """Returns the loss that keeps the routers' scores small, of each sample, [B].
+
+        It is the mean of logsumexp(scores)² over the layers and tokens (Zoph et al. 2022,
+        arXiv:2202.08906).
+        """
+        return (self.squares / self.tokens.clamp(min=1)).squeeze(-1)
 
 
 def _multiply_shares(chosen: Tensor, probability: Tensor, total: Tensor) -> Tensor:

@@ -21,20 +21,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...mpu import ParallelMesh, gather_from_context, share_gradient
-from ..blocks.moe import (
-    MixtureMLP,
-    asks_for_router,
-    balance_loss,
-    balance_loss_by_sample,
-    flatten_logits,
-    router_record,
-)
+from ..blocks.moe import MixtureMLP, asks_for_router, flatten_logits, router_record
 from ..generation.mixin import GenerationMixin
 from ..heads import BareModel, QuestionAnswering, SequenceClassification, TokenClassification
 from ..language_model import IGNORED, CausalLM
 from ..llama.model import LlamaBackbone, LlamaBlock
 from ..outputs import MoeCausalLMOutput, MoeModelOutput, StageOutput
 from ..parallel_config import ParallelConfig
+from ..router_losses import RouterLossStage, RouterTally
 from .config import MixtureConfig
 
 
@@ -67,7 +61,7 @@ class MixtralBackbone(LlamaBackbone):
     block_class = MixtralBlock
 
 
-class MixtureCausalLM(CausalLM):
+class MixtureCausalLM(RouterLossStage, CausalLM):
     """Predicts each token from the tokens before it, with the auxiliary loss of a mixture."""
 
     config: Any  # a MixtureConfig
@@ -89,7 +83,8 @@ class MixtureCausalLM(CausalLM):
         samples together as in transformers. If this call is a part of a batch of
         `num_items_in_batch` targets, the auxiliary loss is each sample's own, weighted by its share
         of the targets: the losses of the parts add up to a mean over the batch, which does not
-        depend on how the batch is divided over calls and ranks.
+        depend on how the batch is divided over calls and ranks. In a pipeline the last stage adds
+        the loss of all layers, and returns the scores of its own.
 
         Args:
             output_router_logits: By default what the configuration says.
@@ -103,27 +98,29 @@ class MixtureCausalLM(CausalLM):
         }
         if not asks_for_router(self, output_router_logits):
             return super().compute_outputs(input_ids, **inputs)
-        with router_record.recording() as record:
-            output: Any = super().compute_outputs(input_ids, **inputs)
-        logits = [gather_from_context(scores, self.mesh) for scores in record.values()]
-        if isinstance(output, StageOutput) or not logits:
-            return output
         top_k = self.config.num_experts_per_tok
+        tally = RouterTally([(self, attention_mask)], self.config.expert_count, top_k, self.mesh)
+        with router_record.recording(tally) as tally.record:
+            output: Any = super().compute_outputs(input_ids, **inputs)
+        if isinstance(output, StageOutput) or tally.is_empty:
+            return output
+        [sums] = tally.split(input_ids)
         loss: Any = output.loss
         targets = shift_labels
         if labels is not None:
             targets = self.targets(labels)
         if targets is not None and num_items_in_batch is not None:
             shares = (targets != IGNORED).sum(-1) / num_items_in_batch  # [B]
-            by_sample = balance_loss_by_sample(logits, top_k, attention_mask)
+            by_sample = sums.balance_loss_by_sample()
             auxiliary = self.config.router_aux_loss_coef * (shares * by_sample).sum()
             loss = loss + share_gradient(auxiliary, self.mesh)
             balance = by_sample.mean()
         else:
-            balance = balance_loss(logits, top_k, attention_mask)
+            balance = sums.balance_loss()
             if loss is not None:
                 auxiliary = self.config.router_aux_loss_coef * balance
                 loss = loss + share_gradient(auxiliary, self.mesh)
+        logits = [gather_from_context(scores, self.mesh) for scores in tally.record.values()]
         return MoeCausalLMOutput.from_output(
             output, loss=loss, aux_loss=balance, router_logits=flatten_logits(logits)
         )

@@ -25,13 +25,7 @@ from ...mpu import ParallelExperts, ParallelMesh
 from ...ops import route_twice_within_capacity
 from ..bart.model import BartBackbone, BartBlock, BartStack
 from ..blocks.activation_functions import find_activation
-from ..blocks.moe import (
-    Router,
-    balance_loss,
-    balance_loss_by_sample,
-    flatten_logits,
-    refuse_split_rows,
-)
+from ..blocks.moe import Router, RouterSums, flatten_logits, refuse_split_rows
 from ..generation.mixin import GenerationMixin
 from ..parallel_config import ParallelConfig, layer_arguments
 from ..seq2seq_mixture import MixtureSeq2SeqLM, MixtureSeq2SeqModel
@@ -141,12 +135,12 @@ class NllbMoeBackbone(BartBackbone):
 class NllbMoeForConditionalGeneration(MixtureSeq2SeqLM, NllbMoeBackbone, GenerationMixin):
     """NLLB-MoE that answers a text with another one."""
 
+    experts_per_token = 2
+
     def compute_auxiliary(
-        self, logits: list[Tensor], mask: Tensor | None, is_decoder: bool, by_sample: bool
+        self, sums: RouterSums, is_decoder: bool, by_sample: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        if by_sample:
-            return None, balance_loss_by_sample(logits, 2, mask)
-        return None, balance_loss(logits, 2, mask)
+        return None, sums.balance_loss_by_sample() if by_sample else sums.balance_loss()
 
     def shape_logits(self, logits: list[Tensor]) -> tuple[Tensor, ...]:
         return flatten_logits(logits)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...mpu import ParallelExperts, ParallelMesh
 from ...ops import route_within_capacity
 from ..blocks.activation_functions import find_activation
-from ..blocks.moe import Router, balance_loss_by_sample, refuse_split_rows, z_loss_by_sample
+from ..blocks.moe import Router, RouterSums, refuse_split_rows
 from ..generation.mixin import GenerationMixin
 from ..parallel_config import ParallelConfig, layer_arguments
 from ..seq2seq_mixture import MixtureSeq2SeqLM, MixtureSeq2SeqModel
@@ -118,15 +118,19 @@ class SwitchBackbone(SwitchEncoderBackbone, T5Backbone):
 class SwitchTransformersForConditionalGeneration(MixtureSeq2SeqLM, SwitchBackbone, GenerationMixin):
     """A Switch Transformer that answers a text with another one."""
 
+    experts_per_token = 1
+    losses_count_padding = True
+
     def compute_auxiliary(
-        self, logits: list[Tensor], mask: Tensor | None, is_decoder: bool, by_sample: bool
+        self, sums: RouterSums, is_decoder: bool, by_sample: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         if self.config.find_sparse_step(is_decoder) <= 1:
             return None, None  # as in transformers
+        z_loss = sums.z_loss_by_sample()
+        balance = sums.balance_loss_by_sample()
         if by_sample:
-            return z_loss_by_sample(logits, mask), balance_loss_by_sample(logits, 1, mask)
-        # Padding counts here.
-        return z_loss_by_sample(logits).mean(), balance_loss_by_sample(logits, 1).mean()
+            return z_loss, balance
+        return z_loss.mean(), balance.mean()
 
 
 class SwitchTransformersModel(MixtureSeq2SeqModel, SwitchBackbone):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from every_case import EVERY_CASE
 from tiny_models import hf_model, tiny
 
 
@@ -148,7 +149,8 @@ def on_ranks(
 
 
 def endless_losses(mesh: Any, folder: Path, config: dict[str, Any], **changes: Any) -> list[float]:
-    """The losses of ten steps with warm-up, clipping, and samples of unequal numbers of targets.
+    """The losses of ten steps, or twenty before a release, with warm-up, clipping, and samples of unequal lengths and
+    numbers of targets.
 
     A step has eight samples, two micro-batches of each data-parallel rank.
     """
@@ -160,7 +162,7 @@ def endless_losses(mesh: Any, folder: Path, config: dict[str, Any], **changes: A
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             generator = torch.Generator().manual_seed(index)
             start, stride = torch.randint(1, 97, (2,), generator=generator)
-            tokens = (start + stride * torch.arange(24)) % 13
+            tokens = (start + stride * torch.arange(24 - index % 5)) % 13
             labels = tokens.clone()
             labels[: index % 7] = -100
             return {"input_ids": tokens, "labels": labels}
@@ -174,7 +176,7 @@ def endless_losses(mesh: Any, folder: Path, config: dict[str, Any], **changes: A
 
     settings: dict[str, Any] = {
         "env_type": "deepspeed+mpu",
-        "train_steps": 10,
+        "train_steps": 20 if EVERY_CASE else 10,
         "lr": 5e-3,
         "warmup_steps": 4,
         "beta2": 0.95,
@@ -184,7 +186,8 @@ def endless_losses(mesh: Any, folder: Path, config: dict[str, Any], **changes: A
         "log_interval": 1,
         "save_dir": str(folder),
     }
-    arguments = TrainingArguments(**{**settings, **changes}, model_parallel_size=mesh.tp_size)
+    sizes = {"model_parallel_size": mesh.tp_size, "pipeline_parallel_size": mesh.pp_size}
+    arguments = TrainingArguments(**{**settings, **changes}, **sizes)
     parallel_config = ParallelConfig(arguments.sequence_parallel, arguments.recompute)
     model = from_config(config, mesh, parallel_config=parallel_config)
     reporter = Losses()

@@ -89,10 +89,10 @@ def test_16_bit_sums_are_rounded_once():
 
 
 def test_equal_experts_have_the_smallest_loss():
-    from shardzoo.models.blocks.moe import balance_loss
+    from shardzoo.models.blocks.moe import RouterSums
 
-    even = balance_loss([torch.eye(4).repeat(3, 1)[None] * 9], 1)
-    skewed = balance_loss([torch.eye(4)[:1].repeat(12, 1)[None] * 9], 1)
+    even = RouterSums.from_scores([torch.eye(4).repeat(3, 1)[None] * 9], 1).balance_loss()
+    skewed = RouterSums.from_scores([torch.eye(4)[:1].repeat(12, 1)[None] * 9], 1).balance_loss()
     torch.testing.assert_close(even, torch.tensor(1.0), rtol=0, atol=1e-6)
     assert skewed > 3.9
 

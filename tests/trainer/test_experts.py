@@ -17,19 +17,39 @@ MIXTURE = {
     "attention_dropout": 0.1, "num_local_experts": 5, "num_experts_per_tok": 2, "output_router_logits": True,
     "router_aux_loss_coef": 0.3,
 }  # fmt: skip
+SPARSE_LAYERS = {
+    "model_type": "qwen3_moe", "num_experts": 5, "moe_intermediate_size": 20, "head_dim": 4, "mlp_only_layers": [1],
+}  # fmt: skip
 SAME_LOSS = {"rel": 1e-5, "abs": 0}
 
 
 @pytest.fixture
 def train(run_mesh, tmp_path):
-    def run(tp: int, data: int = 1, folder: str = "run", config=MIXTURE, **changes) -> list[float]:
+    def run(
+        tp: int, data: int = 1, folder: str = "run", config=MIXTURE, stages: int = 1, **changes
+    ) -> list[float]:
         training = partial(endless_losses, folder=tmp_path / folder, config=config, **changes)
-        by_rank = run_mesh(tp, training, data=data)
+        by_rank = run_mesh(tp, training, data=data, pipeline=stages)
         assert all(losses == by_rank[0] for losses in by_rank)
         return by_rank[0]
 
     return run
 
+
+ENCODER_DECODERS = {
+    "switch_transformers": {
+        "d_model": 24, "d_kv": 4, "d_ff": 30, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 6,
+        "vocab_size": 97, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 3,
+        "expert_capacity": 9, "router_jitter_noise": 0.0, "router_z_loss_coef": 0.2, "router_aux_loss_coef": 0.3,
+        "decoder_start_token_id": 0, "output_router_logits": True,
+    },
+    "nllb-moe": {
+        "d_model": 24, "encoder_layers": 2, "encoder_attention_heads": 6, "encoder_ffn_dim": 30, "decoder_layers": 2,
+        "decoder_attention_heads": 6, "decoder_ffn_dim": 30, "vocab_size": 97, "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0, "num_experts": 3, "encoder_sparse_step": 2, "decoder_sparse_step": 1,
+        "expert_capacity": 999, "router_aux_loss_coef": 0.3, "output_router_logits": True,
+    },
+}  # fmt: skip
 
 LAYOUTS = {"TP 2 x DP 2, ZeRO 1": (2, 2, {"zero_stage": 1, "sequence_parallel": True})}
 MORE = {
@@ -37,6 +57,7 @@ MORE = {
     "DDP": (1, 2, {"env_type": "pytorchDDP"}),
     "ZeRO 2": (2, 2, {"zero_stage": 2}),
     "one micro-batch": (2, 1, {"micro_batch_size": 8}),
+    "PP 2 x DP 2": (1, 2, {"stages": 2, "zero_stage": 1}),
 }
 
 
@@ -159,18 +180,61 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(train, tmp_path):
     assert other == pytest.approx(losses[4:], **SAME_LOSS)
 
 
-def test_a_pipeline_refuses_the_auxiliary_loss(run_mesh):
+STAGED = {
+    "mixtral": (MIXTURE, 2, {"sequence_parallel": True}),
+    **{
+        family: ({"model_type": family, **sizes}, 2, {"recompute": "full"})
+        for family, sizes in ENCODER_DECODERS.items()
+    },
+}
+MORE_STAGED = {
+    "a stage without mixtures": ({**MIXTURE, **SPARSE_LAYERS}, 1, {}),
+    "mixtral, one pipeline": (MIXTURE, 1, {}),
+    "switch_transformers, four stages": (STAGED["switch_transformers"][0], 1, {"stages": 4}),
+}
+
+
+@pytest.mark.parametrize("name", by_turns(STAGED | MORE_STAGED, 3))
+def test_pipelines_add_the_auxiliary_losses_of_all_layers(train, name):
+    config, tensor, changes = (STAGED | MORE_STAGED)[name]
+    expected = train(1, folder="unsplit", config=config)
+    losses = train(tensor, config=config, **{"stages": 2, **changes})
+    assert losses == pytest.approx(expected, **SAME_LOSS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_numbers_travel_behind_narrower_hidden_states_bit_for_bit(dtype):
+    from shardzoo.models.pipeline import pack_numbers, unpack_numbers
+
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.promote_types(dtype, torch.float32)
+    hidden = torch.randn(3, 5, 7, generator=generator).to(dtype).requires_grad_()
+    numbers = torch.randn(3, 11, generator=generator).to(wide).requires_grad_()
+    joined = torch.cat([hidden, pack_numbers(numbers, hidden)], 1)
+    assert joined.dtype == dtype
+    received = joined.detach().clone().requires_grad_()
+    first, second = unpack_numbers(received, 11)
+    assert torch.equal(first, hidden)
+    assert torch.equal(second, numbers)
+    weights = torch.randn(3, 11, generator=generator).to(wide)
+    ((second * weights).sum() + (first * 3).sum()).backward()
+    joined.backward(received.grad)
+    assert torch.equal(numbers.grad, weights)
+    assert torch.equal(hidden.grad, torch.full_like(hidden, 3))
+
+
+def test_a_pipeline_refuses_scores_where_no_loss_needs_them(run_mesh):
     [message, *_] = run_mesh(1, _call, pipeline=2)
-    assert "not supported with pipeline parallelism" in message
+    assert "not supported with pipeline parallelism in a MixtralModel" in message
 
 
 def _call(mesh) -> str:
     from shardzoo.models import from_config
 
-    model = from_config(MIXTURE, mesh)
+    model = from_config({**MIXTURE, "architectures": ["MixtralModel"]}, mesh)
     ids = torch.arange(8)[None]
     try:
-        model(input_ids=ids, labels=ids)
+        model(input_ids=ids)
     except ValueError as error:
         return str(error)
     return ""
