@@ -20,7 +20,8 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from .stored_tensor import ChunkedTensor, StoredTensor, list_chunks
+from .dtypes import item_size
+from .stored_tensor import ChunkedTensor, StoredTensor, StridedTensor, WidenedTensor, list_chunks
 
 if TYPE_CHECKING:  # It imports torch, which the processes that only copy bytes do without.
     from ..mpu import ParallelMesh, Shard
@@ -449,6 +450,51 @@ def slice_tensor(
         if len(start) == 2 and chunk.shape[other_dim] != tensor.shape[other_dim]:
             across = (start[other_dim], start[other_dim] + chunk.shape[other_dim])
         parts.append(TensorSlice(chunk, own, transposed, across))
+    return tuple(parts)
+
+
+def slice_experts(tensor: StoredTensor, rows: int, transposed: bool) -> tuple[TensorSlice, ...]:
+    """Returns the slices of a tensor that holds the matrices of all experts, or their vectors.
+
+    Of the parameter [E · rows, columns] it holds [E, rows, columns]; or [E, columns, rows], a slice
+    for each expert, if they are transposed.
+
+    Args:
+        tensor: The stored tensor.
+        rows: The parameter's rows of an expert.
+        transposed: Whether each expert's matrix is stored transposed.
+
+    Raises:
+        ValueError: The elements of the tensor do not follow one another in the file.
+    """
+    if isinstance(tensor, (StridedTensor, WidenedTensor)):
+        raise ValueError(f"{tensor} is stored as a view of another tensor; save it contiguous")
+    parts: list[TensorSlice] = []
+    for origin, chunk in list_chunks(tensor):
+        shape = chunk.shape[1:]
+        if not transposed and shape == tensor.shape[1:]:
+            # The experts' rows follow one another in the file as in the parameter.
+            flat = replace(chunk, shape=(chunk.shape[0] * rows, *shape[1:]))
+            first = origin[0] * rows
+            parts.append(TensorSlice(flat, ((first, first + flat.shape[0]),)))
+            continue
+        row_dim = 1 if transposed else 0
+        across: tuple[int, int] | None = None
+        if len(shape) == 2 and shape[1 - row_dim] != tensor.shape[2 - row_dim]:
+            start = origin[2 - row_dim]
+            across = (start, start + shape[1 - row_dim])
+        matrix_bytes = prod(shape) * item_size(chunk.dtype)
+        for number in range(chunk.shape[0]):
+            expert = origin[0] + number
+            matrix = replace(
+                chunk,
+                name=f"{chunk.name}[{expert}]",
+                shape=shape,
+                offset=chunk.offset + number * matrix_bytes,
+            )
+            first = expert * rows + origin[1 + row_dim]
+            span = (first, first + shape[row_dim])
+            parts.append(TensorSlice(matrix, (span,), transposed, across))
     return tuple(parts)
 
 

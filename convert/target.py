@@ -180,7 +180,8 @@ def build_legacy_target(mapped: MappedCheckpoint, size: int, dtype: str | None =
     dtypes = choose_dtypes(mapped, dtype)
     entries = model.entries()
     has_stored_form = all(
-        len(entry.stored_names()) == 1 and not entry.transpose for entry in entries.values()
+        len(entry.stored_names()) == 1 and not entry.transpose and not entry.by_expert
+        for entry in entries.values()
     )
     parameters = dict(model.parameters)
     names = {name: name for name in parameters}

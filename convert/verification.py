@@ -149,8 +149,8 @@ def verify_round_trip(
         result = _compare(back, mapped, options, report)
         problems = list(result.differences)
         if is_huggingface:
-            merged = build_huggingface_target(back).layout.tensors()
-            names = {tensor.name for tensor in merged}
+            merged = build_huggingface_target(back)
+            names = {name for file in merged.files for name in file.tensors}
             original_names = {tensor.name for tensor in mapped.checkpoint.ranks[0].values()}
             for name in sorted(names ^ original_names):
                 problems.append(f"tensor {name} does not keep its name")

@@ -90,6 +90,13 @@ from .gpt2 import (
     GPT2LMHeadModel,
     GPT2Model,
 )
+from .gpt_oss import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    GptOssForSequenceClassification,
+    GptOssForTokenClassification,
+    GptOssModel,
+)
 from .granite import GraniteConfig, GraniteForCausalLM, GraniteModel
 from .llama import (
     LlamaConfig,
@@ -333,6 +340,11 @@ __all__ = [
     "Glm4ForSequenceClassification",
     "Glm4ForTokenClassification",
     "Glm4Model",
+    "GptOssConfig",
+    "GptOssForCausalLM",
+    "GptOssForSequenceClassification",
+    "GptOssForTokenClassification",
+    "GptOssModel",
     "GraniteConfig",
     "GraniteForCausalLM",
     "GraniteModel",

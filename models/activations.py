@@ -126,6 +126,9 @@ class BlockSpec:
         experts: The number of experts of a mixture.
         normalized: Whether the weights of a token's experts are divided by their sum.
         shared_expert: Whether an expert that computes every token is added, times a gate.
+        chosen_first: Whether a token's weights are probabilities among its chosen experts alone.
+        expert_biases: Whether the experts and their router have biases.
+        sinks: Whether attention has sinks, with which it always computes the scores in tiles.
     """
 
     hidden: int
@@ -152,6 +155,9 @@ class BlockSpec:
     experts: int = 0
     normalized: bool = False
     shared_expert: bool = False
+    chosen_first: bool = False
+    expert_biases: bool = False
+    sinks: bool = False
 
     def on_rank(self, size: int) -> BlockSpec:
         """Returns the part of the block that the busiest of `size` ranks computes."""
@@ -334,7 +340,11 @@ def _mixture(stack: StackSpec, batch: Batch, layout: Layout) -> int:
     # Each expert's input and output of a token.
     total = 2 * block.routed * tokens * block.hidden * e
     # The probabilities of all experts, the chosen ones, their weights and their sorted order.
-    total += tokens * (block.experts * FP32 + block.routed * (2 * INT64 + FP32))
+    if not block.chosen_first:
+        total += tokens * block.experts * FP32
+    total += tokens * block.routed * (2 * INT64 + FP32)
+    if block.expert_biases:  # The expert of each row, for both projections.
+        total += tokens * block.routed * 2 * INT64
     if block.normalized:  # The weights before, and their sum.
         total += tokens * (block.routed + 1) * FP32
     weights = block.experts
@@ -345,6 +355,8 @@ def _mixture(stack: StackSpec, batch: Batch, layout: Layout) -> int:
     if layout.sequence_split > 1:
         # The weights of the router and of the gate are put together for their all-reduce.
         total += weights * block.hidden * e
+        if block.expert_biases:
+            total += block.experts * e
     return total
 
 
@@ -414,6 +426,8 @@ def _in_blocks(block: BlockSpec, layout: Layout, queries: int, keys: int, crosse
     """Returns whether attention computes a tile or block of the scores at a time and keeps none of
     its weights.
     """
+    if block.sinks:
+        return True
     needed = block.attention_dropout or (block.bias and not crosses) or layout.device == "cpu"
     return needed and suits_tiles(queries, keys, layout.device, layout.itemsize)
 

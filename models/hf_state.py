@@ -13,7 +13,7 @@ from ..checkpoint.layout import ParameterSpec
 from ..mpu import ParallelMesh, Shard, gather_from_tp, tp_size
 from ..mpu.collectives import start_all_gather
 from ..mpu.mesh import MIXTURE_AXES, Axis, axis_ranks, axis_sizes
-from .mapping import NativeModel, compute_stacked_ranges, compute_stored_shape
+from .mapping import NativeModel, compute_stacked_ranges, compute_stored_shape, count_expert_rows
 from .name_map import NameEntry
 
 
@@ -42,8 +42,10 @@ def hf_state_dict(model: Any, *, gather: bool = True) -> dict[str, Tensor]:
             spans = _find_local_spans(spec, entries[name], mesh)
         for stored, (start, stop) in zip(entries[name].stored_names(), spans, strict=True):
             part = values.narrow(spec.dim, start, stop - start) if values.dim() else values
+            if entries[name].by_expert:
+                part = torch.unflatten(part, 0, (-1, _count_own_rows(spec, mesh, gather)))
             if entries[name].transpose:
-                part = part.t()
+                part = part.transpose(-2, -1)
             state[native.to_module_name(stored)] = part.contiguous()
     for alias, kept in list_tied_names(model, native):
         if kept in state:
@@ -109,6 +111,14 @@ def _gather_experts(part: Tensor, shard: Shard, mesh: ParallelMesh) -> Tensor:
     for number, shape in enumerate(shapes):
         parts.append(everyone[number * longest : number * longest + shape[0]])
     return shard.merge(parts, mesh.sizes)
+
+
+def _count_own_rows(spec: ParameterSpec, mesh: ParallelMesh | None, gather: bool) -> int:
+    """Returns the number of rows of an expert in all of a parameter, or in this rank's part."""
+    if gather:
+        return count_expert_rows(spec)
+    start, stop = spec.list_ranges_on(mesh)[0]
+    return stop - start
 
 
 def _find_local_spans(
@@ -180,7 +190,8 @@ def load_hf_state_dict(
                     f"{list(wanted)}"
                 )
             used.add(found[stored])
-            parts.append(tensor.t() if entry.transpose else tensor)
+            part = tensor.transpose(-2, -1) if entry.transpose else tensor
+            parts.append(part.flatten(0, 1) if entry.by_expert else part)
         if len(parts) == len(spans):
             values[name] = torch.cat(parts, spec.dim) if len(parts) > 1 else parts[0]
     aliases = dict(native.name_map.aliases)

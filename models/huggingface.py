@@ -10,7 +10,13 @@ from ..checkpoint.dtypes import item_size
 from ..checkpoint.layout import CheckpointLayout, ParameterPlacement, TensorSlice
 from ..checkpoint.planned_file import PlannedFile, plan_safetensors_file
 from ..checkpoint.stored_tensor import StoredTensor
-from .mapping import NativeModel, StoredNames, compute_stacked_ranges, compute_stored_shape
+from .mapping import (
+    NativeModel,
+    StoredNames,
+    compute_stacked_ranges,
+    compute_stored_shape,
+    slice_stored,
+)
 
 LARGEST_FILE = 5 * 10**9  # bytes of one file
 INDEX = "model.safetensors.index.json"
@@ -94,8 +100,7 @@ def lay_out_huggingface(
         for copy in names.list_copies(name):
             parts: list[TensorSlice] = []
             for stored, span in zip(copy, spans, strict=True):
-                tensor = tensors[stored].at_least_1d()
-                parts.append(TensorSlice(tensor, (span,), entry.transpose))
+                parts += slice_stored(tensors[stored], span, parameter, entry)
             copies.append(tuple(parts))
         shape = parameter.shape or (1,)
         placements[name] = ParameterPlacement(name, shape, parameter.dim, tuple(copies))

@@ -41,7 +41,13 @@ from ..mpu.collectives import gather_rows
 from ..mpu.initialization import Receive
 from .auto import build_on_meta
 from .blocks.lora import LINEARS, AdaptedRows, Adapter, LoraFactors, attach, detach
-from .mapping import NativeModel, compute_stacked_ranges, compute_stored_shape, config_errors
+from .mapping import (
+    NativeModel,
+    compute_stacked_ranges,
+    compute_stored_shape,
+    config_errors,
+    slice_stored,
+)
 from .name_map import NameEntry
 from .packing import find_packed_parameters, unpack_parameters
 from .pipeline import find_copied_parameters
@@ -856,7 +862,7 @@ def _place_saved(
     parts: list[TensorSlice] = []
     for tensor, span in zip(tensors, compute_stacked_ranges(spec, entry), strict=True):
         _check_shape(tensor, compute_stored_shape(spec, span, entry))
-        parts.append(TensorSlice(tensor.at_least_1d(), (span,), entry.transpose))
+        parts += slice_stored(tensor, span, spec, entry)
     return ParameterPlacement(spec.name, spec.shape or (1,), spec.dim, (tuple(parts),))
 
 

@@ -31,6 +31,7 @@ from ..checkpoint.layout import (
     ParameterSpec,
     TensorSlice,
     place_by_rank,
+    slice_experts,
     slice_tensor,
 )
 from ..checkpoint.manifest import Manifest
@@ -376,11 +377,36 @@ def compute_stored_shape(
     `dim`.
     """
     shape = list(parameter.shape)
+    if entry.by_expert:
+        rows = count_expert_rows(parameter)
+        matrix = (rows, *shape[1:])
+        return (shape[0] // rows, *(reversed(matrix) if entry.transpose else matrix))
     if shape:
         shape[parameter.dim] = span[1] - span[0]
     if entry.transpose:
         shape.reverse()
     return tuple(shape)
+
+
+def count_expert_rows(parameter: ParameterSpec) -> int:
+    """Returns the number of rows that each expert has of a parameter of a mixture."""
+    assert parameter.shard is not None
+    assert parameter.shard.is_nested
+    return parameter.shard.splits[0].unit
+
+
+def slice_stored(
+    tensor: StoredTensor, span: tuple[int, int], parameter: ParameterSpec, entry: NameEntry
+) -> tuple[TensorSlice, ...]:
+    """Returns the slices that a tensor of a Hugging Face folder is of a parameter.
+
+    Args:
+        span: The range along the parameter's `dim` that the tensor holds.
+        entry: The parameter's entry of the name map.
+    """
+    if entry.by_expert:
+        return slice_experts(tensor, count_expert_rows(parameter), entry.transpose)
+    return slice_tensor(tensor, (span,), parameter.dim, entry.transpose)
 
 
 def have_same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
@@ -561,11 +587,13 @@ def _map_huggingface(
             for stored_name, span in zip(copy, spans, strict=True):
                 expected = compute_stored_shape(parameter, span, entry)
                 _check_shape(tensors[stored_name], expected, name, problems)
-                parts += slice_tensor(tensors[stored_name], (span,), parameter.dim, entry.transpose)
+                if tensors[stored_name].shape == expected:
+                    parts += slice_stored(tensors[stored_name], span, parameter, entry)
             copies.append(tuple(parts))
-        placements[name] = _widen_parts(
-            ParameterPlacement(name, parameter.shape or (1,), parameter.dim, tuple(copies))
-        )
+        if not problems:
+            placements[name] = _widen_parts(
+                ParameterPlacement(name, parameter.shape or (1,), parameter.dim, tuple(copies))
+            )
     _refuse_shapes(problems)
     extras = {name: tensor for name, tensor in tensors.items() if name not in used}
     return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements, extras), names, {})

@@ -20,11 +20,14 @@ class NameEntry:
             the number of an expert, all of which are stacked, one after the other.
         transpose: The checkpoint stores [in, out] and the native weight is [out, in] (GPT-2's
             Conv1D).
+        by_expert: The checkpoint stores one tensor [E, ...] with a matrix, perhaps transposed, or a
+            vector of each expert, and the native parameter has their rows one after the other.
     """
 
     native: str
     stored: str | tuple[str, ...]
     transpose: bool = False
+    by_expert: bool = False
 
     def stored_names(self) -> tuple[str, ...]:
         """Returns the names of the stored tensors, in the order in which they are stacked."""
@@ -40,7 +43,7 @@ class NameEntry:
         stored = tuple(
             name.replace("{e}", str(expert)) for expert in range(count) for name in names
         )
-        return NameEntry(self.native, stored, self.transpose)
+        return replace(self, stored=stored)
 
     def at_layer(self, layer: int | str) -> NameEntry:
         """Returns the entry with this layer's number filled in; "" is for names without a
@@ -51,7 +54,7 @@ class NameEntry:
             name.replace("{i}", str(layer)).replace("{i+1}", following)
             for name in self.stored_names()
         )
-        return NameEntry(self.native.replace("{i}", str(layer)), stored, self.transpose)
+        return replace(self, native=self.native.replace("{i}", str(layer)), stored=stored)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ _MARKS = (
     (r"SCB|weight_format", "bitsandbytes in 8 bits"),
     (r"weight\.(absmax|quant_map|nested_absmax|nested_quant_map)", "bitsandbytes in 4 bits"),
     (r"weight\.quant_state\.bitsandbytes__\w+", "bitsandbytes in 4 bits"),
+    (r"(gate_up|down)_proj_(blocks|scales)", "MXFP4"),
     (r"codes|codebooks", "AQLM"),
     (r"weight\._(data|scale|shift)", "quanto"),
 )

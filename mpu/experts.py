@@ -72,9 +72,11 @@ class ParallelExperts(SplitLayer):
         hidden_size: H.
         inner_size: F, of one expert.
         count: E.
-        activate: Maps the projections [n, Fp], or [n, 2Fp] with the gate before up, to [n, Fp].
+        activate: Maps the projections [n, Fp], or with a gate [n, 2Fp], to [n, Fp].
         gated: Whether an expert has a gate.
-        bias: Whether its projections have biases; only of experts without a gate.
+        interleaved: Whether each feature of the gate comes before the same one of up, instead of
+            the whole gate before the whole up projection.
+        bias: Whether its projections have biases.
         dropout: The rate at which inner features are dropped.
         output_dropout: The rate at which the experts' results are dropped.
         drops_tokens: Whether a token may have no expert: E instead of an expert's number.
@@ -82,11 +84,11 @@ class ParallelExperts(SplitLayer):
 
     Attributes:
         gate_up: With gates, [Ep · 2Fp, H]: of each of this rank's experts its gate and then its up
-            projection.
+            projection, or the rows of both in turn.
         up: Without gates, [Ep · Fp, H].
         down: [Ep · Fp, H]: of each expert the transposed down projection.
-        up_bias, down_bias: [Ep · Fp] and [Ep · Hp], or None. Each tensor-parallel rank adds its part
-            of the latter to its part of the results.
+        gate_up_bias, up_bias, down_bias: [Ep · 2Fp], [Ep · Fp] and [Ep · Hp], or None. Each
+            tensor-parallel rank adds its part of the last one to its part of the results.
         first, last: The experts of this rank, [first, last); they may be none.
     """
 
@@ -98,6 +100,7 @@ class ParallelExperts(SplitLayer):
         activate: Callable[[Tensor], Tensor],
         *,
         gated: bool = True,
+        interleaved: bool = False,
         bias: bool = False,
         dropout: float = 0.0,
         output_dropout: float = 0.0,
@@ -123,19 +126,24 @@ class ParallelExperts(SplitLayer):
             )
         self.first = find_first_unit(count, rank, size)
         self.last = find_first_unit(count, rank + 1, size)
+        # A gate and its up projection stay together when their rows are dealt over the ranks.
+        widths = (2 * inner_size,) if interleaved else (inner_size, inner_size)
+        unit = 2 if interleaved else 1
         if gated:
-            self.shard = _stack_experts(count, (inner_size, inner_size), hidden_size)
+            self.shard = _stack_experts(count, widths, hidden_size, unit=unit)
             self.gate_up = split_parameter(self.shard, mesh)
         else:
             self.shard = _stack_experts(count, (inner_size,), hidden_size)
             self.up = split_parameter(self.shard, mesh)
         self.down = split_parameter(_stack_experts(count, (inner_size,), hidden_size), mesh)
+        self.gate_up_bias: Tensor | None = None
         self.up_bias: Tensor | None = None
         self.down_bias: Tensor | None = None
-        if bias:
-            if gated:
-                raise ValueError("experts with a gate have no biases")
+        if bias and gated:
+            self.gate_up_bias = split_parameter(_stack_experts(count, widths, unit=unit), mesh)
+        elif bias:
             self.up_bias = split_parameter(_stack_experts(count, (inner_size,)), mesh)
+        if bias:
             self.down_bias = split_parameter(_stack_experts(count, (hidden_size,)), mesh)
         self.dropout = Dropout(dropout, split_dim=-1, count=inner_size, mesh=mesh)
         self.output_dropout = Dropout(output_dropout, mesh=mesh)
@@ -232,8 +240,9 @@ class ParallelExperts(SplitLayer):
         down = self.down.view(own, -1, self.hidden_size)  # [Ep, Fp, H]
         drops = self.drops_tokens
         rows = grouped_linear(rows, first, counts, drops=drops)
-        if self.up_bias is not None:
-            rows = add_expert_bias(rows, self.up_bias.view(own, -1), counts)
+        first_bias = self.gate_up_bias if self.gated else self.up_bias
+        if first_bias is not None:
+            rows = add_expert_bias(rows, first_bias.view(own, -1), counts)
         rows = self.activate(rows)
         if keys is not None:
             dropout = self.dropout
@@ -285,7 +294,7 @@ class ParallelExperts(SplitLayer):
         )
 
 
-def _stack_experts(count: int, widths: tuple[int, ...], *columns: int) -> Shard:
+def _stack_experts(count: int, widths: tuple[int, ...], *columns: int, unit: int = 1) -> Shard:
     """Returns the split of stacked experts: the expert axis deals them, and the tensor axis splits
     each of an expert's matrices.
 
@@ -293,10 +302,11 @@ def _stack_experts(count: int, widths: tuple[int, ...], *columns: int) -> Shard:
         count: E.
         widths: The rows of each matrix of an expert.
         columns: The columns of the matrices; none for biases.
+        unit: The number of neighboring rows that stay together.
     """
     rows = sum(widths)
     return Shard.from_splits(
         (count * rows, *columns),
         AxisSplit(0, axis="expert", unit=rows),
-        AxisSplit(0, axis="tensor", groups=widths * count),
+        AxisSplit(0, axis="tensor", groups=widths * count, unit=unit),
     )

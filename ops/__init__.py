@@ -20,8 +20,9 @@ PyTorch, the gradient formula for autograd, and the registration. The other file
     bench/             measures the operators (`shardzoo bench`)
 """
 
-from .activation import bias_gelu, geglu, relu, swiglu
+from .activation import bias_gelu, clamped_swiglu, geglu, relu, swiglu
 from .attention import attention
+from .attention_sinks import attention_with_sinks
 from .cpu.few_rows import few_queries_attention
 from .cpu.pool import empty_pooled
 from .cross_entropy import (
@@ -54,12 +55,12 @@ from .varlen_attention import varlen_attention
 
 # fmt: off
 __all__ = [
-    "add_layer_norm", "add_rms_norm", "addmm", "attention", "autocast_arguments", "bias_dropout_residual",
-    "bias_gelu", "combine_tokens", "cross_entropy", "cross_entropy_grad", "cross_entropy_loss", "cross_entropy_stats",
-    "current_choice", "dropout", "dropout_keep", "dropout_keys", "empty_pooled", "few_queries_attention", "geglu",
-    "grouped_linear", "grouped_product", "in_inference_mode", "kernels", "layer_norm", "linear",
-    "linear_cross_entropy", "masked_softmax", "matmul", "mix_experts", "permute_tokens", "relu", "rms_norm",
-    "route_tokens", "route_twice_within_capacity", "route_within_capacity", "sort_by_expert", "swiglu",
-    "token_cross_entropy", "use_key", "varlen_attention",
+    "add_layer_norm", "add_rms_norm", "addmm", "attention", "attention_with_sinks", "autocast_arguments",
+    "bias_dropout_residual", "bias_gelu", "clamped_swiglu", "combine_tokens", "cross_entropy", "cross_entropy_grad",
+    "cross_entropy_loss", "cross_entropy_stats", "current_choice", "dropout", "dropout_keep", "dropout_keys",
+    "empty_pooled", "few_queries_attention", "geglu", "grouped_linear", "grouped_product", "in_inference_mode",
+    "kernels", "layer_norm", "linear", "linear_cross_entropy", "masked_softmax", "matmul", "mix_experts",
+    "permute_tokens", "relu", "rms_norm", "route_tokens", "route_twice_within_capacity", "route_within_capacity",
+    "sort_by_expert", "swiglu", "token_cross_entropy", "use_key", "varlen_attention",
 ]
 # fmt: on

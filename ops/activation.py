@@ -4,6 +4,8 @@
     its approximation by tanh:          z / 2 * (1 + tanh(sqrt(2 / pi) * (z + 0.044715 * z^3)))
     SiLU:                               z / (1 + exp(-z))
     gated linear units (Shazeer 2020):  act(gate) * up, with GELU (GEGLU) or SiLU (SwiGLU)
+    a clamped SwiGLU (gpt-oss):         min(gate, c) * sigmoid(a * min(gate, c)) * (up + 1),
+                                        with up within [-c, c]
 
 All are computed in fp32 (fp64 for fp64 input), including the bias addition, and rounded once.
 """
@@ -47,6 +49,17 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
             f"the bias of x {tuple(x.shape)} has shape ({x.shape[-1]},), got {tuple(bias.shape)}"
         )
     return bias_gelu_op(x, bias, approximate == "tanh")
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Returns the clamped SwiGLU of gpt-oss, [..., F] in the dtype of gate_up.
+
+    Args:
+        gate_up: [..., 2F]; each feature of the gate, and then the same one of up.
+        alpha: a, what the gate is multiplied by in the sigmoid.
+        limit: c, the largest gate and the largest absolute value of up.
+    """
+    return clamped_swiglu_op(gate_up, float(alpha), float(limit))
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
@@ -340,3 +353,62 @@ glu_backward_op = Op(
 )
 
 glu_op.autograd(_glu_setup_context, _glu_backward)
+
+
+# The clamped SwiGLU.
+
+
+def _split_and_clamp(gate_up, limit):
+    """Returns the gate and up + 1, clamped and widened, [..., F] each."""
+    wide = gate_up.to(compute_dtype(gate_up))
+    return wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit) + 1
+
+
+def clamped_swiglu_reference(gate_up, alpha, limit):
+    gate, up = _split_and_clamp(gate_up, limit)
+    return ((gate * torch.sigmoid(gate * alpha) * up).to(gate_up.dtype),)
+
+
+def clamped_swiglu_backward_reference(grad, gate_up, alpha, limit):
+    gate, up = _split_and_clamp(gate_up, limit)
+    wide = grad.to(gate.dtype)
+    slope = torch.sigmoid(gate * alpha)
+    grad_gate = wide * up * slope * (1 + alpha * gate * (1 - slope))
+    grad_up = wide * gate * slope
+    # What is clamped has no gradient.
+    grad_gate = grad_gate.masked_fill(gate_up[..., ::2] > limit, 0)
+    grad_up = grad_up.masked_fill(gate_up[..., 1::2].abs() > limit, 0)
+    return (torch.stack([grad_gate, grad_up], -1).flatten(-2).to(gate_up.dtype),)
+
+
+def _clamped_swiglu_setup_context(ctx, inputs, output):
+    gate_up, ctx.alpha, ctx.limit = inputs
+    ctx.save_for_backward(gate_up)
+
+
+def _clamped_swiglu_backward(ctx, grad):
+    (gate_up,) = ctx.saved_tensors
+    return clamped_swiglu_backward_op(grad, gate_up, ctx.alpha, ctx.limit), None, None
+
+
+clamped_swiglu_op = Op(
+    "clamped_swiglu",
+    "Tensor gate_up, float alpha, float limit",
+    ("y",),
+    allocate=lambda gate_up, *_: (gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),),
+    reference=clamped_swiglu_reference,
+    prepare=None,
+    compiled=(),
+)
+
+clamped_swiglu_backward_op = Op(
+    "clamped_swiglu_backward",
+    "Tensor grad, Tensor gate_up, float alpha, float limit",
+    ("grad_gate_up",),
+    allocate=lambda grad, gate_up, *_: (torch.empty_like(gate_up),),
+    reference=clamped_swiglu_backward_reference,
+    prepare=None,
+    compiled=(),
+)
+
+clamped_swiglu_op.autograd(_clamped_swiglu_setup_context, _clamped_swiglu_backward)

@@ -24,7 +24,7 @@ the queries of a block.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,18 +100,8 @@ def attention(
         ValueError: The shapes do not match, a prefix is passed without `causal`, or dropout without
             keys.
     """
-    _check_shapes(q, k, v, relative_bias, mask)
-    _check_lengths(q.shape[0], causal, {"prefix": prefix, "key_lengths": key_lengths})
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"a dropout probability must be at least 0 and less than 1, got {dropout}")
-    if dropout and (
-        keys is None or keys.dtype != torch.int64 or tuple(keys.shape) != (q.shape[0],)
-    ):
-        raise ValueError(
-            f"dropout needs int64 `keys`, one per sample, shape ({q.shape[0]},) (see dropout_keys)"
-        )
+    check_arguments(q, k, v, relative_bias, mask, causal, prefix, key_lengths, dropout, keys)
     tensors = (relative_bias, mask, prefix, key_lengths, keys if dropout else None)
-
     flops_before = [(counter, counter.get_total_flops()) for counter in flop_counters()]
     out = forward_op(
         *autocast_arguments(q, k, v),
@@ -123,12 +113,48 @@ def attention(
         first_row,
         0.0 if softcap is None else float(softcap),
     )[0]
+    if flops_before:
+        count_products(flops_before, q, k, v)
+    return out
+
+
+def count_products(flops_before: list[tuple[Any, int]], q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Tells counters of floating-point operations what attention has computed.
+
+    Args:
+        flops_before: The counters, and what each had counted before.
+        q, k, v: Those of `attention`.
+    """
     for counter, before in flops_before:
         # A counter sees the reference's products, but not a kernel's, which it is told here.
         if counter.get_total_flops() == before:
             flops = 2 * q.numel() * k.shape[2] + 2 * q.shape[:3].numel() * v.shape[2:].numel()
             counter.flop_counts["Global"][torch.ops.shardzoo.attention] += flops
-    return out
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    relative_bias: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    prefix: Tensor | None,
+    key_lengths: Tensor | None,
+    dropout: float,
+    keys: Tensor | None,
+) -> None:
+    """Raises ValueError if arguments of `attention` do not fit one another."""
+    _check_shapes(q, k, v, relative_bias, mask)
+    _check_lengths(q.shape[0], causal, {"prefix": prefix, "key_lengths": key_lengths})
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"a dropout probability must be at least 0 and less than 1, got {dropout}")
+    if dropout and (
+        keys is None or keys.dtype != torch.int64 or tuple(keys.shape) != (q.shape[0],)
+    ):
+        raise ValueError(
+            f"dropout needs int64 `keys`, one per sample, shape ({q.shape[0]},) (see dropout_keys)"
+        )
 
 
 def _check_shapes(

@@ -5,8 +5,9 @@ all keys is the mean of the parts' outputs, weighted by exp(lse of the part - ls
 `merge_part`. The backward pass of a part takes the output and the lse of all keys, with which
 exp(z - lse) is the probability among all keys (Liu et al., 2023, arXiv:2310.01889).
 
-The kernels of attention compute a part where there is no dropout, whose mask would need the place of
-the first key. Otherwise, and where no kernel is built, a block of queries at a time is computed here.
+The kernels of attention compute a part, unless it has dropout, whose mask depends on the keys' places,
+and begins behind the first key. Then, and where no kernel is built, a block of queries at a time is
+computed here.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ def merge_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
 
 
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor, rules: PartRules) -> bool:
-    if rules.dropout or rules.softcap or forward_op.choose_variant(q.device.type) == "reference":
+    if (rules.dropout and rules.first_key) or rules.softcap:
+        return False
+    if forward_op.choose_variant(q.device.type) == "reference":
         return False
     return not isinstance(
         find_obstacle(q, k, v, (*_list_tensors(rules), *_list_settings(rules))), str
@@ -128,11 +131,12 @@ def _has_kernel(q: Tensor, k: Tensor, v: Tensor, rules: PartRules) -> bool:
 
 
 def _list_tensors(rules: PartRules) -> tuple[Tensor | None, ...]:
-    return rules.relative_bias, rules.mask, rules.prefix, rules.key_lengths, None
+    keys = rules.keys if rules.dropout else None
+    return rules.relative_bias, rules.mask, rules.prefix, rules.key_lengths, keys
 
 
 def _list_settings(rules: PartRules) -> tuple[float | bool | int, ...]:
-    return rules.scale, rules.causal, 0.0, 0, 0, 0.0
+    return rules.scale, rules.causal, rules.dropout, rules.first_head, rules.first_row, 0.0
 
 
 def _split_rows(q: Tensor, k: Tensor) -> Iterator[tuple[int, int]]:

@@ -46,6 +46,7 @@ from ...mpu.parameter import split_parameter
 from ...mpu.ring import RingRules, balance_chunks, restore_chunks, ring_attention
 from ...ops import (
     attention,
+    attention_with_sinks,
     empty_pooled,
     few_queries_attention,
     in_inference_mode,
@@ -114,6 +115,7 @@ class Attention(nn.Module):
         qkv_bias, output_bias: Whether the input projections, and the output projection, have
             biases.
         softcap: The scores are softcap * tanh(scale · q·kᵀ / softcap), if it is given.
+        sinks: See `CoreAttention`.
 
     Raises:
         ValueError: The tensor-parallel size is larger than the number of heads; a head is never
@@ -134,6 +136,7 @@ class Attention(nn.Module):
         scale: float,
         softcap: float | None = None,
         dropout: float = 0.0,
+        sinks: bool = False,
         mesh: ParallelMesh | None = None,
         parallel_config: ParallelConfig,
     ) -> None:
@@ -156,6 +159,7 @@ class Attention(nn.Module):
             scale=scale,
             softcap=softcap,
             dropout=dropout,
+            sinks=sinks,
             mesh=mesh,
             parallel_config=parallel_config,
         )
@@ -396,6 +400,10 @@ class CoreAttention(nn.Module):
 
     A query without any allowed key gets zeros, as in `scaled_dot_product_attention`. Selective
     recomputation keeps only q, k and v for the backward pass, and so does attention in tiles.
+
+    Args:
+        sinks: Whether each head has a trained number, `self.sinks` [Np], that joins the softmax
+            like the score of a key with the value zero (`ops/attention_sinks.py`).
     """
 
     def __init__(
@@ -406,12 +414,16 @@ class CoreAttention(nn.Module):
         scale: float,
         softcap: float | None,
         dropout: float,
+        sinks: bool = False,
         mesh: ParallelMesh | None,
         parallel_config: ParallelConfig,
     ) -> None:
         super().__init__()
         self.scale = scale
+        if sinks and softcap is not None:
+            raise ValueError("attention with sinks does not cap its scores; leave softcap out")
         self.softcap = softcap
+        self.sinks = split_parameter(Shard((num_heads,), 0), mesh) if sinks else None
         self.dropout = Dropout(dropout, count=num_heads, mesh=mesh)
         first = find_first_unit(num_heads, tp_rank(mesh), tp_size(mesh))
         last = find_first_unit(num_heads, tp_rank(mesh) + 1, tp_size(mesh))
@@ -454,7 +466,8 @@ class CoreAttention(nn.Module):
             mask = mask.to_tensor()
         if self.passes_keys_on and context_size(self.mesh) > 1:
             bias_dim = 2 if position_bias is None else position_bias.dim()
-            if bias_dim == 2 and attention_record.probabilities is None:
+            is_recorded = attention_record.probabilities is not None
+            if bias_dim == 2 and not is_recorded and self.sinks is None:
                 # It keeps no more than selective recomputation would.
                 if isinstance(mask, Documents):
                     return self.attend_to_documents_in_ring(q, k, v, mask, position_bias, causal)
@@ -751,6 +764,7 @@ class CoreAttention(nn.Module):
         place: AttentionPlace | None = None,
     ) -> Tensor:
         """Returns [B, Np, Sq, D], by PyTorch's fused attention or by whole scores."""
+        assert self.sinks is None  # which attention in tiles adds
         is_unmasked = attention_mask.mask is None and not attention_mask.causal
         may_add_bias = is_unmasked and self.softcap is None and in_inference_mode()
         if position_bias is not None and may_add_bias:
@@ -815,7 +829,7 @@ class CoreAttention(nn.Module):
         if self.softcap is not None:
             scores = cap_scores(scores, scale, self.softcap)
             scale = 1.0
-        return scaled_masked_softmax(
+        probabilities = scaled_masked_softmax(
             scores,
             attention_mask.mask,
             position_bias,
@@ -825,6 +839,24 @@ class CoreAttention(nn.Module):
             dropout=self.dropout,
             place=place,
         )
+        if self.sinks is None:
+            return probabilities
+        z = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scale
+        visible = attention_mask.to_tensor(q.shape[2], k.shape[2], q.device)
+        if visible is not None:
+            z = z.masked_fill(~visible, float("-inf"))
+        sinks = self.find_sinks(q, place).to(z.dtype)[:, None]
+        kept = torch.sigmoid(z.logsumexp(-1) - sinks)  # [B, Np, Sq]
+        return (probabilities * kept[..., None]).to(probabilities.dtype)
+
+    def find_sinks(self, q: Tensor, place: AttentionPlace | None) -> Tensor:
+        """Returns the sinks of the heads of q [B, N, Sq, D], which are perhaps not all of this
+        rank's.
+        """
+        assert self.sinks is not None
+        if place is None:
+            return self.sinks
+        return self.sinks.narrow(0, place.first_head, q.shape[1])
 
     def gather_heads(self, x: Tensor) -> Tensor:
         """Returns the heads of all ranks, [B, Np, ...] -> [B, N, ...]. Ranks may have unequal numbers."""
@@ -893,6 +925,8 @@ class CoreAttention(nn.Module):
         """
         if position_bias is not None:
             return position_bias.dim() == 2  # as `RelativeBias` decided
+        if self.sinks is not None:
+            return True
         if self.softcap is not None:
             return suits_blocks(q.shape[2], k.shape[2], q.device.type)
         needed = self.dropout.drops or lacks_fused_attention(q)
@@ -921,6 +955,11 @@ class CoreAttention(nn.Module):
             "softcap": self.softcap,
             **self.dropout.attention_arguments(q, place),
         }
+        if self.sinks is not None:
+            assert by_distance is None
+            del rules["softcap"]  # of which there is none
+            sinks = self.find_sinks(q, place)
+            return attention_with_sinks(q, k, v, sinks, scale=self.scale, mask=mask, **rules)
         return attention(q, k, v, scale=self.scale, mask=mask, relative_bias=by_distance, **rules)
 
 
@@ -952,7 +991,7 @@ def can_plan(documents: Documents, batch: int) -> bool:
 @cache
 def log_gathering() -> None:
     """Says, once, that a call gathers keys although they were to pass around a ring."""
-    log.info("added biases and recorded probabilities gather keys, without a ring")
+    log.info("added biases, sinks and recorded probabilities gather keys, without a ring")
 
 
 def chooses_heads(num_heads: int, mesh: ParallelMesh | None, exchange: ContextExchange) -> bool:

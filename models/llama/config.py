@@ -76,6 +76,8 @@ class DecoderConfig(HeadsConfig):
     """Whether each head's queries and keys pass through an RMSNorm."""
     norms_all_heads: ClassVar[bool] = False
     """Whether that norm is over all heads together."""
+    attention_sinks: ClassVar[bool] = False
+    """Whether each attention head has a trained logit that joins the softmax."""
     sandwich_norms: ClassVar[bool] = False
     """Whether the outputs of attention and MLP pass through a norm before they are added."""
     norm_offset: ClassVar[float | None] = None

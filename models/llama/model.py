@@ -14,6 +14,7 @@ The configuration declares what differs between the families:
 - Qwen3: norms of each head's queries and keys
 - Mixtral and Qwen3-MoE: a mixture of experts instead of the MLP (`../mixtral/model.py`)
 - OLMoE: norms of the queries, and of the keys, of all heads together
+- gpt-oss: sinks of attention; experts with biases and a clamped SwiGLU (`../gpt_oss/model.py`)
 - SmolLM3: layers that do not rotate queries and keys
 - Phi-3: dropout of the outputs of attention and MLP (`../phi3/model.py`)
 - Gemma: norms that add 1 to their weights, scaled embeddings (`../gemma/model.py`)
@@ -83,6 +84,7 @@ class LlamaBlock(Block):
             scale=config.attention_scale,
             softcap=config.score_cap,
             dropout=config.attention_dropout,
+            sinks=config.attention_sinks,
             mesh=mesh,
             parallel_config=parallel_config,
         )

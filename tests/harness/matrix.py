@@ -377,9 +377,10 @@ def split_experts(
     entries: the stored names of each parameter of ours, of experts in the order of the stack.
     """
     found: dict[str, Tensor] = {}
+    whole = {name for names in entries for name in names}  # gpt-oss stacks them on disk, too
     for name, grad in grads.items():
         module, stacked, kind = name.partition(".experts.")
-        if not stacked or grad.dim() != 3:
+        if not stacked or grad.dim() != 3 or name in whole:
             found[name] = grad
             continue
         count = len(grad) * (2 if kind == "gate_up_proj" else 1)

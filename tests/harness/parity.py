@@ -109,8 +109,10 @@ def merge_gradients(family_name: str, ranks: list[dict]) -> dict[str, Tensor]:
         else:
             full = shard.merge(parts)
         names = entry.stored_names()
+        if entry.by_expert:
+            full = full.unflatten(0, (-1, shard.splits[0].unit))
         stacked = full.split(list(shard.groups) if len(names) > 1 else len(full))
-        pieces = [piece.t() if entry.transpose else piece for piece in stacked]
+        pieces = [piece.mT if entry.transpose else piece for piece in stacked]
         merged |= dict(zip(names, pieces, strict=True))
     return merged
 

@@ -79,6 +79,10 @@ TINY: dict[str, dict[str, Any]] = {
 # More mixtures, of which not every table has a row. The encoder-decoders leave no padding out.
 SPARSE: dict[str, dict[str, Any]] = {
     "olmoe": {**_DECODER, "num_key_value_heads": 4, "num_experts": 5, "num_experts_per_tok": 2, "pad_token_id": 0},
+    "gpt_oss": {
+        **_DECODER, "head_dim": 16, "intermediate_size": 20, "num_local_experts": 7, "num_experts_per_tok": 3,
+        "sliding_window": 7, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
     "switch_transformers": {
         **_SEQ2SEQ, "num_experts": 5, "expert_capacity": 6, "encoder_sparse_step": 2, "decoder_sparse_step": 1,
         "router_jitter_noise": 0.0,
@@ -111,6 +115,7 @@ _DROPOUTS = {
     ),
     **dict.fromkeys(_MODERN_DECODERS, ("attention_dropout",)),
     "olmoe": ("attention_dropout",),
+    "gpt_oss": ("attention_dropout",),
     "phi3": ("attention_dropout", "resid_pdrop"),
 }
 _DEPTHS = {
@@ -127,6 +132,7 @@ _DEPTHS = {
     "switch_transformers": ("num_layers", "num_decoder_layers"),
     "nllb-moe": ("encoder_layers", "decoder_layers"),
     "olmoe": ("num_hidden_layers",),
+    "gpt_oss": ("num_hidden_layers",),
     "mt5": ("num_layers", "num_decoder_layers"),
     "umt5": ("num_layers", "num_decoder_layers"),
     **dict.fromkeys(

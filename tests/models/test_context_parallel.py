@@ -33,6 +33,8 @@ KINDS = {
     "bart": ("bart", {}),
     "m2m_100": ("m2m_100", {}),
     "mixtral": ("mixtral", {"output_router_logits": True}),
+    "gpt_oss": ("gpt_oss", {"output_router_logits": True}),
+    "packed gpt_oss": ("gpt_oss", {}),
     "bert sequence": ("bert", {"architecture": "BertForSequenceClassification"}),
     "bert answer": ("bert", {"architecture": "BertForQuestionAnswering"}),
     "llama sequence": (
