@@ -14,7 +14,7 @@ YARN = {
     "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
 CASES = {
-    "GptOssForCausalLM": Case({**SIZES, **BALANCED, "rope_parameters": YARN}),
+    "GptOssForCausalLM": Case({**SIZES, **BALANCED, "rope_parameters": YARN, "attention_dropout": 0.2}),
     "GptOssForCausalLM, windows in the last layers, clamped, tied, no biases": Case(
         {**SIZES, **BALANCED, "num_hidden_layers": 3, "swiglu_limit": 0.02, "attention_bias": False,
          "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "tie_word_embeddings": True}
