@@ -875,6 +875,8 @@ class CoreAttention(nn.Module):
         """Whether attention computes samples without padding from rows x [T, 1, ...]."""
         if tokens.starts is None or self.queries_per_kv or self.softcap is not None:
             return False
+        if self.sinks is not None:
+            return False
         by_distance = position_bias is None or position_bias.dim() == 2
         return by_distance and suits_varlen(x)
 
