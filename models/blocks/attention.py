@@ -67,7 +67,7 @@ from ...ops.softmax import lay_out_diagonals
 from ...ops.varlen_attention import suits_varlen
 from ..parallel_config import ContextExchange, LayerArguments, ParallelConfig
 from .cache import LayerKVCache
-from .documents import DocumentPlan, Documents
+from .documents import CrossDocuments, DocumentPlan, Documents
 from .masks import AttentionMask, split_mask
 from .padding import Tokens
 from .rotary import Rotary, rotate
@@ -464,6 +464,8 @@ class CoreAttention(nn.Module):
             v = repeat_unequally(v, self.queries_per_kv)
         if isinstance(mask, Documents) and not can_plan(mask, q.shape[0]):
             mask = mask.to_tensor()
+        if isinstance(mask, CrossDocuments) and self.passes_keys_on:
+            mask = mask.to_tensor()  # the ring separates documents of one sequence alone
         if self.passes_keys_on and context_size(self.mesh) > 1:
             bias_dim = 2 if position_bias is None else position_bias.dim()
             is_recorded = attention_record.probabilities is not None

@@ -43,6 +43,16 @@ class DocumentBatch(NamedTuple):
     offset: int
 
 
+class _Piece(NamedTuple):
+    """Queries of a document, and the keys that they may attend to, as places in their samples."""
+
+    sample: int
+    first_query: int
+    queries_end: int
+    first_key: int
+    keys_end: int
+
+
 class DocumentPlan(NamedTuple):
     """The batches in which the documents of a call are computed.
 
@@ -173,39 +183,49 @@ class Documents:
         return self._plans[name]
 
     def _make_plan(self, batch: int, first: int, end: int, is_alone: bool) -> DocumentPlan | None:
-        spans = self.find_spans(batch)
-        assert spans is not None
-        # Whole documents are batched by the number of bits of their length, so that less than half
+        # Whole documents are batched by the number of bits of their lengths, so that less than half
         # of a batch is padding. A document of which only a part is asked for is alone.
-        whole: dict[int, list[tuple[int, int, int, int]]] = {}
-        parts: list[list[tuple[int, int, int, int]]] = []
-        for sample, start, stop in spans:
-            queries_start = max(start, first)
-            queries_end = min(stop, end)
+        whole: dict[tuple[int, int], list[_Piece]] = {}
+        parts: list[list[_Piece]] = []
+        for span, (start, stop) in self._pair_spans(batch):
+            sample = span[0]
+            queries_start = max(span[1], first)
+            queries_end = min(span[2], end)
             if queries_start >= queries_end:
                 continue
-            document = (sample, queries_start, start, stop)
-            if (queries_start, queries_end) == (start, stop):
-                whole.setdefault((stop - start - 1).bit_length(), []).append(document)
+            keys_end = queries_end if self._ends_with_queries else stop
+            piece = _Piece(sample, queries_start, queries_end, start, keys_end)
+            if (queries_start, queries_end) == span[1:]:
+                bits = ((queries_end - queries_start).bit_length(), (keys_end - start).bit_length())
+                whole.setdefault(bits, []).append(piece)
             elif not is_alone:
-                parts.append([document])
+                parts.append([piece])
         keys = (first, end) if is_alone else (0, self.numbers.shape[1])
         batches = [
-            self._make_batch(documents, (first, end), keys)
-            for documents in [*whole.values(), *parts]
+            self._make_batch(pieces, (first, end), keys) for pieces in [*whole.values(), *parts]
         ]
         if not batches:
             return None
         places = torch.cat([each.places for each in batches])
         return DocumentPlan(batches, places, places.argsort())
 
+    @property
+    def _ends_with_queries(self) -> bool:
+        """Whether the last query of a document is at its last key, and nothing after it is seen."""
+        return self.causal and self.prefixes is None
+
+    def _pair_spans(self, batch: int) -> list[tuple[tuple[int, int, int], tuple[int, int]]]:
+        """Returns the sample, the first query and the end of each document's queries; and its first
+        key and the end of its keys.
+        """
+        spans = self.find_spans(batch)
+        assert spans is not None
+        return [(span, span[1:]) for span in spans]
+
     def _make_batch(
-        self,
-        documents: list[tuple[int, int, int, int]],
-        own_queries: tuple[int, int],
-        own_keys: tuple[int, int],
+        self, pieces: list[_Piece], own_queries: tuple[int, int], own_keys: tuple[int, int]
     ) -> DocumentBatch:
-        """Returns a batch of documents: the sample, the first query, the first key, and the end.
+        """Returns a batch of documents, or of a part of one.
 
         Args:
             own_queries, own_keys: The range of the queries, and of the keys, that the call has of
@@ -214,13 +234,9 @@ class Documents:
         first, end = own_queries
         device = self.numbers.device
         length = self.numbers.shape[1]
-        table = torch.tensor(documents, dtype=torch.int64).to(device)  # [n, 4]
-        samples, first_queries, first_keys, ends = table.unbind(1)
-        offset = documents[0][1] - documents[0][2]
-        queries_end = ends.clamp(max=end)
-        # Without a prefix, the last query of causal attention is at the last key.
-        ends_with_queries = self.causal and self.prefixes is None
-        keys_end = queries_end if ends_with_queries else ends
+        table = torch.tensor(pieces, dtype=torch.int64).to(device)  # [n, 5]
+        samples, first_queries, queries_end, first_keys, keys_end = table.unbind(1)
+        offset = pieces[0].first_query - pieces[0].first_key
 
         def number(firsts: Tensor, stops: Tensor, longest: int) -> tuple[Tensor, Tensor]:
             """Returns the positions [n, longest], and which of them are in the documents."""
@@ -228,11 +244,10 @@ class Documents:
             inside = positions < stops[:, None]
             return torch.where(inside, positions, firsts[:, None]), inside
 
-        longest_queries = max(min(stop, end) - start for _, start, _, stop in documents)
-        longest_keys = max(
-            (min(stop, end) if ends_with_queries else stop) - start
-            for _, _, start, stop in documents
-        )
+        query_counts = [piece.queries_end - piece.first_query for piece in pieces]
+        key_counts = [piece.keys_end - piece.first_key for piece in pieces]
+        longest_queries = max(query_counts)
+        longest_keys = max(1, *key_counts)
         queries, are_queries = number(first_queries, queries_end, longest_queries)
         keys, are_keys = number(first_keys, keys_end, longest_keys)
         places = samples[:, None] * length + keys
@@ -240,9 +255,7 @@ class Documents:
         keys = samples[:, None] * (own_keys[1] - own_keys[0]) + keys - own_keys[0]
 
         mask: Tensor | None = None
-        if any(
-            stop - start != documents[0][3] - documents[0][2] for _, _, start, stop in documents
-        ):
+        if any(count != longest_keys for count in key_counts):
             mask = are_keys[:, None, None]
         if self.keys is not None:
             every = self.keys.expand(-1, 1, 1, length).reshape(-1, length)
@@ -255,7 +268,9 @@ class Documents:
             if self.causal:
                 near = near & (distance >= 0)
             mask = near[None, None] if mask is None else near & mask
-        prefixes = self.find_prefixes([(row, start, stop) for row, _, start, stop in documents])
+        prefixes = self.find_prefixes(
+            [(piece.sample, piece.first_key, piece.keys_end) for piece in pieces]
+        )
         if prefixes is not None and longest_queries == longest_keys:
             mask = prefixes  # a repetition of a shorter document comes after all of its keys
         elif prefixes is not None:
@@ -267,3 +282,40 @@ class Documents:
         return DocumentBatch(
             queries, keys, kept, queries.flatten()[kept], samples, first_queries, mask, offset
         )
+
+
+class CrossDocuments(Documents):
+    """Stands for the mask of cross-attention between packed rows: tokens of a document of the queries
+    attend to the document of the same number among the keys, and to nothing if there is none.
+
+    Args:
+        queries: The number of each query's document, [B or 1, Sq].
+        numbers, keys: As in `Documents`, of the keys.
+    """
+
+    def __init__(self, queries: Tensor, numbers: Tensor, keys: Tensor | None) -> None:
+        super().__init__(numbers, keys, causal=False)
+        self.queries = Documents(queries, None, causal=False)
+
+    def to_tensor(self) -> Tensor:
+        """Returns the complete mask, bool [B or 1, 1, Sq, Sk]."""
+        allowed = self.queries.numbers[:, None, :, None] == self.numbers[:, None, None, :]
+        return allowed if self.keys is None else allowed & self.keys
+
+    def find_spans(self, batch: int) -> list[tuple[int, int, int]] | None:
+        """Returns the sample, the first key and the end of each document of the keys, as the base."""
+        return super().find_spans(batch) if self.queries.find_spans(batch) is not None else None
+
+    def _pair_spans(self, batch: int) -> list[tuple[tuple[int, int, int], tuple[int, int]]]:
+        spans = self.find_spans(batch)
+        query_spans = self.queries.find_spans(batch)
+        assert spans is not None
+        assert query_spans is not None
+        numbers = cast(list[list[int]], self.numbers.expand(batch, -1).tolist())
+        query_numbers = cast(list[list[int]], self.queries.numbers.expand(batch, -1).tolist())
+        found = {(row, numbers[row][start]): (start, end) for row, start, end in spans}
+        nothing = (0, 0)
+        return [
+            ((row, start, end), found.get((row, query_numbers[row][start]), nothing))
+            for row, start, end in query_spans
+        ]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.device import can_overwrite_gradients
-from .documents import Documents
+from .documents import CrossDocuments, Documents
 from .padding import Tokens
 
 
@@ -119,8 +119,10 @@ def key_mask(
     """
     if pieces is not None:
         keys = key_mask(attention_mask)
-        if queries is None and masks_keys_only(attention_mask):
-            return Documents(pieces, keys, causal=False)
+        if masks_keys_only(attention_mask):
+            if queries is None:
+                return Documents(pieces, keys, causal=False)
+            return CrossDocuments(queries, pieces, keys)
         same = are_in_one_piece(pieces if queries is None else queries, pieces)
         return join_masks(same, keys)
     if attention_mask is None:

@@ -13,7 +13,7 @@ import torch
 from tiny_models import tiny
 
 from shardzoo.models import ParallelConfig, from_config
-from shardzoo.models.blocks.documents import Documents
+from shardzoo.models.blocks.documents import CrossDocuments, Documents
 from shardzoo.models.blocks.masks import AttentionMask
 
 LENGTHS = [[3, 1, 17, 8, 5, 11], [20, 2, 23]]
@@ -207,6 +207,29 @@ def test_plans_say_what_the_whole_mask_says(causal, reach, has_prefixes):
             own = allowed[sample * (end - first) :][: end - first, sample * 45 :][:, :45]
             assert torch.equal(own, whole[sample, 0, first:end])
         assert allowed.sum() == whole[:, :, first:end].sum()
+
+
+def test_plans_of_cross_attention_join_documents_of_one_number():
+    """Some queries have no keys, some keys no queries, and a row has padding."""
+    queries = torch.tensor([[0] * 5 + [1] * 3 + [3] * 4, [2] * 12])
+    keys = torch.tensor([[0] * 2 + [1] * 9 + [2] * 3 + [3] * 6, [0] * 7 + [1] * 13])
+    padding = torch.ones(2, 1, 1, 20, dtype=torch.bool)
+    padding[0, ..., 18:] = False
+    documents = CrossDocuments(queries, keys, padding)
+    whole = documents.to_tensor()
+    for first, end in ((0, 12), (0, 6), (6, 12)):
+        allowed = torch.zeros(2, end - first, 20, dtype=torch.bool)
+        for part in documents.plan(2, first, end).batches:
+            count, length = part.queries.shape
+            mask = torch.ones(count, 1, length, part.keys.shape[1], dtype=torch.bool)
+            if part.mask is not None:
+                mask = mask & part.mask
+            for row in part.kept.tolist():
+                document, query = divmod(row, length)
+                sample, place = divmod(int(part.queries[document, query]), end - first)
+                columns = part.keys[document][mask[document, 0, query]] - 20 * sample
+                allowed[sample, place, columns] = True
+        assert torch.equal(allowed, whole[:, 0, first:end])
 
 
 def test_prefixes_of_documents_need_their_numbers():
