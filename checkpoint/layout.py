@@ -42,6 +42,7 @@ class ParameterSpec:
         order: The order of the rows of a rank's part; the model's own is "blocks".
         stored_whole: Whether every rank's file has all of the parameter, although the model splits
             it.
+        keeps_fp32: Whether it keeps its type when the model is converted to another one.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ParameterSpec:
     shard: Shard | None
     order: RowOrder = "blocks"
     stored_whole: bool = False
+    keeps_fp32: bool = False
 
     def __post_init__(self) -> None:
         """Refuses a shard that the tensor axis does not split alone; files know no other axis."""

@@ -71,13 +71,14 @@ class Target:
 def choose_dtypes(mapped: MappedCheckpoint, dtype: str | None) -> dict[str, str]:
     """Returns each parameter's type in the destination, by safetensors' names.
 
-    It is `dtype` for floating-point parameters, else the stored one.
+    It is `dtype` for floating-point parameters but those that stay in fp32, else the stored one.
     """
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"cannot convert to {dtype}; use one of {', '.join(FLOATS)}")
     dtypes: dict[str, str] = {}
     for name, placement in mapped.layout.placements.items():
-        if dtype is not None and placement.dtype in FLOATS:
+        keeps_fp32 = mapped.model.parameters[name].keeps_fp32
+        if dtype is not None and placement.dtype in FLOATS and not keeps_fp32:
             dtypes[name] = dtype
         else:
             dtypes[name] = placement.dtype

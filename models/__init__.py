@@ -81,6 +81,7 @@ from .glm4 import (
     Glm4ForTokenClassification,
     Glm4Model,
 )
+from .glm4_moe import Glm4MoeConfig, Glm4MoeForCausalLM, Glm4MoeModel
 from .gpt2 import (
     GPT2Config,
     GPT2DoubleHeadsModel,
@@ -340,6 +341,9 @@ __all__ = [
     "Glm4ForSequenceClassification",
     "Glm4ForTokenClassification",
     "Glm4Model",
+    "Glm4MoeConfig",
+    "Glm4MoeForCausalLM",
+    "Glm4MoeModel",
     "GptOssConfig",
     "GptOssForCausalLM",
     "GptOssForSequenceClassification",

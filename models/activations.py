@@ -129,6 +129,8 @@ class BlockSpec:
         chosen_first: Whether a token's weights are probabilities among its chosen experts alone.
         expert_biases: Whether the experts and their router have biases.
         sinks: Whether attention has sinks, with which it always computes the scores in tiles.
+        corrected: Whether the mixture is that of `blocks/corrected_moe.py`, whose router computes
+            in fp32 and whose shared expert has no gate.
     """
 
     hidden: int
@@ -158,6 +160,7 @@ class BlockSpec:
     chosen_first: bool = False
     expert_biases: bool = False
     sinks: bool = False
+    corrected: bool = False
 
     def on_rank(self, size: int) -> BlockSpec:
         """Returns the part of the block that the busiest of `size` ranks computes."""
@@ -347,6 +350,12 @@ def _mixture(stack: StackSpec, batch: Batch, layout: Layout) -> int:
         total += tokens * block.routed * 2 * INT64
     if block.normalized:  # The weights before, and their sum.
         total += tokens * (block.routed + 1) * FP32
+    if block.corrected:
+        # The router's input and weight in fp32, if the model has another type.
+        if e < FP32:
+            total += tokens * block.hidden * FP32 // layout.sequence_split
+            total += block.experts * block.hidden * FP32
+        return total
     weights = block.experts
     if block.shared_expert:  # Its output and its gate.
         total += _stream(stack, batch, layout)

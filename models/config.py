@@ -324,6 +324,11 @@ class ModelConfig(metaclass=ConfigType):
         return 0
 
     @property
+    def extra_layers(self) -> range:
+        """The numbers of layers that files may have and the model does not."""
+        return range(0)
+
+    @property
     def has_own_embeddings(self) -> bool:
         """Whether the stacks of an encoder-decoder have word embeddings of their own."""
         return False

@@ -134,7 +134,7 @@ class Family:
 
     def find_names(self, config: ModelConfig) -> NameMap:
         """Returns where a checkpoint of a configuration's model stores each parameter."""
-        names = self.name_map.with_experts(config.expert_count)
+        names = self.name_map.with_experts(config.expert_count).ignoring_layers(config.extra_layers)
         return names.with_own_embeddings() if config.has_own_embeddings else names
 
     def tokenizer_of(self, config: ModelConfig) -> str:

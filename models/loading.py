@@ -201,8 +201,9 @@ def from_pretrained(
         wanted_dtype = _promote(
             {
                 stored_dtype(part.tensor)
-                for placement in mapped.layout.placements.values()
+                for name, placement in mapped.layout.placements.items()
                 for part in placement.slices()
+                if not native.parameters[name].keeps_fp32
             }
         )
 

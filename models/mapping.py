@@ -180,7 +180,8 @@ def collect_parameter_specs(model: nn.Module) -> dict[str, ParameterSpec]:
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "shard", None)
         shape = parameter.shape if shard is None else shard.shape
-        specs[name] = ParameterSpec(name, tuple(shape), shard)
+        keeps_fp32 = getattr(parameter, "keeps_fp32", False)
+        specs[name] = ParameterSpec(name, tuple(shape), shard, keeps_fp32=keeps_fp32)
     return specs
 
 

@@ -115,6 +115,16 @@ class NameMap:
             return self
         return replace(self, entries=tuple(entry.with_experts(count) for entry in self.entries))
 
+    def ignoring_layers(self, layers: Iterable[int]) -> NameMap:
+        """Returns the map of models that leave out some layers of their files, which are kept there
+        unchanged.
+        """
+        numbers = "|".join(str(layer) for layer in layers)
+        if not numbers:
+            return self
+        pattern = rf"{re.escape(self.prefix)}layers\.({numbers})\..*"
+        return replace(self, ignored=(*self.ignored, pattern))
+
     def with_own_embeddings(self) -> NameMap:
         """Returns the map of models whose stacks have word embeddings of their own."""
         own = {name for entry in self.own_embeddings for name in entry.stored_names()}

@@ -12,6 +12,7 @@ from .collectives import (
     scatter_sequence,
     scatter_to_tp,
     set_reduction,
+    sum_over_replicas,
 )
 from .context import (
     context_rank,
@@ -43,6 +44,7 @@ from .initialization import draw_model_seed, initialize, materialize
 from .linear import ColumnParallelLinear, RowParallelLinear, cache_shared_heads, column_parallel
 from .mesh import ParallelMesh, tp_rank, tp_size, validate_layout
 from .norm import LayerNorm, RMSNorm
+from .parameter import Fp32Parameters, fp32_parameter
 from .pipeline import any_rank, broadcast_from_stage, receive_from_stage, send_to_stage
 from .shard import AxisSplit, Shard
 
@@ -51,6 +53,7 @@ __all__ = [
     "AxisSplit",
     "ColumnParallelLinear",
     "Dropout",
+    "Fp32Parameters",
     "LayerNorm",
     "ParallelExperts",
     "ParallelMesh",
@@ -76,6 +79,7 @@ __all__ = [
     "draw_seed",
     "dropout_state",
     "exchange_heads",
+    "fp32_parameter",
     "gather_from_context",
     "gather_from_dp",
     "gather_from_tp",
@@ -95,6 +99,7 @@ __all__ = [
     "send_to_stage",
     "set_reduction",
     "share_gradient",
+    "sum_over_replicas",
     "tp_rank",
     "tp_size",
     "use_symmetric_memory",

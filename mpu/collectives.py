@@ -51,7 +51,7 @@ from ..ops.device import records_graph, sums_natively
 from ..ops.registration import LIBRARY
 from . import shared_memory
 from .division import divide
-from .mesh import SAMPLE_AXES, ParallelMesh
+from .mesh import REPLICA_AXES, SAMPLE_AXES, ParallelMesh
 
 SEQUENCE_DIM = 1
 Finish = Callable[[], Tensor]
@@ -229,6 +229,16 @@ def gather_from_dp(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
     if mesh is None or mesh.size(*SAMPLE_AXES) == 1:
         return tensor
     return _Gather.apply(tensor, 0, mesh.group(*SAMPLE_AXES), True)
+
+
+def sum_over_replicas(tensor: Tensor, mesh: ParallelMesh | None) -> Tensor:
+    """Returns the sum of a tensor over the ranks that hold the same parameters, experts excepted.
+
+    It has no gradient.
+    """
+    if mesh is None or mesh.size(*REPLICA_AXES) == 1:
+        return tensor
+    return start_all_reduce(tensor.clone(), mesh.group(*REPLICA_AXES))()
 
 
 class _ExchangeRows(Function):

@@ -35,7 +35,7 @@ def materialize(
     modules create them with an explicit device, and this function moves them unchanged.
 
     Args:
-        dtype: The new dtype of the floating-point parameters.
+        dtype: The new dtype of the floating-point parameters, but of those that stay in fp32.
         skip: The names of parameters that stay as they are.
 
     Raises:
@@ -66,7 +66,8 @@ def _renew_parameter(
 ) -> nn.Parameter:
     """Returns a parameter with storage on a device, with the attributes of the old one."""
     wanted = parameter.dtype
-    if dtype is not None and parameter.is_floating_point():
+    keeps_fp32 = getattr(parameter, "keeps_fp32", False)
+    if dtype is not None and parameter.is_floating_point() and not keeps_fp32:
         wanted = dtype
     values: Tensor
     if parameter.is_meta:

@@ -42,6 +42,7 @@ from .experts import (
     grouped_product,
     mix_experts,
     permute_tokens,
+    route_by_corrected_scores,
     route_tokens,
     route_twice_within_capacity,
     route_within_capacity,
@@ -60,7 +61,7 @@ __all__ = [
     "cross_entropy_loss", "cross_entropy_stats", "current_choice", "dropout", "dropout_keep", "dropout_keys",
     "empty_pooled", "few_queries_attention", "geglu", "grouped_linear", "grouped_product", "in_inference_mode",
     "kernels", "layer_norm", "linear", "linear_cross_entropy", "masked_softmax", "matmul", "mix_experts",
-    "permute_tokens", "relu", "rms_norm", "route_tokens", "route_twice_within_capacity", "route_within_capacity",
-    "sort_by_expert", "swiglu", "token_cross_entropy", "use_key", "varlen_attention",
+    "permute_tokens", "relu", "rms_norm", "route_by_corrected_scores", "route_tokens", "route_twice_within_capacity",
+    "route_within_capacity", "sort_by_expert", "swiglu", "token_cross_entropy", "use_key", "varlen_attention",
 ]
 # fmt: on

@@ -89,6 +89,53 @@ def route_tokens(
     return weights, experts
 
 
+def route_by_corrected_scores(
+    logits: Tensor,
+    correction: Tensor,
+    top_k: int,
+    *,
+    groups: int = 1,
+    top_groups: int = 1,
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Chooses the experts of each token as DeepSeek-V3 does (DeepSeek-AI 2024, arXiv:2412.19437,
+    section 2.1.2).
+
+    Scores are sigmoids. A correction is added to them when experts are chosen, and not to the
+    weights. Neighboring experts are a group, and only the experts of the best groups, those with
+    the largest sum of the two best scores, are chosen from.
+
+    Args:
+        logits: The router's outputs [..., E].
+        correction: fp32 [E].
+        top_k: The number of experts of a token.
+        groups: The number of groups, which divides E into parts of at least 2 experts.
+        top_groups: The number of groups that experts are chosen from.
+        normalize: Whether a token's weights are divided by their sum.
+        scale: What the weights are multiplied by.
+
+    Returns:
+        The weights, [..., k] in fp32 or wider, and the numbers of the experts, int64 [..., k], from
+        the largest to the smallest corrected score.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = torch.sigmoid(wide)
+    with torch.no_grad():
+        corrected = scores + correction
+        if top_groups < groups:
+            by_group = corrected.unflatten(-1, (groups, -1))  # [..., groups, E / groups]
+            sums = by_group.topk(2, dim=-1).values.sum(-1)
+            best = sums.topk(top_groups, dim=-1).indices
+            is_open = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, best, True)
+            corrected = by_group.masked_fill(~is_open[..., None], float("-inf")).flatten(-2)
+        experts = corrected.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, experts)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scale, experts
+
+
 def route_within_capacity(
     logits: Tensor, capacity: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..models.blocks.corrected_moe import CorrectionUpdate
 from ..mpu import dropout_state
 from ..ops.device import computes_on_host, make_copy_stream, pins_host_memory
 from .arguments.training_arguments import TrainingArguments
@@ -108,6 +109,8 @@ class TrainingStep:
         self.forward_step = forward_step
         self.normalizer = normalizer
         self.saver = saver
+        mesh = getattr(engine.module, "mesh", None)
+        self.corrections = CorrectionUpdate(engine.module, arguments.router_bias_update_rate, mesh)
         self.accumulation_steps = arguments.accumulation_steps(ranks.dp_size)
         self.global_batch_size = arguments.global_batch(ranks.dp_size)
         self.device = next(engine.module.parameters()).device
@@ -189,6 +192,8 @@ class TrainingStep:
         # Clip and update.
         with phase("optimizer step"):
             outcome = engine.step(found_inf)
+            if outcome.applied:
+                self.corrections.apply(found_inf)
         self.schedule.after_step()
 
         # Log. Now that the device has this step's work, the host has time to read the results of

@@ -4,7 +4,7 @@
 # (torch does not annotate many of its methods)
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +100,15 @@ def refuse_split_rows(mesh: ParallelMesh | None) -> None:
         )
 
 
+def multiply_gate(projected: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns activation(gate) · up, [n, Fp], of the projections gate and up side by side, [n, 2Fp]."""
+    gate, up = split_in_halves(projected)
+    multiply = GATES.get(activation)
+    if multiply is None:
+        return activation(gate) * up
+    return multiply(gate, up)
+
+
 class MixtureMLP(nn.Module):
     """The weighted sum of each token's k experts, which a linear router chooses.
 
@@ -151,11 +160,7 @@ class MixtureMLP(nn.Module):
 
     def activate(self, projected: Tensor) -> Tensor:
         """[n, 2Fp] -> [n, Fp]"""
-        gate, up = split_in_halves(projected)
-        multiply_gate = GATES.get(self.activation)
-        if multiply_gate is None:
-            return self.activation(gate) * up
-        return multiply_gate(gate, up)
+        return multiply_gate(projected, self.activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [B, S, H], or [B, S/tp, H] under sequence parallelism, to the same shape."""

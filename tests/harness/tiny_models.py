@@ -83,6 +83,10 @@ SPARSE: dict[str, dict[str, Any]] = {
         **_DECODER, "head_dim": 16, "intermediate_size": 20, "num_local_experts": 7, "num_experts_per_tok": 3,
         "sliding_window": 7, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     },
+    "glm4_moe": {
+        **_DECODER, "head_dim": 8, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+        "n_group": 3, "topk_group": 2, "use_qk_norm": True, "pad_token_id": 0,
+    },
     "switch_transformers": {
         **_SEQ2SEQ, "num_experts": 5, "expert_capacity": 6, "encoder_sparse_step": 2, "decoder_sparse_step": 1,
         "router_jitter_noise": 0.0,
@@ -116,6 +120,7 @@ _DROPOUTS = {
     **dict.fromkeys(_MODERN_DECODERS, ("attention_dropout",)),
     "olmoe": ("attention_dropout",),
     "gpt_oss": ("attention_dropout",),
+    "glm4_moe": ("attention_dropout",),
     "phi3": ("attention_dropout", "resid_pdrop"),
 }
 _DEPTHS = {
@@ -133,6 +138,7 @@ _DEPTHS = {
     "nllb-moe": ("encoder_layers", "decoder_layers"),
     "olmoe": ("num_hidden_layers",),
     "gpt_oss": ("num_hidden_layers",),
+    "glm4_moe": ("num_hidden_layers",),
     "mt5": ("num_layers", "num_decoder_layers"),
     "umt5": ("num_layers", "num_decoder_layers"),
     **dict.fromkeys(

@@ -126,6 +126,10 @@ PUBLISHED = {
     "qwen2-57b-a14b": 57_408_658_944,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    # Without the layer that predicts further tokens.
+    "glm-4.5-air": 106_852_251_264,
+    "glm-4.5": 352_797_829_024,
+    "glm-4.6": 352_797_829_024,
     "switch-base-8": 619_339_008,
     "switch-base-16": 1_072_397_568,
     "switch-base-32": 1_978_514_688,

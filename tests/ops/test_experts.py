@@ -79,6 +79,37 @@ def test_weights_over_the_chosen_alone():
     torch.testing.assert_close(weights, expected)
 
 
+@pytest.mark.parametrize(
+    ("experts", "top_k", "groups", "top_groups", "normalize"),
+    [(6, 2, 1, 1, True), (8, 3, 4, 2, False), (12, 4, 3, 3, True), (6, 1, 3, 1, True)],
+)
+def test_corrected_scores_choose_and_scores_weigh(experts, top_k, groups, top_groups, normalize):
+    """Against the formulas of DeepSeek-V3, token by token, with gradients."""
+    logits = torch.randn(9, experts, dtype=torch.float64, requires_grad=True)
+    correction = torch.randn(experts) * 0.3
+    weights, chosen = ops.route_by_corrected_scores(
+        logits, correction, top_k, groups=groups, top_groups=top_groups, normalize=normalize, scale=2.5
+    )  # fmt: skip
+    again = logits.detach().clone().requires_grad_()
+    expected = []
+    size = experts // groups
+    for token in range(9):
+        scores = 1 / (1 + (-again[token]).exp())
+        corrected = [(scores[e].item() + correction[e].item(), e) for e in range(experts)]
+        by_group = [sorted(corrected[g * size : (g + 1) * size])[::-1] for g in range(groups)]
+        by_group.sort(key=lambda group: -(group[0][0] + group[1][0]))
+        best = sorted(pair for group in by_group[:top_groups] for pair in group)[::-1][:top_k]
+        numbers = [number for _, number in best]
+        assert chosen[token].tolist() == numbers
+        own = scores[numbers]
+        expected.append(2.5 * own / (own.sum() if normalize else 1))
+    torch.testing.assert_close(weights, torch.stack(expected), rtol=1e-12, atol=0)
+    factors = torch.randn_like(weights)
+    (weights * factors).sum().backward()
+    (torch.stack(expected) * factors).sum().backward()
+    torch.testing.assert_close(logits.grad, again.grad, rtol=1e-10, atol=1e-14)
+
+
 def test_16_bit_sums_are_rounded_once():
     inputs = make_inputs(40, 4, 4, dtype=torch.float32)
     narrow = [tensor.detach().bfloat16() for tensor in inputs]

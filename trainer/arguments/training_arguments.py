@@ -63,6 +63,9 @@ class TrainingArguments:
     expert_parallel_size: int = 1
     """Number of processes that the experts of a mixture are dealt over; each reads other samples,
     and everything else is replicated."""
+    router_bias_update_rate: float = 0.0
+    """How much each step changes the corrections of a mixture's scores that balance its experts;
+    DeepSeek-V3 and GLM-4.5 were trained with 0.001."""
     sequence_parallel: bool = False
     """Also split norms, dropouts and residuals along the sequence (when the model is built)."""
     tensor_parallel_reduction: Literal["auto", "native", "fp32"] = "auto"
@@ -348,6 +351,7 @@ class TrainingArguments:
             "num_workers",
             "weight_decay",
             "clip_grad",
+            "router_bias_update_rate",
             "profile_steps",
             "warmup_steps",
             "adam_eps",
@@ -394,6 +398,11 @@ class TrainingArguments:
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(
                 f"lora_dropout must be at least 0 and below 1, not {self.lora_dropout}"
+            )
+        if self.router_bias_update_rate and (self.lora_rank or self.adapter is not None):
+            raise ValueError(
+                f"router_bias_update_rate={self.router_bias_update_rate} would change the model that "
+                "LoRA weights are added to; use 0"
             )
         if self.lora_rank and self.adapter is not None:
             raise ValueError(

@@ -405,6 +405,12 @@ def _refuse_unsuitable(parameters: dict[str, nn.Parameter]) -> None:
             f"env_type='fsdp' splits parameters along their first dimension, and "
             f"{', '.join(scalars[:MOST_NAMES])} has none; use 'pytorchDDP' or 'deepspeed'"
         )
+    fixed = [name for name, parameter in parameters.items() if hasattr(parameter, "keeps_fp32")]
+    if fixed:
+        raise ValueError(
+            f"env_type='fsdp' would round {fixed[0]}, which stays in fp32; use 'pytorchDDP', "
+            "'deepspeed' or 'deepspeed+mpu'"
+        )
 
 
 def _remove_hooks(module: Any) -> None:
