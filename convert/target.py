@@ -40,7 +40,15 @@ from ..models.huggingface import (
     plan_weight_files,
 )
 from ..models.mapping import MappedCheckpoint, find_megatron_map
-from ..models.megatron import Style, find_embedding, find_half, join_halves
+from ..models.megatron import (
+    Style,
+    find_embedding,
+    find_half,
+    find_owner,
+    join_experts,
+    join_halves,
+    part_experts,
+)
 
 RELEASE_FOLDER = "release"  # the folder of other programs' rank files, which a tracker file names
 
@@ -241,22 +249,23 @@ def build_megatron_target(
     style = megatron.checked_style(style)
     _refuse_extras(mapped, "Megatron-LM's files")
     model.check_size(size)
+    parameters = part_experts(model.parameters)
+    dtypes = {name: dtypes[find_owner(name)] for name in parameters}
     specs = {
-        name: megatron.stored_spec(parameter, "heads")
-        for name, parameter in model.parameters.items()
+        name: megatron.stored_spec(parameter, "heads") for name, parameter in parameters.items()
     }
     arguments = megatron.all_arguments(model.config, specs, (size, stages), style)
     arrange = partial(build_rank_state, arguments=arguments, nested=style == "legacy")
-    names_by_stage = megatron.divide(model.parameters, stages, style)
-    embedding = find_embedding(megatron, model.parameters)
-    zeros_by_stage = megatron.list_zeros(model.parameters, stages)
+    names_by_stage = megatron.divide(parameters, stages, style)
+    embedding = find_embedding(megatron, parameters)
+    zeros_by_stage = megatron.list_zeros(parameters, stages)
 
     files: list[PlannedFile] = []
     # Each rank's tensors of each parameter. Several stages may store the same one: the last stage
     # has a copy of a tied embedding.
     ranks: list[dict[str, list[StoredTensor]]] = []
     for rank in range(size):
-        stored: dict[str, list[StoredTensor]] = {name: [] for name in model.parameters}
+        stored: dict[str, list[StoredTensor]] = {name: [] for name in parameters}
         for stage, names in enumerate(names_by_stage):
             shapes = {
                 stored_name: (dtypes[name], specs[name].even_shape(size))
@@ -279,7 +288,7 @@ def build_megatron_target(
             tensors = [{name: stored[name][number]} for stored in ranks]
             copies += place_by_rank({name: spec}, tensors)[name].copies
         placements[name] = ParameterPlacement(name, spec.shape or (1,), spec.dim, tuple(copies))
-    layout = CheckpointLayout(placements)
+    layout = CheckpointLayout(join_experts(model.parameters, placements))
     return Target("megatron", size, layout, tuple(files), {TRACKER: RELEASE_FOLDER})
 
 
@@ -305,14 +314,15 @@ def build_torch_dist_target(
             "has no torch_dist folder; use split --to megatron"
         )
     _refuse_extras(mapped, "megatron-core's folders")
+    parameters = part_experts(model.parameters)
+    dtypes = {name: dtypes[find_owner(name)] for name in parameters}
     specs = {
-        name: megatron.stored_spec(parameter, "heads")
-        for name, parameter in model.parameters.items()
+        name: megatron.stored_spec(parameter, "heads") for name, parameter in parameters.items()
     }
     arguments = megatron.all_arguments(model.config, specs, (1, 1), style)
-    (names,) = megatron.divide(model.parameters, 1, style)
-    (zeros,) = megatron.list_zeros(model.parameters, 1)
-    embedding = find_embedding(megatron, model.parameters)
+    (names,) = megatron.divide(parameters, 1, style)
+    (zeros,) = megatron.list_zeros(parameters, 1)
+    embedding = find_embedding(megatron, parameters)
 
     own_shapes = {
         stored_name: (dtypes[name], specs[name].even_shape(1))
@@ -342,7 +352,8 @@ def build_torch_dist_target(
         f"{RELEASE_FOLDER}/{MEGATRON_DESCRIPTION}": json.dumps(MEGATRON_BACKENDS),
         f"{RELEASE_FOLDER}/{MEGATRON_ARGUMENTS}": _save_to_bytes(common),
     }
-    return Target("megatron", 1, CheckpointLayout(placements), files, texts)
+    layout = CheckpointLayout(join_experts(model.parameters, placements))
+    return Target("megatron", 1, layout, files, texts)
 
 
 DEEPSPEED = "0.19.0"  # the version whose format a universal checkpoint has

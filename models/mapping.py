@@ -40,7 +40,7 @@ from ..checkpoint.tensor_reader import TensorReader
 from .auto import build_on_meta, config_from_dict, infer_config
 from .config import ModelConfig
 from .family_table import family, list_families
-from .megatron import EMBEDDING, TIED_HEAD, MegatronMap
+from .megatron import EMBEDDING, TIED_HEAD, MegatronMap, join_experts, part_experts
 from .name_map import Match, NameEntry, NameMap, refuse_names
 from .quantization import refuse_quantized
 
@@ -863,22 +863,23 @@ def _map_megatron(
             f"{heads}"
         )
 
-    # The same tensors by the names that entries have.
+    # A mixture's parameters expert by expert, and the same tensors by the names that entries have.
+    parted = replace(model, parameters=part_experts(model.parameters))
     local_names = megatron.to_local_names(checkpoint.ranks[0])
     ranks: list[Mapping[str, StoredTensor]] = []
     for tensors in checkpoint.ranks:
         named = {name: tensors[own] for name, own in local_names.items()}
-        ranks.append(megatron.part_halves(model.parameters, named))
+        ranks.append(megatron.part_halves(parted.parameters, named))
     named_alike = replace(checkpoint, ranks=tuple(ranks))
     _check_zeros(ranks, megatron.zeros)
     repeats = [name for name in ranks[0] if find_repeated(name) is not None]
     not_parameters = {*repeats, *megatron.zeros}
     match = megatron.match(
-        model.parameters, [name for name in ranks[0] if name not in not_parameters]
+        parted.parameters, [name for name in ranks[0] if name not in not_parameters]
     )
     names: dict[str, str] = {}
     specs: dict[str, ParameterSpec] = {}
-    for name, parameter in model.parameters.items():
+    for name, parameter in parted.parameters.items():
         names[name] = match.sources[match.entries[name].stored_names()[0]]
         rows = (ranks[0][names[name]].shape or (1,))[0]
         specs[name] = megatron.stored_spec(parameter, saved.row_order, rows)
@@ -902,9 +903,10 @@ def _map_megatron(
         copy = _place_ranks(named_alike, {native: specs[native]}, {native: alias})[native]
         copies = placements[native].copies + copy.copies
         placements[native] = replace(placements[native], copies=copies)
-    _check_ranks_differ(named_alike, model, names)
+    _check_ranks_differ(named_alike, parted, names)
     stored_names = StoredNames(model.list_hf_names(), {})
-    return MappedCheckpoint(checkpoint, model, CheckpointLayout(placements), stored_names, {})
+    layout = CheckpointLayout(join_experts(model.parameters, placements))
+    return MappedCheckpoint(checkpoint, model, layout, stored_names, {})
 
 
 def _check_zeros(ranks: Sequence[Mapping[str, StoredTensor]], zeros: Collection[str]) -> None:

@@ -3,6 +3,10 @@
 The styles are `local`, megatron-core's names without Transformer Engine; `transformer_engine`, with
 its names of the norms; and `legacy`, the names of Megatron-LM before megatron-core. Entries use
 those of `local`; others are renamed.
+
+Megatron-LM has a matrix of each expert where the zoo has those of all experts in one parameter. So a
+mixture is mapped with a parameter for each expert (`part_experts`), and then put together again
+(`join_experts`).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from ..checkpoint.formats.megatron import find_repeated
-from ..checkpoint.layout import ParameterSpec, RowOrder
+from ..checkpoint.layout import ParameterPlacement, ParameterSpec, RowOrder, TensorSlice
 from ..checkpoint.stored_tensor import StoredTensor, cut_rows
 from ..mpu import Shard
 from .config import ModelConfig
@@ -37,6 +41,15 @@ _IN_LAYER = (
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_", "post_attention_layernorm."),
     ("mlp.linear_fc1.", "mlp.linear_fc1.", "mlp.dense_h_to_4h."),
     ("mlp.linear_fc2.", "mlp.linear_fc2.", "mlp.dense_4h_to_h."),
+)
+# The matrices of a layer's experts: local, and with Transformer Engine's grouped products.
+_LOCAL_EXPERT = (
+    r"(.*\.mlp\.experts\.)local_experts\.(\d+)\.linear_fc([12])\.weight",
+    r"\1linear_fc\3.weight\2",
+)
+_GROUPED_EXPERT = (
+    r"(.*\.mlp\.experts\.)linear_fc([12])\.weight(\d+)",
+    r"\1local_experts.\3.linear_fc\2.weight",
 )
 # Beginning of a name outside the layers: local, legacy.
 _OUTSIDE = (
@@ -102,6 +115,7 @@ class MegatronMap:
         infer: Returns the configuration for the arguments, the tensors' full shapes, and the number
             of layers.
         arguments: Returns those of Megatron-LM's arguments that only this family sets.
+        mixture: Whether each layer has experts in place of an MLP.
         check_config: Raises ValueError for a configuration whose models Megatron-LM does not have.
     """
 
@@ -117,6 +131,7 @@ class MegatronMap:
     stored_whole: tuple[str, ...] = ()
     repeated: tuple[tuple[str, str], ...] = ()
     zeros: tuple[str, ...] = ()
+    mixture: bool = False
     check_config: Callable[[Any], None] = lambda config: None
 
     @property
@@ -175,6 +190,7 @@ class MegatronMap:
         for local, legacy in _OUTSIDE:
             pairs.append((re.escape(legacy) + "(.*)", rf"{local}\1"))
         pairs.append((r"word_embeddings_for_head\.weight", TIED_HEAD))
+        pairs.append(_GROUPED_EXPERT)
         for local, fused, legacy in _IN_LAYER:
             for other in {fused, legacy} - {local}:
                 within = rf"({self._any_stack}\.layers\.\d+\.)"
@@ -193,6 +209,10 @@ class MegatronMap:
             following = f"{self.stack}.layers.{layers}.input_layernorm."
             name = name.replace(following, f"{self.stack}.final_layernorm.")
         column = STYLES.index(style)
+        if self.mixture and style == "transformer_engine":
+            if ".pre_mlp_layernorm." in name:
+                return name  # It belongs to no expert's matrix.
+            name = re.sub(f"^{_LOCAL_EXPERT[0]}$", _LOCAL_EXPERT[1], name)
         for row in _IN_LAYER:
             within = rf"({self._any_stack}\.layers\.\d+\.)"
             name = re.sub(rf"^{within}{re.escape(row[0])}", rf"\1{row[column]}", name)
@@ -257,7 +277,7 @@ class MegatronMap:
         shapes = {name: ranks[0][own].shape for name, own in names.items()}
         # Of the sizes that configurations hold, the ranks split these alone.
         for name, shape in shapes.items():
-            is_split = name == EMBEDDING or name.endswith(_FIRST_MATRIX)
+            is_split = name == EMBEDDING or name.endswith(".linear_fc1.weight")
             if is_split and len(shape) > 1:
                 rows = sum(tensors[names[name]].shape[0] for tensors in ranks)
                 shapes[name] = (rows, *shape[1:])
@@ -439,10 +459,63 @@ class MegatronMap:
             "untie_embeddings_and_output_weights": TIED_HEAD in stored,
             "apply_residual_connection_post_layernorm": self.post_norm,
             **{name: values[0] for name, values in self.supported.items()},
+            **({"moe_grouped_gemm": style == "transformer_engine"} if self.mixture else {}),
             "consumed_train_samples": 0,
             "consumed_valid_samples": 0,
             **own,
         }
+
+
+def part_experts(parameters: Mapping[str, ParameterSpec]) -> dict[str, ParameterSpec]:
+    """Returns a model's parameters with one of each expert in place of those of all experts.
+
+    `blocks.0.mlp.experts.down` [E · F, H] becomes `blocks.0.mlp.experts.0.down` [H, F], and so on,
+    as Megatron-LM has them.
+    """
+    parted: dict[str, ParameterSpec] = {}
+    for name, parameter in parameters.items():
+        shard = parameter.shard
+        if shard is None or not shard.is_nested:
+            parted[name] = parameter
+            continue
+        rows = shard.splits[0].unit
+        count = parameter.shape[0] // rows
+        groups = shard.groups[: len(shard.groups) // count]
+        own = Shard((rows, *parameter.shape[1:]), 0, groups)
+        if name.endswith(".down"):
+            own = Shard((*parameter.shape[1:], rows), 1)
+        stem, _, end = name.rpartition(".")
+        for expert in range(count):
+            one = f"{stem}.{expert}.{end}"
+            parted[one] = ParameterSpec(one, own.shape, own)
+    return parted
+
+
+def find_owner(name: str) -> str:
+    """Returns the native name of the parameter that holds one of `part_experts`."""
+    return re.sub(r"(\.mlp\.experts)\.\d+\.", r"\1.", name)
+
+
+def join_experts(
+    parameters: Mapping[str, ParameterSpec], placements: Mapping[str, ParameterPlacement]
+) -> dict[str, ParameterPlacement]:
+    """Returns the placements of a model's parameters, from those of `part_experts`."""
+    slices: dict[str, list[TensorSlice]] = {}
+    joined: dict[str, ParameterPlacement] = {}
+    for name, placement in placements.items():
+        owner = find_owner(name)
+        if owner == name:
+            joined[name] = placement
+            continue
+        # The experts' rows follow one another.
+        own = slices.setdefault(owner, [])
+        start = sum(stop - first for part in own for first, stop in part.ranges)
+        for part in placement.copies[0]:
+            ranges = tuple((first + start, stop + start) for first, stop in part.ranges)
+            own.append(replace(part, ranges=ranges, transposed=placement.dim == 1))
+    for name, parts in slices.items():
+        joined[name] = ParameterPlacement(name, parameters[name].shape, 0, (tuple(parts),))
+    return {name: joined[name] for name in parameters}
 
 
 def _count_layers_per_stage(layers: int, stages: int) -> int:

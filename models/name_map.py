@@ -17,7 +17,8 @@ class NameEntry:
         native, stored: Names, in which `{i}` stands for a layer number, and `{i+1}` for the next
             one. Several stored tensors are stacked along the native parameter's split dimension,
             one for each group of its `Shard` (separate q, k, v of a fused qkv). `{e}` stands for
-            the number of an expert, all of which are stacked, one after the other.
+            the number of an expert, all of which are stacked, one after the other, unless it is in
+            the native name, too.
         transpose: The checkpoint stores [in, out] and the native weight is [out, in] (GPT-2's
             Conv1D).
         by_expert: The checkpoint stores one tensor [E, ...] with a matrix, perhaps transposed, or a
@@ -44,6 +45,11 @@ class NameEntry:
             name.replace("{e}", str(expert)) for expert in range(count) for name in names
         )
         return replace(self, stored=stored)
+
+    def of_expert(self, expert: str) -> NameEntry:
+        """Returns the entry of a parameter of one expert with the expert's number filled in."""
+        stored = tuple(name.replace("{e}", expert) for name in self.stored_names())
+        return replace(self, native=self.native.replace("{e}", expert), stored=stored)
 
     def at_layer(self, layer: int | str) -> NameEntry:
         """Returns the entry with this layer's number filled in; "" is for names without a
@@ -141,7 +147,9 @@ class NameMap:
             for pattern, entry in patterns:
                 found = pattern.fullmatch(name)
                 if found:
-                    yield entry.at_layer(found.groupdict().get("i", ""))
+                    numbers = found.groupdict()
+                    filled = entry.at_layer(numbers.get("i", ""))
+                    yield filled.of_expert(numbers["e"]) if "e" in numbers else filled
                     break
             else:
                 raise KeyError(f"no entry of the name map covers the parameter {name!r}")
@@ -318,5 +326,8 @@ def _join(names: list[str]) -> str:
 
 
 def _layer_pattern(name: str) -> str:
-    """Returns a regular expression for a name in which `{i}` stands for a layer number."""
-    return re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)")
+    """Returns a regular expression for a name in which `{i}` stands for a layer number, and perhaps
+    `{e}` for that of an expert.
+    """
+    pattern = re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)")
+    return pattern.replace(r"\{e\}", r"(?P<e>\d+)")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -77,6 +78,9 @@ _PARAMETER_ENDS = ("weight", "bias")
 # Megatron-LM stores all layers as one tensor, whose name has no layer number.
 _OF_A_LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.*)")
 _STACKED = re.compile(r"(.*\blayers\.)(?!\d+\.)(.*)")
+# And all experts of a layer.
+_OF_AN_EXPERT = re.compile(r"(.*\.mlp\.experts\.)linear_fc([12])\.weight(\d+)")
+_OF_ALL_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)experts\.linear_fc([12])\.weight")
 
 
 @dataclass
@@ -498,27 +502,45 @@ def _locate_chunk(
 
 
 def _split_layers(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:
-    """Yields all tensors, those that Megatron-LM stores for all layers together layer by layer."""
+    """Yields all tensors, those that Megatron-LM stores for all layers together layer by layer, and
+    those that it stores for all experts expert by expert.
+    """
     for name, tensor in tensors.items():
         stacked = _STACKED.fullmatch(name)
         if stacked is None or not tensor.shape:
-            yield name, tensor
+            yield from _split_experts(name, tensor)
             continue
-        layers: dict[int, list[Chunk]] = {}
-        for start, chunk in list_chunks(tensor):
-            stride = prod(chunk.shape[1:]) * item_size(chunk.dtype)
-            for index in range(chunk.shape[0]):
-                row = replace(chunk, shape=chunk.shape[1:], offset=chunk.offset + index * stride)
-                layers.setdefault(start[0] + index, []).append((start[1:], row))
-        for layer, chunks in layers.items():
-            yield f"{stacked[1]}{layer}.{stacked[2]}", _join_chunks(tensor.shape[1:], chunks)
+        for layer, own in _split_rows(tensor):
+            yield from _split_experts(f"{stacked[1]}{layer}.{stacked[2]}", own)
+
+
+def _split_experts(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields a tensor of a layer, or those of each expert."""
+    stacked = _OF_ALL_EXPERTS.fullmatch(name)
+    if stacked is None or not tensor.shape:
+        yield name, tensor
+        return
+    for expert, own in _split_rows(tensor):
+        yield f"{stacked[1]}linear_fc{stacked[2]}.weight{expert}", own
+
+
+def _split_rows(tensor: StoredTensor) -> Iterator[tuple[int, StoredTensor]]:
+    """Yields the part of a tensor at each index of its first dimension."""
+    by_index: dict[int, list[Chunk]] = {}
+    for start, chunk in list_chunks(tensor):
+        stride = prod(chunk.shape[1:]) * item_size(chunk.dtype)
+        for index in range(chunk.shape[0]):
+            row = replace(chunk, shape=chunk.shape[1:], offset=chunk.offset + index * stride)
+            by_index.setdefault(start[0] + index, []).append((start[1:], row))
+    for index, chunks in by_index.items():
+        yield index, _join_chunks(tensor.shape[1:], chunks)
 
 
 def stack_layers(
     shapes: Mapping[str, tuple[str, tuple[int, ...]]],
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Returns the (type, shape) of each tensor as Megatron-LM stores them: those of all layers of a
-    stack as one.
+    stack as one, and so those of all experts.
 
     Raises:
         ValueError: The layers differ.
@@ -539,17 +561,46 @@ def stack_layers(
                 "with --dtype"
             )
         stacked[match[1] + match[3]] = (shape[0], (len(own), *shape[1]))
-    return stacked
+    joined: dict[str, tuple[str, tuple[int, ...]]] = {}
+    counts: Counter[str] = Counter()
+    for name, (dtype, shape) in stacked.items():
+        match = _OF_AN_EXPERT.fullmatch(name)
+        if match is None:
+            joined[name] = (dtype, shape)
+            continue
+        whole = _name_all_experts(match)
+        counts[whole] += 1
+        if joined.get(whole, (dtype,))[0] != dtype:
+            raise ValueError(
+                f"{name} is {dtype}, but {joined[whole][0]} in the first expert, and a torch_dist "
+                "folder has all experts in one tensor; choose one type with --dtype"
+            )
+        joined[whole] = (dtype, (shape[0], counts[whole], *shape[1:]))
+    return joined
+
+
+def _name_all_experts(match: re.Match[str]) -> str:
+    return f"{match[1]}experts.linear_fc{match[2]}.weight"
 
 
 def find_layer(tensors: Mapping[str, StoredTensor], name: str) -> StoredTensor:
-    """Returns the tensor of that name, or the layer's part of the tensor of all layers."""
+    """Returns the tensor of that name, or the part of the layer, or of its expert, of the tensor of
+    all of them.
+    """
     match = _OF_A_LAYER.fullmatch(name)
     if match is None:
         return tensors[name]
-    stacked = tensors[match[1] + match[3]]
-    layer = replace(stacked, name=name, shape=stacked.shape[1:])
-    return replace(layer, offset=stacked.offset + int(match[2]) * layer.nbytes)
+    within = match[1] + match[3]
+    numbers = [int(match[2])]
+    of_expert = _OF_AN_EXPERT.fullmatch(within)
+    if of_expert is not None:
+        within = _name_all_experts(of_expert)
+        numbers.append(int(of_expert[3]))
+    part = tensors[within]
+    for number in numbers:
+        own = replace(part, name=name, shape=part.shape[1:])
+        part = replace(own, offset=part.offset + number * own.nbytes)
+    return part
 
 
 def _join_chunks(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> StoredTensor:

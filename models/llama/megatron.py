@@ -3,6 +3,7 @@ rotary positions.
 
 Megatron-LM's GPT is such a decoder with `--position-embedding-type rope --normalization RMSNorm
 --swiglu --disable-bias-linear`; with `--add-qkv-bias` it is a Qwen2, with `--qk-layernorm` a Qwen3.
+Those with experts are in `../mixtral/megatron.py`.
 A rank's first matrix of the MLP has the rows of the gate before those of the up projection. The
 rows of fused QKV are, for each key-value head, those of its query heads, of k and of v.
 """
@@ -21,7 +22,7 @@ from .config import DecoderConfig
 LAYER = "decoder.layers.{i}"
 # Argument -> the values that a decoder of the zoo has; the first one is written, and is meant if it
 # is not stored.
-_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+SUPPORTED_ROTARY: Mapping[str, tuple[Any, ...]] = {
     **SUPPORTED,
     "position_embedding_type": ("rope",),
     "use_rotary_position_embeddings": (False, True),  # an older option for the same
@@ -46,13 +47,21 @@ _LLAMA3 = {
 }
 _BIAS = "decoder.layers.0.self_attention.linear_qkv.bias"
 _QK_NORM = "decoder.layers.0.self_attention.q_layernorm.weight"
+_ROUTER = "decoder.layers.0.mlp.router.weight"
 # Tensors that no decoder with rotary positions has.
 _OF_OTHERS = ("decoder.layers.0.mlp.linear_fc1.bias", "embedding.position_embeddings.weight")
 
 
-def owns(names: Iterable[str], *, bias: bool = False, qk_norm: bool = False) -> bool:
+def owns_decoder(
+    names: Iterable[str], *, bias: bool = False, qk_norm: bool = False, mixture: bool = False
+) -> bool:
     """Returns whether tensors of these names are of a decoder with rotary positions, with exactly
     these parts.
+
+    Args:
+        bias: Biases of queries, keys and values.
+        qk_norm: Norms of queries and keys.
+        mixture: Experts.
     """
     found = set(names)
     if not any(name.startswith("decoder.layers.") for name in found):
@@ -61,7 +70,8 @@ def owns(names: Iterable[str], *, bias: bool = False, qk_norm: bool = False) -> 
         return False
     if not found.isdisjoint(_OF_OTHERS):
         return False
-    return (_BIAS in found) == bias and (_QK_NORM in found) == qk_norm
+    parts = (_BIAS in found, _QK_NORM in found, _ROUTER in found)
+    return parts == (bias, qk_norm, mixture)
 
 
 def megatron(
@@ -74,10 +84,10 @@ def megatron(
     return MegatronMap(
         name_map=NameMap(entries=_entries(), aliases=((TIED_HEAD, EMBEDDING),)),
         stacks=("decoder",),
-        owns=partial(owns, bias=bias, qk_norm=qk_norm) if inferred else _owns_none,
+        owns=partial(owns_decoder, bias=bias, qk_norm=qk_norm) if inferred else _owns_none,
         infer=partial(_infer, config),
-        arguments=_arguments,
-        supported=_SUPPORTED,
+        arguments=list_arguments,
+        supported=SUPPORTED_ROTARY,
         writable=("transformer_engine", "local"),
     )
 
@@ -116,8 +126,29 @@ def _infer(
     shapes: Mapping[str, tuple[int, ...]],
     layers: int,
 ) -> DecoderConfig:
-    vocabulary, hidden = find_matrix(shapes, EMBEDDING)
     inner, _ = find_matrix(shapes, LAYER.format(i=0) + ".mlp.linear_fc1.weight")
+    return read_config(config, arguments, shapes, layers, {"intermediate_size": inner // 2})
+
+
+def read_config(
+    config: type[DecoderConfig],
+    arguments: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    layers: int,
+    feed_forward: Mapping[str, Any],
+) -> DecoderConfig:
+    """Returns the configuration of a decoder that Megatron-LM's arguments describe.
+
+    Args:
+        config: The family's class.
+        shapes: The tensors' full shapes, by the names of the style `local`.
+        layers: The number of layers.
+        feed_forward: The keys that describe MLPs or experts.
+
+    Raises:
+        ValueError: An argument is missing, or has no counterpart in transformers.
+    """
+    vocabulary, hidden = find_matrix(shapes, EMBEDDING)
     heads = arguments.get("num_attention_heads")
     if type(heads) is not int or heads < 1:
         raise ValueError(
@@ -139,12 +170,12 @@ def _infer(
     return make(
         vocab_size=vocabulary,
         hidden_size=hidden,
-        intermediate_size=inner // 2,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         rms_norm_eps=epsilon if isinstance(epsilon, float) else 1e-5,
         rope_parameters=_rope(arguments),
         **sizes,
+        **feed_forward,
         **rates(arguments, _RATES),
         bos_token_id=None,
         eos_token_id=None,
@@ -180,7 +211,7 @@ def _rope(arguments: Mapping[str, Any]) -> RopeParameters:
     return {"rope_type": "default", **theta}
 
 
-def _arguments(config: DecoderConfig) -> dict[str, Any]:
+def list_arguments(config: DecoderConfig) -> dict[str, Any]:
     """Returns Megatron-LM's arguments for a configuration.
 
     Raises ValueError if its GPT cannot be such a model.

@@ -3,6 +3,7 @@
 from ..family import Family, by_name
 from .config import MixtralConfig
 from .hf import NAME_MAP
+from .megatron import megatron
 from .memory import activations
 from .model import (
     MixtralForCausalLM,
@@ -30,6 +31,7 @@ FAMILY = Family(
     pretrains={"causal": "MixtralForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    megatron=megatron(MixtralConfig),
     upcycled={"llama": describe_mixtral, "mistral": describe_mixtral},
     tasks={"text-generation": "MixtralForCausalLM", "text2text-generation": "MixtralForCausalLM"},
 )

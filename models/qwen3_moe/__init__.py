@@ -1,6 +1,7 @@
 """Qwen3-MoE (Yang et al., 2025): Qwen3 with mixtures of experts."""
 
 from ..family import Family, by_name
+from ..mixtral.megatron import megatron
 from ..mixtral.memory import activations
 from .config import Qwen3MoeConfig
 from .hf import NAME_MAP
@@ -30,6 +31,7 @@ FAMILY = Family(
     pretrains={"causal": "Qwen3MoeForCausalLM"},
     tokenizer="bpe",
     activations=activations,
+    megatron=megatron(Qwen3MoeConfig, qk_norm=True),
     upcycled={"qwen3": describe_qwen3_moe},
     tasks={"text-generation": "Qwen3MoeForCausalLM", "text2text-generation": "Qwen3MoeForCausalLM"},
 )

@@ -37,7 +37,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**SIZES, "head_dim": 16, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
     ),
     "mistral": ("MistralForCausalLM", {**SIZES, "sliding_window": None}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {**SIZES, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "num_local_experts": 3,
+            "num_experts": 3,
+            "moe_intermediate_size": 20,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+        },
+    ),
 }
+MIXTURES = ("mixtral", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +128,38 @@ def rank_state(
                 state[f"{new}.{names[2]}{kind}"] = part(
                     torch.cat(rows, 1).flatten(0, 1), rank, size
                 )
-        gate, up = (part(own[f"mlp.{x}_proj.weight"], rank, size) for x in ("gate", "up"))
+        router = own.get("mlp.gate.weight", own.get("block_sparse_moe.gate.weight"))
         state |= {
             f"{new}.{names[0]}weight": own["input_layernorm.weight"],
-            f"{new}.{names[1]}weight": own["post_attention_layernorm.weight"],
+            f"{new}.{'pre_mlp_layernorm.' if router is not None else names[1]}weight": own[
+                "post_attention_layernorm.weight"
+            ],
             f"{new}.{names[3]}weight": part(own["self_attn.o_proj.weight"], rank, size, 1),
-            f"{new}.{names[4]}weight": torch.cat([gate, up]),
-            f"{new}.{names[5]}weight": part(own["mlp.down_proj.weight"], rank, size, 1),
         }
+        matrices = {
+            f"{new}.{names[4]}weight": "mlp.{}_proj",
+            f"{new}.{names[5]}weight": "mlp.{}_proj",
+        }
+        if router is not None:
+            state[f"{new}.mlp.router.weight"] = router
+            is_mixtral = "mlp.gate.weight" not in own
+            expert = (
+                "block_sparse_moe.experts.{e}.{{}}" if is_mixtral else "mlp.experts.{e}.{{}}_proj"
+            )
+            matrices = {
+                f"{new}.mlp.experts.linear_fc{n}.weight{e}"
+                if style == "te"
+                else f"{new}.mlp.experts.local_experts.{e}.linear_fc{n}.weight": expert.format(e=e)
+                for e in range(len(router))
+                for n in (1, 2)
+            }
+        for name, stored in matrices.items():
+            spelled = ("w1", "w3", "w2") if "block_sparse_moe" in stored else ("gate", "up", "down")
+            gate, up, down = (own[f"{stored.format(x)}.weight"] for x in spelled)
+            if "linear_fc1" in name or "dense_h_to_4h" in name:
+                state[name] = torch.cat([part(gate, rank, size), part(up, rank, size)])
+            else:
+                state[name] = part(down, rank, size, 1)
         for x in "qk":
             if f"self_attn.{x}_norm.weight" in own:
                 state[f"{new}.self_attention.{x}_layernorm.weight"] = own[
@@ -154,8 +195,17 @@ def write(source: Path, folder: Path, size: int, stages: int, style: str, **chan
         "rotary_base": int(rope["rope_theta"]), "rotary_percent": 1.0, "tensor_model_parallel_size": size,
         "pipeline_model_parallel_size": stages, "max_position_embeddings": config["max_position_embeddings"],
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
-        "rotary_seq_len_interpolation_factor": 4 if rope.get("rope_type") == "linear" else None, **changes,
+        "rotary_seq_len_interpolation_factor": 4 if rope.get("rope_type") == "linear" else None,
     }  # fmt: skip
+    if "num_local_experts" in config:
+        arguments |= {
+            "num_experts": config["num_local_experts"],
+            "moe_router_topk": config["num_experts_per_tok"],
+            "moe_router_pre_softmax": not config.get("norm_topk_prob", True),
+            "moe_ffn_hidden_size": config.get("moe_intermediate_size", config["intermediate_size"]),
+            "moe_aux_loss_coeff": config["router_aux_loss_coef"],
+        }
+    arguments |= changes
     for rank in range(size):
         for stage in range(stages):
             state = rank_state(weights, config, (rank, size, stage, stages), style, 16)
@@ -197,6 +247,8 @@ LAYOUTS = [
 def test_every_layout_becomes_the_original_bytes(
     case, size, stages, style, folders, hashes, tmp_path
 ):
+    if style == "legacy" and case in MIXTURES:
+        style = "local"  # There were no experts before megatron-core.
     source = write(folders(case), tmp_path / "megatron", size, stages, style)
     merge(source, tmp_path / "hf", vocabulary_of(folders(case), tmp_path / "c.json"))
     assert hashes(tmp_path / "hf") == hashes(folders(case))
@@ -232,7 +284,7 @@ def test_written_files_hold_what_megatron_would(
                 True,
             )
             assert mine["add_qkv_bias"] is (case == "qwen2")
-            assert mine["qk_layernorm"] is (case == "qwen3")
+            assert mine["qk_layernorm"] is (case in ("qwen3", "qwen3_moe"))
     merge(tmp_path / "out", tmp_path / "back")
     assert hashes(tmp_path / "back") == hashes(folders(case))
 
@@ -261,7 +313,7 @@ def test_torch_dist_is_written_and_read_back(folders, hashes, tmp_path):
         merge(tmp_path / "mixed", tmp_path / "out", style="torch_dist")
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", *MIXTURES])
 def test_the_arguments_tell_the_configuration(case, folders, tmp_path):
     """Of all sizes; the vocabulary has its padding, and the files do not tell Mistral from Llama."""
     merge(write(folders(case), tmp_path / "megatron", 2, 2, "te"), tmp_path / "hf")
@@ -275,6 +327,10 @@ def test_the_arguments_tell_the_configuration(case, folders, tmp_path):
         "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings",
     ):  # fmt: skip
         assert found[name] == wanted[name], name
+    for name in (
+        "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef",
+    ):  # fmt: skip
+        assert found.get(name) == wanted.get(name), name
     theta = (wanted.get("rope_parameters") or wanted)["rope_theta"]
     assert found["rope_theta"] == theta
     import transformers
@@ -338,7 +394,19 @@ def test_other_decoders_are_refused_with_the_reason(changes, message, folders, t
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"moe_shared_expert_intermediate_size": 8}, "moe_shared_expert_intermediate_size=8"),
+    ({"moe_router_pre_softmax": True}, "moe_router_pre_softmax=True, but the zoo's models have False"),
+    ({"moe_layer_freq": [1, 0, 1, 0]}, "moe_layer_freq"), ({"moe_router_topk": 4}, "num_experts_per_tok=4"),
+])  # fmt: skip
+def test_other_mixtures_are_refused_with_the_reason(changes, message, folders, tmp_path):
+    source = write(folders("mixtral"), tmp_path / "megatron", 1, 1, "te", **changes)
+    with pytest.raises(ValueError, match=message):
+        merge(source, tmp_path / "hf")
+
+
 @pytest.mark.parametrize(("case", "changes", "message"), [
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "experts in every layer, but this model has single MLPs"),
     ("llama", {"attention_bias": True}, "no biases behind attention"), ("llama", {"hidden_act": "gelu"}, "SwiGLU"),
     ("mistral", {"sliding_window": 7}, "no sliding window, but this model has one of 7"),
 ])  # fmt: skip
@@ -360,13 +428,24 @@ def core_decoder(arguments: Namespace) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer import TransformerConfig, dot_product_attention
+    from megatron.core.transformer.moe import moe_utils
 
     torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda: None
     nothing = Namespace(fork=contextlib.nullcontext)
     tensor_parallel.get_cuda_rng_tracker = (
         dot_product_attention.tensor_parallel.get_cuda_rng_tracker
     ) = lambda: nothing
+    moe_utils.te_general_gemm = None  # which it defines beside Transformer Engine alone, and reads
     given = arguments
+    experts = {}
+    if getattr(given, "num_experts", None):
+        experts = {
+            "num_moe_experts": given.num_experts, "moe_router_topk": given.moe_router_topk,
+            "moe_router_pre_softmax": given.moe_router_pre_softmax, "moe_ffn_hidden_size": given.moe_ffn_hidden_size,
+            "moe_router_load_balancing_type": given.moe_router_load_balancing_type,
+            "moe_aux_loss_coeff": given.moe_aux_loss_coeff, "moe_token_dispatcher_type": "allgather",
+            "sequence_parallel": False,
+        }  # fmt: skip
     sizes = TransformerConfig(
         num_layers=given.num_layers, hidden_size=given.hidden_size, num_attention_heads=given.num_attention_heads,
         num_query_groups=given.num_query_groups, kv_channels=given.kv_channels, ffn_hidden_size=given.ffn_hidden_size,
@@ -375,11 +454,12 @@ def core_decoder(arguments: Namespace) -> Any:
         activation_func=torch.nn.functional.silu, gated_linear_unit=given.swiglu, add_bias_linear=given.add_bias_linear,
         add_qkv_bias=given.add_qkv_bias, qk_layernorm=given.qk_layernorm, bias_activation_fusion=False,
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=False, **experts,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(
-        normalization=given.normalization, qk_layernorm=given.qk_layernorm
-    )
+        num_experts=experts.get("num_moe_experts"), moe_grouped_gemm=False, normalization=given.normalization,
+        qk_layernorm=given.qk_layernorm,
+    )  # fmt: skip
     return GPTModel(
         sizes, spec, given.padded_vocab_size, given.max_position_embeddings, parallel_output=False,
         share_embeddings_and_output_weights=not given.untie_embeddings_and_output_weights,
@@ -389,7 +469,7 @@ def core_decoder(arguments: Namespace) -> Any:
     )  # fmt: skip
 
 
-RUN = ("llama", "tied", "qwen2", "qwen3")
+RUN = ("llama", "tied", "qwen2", "qwen3", *MIXTURES)
 IDS = torch.randint(90, (2, 17), generator=torch.Generator().manual_seed(0))
 
 

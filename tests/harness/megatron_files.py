@@ -393,6 +393,10 @@ def _check_torch_dist(model: Any, folder: Path, rank: int) -> None:
     for parameter in model.parameters():
         parameter.data.fill_(7.5)
     wanted = model.sharded_state_dict(prefix="")
+    if any(".experts." in name for name in before):
+        # Layers of Transformer Engine with experts, unlike local ones, keep the name of this norm.
+        for tensor in wanted.values():
+            tensor.key = tensor.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
     strict = StrictHandling.LOG_UNEXPECTED  # of Transformer Engine's extra states
     model.load_state_dict(dist_checkpointing.load(wanted, str(folder), strict=strict), strict=False)
     for name, parameter in model.named_parameters():
