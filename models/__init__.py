@@ -73,6 +73,26 @@ from .eurobert import (
     EuroBertModel,
 )
 from .family import Family
+from .gemma import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GemmaForSequenceClassification,
+    GemmaForTokenClassification,
+    GemmaModel,
+)
+from .gemma2 import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma2ForSequenceClassification,
+    Gemma2ForTokenClassification,
+    Gemma2Model,
+)
+from .gemma3_text import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma3TextForSequenceClassification,
+    Gemma3TextModel,
+)
 from .glm import GLMConfig, GLMForConditionalGeneration
 from .glm4 import (
     Glm4Config,
@@ -144,6 +164,12 @@ from .modernbert import (
     ModernBertForTokenClassification,
     ModernBertModel,
 )
+from .modernbert_decoder import (
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+    ModernBertDecoderForSequenceClassification,
+    ModernBertDecoderModel,
+)
 from .mt5 import (
     MT5Config,
     MT5EncoderModel,
@@ -154,6 +180,7 @@ from .mt5 import (
     MT5Model,
 )
 from .nllb_moe import NllbMoeConfig, NllbMoeForConditionalGeneration, NllbMoeModel
+from .olmo2 import Olmo2Config, Olmo2ForCausalLM, Olmo2ForSequenceClassification, Olmo2Model
 from .olmoe import OlmoeConfig, OlmoeForCausalLM, OlmoeModel
 from .parallel_config import ParallelConfig
 from .pegasus import (
@@ -336,6 +363,20 @@ __all__ = [
     "GPT2ForTokenClassification",
     "GPT2LMHeadModel",
     "GPT2Model",
+    "Gemma2Config",
+    "Gemma2ForCausalLM",
+    "Gemma2ForSequenceClassification",
+    "Gemma2ForTokenClassification",
+    "Gemma2Model",
+    "Gemma3ForCausalLM",
+    "Gemma3TextConfig",
+    "Gemma3TextForSequenceClassification",
+    "Gemma3TextModel",
+    "GemmaConfig",
+    "GemmaForCausalLM",
+    "GemmaForSequenceClassification",
+    "GemmaForTokenClassification",
+    "GemmaModel",
     "Glm4Config",
     "Glm4ForCausalLM",
     "Glm4ForSequenceClassification",
@@ -394,6 +435,10 @@ __all__ = [
     "MixtralForTokenClassification",
     "MixtralModel",
     "ModernBertConfig",
+    "ModernBertDecoderConfig",
+    "ModernBertDecoderForCausalLM",
+    "ModernBertDecoderForSequenceClassification",
+    "ModernBertDecoderModel",
     "ModernBertForMaskedLM",
     "ModernBertForMultipleChoice",
     "ModernBertForQuestionAnswering",
@@ -403,6 +448,10 @@ __all__ = [
     "NllbMoeConfig",
     "NllbMoeForConditionalGeneration",
     "NllbMoeModel",
+    "Olmo2Config",
+    "Olmo2ForCausalLM",
+    "Olmo2ForSequenceClassification",
+    "Olmo2Model",
     "OlmoeConfig",
     "OlmoeForCausalLM",
     "OlmoeModel",

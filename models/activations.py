@@ -10,7 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..mpu.division import find_first_unit
-from ..ops.attention import choose_block_rows, has_attention_kernel, suits_tiles, writes_scores
+from ..ops.attention import (
+    choose_block_rows,
+    has_attention_kernel,
+    suits_blocks,
+    suits_tiles,
+    writes_scores,
+)
 from ..ops.cross_entropy import CHUNK_LOGITS, suits_chunks
 from .parallel_config import WHOLE_BLOCKS, ParallelConfig
 
@@ -116,8 +122,12 @@ class BlockSpec:
             `heads`.
         rotary: Whether queries and keys are rotated.
         qk_norm: Whether each head's queries and keys pass through an RMSNorm.
+        all_heads_norm: Whether that norm is over all heads together.
+        rounds_once: Whether it multiplies by the weight before it rounds.
+        input_norms: Whether the inputs of attention and feed-forward block pass through a norm.
         output_norms: Whether the outputs of attention and feed-forward block pass through a norm
             before they are added.
+        capped: Whether a soft cap bounds the scores.
         window: Each position attends only to those at most so far away; None for all positions.
         borrows: Whether the projection of queries, keys and values is put together from rows of
             several ranks.
@@ -150,7 +160,11 @@ class BlockSpec:
     key_value_heads: int | None = None
     rotary: bool = False
     qk_norm: bool = False
+    all_heads_norm: bool = False
+    rounds_once: bool = False
+    input_norms: bool = True
     output_norms: bool = False
+    capped: bool = False
     window: int | None = None
     borrows: bool = False
     routed: int = 0
@@ -298,12 +312,16 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
         2 * _stream(stack, batch, layout)
         + tokens * block.statistics * FP32 // layout.sequence_split
     )
+    if not block.input_norms:  # the inputs of attention and feed-forward block alone
+        total = norms * _stream(stack, batch, layout)
     if block.output_norms:  # the input and the statistics of each
         total += norms * (
             _stream(stack, batch, layout)
             + tokens * block.statistics * FP32 // layout.sequence_split
         )
-    if block.qk_norm:  # the statistics of each head; the inputs are parts of qkv
+    if block.all_heads_norm:
+        total += _all_heads_norm(stack, batch, layout)
+    elif block.qk_norm:  # the statistics of each head; the inputs are parts of qkv
         total += tokens * (inner + block.key_value_size) // block.head_size * FP32
     total += _attention_features(stack, batch, layout, without_core=without_core) * tokens * e
     lengths = [_own_length(stack, batch)]
@@ -331,6 +349,18 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
         ]
         total += sum(dropping) * batch.size * INT64
     return total + block.dropouts * batch.size * INT64
+
+
+def _all_heads_norm(stack: StackSpec, batch: Batch, layout: Layout) -> int:
+    """Returns the bytes that the norms of all heads' queries and keys keep."""
+    block = stack.block
+    tokens = _tokens(stack, batch)
+    features = block.heads * block.head_size + block.key_value_size
+    # The normalized values, and the statistics.
+    total = tokens * (features * (FP32 if block.rounds_once else layout.itemsize) + 2 * FP32)
+    if layout.itemsize < FP32:  # queries and keys in fp32, and the weights if they are not rounded
+        total += (tokens + block.rounds_once) * features * FP32
+    return total
 
 
 def _mixture(stack: StackSpec, batch: Batch, layout: Layout) -> int:
@@ -382,7 +412,9 @@ def _attention_features(
     if (eager and (key_value != inner or block.rotary)) or inner % key_value:
         # k and v are kept with each head repeated, or v as a copy.
         kept = 4 * inner
-        if block.qk_norm:
+        # Norms of all heads keep copies in fp32 of their inputs.
+        has_copies = block.all_heads_norm and layout.itemsize < FP32
+        if block.qk_norm and not has_copies:
             return kept + qkv  # the norms' inputs
         if block.rotary:
             return kept
@@ -409,7 +441,8 @@ def _core(
         return 0
     weights = batch.size * block.heads * queries * keys * layout.itemsize
     if _materializes_weights(block, layout, queries, keys, crosses):
-        return weights * (2 if block.attention_dropout else 1)
+        kept = 2 if block.attention_dropout else 1
+        return weights * (kept + block.capped)  # the hyperbolic tangents of the scores
     windowed = block.window is not None and keys > block.window + 1
     # A decoder's own attention needs no mask for padding: a target's padding is behind its tokens.
     padded = batch.padded and (crosses or not stack.is_decoder)
@@ -426,7 +459,7 @@ def _materializes_weights(
     """Returns whether attention writes its weights to memory, instead of running a fused kernel."""
     if _in_blocks(block, layout, queries, keys, crosses):
         return False
-    if block.attention_dropout or (block.bias and not crosses):
+    if block.attention_dropout or (block.bias and not crosses) or block.capped:
         return True
     return writes_scores(queries, keys, layout.device, layout.itemsize)
 
@@ -437,6 +470,8 @@ def _in_blocks(block: BlockSpec, layout: Layout, queries: int, keys: int, crosse
     """
     if block.sinks:
         return True
+    if block.capped:
+        return suits_blocks(queries, keys, layout.device)
     needed = block.attention_dropout or (block.bias and not crosses) or layout.device == "cpu"
     return needed and suits_tiles(queries, keys, layout.device, layout.itemsize)
 
@@ -461,7 +496,7 @@ def _working(stack: StackSpec, batch: Batch, layout: Layout, recomputed: int = 0
         attention = max(batch.size * block.heads * length**2 * e + 2 * inner, attention)
     elif _in_blocks(block, layout, length, length, crosses=False):
         heads = batch.size * block.heads
-        if has_attention_kernel(layout.device, e):
+        if has_attention_kernel(layout.device, e) and not block.capped:
             if block.bias:  # Each sample has its gradient of the bias.
                 attention += heads * (2 * length - 1) * FP32
         else:

@@ -198,16 +198,24 @@ class AllHeadsNorms(nn.Module):
 
     Args:
         projection: The fused projection [Q|K|V] of the queries and keys.
+        offset: What the norms add to their weights; see `RMSNorm`.
 
     Attributes:
         q_weight, k_weight: [Np · D] and [Kp · D].
     """
 
-    def __init__(self, projection: ColumnParallelLinear, head_size: int, eps: float) -> None:
+    def __init__(
+        self,
+        projection: ColumnParallelLinear,
+        head_size: int,
+        eps: float,
+        offset: float | None = None,
+    ) -> None:
         super().__init__()
         shard = projection.shard
         self.mesh = projection.mesh
         self.eps = eps
+        self.offset = offset
         queries, keys, _ = shard.groups
         if shard.find_exchanged_groups(tp_size(self.mesh)):
             raise ValueError(
@@ -232,7 +240,13 @@ class AllHeadsNorms(nn.Module):
         ):
             scale = torch.rsqrt(total / width + self.eps)[:, None, :, None]
             by_head = weight.view(x.shape[1], 1, x.shape[3])
-            found.append((x * scale).to(q.dtype) * by_head)
+            if self.offset is None:
+                found.append((x * scale).to(q.dtype) * by_head)
+                continue
+            wide_weight = by_head.to(x.dtype)
+            if self.offset:
+                wide_weight = wide_weight + self.offset
+            found.append((x * scale * wide_weight).to(q.dtype))
         return found[0], found[1]
 
 
@@ -264,7 +278,7 @@ class SelfAttention(Attention):
         self.clip = clip
         self.qk_norms: AllHeadsNorms | None = None
         if qk_norm_eps is not None and norms_all_heads:
-            self.qk_norms = AllHeadsNorms(self.qkv, self.head_size, qk_norm_eps)
+            self.qk_norms = AllHeadsNorms(self.qkv, self.head_size, qk_norm_eps, norm_offset)
             qk_norm_eps = None
         # Each rank has other heads, so the ranks' gradients of a norm's weight are summed.
         shared: LayerArguments = {"mesh": kwargs.get("mesh"), "sequence_parallel": True}

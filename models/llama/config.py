@@ -78,6 +78,8 @@ class DecoderConfig(HeadsConfig):
     """Whether that norm is over all heads together."""
     attention_sinks: ClassVar[bool] = False
     """Whether each attention head has a trained logit that joins the softmax."""
+    input_norms: ClassVar[bool] = True
+    """Whether the inputs of attention and MLP pass through a norm."""
     sandwich_norms: ClassVar[bool] = False
     """Whether the outputs of attention and MLP pass through a norm before they are added."""
     norm_offset: ClassVar[float | None] = None

@@ -4,6 +4,8 @@ Face's checkpoints.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..name_map import NameEntry, NameMap
 
 LAYER = "model.layers.{i}"
@@ -74,6 +76,15 @@ def name_map(
         # A buffer in old files: of each layer, later of the model.
         ignored=(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq",),
     )
+
+
+def keep_norms_of_all_heads(names: NameMap) -> NameMap:
+    """Returns a map without the norms of each head's queries and keys, for a family whose norms are
+    those of all heads together.
+    """
+    of_each_head = ("attention.q_norm.weight", "attention.k_norm.weight")
+    entries = tuple(entry for entry in names.entries if not entry.native.endswith(of_each_head))
+    return replace(names, entries=entries)
 
 
 NAME_MAP = name_map({"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})

@@ -28,7 +28,11 @@ def activations(config: DecoderConfig) -> Activations:
         fused=True,
         rotary=True,
         qk_norm=config.qk_norm,
+        all_heads_norm=config.qk_norm and config.norms_all_heads,
+        rounds_once=config.norm_offset is not None,
+        input_norms=config.input_norms,
         output_norms=config.sandwich_norms,
+        capped=config.score_cap is not None,
         window=min(windows) - 1 if windows else None,
     )
     return Activations((StackSpec("blocks.", config.num_hidden_layers, block),))

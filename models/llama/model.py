@@ -15,6 +15,7 @@ The configuration declares what differs between the families:
 - Mixtral and Qwen3-MoE: a mixture of experts instead of the MLP (`../mixtral/model.py`)
 - OLMoE: norms of the queries, and of the keys, of all heads together
 - gpt-oss: sinks of attention; experts with biases and a clamped SwiGLU (`../gpt_oss/model.py`)
+- OLMo 2: these norms, and norms of outputs instead of inputs (`../olmo2/model.py`)
 - SmolLM3: layers that do not rotate queries and keys
 - Phi-3: dropout of the outputs of attention and MLP (`../phi3/model.py`)
 - Gemma: norms that add 1 to their weights, scaled embeddings (`../gemma/model.py`)
@@ -69,7 +70,7 @@ class LlamaBlock(Block):
         norm = partial(RMSNorm, size, eps, offset=config.norm_offset, **shared)
         self.window = config.windows[layer]
         self.rotates = config.rotates[layer]
-        self.attention_norm = norm()
+        self.attention_norm = norm() if config.input_norms else nn.Identity()
         self.attention = SelfAttention(
             size,
             config.num_attention_heads,
@@ -89,7 +90,7 @@ class LlamaBlock(Block):
             parallel_config=parallel_config,
         )
         self.attention_output_norm = norm() if config.sandwich_norms else nn.Identity()
-        self.mlp_norm = norm()
+        self.mlp_norm = norm() if config.input_norms else nn.Identity()
         self.mlp = self.build_mlp(config, layer, mesh, parallel_config)
         self.mlp_output_norm = norm() if config.sandwich_norms else nn.Identity()
 

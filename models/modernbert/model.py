@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -81,8 +83,14 @@ class ModernBertBlock(Block):
 class ModernBertBackbone(Backbone):
     """The embeddings and blocks. With `mesh=None` the model is not split."""
 
-    positional_inputs = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
+    positional_inputs: ClassVar[tuple[str, ...]] = (
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "inputs_embeds",
+    )
     config: ModernBertConfig
+    block_class: ClassVar[type[ModernBertBlock]] = ModernBertBlock
 
     def __init__(
         self,
@@ -108,7 +116,7 @@ class ModernBertBackbone(Backbone):
         self.embedding_dropout = residual_dropout(config.embedding_dropout, mesh, parallel_config)
         layers = range(config.num_hidden_layers)
         self.blocks = BlockList(
-            (ModernBertBlock(config, layer, mesh, parallel_config) for layer in layers),
+            (self.block_class(config, layer, mesh, parallel_config) for layer in layers),
             parallel_config,
         )
         self.final_norm = LayerNorm(size, config.norm_eps, bias=config.norm_bias, **shared)

@@ -78,12 +78,25 @@ def test_a_block_compiles_without_a_break(family, recompute, monkeypatch):
 
 STACKS = {
     **dict.fromkeys(
-        ("t5", "mt5", "umt5", "bart", "mbart", "m2m_100", "pegasus", "marian", "smollm3"), 2
+        (
+            "t5",
+            "mt5",
+            "umt5",
+            "bart",
+            "mbart",
+            "m2m_100",
+            "pegasus",
+            "marian",
+            "smollm3",
+            "gemma2",
+            "gemma3_text",
+        ),
+        2,
     ),
-    "modernbert": 3,
+    **dict.fromkeys(("modernbert", "modernbert-decoder"), 3),
 }
-"""The graphs that a family needs: one a stack. ModernBERT's blocks are of three kinds, and SmolLM3's of two, with and
-without rotary positions."""
+"""The graphs that a family needs: one a stack. ModernBERT's blocks are of three kinds, SmolLM3's of two, with and
+without rotary positions, and Gemma's of two, with and without a window."""
 
 
 def compare_deep_stacks(mesh, family, layers, sequence_parallel=False, **changes):

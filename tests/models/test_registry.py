@@ -46,7 +46,7 @@ UNKNOWN_FAMILIES = {  # model_type, architecture: the nearest model, and a word 
     ("opt", "OPTForCausalLM"): ("GPT2LMHeadModel (gpt2)", "positions"),
     ("longt5", "LongT5ForConditionalGeneration"): ("T5ForConditionalGeneration (t5)", "global attention"),
     ("gpt_neox", "GPTNeoXForCausalLM"): ("LlamaForCausalLM (llama)", "side by side"),
-    ("gemma2", "Gemma2ForSequenceClassification"): ("LlamaForSequenceClassification (llama)", "soft-capped"),
+    ("gemma3", "Gemma3ForConditionalGeneration"): ("(gemma3_text)", "reads images"),
     ("chatglm", "ChatGLMModel"): ("Glm4Model (glm4)", "norms after attention"),
     ("xlnet", ""): ("(bert)", "two streams"),
     ("gpt3", ""): ("GPT2LMHeadModel (gpt2)", "its blocks"),

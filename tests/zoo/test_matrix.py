@@ -62,10 +62,15 @@ WANTED = {
             "Qwen3Moe",
             "Phi3",
             "SmolLM3",
+            "Gemma",
+            "Gemma2",
         ),
         (*DECODER_HEADS, "ForCausalLM"),
     ),
     "Granite": ("Model", "ForCausalLM"),
+    "Olmo2": ("Model", "ForCausalLM", "ForSequenceClassification"),
+    "ModernBertDecoder": ("Model", "ForCausalLM", "ForSequenceClassification"),
+    "Gemma3": ("ForCausalLM", "TextModel", "TextForSequenceClassification"),
     **dict.fromkeys(
         ("Bart", "MBart"), ("Model", "ForConditionalGeneration", "ForSequenceClassification")
     ),
