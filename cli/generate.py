@@ -215,7 +215,7 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
     if (Path(arguments.model) / "config.json").exists():
         config = find_config(arguments.model)
         check_heads(config.attention_heads, arguments.model_parallel_size)
-        check_experts(config, arguments.expert_parallel_size, arguments.pipeline_parallel_size)
+        check_experts(config, arguments.expert_parallel_size)
         if arguments.pipeline_parallel_size > 1:
             split_blocks_evenly(
                 build_on_meta(find_config(arguments.model), None), arguments.pipeline_parallel_size

@@ -25,6 +25,7 @@ class ParameterSize:
         local_shape: That of the largest part that a rank holds, with padding.
         is_embedding: Whether the parameter belongs to an embedding.
         is_hidden_matrix: Whether it is a matrix of a hidden layer: see `find_hidden_matrices`.
+        is_expert: Whether it has stacked experts, which the ranks along the expert axis share.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ParameterSize:
     local_shape: tuple[int, ...]
     is_embedding: bool
     is_hidden_matrix: bool = False
+    is_expert: bool = False
 
     @property
     def full(self) -> int:
@@ -79,8 +81,16 @@ def measure_parameters(
         else:
             shape = tuple(shard.shape)
             local_shape = tuple(shard.local_shape(first, axes))
-        is_hidden = parameter in hidden
-        sizes.append(ParameterSize(name, shape, local_shape, parameter in embeddings, is_hidden))
+        sizes.append(
+            ParameterSize(
+                name,
+                shape,
+                local_shape,
+                parameter in embeddings,
+                parameter in hidden,
+                shard is not None and shard.splits_experts,
+            )
+        )
     return sizes
 
 

@@ -268,20 +268,12 @@ def _multiply_shares(chosen: Tensor, probability: Tensor, total: Tensor) -> Tens
     return chosen.shape[-1] * (chosen / total * probability / total).sum(-1)
 
 
-def check_experts(config: object, expert_parallel_size: int, stages: int = 1) -> None:
-    """Raises ValueError if the experts of a model cannot be dealt over so many ranks.
-
-    Args:
-        config: Of any family.
-        stages: The number of pipeline stages.
+def check_experts(config: object, expert_parallel_size: int) -> None:
+    """Raises ValueError if the experts of a model, with a configuration of any family, cannot be dealt
+    over so many ranks.
     """
     if expert_parallel_size == 1:
         return
-    if stages > 1:
-        raise ValueError(
-            f"expert_parallel_size={expert_parallel_size} does not work with pipeline stages; use "
-            "pipeline_parallel_size=1"
-        )
     count: int = getattr(config, "expert_count", 0)
     if expert_parallel_size > count:
         kind = getattr(config, "architecture", "this model")

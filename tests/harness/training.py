@@ -148,9 +148,11 @@ def on_ranks(
     return run_mesh(tp, partial(run_training, folder=folder, **settings), **sizes)
 
 
-def endless_losses(mesh: Any, folder: Path, config: dict[str, Any], **changes: Any) -> list[float]:
+def endless_losses(
+    mesh: Any, folder: Path, config: dict[str, Any], logged: str = "loss", **changes: Any
+) -> list[float]:
     """The losses of ten steps, or twenty before a release, with warm-up, clipping, and samples of unequal lengths and
-    numbers of targets.
+    numbers of targets; or what else is logged under a name.
 
     A step has eight samples, two micro-batches of each data-parallel rank.
     """
@@ -172,7 +174,7 @@ def endless_losses(mesh: Any, folder: Path, config: dict[str, Any], **changes: A
             self.values: list[float] = []
 
         def training(self, step: int, values: dict[str, float]) -> None:
-            self.values.append(values["loss"])
+            self.values.append(values[logged])
 
     settings: dict[str, Any] = {
         "env_type": "deepspeed+mpu",

@@ -152,4 +152,17 @@ def test_the_estimate_refuses_layouts_that_the_trainer_refuses(oracle):
     with pytest.raises(ValueError, match="5 experts of MixtralForCausalLM cannot be dealt over 6"):
         model_memory(find_config(str(oracle[0])), Job(expert_parallel_size=6, precision="fp32"))
     with pytest.raises(ValueError, match="expert_parallel_size=2 works with neither fsdp"):
-        Job(expert_parallel_size=2, zero_stage=2)
+        Job(expert_parallel_size=2, fsdp=True)
+
+
+def test_the_estimate_divides_the_state_of_experts_among_the_ranks_that_have_them(oracle):
+    from shardzoo.models.auto import find_config
+    from shardzoo.trainer.estimate.estimate import engine_memory
+    from shardzoo.trainer.estimate.model import Job, model_memory
+
+    job = Job(data_parallel_size=3, expert_parallel_size=5, zero_stage=1, length=12)
+    memory = model_memory(find_config(str(oracle[0])), job)
+    own = sum(
+        size.local / (3 if ".experts." in size.name else 15) for size in memory.trained
+    )  # one expert of each mixture
+    assert engine_memory(memory, job).masters == pytest.approx(4 * own, abs=4 * 2)

@@ -69,11 +69,11 @@ def test_every_layout_trains_the_same_curve(train, name):
 
 
 def _train_dealt(
-    tensor: int, expert: int, folder: Path, config: dict[str, Any], **changes: Any
+    tensor: int, expert: int, folder: Path, config: dict[str, Any], stages: int = 1, **changes: Any
 ) -> list[float]:
     from shardzoo.mpu import ParallelMesh
 
-    mesh = ParallelMesh(tensor, expert_parallel_size=expert)
+    mesh = ParallelMesh(tensor, stages, expert_parallel_size=expert)
     size = mesh.size("data", "expert")
     settings = {"micro_batch_size": 4 // size, "zero_stage": None, **changes}
     return endless_losses(mesh, folder, config, expert_parallel_size=expert, **settings)
@@ -83,8 +83,10 @@ def _train_dealt(
 def deal(run_ranks, tmp_path):
     """`deal(tensor, expert, processes)`: trains with experts that are dealt over ranks."""
 
-    def run(tensor: int, expert: int, processes: int, folder: str = "dealt", **changes):
-        training = partial(_train_dealt, folder=tmp_path / folder, config=MIXTURE, **changes)
+    def run(
+        tensor: int, expert: int, processes: int, folder: str = "dealt", config=MIXTURE, **changes
+    ):
+        training = partial(_train_dealt, folder=tmp_path / folder, config=config, **changes)
         by_rank = run_ranks(processes, training, tensor, expert)
         assert all(losses == by_rank[0] for losses in by_rank)
         return by_rank[0]
@@ -97,7 +99,11 @@ DEALT = {
     "EP 2 x DP 2, DDP": (1, 2, 4, {"env_type": "pytorchDDP"}),
 }
 MORE_DEALT = {
-    "EP 2 x DP 2": (1, 2, 4, {}),
+    "EP 2 x DP 2, ZeRO 2": (1, 2, 4, {"zero_stage": 2}),
+    "EP 2 x DP 2, ZeRO 1": (1, 2, 4, {"zero_stage": 1, "env_type": "deepspeed"}),
+    "EP 2 x DP 2": (1, 2, 4, {"zero_stage": 0}),
+    "EP 2 x PP 2, ZeRO 1": (1, 2, 4, {"stages": 2, "zero_stage": 1}),
+    "EP 2 x PP 2": (1, 2, 4, {"stages": 2, "zero_stage": 0}),
     "EP 4": (1, 4, 4, {}),
     "one micro-batch": (1, 2, 2, {"micro_batch_size": 4}),
 }
@@ -119,15 +125,57 @@ def test_dealt_experts_train_the_same_curve_and_resume_anywhere(train, deal, tmp
     assert again == pytest.approx(expected[4:], **SAME_LOSS)
 
 
+NORMS = {
+    "EP 2 x DP 2, ZeRO 2": (1, 2, 4, {"zero_stage": 2}),
+    "TP 2 x EP 2, ZeRO 1": (2, 2, 4, {"zero_stage": 1}),
+    "EP 2 x PP 2": (1, 2, 4, {"stages": 2, "zero_stage": 0}),
+    "EP 2 x DP 2, DDP": (1, 2, 4, {"env_type": "pytorchDDP"}),
+}
+
+
+@pytest.mark.parametrize("name", by_turns(NORMS, 4))
+def test_the_norm_counts_each_expert_once(train, deal, name):
+    """AdamW would hide a norm that is off by a factor."""
+    changes = {"logged": "grad_norm", "train_steps": 2}
+    expected = train(1, folder="unsplit", **changes)
+    tensor, expert, processes, layout = NORMS[name]
+    norms = deal(tensor, expert, processes, **layout, **changes)
+    assert norms == pytest.approx(expected, **SAME_LOSS)
+
+
+NARROW = {
+    "EP 2 x DP 2, ZeRO 1": (1, 2, 4, {"zero_stage": 1}),
+    "TP 2 x EP 2, ZeRO 2": (2, 2, 4, {"zero_stage": 2, "sequence_parallel": True}),
+    "EP 2 x PP 2": (1, 2, 4, {"stages": 2}),
+    "EP 2 x DP 2, DDP": (1, 2, 4, {"env_type": "pytorchDDP"}),
+}
+
+
+@pytest.mark.parametrize("name", by_turns(NARROW, 4))
+def test_dealt_experts_train_in_bf16(train, deal, tmp_path, name):
+    """Close to one process, whose sums are rounded elsewhere; and a resumed run is the same."""
+    tensor, expert, processes, changes = NARROW[name]
+    changes = {**changes, "precision": "bf16", "train_steps": 6, "save_interval": 4}
+    expected = train(1, folder="unsplit", precision="bf16", train_steps=6)
+    losses = deal(tensor, expert, processes, **changes)
+    assert losses == pytest.approx(expected, rel=1e-2)
+    start = str(tmp_path / "dealt" / "checkpoints" / "step-000004")
+    assert deal(tensor, expert, processes, folder="again", load_dir=start, **changes) == losses[4:]
+    norm = {**changes, "logged": "grad_norm", "train_steps": 1}
+    expected = train(1, folder="norm", precision="bf16", logged="grad_norm", train_steps=1)
+    norms = deal(tensor, expert, processes, folder="dealt norm", **norm)
+    assert norms == pytest.approx(expected, rel=1e-2)
+
+
 REFUSED = [
     ({"env_type": "pytorch"}, "env_type='pytorch'"),
-    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
     ({"context_parallel_size": 2}, "context_parallel_size=2"),
-    ({"zero_stage": 1}, "zero_stage=1"),
+    ({"zero_stage": 3, "env_type": "deepspeed"}, "zero_stage=3"),
+    ({"offload_optimizer": True}, "offload_optimizer"),
     ({"env_type": "fsdp"}, "env_type='fsdp'"),
     ({"optimizer": "muon"}, "optimizer='muon'"),
     ({"lora_rank": 2}, "lora_rank=2"),
-    ({"precision": "bf16"}, "precision='bf16'"),
+    ({"precision": "fp16"}, "precision='fp16'"),
 ]
 
 
@@ -139,6 +187,14 @@ def test_what_does_not_work_with_dealt_experts_is_refused_at_once(changes, named
     with pytest.raises(ValueError, match="expert_parallel_size=2 does not work with") as caught:
         TrainingArguments(**{**settings, **changes})
     assert named in str(caught.value)
+
+
+def test_a_stage_without_experts_is_refused_in_bf16(deal):
+    config = {**MIXTURE, **SPARSE_LAYERS}
+    with pytest.raises(
+        AssertionError, match=r"pipeline stage 1 has no experts, .*use fewer stages"
+    ):
+        deal(1, 2, 4, config=config, stages=2, precision="bf16", train_steps=1)
 
 
 def _train_without_experts(folder: Path) -> str:

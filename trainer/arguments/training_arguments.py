@@ -544,22 +544,20 @@ class TrainingArguments:
         environment = ENVIRONMENTS[self.env_type]
         wrong = {
             f"env_type={self.env_type!r}": environment.is_one_process or environment.uses_fsdp,
-            f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size
-            > 1,
             f"context_parallel_size={self.context_parallel_size}": self.context_parallel_size > 1,
             "torch_compile": self.torch_compile,
-            f"zero_stage={self.zero_stage}": bool(self.zero_stage),
+            f"zero_stage={self.zero_stage}": self.zero_stage == 3,
             f"deepspeed_config={self.deepspeed_config!r}": self.deepspeed_config is not None,
+            "offload_optimizer": self.offload_optimizer,
             f"optimizer={self.optimizer!r}": not find_optimizer(self.optimizer).is_elementwise,
             f"lora_rank={self.lora_rank}": self.lora_rank > 0,
-            f"precision={self.precision!r}": environment.uses_deepspeed
-            and self.precision != "fp32",
+            f"precision={self.precision!r}": PRECISIONS[self.precision].scales_loss,
         }
         for name in (name for name, given in wrong.items() if given):
             raise ValueError(
                 f"expert_parallel_size={self.expert_parallel_size} does not work with {name}; use "
-                "env_type='deepspeed+mpu' or 'deepspeed' in fp32 with zero_stage=0, or "
-                "'pytorchDDP', an optimizer like adamw, and none of pipelines, context "
+                "env_type='deepspeed+mpu' or 'deepspeed' with zero_stage 0, 1 or 2, or "
+                "'pytorchDDP', in fp32 or bf16, an optimizer like adamw, and none of context "
                 "parallelism, LoRA and torch_compile; or expert_parallel_size=1"
             )
 

@@ -170,7 +170,7 @@ def divide_buffers(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors
 def place_experts(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors:
     """Returns tensors for a file that has all experts, in which this rank's are a part.
 
-    Of the ranks with the same experts, the first one writes them.
+    Of the ranks with the same whole experts, the first one writes them.
 
     Args:
         tensors: By the names of parameters, or by STATE/PARAMETER.
@@ -183,13 +183,16 @@ def place_experts(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors:
     for name, value in tensors.items():
         parameter: Any = parameters.get(name.rpartition("/")[2])
         is_expert = getattr(parameter, "expert_parallel", False)
-        if not is_expert or not isinstance(value, Tensor) or value.shape != parameter.shape:
+        if not is_expert or value.shape != parameter.shape:
             continue  # such as a step count, which is equal on all ranks
         before = 0
         for rank in range(mesh.rank_in("expert")):
             own = parameter.shard.local_shape({**mesh.ranks, "expert": rank}, mesh.sizes)
             before += prod(own)
         whole = parameter.shard.local_shape(mesh.tp_rank, mesh.tp_size)
+        if isinstance(value, TensorPart):
+            placed[name] = TensorPart(whole, before + value.start, value.values)
+            continue
         if mesh.rank_in(*EXPERT_REPLICA_AXES) > 0:
             value = value.new_empty(0)
         placed[name] = TensorPart(whole, before, value)

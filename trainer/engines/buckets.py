@@ -35,6 +35,9 @@ class OrderedGradients:
     tokens), it adds gradients of different parameters, without an error. It also forgets what
     earlier micro-batches have accumulated of a parameter that the last one does not use. Here a
     gradient waits for those before it, and a missing one counts as zero.
+
+    Experts that are dealt over ranks come last: the ranks may have unequal numbers of them, and
+    buckets that hold both would end at other places among the other parameters.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
@@ -47,6 +50,8 @@ class OrderedGradients:
             for parameter in reversed(list(model.parameters()))
             if parameter in self._groups
         ]
+        # Sorting keeps the order of equals.
+        self._order.sort(key=lambda parameter: getattr(parameter, "expert_parallel", False))
         self._arrived: set[nn.Parameter] = set()
         self._next = 0  # in `_order`: the first that has not been passed on
         # The two methods of DeepSpeed's optimizer through which gradients come are replaced, as it

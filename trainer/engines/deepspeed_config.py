@@ -89,8 +89,6 @@ def zero_stage(arguments: TrainingArguments) -> int:
     stage = arguments.zero_stage
     if stage is None:
         needed = elementwise or arguments.precision != "fp32" or arguments.offload_optimizer
-        # DeepSpeed 0.19 divides the states of experts only in layers of its own.
-        needed = needed and arguments.expert_parallel_size == 1
         stage = of_file if of_file != "auto" else int(needed)
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"deepspeed_config: there is no ZeRO stage {stage!r}; use 0, 1, 2 or 3")

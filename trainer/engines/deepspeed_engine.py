@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, cast
 
 import deepspeed
@@ -38,7 +38,7 @@ from ..optimizers.whole_matrix import WholeMatrixOptimizer
 from .buckets import OrderedGradients
 from .deepspeed_config import deepspeed_config, zero_stage
 from .engine import Forward, StepOutcome
-from .optimizers import show_whole_matrix_names
+from .optimizers import name_expert_groups, show_whole_matrix_names
 from .state import load_state_tensors, model_tensors, persistent_buffers, state_tensors
 
 ZERO_SUPPORTED_OPTIMIZERS.append(AdamW)  # like the class that it extends; ZeRO warns of others
@@ -105,6 +105,9 @@ class DeepSpeedEngine:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _import_muon()
         trained = sum(parameter.numel() for parameter in self._owners)
+        if ranks.ep_size > 1:
+            # Ranks may have unequal numbers of experts, but must cut other gradients at equal places.
+            trained = max(ranks.gather(trained))
         config = deepspeed_config(arguments, ranks.replica_size, trained)
         # Only one of the two clips.
         self._clip_grad = arguments.clip_grad
@@ -136,16 +139,16 @@ class DeepSpeedEngine:
     ) -> Any:
         """Returns DeepSpeed's engine, and sets `model`, which runs the forward passes."""
         if ranks.mesh is not None and ranks.ep_size > 1:
-            _mark_experts(model, ranks.mesh)
+            mark_experts(model, ranks.mesh)
         mpu = ranks.mesh if arguments.env_type == "deepspeed+mpu" else None
         overlaps = self._zero in (1, 2) and config["zero_optimization"].get("overlap_comm", False)
-        with _bucketing_optimizer() if overlaps else nullcontext():
+        with own_choices(buckets=overlaps, experts=has_dealt_experts(model)):
             self.model = deepspeed.initialize(
                 model=model, optimizer=self.optimizer, config=config, mpu=mpu
             )[0]
         if overlaps:
             OrderedGradients(self.model.optimizer, model)
-        # DeepSpeed looks for experts in layers of its own; now it reduces those that are marked.
+        # Without an optimizer of its own, DeepSpeed reduces those that are marked.
         if ranks.ep_size > 1:
             self.model.has_moe_layers = True
         return self.model
@@ -401,13 +404,13 @@ def _as_output(module: nn.Module, inputs: Any, results: Any) -> Any:
     return output
 
 
-def _mark_experts(model: nn.Module, mesh: ParallelMesh) -> None:
+def mark_experts(model: nn.Module, mesh: ParallelMesh) -> None:
     """Marks the experts as DeepSpeed's convention is, and names the groups that hold them.
 
     DeepSpeed reduces the gradients of marked parameters over the ranks of `expert_data_parallel`
     alone, and divides the sum by the number of all data-parallel ranks, as it does for the others.
     """
-    name = f"ep_size_{mesh.size('expert')}"
+    name = name_expert_groups(mesh.size("expert"))
     groups._EXPERT_PARALLEL_GROUP[name] = mesh.group("expert")
     groups._EXPERT_PARALLEL_GROUP_RANKS[name] = dist.get_process_group_ranks(mesh.group("expert"))
     replicas = mesh.group(*EXPERT_REPLICA_AXES)
@@ -418,6 +421,11 @@ def _mark_experts(model: nn.Module, mesh: ParallelMesh) -> None:
             marked: Any = parameter
             marked.allreduce = False
             marked.group_name = name
+
+
+def has_dealt_experts(model: nn.Module) -> bool:
+    """Returns whether a model has experts that are dealt over ranks."""
+    return any(getattr(each, "expert_parallel", False) for each in model.parameters())
 
 
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -447,6 +455,13 @@ def _check_groups(optimizer: torch.optim.Optimizer, stage: int, trained: set[nn.
             f"a parameter group of the optimizer has no trained parameter, but ZeRO stage {stage} "
             "needs one in each; leave that group out"
         )
+    for group in optimizer.param_groups:
+        dealt = [getattr(each, "expert_parallel", False) for each in group["params"]]
+        if any(dealt) and not (all(dealt) and group.get("moe")):
+            raise ValueError(
+                f"ZeRO stage {stage} needs experts that are dealt over ranks in parameter groups of "
+                "their own; leave the optimizer to the arguments, or use zero_stage=0"
+            )
     if stage == 3 and trained - set().union(*groups):
         raise ValueError(
             "ZeRO stage 3 updates all parameters that require gradients; freeze those not in the "
@@ -455,19 +470,23 @@ def _check_groups(optimizer: torch.optim.Optimizer, stage: int, trained: set[nn.
 
 
 @contextmanager
-def _bucketing_optimizer() -> Generator[None]:
-    """Lets ZeRO 1 in bf16 use the optimizer of its other precisions, which reduces gradients in the
-    backward pass.
+def own_choices(*, buckets: bool, experts: bool) -> Generator[None]:
+    """Decides two things for DeepSpeed 0.19 when it chooses an optimizer.
 
-    DeepSpeed 0.19 would choose its BF16_Optimizer, which reduces all of them afterwards. Both add
-    up micro-batches in fp32 and keep fp32 master weights.
+    Args:
+        buckets: Let ZeRO 1 in bf16 use the optimizer of its other precisions, which reduces
+            gradients in the backward pass. DeepSpeed would choose its BF16_Optimizer, which reduces
+            all of them afterwards. Both add up micro-batches in fp32 and keep fp32 master weights.
+        experts: Tell it that the model has experts, which it finds in layers of its own alone.
     """
     kind: Any = deepspeed.DeepSpeedEngine
     original = kind._do_optimizer_sanity_check
 
     def choose(engine: Any, optimizer: Any) -> Any:
+        if experts:
+            engine.has_moe_layers = True
         chosen = original(engine, optimizer)
-        return ZERO_OPTIMIZATION if chosen == BFLOAT16 else chosen
+        return ZERO_OPTIMIZATION if buckets and chosen == BFLOAT16 else chosen
 
     kind._do_optimizer_sanity_check = choose
     try:

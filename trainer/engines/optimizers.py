@@ -60,7 +60,39 @@ def make_optimizer(model: nn.Module, arguments: TrainingArguments) -> Optimizer:
     groups = weight_decay_groups(model, arguments.weight_decay)
     if entry.hidden_matrix_states is not None:
         groups = separate_hidden_matrices(model, groups)
+    environment = ENVIRONMENTS[arguments.env_type]
+    if environment.uses_deepspeed and zero_stage(arguments) > 0:
+        groups = separate_experts(groups, arguments.expert_parallel_size)
     return entry.build(groups, settings)
+
+
+def separate_experts(
+    groups: list[dict[str, Any]], expert_parallel_size: int
+) -> list[dict[str, Any]]:
+    """Returns parameter groups in which experts that are dealt over ranks are apart from all else, as
+    ZeRO needs them.
+
+    Fewer ranks hold the same experts than the same other parameters. DeepSpeed finds the groups of
+    experts by `moe` and their ranks by `name`. `split_from` is the number of the group that they
+    would otherwise be in, whose rate and other values they follow. They come last, since the ranks
+    may have unequal numbers of them.
+    """
+    others: list[dict[str, Any]] = []
+    experts: list[dict[str, Any]] = []
+    for number, group in enumerate(groups):
+        dealt = [each for each in group["params"] if getattr(each, "expert_parallel", False)]
+        kept = [each for each in group["params"] if not getattr(each, "expert_parallel", False)]
+        others.append({**group, "params": kept})
+        if dealt:
+            name = name_expert_groups(expert_parallel_size)
+            marks = {"moe": True, "name": name, "split_from": number}
+            experts.append({**group, "params": dealt, **marks})
+    return others + experts
+
+
+def name_expert_groups(expert_parallel_size: int) -> str:
+    """Returns DeepSpeed's name of the process groups of experts that are dealt over so many ranks."""
+    return f"ep_size_{expert_parallel_size}"
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from ..arguments.training_arguments import TrainingArguments
 from ..launch.phase import phase
 from ..launch.ranks import Ranks
 from ..optimizers.adamw import clip_gradients
-from .deepspeed_engine import DeepSpeedEngine
+from .deepspeed_engine import DeepSpeedEngine, has_dealt_experts, mark_experts, own_choices
 from .engine import Forward, StepOutcome
 
 
@@ -73,7 +73,8 @@ class PipelineEngine(DeepSpeedEngine):
             self._pipeline, ranks.replica_size * config["gradient_accumulation_steps"]
         )
         self._layer.add_module("model", model)
-        # DeepSpeed knows context-parallel ranks as data-parallel ones: it sums gradients over both.
+        # DeepSpeed knows context- and expert-parallel ranks as data-parallel ones: it sums gradients
+        # over all of them.
         topology = PipeModelDataParallelTopology(mesh.pp_size, mesh.tp_size, ranks.replica_size)
         deepspeed.init_distributed(dist_init_required=False)
         with _quiet(), _local_rank():
@@ -84,9 +85,15 @@ class PipelineEngine(DeepSpeedEngine):
                 dynamic_shape=True,
             )
             self._shared.mark_copies()
-            engine: Any = deepspeed.initialize(
-                model=stages, optimizer=self.optimizer, config=config
-            )[0]
+            if ranks.ep_size > 1:
+                mark_experts(model, mesh)
+            with own_choices(buckets=False, experts=has_dealt_experts(model)):
+                engine: Any = deepspeed.initialize(
+                    model=stages, optimizer=self.optimizer, config=config
+                )[0]
+            # Without an optimizer of its own, DeepSpeed reduces the experts that are marked.
+            if ranks.ep_size > 1:
+                engine.has_moe_layers = True
         self._groups = _find_process_groups(stages)
         # A stage reads its own micro-batches, so DeepSpeed gets none.
         nothing = torch.zeros(1, device=engine.device)

@@ -63,12 +63,8 @@ def prepare_model(
             f"the model deals experts over {dealt} processes, but expert_parallel_size is "
             f"{ranks.ep_size}; build it with mesh=trainer.mesh"
         )
-    has_experts = any(getattr(each, "expert_parallel", False) for each in model.parameters())
-    if ranks.ep_size > 1 and not has_experts:
-        raise ValueError(
-            f"expert_parallel_size={ranks.ep_size} deals experts over processes, and a {wrapper} "
-            "has none; use expert_parallel_size=1"
-        )
+    if ranks.ep_size > 1:
+        _check_experts(model, arguments, ranks)
     shared = context_size(getattr(model, "mesh", None))
     if ranks.cp_size > 1 and not native:
         raise ValueError(
@@ -108,6 +104,25 @@ def prepare_model(
     if arguments.torch_compile:
         uses_fsdp = ENVIRONMENTS[arguments.env_type].uses_fsdp
         compile_model(model, arguments.torch_compile_backend, keeps_hooks_outside=uses_fsdp)
+
+
+def _check_experts(model: nn.Module, arguments: TrainingArguments, ranks: Ranks) -> None:
+    """Raises ValueError on every rank if a model has no experts to deal, or not where it needs them."""
+    has_experts = any(getattr(each, "expert_parallel", False) for each in model.parameters())
+    stages = ranks.gather((ranks.pp_rank, has_experts))
+    if not any(has for _, has in stages):
+        raise ValueError(
+            f"expert_parallel_size={ranks.ep_size} deals experts over processes, and a "
+            f"{type(model).__name__} has none; use expert_parallel_size=1"
+        )
+    without = sorted({stage for stage, has in stages if not has})
+    if without and arguments.precision != "fp32":
+        # DeepSpeed's bf16 optimizer of pipelines sums the norms of experts over the stages.
+        raise ValueError(
+            f"pipeline stage {', '.join(map(str, without))} has no experts, which expert_parallel_size="
+            f"{ranks.ep_size} needs in every stage with precision={arguments.precision!r}; use fewer "
+            "stages, or 'fp32'"
+        )
 
 
 def compile_model(model: nn.Module, backend: str, *, keeps_hooks_outside: bool = False) -> None:

@@ -147,9 +147,14 @@ def _from_tensor(value: Tensor, device: torch.device, counts_on_device: bool) ->
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Returns the values of each parameter group, for JSON."""
+    """Returns the values of each parameter group, for JSON.
+
+    Experts that an engine has separated from a group have that group's.
+    """
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
+        if "split_from" in group:
+            continue
         groups.append({name: value for name, value in group.items() if name != "params"})
     return to_json(groups)
 
@@ -170,13 +175,14 @@ def group_changes(first: list[dict[str, Any]], now: list[dict[str, Any]]) -> lis
 def load_group_changes(optimizer: torch.optim.Optimizer, changes: list[dict[str, Any]]) -> None:
     """Loads the result of `group_changes`. Raises ValueError for another number of groups."""
     groups = optimizer.param_groups
-    if changes and len(changes) != len(groups):
+    count = sum("split_from" not in group for group in groups)
+    if changes and len(changes) != count:
         raise ValueError(
             f"the run's optimizer had {len(changes)} parameter groups, and this one has "
-            f"{len(groups)}; create it with the same groups as before"
+            f"{count}; create it with the same groups as before"
         )
-    for group, change in zip(groups, changes, strict=False):
-        for name, value in change.items():
+    for number, group in enumerate(groups if changes else []):
+        for name, value in changes[group.get("split_from", number)].items():
             new = apply_changes(group.get(name), value)
             # Under ZeRO 3, a group has no parameters.
             if isinstance(new, Tensor) and group["params"]:

@@ -379,9 +379,9 @@ def _zero_memory(model: ModelMemory, job: Job) -> EngineMemory:
     e = job.itemsize
     trained = sum(size.local for size in model.trained)
     every = sum(size.local for size in model.parameters)
-    own = -(-trained // ranks)
+    own = job.share(model.trained)
     largest = max((size.local for size in model.trained), default=0)
-    flat = [-(-sum(size.local for size in group) // ranks) for group in _groups(model)]
+    flat = [job.share(group) for group in _groups(model)]
     optimizer = find_optimizer(job.optimizer)
     updated = UpdatedTensors([[size] for size in flat], in_parts=True, largest_parameter=largest)
     exchanges_early = ranks > 1 and job.pipeline_parallel_size == 1

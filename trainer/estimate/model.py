@@ -10,7 +10,7 @@ implementation, all of whose matmuls are visible. Fused attention keeps less.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -229,7 +229,7 @@ def _measure_parameters_of_family(
     else:
         model = unsplit_on_meta(config)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    check_experts(config, job.expert_parallel_size, job.pipeline_parallel_size)
+    check_experts(config, job.expert_parallel_size)
     sizes = measure_parameters(model, job.tensor_parallel_size, job.expert_parallel_size)
     trained: list[ParameterSize] = []
     for size in sizes:
@@ -470,11 +470,11 @@ class Job:
                     f"{self.context_parallel_size} context-parallel ranks"
                 )
         if self.expert_parallel_size > 1 and (
-            self.fsdp or self.stage or self.lora_rank or self.context_parallel_size > 1
+            self.fsdp or self.stage == 3 or self.lora_rank or self.context_parallel_size > 1
         ):
             raise ValueError(
                 f"expert_parallel_size={self.expert_parallel_size} works with neither fsdp, ZeRO "
-                "stages 1 to 3, LoRA nor context parallelism; use zero_stage=0, or expert_parallel_size=1"
+                "stage 3, LoRA nor context parallelism; use zero_stage 0 to 2, or expert_parallel_size=1"
             )
         if self.lora_rank < 0 or (self.lora_rank and self.pipeline_parallel_size > 1):
             raise ValueError(
@@ -537,8 +537,6 @@ class Job:
         """The ZeRO stage, or None without DeepSpeed."""
         if self.fsdp:
             return None
-        if self.expert_parallel_size > 1:
-            return self.zero_stage
         split = self.tensor_parallel_size * self.pipeline_parallel_size > 1
         if self.zero_stage is None and split:
             is_elementwise = find_optimizer(self.optimizer).is_elementwise
@@ -546,9 +544,27 @@ class Job:
         return self.zero_stage
 
     @property
-    def replicas(self) -> int:
-        """The number of ranks that hold the same parameters, of which ZeRO divides the state."""
+    def expert_replicas(self) -> int:
+        """The number of ranks that hold the same experts."""
         return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that hold the same parameters, experts that are dealt over ranks
+        excepted. ZeRO divides the optimizer's state among them.
+        """
+        return self.expert_replicas * self.expert_parallel_size
+
+    def share(self, sizes: Iterable[ParameterSize]) -> int:
+        """Returns the elements of a rank's share of parameters that the replicas divide."""
+        experts = 0
+        others = 0
+        for size in sizes:
+            if size.is_expert:
+                experts += size.local
+            else:
+                others += size.local
+        return -(-others // self.replicas) + -(-experts // self.expert_replicas)
 
     @property
     def itemsize(self) -> int:

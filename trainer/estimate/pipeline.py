@@ -92,7 +92,7 @@ def check_layout(arguments: TrainingArguments, config: ModelConfig, launch: Rank
     check_heads(config.attention_heads, size)
     parameter_sizes(config, size)
     stages = arguments.pipeline_parallel_size
-    check_experts(config, arguments.expert_parallel_size, stages)
+    check_experts(config, arguments.expert_parallel_size)
     started = count_processes(arguments) * max(1, arguments.num_nodes)
     processes = launch.world_size if launch.world_size > 1 else started
     experts = arguments.expert_parallel_size
