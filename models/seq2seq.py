@@ -473,7 +473,7 @@ class Seq2SeqBackbone(Backbone):
         """
         pad_token_id = self.find_padding_of_labels()
         ids = labels.roll(1, dims=1)
-        ids[:, 0] = self.config.decoder_start_token_id
+        ids[:, 0].fill_(self.config.decoder_start_token_id)
         return ids.masked_fill(ids == IGNORED, pad_token_id)
 
     def find_padding_of_labels(self) -> int:

@@ -48,7 +48,8 @@ class DropoutKey(NamedTuple):
 
     Attributes:
         seed: The seed of the run.
-        first_sample: The global index of the first sample of the micro-batch.
+        first_sample: The global index of the first sample of the micro-batch, or int64 [] on the
+            device.
         visits: The number of uses of each site so far under this key.
         known: The uses that the key before this one saw.
         tables: The keys of the samples for each known use, int64 [batch], by first sample, batch
@@ -58,10 +59,10 @@ class DropoutKey(NamedTuple):
     """
 
     seed: int
-    first_sample: int
+    first_sample: int | Tensor
     visits: dict[int, int]
     known: KnownUses
-    tables: dict[tuple[int, int, torch.device], tuple[Tensor, ...]]
+    tables: dict[tuple[int | Tensor, int, torch.device], tuple[Tensor, ...]]
     rows: tuple[int, Tensor, Tensor] | None = None
 
 
@@ -82,17 +83,20 @@ class DropoutState:
         # The last key that was drawn, whose uses the next one will probably make too.
         self._drawn: DropoutKey | None = None
 
-    def set(self, seed: int, first_sample: int) -> None:
+    def set(self, seed: int, first_sample: int | Tensor) -> None:
         """Sets the key. Call this before every training forward pass.
 
         Args:
             seed: The seed of the run.
-            first_sample: The global index of the first sample of this micro-batch; row b is sample
+            first_sample: The global index of the first sample of this micro-batch, or int64 [] on
+                the device, which a CUDA graph reads anew in each step; row b is sample
                 first_sample + b. It must never repeat during a run, across epochs either, because
                 masks would repeat with it.
         """
         known = _collect_uses(self._key, int(seed))
-        self._key = DropoutKey(int(seed), int(first_sample), {}, known, {})
+        if not isinstance(first_sample, Tensor):
+            first_sample = int(first_sample)
+        self._key = DropoutKey(int(seed), first_sample, {}, known, {})
 
     def clear(self) -> None:
         """Forgets the key, so that models' calls draw keys again; see `drawing`."""

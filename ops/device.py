@@ -7,14 +7,17 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .dispatcher import can_bypass_dispatcher, needs_gradient
+
+T = TypeVar("T")
 
 
 def host_can_read(tensor: Tensor) -> bool:
@@ -104,6 +107,31 @@ def find_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     streams.
     """
     return make_copy_stream(device)
+
+
+def can_record_graphs(device: torch.device) -> bool:
+    """Returns whether what is queued on the device can be recorded and queued again as one graph."""
+    return device.type == "cuda"
+
+
+def is_recording(device: torch.device) -> bool:
+    """Returns whether what is queued on the device is recorded into a graph now, and does not run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def record_graph(device: torch.device, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    """Records what a function queues on a GPU, which does not run.
+
+    Returns:
+        What queues all of it again, and the function's results, whose memory each run renews.
+
+    Raises RuntimeError if something in the function cannot be recorded: the host waits for the
+    device.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph):
+        results = function()
+    return graph.replay, results
 
 
 def make_current(device: torch.device) -> AbstractContextManager[None]:

@@ -44,17 +44,24 @@ def use_key(seed: int, site: int, visit: int) -> int:
 
 
 def dropout_keys(
-    key: int | list[int] | Tensor, first_sample: int, batch: int, device: torch.device | str = "cpu"
+    key: int | list[int] | Tensor,
+    first_sample: int | Tensor,
+    batch: int,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """Returns one key per sample, chain(key, first_sample + b): int64 [batch], or [uses, batch] for
     several keys.
 
     Args:
         key: The 64-bit key of one use, or those of several, also as `send_use_keys` returns them.
-        first_sample: The number of the first sample in the run.
+        first_sample: The number of the first sample in the run, or that number on the device, int64
+            [].
         batch: The number of samples.
     """
-    samples = torch.arange(first_sample, first_sample + batch, device=device)
+    if isinstance(first_sample, Tensor):
+        samples = torch.arange(batch, device=device) + first_sample
+    else:
+        samples = torch.arange(first_sample, first_sample + batch, device=device)
     if isinstance(key, int):
         return _chain(torch.full_like(samples, _signed(key)), samples)
     if isinstance(key, list):

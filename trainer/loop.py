@@ -76,6 +76,7 @@ class TrainingLoop:
             self.forward_step,
             self.normalizer,
             self.saver,
+            self.reporter.notice,
         )
         self.global_batch_size = self.training_step.global_batch_size
         self.completed_steps = 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
@@ -36,6 +36,7 @@ from .launch.phase import phase
 from .launch.ranks import Ranks
 from .launch.stop_signal import StopSignal
 from .logging.diagnostics import Throughput, diagnose_non_finite, memory_by_rank
+from .step_graph import GraphResults, StepGraph
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class TrainingStep:
         forward_step: ForwardStep,
         normalizer: LossNormalizer,
         saver: BackgroundSaver,
+        tell: Callable[[str], None],
     ) -> None:
         self.arguments = arguments
         self.engine = engine
@@ -117,6 +119,9 @@ class TrainingStep:
         self.throughput = Throughput(self.device)
         self.reads_late = not computes_on_host(self.device)
         self.copy_stream = make_copy_stream(self.device)
+        self.graph: StepGraph | None = None
+        if arguments.cuda_graph:
+            self.graph = StepGraph(arguments, engine, forward_step, normalizer, self.device, tell)
         self.pending: PendingStep | None = None
         self.loss = math.nan
         self.unlogged_losses: list[float] = []
@@ -141,7 +146,8 @@ class TrainingStep:
         # its predecessor is computed.
         with phase("data"):
             micro_batches = list(islice(batches, self.accumulation_steps))
-        on_device = DevicePrefetcher(micro_batches, self.device, self.copy_stream)
+        sent = micro_batches if self.graph is None else []
+        on_device = DevicePrefetcher(sent, self.device, self.copy_stream)
 
         # Count targets. The loss is a mean over the targets of the global batch, so their number
         # must be known before the first forward pass. The first all-reduce of the step sums the
@@ -155,7 +161,15 @@ class TrainingStep:
 
         # Forward and backward passes of all micro-batches. The engine decides about their order,
         # because the stages of a pipeline take turns. Each loss is this rank's share of the step's
-        # loss, so gradients just add up.
+        # loss, so gradients just add up. A recorded step has all this and its update in one graph.
+        recorded: GraphResults | None = None
+        if self.graph is not None:
+            recorded = self._run_recorded(
+                self.graph, step, micro_batches, own_counts, target_counts
+            )
+            if recorded is None:
+                on_device = DevicePrefetcher(micro_batches, self.device, self.copy_stream)
+
         @phase("forward")
         def forward(k: int) -> Tensor:
             dropout_state.set(self.arguments.seed, self.first_sample(step, k))
@@ -166,14 +180,22 @@ class TrainingStep:
 
         if engine.updates_in_backward:
             self._wait_for_saver()
-        losses = engine.forward_backward(forward, len(micro_batches)).double()  # [micro-batches]
+        if recorded is not None:
+            losses = recorded.losses
+        else:
+            losses = engine.forward_backward(
+                forward, len(micro_batches)
+            ).double()  # [micro-batches]
 
         # Reduce. The engine has already summed the gradients over the data-parallel ranks. The
         # second all-reduce of the step sums the loss, and lets all ranks decide alike whether to
         # update, and whether to stop.
         found_inf: Tensor | None = None
         late_results: list[Tensor] = []
-        if self.reads_late and engine.takes_found_inf:
+        if recorded is not None:
+            found_inf = recorded.found_inf
+            late_results = [self._sum_on_device(losses, stop_signal), losses]
+        elif self.reads_late and engine.takes_found_inf:
             sums = self._sum_on_device(losses, stop_signal)
             found_inf = sums[1]
             # Once one update has been skipped, skip all later ones too: the weights that produced
@@ -190,10 +212,13 @@ class TrainingStep:
         self._wait_for_saver()
 
         # Clip and update.
-        with phase("optimizer step"):
-            outcome = engine.step(found_inf)
-            if outcome.applied:
-                self.corrections.apply(found_inf)
+        if recorded is not None:
+            outcome = StepOutcome(recorded.grad_norm, applied=True)
+        else:
+            with phase("optimizer step"):
+                outcome = engine.step(found_inf)
+        if outcome.applied:
+            self.corrections.apply(found_inf)
         self.schedule.after_step()
 
         # Log. Now that the device has this step's work, the host has time to read the results of
@@ -211,6 +236,25 @@ class TrainingStep:
             self._note_end()
         tokens = sum(count_tokens(batch) for batch in micro_batches)
         return StepResult(target_counts[0], tokens, lr, outcome, started)
+
+    def _run_recorded(
+        self,
+        graph: StepGraph,
+        step: int,
+        micro_batches: list[Any],
+        own_counts: list[list[float]],
+        target_counts: list[float],
+    ) -> GraphResults | None:
+        """Queues the passes and the update of a step as a graph; returns None if they are to be
+        computed without one.
+        """
+        if not graph.takes(micro_batches):
+            return None
+        self._wait_for_saver()
+        first_samples = [self.first_sample(step, k) for k in range(len(micro_batches))]
+        found_inf = None if self.pending is None else self.pending.found_inf
+        with phase("optimizer step"):
+            return graph.run(micro_batches, first_samples, own_counts, target_counts, found_inf)
 
     def read_pending(self) -> None:
         """Reads the results of the pending step, if there is one. Waits until the device has

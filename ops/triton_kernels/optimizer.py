@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import pins_host_memory
+from ..device import is_recording, pins_host_memory
 from .common import ceil_div
 from .launching import launch
 
@@ -126,7 +126,6 @@ class LaunchTable:
 
     def __init__(self) -> None:
         self._addresses: list[list[int]] = []
-        self._on_host: list[Tensor] = []  # a copy to the device may not have ended
         self.addresses: Tensor | None = None
         self.owners: Tensor | None = None
 
@@ -136,18 +135,32 @@ class LaunchTable:
         if addresses != self._addresses:
             sizes_changed = [row[6] for row in addresses] != [row[6] for row in self._addresses]
             self._addresses = addresses
-            self._on_host = self._on_host[1:] if not sizes_changed else []
-            self.addresses = self._send(torch.tensor(addresses, dtype=torch.int64), device)
+            self.addresses = torch.empty(
+                len(addresses), COLUMNS.value, dtype=torch.int64, device=device
+            )
             if sizes_changed:
-                owners = [[row, block] for row, n in enumerate(counts) for block in range(n)]
-                self.owners = self._send(torch.tensor(owners, dtype=torch.int32), device)
+                self.owners = torch.empty(sum(counts), 2, dtype=torch.int32, device=device)
+            if not is_recording(device):
+                self.send()
         return sum(counts)
 
-    def _send(self, table: Tensor, device: torch.device) -> Tensor:
-        if not pins_host_memory(device):
-            return table.to(device)
-        self._on_host.append(table.pin_memory())
-        return self._on_host[-1].to(device, non_blocking=True)
+    def send(self) -> None:
+        """Sends the table, which a graph that was recorded needs before it runs.
+
+        A recorded copy would read the host's memory anew in each run.
+        """
+        assert self.addresses is not None
+        assert self.owners is not None
+        owners = [
+            [row, block]
+            for row, parts in enumerate(self._addresses)
+            for block in range(ceil_div(parts[6], BLOCK))
+        ]
+        for target, values in ((self.addresses, self._addresses), (self.owners, owners)):
+            on_host = torch.tensor(values, dtype=target.dtype)
+            if pins_host_memory(target.device):
+                on_host = on_host.pin_memory()
+            target.copy_(on_host, non_blocking=True)
 
 
 def launch_adamw(

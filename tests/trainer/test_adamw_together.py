@@ -238,3 +238,15 @@ def test_addresses_are_sent_again_only_if_they_change():
     table.fill(moved, torch.device("cpu"))
     assert table.addresses.tolist() == moved
     assert table.owners is first[1]
+
+
+def test_a_recorded_launch_gets_its_table_before_it_runs(monkeypatch):
+    monkeypatch.setattr(kernels, "is_recording", lambda _: True)
+    table = kernels.LaunchTable()
+    table.fill([[16, 32, 48, 64, 80, 0, 5]], torch.device("cpu"))
+    kept = table.addresses
+    kept.zero_()
+    table.send()
+    assert table.addresses is kept
+    assert kept.tolist() == [[16, 32, 48, 64, 80, 0, 5]]
+    assert table.owners.tolist() == [[0, 0]]

@@ -173,6 +173,10 @@ class TrainingArguments:
     torch_compile: bool = False
     """Compile the blocks of a model of the zoo, or another model as a whole, with torch.compile."""
     torch_compile_backend: str = "inductor"
+    cuda_graph: bool = False
+    """Record a step on a GPU, with its update, and queue it as one CUDA graph from then on: for small
+    models, whose GPU waits for the host. `pytorch` in fp32 or bf16 with AdamW; other runs, and steps
+    of other shapes, go without, and say why."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """DeepSpeed ZeRO: 1 splits the optimizer's state over data-parallel ranks, 2 the gradients too,
     3 the parameters too. Default: the stage in `deepspeed_config`, else 1, or 0 for Adafactor and

@@ -162,6 +162,9 @@ class TorchEngine:
         if self.applied_steps == 1 and self._saves_state:
             self.optimizer_tensors()  # raises now if the states cannot be saved
 
+    def note_applied_step(self) -> None:
+        self.applied_steps += 1
+
     def take_norm(self) -> Tensor:
         """Returns the norm of the gradients that the last backward pass has used up, []."""
         return self._updates.take_norm(self._names, None, None)
