@@ -1,6 +1,6 @@
 """Converts checkpoints of random bytes, checks that nothing is lost, and measures time and memory.
 
-    python benchmarks/convert.py --folder /somewhere/with/space [--sizes 24x1024] [--families glm gpt2 llama]
+    python benchmarks/convert.py --folder /somewhere/with/space [--sizes 24x1024] [--families glm mixtral …]
 
 For each size it runs `cp` and `sha256sum` on the same bytes, then split, reshard and merge, each in a separate process,
 and repeats this `--repeat` times. `--formats` also writes and reads other programs' folders. Memory is the peak
@@ -164,7 +164,56 @@ def llama_shapes(
     return config, shapes
 
 
-FAMILIES = {"glm": glm_shapes, "gpt2": gpt2_shapes, "llama": llama_shapes}
+def mixtral_shapes(layers: int, hidden: int = 512, vocabulary: int = 8000) -> tuple[dict, dict]:
+    """Returns the config.json and the tensors' shapes of a Mixtral of 8 experts."""
+    config, dense = llama_shapes(layers, hidden, vocabulary=vocabulary)
+    inner = 7 * hidden // 2
+    shapes = {name: shape for name, shape in dense.items() if ".mlp." not in name}
+    for i in range(layers):
+        at = f"model.layers.{i}.block_sparse_moe."
+        shapes[f"{at}gate.weight"] = (8, hidden)
+        for e in range(8):
+            shapes |= {f"{at}experts.{e}.{x}.weight": (inner, hidden) for x in ("w1", "w3")}
+            shapes[f"{at}experts.{e}.w2.weight"] = (hidden, inner)
+    config |= {"model_type": "mixtral", "intermediate_size": inner, "num_local_experts": 8}
+    return config, shapes
+
+
+def gpt_oss_shapes(layers: int, hidden: int = 512, vocabulary: int = 8000) -> tuple[dict, dict]:
+    """Returns those of a gpt-oss of 32 experts, with one tensor of all experts for each projection."""
+    config, dense = llama_shapes(layers, hidden, vocabulary=vocabulary)
+    shapes = {name: shape for name, shape in dense.items() if ".mlp." not in name}
+    heads = config["num_attention_heads"]
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        for x in "qkvo":
+            rows, _ = shapes[f"{at}self_attn.{x}_proj.weight"]
+            shapes[f"{at}self_attn.{x}_proj.bias"] = (rows,)
+        shapes |= {
+            f"{at}self_attn.sinks": (heads,),
+            f"{at}mlp.router.weight": (32, hidden),
+            f"{at}mlp.router.bias": (32,),
+            f"{at}mlp.experts.gate_up_proj": (32, hidden, 2 * hidden),
+            f"{at}mlp.experts.gate_up_proj_bias": (32, 2 * hidden),
+            f"{at}mlp.experts.down_proj": (32, hidden, hidden),
+            f"{at}mlp.experts.down_proj_bias": (32, hidden),
+        }
+    config |= {
+        "model_type": "gpt_oss",
+        "intermediate_size": hidden,
+        "num_local_experts": 32,
+        "head_dim": 64,
+    }
+    return config, shapes
+
+
+FAMILIES = {
+    "glm": glm_shapes,
+    "gpt2": gpt2_shapes,
+    "llama": llama_shapes,
+    "mixtral": mixtral_shapes,
+    "gpt_oss": gpt_oss_shapes,
+}
 
 
 def write_checkpoint(folder: Path, config: dict, shapes: dict) -> int:
@@ -200,7 +249,7 @@ def steps_of_formats(family: str, source: Path, root: Path) -> dict[str, tuple[o
         "to DCP": ("merge", source, root / "dcp", "--to", "dcp"),
         "from DCP": ("merge", root / "dcp", root / "of-dcp", *one_file),
     }
-    if family != "glm":
+    if family not in ("glm", "gpt_oss"):
         steps |= {
             "to Megatron-LM, 2 x 2": (
                 "split",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from every_case import by_turns, every_day
+from tiny_models import hf_model
 
 from shardzoo.checkpoint.checkpoint import open_checkpoint
 from shardzoo.convert import workers
@@ -24,6 +25,7 @@ KILLS = int(os.environ.get("SHARDZOO_KILLS", "0"))
 KINDS = every_day(["merge"], more=["split", "reshard"])
 if KILLS:
     KINDS = ["split", "merge", "reshard", "legacy", "megatron", "from megatron", "dcp", "from dcp"]
+    KINDS += ["split experts", "merge experts", "reshard experts"]
 # Of each kind, killed one, two or three times in turn before they are resumed.
 ATTEMPTS = KILLS // 2 + 1 if KILLS else 2
 
@@ -32,7 +34,7 @@ def convert(kind: str, source: Path, destination: Path, resume: bool) -> None:
     """Runs in a process of its own, in small blocks, so that there is something to interrupt."""
     workers.MEMORY = 1 << 20
     options = Options(resume=resume, jobs=2, largest_file=500_000)
-    if kind in ("merge", "dcp") or kind.startswith("from"):
+    if kind in ("merge", "merge experts", "dcp") or kind.startswith("from"):
         merge(source, destination, options, style="dcp" if kind == "dcp" else "hf")
     else:
         split(
@@ -53,12 +55,22 @@ def model(zoo, tmp_path_factory) -> Path:
     )
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Path:
+    """A gpt-oss of several megabytes, with the experts of a layer in one tensor each."""
+    sizes = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 1000}
+    folder = tmp_path_factory.mktemp("mixture") / "hf"
+    hf_model("GptOssForCausalLM", **sizes).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_random_moments(kind, fork_server, model, tmp_path, file_tree):
+def test_killed_at_random_moments(kind, fork_server, request, tmp_path, file_tree):
+    model = request.getfixturevalue("mixture" if kind.endswith("experts") else "model")
     source = model
     if kind == "from dcp":
         merge(model, source := tmp_path / "two", style="dcp")
-    elif kind in ("reshard", "merge", "from megatron"):
+    elif kind.removesuffix(" experts") in ("reshard", "merge", "from megatron"):
         split(
             model,
             source := tmp_path / "two",
@@ -118,7 +130,7 @@ def wait_for(chosen: random.Random, process, journal: Path, lines: int) -> None:
 
 def wanted_copies(source: Path, kind: str) -> tuple:
     """The copies of the conversion, each of which is a line of the journal."""
-    merged = kind in ("merge", "dcp") or kind.startswith("from")
+    merged = kind in ("merge", "merge experts", "dcp") or kind.startswith("from")
     return plan_conversion(
         source,
         build_huggingface_target if merged else lambda mapped: build_shards_target(mapped, 4),
