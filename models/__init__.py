@@ -65,6 +65,13 @@ from .electra import (
     ElectraForTokenClassification,
     ElectraModel,
 )
+from .esm import (
+    EsmConfig,
+    EsmForMaskedLM,
+    EsmForSequenceClassification,
+    EsmForTokenClassification,
+    EsmModel,
+)
 from .eurobert import (
     EuroBertConfig,
     EuroBertForMaskedLM,
@@ -348,6 +355,11 @@ __all__ = [
     "ElectraForSequenceClassification",
     "ElectraForTokenClassification",
     "ElectraModel",
+    "EsmConfig",
+    "EsmForMaskedLM",
+    "EsmForSequenceClassification",
+    "EsmForTokenClassification",
+    "EsmModel",
     "EuroBertConfig",
     "EuroBertForMaskedLM",
     "EuroBertForSequenceClassification",

@@ -38,6 +38,8 @@ class BertConfig(HeadsConfig):
     """
 
     model_type: ClassVar[str] = "bert"
+    position_types: ClassVar[tuple[str, ...]] = ("absolute",)
+    """The kinds of positions that the family has."""
 
     vocab_size: VocabSize = 30522
     hidden_size: HiddenSize = 768
@@ -72,10 +74,10 @@ class BertConfig(HeadsConfig):
                 f"{self.architecture} is supported only as an encoder: is_decoder and "
                 "add_cross_attention must be false"
             )
-        if self.position_embedding_type != "absolute":
+        if self.position_embedding_type not in self.position_types:
             raise ValueError(
                 f"position_embedding_type {self.position_embedding_type!r} is not supported; use "
-                "'absolute'"
+                f"{' or '.join(map(repr, self.position_types))}"
             )
 
     @property

@@ -49,6 +49,10 @@ TINY: dict[str, dict[str, Any]] = {
     "distilbert": {"dim": 32, "n_heads": 4, "n_layers": 2, "hidden_dim": 48, "max_position_embeddings": 64},
     "electra": {**_ENCODER, "max_position_embeddings": 64, "embedding_size": 24},
     "xlm-roberta-xl": {**_ENCODER, "max_position_embeddings": 66, "pad_token_id": 1},
+    "esm": {
+        **_ENCODER, "max_position_embeddings": 66, "pad_token_id": 1, "mask_token_id": 3, "token_dropout": True,
+        "position_embedding_type": "rotary",
+    },
     "eurobert": {**_DECODER, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "mask_token_id": 3},
     "modernbert": {**_ENCODER, "max_position_embeddings": 64, "local_attention": 8, "pad_token_id": 1},
     "modernbert-decoder": {**_ENCODER, "max_position_embeddings": 64, "local_attention": 14, "pad_token_id": 1},
@@ -116,6 +120,7 @@ _DROPOUTS = {
     "distilbert": ("dropout", "attention_dropout"),
     "electra": _BERT_DROPOUTS,
     "xlm-roberta-xl": _BERT_DROPOUTS,
+    "esm": _BERT_DROPOUTS,
     "eurobert": ("attention_dropout",),
     **dict.fromkeys(
         ("modernbert", "modernbert-decoder"),
@@ -144,6 +149,7 @@ _DEPTHS = {
     "distilbert": ("n_layers",),
     "electra": ("num_hidden_layers",),
     "xlm-roberta-xl": ("num_hidden_layers",),
+    "esm": ("num_hidden_layers",),
     "eurobert": ("num_hidden_layers",),
     "modernbert": ("num_hidden_layers",),
     "modernbert-decoder": ("num_hidden_layers",),

@@ -149,6 +149,13 @@ PUBLISHED = {
     "smollm3-3b": 3_075_098_624,
     "granite-3.0-2b-base": 2_533_531_648,
     "granite-3.0-8b-base": 8_170_848_256,
+    # Without the head that predicts contacts, with the frequencies of the rotation.
+    "esm2_t6_8m_ur50d": 7_512_361,
+    "esm2_t12_35m_ur50d": 33_501_165,
+    "esm2_t30_150m_ur50d": 148_139_569,
+    "esm2_t33_650m_ur50d": 651_042_625,
+    "esm2_t36_3b_ur50d": 2_839_004_225,
+    "esm2_t48_15b_ur50d": 15_129_098_337,
     "ettin-decoder-17m": 16_913_600,
     "ettin-decoder-32m": 32_081_344,
     "ettin-decoder-68m": 68_457_664,

@@ -68,6 +68,7 @@ WANTED = {
         (*DECODER_HEADS, "ForCausalLM"),
     ),
     "Granite": ("Model", "ForCausalLM"),
+    "Esm": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
     "Olmo2": ("Model", "ForCausalLM", "ForSequenceClassification"),
     "ModernBertDecoder": ("Model", "ForCausalLM", "ForSequenceClassification"),
     "Gemma3": ("ForCausalLM", "TextModel", "TextForSequenceClassification"),
