@@ -28,6 +28,7 @@ from .collectives import (
     start_reduce_scatter,
 )
 from .fused_products import gathered_product, scattered_product
+from .main_gradients import find_main_gradient
 from .mesh import ParallelMesh
 from .packed import PackedParameter, packed_linear
 from .parameter import SplitLayer, split_parameter
@@ -192,7 +193,7 @@ class RowParallelLinear(SplitLayer):
                 return reduce_scatter_sequence(partial, self.mesh)
             return reduce_from_tp(partial, self.mesh)
         if self.mesh is None or self.mesh.tp_size == 1:
-            return linear(tensor, self.weight, self.bias)
+            return _multiply(tensor, self.weight, self.bias)
         arguments = autocast_arguments(tensor, self.weight, self.bias)
         return _RowParallel.apply(*arguments, self.mesh.tp_group, self.sequence_parallel)
 
@@ -219,9 +220,36 @@ def column_parallel(
         whole = enter_column_parallel(tensor, sequence_parallel=sequence_parallel, mesh=mesh)
         return packed_linear(whole, weight, bias)
     if mesh is None or mesh.tp_size == 1:
-        return linear(tensor, weight, bias)
+        return _multiply(tensor, weight, bias)
     arguments = autocast_arguments(tensor, weight, bias)
     return _ColumnParallel.apply(*arguments, mesh.tp_group, sequence_parallel)
+
+
+def _multiply(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the product of one rank, `linear`."""
+    if find_main_gradient(weight) is None:
+        return linear(tensor, weight, bias)
+    return _AccumulatingLinear.apply(*autocast_arguments(tensor, weight, bias))
+
+
+class _AccumulatingLinear(Function):
+    """Implements `linear` where the weight's gradient is added to a sum; see `MainGradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(tensor, weight)
+        return linear(tensor, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        grad = grads[0]
+        tensor, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        input_grad = _multiply_input_grad(grad, weight) if needs_input else None
+        weight_grad = _find_weight_grad(grad, tensor, weight) if needs_weight else None
+        bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
+        return input_grad, weight_grad, bias_grad
 
 
 def enter_column_parallel(
@@ -290,7 +318,7 @@ class _ColumnParallel(Function):
         elif input_grad is not None:
             finish_sum = start_all_reduce(input_grad, ctx.group)
         if needs_weight:
-            weight_grad = _multiply_weight_grad(grad, whole)
+            weight_grad = _find_weight_grad(grad, whole, weight)
         if needs_bias:
             bias_grad = grad.flatten(0, -2).sum(0)
         if finish_sum is not None:
@@ -345,7 +373,7 @@ class _RowParallel(Function):
                 input_grad, grad = fused
         if needs_input and input_grad is None:
             input_grad = _multiply_input_grad(grad, weight)
-        weight_grad = _multiply_weight_grad(grad, tensor) if needs_weight else None
+        weight_grad = _find_weight_grad(grad, tensor, weight) if needs_weight else None
         bias_grad = grad.flatten(0, -2).sum(0) if needs_bias else None
         return input_grad, weight_grad, bias_grad, None, None
 
@@ -355,6 +383,12 @@ def _multiply_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
     return torch.unflatten(matmul(grad.flatten(0, -2), weight), 0, grad.shape[:-1])
 
 
-def _multiply_weight_grad(grad: Tensor, tensor: Tensor) -> Tensor:
-    """Returns the gradient [out, in] of the weight, from [..., out] and [..., in]."""
+def _find_weight_grad(grad: Tensor, tensor: Tensor, weight: Tensor) -> Tensor | None:
+    """Returns the gradient [out, in] of the weight, from [..., out] and [..., in]; None if it was
+    added to the weight's main gradient.
+    """
+    main = find_main_gradient(weight)
+    if main is not None:
+        main.add(grad, tensor)
+        return None
     return matmul(grad.flatten(0, -2).t(), tensor.flatten(0, -2))

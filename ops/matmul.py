@@ -52,6 +52,27 @@ def addmm(bias: Tensor | None, x: Tensor, weight_t: Tensor) -> Tensor:
     return products.compute_linear(x, weight_t.t(), bias)
 
 
+def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `total + a @ b` in `dtype`, outside autograd; it may overwrite `total`.
+
+    A GPU multiplies 16-bit factors and adds to an fp32 sum in one product. A CPU widens the factors.
+
+    Args:
+        total: [M, N] in `dtype`; None for zeros.
+        a: [M, K].
+        b: [K, N].
+    """
+    widens = a.dtype != dtype and (a.is_cpu or a.is_meta)
+    if widens:
+        a = a.to(dtype)
+        b = b.to(dtype)
+    if total is None:
+        return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+    if a.dtype == dtype:
+        return total.addmm_(a, b)
+    return torch.ops.aten.addmm.dtype_out(total, a, b, dtype, out=total)
+
+
 def autocast_arguments(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Casts the arguments of a linear layer like `torch.autocast`, which does not do this for a
     custom function.

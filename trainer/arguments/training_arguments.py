@@ -184,6 +184,9 @@ class TrainingArguments:
     offload_optimizer: bool = False
     """Keep the optimizer's state in CPU memory and update the parameters there: DeepSpeed, or FSDP,
     which then keeps its parts of the parameters and gradients there too."""
+    gradient_accumulation_fusion: bool = False
+    """Linear layers add the gradients of their weights to fp32 sums within the product, if a step
+    has several micro-batches: `pytorch`, and `pytorchDDP` but for a step's last micro-batch."""
     optimizer_in_backward: bool = False
     """Update each parameter as soon as the backward pass has its gradient, and free the gradient:
     `pytorch` and `fsdp`, without clipping and accumulation, with AdamW, Adafactor or 8-bit AdamW.
@@ -467,6 +470,23 @@ class TrainingArguments:
         self._check_fsdp()
         if self.optimizer_in_backward:
             self._check_backward_updates()
+        if self.gradient_accumulation_fusion:
+            self._check_fusion()
+
+    def _check_fusion(self) -> None:
+        """Raises ValueError for what takes gradients from the parameters themselves."""
+        environment = ENVIRONMENTS[self.env_type]
+        wrong = {
+            f"env_type={self.env_type!r}": environment.uses_deepspeed or environment.uses_fsdp,
+            "torch_compile": self.torch_compile,
+            "optimizer_in_backward": self.optimizer_in_backward,
+        }
+        for name in (name for name, given in wrong.items() if given):
+            raise ValueError(
+                f"gradient_accumulation_fusion=True does not work with {name}; use "
+                "env_type='pytorch' or 'pytorchDDP' without torch_compile and "
+                "optimizer_in_backward"
+            )
 
     def _check_backward_updates(self) -> None:
         """Raises ValueError for what needs all gradients before an update."""

@@ -22,7 +22,11 @@ MOST_NAMES = 5  # of parameters in a message
 
 
 class DDPEngine(TorchEngine):
-    """An `Engine` that exchanges gradients in the backward pass of a step's last micro-batch."""
+    """An `Engine` that exchanges gradients in the backward pass of a step's last micro-batch, which
+    DDP learns of from the parameters themselves.
+    """
+
+    fuses_last_gradients = False
 
     def __init__(
         self,

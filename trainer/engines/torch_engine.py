@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoint.rank_files import MASTER_WEIGHT, TensorPart
+from ...mpu import ColumnParallelLinear, RowParallelLinear
+from ...mpu.main_gradients import adding_to_main_gradients
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.phase import phase
 from ..optimizers.adamw import AdamW, clip_gradients
@@ -20,7 +22,14 @@ from .state import load_state_tensors, model_tensors, state_tensors
 
 
 class TorchEngine:
-    """An `Engine` for one process, and the base class of `DDPEngine`."""
+    """An `Engine` for one process, and the base class of `DDPEngine`.
+
+    Attributes:
+        fuses_last_gradients: Whether `gradient_accumulation_fusion` includes a step's last
+            micro-batch.
+    """
+
+    fuses_last_gradients = True
 
     def __init__(
         self,
@@ -72,6 +81,13 @@ class TorchEngine:
         if isinstance(optimizer, AdamW) and self._scaler is None:
             self._masters.keeps_short_gradients = optimizer.takes_short_gradients()
 
+        self._fused_weights: list[Any] = []
+        if arguments.gradient_accumulation_fusion:
+            trained = set(self.list_trained())
+            for module in model.modules():
+                if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                    self._fused_weights += [module.weight] if module.weight in trained else []
+
         self.updates_in_backward = arguments.optimizer_in_backward
         if self.updates_in_backward:
             self.takes_found_inf = False
@@ -88,9 +104,17 @@ class TorchEngine:
     def forward_backward(self, forward: Forward, micro_batches: int) -> Tensor:
         losses: list[Tensor] = []
         for k in range(micro_batches):
-            self.begin_micro_batch(is_last=k == micro_batches - 1)
-            loss = forward(k)
-            self.backward(loss)
+            is_last = k == micro_batches - 1
+            self.begin_micro_batch(is_last=is_last)
+            # The gradient of a lone micro-batch is not added to anything.
+            weights: list[Any] = []
+            if micro_batches > 1 and (self.fuses_last_gradients or not is_last):
+                weights = self._fused_weights
+            with adding_to_main_gradients(
+                [(weight, self._masters.find(weight)) for weight in weights]
+            ):
+                loss = forward(k)
+                self.backward(loss)
             losses.append(loss.detach().view(()))
         return torch.stack(losses)
 
