@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import tyro
 from tyro.conf import Positional
 
+from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.hub import find_model
 from ..files.printable import printable
+from ..files.strict_json import read_folder_json
 from ..files.verbosity import is_quiet
 from .console import (
     explain_error,
@@ -428,6 +430,12 @@ def _print_outcome(
         f"{command.destination}: {outcome.tensors:,} tensors, {size}, "
         f"in {seconds:.1f} s ({speed / 1e9:.2f} GB/s)"
     )
+    if isinstance(command, MergeShards):
+        from ..models.huggingface import CRF_NOTE
+
+        config = read_folder_json(command.destination, CONFIG) or {}
+        if config.get("crf"):
+            print(CRF_NOTE)
 
 
 def run_plan(command: PlanConversion) -> int:

@@ -27,14 +27,10 @@ TASKS = {
     **dict.fromkeys(("lm", "masklm"), "text-generation"),
     **dict.fromkeys(("classification", "semantic-matching"), "text-classification"),
     **dict.fromkeys(("sequence-labeling", "ner"), "token-classification"),
+    **dict.fromkeys(("sequence-labeling-crf", "ner-crf"), "token-classification"),
 }
 # FlagAI's tasks with a head that is not here -> the task to use instead.
-CRF_TASKS = {
-    "sequence-labeling-crf": "sequence-labeling",
-    "ner-crf": "ner",
-    "sequence-labeling-gp": "sequence-labeling",
-    "ner-gp": "ner",
-}
+POINTER_TASKS = {"sequence-labeling-gp": "sequence-labeling-crf", "ner-gp": "ner-crf"}
 
 
 class AutoLoader:
@@ -45,7 +41,8 @@ class AutoLoader:
 
     Args:
         task_name: FlagAI's name of the task: lm, masklm, seq2seq, title-generation, poetry,
-            classification, semantic-matching, sequence-labeling or ner.
+            classification, semantic-matching, sequence-labeling or ner. The last two with `-crf`
+            have a conditional random field, `model.crf_layer`.
         model_name: The folder in `model_dir`, which is a Hugging Face or a shardzoo folder with its
             tokenizer.
         load_pretrain_params: Load the folder's weights; else the model is new.
@@ -70,10 +67,10 @@ class AutoLoader:
         device: torch.device | str = "cpu",
         mesh: ParallelMesh | None = None,
     ) -> None:
-        if task_name in CRF_TASKS:
+        if task_name in POINTER_TASKS:
             raise ValueError(
-                f"{task_name} has a conditional random field, which no model of the zoo has; use "
-                f"{CRF_TASKS[task_name]}, whose labels are predicted one by one"
+                f"{task_name} has a global pointer, which no model of the zoo has; use "
+                f"{POINTER_TASKS[task_name]}, which labels the tokens of an entity"
             )
         if task_name not in TASKS:
             raise ValueError(f"task_name must be one of {', '.join(TASKS)}, not {task_name!r}")
@@ -83,7 +80,10 @@ class AutoLoader:
                 f"{self.folder} is not a folder; put the model {model_name} there, as "
                 "transformers saves it"
             )
-        arguments = FinetuningArguments(model_name_or_path=str(self.folder), native=True)
+        has_crf = task_name.endswith("-crf")
+        arguments = FinetuningArguments(
+            model_name_or_path=str(self.folder), native=True, crf=has_crf
+        )
         source = find_source(arguments)
         known = family(source.model_type).tasks
         task = TASKS[task_name]
@@ -97,6 +97,8 @@ class AutoLoader:
         head = Labels(labels, "single_label_classification", stored=not labels).head(task)
         if only_download_config or not load_pretrain_params:
             config = task_config(source, task).with_changes(**(head or {}))
+            if has_crf:
+                config = config.with_changes(crf=True)
             self.model = from_config(config, mesh, device=torch.device(device))
         else:
             self.model = load_model(source, task, arguments, mesh, torch.device(device), head)

@@ -60,11 +60,15 @@ class Predictor:
     ) -> list[tuple[int, int, str]]:
         """Returns (first character, last character, kind) of each entity;
 
-        `target` are the BIO labels by class.
+        `target` are the BIO labels by class. A conditional random field predicts them together.
         """
         tokens = self.tokenizer.tokenize(text, maxlen=maxlen, add_spatial_tokens=True)
         places = self.tokenizer.rematch(text, tokens)
-        classes = self._logits(self.tokenizer.convert_tokens_to_ids(tokens))[0].argmax(-1).tolist()
+        output = self._run(self.tokenizer.convert_tokens_to_ids(tokens))
+        predictions = getattr(output, "predictions", None)
+        if predictions is None:
+            predictions = output.logits.argmax(-1)
+        classes = predictions[0].tolist()
         entities: list[tuple[int, int, str]] = []
         inside = False
         for place, number in zip(places, classes, strict=True):
@@ -96,8 +100,13 @@ class Predictor:
         return self.tokenizer.decode(ids.tolist())
 
     @torch.inference_mode()
+    def _run(self, ids: list[int]) -> Any:
+        """Returns the model's output for one text."""
+        return self.model(torch.tensor([ids], device=next(self.model.parameters()).device))
+
+    @torch.inference_mode()
     def _logits(self, ids: list[int]) -> torch.Tensor:
-        logits = self.model(torch.tensor([ids], device=next(self.model.parameters()).device)).logits
+        logits = self._run(ids).logits
         gather = getattr(self.model, "gather_logits", None)
         return gather(logits) if gather else logits
 

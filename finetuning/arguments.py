@@ -90,6 +90,9 @@ class FinetuningArguments(TrainingArguments):
     """Of text-classification; by default it follows from the labels: names and whole numbers,
     lists, other numbers.
     """
+    crf: bool = False
+    """Let a conditional random field choose the labels of token-classification together. A stored
+    one is kept in any case."""
     base_precision: BasePrecision | None = None
     """Pack the frozen linear layers under LoRA weights: in 4 bits (nf4) or 8 (int8, fp8)."""
     native: bool | None = None

@@ -151,6 +151,9 @@ def collect_predictions(kind: str, output: Any, batch: Mapping[str, Tensor]) -> 
     chosen = logits.argmax(-1).tolist()
     if kind == "classes":
         return list(zip(chosen, labels.tolist(), strict=True))
+    decoded = find_output_field(output, "predictions")
+    if decoded is not None:
+        chosen = decoded.cpu().tolist()
     rows: list[Any] = []
     for predicted, wanted in zip(chosen, labels.tolist(), strict=True):
         pairs = zip(predicted, wanted, strict=True)

@@ -197,6 +197,8 @@ def _load_native(
         # The trainer reads the weights when it has split the model.
         made["device"] = "meta"
     config = task_config(source, task).with_changes(**(head or {}))
+    if arguments.crf:
+        config = config.with_changes(crf=True)
     blocks = _stage_blocks(config, arguments, mesh, device)
     architecture = config.architecture
     made["base_precision"] = arguments.base_precision
@@ -215,6 +217,8 @@ def _load_native(
     has_labels_of_adapter = source.adapter is not None and (source.adapter / CONFIG).exists()
     if head is not None or has_labels_of_adapter:
         new += [name for name in label_modules(config) if name not in new]
+    if arguments.crf and not source.values.get("crf") and "crf_layer" not in new:
+        new.append("crf_layer")
     # Without these changes, the weights must fit the folder's own configuration.
     if not is_stored or new or head is not None or arguments.dropout_rate is not None:
         made["config"] = config
@@ -236,7 +240,12 @@ def task_config(source: ModelSource, task: str) -> ModelConfig:
 def label_modules(config: ModelConfig) -> list[str]:
     """Returns the names of the modules whose outputs are a classifier's labels."""
     model: Any = build_on_meta(config, None)
-    return [model.linear_name] if hasattr(model, "linear_name") else []
+    names: list[str] = []
+    if hasattr(model, "linear_name"):
+        names.append(model.linear_name)
+    if hasattr(model, "crf_layer"):
+        names.append("crf_layer")
+    return names
 
 
 def _stage_blocks(

@@ -46,6 +46,16 @@ def choose_task(arguments: FinetuningArguments, source: ModelSource) -> Task:
             f"{source.folder} is a {source.shape} ({source.model_type}), which does not learn "
             f"{task}; it learns {' or '.join(fitting)}{hint}"
         )
+    if arguments.crf and task != "token-classification":
+        raise ValueError(
+            f"crf is for token-classification, not for {task}: leave it out, or set "
+            "task='token-classification'"
+        )
+    if arguments.crf and not source.native:
+        raise ValueError(
+            f"crf needs a model of the zoo, and {source.folder} is trained as transformers' "
+            f"{source.model_type}: leave it out, or native=False"
+        )
     return cast(Task, task)
 
 

@@ -15,11 +15,13 @@ from torch import nn
 
 from ..checkpoint.manifest import checked_tokenizer
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
+from ..models.huggingface import CRF_NOTE
 from ..models.loading import missing_modules
 from ..models.lora import list_stored_modules, merge_lora
 from ..mpu import Dropout, ParallelMesh
 from ..mpu.packed import PackedParameter
 from ..trainer.arguments.training_arguments import TrainingArguments
+from ..trainer.batches.loss_normalization import find_output_field
 from ..trainer.batches.training_data import check_size
 from ..trainer.distillation import Distillation, Teacher, make_teacher_mesh
 from ..trainer.engines.factory import gather_parameters, shard_model
@@ -575,6 +577,8 @@ class Trainer(BaseTrainer):
                 save_prompt(self._prompt, tokens, first_id, path)
 
         on_first_rank(finish)
+        if self._has_crf():
+            self.console.print(f"{path}: {CRF_NOTE}")
         return path
 
     def _add_prompt(self, tokens: list[str], first_id: int, rows: Any) -> None:
@@ -624,6 +628,12 @@ class Trainer(BaseTrainer):
                 )
         if arguments.weight_id is not None and not weighs:
             raise ValueError(f"weight_id is for text-classification, not for {self.task}")
+        for name in ("label_smoothing", "class_weights"):
+            if self._has_crf() and getattr(arguments, name):
+                raise ValueError(
+                    f"{name} is for labels that are predicted one by one, and this model's "
+                    f"conditional random field predicts them together: leave {name} out"
+                )
         distillation = self._load_teacher()
         is_plain = not (arguments.label_smoothing or arguments.class_weights or weighs)
         if is_plain and distillation is None:
@@ -644,6 +654,10 @@ class Trainer(BaseTrainer):
             weights,
             distillation,
         )
+
+    def _has_crf(self) -> bool:
+        """Returns whether labels are those of a conditional random field."""
+        return self.task == "token-classification" and getattr(self.model.config, "crf", False)
 
     def _load_teacher(self) -> Distillation | None:
         """Returns what is learned of the teacher; None if the arguments name none. Collective.
@@ -910,6 +924,11 @@ class Trainer(BaseTrainer):
         """Keeps what the metrics need of the model's output for the samples `rows`."""
         if self._data.kind in ("texts", "tokens") or not self.ranks.reports:
             return
+        if self._has_crf() and find_output_field(output, "predictions") is None:
+            raise ValueError(
+                "forward_step must return the predictions of the conditional random field, as the "
+                'model\'s output has them: {"loss": …, "logits": …, "predictions": …}'
+            )
         predictions = collect_predictions(self._data.kind, output, batch)
         self._predictions.update(zip(rows, predictions, strict=True))
 

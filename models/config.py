@@ -553,6 +553,8 @@ class HeadsConfig(ModelConfig):
             number of labels as the length of `id2label`.
         id2label, label2id: The names of the labels by their numbers, and back; `LABEL_0`, … by
             default. As in transformers, they need not name all labels.
+        crf: Whether the labels of tokens are those of a conditional random field, which
+            transformers does not have. Other heads do not read it, and files have it only if true.
     """
 
     _: KW_ONLY
@@ -561,6 +563,7 @@ class HeadsConfig(ModelConfig):
     problem_type: ProblemType | None = None
     id2label: dict[str, str] | dict[int, str] | None = None
     label2id: dict[str, int] | None = None
+    crf: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -661,6 +664,8 @@ class HeadsConfig(ModelConfig):
         values = super().to_dict()
         del values["architecture"]
         del values["num_labels"]
+        if not self.crf:
+            del values["crf"]
         names = self.id2label or {}
         values["id2label"] = {str(number): name for number, name in names.items()}
         return values

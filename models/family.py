@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -15,7 +15,7 @@ from ..data.objectives.objective import Format
 from .activations import Activations
 from .config import ModelConfig
 from .megatron import MegatronMap
-from .name_map import NameMap
+from .name_map import NameEntry, NameMap
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 # A fine-tuning task -> the end of the name of the architecture that is trained for it.
@@ -25,6 +25,15 @@ HEADS_OF_TASKS = {
     "question-answering": "ForQuestionAnswering",
     "multiple-choice": "ForMultipleChoice",
 }
+# The conditional random field of a token classifier. transformers has none, and ignores these names.
+CRF_ENTRIES = tuple(
+    NameEntry(name, name)
+    for name in (
+        "crf_layer.start_transitions",
+        "crf_layer.end_transitions",
+        "crf_layer.transitions",
+    )
+)
 
 
 class BlankText(Protocol):
@@ -131,6 +140,9 @@ class Family:
         elif "text-generation" in self.tasks:
             found["chat"] = self.tasks["text-generation"]
         object.__setattr__(self, "tasks", {**self.tasks, **found})
+        if "token-classification" in found:
+            names = replace(self.name_map, entries=self.name_map.entries + CRF_ENTRIES)
+            object.__setattr__(self, "name_map", names)
 
     def find_names(self, config: ModelConfig) -> NameMap:
         """Returns where a checkpoint of a configuration's model stores each parameter."""

@@ -30,6 +30,7 @@ from ..mpu import (
 )
 from .backbone import Head
 from .blocks.activation_functions import find_activation
+from .blocks.conditional_random_field import ConditionalRandomField
 from .language_model import IGNORED, MaskedLM
 from .outputs import (
     BaseModelOutput,
@@ -479,9 +480,68 @@ class MultipleChoice(SequenceClassification):
 
 
 class TokenClassification(Classifier):
-    """Classifies each token: labels int64 [B, S], logits [B, S, num_labels]."""
+    """Classifies each token: labels int64 [B, S], logits [B, S, num_labels].
+
+    With `config.crf` a conditional random field scores the labels of a sequence together: the logits
+    are its emissions. Its positions are those whose label is not -100, so that the further pieces of
+    a word, whose labels are ignored, are skipped. Without labels they are those of the attention
+    mask.
+    """
 
     linear_name = "token_classifier"
+
+    def add_head(self) -> None:
+        super().add_head()
+        if self.config.crf:
+            self.crf_layer = ConditionalRandomField(self.num_outputs)
+
+    def initialize_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        if name.startswith("crf_layer."):
+            full.uniform_(-0.1, 0.1, generator=generator)
+        else:
+            super().initialize_parameter(name, full, generator)
+
+    def compute_outputs(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **options: Any,
+    ) -> ModelOutput:
+        """Returns the logits and, with labels, the loss; see `Classifier.compute_outputs`.
+
+        With a conditional random field, the output in evaluation mode has its `predictions` too.
+        """
+        output = super().compute_outputs(
+            input_ids, attention_mask=attention_mask, labels=labels, **options
+        )
+        if not self.config.crf or self.training or not isinstance(output, ClassifierOutput):
+            return output
+        if labels is not None:
+            kept = labels != IGNORED
+        elif attention_mask is not None and attention_mask.dim() == 2:
+            kept = attention_mask != 0
+        else:
+            kept = torch.ones(
+                output.logits.shape[:2], dtype=torch.bool, device=output.logits.device
+            )
+        output.predictions = self.crf_layer.decode(output.logits, kept, IGNORED)
+        return output
+
+    def loss(
+        self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Returns the loss of `Classifier.loss`, or that of the conditional random field.
+
+        This is the negative log-likelihood of all sequences, divided by the number of labels that
+        are not -100, or by `num_items_in_batch`.
+        """
+        if not self.config.crf:
+            return super().loss(logits, labels, num_items_in_batch)
+        kept = labels != IGNORED
+        total = self.crf_layer.negative_log_likelihood(logits, labels, kept).sum()
+        return total / (kept.sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 class QuestionAnswering(Classifier):

@@ -21,6 +21,10 @@ from .mapping import (
 LARGEST_FILE = 5 * 10**9  # bytes of one file
 INDEX = "model.safetensors.index.json"
 Shapes = dict[str, tuple[str, tuple[int, ...]]]  # name of a tensor -> type, shape
+CRF_NOTE = (
+    "the files keep the conditional random field (crf_layer.*), which transformers ignores: there "
+    "each label is the most probable one by itself"
+)
 
 
 def list_stored_shapes(

@@ -453,6 +453,8 @@ class ClassifierOutput(ModelOutput):
     Attributes:
         loss: Scalar fp32; None without labels.
         logits: [B, num_labels] for sequences, [B, S, num_labels] for tokens, [B, C] for C choices.
+        predictions: The most probable labels of tokens, int64 [B, S], -100 where none is predicted,
+            of a model with a conditional random field in evaluation mode; else None.
     """
 
     loss: Tensor | None = None
@@ -466,6 +468,7 @@ class ClassifierOutput(ModelOutput):
     encoder_last_hidden_state: Tensor | None = None
     encoder_hidden_states: tuple[Tensor, ...] | None = None
     encoder_attentions: tuple[Tensor, ...] | None = None
+    predictions: Tensor | None = None
 
 
 @dataclass

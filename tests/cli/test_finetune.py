@@ -28,7 +28,9 @@ def workplace(tmp_path_factory) -> Path:
     sources = [text(seed, 4) for seed in range(24)]
     pairs = [{"translation": {"s": source, "t": source.split()[0]}} for source in sources]
     labels = [{"s": source, "t": number % 2} for number, source in enumerate(sources)]
-    for name, records in (("pairs.json", pairs), ("labels.json", labels)):
+    words = [{"s": source.split(), "t": ["B-A", "I-A", "O", "O"]} for source in sources]
+    files = {"pairs.json": pairs, "labels.json": labels, "words.json": words}
+    for name, records in files.items():
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "text.txt").write_text(text(0, 900))
     (folder / "short.yaml").write_text(

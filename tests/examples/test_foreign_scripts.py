@@ -166,6 +166,87 @@ class Entities(Dataset):
 
 trainer.train(model, train_dataset=Entities(), valid_dataset=None, collate_fn=bert_sequence_label_collate_fn)
 """
+ROBERTA_CRF = f"""
+import torch
+from torch.utils.data import Dataset
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.trainer import Trainer{CHANGED}
+from shardzoo.compat import bert_sequence_label_collate_fn, Predictor{CHANGED}
+
+task_name = "sequence-labeling-crf"
+maxlen = 256
+target = ["O", "B-LOC", "I-LOC", "B-ORG", "I-ORG", "B-PER", "I-PER"]
+
+auto_loader = AutoLoader(task_name, model_name="RoBERTa-base-ch", model_dir="./state_dict/", class_num=len(target))
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+trainer = Trainer(
+    env_type="pytorch", experiment_name="roberta_ner", batch_size=8, gradient_accumulation_steps=1, lr=2e-3,
+    weight_decay=1e-3, epochs=4, log_interval=1, eval_interval=1000, load_dir=None, pytorch_device="cpu",
+    save_dir="checkpoints_ner_crf", save_interval=1,
+)
+{PREPARE}
+train_data = []
+for source in sources:
+    at = source.find("red")
+    train_data.append([source, [at, at + 2, "LOC"]])
+
+class NERDataset(Dataset):
+    def __init__(self, data):
+        super(NERDataset, self).__init__()
+        self.data = data
+
+    def __getitem__(self, i):
+        data = self.data[i]
+        tokens = tokenizer.tokenize(data[0], maxlen=maxlen, add_spatial_tokens=True)
+        input_ids = tokenizer.convert_tokens_to_ids(tokens)
+        mapping = tokenizer.rematch(data[0], tokens)
+        start_mapping = {{j[0]: i for i, j in enumerate(mapping) if j}}
+        end_mapping = {{j[-1]: i for i, j in enumerate(mapping) if j}}
+        labels = [0] * len(tokens)
+        for start, end, label in data[1:]:
+            if start in start_mapping and end in end_mapping:
+                start = start_mapping[start]
+                end = end_mapping[end]
+                labels[start] = target.index(f"B-{{label}}")
+                for j in range(start + 1, end + 1):
+                    labels[j] = target.index(f"I-{{label}}")
+        output = {{"input_ids": input_ids, "labels": labels}}
+        return output
+
+    def __len__(self):
+        return len(self.data)
+
+def main():
+    crf_params = list(map(id, model.crf_layer.parameters()))
+    base_params = filter(lambda p: id(p) not in crf_params, model.parameters())
+    optimizer = torch.optim.Adam([{{
+        "params": base_params
+    }}, {{
+        "params": model.crf_layer.parameters(),
+        "lr": 0.02
+    }}], lr=2e-3, weight_decay=1e-3)
+    train_dataset = NERDataset(train_data)
+    trainer.train(
+        model, train_dataset=train_dataset, valid_dataset=None, collate_fn=bert_sequence_label_collate_fn,
+        optimizer=optimizer,
+    )
+
+if __name__ == '__main__':
+    before = model.crf_layer.transitions.clone()
+    main()
+    assert not before.equal(model.crf_layer.transitions)
+    predictor = Predictor(model, tokenizer)
+    with torch.no_grad():
+        # From the second token on, B-LOC and I-LOC must follow each other, whatever the logits are.
+        model.crf_layer.transitions.fill_(-99)
+        model.crf_layer.transitions[0, 1] = model.crf_layer.transitions[1, 2] = model.crf_layer.transitions[2, 1] = 99
+        model.crf_layer.start_transitions[1:] = -999
+    entities = predictor.predict_ner(sources[0], target, maxlen=maxlen)
+    places = tokenizer.rematch(sources[0], tokenizer.tokenize(sources[0]))
+    pairs = [(places[n][0], places[min(n + 1, len(places) - 1)][-1], "LOC") for n in range(0, len(places), 2)]
+    assert entities == pairs
+"""
 ROBERTA_MATCHING = f"""
 import torch
 from torch.utils.data import Dataset
@@ -368,6 +449,7 @@ SCRIPTS = {
     "FlagAI glm_title_generation": glm("deepspeed"),
     "FlagAI bert_title_generation": BERT_TITLES,
     "FlagAI roberta_ner": ROBERTA_NER,
+    "FlagAI roberta_ner/train_crf": ROBERTA_CRF,
     "FlagAI roberta_semantic_matching": ROBERTA_MATCHING,
     "FlagAI gpt2_text_writting": GPT2_WRITING,
     "t2t tldr": t2t(f"{VALIDATED} gradient_accumulation_steps=1,", TRAIN_AND_TEST),
@@ -447,7 +529,7 @@ def changed_lines(script: str) -> int:
 @pytest.mark.parametrize("name", by_turns(SCRIPTS, 4))
 def test_a_script_runs(name, folder, monkeypatch):
     """In this process, or if it starts several, as a command."""
-    path = folder / f"{name.replace(' ', '_')}.py"
+    path = folder / f"{name.replace(' ', '_').replace('/', '_')}.py"
     path.write_text(SCRIPTS[name])
     monkeypatch.chdir(folder)
     if name in SEVERAL:
@@ -538,8 +620,8 @@ def test_flagais_loader_makes_new_models_and_names_the_task_to_use(folder):
     new = AutoLoader("masklm", load_pretrain_params=False, **place).get_model()
     assert new.config == loaded.config
     assert any((a != b).any() for a, b in zip(new.parameters(), loaded.parameters(), strict=True))
-    with pytest.raises(ValueError, match=r"conditional random field.* use ner,"):
-        AutoLoader("ner-crf", class_num=3, **place)
+    with pytest.raises(ValueError, match=r"global pointer.* use ner-crf,"):
+        AutoLoader("ner-gp", class_num=3, **place)
 
 
 def test_a_second_run_is_refused_before_anything_is_loaded(tmp_path):
