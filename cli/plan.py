@@ -273,6 +273,7 @@ def list_results(plan: Plan, cluster: Cluster, tokens: float) -> dict[str, Any]:
         "pipeline_parallel_size": run.pipeline,
         "data_parallel_size": run.data,
         "context_parallel_size": run.context,
+        "expert_parallel_size": run.expert,
         "zero_stage": None if run.fsdp else run.zero_stage,
         "fsdp": run.fsdp,
         "recompute": run.recompute,
@@ -318,14 +319,14 @@ def build_table(rows: Sequence[dict[str, Any]], arguments: PlanArguments) -> Tab
         f"{arguments.model} on {arguments.gpus} x {arguments.device}, {arguments.tokens:.3g} tokens"
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    # Short sequences are never split.
-    splits_sequences = any(row["context_parallel_size"] > 1 for row in rows)
-    for name in ("cp", *COLUMNS) if splits_sequences else COLUMNS:
+    # Short sequences are never split, and only mixtures have experts.
+    axes = {"cp": "context_parallel_size", "EP": "expert_parallel_size"}
+    shown = {name: key for name, key in axes.items() if any(row[key] > 1 for row in rows)}
+    for name in (*shown, *COLUMNS):
         table.add_column(name, justify="right")
     for row in rows:
-        context = [str(row["context_parallel_size"])] if splits_sequences else []
         table.add_row(
-            *context,
+            *(str(row[key]) for key in shown.values()),
             str(row["tensor_parallel_size"]),
             str(row["pipeline_parallel_size"]),
             str(row["data_parallel_size"]),
@@ -464,6 +465,8 @@ def build_recipe(plan: Plan, request: PlanRequest, arguments: PlanArguments) -> 
         values |= {"num_nodes": nodes, "num_gpus": run.gpus // nodes}
     if run.context > 1:
         values["context_parallel_size"] = run.context
+    if run.expert > 1:
+        values["expert_parallel_size"] = run.expert
     if run.target_length:
         values["target_length"] = run.target_length
     return values

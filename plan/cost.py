@@ -26,18 +26,21 @@ FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Network:
-    """A model as its stacks of equal blocks, the rows of its vocabulary and its parameters."""
+    """A model as its stacks of equal blocks, the rows of its vocabulary and its parameters, of which
+    `in_experts` are in the experts of mixtures.
+    """
 
     stacks: tuple[StackSpec, ...]
     vocabulary: int
     parameters: int
+    in_experts: int = 0
 
     @classmethod
     def from_activations(
-        cls, activations: Activations, vocabulary: int, parameters: int
+        cls, activations: Activations, vocabulary: int, parameters: int, in_experts: int = 0
     ) -> Network:
         """Returns the network that a family's `activations` describe."""
-        return cls(activations.stacks, vocabulary, parameters)
+        return cls(activations.stacks, vocabulary, parameters, in_experts)
 
     @property
     def layers(self) -> int:
@@ -58,6 +61,7 @@ class PlannedRun:
         length, target_length: Tokens of a sequence; 0 for a target as long as its source.
         tensor, pipeline: Tensor-parallel size and number of pipeline stages.
         context: Context-parallel size: the ranks that share each sequence.
+        expert: Expert-parallel size: the data-parallel ranks that share the experts of mixtures.
         chunks: Groups of layers on a pipeline rank, of an interleaved schedule.
         fused_attention: Whether scores stay in the device's caches (Dao et al. 2022,
             arXiv:2205.14135).
@@ -84,16 +88,24 @@ class PlannedRun:
     itemsize: int = 2
     gradient_itemsize: int = 2
     context: int = 1
+    expert: int = 1
 
     @property
     def data(self) -> int:
-        """Returns the data-parallel size."""
+        """Returns the data-parallel size; the expert-parallel ranks are among them."""
         return self.gpus // (self.tensor * self.pipeline * self.context)
 
     @property
     def replicas(self) -> int:
-        """Returns the number of ranks that hold the same parameters."""
+        """Returns the number of ranks that hold the same parameters, experts that are dealt over ranks
+        excepted.
+        """
         return self.data * self.context
+
+    def split(self, parameters: float, in_experts: float) -> tuple[float, float]:
+        """Returns the numbers of a rank's parameters outside of experts, and in them."""
+        ranks = self.tensor * self.pipeline
+        return (parameters - in_experts) / ranks, in_experts / (ranks * self.expert)
 
     @property
     def micro_batches(self) -> int:
@@ -123,6 +135,10 @@ class PlannedRun:
             if self.context > 1:
                 sizes += f" x {self.context}"
             raise ValueError(f"{self.gpus} devices are not a multiple of {sizes} of one replica")
+        if self.data % self.expert:
+            raise ValueError(
+                f"{self.data} data-parallel ranks are not a multiple of {self.expert} expert-parallel ones"
+            )
         if self.global_batch % (self.micro_batch * self.data):
             raise ValueError(
                 f"global_batch {self.global_batch} is not a multiple of micro_batch "
@@ -143,6 +159,7 @@ class StepTime:
     gradients: float
     update: float
     context_parallel: float = 0.0
+    expert_parallel: float = 0.0
     flops: float = field(default=0.0)
     """FLOPs of the model in a step of all devices, without what is recomputed."""
 
@@ -195,16 +212,23 @@ class StageTime:
         tensor_parallel: All-reduces of the tensor-parallel ranks.
         forward: The forward pass's share of `busy`, and of both kinds of collectives.
         context_parallel: Exchanges of the context-parallel ranks.
+        expert_parallel: All-to-alls of the expert-parallel ranks.
     """
 
     busy: tuple[float, float, float]
     tensor_parallel: float
     forward: tuple[float, float]
     context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+
+    @property
+    def exchanges(self) -> float:
+        """All collectives together."""
+        return self.tensor_parallel + self.context_parallel + self.expert_parallel
 
     @property
     def total(self) -> float:
-        return sum(self.busy) + self.tensor_parallel + self.context_parallel
+        return sum(self.busy) + self.exchanges
 
 
 # --- A step ---------------------------------------------------------------------------------------
@@ -237,6 +261,7 @@ def step_time(network: Network, run: PlannedRun, cluster: Cluster) -> StepTime:
         gradients=gradient_time(network, run, cluster, last_backward),
         update=update_time(network, run, cluster),
         context_parallel=slowest.context_parallel * run.micro_batches,
+        expert_parallel=slowest.expert_parallel * run.micro_batches,
         flops=model_flops(network, run),
     )
 
@@ -250,6 +275,7 @@ def stage_times(network: Network, run: PlannedRun, cluster: Cluster) -> list[Sta
         tensor_parallel_time(stack, run, network.hidden, cluster) for stack in network.stacks
     ]
     exchanges = [context_parallel_time(stack, run, cluster) for stack in network.stacks]
+    all_to_alls = [expert_parallel_time(stack, run, cluster) for stack in network.stacks]
     shapes: list[tuple[tuple[int, ...], bool]] = []
     for stage, counts in enumerate(_blocks_per_stage(network, run.pipeline)):
         shapes.append((counts, stage == run.pipeline - 1))
@@ -261,8 +287,9 @@ def stage_times(network: Network, run: PlannedRun, cluster: Cluster) -> list[Sta
         tensor = sum(ring * count for ring, count in zip(all_reduces, counts, strict=True))
         forward_share = sum(seconds(forward, run, cluster)) / (sum(busy) or 1.0)
         context = sum(time * count for time, count in zip(exchanges, counts, strict=True))
+        expert = sum(time * count for time, count in zip(all_to_alls, counts, strict=True))
         shares = (forward_share, 1 / run.passes)
-        times[counts, is_last] = StageTime(busy, tensor, shares, context)
+        times[counts, is_last] = StageTime(busy, tensor, shares, context, expert)
     return [times[shape] for shape in shapes]
 
 
@@ -477,6 +504,31 @@ def context_parallel_time(stack: StackSpec, run: PlannedRun, cluster: Cluster) -
     return passes * total
 
 
+def expert_parallel_bytes(stack: StackSpec, run: PlannedRun) -> float:
+    """Returns the bytes that a rank sends in the all-to-alls of a block's mixture in a micro-batch, if
+    all experts are equally popular; see docs/experts.md.
+
+    Each of a token's experts that is elsewhere takes its hidden state there and back, in each pass.
+    """
+    block = stack.block
+    tokens = run.micro_batch * run.tokens(stack) / run.context
+    elsewhere = (run.expert - 1) / run.expert
+    return 2 * run.passes * tokens * block.routed * elsewhere * block.hidden * run.itemsize
+
+
+def expert_parallel_time(stack: StackSpec, run: PlannedRun, cluster: Cluster) -> float:
+    """Returns the seconds of a block's all-to-alls in a micro-batch, and of the all-gather of the
+    numbers of tokens before them.
+    """
+    if run.expert == 1 or not stack.block.routed:
+        return 0.0
+    link = cluster.link(run.expert, run.tensor)
+    forward_passes = run.passes - 1
+    messages = (2 * run.passes + forward_passes) * (run.expert - 1)
+    size = expert_parallel_bytes(stack, run)
+    return size / (link.bandwidth * cluster.rates.link) + messages * link.latency
+
+
 def message_time(network: Network, run: PlannedRun, cluster: Cluster) -> float:
     """Returns the seconds in which a stage waits for a micro-batch's messages.
 
@@ -504,8 +556,7 @@ def gradient_time(network: Network, run: PlannedRun, cluster: Cluster, backward:
 
 def gradient_ring(network: Network, run: PlannedRun, cluster: Cluster) -> tuple[float, float]:
     """Returns the seconds of an all-reduce of a rank's gradients, and how many a step needs."""
-    size = network.parameters / (run.tensor * run.pipeline) * run.gradient_itemsize
-    link = cluster.link(run.replicas, run.tensor)
+    others, experts = run.split(network.parameters, network.in_experts)
     rounds = 1.0
     if run.zero_stage == 2:
         # The gradients of each micro-batch are scattered and the weights gathered once; each is
@@ -515,13 +566,23 @@ def gradient_ring(network: Network, run: PlannedRun, cluster: Cluster) -> tuple[
         # The weights are also gathered for both passes of each micro-batch (Rajbhandari et al.
         # 2020, section 7).
         rounds = 1.5 * run.micro_batches
-    gathered = ring_all_reduce(size, run.replicas, link, cluster.rates)
-    if run.fsdp:
-        # Two of the three halves have the weights' precision, and the third one is in fp32.
-        in_fp32 = size * FP32 / run.gradient_itemsize
-        scattered = ring_all_reduce(in_fp32, run.replicas, link, cluster.rates)
-        return (2 * gathered + scattered) / 3, rounds
-    return gathered, rounds
+    seconds = 0.0
+    # Fewer ranks hold the same experts.
+    parts = (
+        (others, run.replicas, run.tensor),
+        (experts, run.replicas // run.expert, run.tensor * run.expert),
+    )
+    if run.expert == 1:
+        parts = ((others + experts, run.replicas, run.tensor),)
+    for elements, ranks, stride in parts:
+        link = cluster.link(ranks, stride)
+        gathered = ring_all_reduce(elements * run.gradient_itemsize, ranks, link, cluster.rates)
+        if run.fsdp:
+            # Two of the three halves have the weights' precision, and the third one is in fp32.
+            scattered = ring_all_reduce(elements * FP32, ranks, link, cluster.rates)
+            gathered = (2 * gathered + scattered) / 3
+        seconds += gathered
+    return seconds, rounds
 
 
 def update_time(network: Network, run: PlannedRun, cluster: Cluster) -> float:
@@ -535,8 +596,10 @@ def update_bytes(network: Network, run: PlannedRun) -> float:
     Per element: 4 bytes to read for the norm; the update reads gradient, weight and two moments of
     4 bytes, and writes the last three and a weight of `itemsize` bytes.
     """
-    is_split = run.zero_stage or run.fsdp
-    own = network.parameters / (run.tensor * run.pipeline) / (run.replicas if is_split else 1)
+    others, experts = run.split(network.parameters, network.in_experts)
+    own = others + experts
+    if run.zero_stage or run.fsdp:
+        own = (others + experts * run.expert) / run.replicas
     # FSDP rounds the weights when it sends them.
     rounded = 0 if run.fsdp else run.itemsize
     return own * (4 + 28 + rounded)

@@ -92,8 +92,9 @@ def build_network(config: ModelConfig) -> Network:
         if any(size.name.startswith(stack.path) for size in sizes)
     )
     parameters = sum(size.full for size in sizes)
+    in_experts = sum(size.full for size in sizes if size.is_expert)
     return Network.from_activations(
-        replace(activations, stacks=stacks), config.vocab_size, parameters
+        replace(activations, stacks=stacks), config.vocab_size, parameters, in_experts
     )
 
 
@@ -109,9 +110,10 @@ def build_estimate_job(run: PlannedRun, request: PlanRequest) -> Job:
         target_length=request.target_length,
         accumulation_steps=run.micro_batches,
         tensor_parallel_size=run.tensor,
-        data_parallel_size=run.data,
+        data_parallel_size=run.data // run.expert,
         pipeline_parallel_size=run.pipeline,
         context_parallel_size=run.context,
+        expert_parallel_size=run.expert,
         zero_stage=None if run.fsdp else run.zero_stage,  # pyright: ignore[reportArgumentType]
         fsdp=run.fsdp,
         sequence_parallel=run.sequence_parallel,
@@ -159,7 +161,7 @@ def find_plans(
         # The optimizer's step holds no activations, so these alone decide what it needs.
         accumulates = run.micro_batches > 1
         engine = (run.zero_stage, run.fsdp, accumulates)
-        decides_update = (run.tensor, run.pipeline, run.context, *engine)
+        decides_update = (run.tensor, run.pipeline, run.context, run.expert, *engine)
         if decides_update in update_too_large:
             continue
         any_micro_batch = replace(run, micro_batch=1)
@@ -179,7 +181,7 @@ def list_layouts(config: ModelConfig, request: PlanRequest, node_size: int) -> I
     """Yields every layout that the trainer accepts.
 
     Tensor parallelism stays inside a node, and pipeline stages are equal. Context-parallel ranks have
-    `FEWEST_POSITIONS` or more each.
+    `FEWEST_POSITIONS` or more each. Experts of mixtures are dealt over equal parts of the ranks.
     """
     model = unsplit_on_meta(config)
     widest = min(largest_size(model), node_size)
@@ -206,8 +208,12 @@ def list_layouts(config: ModelConfig, request: PlanRequest, node_size: int) -> I
             engines.append((stage, False))
         if pipeline == 1 and data * context > 1 and not PRECISIONS[request.precision].scales_loss:
             engines.append((0, True))
-        options = product(engines, RECOMPUTE, splits, powers_of_two)
-        for (stage, fsdp), recompute, sequence_parallel, micro_batch in options:
+        # Ranks with more experts than others would decide the time.
+        dealt = [size for size in divisors(data) if size == 1 or config.expert_count % size == 0]
+        if not config.expert_count or request.precision == "fp16":
+            dealt = [1]
+        options = product(engines, RECOMPUTE, splits, powers_of_two, dealt)
+        for (stage, fsdp), recompute, sequence_parallel, micro_batch, expert in options:
             run = PlannedRun(
                 gpus=request.gpus,
                 global_batch=request.global_batch,
@@ -223,6 +229,7 @@ def list_layouts(config: ModelConfig, request: PlanRequest, node_size: int) -> I
                 itemsize=itemsize,
                 gradient_itemsize=itemsize,
                 context=context,
+                expert=expert,
             )
             if _is_accepted(run, request):
                 yield run

@@ -132,7 +132,8 @@ def _can_split_sequences(job: Job) -> bool:
 def _device_time(network: Network, job: Job) -> float:
     """Returns the predicted seconds of all devices for one sequence, on A100 or on CPUs."""
     gpus = job.tensor_parallel_size * job.pipeline_parallel_size * job.replicas
-    batch = job.micro_batch_size * job.accumulation_steps * job.data_parallel_size
+    data = job.data_parallel_size * job.expert_parallel_size
+    batch = job.micro_batch_size * job.accumulation_steps * data
     run = PlannedRun(
         gpus=gpus,
         global_batch=batch,
@@ -148,6 +149,7 @@ def _device_time(network: Network, job: Job) -> float:
         itemsize=job.itemsize,
         gradient_itemsize=job.itemsize,
         context=job.context_parallel_size,
+        expert=job.expert_parallel_size,
     )
     cluster = find_cluster("a100" if job.device == "cuda" else "cpu")
     return step_time(network, run, cluster).total * gpus / batch

@@ -75,7 +75,7 @@ def simulate_step(
     is_slow = draw.random((run.pipeline, run.data, together)) < stragglers.slow_share
     slowness = np.where(is_slow, stragglers.slowdown, 1.0)  # [P, D, T]
     busy = np.array([sum(stage.busy) for stage in stages])  # [P]
-    tensor = np.array([stage.tensor_parallel + stage.context_parallel for stage in stages])  # [P]
+    tensor = np.array([stage.exchanges for stage in stages])  # [P]
     forward_shares = np.array([stage.forward for stage in stages]).T  # [2, P]
 
     def draw_passes(shares: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ from shardzoo.cli.pretrain import PretrainCommand
 from shardzoo.models import find_config
 from shardzoo.models.sizes import parameter_sizes
 from shardzoo.plan import PlannedRun, Rates, find_cluster, step_time
+from shardzoo.plan.cost import expert_parallel_bytes
 from shardzoo.plan.hardware import LINKS
 from shardzoo.plan.layouts import (
     Plan,
@@ -498,3 +499,37 @@ def test_long_sequences_are_split_over_context_parallel_ranks():
     assert job.context_parallel_size == best.run.context
     short = list_layouts(config, PlanRequest(16, 32, 2048), cluster.node_size)
     assert {run.context for run in short} == {1}
+
+
+def test_the_all_to_alls_of_a_mixture_take_the_bytes_of_the_formula():
+    """docs/experts.md has it; tests/mpu/test_expert_parallel.py counts what is sent."""
+    network = build_network(find_config("mixtral-quickstart"))  # two experts a token, H = 128
+    run = PlannedRun(gpus=4, global_batch=16, micro_batch=2, length=64, expert=4, itemsize=4)
+    [stack] = network.stacks
+    assert expert_parallel_bytes(stack, run) == 4 * 128 * 2 * (3 / 4) * 128 * 4
+    again = replace(run, recompute="full")
+    assert expert_parallel_bytes(stack, again) == 6 * 128 * 2 * (3 / 4) * 128 * 4
+    cluster = find_cluster("h100")
+    cluster = replace(cluster, rates=replace(Rates(), link=1.0, overlap=0.0))
+    time = step_time(network, run, cluster)
+    # Of each layer and micro-batch: four exchanges, and the numbers of rows, with three others.
+    link = cluster.inside
+    each = expert_parallel_bytes(stack, run) / link.bandwidth + 5 * 3 * link.latency
+    assert time.expert_parallel == pytest.approx(3 * 2 * each, rel=1e-9)
+    # No rank has the same experts as another one, so only other gradients are summed.
+    whole = step_time(network, replace(run, expert=1), cluster)
+    assert whole.expert_parallel == 0
+    sent = (
+        2 * 3 * ((network.parameters - network.in_experts) * 2 / 4 / link.bandwidth + link.latency)
+    )
+    assert time.gradients == pytest.approx(sent, rel=1e-9)
+    assert time.gradients < whole.gradients
+
+
+def test_layouts_of_a_mixture_deal_its_experts_evenly():
+    request = PlanRequest(gpus=12, global_batch=12, length=64, precision="fp32")
+    layouts = list(list_layouts(find_config("mixtral-quickstart"), request, 12))  # eight experts
+    assert {run.expert for run in layouts} == {1, 2, 4}
+    assert all(run.data % run.expert == 0 for run in layouts)
+    assert all(not run.fsdp and run.zero_stage < 3 for run in layouts if run.expert > 1)
+    assert {run.expert for run in list_layouts(tiny(), request, 12)} == {1}
