@@ -35,6 +35,7 @@ COLUMNS = (
     "verdict",
 )
 TOLERANCE = 1e-4  # relative
+FUSED_TOLERANCE = 2e-2  # of bf16, whose gradients are rounded less often
 HALF = 10  # steps until the checkpoint from which a run resumes
 Losses = dict[int, float]
 
@@ -152,6 +153,18 @@ def main() -> int:
             rest = train(tiny, folder / f"rest-{precision}", load_dir=str(half), **settings)
             comparison.add(run, "uninterrupted", rest, whole, 0.0)
 
+        def recorded(run: str) -> None:
+            losses = train(tiny, folder / "graph", cuda_graph=True, **device)
+            comparison.add(run, "CPU", losses, wanted, TOLERANCE)
+
+        def fused(run: str) -> None:
+            settings = {
+                **device, "precision": "bf16", "micro_batch_size": 4, "gradient_accumulation_steps": 2,
+            }  # fmt: skip
+            added = train(tiny, folder / "added", **settings)
+            within = train(tiny, folder / "fused", gradient_accumulation_fusion=True, **settings)
+            comparison.add(run, "added afterwards", within, added, FUSED_TOLERANCE)
+
         def waits(run: str) -> None:
             count = count_waits(tiny, folder / "waits", **device)
             allowed = 1.5  # one a step, and those of the first and the last one
@@ -160,8 +173,10 @@ def main() -> int:
             comparison.wrong |= count > allowed
 
         comparison.attempt("device, fp32", on_device)
+        comparison.attempt("device, CUDA graph", recorded)
         if options.device == "cuda":
             comparison.attempt("waits of a step", waits)
+        comparison.attempt("sums of gradients within products, bf16", fused)
         for precision in ("bf16",) if options.quick else ("fp32", "bf16"):
             comparison.attempt(
                 f"resumed, {precision}", lambda run, precision=precision: resumed(precision, run)

@@ -42,6 +42,11 @@ class Losses(SilentReporter):
     def __init__(self) -> None:
         self.by_step: dict[int, float] = {}
 
+        self.notices: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
     def training(self, step: int, values: dict[str, float]) -> None:
         self.by_step[step] = values["loss"]
 
@@ -61,6 +66,11 @@ def train(tiny: bool, folder: Path, **arguments: Any) -> dict[int, float]:
     split = ParallelConfig(sequence_parallel=trainer.arguments.sequence_parallel)
     model = from_config(config, trainer.mesh, parallel_config=split)
     trainer.train(model, train_dataset=Samples(sizes["n_positions"]), reporter=losses)
+    is_on_gpu = trainer.device.type == "cuda"
+    for line in losses.notices:
+        print(line, flush=True)
+        if is_on_gpu and line.startswith("cuda_graph:"):
+            raise RuntimeError(line)
     return losses.by_step
 
 

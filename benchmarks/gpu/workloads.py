@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardzoo.models import find_config
 from shardzoo.models.config import ModelConfig
+from shardzoo.models.language_model import count_mask, note_token_count
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Workload:
     Attributes:
         auto: The class of transformers that builds it.
         length, target: Tokens of a sequence; of an encoder-decoder's target.
+        padding: The largest share of a sample's inputs that is padding, on the right.
         masked: Whether batches have an attention mask. Without one, kernels without masks can compute.
         precision: Of weights and activations, as the trainer's argument.
         tf32: Whether fp32 products may be TF32.
@@ -34,6 +36,7 @@ class Workload:
     length: int
     target: int = 0
     masked: bool = False
+    padding: float = 0.0
     precision: str = "bf16"
     tf32: bool = False
     compiled: bool = True
@@ -96,6 +99,11 @@ WORKLOADS = {
     # So few tokens that the host's time is all that counts.
     "gpt2-64": Workload("gpt2", "AutoModelForCausalLM", 1, 64, compiled=False, sizes=GPT2),
     "t5-64": Workload("t5-base", "AutoModelForSeq2SeqLM", 1, 64, 64, compiled=False, sizes=T5),
+    # Of each sample up to three fifths are padding, three tenths in all.
+    "t5-padded": Workload(
+        "t5-base", "AutoModelForSeq2SeqLM", 32, 512, 128, masked=True, padding=0.6, compiled=False, sizes=T5,
+        note="three tenths of the inputs are padding",
+    ),
     "libai": Workload(
         "mt5-libai", "AutoModelForSeq2SeqLM", 16, 512, 128, masked=True, precision="fp32", tf32=True, compiled=False,
         note="LiBai's workload, of which 70 samples/s on one A100 are published", sizes=T5,
@@ -118,7 +126,7 @@ def build(workload: Workload, config: ModelConfig, device: str) -> nn.Module:
 
 
 def sample(workload: Workload, vocabulary: int, index: int) -> dict[str, Tensor]:
-    """Returns sample `index` of an endless dataset, in CPU memory: random tokens, none of them padding."""
+    """Returns sample `index` of an endless dataset, in CPU memory: random tokens."""
     generator = torch.Generator().manual_seed(index)
 
     def ids(length: int) -> Tensor:
@@ -129,13 +137,20 @@ def sample(workload: Workload, vocabulary: int, index: int) -> dict[str, Tensor]
     if "Masked" in workload.auto:
         labels[torch.rand(workload.length, generator=generator) > 0.15] = -100
     mask = {"attention_mask": torch.ones_like(inputs)} if workload.masked else {}
+    if workload.padding:
+        padded = int(workload.padding * workload.length * (index % workload.batch) / workload.batch)
+        mask["attention_mask"][workload.length - padded :] = 0
     return {"input_ids": inputs, "labels": labels, **mask}
 
 
 def batch_of(workload: Workload, vocabulary: int, device: str) -> dict[str, Tensor]:
-    """Returns a batch on the device."""
+    """Returns a batch on the device, with what the trainer would tell the model of it."""
     samples = [sample(workload, vocabulary, index) for index in range(workload.batch)]
-    return {name: torch.stack([one[name] for one in samples]).to(device) for name in samples[0]}
+    on_host = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
+    batch = {name: values.to(device) for name, values in on_host.items()}
+    if "attention_mask" in batch:
+        note_token_count(batch["attention_mask"], count_mask(on_host["attention_mask"]))
+    return batch
 
 
 class Samples:
