@@ -279,7 +279,7 @@ class SequenceClassification(Classifier):
     last end-of-sequence token, or the mean over its attention mask."""
     dense_name: ClassVar[str | None] = None
     """The name of the dense layer; None for none."""
-    activation: ClassVar[str] = "tanh"
+    activation: str = "tanh"
     """The activation of the dense layer."""
     drops_input: ClassVar[bool] = False
     """Whether there is a dropout before the dense layer."""

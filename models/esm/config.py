@@ -26,7 +26,7 @@ class EsmConfig(RobertaConfig):
     mask_token_id: TokenId | None = None
     max_position_embeddings: PositionCount = 1026
     rope_theta: Annotated[float, Range(0, 1e12, above=True)] = 10000.0
-    hidden_act: Literal["gelu"] = "gelu"
+    hidden_act: Literal["gelu"] = "gelu"  # type: ignore[assignment] - one of the base's
     hidden_dropout_prob: Probability = 0.1
     bos_token_id: TokenId | None = None
     emb_layer_norm_before: bool | None = None

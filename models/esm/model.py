@@ -23,14 +23,10 @@ from ..blocks.embeddings import embed_tokens
 from ..blocks.masks import key_mask
 from ..blocks.residual import add_and_norm
 from ..blocks.rotary import Rotary
+from ..heads import BareModel, SequenceClassification, TokenClassification
+from ..language_model import MaskedLM
 from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
-from ..roberta.model import (
-    RobertaForMaskedLM,
-    RobertaForSequenceClassification,
-    RobertaForTokenClassification,
-    RobertaModel,
-)
 from .config import EsmConfig
 
 # The share of tokens that were masked while ESM was trained: 15 %, of which 80 % became the mask.
@@ -163,17 +159,22 @@ class EsmBackbone(BertBackbone):
         full.copy_(1.0 / config.rope_theta**exponents)
 
 
-class EsmModel(EsmBackbone, RobertaModel):
+class EsmModel(BareModel, EsmBackbone):
     """ESM without a head."""
 
+    pooler_name = "encoder_pooler"
 
-class EsmForMaskedLM(EsmBackbone, RobertaForMaskedLM):
+
+class EsmForMaskedLM(MaskedLM, EsmBackbone):
     """ESM that predicts masked tokens."""
 
 
-class EsmForSequenceClassification(EsmBackbone, RobertaForSequenceClassification):
+class EsmForSequenceClassification(SequenceClassification, EsmBackbone):
     """ESM that classifies a protein."""
 
+    dense_name = "pooler"
+    drops_input = True
 
-class EsmForTokenClassification(EsmBackbone, RobertaForTokenClassification):
+
+class EsmForTokenClassification(TokenClassification, EsmBackbone):
     """ESM that classifies each amino acid."""

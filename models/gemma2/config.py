@@ -36,22 +36,20 @@ class Gemma2Config(GemmaConfig):
     num_key_value_heads: HeadCount | None = 4
     hidden_activation: Activation = "gelu_pytorch_tanh"
     query_pre_attn_scalar: Annotated[float, Range(0, 1e9, above=True)] = 256
-    sliding_window: PositionCount | None = 4096
+    sliding_window: PositionCount = 4096
     layer_types: list[LayerType] | None = None
     final_logit_softcapping: Cap | None = 30.0
     attn_logit_softcapping: Cap | None = 50.0
     architecture: str = "Gemma2ForCausalLM"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hidden_act", self.hidden_activation)
         super().__post_init__()
+        object.__setattr__(self, "hidden_act", self.hidden_activation)
         if len(self.attention_types) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_types lists {len(self.attention_types)} layers, but num_hidden_layers is "
                 f"{self.num_hidden_layers}; change both, or set layer_types to null"
             )
-        if "sliding_attention" in self.attention_types and self.sliding_window is None:
-            raise ValueError("layers of type sliding_attention need a sliding_window")
 
     @property
     def attention_types(self) -> list[LayerType]:

@@ -83,12 +83,7 @@ class ModernBertBlock(Block):
 class ModernBertBackbone(Backbone):
     """The embeddings and blocks. With `mesh=None` the model is not split."""
 
-    positional_inputs: ClassVar[tuple[str, ...]] = (
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "inputs_embeds",
-    )
+    positional_inputs = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
     config: ModernBertConfig
     block_class: ClassVar[type[ModernBertBlock]] = ModernBertBlock
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..blocks.cache import Cache, LayerKVCache
 from ..blocks.documents import Documents
@@ -56,10 +56,10 @@ class ModernBertDecoderBackbone(ModernBertBackbone):
         "past_key_values",
         "inputs_embeds",
     )
-    config: ModernBertDecoderConfig
+    config: ModernBertDecoderConfig  # type: ignore[assignment] - with causal windows
     block_class: Any = ModernBertDecoderBlock
 
-    def run_backbone(
+    def run_backbone(  # type: ignore[override] - a decoder has a cache
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
@@ -127,9 +127,10 @@ class ModernBertDecoderForSequenceClassification(SequenceClassification, ModernB
     dropout_rate = "classifier_dropout"
 
     def add_head(self) -> None:
-        self.transform = Transform(self.config)
-        self.bias = self.config.classifier_bias
         super().add_head()
+        self.transform = Transform(self.config)
+        bias = self.config.classifier_bias
+        self.classifier = nn.Linear(self.hidden_size, self.num_outputs, bias=bias)
 
     def score(self, x: Tensor) -> Tensor:
         return super().score(self.transform(x))

@@ -40,7 +40,7 @@ ELSEWHERE = {  # fields that `from_dict` takes from other keys of the file, or f
         "position_embedding_type",
     )),
 }  # fmt: skip
-COUNTED_FROM_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert")
+COUNTED_FROM_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "esm")
 
 
 def words(field) -> set[str]:
