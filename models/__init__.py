@@ -45,6 +45,15 @@ from .camembert import (
     CamembertForTokenClassification,
     CamembertModel,
 )
+from .deberta_v2 import (
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    DebertaV2ForMultipleChoice,
+    DebertaV2ForQuestionAnswering,
+    DebertaV2ForSequenceClassification,
+    DebertaV2ForTokenClassification,
+    DebertaV2Model,
+)
 from .distilbert import (
     DistilBertConfig,
     DistilBertForMaskedLM,
@@ -339,6 +348,13 @@ __all__ = [
     "CamembertForSequenceClassification",
     "CamembertForTokenClassification",
     "CamembertModel",
+    "DebertaV2Config",
+    "DebertaV2ForMaskedLM",
+    "DebertaV2ForMultipleChoice",
+    "DebertaV2ForQuestionAnswering",
+    "DebertaV2ForSequenceClassification",
+    "DebertaV2ForTokenClassification",
+    "DebertaV2Model",
     "DistilBertConfig",
     "DistilBertForMaskedLM",
     "DistilBertForMultipleChoice",

@@ -149,6 +149,11 @@ PUBLISHED = {
     "smollm3-3b": 3_075_098_624,
     "granite-3.0-2b-base": 2_533_531_648,
     "granite-3.0-8b-base": 8_170_848_256,
+    "deberta-v3-xsmall": 70_958_820,
+    "deberta-v3-small": 142_024_548,
+    "deberta-v3-base": 184_551_780,
+    "deberta-v3-large": 435_191_908,
+    "mdeberta-v3-base": 279_061_880,
     # Without the head that predicts contacts, with the frequencies of the rotation.
     "esm2_t6_8m_ur50d": 7_512_361,
     "esm2_t12_35m_ur50d": 33_501_165,

@@ -39,8 +39,7 @@ def test_the_facts_of_a_family_fit(name):
 
 
 UNKNOWN_FAMILIES = {  # model_type, architecture: the nearest model, and a word of what is missing
-    ("deberta-v2", "DebertaV2ForMaskedLM"): ("BertForMaskedLM (bert)", "disentangled attention"),
-    ("deberta", "DebertaForSequenceClassification"): ("BertForSequenceClassification (bert)", "disentangled attention"),
+    ("deberta", "DebertaForMaskedLM"): ("DebertaV2ForMaskedLM (deberta-v2)", "norms, biases"),
     ("albert", "AlbertForMaskedLM"): ("BertForMaskedLM (bert)", "share their weights"),
     ("bloom", "BloomForCausalLM"): ("GPT2LMHeadModel (gpt2)", "ALiBi"),
     ("opt", "OPTForCausalLM"): ("GPT2LMHeadModel (gpt2)", "positions"),

@@ -69,6 +69,7 @@ WANTED = {
     ),
     "Granite": ("Model", "ForCausalLM"),
     "Esm": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
+    "DebertaV2": ENCODER_HEADS,
     "Olmo2": ("Model", "ForCausalLM", "ForSequenceClassification"),
     "ModernBertDecoder": ("Model", "ForCausalLM", "ForSequenceClassification"),
     "Gemma3": ("ForCausalLM", "TextModel", "TextForSequenceClassification"),
