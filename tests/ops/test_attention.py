@@ -235,7 +235,7 @@ def in_tiles(patch, rows, columns):
     """Makes the Triton kernels compute tiles of this size, into outputs that begin as NaN."""
     kernels = pytest.importorskip("shardzoo.ops.triton_kernels.attention")
 
-    def choose_tile(kernel, q):
+    def choose_tile(kernel, q, is_varlen=False):
         return (
             kernels.TileShape(16, 16, 4, 1)
             if kernel is kernels.bias_gradient
