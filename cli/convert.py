@@ -307,8 +307,19 @@ def run_conversion(command: SplitCheckpoint | MergeShards | ReshardCheckpoint) -
 
     from ..checkpoint.checkpoint import open_checkpoint
     from ..convert import operations
+    from ..convert.libai import convert_libai, is_libai
 
     options = _build_options(command)
+    if is_libai(command.source):
+        if not isinstance(command, MergeShards) or command.to != "hf":
+            raise ValueError(
+                f"{command.source} is LiBai's: make a Hugging Face folder of it first, by `shardzoo "
+                f"convert merge {command.source} NEW_FOLDER --config config.json`"
+            )
+        began = time.monotonic()
+        found = convert_libai(command.source, command.destination, command.config)
+        _print_outcome(command, operations.Outcome(*found, 0), time.monotonic() - began)
+        return 0
     if isinstance(command, ReshardCheckpoint):
         source = open_checkpoint(command.source, command.config)
         if source.kind == "huggingface":
