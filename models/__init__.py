@@ -54,6 +54,13 @@ from .deberta_v2 import (
     DebertaV2ForTokenClassification,
     DebertaV2Model,
 )
+from .deepseek_v3 import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DeepseekV3ForSequenceClassification,
+    DeepseekV3ForTokenClassification,
+    DeepseekV3Model,
+)
 from .distilbert import (
     DistilBertConfig,
     DistilBertForMaskedLM,
@@ -355,6 +362,11 @@ __all__ = [
     "DebertaV2ForSequenceClassification",
     "DebertaV2ForTokenClassification",
     "DebertaV2Model",
+    "DeepseekV3Config",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV3ForSequenceClassification",
+    "DeepseekV3ForTokenClassification",
+    "DeepseekV3Model",
     "DistilBertConfig",
     "DistilBertForMaskedLM",
     "DistilBertForMultipleChoice",

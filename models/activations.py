@@ -104,6 +104,28 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """The widths of latent attention; see `blocks/latent_attention.py`.
+
+    Attributes:
+        query_rank: The width of the queries' latent vector; 0 for none.
+        rank: That of the latent vector of keys and values.
+        nope, rope, value: The features of a head.
+    """
+
+    query_rank: int
+    rank: int
+    nope: int
+    rope: int
+    value: int
+
+    @property
+    def head_size(self) -> int:
+        """The features of a head in attention, which pads queries and keys or values."""
+        return max(self.nope + self.rope, self.value)
+
+
+@dataclass(frozen=True)
 class BlockSpec:
     """The parts of a transformer block that determine what it keeps.
 
@@ -141,6 +163,7 @@ class BlockSpec:
         sinks: Whether attention has sinks, with which it always computes the scores in tiles.
         corrected: Whether the mixture is that of `blocks/corrected_moe.py`, whose router computes
             in fp32 and whose shared expert has no gate.
+        latent: The widths of latent attention; None for ordinary attention.
     """
 
     hidden: int
@@ -175,6 +198,7 @@ class BlockSpec:
     expert_biases: bool = False
     sinks: bool = False
     corrected: bool = False
+    latent: LatentSizes | None = None
 
     def on_rank(self, size: int) -> BlockSpec:
         """Returns the part of the block that the busiest of `size` ranks computes."""
@@ -323,7 +347,10 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
         total += _all_heads_norm(stack, batch, layout)
     elif block.qk_norm:  # the statistics of each head; the inputs are parts of qkv
         total += tokens * (inner + block.key_value_size) // block.head_size * FP32
-    total += _attention_features(stack, batch, layout, without_core=without_core) * tokens * e
+    if block.latent is None:
+        total += _attention_features(stack, batch, layout, without_core=without_core) * tokens * e
+    else:
+        total += _latent_attention(stack, batch, layout, block.latent, without_core=without_core)
     lengths = [_own_length(stack, batch)]
     if block.cross:
         total += (2 * tokens + 2 * batch.size * batch.length) * inner * e
@@ -422,6 +449,44 @@ def _attention_features(
     # v is a view of qkv, which is kept as a whole.
     rotated = inner + key_value if block.rotary else 0
     return qkv + inner + rotated
+
+
+def _latent_attention(
+    stack: StackSpec, batch: Batch, layout: Layout, sizes: LatentSizes, *, without_core: bool
+) -> int:
+    """Returns the bytes that latent attention keeps of latent vectors, queries, keys and values, and
+    of its output.
+    """
+    block = stack.block
+    e = layout.itemsize
+    tokens = _tokens(stack, batch)
+    # The input and the output of each norm of latent vectors, and its statistics.
+    latent = 2 * sizes.rank + sizes.rope
+    projected = sizes.rank + sizes.rope
+    norms = 1
+    if sizes.query_rank:
+        latent += 2 * sizes.query_rank
+        projected += sizes.query_rank
+        norms += 1
+    total = tokens * (latent * e + norms * FP32) // layout.sequence_split
+    if layout.sequence_split > 1:
+        # The weights of replicated projections are put together for their all-reduce.
+        total += projected * block.hidden * e
+    # Queries and keys are put together, and padded if values are larger.
+    features = 2 * sizes.head_size
+    length = _own_length(stack, batch)
+    eager = not without_core and _materializes_weights(block, layout, length, length, crosses=False)
+    if sizes.value < sizes.head_size:
+        # Padded values, and the output without the padding.
+        features += sizes.head_size + sizes.value
+        if not eager and not without_core:
+            features += sizes.head_size
+    elif eager:
+        features += 2 * sizes.value
+    else:
+        # Values are a view of what the latent vector is projected to.
+        features += sizes.nope + 2 * sizes.value
+    return total + tokens * block.heads * features * e
 
 
 def _own_length(stack: StackSpec, batch: Batch) -> int:

@@ -18,7 +18,8 @@ class LayerKVCache:
     Attributes:
         capacity: The number of positions that fit.
         length: The number of positions that are filled.
-        keys, values: [B, Np, capacity, D]; None before the first `extend`.
+        keys, values: [B, Np, capacity, D]; None before the first `extend`. Of latent attention, the
+            latent vectors and the rotated keys, which have one head and widths of their own.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,8 +40,9 @@ class LayerKVCache:
                 f"the cache has room for {self.capacity} positions, but {stop} are needed"
             )
         if self.keys is None or self.values is None:
-            shape = (*keys.shape[:2], self.capacity, keys.shape[3])
-            self.keys, self.values = keys.new_empty(shape), values.new_empty(shape)
+            shape = (*keys.shape[:2], self.capacity)
+            self.keys = keys.new_empty(*shape, keys.shape[3])
+            self.values = values.new_empty(*shape, values.shape[3])
         self.keys[:, :, self.length : stop] = keys
         self.values[:, :, self.length : stop] = values
         self.length = stop
@@ -58,8 +60,8 @@ class LayerKVCache:
             return
         keys, values = (kept.index_select(0, rows) for kept in self.filled())
         if len(rows) != self.keys.shape[0]:
-            shape = (len(rows), *self.keys.shape[1:])
-            self.keys, self.values = self.keys.new_empty(shape), self.values.new_empty(shape)
+            self.keys = self.keys.new_empty(len(rows), *self.keys.shape[1:])
+            self.values = self.values.new_empty(len(rows), *self.values.shape[1:])
         self.keys[:, :, : self.length] = keys
         self.values[:, :, : self.length] = values
 

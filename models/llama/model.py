@@ -71,14 +71,24 @@ class LlamaBlock(Block):
         self.window = config.windows[layer]
         self.rotates = config.rotates[layer]
         self.attention_norm = norm() if config.input_norms else nn.Identity()
-        self.attention = SelfAttention(
-            size,
+        self.attention = self.build_attention(config, mesh, parallel_config)
+        self.attention_output_norm = norm() if config.sandwich_norms else nn.Identity()
+        self.mlp_norm = norm() if config.input_norms else nn.Identity()
+        self.mlp = self.build_mlp(config, layer, mesh, parallel_config)
+        self.mlp_output_norm = norm() if config.sandwich_norms else nn.Identity()
+
+    def build_attention(
+        self, config: DecoderConfig, mesh: ParallelMesh | None, parallel_config: ParallelConfig
+    ) -> nn.Module:
+        """Returns the attention of a layer, which maps [B, S, H] to [B, S, H]."""
+        return SelfAttention(
+            config.hidden_size,
             config.num_attention_heads,
             num_key_value_heads=config.key_value_heads,
             head_size=config.head_size,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
-            qk_norm_eps=eps if config.qk_norm else None,
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
             norm_offset=config.norm_offset,
             norms_all_heads=config.norms_all_heads,
             clip=config.clip,
@@ -89,10 +99,6 @@ class LlamaBlock(Block):
             mesh=mesh,
             parallel_config=parallel_config,
         )
-        self.attention_output_norm = norm() if config.sandwich_norms else nn.Identity()
-        self.mlp_norm = norm() if config.input_norms else nn.Identity()
-        self.mlp = self.build_mlp(config, layer, mesh, parallel_config)
-        self.mlp_output_norm = norm() if config.sandwich_norms else nn.Identity()
 
     def build_mlp(
         self,

@@ -102,6 +102,12 @@ SPARSE: dict[str, dict[str, Any]] = {
         **_DECODER, "head_dim": 8, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
         "n_group": 3, "topk_group": 2, "use_qk_norm": True, "pad_token_id": 0,
     },
+    "deepseek_v3": {
+        **_DECODER, "num_key_value_heads": 4, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3,
+        "topk_group": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "q_lora_rank": 18,
+        "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
     "switch_transformers": {
         **_SEQ2SEQ, "num_experts": 5, "expert_capacity": 6, "encoder_sparse_step": 2, "decoder_sparse_step": 1,
         "router_jitter_noise": 0.0,
@@ -140,6 +146,7 @@ _DROPOUTS = {
     "olmoe": ("attention_dropout",),
     "gpt_oss": ("attention_dropout",),
     "glm4_moe": ("attention_dropout",),
+    "deepseek_v3": ("attention_dropout",),
     "phi3": ("attention_dropout", "resid_pdrop"),
 }
 _DEPTHS = {
@@ -160,6 +167,7 @@ _DEPTHS = {
     "olmoe": ("num_hidden_layers",),
     "gpt_oss": ("num_hidden_layers",),
     "glm4_moe": ("num_hidden_layers",),
+    "deepseek_v3": ("num_hidden_layers",),
     "mt5": ("num_layers", "num_decoder_layers"),
     "umt5": ("num_layers", "num_decoder_layers"),
     **dict.fromkeys(

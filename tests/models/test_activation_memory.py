@@ -107,7 +107,7 @@ HOW = list(product((False, True), (4, 2), (False, True))) if EVERY_CASE else [(T
 
 
 @pytest.mark.parametrize(("drops", "itemsize", "padded"), HOW)
-@pytest.mark.parametrize("name", [*TINY, "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("name", [*TINY, "gpt_oss", "glm4_moe", "deepseek_v3"])
 def test_a_block_keeps_what_the_formula_says(name, drops, itemsize, padded):
     parallel_config = ParallelConfig()
     fewer, more = (

@@ -19,7 +19,7 @@ import shardzoo
 from shardzoo.convert.operations import Options, merge, split
 from shardzoo.models import config_from_dict
 
-FAMILIES = {"glm4_moe": "Glm4MoeForCausalLM"}
+FAMILIES = {"glm4_moe": "Glm4MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 CORRECTION = "mlp.gate.e_score_correction_bias"
 LENGTH = 12
 

@@ -127,6 +127,9 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     # Without the layer that predicts further tokens.
+    "deepseek-v3": 671_026_419_200,
+    "deepseek-r1": 671_026_419_200,
+    "moonlight-16b-a3b": 15_960_110_208,
     "glm-4.5-air": 106_852_251_264,
     "glm-4.5": 352_797_829_024,
     "glm-4.6": 352_797_829_024,
