@@ -122,3 +122,8 @@ class Glm4MoeConfig(CorrectedMixtureConfig):
     @property
     def output_bias(self) -> bool:
         return False
+
+    def check_heads(self, hidden_size: int, heads: int) -> None:
+        """Allows any number of heads: as in transformers, a `head_dim` that is not set is rounded
+        down, and all heads together need not be as wide as the hidden state.
+        """
