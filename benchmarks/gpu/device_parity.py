@@ -49,7 +49,7 @@ def compare(name: str, device: str, in_bf16: bool) -> tuple[list[str], list[str]
     with tempfile.TemporaryDirectory() as folder:
         try:
             figures = check_case(
-                name, (family_name, case), Path(folder), lambda _, run, *given: [run(None, *given)], [1], layouts,
+                name, (family_name, case), Path(folder), lambda _, run, *given: [run(None, *given)], [(1, 1)], layouts,
                 converts=False, device=device,
             )  # fmt: skip
         except Exception as error:  # the other cases are still of interest

@@ -37,7 +37,14 @@ RESOLUTION = 2**-7  # of bf16, relative
 SMALL = 1e-2  # gradients smaller than this part of the largest one are sums whose terms cancel
 ROWS_OF_BATCH, LENGTH, CHOICES, NEW_TOKENS = 6, 12, 2, 6
 BF16_MODES = ("plain", "sequence parallel", "recompute")
-BATCHES = 15  # in bf16, whose errors on one batch are random; the other comparisons use the first
+BATCHES = (
+    15  # in bf16, whose errors on one batch are random; the other comparisons use the first ones
+)
+DEALT = (
+    (1, 2),
+    (2, 2),
+    (1, 4),
+)  # tensor x expert ranks of mixtures, besides a case's tensor-parallel sizes
 OUTPUTS = (
     "logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits", "last_hidden_state",
     "pooler_output", "encoder_last_hidden_state", "encoder_z_loss", "decoder_z_loss", "encoder_aux_loss",
@@ -65,6 +72,7 @@ class Case:
         padding: The sides on which the rows of a batch are padded in turn; "" is a row without padding. Question
             answering has no labels to ignore, so leave out rows with padding that sees nothing (on the left of a causal
             model; beyond a window).
+        shape: The rows of a batch and their length; only of a bare decoder other than the default.
         untied: Give the model its own output head, where transformers 5 ties the head of a new model.
         options: Further arguments of a call.
         mend: Corrects what transformers' model computes wrongly, in place.
@@ -73,6 +81,7 @@ class Case:
     config: dict[str, Any]
     sizes: tuple[int, ...] = (1, 2, 3)
     padding: tuple[str, ...] = ("right", "left", "")
+    shape: tuple[int, int] = (ROWS_OF_BATCH, LENGTH)
     untied: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     mend: Callable[[Any], None] | None = None
@@ -119,6 +128,28 @@ def load_rows(folder: Path = ROWS) -> dict[str, tuple[str, Case]]:
 
 def architecture_of(name: str) -> str:
     return name.partition(",")[0]
+
+
+def list_sizes(name: str, row: tuple[str, Case]) -> list[tuple[int, int]]:
+    """Returns the numbers of tensor-parallel and expert-parallel ranks at which a case is compared.
+
+    The experts of a mixture are dealt over ranks as well, if there are enough of them.
+    """
+    from shardzoo.models import config_from_dict, family
+    from shardzoo.models.config import ModelConfig
+
+    family_name, case = row
+    sizes = [(size, 1) for size in case.sizes]
+    if getattr(family(family_name).config, "expert_count", None) is ModelConfig.expert_count:
+        return sizes
+    config = find_class(architecture_of(name)).config_class(**case.config)
+    experts = config_from_dict(config.to_dict()).expert_count
+    dealt = [(tp, ep) for tp, ep in DEALT if tp in case.sizes and ep <= experts]
+    return sizes + dealt
+
+
+def show_sizes(tensor: int, expert: int) -> str:
+    return str(tensor) if expert == 1 else f"{tensor}x{expert}"
 
 
 def find_class(architecture: str) -> Any:
@@ -173,13 +204,13 @@ def stacks(name: str) -> str:
     return next(family(f).kind for f in FAMILIES if architecture in family(f).architectures)
 
 
-def padded(sides: Sequence[str]) -> Tensor:
+def padded(sides: Sequence[str], rows: int = ROWS_OF_BATCH, length: int = LENGTH) -> Tensor:
     """Returns an attention mask [B, S] whose rows have unequal lengths and are padded on these sides in turn."""
-    mask = torch.ones(ROWS_OF_BATCH, LENGTH, dtype=torch.long)
-    for row in range(ROWS_OF_BATCH):
+    mask = torch.ones(rows, length, dtype=torch.long)
+    for row in range(rows):
         side = sides[row % len(sides)]
         if side == "right":
-            mask[row, LENGTH - 1 - row :] = 0
+            mask[row, length - 1 - row :] = 0
         elif side == "left":
             mask[row, : 1 + row] = 0
     return mask
@@ -192,6 +223,7 @@ class Inputs:
         self.architecture, self.config, self.kind = architecture_of(name), config, stacks(name)
         self.generator = torch.Generator().manual_seed(7)
         self.padding = case.padding
+        self.shape = case.shape
         self.options = case.options
 
     def integers(self, high: int, *size: int) -> Tensor:
@@ -205,7 +237,7 @@ class Inputs:
         return ids.masked_fill(mask == 0, padding)
 
     def batch(self) -> dict[str, Tensor]:
-        mask = padded(self.padding)
+        mask = padded(self.padding, *self.shape)
         if self.architecture.endswith(("ForMultipleChoice", "DoubleHeadsModel")):
             mask = mask[:, None].repeat(1, CHOICES, 1)
         inputs = {"input_ids": self.ids(mask), "attention_mask": mask}
@@ -397,7 +429,9 @@ def run_layouts(
 ) -> tuple[list[list], dict[str, Tensor]]:
     """On one rank: for each (mode, kind) the outputs, loss and gradients of each batch; and the generated tokens.
 
-    They are computed on `device` and returned in CPU memory.
+    They are computed on `device` and returned in CPU memory. At a time the ranks along the expert axis have batches
+    that follow one another, but in bf16 the same one: its rounding makes a few tokens choose other experts, in ours or
+    in theirs, and several batches together would have that too often for a median.
     """
     from shardzoo import (
         from_pretrained,
@@ -406,13 +440,15 @@ def run_layouts(
     from shardzoo.mpu import dropout_state
 
     results = []
+    first = 0 if mesh is None else mesh.rank_in("expert")
+    own = batches[first:] + batches[:first]
     for mode, kind in layouts:
         model: Any = from_pretrained(
             folder, mesh, KINDS[kind], parallel_config=ParallelConfig(**MODES[mode])
         )
         model.to(device).train(kind == "dropout")
         runs = []
-        for inputs in batches if kind == "bf16" else batches[:1]:
+        for inputs in batches if kind == "bf16" else own[:1]:
             model.zero_grad()
             dropout_state.set(5, 0)
             outputs, loss = forward(model, moved(inputs, device))
@@ -477,10 +513,18 @@ class Comparison:
     figures: Figures
     slack: float = 1.0  # times the tolerances of fp32
 
-    def add(self, layout: str, kind: str, runs: list[Run]) -> None:
-        problems = (
-            self.narrow(runs) if kind == "bf16" else self.wide(runs[0], self.references[kind][0])
-        )
+    def add(self, layout: str, kind: str, runs: list[Run], expert: int = 1) -> None:
+        """Compares runs, each of which is what as many batches give as there are ranks along the expert axis."""
+        if kind == "bf16":
+            three = [
+                (run, add_up([theirs] * expert), add_up([exact] * expert))
+                for run, theirs, exact in zip(
+                    runs, self.references["theirs"], self.references["fp32"], strict=True
+                )
+            ]
+            problems = self.narrow(three)
+        else:
+            problems = self.wide(runs[0], add_up(self.references[kind][:expert]))
         self.figures.problems += [f"{layout}, {kind}: {problem}" for problem in problems]
 
     def wide(self, run: Run, expected: Run) -> list[str]:
@@ -509,17 +553,15 @@ class Comparison:
                 problems.append(f"the gradient of {name} differs by {error:.1e}")
         return problems
 
-    def narrow(self, runs: list[Run]) -> list[str]:
-        problems, three = (
-            [],
-            list(zip(runs, self.references["theirs"], self.references["fp32"], strict=True)),
-        )
-        for name in runs[0].outputs.keys() & set(OUTPUTS):
+    def narrow(self, three: list[tuple[Run, Run, Run]]) -> list[str]:
+        """Compares runs with transformers' in bf16 and in fp32."""
+        problems: list[str] = []
+        for name in three[0][0].outputs.keys() & set(OUTPUTS):
             ratio = median(error_ratio(*(run.outputs[name] for run in each)) for each in three)
             self.figures.bf16_outputs = max(self.figures.bf16_outputs, ratio)
             if not ratio <= LARGEST_RATIO:
                 problems.append(f"{name} have {ratio:.2f} times the error of transformers' bf16")
-        names = sorted(runs[0].grads.keys() & self.references["fp32"][0].grads.keys())
+        names = sorted(three[0][0].grads.keys() & three[0][2].grads.keys())
         ratio = median(error_ratio(*(joined(run.grads, names) for run in each)) for each in three)
         self.figures.bf16_grads = max(self.figures.bf16_grads, ratio)
         if not ratio <= LARGEST_RATIO:
@@ -527,14 +569,42 @@ class Comparison:
         return problems
 
 
-def whole(family_name: str, ranks: list) -> Run:
-    """One run from what all ranks returned. Replicated results must be the same on every rank."""
+def add_up(runs: Sequence[Run]) -> Run:
+    """Several batches as one run: outputs side by side, sums of losses and gradients."""
+    if len(runs) == 1:
+        return runs[0]
+    return Run(
+        {name: torch.stack([run.outputs[name] for run in runs]) for name in runs[0].outputs},
+        sum(run.loss for run in runs),
+        {name: sum(run.grads[name] for run in runs) for name in runs[0].grads},
+    )
+
+
+def whole(family_name: str, ranks: list, expert: int = 1) -> Run:
+    """One run from what all ranks returned. Results that are replicated over the tensor axis must be the same."""
+    tensor = len(ranks) // expert
+    by_expert = [ranks[first : first + tensor] for first in range(0, len(ranks), tensor)]
+    for group in by_expert:
+        check_replicated(group)
+    grads = []
+    for each in zip(*by_expert, strict=True):  # the ranks that hold different experts
+        joined = {}
+        for name, (_, shard) in each[0][2].items():
+            parts = [found[name][0] for *_, found in each]
+            is_dealt = shard is not None and shard.splits_experts
+            joined[name] = (torch.cat(parts) if is_dealt else sum(parts), shard)
+        grads.append(joined)
+    firsts = add_up([Run(*group[0][:2], {}) for group in by_expert])
+    return Run(firsts.outputs, firsts.loss, merge_gradients(family_name, grads))
+
+
+def check_replicated(ranks: list) -> None:
+    """Raises AssertionError unless the outputs and losses of tensor-parallel ranks are the same."""
     outputs, loss, _ = ranks[0]
     for others, other_loss, _ in ranks[1:]:
         assert other_loss == loss, "the ranks' losses differ"
         differ = [name for name in outputs if not torch.equal(others[name], outputs[name])]
         assert not differ, f"the ranks' {', '.join(differ)} differ"
-    return Run(outputs, loss, merge_gradients(family_name, [grads for *_, grads in ranks]))
 
 
 def check_case(
@@ -542,19 +612,19 @@ def check_case(
     row: tuple[str, Case],
     folder: Path,
     run_mesh: Callable[..., list],
-    sizes: Iterable[int] | None = None,
+    sizes: Sequence[tuple[int, int]] | None = None,
     layouts: Iterable[tuple[str, str]] = (),
     converts: bool = True,
     device: str = "cpu",
 ) -> Figures:
-    """Compares one case with transformers at each tensor-parallel size and in each (mode, kind).
+    """Compares one case with transformers in each layout and in each (mode, kind).
 
     Args:
         name: Of the row.
         row: The family and the case.
         folder: An empty folder for checkpoints.
         run_mesh: The fixture of that name.
-        sizes: Tensor-parallel sizes; None means the case's.
+        sizes: Numbers of tensor-parallel and expert-parallel ranks; by default those of `list_sizes`.
         layouts: Pairs of MODES and KINDS; by default all, in bf16 those of BF16_MODES.
         converts: Whether the files are converted, too.
         device: Where our model and transformers' in bf16 compute; what they are compared with is computed on the CPU.
@@ -564,15 +634,20 @@ def check_case(
     inputs, figures = Inputs(name, case, model.config), Figures()
     todo = list(layouts) or [(m, k) for m in MODES for k in KINDS if k != "bf16" or m in BF16_MODES]
     has_bf16 = any(kind == "bf16" for _, kind in todo)
-    batches = [inputs.batch() for _ in range(BATCHES if has_bf16 else 1)]
-    dropped, _ = run_layouts(None, folder / "hf", batches, [("plain", "dropout")], None)
+    sizes = list_sizes(name, row) if sizes is None else sizes
+    most = max(expert for _, expert in sizes)
+    batches = [inputs.batch() for _ in range(BATCHES if has_bf16 else most)]
+    dropped = [
+        run_layouts(None, folder / "hf", [batch], [("plain", "dropout")], None)[0][0]
+        for batch in batches[:most]
+    ]
     comparison = Comparison(
         {
             "fp32": reference(model, batches, family_name),
             "theirs": reference(copy.deepcopy(model).bfloat16(), batches, family_name, device)
             if has_bf16
             else [],
-            "dropout": [whole(family_name, dropped[0])],
+            "dropout": [whole(family_name, runs) for runs in dropped],
         },
         figures,
         1.0 if device == "cpu" else SLACK_OF_A_GPU,
@@ -586,20 +661,24 @@ def check_case(
             # transformers cannot compute the auxiliary loss of a step with a cache.
             model.config.output_router_logits = False
         expected = {key: decode(model, *prompts, options) for key, options in GENERATION.items()}
-    for size in case.sizes if sizes is None else sizes:
-        ranks = run_mesh(size, run_layouts, folder / "hf", batches, todo, prompts, device)
+    for size, expert in sizes:
+        options = {"expert": expert} if expert > 1 else {}
+        ranks = run_mesh(
+            size, run_layouts, folder / "hf", batches, todo, prompts, device, **options
+        )
+        layout = f"TP {show_sizes(size, expert)}"
         for i, (mode, kind) in enumerate(todo):
             try:
                 by_batch = zip(*(results[i] for results, _ in ranks), strict=True)
-                runs = [whole(family_name, list(results)) for results in by_batch]
+                runs = [whole(family_name, list(results), expert) for results in by_batch]
             except AssertionError as error:
-                figures.problems.append(f"TP {size}, {mode}, {kind}: {error}")
+                figures.problems.append(f"{layout}, {mode}, {kind}: {error}")
                 continue
-            comparison.add(f"TP {size}, {mode}", kind, runs)
+            comparison.add(f"{layout}, {mode}", kind, runs, expert)
         compare_tokens(
-            size, [tokens for _, tokens in ranks], expected, prompts, inputs.kind, figures
+            layout, [tokens for _, tokens in ranks], expected, prompts, inputs.kind, figures
         )
-        if converts:
+        if converts and expert == 1:  # files do not know the expert axis
             check_conversion(folder, size, figures)
     return figures
 
@@ -613,7 +692,7 @@ def generates(name: str, family_name: str) -> bool:
 
 
 def compare_tokens(
-    size: int, ranks: list, expected: dict[str, Tensor], prompts, kind: str, figures: Figures
+    layout: str, ranks: list, expected: dict[str, Tensor], prompts, kind: str, figures: Figures
 ) -> None:
     for key, tokens in expected.items():
         prompt = prompts[0].shape[1] if kind == "decoder" else 1
@@ -622,7 +701,7 @@ def compare_tokens(
         for rank, found in enumerate(ranks):
             if (rows := until_end(found[key], prompt, ENDS)) != wanted:
                 figures.problems.append(
-                    f"TP {size}, {key}, rank {rank}: tokens are {rows}, not {wanted}"
+                    f"{layout}, {key}, rank {rank}: tokens are {rows}, not {wanted}"
                 )
 
 

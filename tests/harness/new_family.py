@@ -51,7 +51,7 @@ def check_parity(scratch: Path) -> None:
     for number, (name, case) in enumerate(CASES.items()):
         folder = scratch / str(number)
         figures = check_case(
-            name, (FAMILY, case), folder, pools.run_mesh, [1 + number % 3], LAYOUTS
+            name, (FAMILY, case), folder, pools.run_mesh, [(1 + number % 3, 1)], LAYOUTS
         )
         assert not figures.problems, "\n".join([name, *figures.problems])
     pools.close()

@@ -240,10 +240,11 @@ class RankPools:
         data: int = 1,
         pipeline: int = 1,
         context: int = 1,
+        expert: int = 1,
         **options,
     ) -> list[Any]:
         """Call `function(mesh, *args, **options)` on every rank of a mesh; some options are those of `run_ranks`."""
-        sizes = (tensor_parallel_size, pipeline, context)
+        sizes = (tensor_parallel_size, pipeline, context, expert)
         world_size = math.prod(sizes) * data
         return self.run_ranks(world_size, with_mesh, sizes, function, *args, **options)
 

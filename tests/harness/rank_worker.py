@@ -27,7 +27,7 @@ _meshes: dict[tuple[int, ...], Any] = {}
 def with_mesh(sizes: tuple[int, ...], function, *args, **kwargs):
     """Call `function(mesh, ...)`; process groups live as long as the worker, so a mesh costs time once.
 
-    sizes: those of the tensor, pipeline and context axes.
+    sizes: those of the tensor, pipeline, context and expert axes.
     """
     from shardzoo.mpu import ParallelMesh
 

@@ -2,6 +2,7 @@
 
     python tests/zoo/table.py [PART OF A NAME …]     # only the cases whose family or name has one of these parts
     python tests/zoo/table.py --write [--jobs 2]     # all cases; replaces the table in docs/models.md
+    python tests/zoo/table.py --write mixtral        # replaces the rows of these cases, and adds missing ones
 
 Each row is printed when its case is done; what is wrong with a case is written to stderr. The exit code is 1 if a case
 fails, and then nothing is replaced.
@@ -18,6 +19,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
@@ -25,14 +27,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
 import torch
 import transformers
-from matrix import Case, Figures, architecture_of, check_case, load_rows
+from matrix import Case, Figures, architecture_of, check_case, list_sizes, load_rows, show_sizes
 from rank_pool import RankPools
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- begin: python tests/zoo/table.py --write -->\n", "<!-- end -->\n"
+PATIENCE = 900.0  # seconds for all comparisons of a layout, also on a busy machine
 COLUMNS = (
-    "family", "architecture", "TP", "plain", "SP", "recompute", "dropout", "outputs", "gradients", "bf16", "tokens",
-    "convert",
+    "family", "architecture", "TP x EP", "plain", "SP", "recompute", "dropout", "outputs", "gradients", "bf16",
+    "tokens", "convert",
 )  # fmt: skip
 HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
@@ -49,7 +52,7 @@ def line(name: str, family_name: str, case: Case, figures: Figures) -> str:
 
     cells = [
         *title(name, family_name),
-        " ".join(map(str, case.sizes)),
+        " ".join(show_sizes(*sizes) for sizes in list_sizes(name, (family_name, case))),
         *(works(f", {mode}") for mode in ("plain", "sequence parallel")),
         works("recompute"),
         works("dropout") if figures.dropout else "–",
@@ -73,7 +76,10 @@ def title(name: str, family_name: str) -> tuple[str, str]:
 @functools.cache
 def pools() -> RankPools:
     """Of this process, for all its cases."""
-    return RankPools()
+    made = RankPools()
+    # Between two cases the workers are stopped, and a stopped one does not end with this process.
+    Finalize(None, made.close, exitpriority=1)
+    return made
 
 
 def compare(name: str) -> tuple[str, list[str]]:
@@ -83,7 +89,8 @@ def compare(name: str) -> tuple[str, list[str]]:
     transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            figures = check_case(name, (family_name, case), Path(folder), pools().run_mesh)
+            run_mesh = functools.partial(pools().run_mesh, timeout=PATIENCE)
+            figures = check_case(name, (family_name, case), Path(folder), run_mesh)
         except Exception as error:  # the other cases are still of interest
             figures = Figures(
                 problems=[f"TP, plain, sequence parallel, recompute, split and merge: {error}"]
@@ -112,18 +119,29 @@ def written() -> tuple[int, int, list[list[str]]]:
     return (int(numbers[1]), int(numbers[2]), rows) if numbers else (0, 0, rows)
 
 
+def merge(renewed: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Returns names and rows of the whole table: the given ones, and those that docs/models.md has of other cases."""
+    kept = {tuple(row[:2]): f"| {' | '.join(row)} |" for row in written()[2]}
+    rows = {
+        name: renewed.get(name, kept.get(title(name, family_name), ""))
+        for name, (family_name, _) in load_rows().items()
+    }
+    rows = {name: row for name, row in rows.items() if row}
+    return list(rows), list(rows.values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help="of the name of a case or its family"
     )
-    parser.add_argument("--write", action="store_true", help="replace the table of docs/models.md")
+    parser.add_argument(
+        "--write", action="store_true", help="replace the rows of these cases in docs/models.md"
+    )
     parser.add_argument(
         "--jobs", type=int, default=1, help="cases at a time; each takes up to four processes"
     )
     options = parser.parse_args()
-    if options.write and options.parts:
-        parser.error("--write takes all cases; leave out the parts of names")
     names = [
         name for name, (family_name, _) in load_rows().items()
         if not options.parts or any(part == family_name or part in name for part in options.parts)
@@ -147,7 +165,7 @@ def main() -> int:
         file=sys.stderr,
     )
     if options.write and not failures:
-        write(names, rows)
+        write(*merge(dict(zip(names, rows, strict=True))))
     return 1 if failures or not rows else 0
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from math import prod
 from pathlib import Path
 
 import pytest
 from every_case import EVERY_CASE, by_turns
-from matrix import architecture_of, check_case, load_rows
+from matrix import architecture_of, check_case, list_sizes, load_rows, show_sizes
 
 from shardzoo.models import FAMILIES, family
 
@@ -18,7 +19,7 @@ LAYOUTS = [("plain", "fp32"), (BOTH, "fp32"), (BOTH, "dropout")]
 
 @pytest.mark.parametrize("name", by_turns(ROWS, 12))
 def test_equal_to_transformers(name, run_mesh, tmp_path):
-    """At one tensor-parallel size, which differs from row to row, as does whether bf16 is compared, too.
+    """In one layout, which differs from row to row, as does whether bf16 is compared, too.
 
     Every day, of each second row, most are compared with everything on alone, with dropout in turn, and one of three
     is converted; `make test-all` does the rest.
@@ -27,7 +28,7 @@ def test_equal_to_transformers(name, run_mesh, tmp_path):
     layouts = LAYOUTS if EVERY_CASE or number % 9 == 0 else LAYOUTS[1 + number % 2 :][:1]
     layouts = layouts + [("plain", "bf16")] * (number % (4 if EVERY_CASE else 8) == 0)
     most = 8 if EVERY_CASE or number % 9 == 0 else 3  # processes
-    split = [size for size in ROWS[name][1].sizes if 1 < size <= most]
+    split = [sizes for sizes in list_sizes(name, ROWS[name]) if 1 < prod(sizes) <= most]
     size, converts = split[len(name) % len(split)], EVERY_CASE or number % 3 == 0
     figures = check_case(name, ROWS[name], tmp_path, run_mesh, [size], layouts, converts)
     assert not figures.problems, "\n".join(figures.problems)
@@ -103,8 +104,11 @@ def test_the_table_of_the_docs_has_the_rows_of_the_matrix():
     table = load_table()
     cases, architectures, rows = table.written()
     assert [tuple(row[:3]) for row in rows] == [
-        (*table.title(name, family_name), " ".join(map(str, case.sizes)))
-        for name, (family_name, case) in ROWS.items()
+        (
+            *table.title(name, row[0]),
+            " ".join(show_sizes(*sizes) for sizes in list_sizes(name, row)),
+        )
+        for name, row in ROWS.items()
     ]
     assert (cases, architectures) == (len(ROWS), len({architecture_of(name) for name in ROWS}))
     assert not [row for row in rows if "no" in row]
