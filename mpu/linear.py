@@ -182,19 +182,23 @@ class RowParallelLinear(SplitLayer):
         self.bias = nn.Parameter(torch.full((out_features,), float("nan"))) if bias else None
 
     def forward(self, tensor: Tensor) -> Tensor:
+        weight: Tensor = self.weight
         if not self.input_is_parallel and self.mesh is not None:
             [(start, stop)] = self.shard.ranges(self.mesh.tp_rank, self.mesh.tp_size)
             tensor = copy_to_tp(tensor, self.mesh)[..., start:stop]
-        if isinstance(self.weight, PackedParameter):
+        if isinstance(weight, PackedParameter):
             # The first rank adds the bias.
             bias = self.bias if self.mesh is None or self.mesh.tp_rank == 0 else None
-            partial = packed_linear(tensor, self.weight, bias)
+            partial = packed_linear(tensor, weight, bias)
             if self.sequence_parallel:
                 return reduce_scatter_sequence(partial, self.mesh)
             return reduce_from_tp(partial, self.mesh)
         if self.mesh is None or self.mesh.tp_size == 1:
-            return _multiply(tensor, self.weight, self.bias)
-        arguments = autocast_arguments(tensor, self.weight, self.bias)
+            if getattr(weight, "main_gradient", None) is not None:
+                arguments = autocast_arguments(tensor, weight, self.bias)
+                return _AccumulatingLinear.apply(*arguments)
+            return linear(tensor, weight, self.bias)
+        arguments = autocast_arguments(tensor, weight, self.bias)
         return _RowParallel.apply(*arguments, self.mesh.tp_group, self.sequence_parallel)
 
 
@@ -220,16 +224,11 @@ def column_parallel(
         whole = enter_column_parallel(tensor, sequence_parallel=sequence_parallel, mesh=mesh)
         return packed_linear(whole, weight, bias)
     if mesh is None or mesh.tp_size == 1:
-        return _multiply(tensor, weight, bias)
+        if getattr(weight, "main_gradient", None) is not None:
+            return _AccumulatingLinear.apply(*autocast_arguments(tensor, weight, bias))
+        return linear(tensor, weight, bias)
     arguments = autocast_arguments(tensor, weight, bias)
     return _ColumnParallel.apply(*arguments, mesh.tp_group, sequence_parallel)
-
-
-def _multiply(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns the product of one rank, `linear`."""
-    if find_main_gradient(weight) is None:
-        return linear(tensor, weight, bias)
-    return _AccumulatingLinear.apply(*autocast_arguments(tensor, weight, bias))
 
 
 class _AccumulatingLinear(Function):

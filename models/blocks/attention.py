@@ -276,6 +276,8 @@ class SelfAttention(Attention):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.clip = clip
+        # Most layers change nothing here, and a call for each of them would cost the host time.
+        self.normalizes = qk_norm_eps is not None or clip is not None
         self.qk_norms: AllHeadsNorms | None = None
         if qk_norm_eps is not None and norms_all_heads:
             self.qk_norms = AllHeadsNorms(self.qkv, self.head_size, qk_norm_eps, norm_offset)
@@ -322,12 +324,14 @@ class SelfAttention(Attention):
         if tokens is not None and by_rows and self.core.takes_rows(qkv, tokens, position_bias):
             # [T, Np or Kp, 1, D], of which the rows are taken for samples.
             q, k, v = split_fused_heads(qkv, self.heads["qkv"], self.head_size)
-            q, k, v = self.normalize(q, k, v)
+            if self.normalizes:
+                q, k, v = self.normalize(q, k, v)
             attended = self.core.attend_to_rows(q, k, v, tokens, tokens.starts, position_bias)
             return self.output(merge_heads(attended))
         qkv = qkv if tokens is None else tokens.pad(qkv)
         q, k, v = split_fused_heads(qkv, self.heads["qkv"], self.head_size)  # [B, Np or Kp, S, D]
-        q, k, v = self.normalize(q, k, v)
+        if self.normalizes:
+            q, k, v = self.normalize(q, k, v)
         if rotary is not None:
             q, k = rotate(q, k, rotary)
         if memory is not None:
