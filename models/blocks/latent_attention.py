@@ -114,13 +114,12 @@ class LatentAttention(nn.Module):
         core: dict[str, Any] = {
             "scale": scale,
             "softcap": None,
-            "dropout": dropout,
             "mesh": mesh,
             "parallel_config": parallel_config,
         }
-        self.core = CoreAttention(num_heads, num_heads, **core)
+        self.core = CoreAttention(num_heads, num_heads, dropout=dropout, **core)
         # Of decoding, in which nothing is dropped.
-        self.latent_core = CoreAttention(num_heads, 1, **{**core, "dropout": 0.0})
+        self.latent_core = CoreAttention(num_heads, 1, dropout=0.0, **core)
         self.output = RowParallelLinear(
             num_heads * value_size, hidden_size, bias=bias, unit=value_size, **shared
         )
