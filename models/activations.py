@@ -150,6 +150,8 @@ class BlockSpec:
         output_norms: Whether the outputs of attention and feed-forward block pass through a norm
             before they are added.
         capped: Whether a soft cap bounds the scores.
+        position_terms: The number of terms of relative positions in the scores, which have products
+            with `positions` embeddings.
         window: Each position attends only to those at most so far away; None for all positions.
         borrows: Whether the projection of queries, keys and values is put together from rows of
             several ranks.
@@ -188,6 +190,8 @@ class BlockSpec:
     input_norms: bool = True
     output_norms: bool = False
     capped: bool = False
+    position_terms: int = 0
+    positions: int = 0
     window: int | None = None
     borrows: bool = False
     routed: int = 0
@@ -366,6 +370,8 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
     total += block.mlp_kept * tokens * block.feed_forward * e
     if block.routed:
         total += _mixture(stack, batch, layout)
+    if block.position_terms:
+        total += _position_terms(stack, batch, layout, recomputed=without_core)
     if block.gated and not block.fused and t > 1:
         # The weights of gate and up are stacked for a single collective.
         total += 2 * block.feed_forward * block.hidden * e
@@ -387,6 +393,22 @@ def _all_heads_norm(stack: StackSpec, batch: Batch, layout: Layout) -> int:
     total = tokens * (features * (FP32 if block.rounds_once else layout.itemsize) + 2 * FP32)
     if layout.itemsize < FP32:  # queries and keys in fp32, and the weights if they are not rounded
         total += (tokens + block.rounds_once) * features * FP32
+    return total
+
+
+def _position_terms(stack: StackSpec, batch: Batch, layout: Layout, *, recomputed: bool) -> int:
+    """Returns the bytes that the terms of relative positions keep."""
+    block = stack.block
+    e = layout.itemsize
+    inner = block.heads * block.head_size
+    length = _own_length(stack, batch)
+    # Copies of the queries or keys and of the positions' projections, and their products.
+    features = length * inner + inner * block.positions + block.heads * length * block.positions
+    total = block.position_terms * batch.size * features * e
+    if recomputed:  # The sum of the terms is an input of what is computed again.
+        total += batch.size * block.heads * length**2 * e
+    if block.dropouts:  # of the positions' embeddings
+        total += block.positions * block.hidden * e + INT64
     return total
 
 
@@ -537,6 +559,8 @@ def _in_blocks(block: BlockSpec, layout: Layout, queries: int, keys: int, crosse
         return True
     if block.capped:
         return suits_blocks(queries, keys, layout.device)
+    if block.position_terms:
+        return False
     needed = block.attention_dropout or (block.bias and not crosses) or layout.device == "cpu"
     return needed and suits_tiles(queries, keys, layout.device, layout.itemsize)
 

@@ -10,13 +10,17 @@ from .config import DebertaV2Config
 
 
 def activations(config: DebertaV2Config) -> Activations:
-    """Returns what a model of this configuration keeps for its backward pass.
-
-    The terms of relative positions count as a bias of each block.
-    """
+    """Returns what a model of this configuration keeps for its backward pass."""
     found = bert_activations(config)
-    is_relative = config.relative_attention and bool(config.position_terms)
+    if not config.relative_attention:
+        return found
+    terms = len(config.position_terms)
+    positions = 2 * config.position_span
     stacks = tuple(
-        replace(stack, block=replace(stack.block, bias=is_relative)) for stack in found.stacks
+        replace(
+            stack,
+            block=replace(stack.block, bias=terms > 0, position_terms=terms, positions=positions),
+        )
+        for stack in found.stacks
     )
     return replace(found, stacks=stacks)

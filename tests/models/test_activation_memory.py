@@ -205,3 +205,29 @@ def test_an_encoder_alone_keeps_no_decoder(name, architecture):
 
     (stack,) = family(name).activations(config_of(1)).stacks
     assert kept(2) - kept(1) == block_bytes(stack, Batch(SIZE, SOURCE), Layout(4)).kept
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "dropout", "recompute"), [(4, 0.1, "none"), (2, 0.1, "selective")]
+)
+def test_terms_of_relative_positions_are_counted(itemsize, dropout, recompute):
+    """DeBERTa-v2's, at a length from which other attention would be computed in tiles."""
+    values = {
+        "model_type": "deberta-v2", "architectures": ["DebertaV2ForMaskedLM"], "hidden_size": 32, "vocab_size": 97,
+        "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64, "relative_attention": True,
+        "position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True, "pos_att_type": "p2c|c2p",
+        "position_biased_input": False, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout,
+    }  # fmt: skip
+    parallel_config = ParallelConfig(recompute=recompute)
+    ids = torch.arange(2 * 64).view(2, 64) % 89 + 5
+
+    def kept(layers):
+        config = config_from_dict({**values, "num_hidden_layers": layers})
+        model = from_config(config, parallel_config=parallel_config).to(DTYPES[itemsize]).train()
+        for _ in range(2):  # the second key knows no uses, so each dropout keeps keys of its own
+            mpu.dropout_state.set(0, 0)
+        return kept_bytes(lambda: model(input_ids=ids, labels=ids).loss, model.parameters())
+
+    [stack] = family("deberta-v2").activations(config_from_dict(values)).stacks
+    layout = Layout(itemsize, 1, parallel_config)
+    assert kept(3) - kept(2) == block_bytes(stack, Batch(2, 64, 0, False), layout).kept
