@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..checkpoint.hub import TEXTS, find_model
 from ..data.indexed.dataset import IndexedDataset
 from ..data.indexed.merge import merge_datasets, split_dataset
 from ..data.text.corpus import check_vocabulary
@@ -48,7 +49,7 @@ class Prepare(Configurable):
     output: Path
     """PREFIX of the files to write."""
     tokenizer: Path
-    """tokenizer.json, SentencePiece .model, or a folder with one of them."""
+    """tokenizer.json, SentencePiece .model, a folder with one of them, or a name on the Hub."""
     input: tuple[Path, ...] = ()
     """Text file, JSON lines, parquet, a folder of those, or a Hugging Face dataset folder; by
     default the Python standard library."""
@@ -68,8 +69,9 @@ class Prepare(Configurable):
     """Continue an interrupted run."""
 
     def run(self, console: Console) -> None:
+        tokenizer = find_model(self.tokenizer, "--tokenizer", TEXTS)
         options = PrepareOptions(
-            self.tokenizer, self.text_key, self.append_eos, self.eos_token, self.split_sentences
+            tokenizer, self.text_key, self.append_eos, self.eos_token, self.split_sentences
         )
         with show_progress(console) as progress:
             report = prepare_dataset(
@@ -115,7 +117,7 @@ class Inspect(Configurable):
         if self.tokenizer is None:
             console.print(build_table(dataset, None))
             return
-        tokenizer = load_tokenizer(self.tokenizer)
+        tokenizer = load_tokenizer(find_model(self.tokenizer, "--tokenizer", TEXTS))
         check_vocabulary(dataset, tokenizer)
         console.print(build_table(dataset, tokenizer))
         for number in range(min(self.documents, dataset.num_documents)):

@@ -188,33 +188,39 @@ def test_files_that_a_page_names_exist(page):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """The folder `path` of `path/to/gpt2` and the other models that the pages name."""
-    folder = tmp_path_factory.mktemp("docs") / "path" / "to"
-    save_model(folder / "gpt2", "GPT2LMHeadModel", "gpt2")
-    adapted = shardzoo.from_pretrained(folder / "gpt2")
+    """A folder with small models under the names that the pages give, of the Hub and of `path/to`."""
+    root = tmp_path_factory.mktemp("docs")
+    folder = root / "path" / "to"
+    gpt2 = save_model(root / "openai-community" / "gpt2", "GPT2LMHeadModel", "gpt2")
+    folder.mkdir(parents=True)
+    (folder / "gpt2").symlink_to(gpt2)
+    adapted = shardzoo.from_pretrained(gpt2)
     add_lora(adapted, lora_config(r=2))
     adapted.save_pretrained(folder / "gpt2-lora")
-    save_model(folder / "gpt2-xl", "GPT2LMHeadModel", "gpt2", n_embd=50, n_head=25)
-    save_model(folder / "bert", "BertForMaskedLM", "bert")
-    untied = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    save_model(folder / "t5-v1_1-base", "T5ForConditionalGeneration", "t5", **untied)
     save_model(
-        folder / "mt5-small", "MT5ForConditionalGeneration", "t5", vocab_size=437
+        root / "openai-community" / "gpt2-xl", "GPT2LMHeadModel", "gpt2", n_embd=50, n_head=25
+    )
+    save_model(root / "google-bert" / "bert-base-uncased", "BertForMaskedLM", "bert")
+    untied = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    t5 = save_model(root / "google" / "t5-v1_1-base", "T5ForConditionalGeneration", "t5", **untied)
+    save_model(
+        root / "google" / "mt5-small", "MT5ForConditionalGeneration", "t5", vocab_size=437
     )  # with the sentinels
     trainer = Trainer(env_type="pytorch", train_steps=1, batch_size=2, save_dir=str(folder / "run"))
-    trainer.train(shardzoo.from_pretrained(folder / "t5-v1_1-base"), train_dataset=Pairs(2))
+    trainer.train(shardzoo.from_pretrained(t5), train_dataset=Pairs(2))
     tokenizer_like("bert").save_pretrained(folder / "glm-large")
     save_glm(folder / "glm-large", "bert")
     split(folder / "glm-large", folder / "glm-mp", 2, style="legacy")
-    split(folder / "gpt2", folder / "megatron", 2, style="megatron")
-    return folder.parent
+    split(gpt2, folder / "megatron", 2, style="megatron")
+    return root
 
 
 @pytest.fixture
 def workplace(models, tmp_path, monkeypatch) -> Path:
     """The current folder, with what a page's code reads."""
     monkeypatch.chdir(tmp_path)
-    Path("path").symlink_to(models)
+    for folder in models.iterdir():
+        Path(folder.name).symlink_to(folder)
     Path("pretrain.py").symlink_to(ROOT / "pretrain.py")
     texts = [text(seed, 300) for seed in range(60)]
     Path("corpus.jsonl").write_text("".join(f'{{"text": "{words}"}}\n' for words in texts))
