@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import faulthandler
 import os
 import signal
-import sys
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,6 +14,7 @@ import cloudpickle
 import quick_disk  # noqa: F401 - for what it does
 import torch
 import torch.distributed as dist
+from parent import end_with_parent
 from quick_collections import ignore_what_exists
 
 # A collective that waits longer than this raises in its rank, so even a deadlock of all ranks ends.
@@ -52,13 +51,6 @@ def serve_groups_by_one_thread() -> None:
         start(self, store, rank, size, options)
 
     gloo.__init__ = start_with_device
-
-
-def end_with_parent() -> None:
-    """Lets the kernel end this process with the fork server, also while it is stopped between two functions."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def serve(
