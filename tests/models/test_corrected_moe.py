@@ -10,6 +10,7 @@ import pytest
 import torch
 from corrected_scores import correct_scores
 from every_case import every_day
+from expert_ranks import draw_ids, run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stored_models import tensor_hashes
@@ -21,11 +22,6 @@ from shardzoo.models import config_from_dict
 
 FAMILIES = {"glm4_moe": "Glm4MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 CORRECTION = "mlp.gate.e_score_correction_bias"
-LENGTH = 12
-
-
-def draw_ids(samples: int) -> torch.Tensor:
-    return torch.randint(3, 97, (samples, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
 def write_model(family: str, folder, dtype: torch.dtype, **changes):
@@ -52,43 +48,6 @@ def oracle(request, tmp_path_factory):
     grads = {name: value.grad for name, value in model.named_parameters()}
     tokens = model.generate(ids[:2, :5], max_new_tokens=6, do_sample=False, eos_token_id=None)
     return folder, loss.item(), grads, tokens
-
-
-def run(folder: str, again: str, tensor: int, expert: int, **mode):
-    """Returns the loss, whole gradients by name, and generated tokens."""
-    import torch.distributed as dist
-
-    import shardzoo
-    from shardzoo.models import ParallelConfig
-    from shardzoo.mpu import ParallelMesh
-    from shardzoo.mpu.mesh import SAMPLE_AXES
-
-    mesh = ParallelMesh(tensor, expert_parallel_size=expert)
-    model = shardzoo.from_pretrained(
-        folder, mesh=mesh, dtype=torch.float64, parallel_config=ParallelConfig(**mode)
-    )
-    share = 6 // mesh.size(*SAMPLE_AXES)
-    first = share * mesh.rank_in(*SAMPLE_AXES)
-    ids = draw_ids(6)
-    own = ids[first : first + share]
-    model.train()
-    output = model(input_ids=own, labels=own, num_items_in_batch=6 * (LENGTH - 1))
-    output.loss.backward()
-    loss = output.loss.detach().clone()
-    dist.all_reduce(loss, group=mesh.group(*SAMPLE_AXES))
-    model.save_pretrained(again)
-    if mode.get("sequence_parallel"):
-        decoder = shardzoo.from_pretrained(folder, mesh=mesh, dtype=torch.float64)
-    else:
-        decoder = model.eval()
-    tokens = decoder.generate(ids[:2, :5], max_new_tokens=6, do_sample=False, eos_token_id=None)
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            continue
-        if not getattr(parameter, "expert_parallel", False):
-            dist.all_reduce(parameter.grad, group=mesh.group("data", "context", "expert"))
-        parameter.data = parameter.grad
-    return loss.item(), shardzoo.models.hf_state.hf_state_dict(model), tokens
 
 
 def name_as_in_files(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -124,8 +83,10 @@ def test_loss_gradients_and_tokens_equal_those_of_transformers(
     again = tmp_path / "again"
     by_rank = run_ranks(tensor * expert, run, str(folder), str(again), tensor, expert, **mode)
     expected = name_as_in_files(grads)
-    for own_loss, own_grads, own_tokens in by_rank:
+    norm = sum(value.square().sum().item() for value in grads.values() if value is not None) ** 0.5
+    for own_loss, own_grads, own_norm, own_tokens in by_rank:
         assert own_loss == pytest.approx(loss, rel=2e-7)
+        assert own_norm == pytest.approx(norm, rel=1e-6)
         assert torch.equal(own_tokens, tokens)
         corrections = {name for name in own_grads if name.endswith(CORRECTION)}
         assert corrections

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expert_ranks import draw_ids, run
 from safetensors.torch import load_file
 
 SIZES = {
@@ -11,11 +12,6 @@ SIZES = {
     "num_hidden_layers": 2, "vocab_size": 97, "max_position_embeddings": 24, "num_local_experts": 5,
     "num_experts_per_tok": 2, "pad_token_id": 0,
 }  # fmt: skip
-LENGTH = 12
-
-
-def draw_ids(samples: int) -> torch.Tensor:
-    return torch.randint(3, 97, (samples, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.fixture(scope="module")
@@ -34,44 +30,6 @@ def oracle(tmp_path_factory):
     grads = {name: value.grad for name, value in model.named_parameters()}
     tokens = model.generate(ids[:2, :5], max_new_tokens=6, do_sample=False, eos_token_id=None)
     return folder, loss.item(), grads, tokens
-
-
-def run(folder: str, again: str, tensor: int, expert: int, **mode):
-    """Returns the loss, whole gradients by name, the norm of gradients, and generated tokens."""
-    import torch.distributed as dist
-
-    import shardzoo
-    from shardzoo.models import ParallelConfig
-    from shardzoo.mpu import ParallelMesh, grad_norm
-    from shardzoo.mpu.mesh import SAMPLE_AXES
-
-    mesh = ParallelMesh(tensor, expert_parallel_size=expert)
-    model = shardzoo.from_pretrained(
-        folder, mesh=mesh, dtype=torch.float64, parallel_config=ParallelConfig(**mode)
-    )
-    share = 6 // mesh.size(*SAMPLE_AXES)
-    first = share * mesh.rank_in(*SAMPLE_AXES)
-    ids = draw_ids(6)
-    own = ids[first : first + share]
-    model.train()
-    output = model(input_ids=own, labels=own, num_items_in_batch=6 * (LENGTH - 1))
-    output.loss.backward()
-    loss = output.loss.detach().clone()
-    dist.all_reduce(loss, group=mesh.group(*SAMPLE_AXES))
-    group = mesh.group("data", "context", "expert")
-    for parameter in model.parameters():
-        if not getattr(parameter, "expert_parallel", False):
-            dist.all_reduce(parameter.grad, group=group)
-    norm = grad_norm(model.parameters(), mesh).item()
-    model.save_pretrained(again)
-    if mode.get("sequence_parallel"):
-        decoder = shardzoo.from_pretrained(folder, mesh=mesh, dtype=torch.float64)
-    else:
-        decoder = model.eval()
-    tokens = decoder.generate(ids[:2, :5], max_new_tokens=6, do_sample=False, eos_token_id=None)
-    for parameter in model.parameters():
-        parameter.data = parameter.grad
-    return loss.item(), shardzoo.models.hf_state.hf_state_dict(model), norm, tokens
 
 
 def name_as_in_files(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
