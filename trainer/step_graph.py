@@ -118,6 +118,7 @@ class StepGraph:
             return None
         assert self._replay is not None
         assert self._results is not None
+        assert isinstance(self._engine, TorchEngine)  # as `find_obstacle` has seen
         self._replay()
         self._engine.note_applied_step()
         return self._results

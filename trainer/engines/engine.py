@@ -94,10 +94,6 @@ class Engine(Protocol):
         """Loads the tensors that `optimizer_tensors` of any engine returned."""
         ...
 
-    def note_applied_step(self) -> None:
-        """Counts an update that was applied outside of `step`, by a graph of a recorded step."""
-        ...
-
     def counters(self) -> dict[str, float]:
         """Returns the other numbers to save: the number of applied steps, and the state of loss
         scaling.

@@ -187,6 +187,7 @@ class TorchEngine:
             self.optimizer_tensors()  # raises now if the states cannot be saved
 
     def note_applied_step(self) -> None:
+        """Counts an update that was applied outside of `step`, by a graph of a recorded step."""
         self.applied_steps += 1
 
     def take_norm(self) -> Tensor:
