@@ -405,7 +405,13 @@ class Trainer:
         notify = partial(self.console.print, markup=False)
         trackers = open_trackers(arguments.report_to, run, board, notify)
         logs = [MetricsFile(folder.metrics_file), *trackers]
-        return RunReporter(self.console, logs, first_step=first_step, total_steps=total_steps)
+        return RunReporter(
+            self.console,
+            logs,
+            first_step=first_step,
+            total_steps=total_steps,
+            log_interval=arguments.log_interval,
+        )
 
     def write_report(self, sections: Mapping[str, Section] | None = None) -> None:
         """Writes `report.html` into the run's folder, from the logged values. Called by the first

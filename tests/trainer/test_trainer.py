@@ -240,8 +240,9 @@ def test_the_console_shows_mean_losses():
                 step, {"loss": 99.0, "mean_loss": float(step), "tokens_per_second": 1.0}
             )
     shown = lines.getvalue().splitlines()
-    assert shown[0] == "step 2/43  loss 1.500  1 tokens/s"
-    assert shown[20:] == [
+    assert shown[:2] == ["step 1/43  loss 1.000  1 tokens/s", "step 2/43  loss 2.000  1 tokens/s"]
+    assert shown[2] == "step 4/43  loss 3.500  1 tokens/s"
+    assert shown[21:] == [
         "step 42/43  loss 41.500  1 tokens/s",
         "step 43/43  loss 43.000  1 tokens/s",
     ]
@@ -251,6 +252,15 @@ def test_the_console_shows_mean_losses():
         reporter.training(10, {"mean_loss": 2.0, "tokens_per_second": 1.0})
         reporter.training(13, {"mean_loss": 3.0, "tokens_per_second": 1.0})
     assert [line.split()[3] for line in lines.getvalue().splitlines()] == ["2.000", "3.000"]
+
+    # A twentieth of 950 steps is 47, of which few multiples are logged.
+    lines = io.StringIO()
+    console = Console(file=lines)
+    with RunReporter(console, [], first_step=0, total_steps=950, log_interval=20) as reporter:
+        for step in (*range(20, 950, 20), 950):
+            reporter.training(step, {"mean_loss": 1.0, "tokens_per_second": 1.0})
+    steps = [line.split()[1] for line in lines.getvalue().splitlines()]
+    assert steps == ["20/950", *(f"{step}/950" for step in range(60, 950, 60)), "950/950"]
 
     terminal = io.StringIO()
     console = Console(file=terminal, force_terminal=True, width=80, color_system=None)

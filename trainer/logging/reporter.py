@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -69,6 +70,7 @@ class RunReporter:
 
     The console shows mean losses, because the loss of one batch says little: a printed line that of
     all steps since the line before, the bar of a terminal that of the last few dozen logged steps.
+    Lines are printed for the first logged step, about every twentieth of the run, and the last step.
     """
 
     def __init__(
@@ -78,9 +80,14 @@ class RunReporter:
         *,
         first_step: int,
         total_steps: int | None,
+        log_interval: int = 1,
     ) -> None:
         self._console = console
         self._total = total_steps
+        # Only logged steps are told, so the steps between two lines are a multiple of theirs.
+        least = max(1, (total_steps or 0) // LINES_WITHOUT_TERMINAL)
+        self._line_interval = math.ceil(least / log_interval) * log_interval
+        self._has_line = False
         self._trackers = trackers
         self._last_step = first_step
         # Logged means, and how many steps each is of: since the last printed line, and for the bar.
@@ -126,8 +133,8 @@ class RunReporter:
         if self._console.is_terminal:
             self._since_line = []
             return
-        every = max(1, (self._total or 0) // LINES_WITHOUT_TERMINAL)
-        if step % every == 0 or step == self._total:
+        if not self._has_line or step % self._line_interval == 0 or step == self._total:
+            self._has_line = True
             loss = find_mean(self._since_line)
             self._since_line = []
             self.notice(f"step {step}/{self._total or '?'}  loss {loss:.3f}  {speed:,.0f} tokens/s")
