@@ -22,8 +22,9 @@ from ..files.verbosity import take_verbosity
 from ..finetuning.arguments import FinetuningArguments
 from ..trainer.arguments.value_types import texts
 from ..trainer.launch.environment import end_process
-from .arguments import parse
+from .arguments import given_value, parse, read_yaml
 from .console import USAGE_ERROR
+from .continued_runs import add_restart_options, check_unchanged, read_saved_values
 from .help import HelpPage
 from .help.training import COMMON_TRAINING, TRAINING_SECTIONS
 from .rank_errors import read_rank, run_and_report_once
@@ -31,6 +32,38 @@ from .spellings import SHORT_NAMES
 
 if TYPE_CHECKING:
     from ..finetuning.trainer import Trainer
+
+
+FIXED = (
+    "model_name_or_path",
+    "native",
+    "task",
+    "train_file",
+    "validation_split",
+    "max_train_samples",
+    "source_id",
+    "target_id",
+    "pair_id",
+    "choices_id",
+    "messages_id",
+    "weight_id",
+    "columns",
+    "prefix",
+    "separator",
+    "max_source_length",
+    "max_target_length",
+    "block_size",
+    "packing",
+    "prompt_list",
+    "lora_rank",
+    "lora_target_modules",
+    "base_precision",
+    "freeze_encoder",
+    "freeze_decoder",
+    "freeze_embeddings",
+    "seed",
+)
+"""Arguments that cannot change when a run is resumed: what is trained, and on which samples."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = take_verbosity(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
-        arguments = parse(FinetuneCommand, help_page(), given, quiet=not launch.is_first)
-        run(make_trainer(arguments))
+        run(make_trainer(read_arguments(given, quiet=not launch.is_first)))
         return 0
 
     return run_and_report_once(work, launch)
@@ -126,6 +158,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_script() -> NoReturn:
     """Runs `main`, and ends the process with its exit code."""
     end_process(main())
+
+
+def read_arguments(argv: Sequence[str], *, quiet: bool) -> FinetuneCommand:
+    """Returns the command line's arguments.
+
+    Where it is silent, those of the file that `--config` names count, or of the run that continues.
+    """
+    config = given_value(argv, "config")
+    values = read_yaml(FinetuneCommand, Path(config)) if config else {}
+    argv = add_restart_options(argv, values)
+    saved = read_saved_values(FinetuneCommand, argv, values)
+    if saved is None:
+        return parse(FinetuneCommand, help_page(), argv, values=values, quiet=quiet)
+    arguments = parse(FinetuneCommand, help_page(), argv, values={**saved, **values}, quiet=quiet)
+    check_unchanged(arguments, FinetuneCommand(**saved), FIXED, "--resume")
+    return arguments
 
 
 def make_trainer(arguments: FinetuneCommand) -> Trainer:

@@ -21,7 +21,6 @@ import tyro
 
 from ..data.objectives.objective import Objective
 from ..data.objectives.registry import find_objective, objective_names
-from ..files.safe_paths import checked_file
 from ..files.verbosity import is_quiet, take_verbosity
 from ..pretraining.arguments import DEFAULT_MODEL, FIXED, PretrainingArguments
 from ..pretraining.inputs import choose_inputs, default_objective
@@ -29,11 +28,10 @@ from ..pretraining.tables import run_plan
 from ..trainer.arguments.value_types import checked_value
 from ..trainer.launch.environment import end_process
 from ..trainer.launch.launch import ensure_processes_for
-from ..trainer.launch.rank_process import is_restarted
 from ..trainer.logging.console import make_console
-from ..trainer.run_folder import RunFolder
 from .arguments import given_value, overrides_as_options, parse, read_yaml
 from .console import USAGE_ERROR
+from .continued_runs import add_restart_options, check_unchanged, read_saved_values
 from .help import HelpPage
 from .help.training import COMMON_TRAINING, TRAINING_SECTIONS
 from .rank_errors import read_rank, run_and_report_once
@@ -174,8 +172,8 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
     if given_value(argv, "init_from") and not given_value(argv, "model"):
         for chosen in MODEL:  # The weights bring their own model, in place of the file's.
             values.pop(chosen, None)
-    argv = _add_restart_options(argv, values)
-    saved = _read_saved_values(argv, values)
+    argv = add_restart_options(argv, values)
+    saved = read_saved_values(PretrainCommand, argv, values)
     if saved is not None:
         values = _merge_values(saved, values if config else {})
 
@@ -184,24 +182,11 @@ def read_arguments(argv: Sequence[str], *, quiet: bool) -> PretrainCommand:
     arguments = parse(PretrainCommand, help_page(objective.name), argv, values=values, quiet=quiet)
     if saved is not None:
         before = {**saved, "objective": _build_objective((), None, saved)}
-        _check_unchanged(arguments, PretrainCommand(**before))
+        option = "--resume" if arguments.resume else "--eval-only"
+        check_unchanged(arguments, PretrainCommand(**before), FIXED, option)
     if arguments.fast_dev_run:
         arguments = replace(arguments, train_steps=20, eval_interval=10)
     return arguments
-
-
-def _add_restart_options(argv: list[str], values: Mapping[str, Any]) -> list[str]:
-    """Returns the command line of a job that is started again: it resumes its run, or begins it
-    again if none is saved.
-
-    The job has begun the run in its output folder before.
-    """
-    folder = given_value(argv, "output_dir") or values.get("output_dir")
-    if folder is None or not is_restarted():
-        return argv
-    if RunFolder(Path(folder)).latest_step() is None:
-        return [*argv, "--overwrite"]
-    return [*argv, "--resume", "--no-overwrite"]
 
 
 def _find_recipe(argv: Sequence[str]) -> Path | None:
@@ -211,49 +196,6 @@ def _find_recipe(argv: Sequence[str]) -> Path | None:
         model = DEFAULT_MODEL
     recipes = {path.stem: path for path in RECIPES.glob("*.yaml")}
     return recipes.get(model or "")
-
-
-def _read_saved_values(argv: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the saved arguments of the run in the output folder, if the command line continues or
-    evaluates it.
-    """
-
-    def is_on(name: str) -> bool:
-        value = given_value(argv, name) or str(values.get(name, False))
-        return value.lower() == "true"
-
-    resume = is_on("resume")
-    folder = given_value(argv, "output_dir") or values.get("output_dir")
-    if folder is None:
-        if resume:
-            raise ValueError("--resume continues the run in --output-dir: name that folder too")
-        return None
-    saved = RunFolder(Path(folder)).arguments_file
-    if resume and not saved.exists():
-        raise ValueError(f"--resume: {folder} holds no run; start one without --resume")
-    if not saved.exists() or not (resume or is_on("eval_only")):
-        return None
-    found = read_yaml(PretrainCommand, checked_file(saved.parent, saved.name))
-    if not found:
-        raise ValueError(
-            f"{saved} is empty, so the run cannot go on; start a new one in another --output-dir"
-        )
-    return found
-
-
-def _check_unchanged(arguments: PretrainCommand, before: PretrainCommand) -> None:
-    """Raises ValueError if arguments differ from those of the run in a value that a run cannot
-    change.
-    """
-    option = "--resume" if arguments.resume else "--eval-only"
-    for name in FIXED:
-        value = getattr(before, name)
-        now = getattr(arguments, name)
-        if value != now:
-            raise ValueError(
-                f"{option}: the run has {name}={value}, which cannot change "
-                f"to {now}; leave {name} out, or start a new run in another --output-dir"
-            )
 
 
 def _take_objective_name(argv: Sequence[str]) -> tuple[list[str], str | None]:

@@ -240,6 +240,7 @@ class FinetuningArguments(TrainingArguments):
         super().__post_init__()
         object.__setattr__(self, "env_type", chosen)
         object.__setattr__(self, "columns", texts("columns", self.columns))
+        object.__setattr__(self, "matryoshka_dims", tuple(self.matryoshka_dims))
         self._check_ranges()
         self._check_folders()
         self._check_splitting()

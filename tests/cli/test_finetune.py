@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 import transformers
+import yaml
 from commands import warm_environment
 from documents import ROOT, blocks, commands
 from every_case import by_turns
@@ -143,7 +145,7 @@ REFUSED_LATE = [
     (("--output-dir", "pairs.json"), "output_dir pairs.json is a file"),
     (
         ("--output-dir", "nothing", "--resume"),
-        "nothing holds no complete checkpoint; start one without --resume",
+        "--resume: nothing holds no run; start one without --resume",
     ),
     (
         ("--output-dir", "again"),
@@ -195,6 +197,39 @@ def test_mistakes_in_training_are_one_message_too(ranks, workplace, run_ranks):
         assert message in ended[0][1]
         assert [shown for _, shown in ended[1:]] == [""] * (ranks - 1)
     assert sorted(workplace.rglob("*")) == before
+
+
+def test_a_resumed_run_keeps_its_arguments(workplace, monkeypatch, capsys):
+    """The command names the folder alone, or what may change; what is trained may not."""
+    run = partial(finetune, cwd=workplace, monkeypatch=monkeypatch)
+    begin = (
+        "--model-name-or-path",
+        "t5",
+        "--train-file",
+        "pairs.json",
+        "--lr",
+        "3e-3",
+        "--freeze-encoder",
+    )
+    short = ("--config", "short.yaml", "--validation-split", "0")
+    assert run(*begin, *short, "--output-dir", "goes-on") == 0
+    again = ("--resume", "--output-dir", "goes-on", "--train-steps", "4")
+    assert run(*again) == 0
+    saved = yaml.safe_load((workplace / "goes-on" / "arguments.yaml").read_text())
+    assert (saved["lr"], saved["freeze_encoder"], saved["max_source_length"]) == (3e-3, True, 16)
+    lines = (workplace / "goes-on" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert max(line["step"] for line in steps) == 4
+    capsys.readouterr()
+    for changed in (
+        ("--train-file", "labels.json"),
+        ("--no-freeze-encoder",),
+        ("--task", "text-classification"),
+    ):
+        assert run(*again, *changed) == 2
+        assert "which cannot change to" in capsys.readouterr().err
+    assert run("--resume", "--train-steps", "4") == 2
+    assert "name that folder too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -146,10 +146,10 @@ def flat(values) -> list:
 @pytest.fixture
 def workplace(folders, tasks, tmp_path) -> Path:
     """A folder with what the page names."""
-    (tmp_path / "path").mkdir()
-    for name, folder in folders.items():
-        (tmp_path / "path" / "to").mkdir(exist_ok=True)
-        (tmp_path / "path" / "to" / name).symlink_to(folder)
+    for family, name in {"gpt2": "openai-community/gpt2", "t5": "google-t5/t5-small"}.items():
+        link = tmp_path / name
+        link.parent.mkdir()
+        link.symlink_to(folders[family])
     (tmp_path / "tasks").symlink_to(tasks)
     return tmp_path
 

@@ -242,7 +242,7 @@ class TrainingArguments:
     """False loads only the weights and starts at step 0."""
     load_rng: bool = True
     resume: bool = False
-    """Resume the run in its folder if that holds a checkpoint; otherwise start it."""
+    """Go on with the run in its folder, from its last checkpoint."""
     overwrite: bool = False
     """Delete the run in its folder first."""
 

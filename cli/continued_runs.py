@@ -1,0 +1,79 @@
+"""Gives a command the saved arguments of the run that it continues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..files.safe_paths import checked_file
+from ..trainer.launch.rank_process import is_restarted
+from ..trainer.run_folder import RunFolder
+from .arguments import given_value, read_yaml
+
+
+def add_restart_options(argv: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Returns the command line of a job that is started again: it resumes its run, or begins it
+    again if none is saved.
+
+    The job has begun the run in its output folder before.
+    """
+    folder = given_value(argv, "output_dir") or values.get("output_dir")
+    if folder is None or not is_restarted():
+        return list(argv)
+    if RunFolder(Path(folder)).latest_step() is None:
+        return [*argv, "--overwrite"]
+    return [*argv, "--resume", "--no-overwrite"]
+
+
+def read_saved_values(
+    kind: type, argv: Sequence[str], values: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Returns the saved arguments of the run in the output folder, if the command line continues or
+    evaluates it.
+
+    Args:
+        kind: The command's dataclass.
+        argv: The command line, with `--resume` or `--eval-only` if it does.
+        values: Those of its file.
+    """
+
+    def is_on(name: str) -> bool:
+        value = given_value(argv, name) or str(values.get(name, False))
+        return value.lower() == "true"
+
+    resume = is_on("resume")
+    folder = given_value(argv, "output_dir") or values.get("output_dir")
+    if folder is None:
+        if resume:
+            raise ValueError("--resume continues the run in --output-dir: name that folder too")
+        return None
+    saved = RunFolder(Path(folder)).arguments_file
+    if resume and not saved.exists():
+        raise ValueError(f"--resume: {folder} holds no run; start one without --resume")
+    if not saved.exists() or not (resume or is_on("eval_only")):
+        return None
+    found = read_yaml(kind, checked_file(saved.parent, saved.name))
+    if not found:
+        raise ValueError(
+            f"{saved} is empty, so the run cannot go on; start a new one in another --output-dir"
+        )
+    return found
+
+
+def check_unchanged(arguments: Any, before: Any, fixed: Sequence[str], option: str) -> None:
+    """Raises ValueError if arguments differ from those of the run in a value that a run cannot
+    change.
+
+    Args:
+        fixed: The names of such values.
+        option: By which the run continues, for the message.
+    """
+    for name in fixed:
+        value = getattr(before, name)
+        now = getattr(arguments, name)
+        if value != now:
+            raise ValueError(
+                f"{option}: the run has {name}={value}, which cannot change "
+                f"to {now}; leave {name} out, or start a new run in another --output-dir"
+            )
