@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.hub import find_model
 from ..checkpoint.manifest import checked_tokenizer
 from ..data.text.records import check_text
 from ..data.tokenizers.glm_tokens import GLMVocabulary
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
-from ..models import from_pretrained
+from ..models import find_config, from_pretrained
+from ..models.auto import model_class
 from ..models.family import BlankText
 from ..models.generation.generate import generate
 from ..models.generation.generation_config import resolve_settings
@@ -42,7 +44,8 @@ class TextGenerationPipeline:
         adapter: A folder of peft with LoRA weights, which are merged into the model.
 
     Raises:
-        ValueError: There is no tokenizer, or it is not the one that the model was trained with.
+        ValueError: There is no tokenizer, or it is not the one that the model was trained with; or
+            the model generates no text, such as a classifier.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class TextGenerationPipeline:
         text_folder = folder if tokenizer is None else Path(tokenizer)
         # The tokenizer is checked before the weights are read, which may take minutes.
         size = checked_tokenizer(folder, text_folder).vocab_size
+        _check_generates(folder)
         self.model: Any = from_pretrained(folder, mesh, dtype, device=device, adapter=adapter)
         if adapter is not None:
             merge_lora(self.model)
@@ -208,3 +212,15 @@ class TextGenerationPipeline:
                 best.append({"token": self.tokenizer.decode([token]).strip(), "score": score})
             masks.append(best)
         return {"prompt": text, "masks": masks}
+
+
+def _check_generates(folder: Path) -> None:
+    """Raises ValueError if the model of a folder generates no text. Reads its `config.json` alone."""
+    if not (folder / CONFIG).exists():
+        return  # Reading the weights says what is missing.
+    kind = model_class(find_config(str(folder)))
+    if getattr(kind, "generates", None) is None:
+        raise ValueError(
+            f"the model in {folder} is a {kind.__name__}, which generates no text: name a model that "
+            "continues, answers or fills in texts"
+        )

@@ -209,6 +209,16 @@ def test_a_folder_without_a_tokenizer_is_refused(folders, tmp_path, capsys, fami
         Trainer(model_name_or_path=str(folder), train_file=__file__)
 
 
+def test_a_classifier_generates_no_text(folders, tmp_path, capsys):
+    folder = shutil.copytree(folders["bert"], tmp_path / "classifier")
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["BertForSequenceClassification"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert cli.main(["generate", "--model", str(folder), "--prompt", "one"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"{folder} is a BertForSequenceClassification, which generates no text" in shown
+
+
 def test_the_folder_of_a_run_leads_to_its_models(tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
     assert cli.main(["generate", "--model", str(tmp_path), "--prompt", "one"]) == 2
