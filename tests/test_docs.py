@@ -55,7 +55,7 @@ ELSEWHERE = {
 }
 # Commands that are this very run of the tests, that .ci/run calls beside it, or that tests/cli/test_pretrain.py runs.
 INSTALLED = (
-    "shardzoo pretrain --tp 2",
+    "shardzoo pretrain --tp 2 --output-dir runs/quickstart",
     "deepspeed --module shardzoo.pretrain --model-parallel-size 2",
     "torchrun --nproc-per-node 2 -m shardzoo.pretrain --model-parallel-size 2",
 )  # without a checkout; "pip install shardzoo" is in tests/test_packaging.py and tests/release.py

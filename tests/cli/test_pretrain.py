@@ -213,7 +213,7 @@ def test_a_run_is_saved_when_its_terminal_is_closed(workspace):
 @pytest.mark.parametrize(
     "line",
     every_day(
-        ["shardzoo pretrain --tp 2"],
+        ["shardzoo pretrain --tp 2 --output-dir runs/quickstart"],
         more=[
             "deepspeed --module shardzoo.pretrain --model-parallel-size 2",
             "torchrun --nproc-per-node 2 pretrain.py --model-parallel-size 2",
@@ -222,7 +222,8 @@ def test_a_run_is_saved_when_its_terminal_is_closed(workspace):
     ),
 )
 def test_other_ways_to_start(line, workspace):
-    done = run(*line.split(), "--config", "tiny.yaml", cwd=workspace)
+    words = line.replace("runs/quickstart", "runs/started").split()  # beside the run of make
+    done = run(*words, "--config", "tiny.yaml", cwd=workspace)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
