@@ -195,6 +195,17 @@ def make_trainer(arguments: FinetuneCommand) -> Trainer:
     from ..finetuning.trainer import Trainer  # It imports torch and transformers, for seconds.
 
     trainer = Trainer(arguments)
+    adapts = (
+        arguments.lora_rank > 0
+        or arguments.adapter is not None
+        or trainer.source.adapter is not None
+    )
+    # A run of an earlier release that was started so goes on.
+    if arguments.merge_adapter and not adapts and not arguments.resume:
+        raise ValueError(
+            "merge_adapter merges LoRA weights, and there are none, so that the whole model would be "
+            "trained: set lora_rank (or adapter), or leave it out"
+        )
     # None leaves a part as it is; False would make it trainable.
     trainer.freeze(
         encoder=arguments.freeze_encoder or None,

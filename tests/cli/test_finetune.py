@@ -122,6 +122,10 @@ REFUSED = [
         "target_modules 'query' match no linear layer of the model, which has q, k, v, o, wi, wo",
     ),
     (
+        ("--model-name-or-path", "t5", "--train-file", "pairs.json", "--merge-adapter"),
+        "merge_adapter merges LoRA weights, and there are none",
+    ),
+    (
         ("--model-name-or-path", "t5", "--train-file", "pairs.json", "--batch_size", "64"),
         "fewer than the 64",
     ),

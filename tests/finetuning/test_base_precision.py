@@ -115,7 +115,7 @@ def test_mistakes(checkpoints, files, tmp_path):
         with pytest.raises(ValueError, match=match):
             tune(None, checkpoints("gpt2"), str(files / "pairs.json"), tmp_path / "no", **options)
 
-    refuse("nothing is trained; set lora_rank", lora_rank=0)
+    refuse("nothing is trained; set lora_rank", lora_rank=0, lora_target_modules=())
     refuse("does not work with env_type='fsdp'", env_type="fsdp")
     refuse("does not work with native=False", native=False)
     refuse("does not work with torch_compile", torch_compile=True)

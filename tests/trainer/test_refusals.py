@@ -66,6 +66,8 @@ REFUSED = [
         {"env_type": "ddp"},
         "env_type must be one of pytorch, pytorchDDP, deepspeed, deepspeed[+]mpu, fsdp, not 'ddp'",
     ),
+    ({"lora_alpha": 4}, r"lora_alpha is an option of LoRA weights, and .* set lora_rank"),
+    ({"lora_target_modules": "q"}, "lora_target_modules is an option of LoRA weights"),
     ({"zero_stage": 1}, "zero_stage needs env_type 'deepspeed'"),
     ({"scale_parameter": True}, "scale_parameter needs optimizer='adafactor', not 'adamw'"),
     ({"lr": 0.0}, "lr must be above 0"),

@@ -26,6 +26,16 @@ from .value_types import check_types, texts
 Strategy = Literal["steps", "epoch", "no"]
 
 
+LORA_OPTIONS = (
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_modules_to_save",
+    "use_rslora",
+)
+"""What new LoRA weights are made with, besides their rank."""
+
+
 @with_argument_aliases
 @dataclass(frozen=True)
 class TrainingArguments:
@@ -415,6 +425,20 @@ class TrainingArguments:
             raise ValueError(
                 "lora_rank makes new LoRA weights and adapter names a folder of them: use one of "
                 "them"
+            )
+        # A run of an earlier release that was started so goes on.
+        if not self.lora_rank and self.adapter is None and not self.resume:
+            self._refuse_lora_options()
+
+    def _refuse_lora_options(self) -> None:
+        """Raises ValueError if an option of LoRA weights is set in a run that has none."""
+        defaults = {own_field.name: own_field.default for own_field in fields(TrainingArguments)}
+        for name in LORA_OPTIONS:
+            if getattr(self, name) == defaults[name]:
+                continue
+            raise ValueError(
+                f"{name} is an option of LoRA weights, and there are none, so that the whole model "
+                "would be trained: set lora_rank (or adapter), or leave it out"
             )
 
     def _check_compiler(self) -> None:
