@@ -561,6 +561,14 @@ def _print_verification(as_json: bool, result: VerificationReport, done: str) ->
         state = "all equal"
         if result.differences:
             state = f"{len(result.differences):,} differences"
+        elif result.recorded == 0:
+            compared = "nothing was compared"
+            if result.copied:
+                compared = f"only the copies of {result.copied:,} tensors were compared"
+            state = (
+                f"no digests recorded: {compared}; name a second folder to compare with, or use "
+                "--round-trip or --logits"
+            )
         print(f"{done} {result.tensors:,} tensors, {format_bytes(result.nbytes)}: {state}")
     return DIFFERENT if result.differences else 0
 

@@ -30,11 +30,16 @@ class VerificationReport:
         differences: Descriptions of what differs; empty if everything is equal.
         tensors: The number of tensors that were compared.
         nbytes: Their bytes.
+        recorded: The number of tensors that were compared with a recorded hash; None if tensors of
+            two folders were compared.
+        copied: The number of tensors whose copies in the folder were compared with one another.
     """
 
     differences: tuple[str, ...]
     tensors: int
     nbytes: int
+    recorded: int | None = None
+    copied: int = 0
 
 
 def verify_folder(folder: Path, options: Options) -> VerificationReport:
@@ -67,7 +72,9 @@ def verify_folder(folder: Path, options: Options) -> VerificationReport:
     problems += _find_differing_copies(mapped, digests)
     problems += _find_repeated_ranks(mapped, digests)
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    return VerificationReport(tuple(problems), len(tensors), nbytes)
+    recorded = sum((tensor.file, tensor.name) in mapped.digests for tensor in tensors)
+    copied = sum(len(placement.copies) > 1 for placement in mapped.layout.placements.values())
+    return VerificationReport(tuple(problems), len(tensors), nbytes, recorded, copied)
 
 
 def _find_digest(part: TensorSlice, digests: Digests) -> str | None:

@@ -116,6 +116,14 @@ def test_verify_one_folder(run, gpt2_shards, tmp_path):
     assert "rank_01.safetensors is damaged" in text
 
 
+def test_verify_a_folder_that_records_no_digests(run, gpt2_folder, gpt2_shards):
+    """Nothing is called equal that was compared with nothing."""
+    code, text, _ = run("verify", gpt2_folder)
+    assert (code, "all equal" in text) == (0, False)
+    assert "no digests recorded: nothing was compared; name a second folder" in text
+    assert "all equal" in run("verify", gpt2_shards)[1]
+
+
 def test_verify_two_folders(run, gpt2_folder, gpt2_shards, zoo, tmp_path):
     assert run("verify", gpt2_shards, gpt2_folder)[0] == 0
     other = zoo.make(tmp_path / "other", "gpt2")
