@@ -185,8 +185,12 @@ class ModelConfig(metaclass=ConfigType):
     architecture: ClassVar[str]
     attribute_map: ClassVar[dict[str, str]] = {}
     """Maps a common name (`hidden_size`) to this family's key (`n_embd`), as in transformers. A
-    `config.json` may have either; if it has both, the value of the common name counts there.
+    `config.json` may have either; if it has both, the value of the common name counts there, unless
+    it is one of `weak_names`.
     """
+
+    weak_names: ClassVar[frozenset[str]] = frozenset()
+    """Common names whose value counts only if a `config.json` does not have the family's key."""
 
     ties_without_head: ClassVar[bool] = False
     """Whether the head is the word embedding if files do not store one, whatever they say."""
@@ -414,12 +418,15 @@ class ModelConfig(metaclass=ConfigType):
         """Returns the contents of a `config.json` with this family's keys for the common names.
 
         As in transformers, which sets the attributes of common names last, their values count if
-        the file has both.
+        the file has both; but it sets those of `weak_names` first.
         """
         replaced = dict(values)
         for common, own in cls.attribute_map.items():
-            if common in values:
-                replaced[own] = replaced.pop(common)
+            if common not in values:
+                continue
+            value = replaced.pop(common)
+            if common not in cls.weak_names or own not in values:
+                replaced[own] = value
         return replaced
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class MixtureSeq2SeqLM(RouterLossStage, Seq2SeqLM):
 
     config: Any  # with `output_router_logits` and the factors of the losses
 
-    experts_per_token: ClassVar[int]
+    experts_per_token: ClassVar[int] = 1
     losses_count_padding: ClassVar[bool] = False
     """Whether padding counts in the losses of all samples together, as in transformers."""
 

@@ -124,13 +124,16 @@ class EsmBackbone(BertBackbone):
     """The encoder. With `mesh=None` the model is not split."""
 
     positional_inputs = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
+    decoder_inputs = (*positional_inputs, "encoder_hidden_states", "encoder_attention_mask")
     encoder_class: Any = EsmEncoder
 
-    def run_backbone(  # type: ignore[override] - it has no segments and attends to no encoder
+    def run_backbone(  # type: ignore[override] - it has no segments
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
     ) -> BackboneOutput | StageOutput:
         """Runs the blocks: every token attends to all but padding.
 
@@ -138,7 +141,16 @@ class EsmBackbone(BertBackbone):
             input_ids: int64 [B, S], or embeddings [B, S, H].
             attention_mask: [B, S], 0 for padding.
             position_ids: int64 [B, S].
+            encoder_hidden_states: Must be None; it has its place in the order of transformers.
+            encoder_attention_mask: Is not read.
+
+        Raises:
+            ValueError: There are `encoder_hidden_states`.
         """
+        if encoder_hidden_states is not None:
+            raise ValueError(
+                f"{type(self).__name__} takes no encoder_hidden_states: it attends to no encoder"
+            )
         encoder = cast(EsmEncoder, self.encoder)
         mask = key_mask(attention_mask)
         rotary = encoder.rotate(input_ids, position_ids)
@@ -162,11 +174,14 @@ class EsmBackbone(BertBackbone):
 class EsmModel(BareModel, EsmBackbone):
     """ESM without a head."""
 
+    positional_inputs = EsmBackbone.decoder_inputs
     pooler_name = "encoder_pooler"
 
 
 class EsmForMaskedLM(MaskedLM, EsmBackbone):
     """ESM that predicts masked tokens."""
+
+    positional_inputs = EsmBackbone.decoder_inputs
 
 
 class EsmForSequenceClassification(SequenceClassification, EsmBackbone):

@@ -99,6 +99,10 @@ class Gemma3TextConfig(Gemma2Config):
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
         values["layer_types"] = self.attention_types
+        values["rope_parameters"] = {
+            "full_attention": self.rope,
+            "sliding_attention": self.local_rope,
+        }
         return values
 
 

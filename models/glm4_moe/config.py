@@ -39,6 +39,7 @@ class CorrectedMixtureConfig(DecoderConfig):
         "num_local_experts": "n_routed_experts",
         "num_mtp_layers": "num_nextn_predict_layers",
     }
+    weak_names: ClassVar[frozenset[str]] = frozenset({"num_mtp_layers"})
 
     moe_intermediate_size: InnerSize = 1408
     n_routed_experts: ExpertCount = 128

@@ -67,6 +67,9 @@ def test_other_arguments_are_refused():
     model(ids, None, torch.ones_like(ids), inputs_embeds=None)
     with pytest.raises(ValueError, match="encoder_hidden_states only with add_cross_attention"):
         model(ids, encoder_hidden_states=torch.ones_like(ids))
+    proteins = shardzoo.from_config(tiny("esm")).eval()
+    with pytest.raises(ValueError, match="EsmForMaskedLM takes no encoder_hidden_states"):
+        proteins(ids, None, None, None, torch.ones_like(ids))
     with pytest.raises(TypeError, match="at most 9 arguments by position: input_ids, past"):
         model(*[ids] * 10)
     with pytest.raises(TypeError, match="two values for input_ids"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -55,6 +56,27 @@ def test_keys_that_distilbert_does_not_have_change_nothing():
     }  # fmt: skip
     assert config_from_dict({**values, **foreign}) == config_from_dict(values)
     assert_same({**values, **foreign}, "activation", "dropout", "hidden_dim")
+
+
+SCALED = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0}
+PLAIN = {"rope_type": "default", "rope_theta": 300.0}
+BY_LAYER = {"full_attention": SCALED, "sliding_attention": PLAIN}
+ROTATIONS = [
+    ("gemma3_text", BY_LAYER),
+    ("gemma3_text", {"full_attention": PLAIN, "sliding_attention": {**PLAIN, "rope_theta": 70.0}}),
+    ("modernbert-decoder", BY_LAYER),
+    ("modernbert", BY_LAYER),
+    ("gemma2", SCALED),
+    ("gemma2", PLAIN),
+    ("olmo2", SCALED),
+]
+
+
+@pytest.mark.parametrize(("name", "rotation"), ROTATIONS)
+def test_transformers_reads_the_rotations_that_are_written(name, rotation):
+    values = config_from_dict(tiny(name, rope_parameters=rotation)).to_dict()
+    assert THEIRS[name].from_dict(copy.deepcopy(values)).rope_parameters == rotation
+    assert config_from_dict(values).to_dict() == values
 
 
 def test_modernberts_window_has_two_names():

@@ -203,4 +203,9 @@ def test_transformers_loads_every_new_model(name, tmp_path):
             values = loaded.get_parameter(table)
             positions = loaded.get_submodule(table.removesuffix(".weight"))
             assert torch.equal(values, positions.create_weight())
+    if kind == "esm":
+        # Its head that predicts contacts is not part of our models, and starts anew.
+        contact_head = [name for name in report["missing_keys"] if "contact_head." in name]
+        assert len(contact_head) == 2
+        report["missing_keys"] = set(report["missing_keys"]) - set(contact_head)
     assert not any(report.values())
