@@ -17,9 +17,10 @@ from .mesh import ParallelMesh
 
 
 class _Norm(nn.Module):
-    """What the norms share. A subclass names its operator."""
+    """What the norms share. A subclass names its operator, and what that takes after the epsilon."""
 
     operator: str
+    settings: tuple[float, ...] = ()
 
     def __init__(
         self, hidden_size: int, eps: float, sequence_parallel: bool, mesh: ParallelMesh | None
@@ -35,10 +36,6 @@ class _Norm(nn.Module):
     def affine(self) -> tuple[Tensor | None, ...]:
         """Returns the parameters that the operator takes."""
         return (self.weight,)
-
-    def settings(self) -> tuple[float, ...]:
-        """Returns what the operator takes after the epsilon."""
-        return ()
 
     def forward(
         self, tensor: Tensor, residual: Tensor | None = None, *, return_residual: bool = False
@@ -76,7 +73,7 @@ class _Norm(nn.Module):
             output, h = _NormWithResidual.apply(
                 self.operator,
                 group,
-                (self.eps, *self.settings()),
+                (self.eps, *self.settings),
                 adds_by_hand,
                 tensor,
                 residual,
@@ -84,7 +81,7 @@ class _Norm(nn.Module):
             )
         else:
             output, h = apply_norm(
-                tensor, residual, self.weight, self.bias, self.eps, self.operator, *self.settings()
+                tensor, residual, self.weight, self.bias, self.eps, self.operator, *self.settings
             )
         if not return_residual:
             return output
@@ -149,11 +146,9 @@ class RMSNorm(_Norm):
         super().__init__(hidden_size, eps, sequence_parallel, mesh)
         self.offset = offset
         self.operator = "rms_norm" if offset is None else "offset_rms_norm"
+        self.settings = () if offset is None else (offset,)
         if offset:
             self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - offset))
-
-    def settings(self) -> tuple[float, ...]:
-        return () if self.offset is None else (self.offset,)
 
 
 class _NormWithResidual(Function):

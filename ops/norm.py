@@ -125,8 +125,10 @@ def apply_norm(
             return y, h
     if is_layer_norm:
         y, h, _, _ = layer_norm_op(x, residual, weight, bias, eps)
+    elif offset is None:
+        y, h, _ = rms_norm_op(x, residual, weight, eps)
     else:
-        y, h, _ = _normalize(x, residual, weight, eps, offset)
+        y, h, _ = offset_rms_norm_op(x, residual, weight, eps, offset)
     return y, h
 
 

@@ -430,7 +430,7 @@ class CoreAttention(nn.Module):
         num_key_value_heads: int,
         *,
         scale: float,
-        softcap: float | None,
+        softcap: float | None = None,
         dropout: float,
         sinks: bool = False,
         mesh: ParallelMesh | None,
@@ -482,9 +482,9 @@ class CoreAttention(nn.Module):
             v = repeat_unequally(v, self.queries_per_kv)
         if isinstance(mask, Documents) and not can_plan(mask, q.shape[0]):
             mask = mask.to_tensor()
-        if isinstance(mask, CrossDocuments) and self.passes_keys_on:
-            mask = mask.to_tensor()  # the ring separates documents of one sequence alone
-        if self.passes_keys_on and context_size(self.mesh) > 1:
+        # The ring separates documents of one sequence alone; between two, keys are gathered.
+        uses_ring = self.passes_keys_on and not isinstance(mask, CrossDocuments)
+        if uses_ring and context_size(self.mesh) > 1:
             bias_dim = 2 if position_bias is None else position_bias.dim()
             is_recorded = attention_record.probabilities is not None
             if bias_dim == 2 and not is_recorded and self.sinks is None:

@@ -283,7 +283,7 @@ def _attention(name: str, size: tuple[int, int, int, int]) -> Case:
         # There is no mask, no prefix, and no length of the keys.
         tensors = (t["x"], t["k"], t["v"], t.get("bias"), None, None, None, keys)
         scale = 0.125
-        return (*tensors, scale, causal, dropout, 0, 0)
+        return (*tensors, scale, causal, dropout, 0, 0, 0.0)  # the last: no cap of the scores
 
     written, others = rivals.attention(causal, dropout)
     return Case(

@@ -93,7 +93,10 @@ class AdamW(torch.optim.AdamW):
 
     def _runs_together(self) -> bool:
         """Returns whether the first parameter's device has the kernel that updates many at a time."""
-        return has_adamw_together(self.param_groups[0]["params"][0].device)
+        # Under ZeRO 3, groups take steps in turn, and the others are empty.
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        first = next(parameters, None)
+        return first is not None and has_adamw_together(first.device)
 
     def _update_together(
         self, updates: list[Update], factor: Tensor | None, found_inf: Tensor | None
