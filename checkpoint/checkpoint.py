@@ -15,7 +15,13 @@ from typing import Any, Literal, cast
 
 from ..files.safe_paths import checked_file
 from ..files.strict_json import maps_to_text, read_folder_json, read_json_object
-from .folder_files import CONFIG, check_auxiliary_files, find_stage_files
+from .folder_files import (
+    CONFIG,
+    check_auxiliary_files,
+    find_stage_files,
+    refuse_adapter_folder,
+    refuse_run_folder,
+)
 from .formats.dcp import is_dcp, open_dcp
 from .formats.megatron import TRACKER, SavedRun, find_reader
 from .formats.universal import UNIVERSAL, UniversalState, open_universal
@@ -139,6 +145,8 @@ def open_checkpoint(folder: Path, config_file: Path | None = None) -> Checkpoint
         raise ValueError(f"{folder} holds a GGUF file: convert it with --dequantize bf16 first")
     if any(folder.glob("rank_*.safetensors*")):
         raise ValueError(f"{folder} has no {MANIFEST}: it is not a complete folder of shards")
+    refuse_run_folder(folder)
+    refuse_adapter_folder(folder)
     raise ValueError(
         f"{folder} has no weights: it must contain one of {MANIFEST}, {', '.join(WEIGHT_FILES)}, "
         f"mp_rank_XX_model_states.pt, pytorch_model_XX.bin, {TRACKER}, "

@@ -49,7 +49,8 @@ _PARTS = r"(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
 MODEL_WEIGHTS = re.compile(f"(model|pytorch_model){_PARTS}")
 ADAPTER_WEIGHTS = re.compile(f"adapter_model{_PARTS}")
 # The other files of a saved model or adapter; those of a tokenizer are in TOKENIZER_FILES.
-DESCRIPTIONS = (CONFIG, "adapter_config.json", GENERATION_CONFIG)
+ADAPTER_CONFIG = "adapter_config.json"
+DESCRIPTIONS = (CONFIG, ADAPTER_CONFIG, GENERATION_CONFIG)
 # The version of the state file. In version 1 only the tensors' files had digests.
 STATE_VERSION = 2
 
@@ -62,6 +63,24 @@ def holds_weights(name: str) -> bool:
     if name in OWN_FILES or name.endswith((".safetensors.index.json", ".bin.index.json")):
         return True
     return Path(name).suffix in WEIGHT_SUFFIXES
+
+
+def refuse_run_folder(folder: Path) -> None:
+    """Raises ValueError if a folder that is named as a model is a run's, which has models in it."""
+    if (folder / "checkpoints").is_dir():
+        raise ValueError(
+            f"{folder} is a run's folder; "
+            f"name a model in it: {folder}/hf, or one of its checkpoints"
+        )
+
+
+def refuse_adapter_folder(folder: Path) -> None:
+    """Raises ValueError if a folder that is named as a model has LoRA weights instead."""
+    if (folder / ADAPTER_CONFIG).exists():
+        raise ValueError(
+            f"{folder} has only LoRA weights ({ADAPTER_CONFIG}): name their model, and this folder "
+            f"as its adapter: --model BASE --adapter {folder}"
+        )
 
 
 def remove_files(folder: Path, names: re.Pattern[str]) -> None:

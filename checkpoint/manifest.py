@@ -18,7 +18,7 @@ from ..data.tokenizers.vocabulary import Vocabulary
 from ..files.durable import write_durably
 from ..files.json_digest import add_digest, remove_digest
 from ..files.strict_json import maps_to_text, read_folder_json
-from .folder_files import check_auxiliary_files
+from .folder_files import check_auxiliary_files, refuse_run_folder
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -185,11 +185,8 @@ def checked_tokenizer(folder: Path, text_folder: Path) -> Tokenizer:
         raise ValueError(
             f"{text_folder} is not a folder; name a folder on this disk with a tokenizer"
         )
-    if (text_folder / "checkpoints").is_dir() and not has_tokenizer(text_folder):
-        raise ValueError(
-            f"{text_folder} is a run's folder; "
-            f"name a model in it: {text_folder}/hf, or one of its checkpoints"
-        )
+    if not has_tokenizer(text_folder):
+        refuse_run_folder(text_folder)
     check_auxiliary_files(text_folder)
     tokenizer = load_tokenizer(text_folder)
     if not (folder / MANIFEST).exists():

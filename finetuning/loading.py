@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.folder_files import CONFIG
+from ..checkpoint.folder_files import CONFIG, refuse_run_folder
 from ..checkpoint.hub import find_folder
 from ..checkpoint.manifest import MANIFEST
 from ..files.strict_json import read_folder_json
@@ -93,6 +93,7 @@ def find_source(arguments: FinetuningArguments) -> ModelSource:
     stored = read_folder_json(adapter or folder, CONFIG) or read_folder_json(folder, CONFIG)
     values = with_dropout(stored, arguments.dropout_rate)
     if values is None:
+        refuse_run_folder(folder)
         raise ValueError(f"{folder} holds no model: it has no {CONFIG}")
     model_type = values.get("model_type")
     if not isinstance(model_type, str):

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..checkpoint.folder_files import CONFIG
+from ..checkpoint.folder_files import CONFIG, refuse_adapter_folder, refuse_run_folder
 from ..checkpoint.formats.megatron import SavedRun
 from ..checkpoint.hub import find_config_folder
 from ..checkpoint.stored_tensor import StoredTensor
@@ -52,12 +52,15 @@ def read_config_values(name: str, options: Mapping[str, Any] | None = None) -> d
     else:
         values = read_folder_json(path.parent, path.name)
     if values is None:
+        refuse_run_folder(path)
+        refuse_adapter_folder(path)
         known = [preset for preset, _ in presets()]
         close = difflib.get_close_matches(name, known, n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
+        meant = f"presets: {', '.join(known)}"
+        if close:
+            meant = f"did you mean {close[0]}? `shardzoo models` lists all presets"
         raise ValueError(
-            f"model {name!r} is neither a preset nor a folder with a {CONFIG}{meant or ';'} "
-            f"presets: {', '.join(known)}"
+            f"model {name!r} is neither a preset nor a folder with a {CONFIG}; {meant}"
         )
     return values
 

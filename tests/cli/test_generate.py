@@ -20,6 +20,7 @@ from training import without_digests
 from shardzoo.cli import main as cli
 from shardzoo.finetuning import Trainer
 from shardzoo.generation import TextGenerationPipeline
+from shardzoo.models import from_pretrained
 
 TEXTS = ["the cat sat", "a dog", "where are the two birds that flew", "x"]
 
@@ -219,12 +220,30 @@ def test_a_classifier_generates_no_text(folders, tmp_path, capsys):
     assert f"{folder} is a BertForSequenceClassification, which generates no text" in shown
 
 
-def test_the_folder_of_a_run_leads_to_its_models(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "--prompt", "one", "--model"),
+        ("finetune", "--train-file", __file__, "--model-name-or-path"),
+        ("convert", "inspect"),
+        ("convert", "verify"),
+        ("estimate",),
+    ],
+)
+def test_the_folder_of_a_run_leads_to_its_models(words, tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
-    assert cli.main(["generate", "--model", str(tmp_path), "--prompt", "one"]) == 2
-    assert f"{tmp_path} is a run's folder; name a model in it" in capsys.readouterr().err.replace(
-        "\n", " "
-    )
+    assert cli.main([*words, str(tmp_path)]) == 2
+    shown = capsys.readouterr().err.replace("\n", " ")
+    assert f"{tmp_path} is a run's folder; name a model in it: {tmp_path}/hf" in shown
+
+
+def test_the_folder_of_an_adapter_is_no_model(tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"--model BASE --adapter {tmp_path}"):
+        from_pretrained(tmp_path)
+    for words in (("convert", "inspect"), ("estimate",)):
+        assert cli.main([*words, str(tmp_path)]) == 2
+        assert "has only LoRA weights (adapter_config.json)" in capsys.readouterr().err
 
 
 def test_a_glm_without_a_tokenizer_is_refused(folders, tmp_path, capsys):

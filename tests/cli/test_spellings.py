@@ -95,6 +95,7 @@ def test_mistakes_are_answered_with_what_was_meant(capsys):
         shown = " ".join(capsys.readouterr().err.split())
         assert shown.startswith("error: ")
         assert meant in shown
+        assert len(shown) < 160, "all names are listed beside the one that was meant"
 
 
 def test_a_shell_completes_commands_options_and_choices(pages, tmp_path):
