@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.safe_paths import checked_file
+from ..trainer.arguments.training_arguments import LORA_OPTIONS
 from ..trainer.launch.rank_process import is_restarted
 from ..trainer.run_folder import RunFolder
 from .arguments import given_value, read_yaml
@@ -58,7 +59,10 @@ def read_saved_values(
         raise ValueError(
             f"{saved} is empty, so the run cannot go on; start a new one in another --output-dir"
         )
-    return found
+    if found.get("lora_rank") or found.get("adapter"):
+        return found
+    # Earlier releases took the options of LoRA weights without any, and ignored them.
+    return {name: value for name, value in found.items() if name not in LORA_OPTIONS}
 
 
 def check_unchanged(arguments: Any, before: Any, fixed: Sequence[str], option: str) -> None:

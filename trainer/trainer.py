@@ -312,6 +312,8 @@ class Trainer:
 
         # The run's folder, and the checkpoint in it to resume from.
         point = open_run(self.run_folder, arguments, ranks, self.console.print)
+        if point and point.own:
+            self.console.print(f"resuming from step {point.step} of {self.run_folder.path}")
         checkpoint = point.folder if point else None
         extras = with_tokenizer(extras, model, checkpoint, train_dataset, self.console.print)
         files = model_files(model)

@@ -508,7 +508,7 @@ def find_tokenizer(prefix: Path) -> Path:
             return candidate
     raise ValueError(
         f"no tokenizer beside {prefix}: looked for {prefix.name}_tokenizer/, tokenizer/ and "
-        f"tokenizer.json in {folder}"
+        f"tokenizer.json in {folder}; put it there, or name one by --tokenizer"
     )
 
 

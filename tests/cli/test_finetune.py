@@ -217,8 +217,13 @@ def test_a_resumed_run_keeps_its_arguments(workplace, monkeypatch, capsys):
     )
     short = ("--config", "short.yaml", "--validation-split", "0")
     assert run(*begin, *short, "--output-dir", "goes-on") == 0
+    # As an earlier release may have saved them, which ignored them.
+    written = workplace / "goes-on" / "arguments.yaml"
+    written.write_text(written.read_text().replace("lora_alpha: 16", "lora_alpha: 4"))
     again = ("--resume", "--output-dir", "goes-on", "--train-steps", "4")
+    capsys.readouterr()
     assert run(*again) == 0
+    assert capsys.readouterr().out.count("resuming from step 2 of goes-on\n") == 1
     saved = yaml.safe_load((workplace / "goes-on" / "arguments.yaml").read_text())
     assert (saved["lr"], saved["freeze_encoder"], saved["max_source_length"]) == (3e-3, True, 16)
     lines = (workplace / "goes-on" / "metrics.jsonl").read_text().splitlines()

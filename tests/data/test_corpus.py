@@ -139,7 +139,7 @@ def test_a_prepared_pair_is_taken_with_the_tokenizer_beside_it(corpus, tmp_path)
     assert prepare_corpus(corpus.train_prefix, tmp_path / "x").valid_prefix == corpus.valid_prefix
     for suffix in (".bin", ".idx"):
         shutil.copy(corpus.train_prefix.with_suffix(suffix), tmp_path / f"mine{suffix}")
-    with pytest.raises(ValueError, match="no tokenizer beside"):
+    with pytest.raises(ValueError, match=r"no tokenizer beside .*, or name one by --tokenizer$"):
         prepare_corpus(tmp_path / "mine", tmp_path / "out")
     shutil.copytree(corpus.tokenizer_dir, tmp_path / "mine_tokenizer")
     taken = prepare_corpus(tmp_path / "mine.idx", tmp_path / "out", held_out_fraction=0.25)

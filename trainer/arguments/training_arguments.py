@@ -426,8 +426,7 @@ class TrainingArguments:
                 "lora_rank makes new LoRA weights and adapter names a folder of them: use one of "
                 "them"
             )
-        # A run of an earlier release that was started so goes on.
-        if not self.lora_rank and self.adapter is None and not self.resume:
+        if not self.lora_rank and self.adapter is None:
             self._refuse_lora_options()
 
     def _refuse_lora_options(self) -> None:
