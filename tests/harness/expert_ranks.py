@@ -30,7 +30,7 @@ def draw_ids(samples: int) -> torch.Tensor:
 
 
 def run(folder: str, again: str, tensor: int, expert: int, **mode: Any) -> Found:
-    """Computes six samples in fp64, an equal part of them on each rank, and saves the model in the folder `again`."""
+    """Computes six samples in fp64, a part of them on each rank, and saves the model in the folder `again`."""
     import torch.distributed as dist
 
     import shardzoo
@@ -42,10 +42,8 @@ def run(folder: str, again: str, tensor: int, expert: int, **mode: Any) -> Found
     model = shardzoo.from_pretrained(
         folder, mesh=mesh, dtype=torch.float64, parallel_config=ParallelConfig(**mode)
     )
-    share = 6 // mesh.size(*SAMPLE_AXES)
-    first = share * mesh.rank_in(*SAMPLE_AXES)
     ids = draw_ids(6)
-    own = ids[first : first + share]
+    own = ids.tensor_split(mesh.size(*SAMPLE_AXES))[mesh.rank_in(*SAMPLE_AXES)]
     model.train()
     output = model(input_ids=own, labels=own, num_items_in_batch=6 * (LENGTH - 1))
     output.loss.backward()
