@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..files.safe_paths import checked_file
 from ..trainer.arguments.training_arguments import LORA_OPTIONS
 from ..trainer.launch.rank_process import is_restarted
 from ..trainer.run_folder import RunFolder
 from .arguments import given_value, read_yaml
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
 
 
 def add_restart_options(argv: Sequence[str], values: Mapping[str, Any]) -> list[str]:
@@ -81,3 +86,16 @@ def check_unchanged(arguments: Any, before: Any, fixed: Sequence[str], option: s
                 f"{option}: the run has {name}={value}, which cannot change "
                 f"to {now}; leave {name} out, or start a new run in another --output-dir"
             )
+
+
+@contextmanager
+def naming_how_to_resume(trainer: Trainer) -> Generator[None]:
+    """Lets an interrupt in the context say what to type to go on, if the run has a checkpoint."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        run = trainer.run_folder
+        if run.latest_step() is None:
+            raise
+        folder = shlex.quote(str(run.path))
+        raise KeyboardInterrupt(f"continue with --resume --output-dir {folder}") from None

@@ -24,7 +24,12 @@ from ..trainer.arguments.value_types import texts
 from ..trainer.launch.environment import end_process
 from .arguments import given_value, parse, read_yaml
 from .console import USAGE_ERROR
-from .continued_runs import add_restart_options, check_unchanged, read_saved_values
+from .continued_runs import (
+    add_restart_options,
+    check_unchanged,
+    naming_how_to_resume,
+    read_saved_values,
+)
 from .help import HelpPage
 from .help.training import COMMON_TRAINING, TRAINING_SECTIONS
 from .rank_errors import read_rank, run_and_report_once
@@ -149,7 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = take_verbosity(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
-        run(make_trainer(read_arguments(given, quiet=not launch.is_first)))
+        trainer = make_trainer(read_arguments(given, quiet=not launch.is_first))
+        with naming_how_to_resume(trainer):
+            run(trainer)
         return 0
 
     return run_and_report_once(work, launch)

@@ -134,8 +134,10 @@ def dispatch(words: Sequence[str]) -> int:
     try:
         with _repeating_interrupts():
             return run_command(command, rest)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        if os.environ.get("RANK", "0") == "0":  # The other ranks of the job are interrupted too.
+            advice = f"; {interrupt}" if interrupt.args else ""
+            print(f"interrupted{advice}", file=sys.stderr)
         return INTERRUPTED
 
 

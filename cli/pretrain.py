@@ -31,7 +31,12 @@ from ..trainer.launch.launch import ensure_processes_for
 from ..trainer.logging.console import make_console
 from .arguments import given_value, overrides_as_options, parse, read_yaml
 from .console import USAGE_ERROR
-from .continued_runs import add_restart_options, check_unchanged, read_saved_values
+from .continued_runs import (
+    add_restart_options,
+    check_unchanged,
+    naming_how_to_resume,
+    read_saved_values,
+)
 from .help import HelpPage
 from .help.training import COMMON_TRAINING, TRAINING_SECTIONS
 from .rank_errors import read_rank, run_and_report_once
@@ -144,7 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(defaults)
         from ..pretraining.run import Pretraining  # It imports DeepSpeed, for seconds.
 
-        Pretraining(arguments, inputs, launch).run()
+        pretraining = Pretraining(arguments, inputs, launch)
+        with naming_how_to_resume(pretraining.trainer):
+            pretraining.run()
         return 0
 
     return run_and_report_once(work, launch)

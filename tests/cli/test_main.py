@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from commands import user_environment
@@ -12,9 +13,11 @@ from commands import user_environment
 from shardzoo.cli import main as cli
 from shardzoo.cli.arguments import join_repeated_lists
 from shardzoo.cli.console import run_and_report
+from shardzoo.cli.continued_runs import naming_how_to_resume
 from shardzoo.cli.generate import GenerateArguments, read_prompts
 from shardzoo.cli.rank_errors import run_and_report_once
 from shardzoo.trainer.launch.rank_info import RankInfo
+from shardzoo.trainer.run_folder import RunFolder
 
 
 def test_help_lists_every_command(capsys):
@@ -131,6 +134,24 @@ sys.exit(main.main(["models"]))
         command, env=user_environment(), capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_an_interrupted_run_says_once_how_it_goes_on(tmp_path, monkeypatch, capsys):
+    def work(argv):
+        with naming_how_to_resume(SimpleNamespace(run_folder=RunFolder(tmp_path))):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardzoo.cli.models.main", work)
+    monkeypatch.delenv("RANK", raising=False)
+    assert cli.main(["models"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
+    assert cli.main(["models"]) == 130
+    wanted = f"interrupted; continue with --resume --output-dir {tmp_path}\n"
+    assert capsys.readouterr().err == wanted
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["models"]) == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_a_closed_pipe_ends_without_a_traceback():
