@@ -168,6 +168,7 @@ def run(command: str, folder: Path) -> str:
 def test_the_command_evaluates_a_split_model_and_reports_once(folders, tasks, workplace):
     command, _ = commands(PAGE)
     assert "tensor_parallel_size=2" in command
+    command = command.replace(" local_choice ", f" {','.join(NAMES)} ")
     assert run(command, workplace).count("word_perplexity") == 1
     [results] = workplace.rglob("results_*.json")
     found = json.loads(results.read_text())
@@ -196,7 +197,8 @@ STORE = """
 def test_a_script_evaluates_a_split_encoder_decoder(folders, tasks, workplace):
     _, command = commands(PAGE)
     _, script = blocks(PAGE, "python")
-    (workplace / "evaluate.py").write_text(script.text + STORE)
+    every_task = script.text.replace('["local_choice"]', str(list(NAMES)))
+    (workplace / "evaluate.py").write_text(every_task + STORE)
     run(command, workplace)
     [results] = (workplace / "results.jsonl").read_text().splitlines()
     check(json.loads(results), by_transformers(folders["t5"], tasks))
@@ -210,7 +212,7 @@ def test_the_model_in_one_process(folders, tasks, workplace, monkeypatch):
     assert found == by_transformers(folders["gpt2"], tasks)["results"]["local_choice"]["acc,none"]
 
 
-def test_the_page_names_every_argument_and_the_tasks(tasks):
+def test_the_page_names_every_argument_and_makes_a_task(tasks, tmp_path):
     page = (ROOT / PAGE).read_text()
     own = [
         field.name
@@ -218,9 +220,14 @@ def test_the_page_names_every_argument_and_the_tasks(tasks):
         if field.name not in ("harness", "device")
     ]
     assert all(f"`{name}`" in page for name in (*own, *HARNESS_ARGUMENTS))
-    [shown] = [yaml.safe_load(block.text) for block in blocks(PAGE, "text")]
+    [making] = blocks(PAGE, "text")
+    subprocess.run(["bash", "-ec", making.text], check=True, cwd=tmp_path)
+    made = yaml.safe_load((tmp_path / "tasks/local_choice.yaml").read_text())
     stored = yaml.safe_load((tasks / "local_choice.yaml").read_text())
-    assert {**shown, "dataset_kwargs": 0} == {**stored, "dataset_kwargs": 0}
+    assert {**made, "dataset_kwargs": 0} == {**stored, "dataset_kwargs": 0}
+    data = tmp_path / made["dataset_kwargs"]["data_files"]["test"]
+    records = [json.loads(line) for line in data.read_text().splitlines()]
+    assert all(record["choices"][record["answer"]] and record["question"] for record in records)
 
 
 @pytest.mark.parametrize("family", ["bart", "llama"])
