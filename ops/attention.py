@@ -573,13 +573,20 @@ def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
 # The gradient formula.
 
 
-def _setup_context(ctx, inputs, output):
-    # The first eight inputs are tensors: q, k, v, relative_bias, mask, prefix, key_lengths, keys.
-    ctx.settings = inputs[8:]
-    ctx.save_for_backward(*output, *inputs[:8])
+def save_for_attention_backward(ctx, inputs, output, tensors):
+    """Keeps what the backward pass of an operator of attention needs: (out, lse), the first inputs,
+    which are so many tensors, and the other ones as `ctx.settings`.
+    """
+    ctx.settings = inputs[tensors:]
+    ctx.save_for_backward(*output, *inputs[:tensors])
     ctx.mark_non_differentiable(output[1])
     # Without this, lse would get a gradient of zeros.
     ctx.set_materialize_grads(False)
+
+
+def _setup_context(ctx, inputs, output):
+    # The first eight inputs are tensors: q, k, v, relative_bias, mask, prefix, key_lengths, keys.
+    save_for_attention_backward(ctx, inputs, output, tensors=8)
 
 
 def _backward(ctx, grad, _):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import check_arguments, count_products
+from .attention import check_arguments, count_products, save_for_attention_backward
 from .attention_parts import PartRules, attend_to_part, differentiate_part
 from .dispatcher import flop_counters
 from .matmul import autocast_arguments
@@ -126,11 +126,7 @@ def _differentiate(grad, out, lse, q, k, v, sinks, *rules):
 
 def _setup_context(ctx, inputs, output):
     # The first eight inputs are tensors: q, k, v, sinks, mask, prefix, key_lengths, keys.
-    ctx.settings = inputs[8:]
-    ctx.save_for_backward(*output, *inputs[:8])
-    ctx.mark_non_differentiable(output[1])
-    # Without this, lse would get a gradient of zeros.
-    ctx.set_materialize_grads(False)
+    save_for_attention_backward(ctx, inputs, output, tensors=8)
 
 
 def _backward(ctx, grad, _):

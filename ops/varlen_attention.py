@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .attention import backward_reference as differentiate_padded
-from .attention import find_obstacle
+from .attention import find_obstacle, save_for_attention_backward
 from .attention import reference as attend_padded
 from .dispatcher import flop_counters
 from .matmul import autocast_arguments
@@ -216,11 +216,7 @@ def _make_rules(sample, bias, keys, max_queries, scale, causal, dropout, first_h
 
 def _setup_context(ctx, inputs, output):
     # The first seven inputs are tensors: q, k, v, the starts, the bias and dropout's keys.
-    ctx.settings = inputs[7:]
-    ctx.save_for_backward(*output, *inputs[:7])
-    ctx.mark_non_differentiable(output[1])
-    # Without this, lse would get a gradient of zeros.
-    ctx.set_materialize_grads(False)
+    save_for_attention_backward(ctx, inputs, output, tensors=7)
 
 
 def _backward(ctx, grad, _):
