@@ -72,7 +72,7 @@ class Case:
         padding: The sides on which the rows of a batch are padded in turn; "" is a row without padding. Question
             answering has no labels to ignore, so leave out rows with padding that sees nothing (on the left of a causal
             model; beyond a window).
-        shape: The rows of a batch and their length; only of a bare decoder other than the default.
+        shape: The rows of a batch and their length; only of a model without a head other than the default.
         untied: Give the model its own output head, where transformers 5 ties the head of a new model.
         options: Further arguments of a call.
         mend: Corrects what transformers' model computes wrongly, in place.
@@ -279,7 +279,7 @@ class Inputs:
         if self.kind == "decoder" and ("LMHead" in architecture or "CausalLM" in architecture):
             labels = ids.masked_fill(mask == 0, -100)
             labels[:, 1:][mask[:, :-1] == 0] = -100  # what padding predicts is noise
-            labels[2, 5:7] = -100
+            labels[2:3, 5:7] = -100
             return {"labels": labels}
         if self.kind == "encoder-decoder":
             return self.decoder_targets(rows)
@@ -304,10 +304,10 @@ class Inputs:
         return self.integers(self.config.num_labels, rows)
 
     def decoder_targets(self, rows: int) -> dict[str, Tensor]:
-        whole = torch.ones(rows, LENGTH, dtype=torch.long)
+        whole = torch.ones(rows, self.shape[1], dtype=torch.long)
         targets = self.ids(whole)
         mask = whole.clone()
-        mask[1, 10:] = 0
+        mask[1:2, 10:] = 0
         if "ForConditionalGeneration" not in self.architecture:
             return {"decoder_input_ids": targets, "decoder_attention_mask": mask}
         targets[1, 9:], targets[2, 3] = -100, -100
