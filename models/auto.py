@@ -88,7 +88,7 @@ def infer_config(
     `saved` is what is known about the program that wrote them.
     """
     if saved is not None:
-        return find_megatron_map(ranks[0]).infer_config(saved.arguments, ranks)
+        return find_megatron_map(ranks[0], saved.arguments).infer_config(saved.arguments, ranks)
     reasons: list[str] = []
     for facts in list_families():
         if facts.infer_config is None:
@@ -100,9 +100,9 @@ def infer_config(
     raise ValueError(f"there is no {CONFIG}, and {'; '.join(reasons)}; name one with --config")
 
 
-def find_megatron_map(names: Iterable[str]) -> MegatronMap:
-    """Returns the map of the family to which tensors of these names, in Megatron-LM's files,
-    belong.
+def find_megatron_map(names: Iterable[str], arguments: Mapping[str, Any]) -> MegatronMap:
+    """Returns the map of the family to which tensors of these names, in Megatron-LM's files of a
+    run with these arguments, belong.
     """
     names = list(names)
     has_two_stacks = any("cross_attention" in name or "inter_attention" in name for name in names)
@@ -113,7 +113,7 @@ def find_megatron_map(names: Iterable[str]) -> MegatronMap:
         )
     for facts in list_families():
         found = facts.megatron
-        if found is not None and found.owns(found.to_local_names(names)):
+        if found is not None and found.owns(found.to_local_names(names), arguments):
             return found
     listed = ", ".join(sorted(names)[:5])
     raise ValueError(

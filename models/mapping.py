@@ -855,7 +855,7 @@ def _map_megatron(
     assert saved is not None  # Every checkpoint of this kind has it.
     megatron = find_megatron_map(model.config)
     megatron.check(saved.arguments, checkpoint.ranks[0])
-    megatron.check_config(model.config)
+    megatron.check_config(model.config, saved.arguments)
     heads = saved.arguments.get("num_attention_heads")
     if isinstance(heads, int) and heads != model.config.attention_heads:
         raise ValueError(

@@ -80,6 +80,8 @@ SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "add_bias_linear": (True,),
     "multi_latent_attention": (False,),
+    "window_size": (None,),
+    "softmax_type": ("vanilla",),
 }
 # GPT-NeoX's names for the same.
 _SUPPORTED_BY_NEOX: Mapping[str, tuple[Any, ...]] = {
@@ -111,17 +113,19 @@ class MegatronMap:
         post_norm: A layer's input norm is the output norm of the one before, as in the original
             BERT: Megatron-LM's `--apply-residual-connection-post-layernorm`. The final norm then
             counts as input norm of one more layer.
-        owns: Returns whether tensors of these names, as entries spell them, are of this family.
+        owns: Returns whether tensors of these names, as entries spell them, of a run with these
+            arguments, are of this family.
         infer: Returns the configuration for the arguments, the tensors' full shapes, and the number
             of layers.
         arguments: Returns those of Megatron-LM's arguments that only this family sets.
         mixture: Whether each layer has experts in place of an MLP.
-        check_config: Raises ValueError for a configuration whose models Megatron-LM does not have.
+        check_config: Raises ValueError for a configuration whose models Megatron-LM does not have,
+            or that is not that of a run with these arguments.
     """
 
     name_map: NameMap
     stacks: tuple[str, ...]
-    owns: Callable[[Iterable[str]], bool]
+    owns: Callable[[Iterable[str], Mapping[str, Any]], bool]
     infer: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]], int], ModelConfig]
     arguments: Callable[[Any], dict[str, Any]]
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: SUPPORTED)
@@ -132,7 +136,7 @@ class MegatronMap:
     repeated: tuple[tuple[str, str], ...] = ()
     zeros: tuple[str, ...] = ()
     mixture: bool = False
-    check_config: Callable[[Any], None] = lambda config: None
+    check_config: Callable[[Any, Mapping[str, Any]], None] = lambda config, arguments: None
 
     @property
     def stack(self) -> str:

@@ -31,7 +31,7 @@ _RATES = {
 }
 
 
-def _owns(names: Iterable[str]) -> bool:
+def _owns(names: Iterable[str], arguments: Mapping[str, Any]) -> bool:
     found = list(names)
     has_head = any(name.startswith("lm_head.") for name in found)
     has_decoder = any(name.startswith("decoder.") for name in found)

@@ -29,7 +29,7 @@ _RATES = {
 }
 
 
-def _owns(names: Iterable[str]) -> bool:
+def _owns(names: Iterable[str], arguments: Mapping[str, Any]) -> bool:
     found = set(names)
     if not any(name.startswith("decoder.layers.") for name in found):
         return False

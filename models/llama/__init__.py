@@ -32,7 +32,7 @@ FAMILY = Family(
     tokenizer="bpe",
     activations=activations,
     gguf=GGUF,
-    megatron=megatron(LlamaConfig),
+    megatron=megatron(LlamaConfig, windows=False),
     tasks={"text-generation": "LlamaForCausalLM", "text2text-generation": "LlamaForCausalLM"},
 )
 

@@ -2,7 +2,8 @@
 rotary positions.
 
 Megatron-LM's GPT is such a decoder with `--position-embedding-type rope --normalization RMSNorm
---swiglu --disable-bias-linear`; with `--add-qkv-bias` it is a Qwen2, with `--qk-layernorm` a Qwen3.
+--swiglu --disable-bias-linear`; with `--window-size` it is a Mistral, with `--add-qkv-bias` a Qwen2,
+with `--qk-layernorm` a Qwen3.
 Those with experts are in `../mixtral/megatron.py`.
 A rank's first matrix of the MLP has the rows of the gate before those of the up projection. The
 rows of fused QKV are, for each key-value head, those of its query heads, of k and of v.
@@ -11,8 +12,9 @@ rows of fused QKV are, for each key-value head, those of its query heads, of k a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ..blocks.rotary import RopeParameters
 from ..megatron import EMBEDDING, SUPPORTED, TIED_HEAD, MegatronMap, find_matrix, rates
@@ -23,7 +25,7 @@ LAYER = "decoder.layers.{i}"
 # Argument -> the values that a decoder of the zoo has; the first one is written, and is meant if it
 # is not stored.
 SUPPORTED_ROTARY: Mapping[str, tuple[Any, ...]] = {
-    **SUPPORTED,
+    **{name: values for name, values in SUPPORTED.items() if name != "window_size"},
     "position_embedding_type": ("rope",),
     "use_rotary_position_embeddings": (False, True),  # an older option for the same
     "normalization": ("RMSNorm",),
@@ -32,9 +34,7 @@ SUPPORTED_ROTARY: Mapping[str, tuple[Any, ...]] = {
     "group_query_attention": (True, False),
     "rotary_percent": (1.0, 1),
     "rotary_interleaved": (False,),
-    "window_size": (None,),
     "no_rope_freq": (None, 0),
-    "softmax_type": ("vanilla",),
     "attention_output_gate": (False,),
     "mtp_num_layers": (None, 0),
 }
@@ -75,26 +75,44 @@ def owns_decoder(
 
 
 def megatron(
-    config: type[DecoderConfig], *, bias: bool = False, qk_norm: bool = False, inferred: bool = True
+    config: type[DecoderConfig],
+    *,
+    bias: bool = False,
+    qk_norm: bool = False,
+    windows: bool | None = None,
 ) -> MegatronMap:
     """Returns the map of a family with such parts.
 
-    A family that is not `inferred` has the same files as another.
+    Args:
+        config: The family's class of configurations.
+        bias: Biases of queries, keys and values.
+        qk_norm: Norms of queries and keys.
+        windows: Whether runs of this family have sliding windows, if that tells it from another
+            one with the same tensors.
     """
     return MegatronMap(
         name_map=NameMap(entries=_entries(), aliases=((TIED_HEAD, EMBEDDING),)),
         stacks=("decoder",),
-        owns=partial(owns_decoder, bias=bias, qk_norm=qk_norm) if inferred else _owns_none,
+        owns=partial(_owns, bias=bias, qk_norm=qk_norm, windows=windows),
         infer=partial(_infer, config),
         arguments=list_arguments,
         supported=SUPPORTED_ROTARY,
         writable=("transformer_engine", "local"),
+        check_config=check_windows,
     )
 
 
-def _owns_none(names: Iterable[str]) -> bool:
-    """Returns False: another family has the same names."""
-    return False
+def _owns(
+    names: Iterable[str],
+    arguments: Mapping[str, Any],
+    *,
+    bias: bool,
+    qk_norm: bool,
+    windows: bool | None,
+) -> bool:
+    if not owns_decoder(names, bias=bias, qk_norm=qk_norm):
+        return False
+    return windows is None or windows == (_find_window(arguments) is not None)
 
 
 def _entries() -> tuple[NameEntry, ...]:
@@ -174,12 +192,113 @@ def read_config(
         num_attention_heads=heads,
         rms_norm_eps=epsilon if isinstance(epsilon, float) else 1e-5,
         rope_parameters=_rope(arguments),
+        **_window_keys(config, find_windows(arguments, layers)),
         **sizes,
         **feed_forward,
         **rates(arguments, _RATES),
         bos_token_id=None,
         eos_token_id=None,
     )
+
+
+def find_windows(arguments: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Returns the sliding window of each layer as transformers counts it, with the query's own
+    position; None for a layer without one.
+
+    Raises:
+        ValueError: The arguments are none that Megatron-LM writes, or look at later positions.
+    """
+    window = _find_window(arguments)
+    skipped = arguments.get("window_attn_skip_freq")
+    if window is None or skipped is None:
+        return (window,) * layers
+    if type(skipped) is int and skipped > 0:
+        # Each layer of that number attends to all positions; layers are counted from 1.
+        return tuple(window if (i + 1) % skipped else None for i in range(layers))
+    if isinstance(skipped, tuple) and len(cast("tuple[Any, ...]", skipped)) == layers:
+        return tuple(window if has_window else None for has_window in cast(Any, skipped))
+    raise ValueError(
+        f"its arguments say window_attn_skip_freq={skipped!r}, which must be a positive number or a "
+        f"list of a number for each of the {layers} layers"
+    )
+
+
+def _find_window(arguments: Mapping[str, Any]) -> int | None:
+    """Returns the window that `window_size` describes: the number of positions before the query's
+    own, without that, and the number behind it.
+    """
+    match arguments.get("window_size"):
+        case None | (-1, 0):
+            return None
+        case (int(before), 0) if before >= 0:
+            return before + 1
+        case other:
+            raise ValueError(
+                f"its arguments say window_size={other!r}; a decoder's must be (positions before "
+                "the own one, 0)"
+            )
+
+
+def _window_keys(config: type[DecoderConfig], windows: tuple[int | None, ...]) -> dict[str, Any]:
+    """Returns the keys of a configuration that describe sliding windows.
+
+    Raises:
+        ValueError: The family has no such windows.
+    """
+    window = next(filter(None, windows), None)
+    if window is None:
+        return {}
+    names = {field.name for field in fields(config)}
+    found: dict[str, Any] = {"sliding_window": window}
+    if "use_sliding_window" in names:
+        found["use_sliding_window"] = True
+    if "layer_types" in names:
+        found["layer_types"] = [
+            "full_attention" if own is None else "sliding_attention" for own in windows
+        ]
+    elif None in windows:
+        raise ValueError(
+            "its arguments give a sliding window to some layers only (window_attn_skip_freq), but a "
+            f"{config.model_type} has it in all layers or in none"
+        )
+    return found
+
+
+def check_windows(config: DecoderConfig, arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError if a run's sliding windows are not those of a configuration.
+
+    Arguments of releases without windows do not tell.
+    """
+    if "window_size" not in arguments:
+        return
+    windows = find_windows(arguments, config.num_hidden_layers)
+    if windows != config.windows:
+        for i, (stored, own) in enumerate(zip(windows, config.windows, strict=True)):
+            if stored != own:
+                raise ValueError(
+                    f"layer {i} has a sliding window of {own} in config.json, but of {stored} in its "
+                    f"arguments (window_size={arguments['window_size']!r}); set sliding_window in "
+                    "config.json to that of the run, or to null for none"
+                )
+
+
+def _window_arguments(windows: tuple[int | None, ...]) -> dict[str, Any]:
+    """Returns the arguments for the layers' sliding windows: the reverse of `find_windows`.
+
+    Raises ValueError if they have several sizes.
+    """
+    sizes = sorted({window for window in windows if window is not None})
+    if not sizes:
+        return {"window_size": None}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"Megatron-LM's GPT has one sliding window for all layers that have any, but this model "
+            f"has those of {sizes}"
+        )
+    found: dict[str, Any] = {"window_size": (sizes[0] - 1, 0), "window_attn_skip_freq": None}
+    if None in windows:
+        found["window_attn_skip_freq"] = [int(window is not None) for window in windows]
+    return found
 
 
 def _rope(arguments: Mapping[str, Any]) -> RopeParameters:
@@ -221,9 +340,6 @@ def list_arguments(config: DecoderConfig) -> dict[str, Any]:
         reason = f"SwiGLU, but this model has hidden_act={config.hidden_act}"
     elif config.output_bias or config.mlp_bias:
         reason = "no biases behind attention and MLP, but this model has some"
-    elif any(config.windows):
-        window = next(filter(None, config.windows))
-        reason = f"no sliding window, but this model has one of {window}"
     elif not config.architecture.endswith("ForCausalLM"):
         reason = f"a language-model head, not that of {config.architecture}"
     if reason:
@@ -242,6 +358,7 @@ def list_arguments(config: DecoderConfig) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": config.attention_dropout,
         "init_method_std": config.initializer_range,
+        **_window_arguments(config.windows),
         **_rope_arguments(config.rope),
     }
 

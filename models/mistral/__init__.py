@@ -30,7 +30,7 @@ FAMILY = Family(
     pretrains={"causal": "MistralForCausalLM"},
     tokenizer="bpe",
     activations=activations,
-    megatron=megatron(MistralConfig, inferred=False),
+    megatron=megatron(MistralConfig, windows=True),
     tasks={"text-generation": "MistralForCausalLM", "text2text-generation": "MistralForCausalLM"},
 )
 

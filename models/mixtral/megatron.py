@@ -59,7 +59,7 @@ def megatron(config: type[MixtureConfig], *, qk_norm: bool = False) -> MegatronM
     )
 
 
-def _owns(names: Iterable[str], *, qk_norm: bool) -> bool:
+def _owns(names: Iterable[str], arguments: Mapping[str, Any], *, qk_norm: bool) -> bool:
     return owns_decoder(names, qk_norm=qk_norm, mixture=True)
 
 

@@ -36,14 +36,12 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "add_qkv_bias": (False,),
     "qk_layernorm": (False,),
     "softmax_scale": (1.0, 1),
-    "softmax_type": ("vanilla",),
-    "window_size": (None,),
     "layernorm_zero_centered_gamma": (False,),
 }
 _RATES = {"dropout_rate": "hidden_dropout"}
 
 
-def _owns(names: Iterable[str], *, inferred: bool) -> bool:
+def _owns(names: Iterable[str], arguments: Mapping[str, Any], *, inferred: bool) -> bool:
     found = set(names)
     return inferred and _TABLE.format(stack="encoder") in found
 
@@ -127,7 +125,7 @@ def _read_activation(arguments: Mapping[str, Any], *, is_gated: bool) -> str:
     return "gated-gelu" if found == "gelu_new" else f"gated-{found}"
 
 
-def _check_config(config: T5Config) -> None:
+def _check_config(config: T5Config, arguments: Mapping[str, Any]) -> None:
     reason = ""
     if not config.architecture.endswith("ForConditionalGeneration"):
         reason = f"a language-model head, not that of {config.architecture}"
@@ -145,7 +143,7 @@ def _arguments(config: T5Config) -> dict[str, Any]:
 
     Raises ValueError if its T5 cannot be such a model.
     """
-    _check_config(config)
+    _check_config(config, {})
     return {
         "num_layers": config.num_layers,
         "encoder_num_layers": config.num_layers,

@@ -309,7 +309,7 @@ def test_families_and_layouts_that_megatron_does_not_have(zoo, folders, tmp_path
 def test_a_t5_is_refused_by_the_argument_that_tells_it():
     names = ["decoder.layers.0.cross_attention.linear_q.weight"]
     with pytest.raises(ValueError, match="position_embedding_type is 'learned_absolute' or 'rope'"):
-        find_megatron_map(names)
+        find_megatron_map(names, {})
 
 
 def test_a_torn_copy_resumes(folders, hashes, tmp_path):

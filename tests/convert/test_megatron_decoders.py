@@ -30,13 +30,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("LlamaForCausalLM", {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen2": (
         "Qwen2ForCausalLM",
-        {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {
+            **SIZES,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+        },
     ),
     "qwen3": (
         "Qwen3ForCausalLM",
         {**SIZES, "head_dim": 16, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
     ),
-    "mistral": ("MistralForCausalLM", {**SIZES, "sliding_window": None}),
+    "mistral": ("MistralForCausalLM", {**SIZES, "sliding_window": 7}),
     "mixtral": (
         "MixtralForCausalLM",
         {**SIZES, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None},
@@ -55,6 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MIXTURES = ("mixtral", "qwen3_moe")
+WINDOWS = ("mistral", "qwen2")
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +202,12 @@ def write(source: Path, folder: Path, size: int, stages: int, style: str, **chan
         "rotary_base": int(rope["rope_theta"]), "rotary_percent": 1.0, "tensor_model_parallel_size": size,
         "pipeline_model_parallel_size": stages, "max_position_embeddings": config["max_position_embeddings"],
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
-        "rotary_seq_len_interpolation_factor": 4 if rope.get("rope_type") == "linear" else None,
+        "rotary_seq_len_interpolation_factor": 4 if rope.get("rope_type") == "linear" else None, "window_size": None,
     }  # fmt: skip
+    if config["model_type"] == "mistral":
+        arguments["window_size"] = (6, 0)  # the positions before the query's own, which is the 7th
+    if config["model_type"] == "qwen2":
+        arguments |= {"window_size": (4, 0), "window_attn_skip_freq": [0, 0, 1, 1]}
     if "num_local_experts" in config:
         arguments |= {
             "num_experts": config["num_local_experts"],
@@ -284,6 +295,8 @@ def test_written_files_hold_what_megatron_would(
                 True,
             )
             assert mine["add_qkv_bias"] is (case == "qwen2")
+            assert mine["window_size"] == {"mistral": (6, 0), "qwen2": (4, 0)}.get(case)
+            assert mine.get("window_attn_skip_freq") == ([0, 0, 1, 1] if case == "qwen2" else None)
             assert mine["qk_layernorm"] is (case in ("qwen3", "qwen3_moe"))
     merge(tmp_path / "out", tmp_path / "back")
     assert hashes(tmp_path / "back") == hashes(folders(case))
@@ -313,9 +326,9 @@ def test_torch_dist_is_written_and_read_back(folders, hashes, tmp_path):
         merge(tmp_path / "mixed", tmp_path / "out", style="torch_dist")
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", *MIXTURES])
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", *MIXTURES])
 def test_the_arguments_tell_the_configuration(case, folders, tmp_path):
-    """Of all sizes; the vocabulary has its padding, and the files do not tell Mistral from Llama."""
+    """Of all sizes; the vocabulary has its padding, and a Mistral without a window would be a Llama."""
     merge(write(folders(case), tmp_path / "megatron", 2, 2, "te"), tmp_path / "hf")
     found, wanted = (
         json.loads((folder / "config.json").read_text())
@@ -331,6 +344,7 @@ def test_the_arguments_tell_the_configuration(case, folders, tmp_path):
         "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef",
     ):  # fmt: skip
         assert found.get(name) == wanted.get(name), name
+    assert found.get("sliding_window") == wanted.get("sliding_window") or case not in WINDOWS
     theta = (wanted.get("rope_parameters") or wanted)["rope_theta"]
     assert found["rope_theta"] == theta
     import transformers
@@ -376,11 +390,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"normalization": "LayerNorm"}, "normalization='LayerNorm'"), ({"swiglu": False}, "swiglu=False"),
     ({"num_experts": 8}, "num_experts=8"), ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
     ({"rotary_interleaved": True}, "rotary_interleaved=True"), ({"apply_layernorm_1p": True}, "apply_layernorm_1p"),
-    ({"window_size": [3, 0]}, "window_size"), ({"add_bias_linear": True}, "add_bias_linear=True"),
+    ({"window_size": [3, 3]}, "window_size=(3, 3); a decoder's"), ({"add_bias_linear": True}, "add_bias_linear=True"),
     ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}, "scale the rotation twice"),
     ({"num_attention_heads": None}, "number of heads, are not stored"), ({"kv_channels": 6}, "qkv.weight needs"),
     ({"num_query_groups": 5}, "num_key_value_heads=5"), ({"rotary_base": "x"}, "rotary_base='x', which must"),
     ({"rotary_seq_len_interpolation_factor": "x"}, "interpolation factor='x'"),
+    ({"window_size": "4"}, "window_size='4'"),
+    ({"window_size": [3, 0], "window_attn_skip_freq": 2}, "some layers only (window_attn_skip_freq), but a mistral"),
+    ({"window_size": [3, 0], "window_attn_skip_freq": [1]}, "window_attn_skip_freq=(1,), which must be"),
 ]  # fmt: skip
 
 
@@ -408,13 +425,19 @@ def test_other_mixtures_are_refused_with_the_reason(changes, message, folders, t
 @pytest.mark.parametrize(("case", "changes", "message"), [
     ("qwen3_moe", {"decoder_sparse_step": 2}, "experts in every layer, but this model has single MLPs"),
     ("llama", {"attention_bias": True}, "no biases behind attention"), ("llama", {"hidden_act": "gelu"}, "SwiGLU"),
-    ("mistral", {"sliding_window": 7}, "no sliding window, but this model has one of 7"),
 ])  # fmt: skip
 def test_models_that_megatron_does_not_have(case, changes, message, tmp_path):
     architecture, settings = CASES[case]
     hf_model(architecture, 0.0, **{**settings, **changes}).save_pretrained(tmp_path / "hf")
     with pytest.raises(ValueError, match=message):
         split(tmp_path / "hf", tmp_path / "out", 2, style="megatron")
+
+
+def test_a_window_that_config_json_does_not_have(folders, tmp_path):
+    source = write(folders("mistral"), tmp_path / "megatron", 1, 1, "te", window_size=(7, 0))
+    options = vocabulary_of(folders("mistral"), tmp_path / "c.json")
+    with pytest.raises(ValueError, match=r"layer 0 has a sliding window of 7 .* but of 8 in its"):
+        merge(source, tmp_path / "hf", options)
 
 
 def test_ranks_that_do_not_divide_the_groups(folders, tmp_path):
@@ -435,6 +458,8 @@ def core_decoder(arguments: Namespace) -> Any:
     tensor_parallel.get_cuda_rng_tracker = (
         dot_product_attention.tensor_parallel.get_cuda_rng_tracker
     ) = lambda: nothing
+    ones = torch.ones
+    torch.ones = lambda *size, device=None, **options: ones(*size, **options)  # of a window's mask
     moe_utils.te_general_gemm = None  # which it defines beside Transformer Engine alone, and reads
     given = arguments
     experts = {}
@@ -454,7 +479,8 @@ def core_decoder(arguments: Namespace) -> Any:
         activation_func=torch.nn.functional.silu, gated_linear_unit=given.swiglu, add_bias_linear=given.add_bias_linear,
         add_qkv_bias=given.add_qkv_bias, qk_layernorm=given.qk_layernorm, bias_activation_fusion=False,
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, bias_dropout_fusion=False,
-        apply_rope_fusion=False, **experts,
+        apply_rope_fusion=False, window_size=given.window_size,
+        window_attn_skip_freq=getattr(given, "window_attn_skip_freq", None), **experts,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(
         num_experts=experts.get("num_moe_experts"), moe_grouped_gemm=False, normalization=given.normalization,
@@ -469,7 +495,7 @@ def core_decoder(arguments: Namespace) -> Any:
     )  # fmt: skip
 
 
-RUN = ("llama", "tied", "qwen2", "qwen3", *MIXTURES)
+RUN = ("mistral", "llama", "qwen2", "tied", "mixtral", "qwen3", "qwen3_moe")
 IDS = torch.randint(90, (2, 17), generator=torch.Generator().manual_seed(0))
 
 
