@@ -204,6 +204,7 @@ from .mt5 import (
 )
 from .nllb_moe import NllbMoeConfig, NllbMoeForConditionalGeneration, NllbMoeModel
 from .olmo2 import Olmo2Config, Olmo2ForCausalLM, Olmo2ForSequenceClassification, Olmo2Model
+from .olmo3 import Olmo3Config, Olmo3ForCausalLM, Olmo3ForSequenceClassification, Olmo3Model
 from .olmoe import OlmoeConfig, OlmoeForCausalLM, OlmoeModel
 from .parallel_config import ParallelConfig
 from .pegasus import (
@@ -492,6 +493,10 @@ __all__ = [
     "Olmo2ForCausalLM",
     "Olmo2ForSequenceClassification",
     "Olmo2Model",
+    "Olmo3Config",
+    "Olmo3ForCausalLM",
+    "Olmo3ForSequenceClassification",
+    "Olmo3Model",
     "OlmoeConfig",
     "OlmoeForCausalLM",
     "OlmoeModel",

@@ -136,6 +136,26 @@ def read_rope_parameters(
     return parameters
 
 
+def read_ropes_by_layer_type(
+    values: Mapping[str, Any],
+) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Returns the parameters of the layers that attend to whole sequences, and of those with a
+    window, of a `config.json` of transformers 5 that has an object for each; else None.
+    """
+    stored = _check_object(values.get("rope_parameters"))
+    if "sliding_attention" not in stored and "full_attention" not in stored:
+        return None
+    whole = _check_object(stored.get("full_attention"))
+    return whole, _check_object(stored.get("sliding_attention"))
+
+
+def _check_object(value: Any) -> Mapping[str, Any]:
+    """Returns an object of a `config.json`; an empty one for null."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"rope_parameters must be objects, not {value!r}")
+    return cast(Mapping[str, Any], value or {})
+
+
 def ignore_partial_rotation(parameters: RopeParameters) -> RopeParameters:
     """Returns the parameters of a family that rotates whole heads.
 

@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 from typing_extensions import Self
 
-from ..blocks.rotary import check_rope_parameters, ignore_partial_rotation, read_rope_parameters
-from ..config import PositionCount, Range, VocabSize, shown
+from ..blocks.rotary import (
+    check_rope_parameters,
+    ignore_partial_rotation,
+    read_rope_parameters,
+    read_ropes_by_layer_type,
+)
+from ..config import PositionCount, Range, VocabSize
 from ..gemma2.config import Cap, Gemma2Config, LayerType
 
 LOCAL_THETA = 10000.0
@@ -78,9 +82,9 @@ class Gemma3TextConfig(Gemma2Config):
         differ.
         """
         values = dict(values)
-        stored = _rope_object(values.get("rope_parameters"))
-        if "sliding_attention" in stored or "full_attention" in stored:
-            local = _rope_object(stored.get("sliding_attention"))
+        by_type = read_ropes_by_layer_type(values)
+        if by_type is not None:
+            whole, local = by_type
             positions = values.get("max_position_embeddings", cls.max_position_embeddings)
             theta = values.get("rope_local_base_freq") or LOCAL_THETA
             read = read_rope_parameters({"rope_parameters": local}, positions, theta=theta)
@@ -91,7 +95,7 @@ class Gemma3TextConfig(Gemma2Config):
                     f"rope_type={read['rope_type']!r} must be 'default'"
                 )
             values["rope_local_base_freq"] = read["rope_theta"]
-            values["rope_parameters"] = dict(_rope_object(stored.get("full_attention")))
+            values["rope_parameters"] = dict(whole)
         config = super().from_dict(values)
         pattern = config.with_changes(layer_types=None)
         return pattern if pattern.attention_types == config.attention_types else config
@@ -104,9 +108,3 @@ class Gemma3TextConfig(Gemma2Config):
             "sliding_attention": self.local_rope,
         }
         return values
-
-
-def _rope_object(value: Any) -> Mapping[str, Any]:
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"rope_parameters must be objects, not {shown(value)}")
-    return cast(Mapping[str, Any], value or {})

@@ -14,7 +14,14 @@ from tiny_models import TINY
 
 # Stacks whose blocks are of several kinds, and the number of kinds: windows or rotations differ, or
 # the first block has a norm less.
-KINDS = {"modernbert": 3, "modernbert-decoder": 3, "smollm3": 2, "gemma2": 2, "gemma3_text": 2}
+KINDS = {
+    "modernbert": 3,
+    "modernbert-decoder": 3,
+    "smollm3": 2,
+    "gemma2": 2,
+    "gemma3_text": 2,
+    "olmo3": 2,
+}
 
 
 @pytest.fixture

@@ -69,6 +69,8 @@ ROTATIONS = [
     ("gemma2", SCALED),
     ("gemma2", PLAIN),
     ("olmo2", SCALED),
+    ("olmo3", BY_LAYER),
+    ("olmo3", {"full_attention": PLAIN, "sliding_attention": PLAIN}),
 ]
 
 

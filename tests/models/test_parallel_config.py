@@ -90,6 +90,7 @@ STACKS = {
             "smollm3",
             "gemma2",
             "gemma3_text",
+            "olmo3",
         ),
         2,
     ),

@@ -71,7 +71,7 @@ WANTED = {
     "Granite": ("Model", "ForCausalLM"),
     "Esm": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
     "DebertaV2": ENCODER_HEADS,
-    "Olmo2": ("Model", "ForCausalLM", "ForSequenceClassification"),
+    **dict.fromkeys(("Olmo2", "Olmo3"), ("Model", "ForCausalLM", "ForSequenceClassification")),
     "ModernBertDecoder": ("Model", "ForCausalLM", "ForSequenceClassification"),
     "Gemma3": ("ForCausalLM", "TextModel", "TextForSequenceClassification"),
     **dict.fromkeys(
