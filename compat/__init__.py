@@ -1,6 +1,6 @@
 """What exists for scripts that were written for FlagAI, t2t-tuner or LiBai alone.
 
-- `AutoLoader`, `Predictor` and three collate functions are FlagAI's.
+- `AutoLoader`, `Predictor` and four collate functions are FlagAI's.
 - `spellings.py` has the names of arguments in those systems and in transformers. The package
   accepts them everywhere, because its face imports that file.
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         AutoLoader,
         bert_cls_collate_fn,
         bert_sequence_label_collate_fn,
+        bert_sequence_label_gp_collate_fn,
         seq2seq_collate_fn,
     )
     from .predictor import Predictor
@@ -26,6 +27,7 @@ _MODULES = {
     "Predictor": "predictor",
     "bert_cls_collate_fn": "auto_loader",
     "bert_sequence_label_collate_fn": "auto_loader",
+    "bert_sequence_label_gp_collate_fn": "auto_loader",
     "seq2seq_collate_fn": "auto_loader",
 }
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Predictor",
     "bert_cls_collate_fn",
     "bert_sequence_label_collate_fn",
+    "bert_sequence_label_gp_collate_fn",
     "seq2seq_collate_fn",
 ]
 

@@ -28,9 +28,8 @@ TASKS = {
     **dict.fromkeys(("classification", "semantic-matching"), "text-classification"),
     **dict.fromkeys(("sequence-labeling", "ner"), "token-classification"),
     **dict.fromkeys(("sequence-labeling-crf", "ner-crf"), "token-classification"),
+    **dict.fromkeys(("sequence-labeling-gp", "ner-gp"), "token-classification"),
 }
-# FlagAI's tasks with a head that is not here -> the task to use instead.
-POINTER_TASKS = {"sequence-labeling-gp": "sequence-labeling-crf", "ner-gp": "ner-crf"}
 
 
 class AutoLoader:
@@ -42,12 +41,13 @@ class AutoLoader:
     Args:
         task_name: FlagAI's name of the task: lm, masklm, seq2seq, title-generation, poetry,
             classification, semantic-matching, sequence-labeling or ner. The last two with `-crf`
-            have a conditional random field, `model.crf_layer`.
+            have a conditional random field, `model.crf_layer`; with `-gp` a global pointer.
         model_name: The folder in `model_dir`, which is a Hugging Face or a shardzoo folder with its
             tokenizer.
         load_pretrain_params: Load the folder's weights; else the model is new.
         only_download_config: The folder has a config.json alone, so that the model is new.
         class_num: Number of classes of a new head.
+        inner_dim: Features of a query of a new global pointer, 64 by default; for `-gp` alone.
         device: Where the parameters are.
         mesh: The mesh over which the model is split, such as `trainer.mesh`.
 
@@ -64,14 +64,10 @@ class AutoLoader:
         *,
         load_pretrain_params: bool = True,
         class_num: int | None = None,
+        inner_dim: int | None = None,
         device: torch.device | str = "cpu",
         mesh: ParallelMesh | None = None,
     ) -> None:
-        if task_name in POINTER_TASKS:
-            raise ValueError(
-                f"{task_name} has a global pointer, which no model of the zoo has; use "
-                f"{POINTER_TASKS[task_name]}, which labels the tokens of an entity"
-            )
         if task_name not in TASKS:
             raise ValueError(f"task_name must be one of {', '.join(TASKS)}, not {task_name!r}")
         self.folder = Path(model_dir, model_name)
@@ -81,6 +77,11 @@ class AutoLoader:
                 "transformers saves it"
             )
         has_crf = task_name.endswith("-crf")
+        has_pointer = task_name.endswith("-gp")
+        if inner_dim is not None and not has_pointer:
+            raise ValueError(
+                f"inner_dim is for the tasks with -gp, not for {task_name}: leave it out"
+            )
         arguments = FinetuningArguments(
             model_name_or_path=str(self.folder), native=True, crf=has_crf
         )
@@ -95,6 +96,12 @@ class AutoLoader:
             )
         labels = [f"LABEL_{number}" for number in range(class_num or 0)]
         head = Labels(labels, "single_label_classification", stored=not labels).head(task)
+        stored_size = source.values.get("pointer_size")
+        size = inner_dim or stored_size or 64 if has_pointer else None
+        if size != stored_size:
+            head = {**(head or {}), "pointer_size": size}
+            if has_pointer:
+                head["crf"] = False
         if only_download_config or not load_pretrain_params:
             config = task_config(source, task).with_changes(**(head or {}))
             if has_crf:
@@ -238,6 +245,36 @@ def bert_cls_collate_fn(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch
         rows.append(row)
     labels = torch.tensor([int(sample["labels"]) for sample in samples])
     return PadBatch()(rows) | {"labels": labels}
+
+
+def bert_sequence_label_gp_collate_fn(
+    samples: Sequence[Mapping[str, Any]],
+) -> dict[str, torch.Tensor]:
+    """Makes a padded batch of `input_ids` and labels [B, C, S, S] for a global pointer, which are 1
+    for the first and the last token of an entity of each of C kinds.
+
+    Raises:
+        ValueError: The labels of a sample have another shape, or an entity ends before it begins.
+    """
+    batch = PadBatch()([{"input_ids": np.array(one["input_ids"])} for one in samples])
+    length = batch["input_ids"].shape[1]
+    kinds = len(samples[0]["labels"])
+    labels = torch.zeros(len(samples), kinds, length, length)
+    for row, sample in enumerate(samples):
+        tokens = len(sample["input_ids"])
+        own = torch.as_tensor(sample["labels"])
+        if own.shape != (kinds, tokens, tokens):
+            raise ValueError(
+                f"labels must have the shape {(kinds, tokens, tokens)}, kinds of entities and "
+                f"twice the {tokens} tokens of input_ids, not {tuple(own.shape)}"
+            )
+        if own.tril(-1).any():
+            kind, first, last = own.tril(-1).nonzero()[0].tolist()
+            raise ValueError(
+                f"an entity of kind {kind} begins at token {first} and ends before it, at {last}"
+            )
+        labels[row, :, :tokens, :tokens] = own
+    return batch | {"labels": labels}
 
 
 def bert_sequence_label_collate_fn(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

@@ -60,11 +60,19 @@ class Predictor:
     ) -> list[tuple[int, int, str]]:
         """Returns (first character, last character, kind) of each entity;
 
-        `target` are the BIO labels by class. A conditional random field predicts them together.
+        `target` are the BIO labels by class, which a conditional random field predicts together; for
+        a global pointer they are the kinds, whose entities may overlap.
         """
         tokens = self.tokenizer.tokenize(text, maxlen=maxlen, add_spatial_tokens=True)
         places = self.tokenizer.rematch(text, tokens)
         output = self._run(self.tokenizer.convert_tokens_to_ids(tokens))
+        if getattr(self.model.config, "pointer_size", None) is not None:
+            spans = (output.logits[0] > 0).nonzero().tolist()
+            return [
+                (places[first][0], places[last][-1], str(target[kind]))
+                for kind, first, last in spans
+                if places[first] and places[last]  # neither end is a special token
+            ]
         predictions = getattr(output, "predictions", None)
         if predictions is None:
             predictions = output.logits.argmax(-1)

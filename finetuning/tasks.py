@@ -51,6 +51,11 @@ def choose_task(arguments: FinetuningArguments, source: ModelSource) -> Task:
             f"crf is for token-classification, not for {task}: leave it out, or set "
             "task='token-classification'"
         )
+    if task == "token-classification" and source.values.get("pointer_size") is not None:
+        raise ValueError(
+            f"{source.folder} has a global pointer (pointer_size), which learns spans, and "
+            f"{task} has labels of tokens: train it with shardzoo.trainer.Trainer"
+        )
     if arguments.crf and not source.native:
         raise ValueError(
             f"crf needs a model of the zoo, and {source.folder} is trained as transformers' "

@@ -562,6 +562,9 @@ class HeadsConfig(ModelConfig):
             default. As in transformers, they need not name all labels.
         crf: Whether the labels of tokens are those of a conditional random field, which
             transformers does not have. Other heads do not read it, and files have it only if true.
+        pointer_size: The features of a query and of a key of a global pointer, which scores spans of
+            tokens for each label, and which transformers does not have; None for labels of tokens.
+            Other heads do not read it, and files have it only if it is set.
     """
 
     _: KW_ONLY
@@ -571,9 +574,18 @@ class HeadsConfig(ModelConfig):
     id2label: dict[str, str] | dict[int, str] | None = None
     label2id: dict[str, int] | None = None
     crf: bool = False
+    pointer_size: HiddenSize | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.pointer_size is not None and self.pointer_size % 2:
+            raise ValueError(
+                f"pointer_size must be even, because pairs of features rotate, not {self.pointer_size}"
+            )
+        if self.pointer_size is not None and self.crf:
+            raise ValueError(
+                "a model has a conditional random field (crf) or a pointer_size, not both"
+            )
         if self.id2label is None:
             object.__setattr__(self, "id2label", name_labels(self.num_labels))
             if not self.label2id:
@@ -673,6 +685,8 @@ class HeadsConfig(ModelConfig):
         del values["num_labels"]
         if not self.crf:
             del values["crf"]
+        if self.pointer_size is None:
+            del values["pointer_size"]
         names = self.id2label or {}
         values["id2label"] = {str(number): name for number, name in names.items()}
         return values

@@ -31,6 +31,7 @@ from ..mpu import (
 from .backbone import Head
 from .blocks.activation_functions import find_activation
 from .blocks.conditional_random_field import ConditionalRandomField
+from .blocks.global_pointer import score_spans, span_loss
 from .language_model import IGNORED, MaskedLM
 from .outputs import (
     BaseModelOutput,
@@ -486,9 +487,22 @@ class TokenClassification(Classifier):
     are its emissions. Its positions are those whose label is not -100, so that the further pieces of
     a word, whose labels are ignored, are skipped. Without labels they are those of the attention
     mask.
+
+    With `config.pointer_size` a global pointer scores spans instead: the logits and the labels are
+    [B, num_labels, S, S], by the first and the last token of a span; see blocks/global_pointer.py.
     """
 
     linear_name = "token_classifier"
+
+    @property
+    def num_outputs(self) -> int:
+        pointer_size = self.config.pointer_size
+        width = 1 if pointer_size is None else 2 * pointer_size  # a query and a key
+        return self.config.num_labels * width
+
+    @property
+    def label_classes(self) -> int | None:
+        return super().label_classes if self.config.pointer_size is None else 2
 
     def add_head(self) -> None:
         super().add_head()
@@ -520,28 +534,50 @@ class TokenClassification(Classifier):
             return output
         if labels is not None:
             kept = labels != IGNORED
-        elif attention_mask is not None and attention_mask.dim() == 2:
-            kept = attention_mask != 0
         else:
-            kept = torch.ones(
-                output.logits.shape[:2], dtype=torch.bool, device=output.logits.device
-            )
+            kept = find_tokens_to_label(output.logits, attention_mask)
         output.predictions = self.crf_layer.decode(output.logits, kept, IGNORED)
         return output
+
+    def make_logits(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        logits = super().make_logits(x, input_ids, attention_mask)
+        if self.config.pointer_size is None:
+            return logits
+        kept = find_tokens_to_label(logits, attention_mask)
+        return score_spans(logits, self.config.num_labels, kept)
 
     def loss(
         self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Returns the loss of `Classifier.loss`, or that of the conditional random field.
+        """Returns the loss of `Classifier.loss`, or that of the conditional random field or of the
+        global pointer.
 
-        This is the negative log-likelihood of all sequences, divided by the number of labels that
-        are not -100, or by `num_items_in_batch`.
+        A field's is the negative log-likelihood of all sequences, divided by the number of labels
+        that are not -100, or by `num_items_in_batch`. A pointer's is the mean over texts and kinds
+        of entities, or their sum divided by `num_items_in_batch`.
         """
+        if self.config.pointer_size is not None:
+            losses = span_loss(logits, labels)
+            return (
+                losses.mean() if num_items_in_batch is None else losses.sum() / num_items_in_batch
+            )
         if not self.config.crf:
             return super().loss(logits, labels, num_items_in_batch)
         kept = labels != IGNORED
         total = self.crf_layer.negative_log_likelihood(logits, labels, kept).sum()
         return total / (kept.sum() if num_items_in_batch is None else num_items_in_batch)
+
+    def count_targets(self, labels: Tensor) -> Tensor:
+        if self.config.pointer_size is None:
+            return super().count_targets(labels)
+        return torch.tensor(labels.shape[0] * self.config.num_labels, device=labels.device)
+
+
+def find_tokens_to_label(logits: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Returns which tokens of logits [B, S, …] are not padding, bool [B, S]."""
+    if attention_mask is not None and attention_mask.dim() == 2:
+        return attention_mask != 0
+    return torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
 
 
 class QuestionAnswering(Classifier):

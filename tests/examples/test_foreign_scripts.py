@@ -182,14 +182,15 @@ model = auto_loader.get_model()
 tokenizer = auto_loader.get_tokenizer()
 trainer = Trainer(
     env_type="pytorch", experiment_name="roberta_ner", batch_size=8, gradient_accumulation_steps=1, lr=2e-3,
-    weight_decay=1e-3, epochs=4, log_interval=1, eval_interval=1000, load_dir=None, pytorch_device="cpu",
-    save_dir="checkpoints_ner_crf", save_interval=1,
+    weight_decay=1e-3, epochs=20, log_interval=4, eval_interval=1000, load_dir=None, pytorch_device="cpu",
+    save_dir="checkpoints_ner_crf", save_interval=1000,
 )
 {PREPARE}
 train_data = []
 for source in sources:
-    at = source.find("red")
-    train_data.append([source, [at, at + 2, "LOC"]])
+    at = source.rfind("red")
+    # The tokens of this tokenizer begin with the space before a word.
+    train_data.append([source, [at - 1, at + 2, "LOC"]])
 
 class NERDataset(Dataset):
     def __init__(self, data):
@@ -247,6 +248,115 @@ if __name__ == '__main__':
     pairs = [(places[n][0], places[min(n + 1, len(places) - 1)][-1], "LOC") for n in range(0, len(places), 2)]
     assert entities == pairs
 """
+ROBERTA_POINTER = f"""
+import torch
+from torch.utils.data import Dataset
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.trainer import Trainer{CHANGED}
+from shardzoo.compat import bert_sequence_label_gp_collate_fn{CHANGED}
+import numpy as np
+
+task_name = "sequence-labeling-gp"
+model_dir = "./state_dict/"
+
+target = ["LOC", "ORG", "PER"]
+maxlen = 256
+
+trainer = Trainer(
+    env_type="pytorch", experiment_name="roberta_ner_global_pointer", batch_size=4, gradient_accumulation_steps=1,
+    lr=1e-2, weight_decay=1e-3, epochs=10, log_interval=4, eval_interval=1000, load_dir=None, pytorch_device="cpu",
+    save_dir="checkpoints_ner_gp", save_interval=1000,
+)
+{PREPARE}
+train_data = []
+for source in sources:
+    at = source.rfind("red")
+    # The tokens of this tokenizer begin with the space before a word. Entities overlap.
+    train_data.append([source, [at - 1, at + 2, "LOC"], [0, at + 2, "PER"]])
+
+auto_loader = AutoLoader(
+    task_name, model_name="RoBERTa-base-ch", model_dir=model_dir, class_num=len(target), inner_dim=64
+)
+
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+
+class NERDataset(Dataset):
+    def __init__(self, data):
+        super(NERDataset, self).__init__()
+        self.data = data
+
+    def __getitem__(self, i):
+        data = self.data[i]
+        tokens = tokenizer.tokenize(data[0], maxlen=maxlen, add_spatial_tokens=True)
+        input_ids = tokenizer.convert_tokens_to_ids(tokens)
+        mapping = tokenizer.rematch(data[0], tokens)
+        start_mapping = {{j[0]: i for i, j in enumerate(mapping) if j}}
+        end_mapping = {{j[-1]: i for i, j in enumerate(mapping) if j}}
+        length = len(tokens)
+        labels = np.zeros((len(target), length, length))
+
+        for start, end, label in data[1:]:
+            if start in start_mapping and end in end_mapping:
+                start = start_mapping[start]
+                end = end_mapping[end]
+
+                label_index = target.index(label)
+                labels[label_index, start, end] = 1
+
+        output = {{"input_ids": input_ids, "labels": labels}}
+        return output
+
+    def __len__(self):
+        return len(self.data)
+
+def main():
+    train_dataset = NERDataset(train_data)
+    trainer.train(
+        model, train_dataset=train_dataset, valid_dataset=None, collate_fn=bert_sequence_label_gp_collate_fn
+    )
+
+if __name__ == '__main__':
+    main()
+"""
+# Both `generate_crf.py` and `generate_global_pointer.py`, with the checkpoint of the training script.
+NER_GENERATE = f"""
+import torch
+from safetensors.torch import load_file{CHANGED}
+from shardzoo.compat import AutoLoader, Predictor{CHANGED}
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+task_name = "sequence-labeling-KIND"
+model_dir = "./state_dict/"
+
+model_save_path = "./RUN/checkpoints/step-000040/rank_00.safetensors"{CHANGED}
+
+target = TARGET
+
+maxlen = 256
+
+auto_loader = AutoLoader(task_name, model_name="RoBERTa-base-ch", model_dir=model_dir, class_num=len(target), MORE)
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+
+predictor = Predictor(model, tokenizer)
+model.load_state_dict(
+    load_file(model_save_path)){CHANGED}
+
+model.to(device)
+model.eval()
+{PREPARE}
+for t in sources:
+    entities = predictor.predict_ner(t, target, maxlen=maxlen)
+    result = {{}}
+    for e in entities:
+        if e[2] not in result:
+            result[e[2]] = [t[e[0]:e[1] + 1]]
+        else:
+            result[e[2]].append(t[e[0]:e[1] + 1])
+    assert result == WANTED
+"""
 ROBERTA_MATCHING = f"""
 import torch
 from torch.utils.data import Dataset
@@ -298,6 +408,190 @@ second = predictor.predict_generate_randomsample(
 )
 assert isinstance(first, str) and isinstance(second, str)
 assert first == predictor.predict_generate_beamsearch("one two", beam_size=5, input_max_length=51, out_max_length=10)
+"""
+QUICK_START = f"""
+import torch
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.compat import Predictor{CHANGED}
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""
+QUICK_NER = f"""{QUICK_START}
+task_name = "ner"
+model_name = "RoBERTa-base-ch"   # Load the checkpoints from Modelhub(model.baai.ac.cn/models)
+target = ["O", "B-LOC", "I-LOC", "B-ORG", "I-ORG", "B-PER", "I-PER"]
+maxlen = 256
+
+auto_loader = AutoLoader(task_name,
+                         model_name=model_name,
+                         class_num=len(target))
+
+model = auto_loader.get_model()
+model.to(device)
+tokenizer = auto_loader.get_tokenizer()
+
+predictor = Predictor(model, tokenizer)
+{PREPARE}
+for t in sources:
+    entities = predictor.predict_ner(t, target, maxlen=maxlen)
+    for e in entities:
+        assert t[e[0]:e[1] + 1] and e[2] in ("LOC", "ORG", "PER")
+"""
+QUICK_TITLE = f"""{QUICK_START}
+maxlen = 256
+
+auto_loader = AutoLoader(
+    task_name="title-generation",
+    model_name="RoBERTa-base-ch"   # Load the checkpoints from Modelhub(model.baai.ac.cn/models)
+)
+model = auto_loader.get_model()
+model.to(device)
+tokenizer = auto_loader.get_tokenizer()
+
+predictor = Predictor(model, tokenizer)
+{PREPARE}
+for text in sources[:2]:
+    output = predictor.predict_generate_beamsearch(text,
+                                              out_max_length=50,
+                                              beam_size=3)
+    assert isinstance(output, str)
+"""
+QUICK_GLM_TITLE = f"""{QUICK_START}
+auto_loader = AutoLoader("title-generation",
+                         model_name="GLM-large-ch",
+                         model_dir="./state_dict/")
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+
+model.to(device)
+model.eval()
+predictor = Predictor(model, tokenizer)
+{PREPARE}
+for text in sources[:2]:
+    output = predictor.predict_generate_randomsample(text,
+                                                    out_max_length=66,
+                                                    top_k=10,
+                                                    top_p=1.0,
+                                                    repetition_penalty=4.0,
+                                                    temperature=1.2)
+    assert isinstance(output, str)
+    output = predictor.predict_generate_beamsearch(text,
+                                                  out_max_length=66,
+                                                  beam_size=10)
+    assert isinstance(output, str)
+"""
+QUICK_BLANKS = f"""
+import torch
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.compat import Predictor{CHANGED}
+if __name__ == "__main__":
+    loader = AutoLoader(task_name="lm",
+                        model_name="GLM-large-ch",
+                        )
+    model = loader.get_model().half()
+    tokenizer = loader.get_tokenizer()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
+
+    predictor = Predictor(model, tokenizer)
+
+    for t in ["one two? three: [gMASK]", "one two [MASK] three.", "one two, [sMASK], three."]:
+        output=predictor.predict_generate_randomsample(t, top_k=50, repetition_penalty=4.0, top_p=1.0)
+        assert isinstance(output, str)
+"""
+MATCHING_GENERATE = f"""
+import torch
+from safetensors.torch import load_file{CHANGED}
+from shardzoo.compat import AutoLoader, Predictor{CHANGED}
+
+device = torch.device("cuda:1" if torch.cuda.is_available() else "cpu")
+model_save_path = "./checkpoints_matching/roberta_matching/checkpoints/step-000008/rank_00.safetensors"{CHANGED}
+
+maxlen = 256
+
+auto_loader = AutoLoader("semantic-matching",
+                         model_name="RoBERTa-base-ch",
+                         only_download_config=True,
+                         class_num=2)
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+
+predictor = Predictor(model, tokenizer)
+model.load_state_dict(
+    load_file(model_save_path)){CHANGED}
+
+model.to(device)
+model.eval()
+{PREPARE}
+for text_pair in zip(sources, sources[1:]):
+    assert predictor.predict_cls_classifier(text_pair) in (0, 1)
+"""
+GPT2_TITLES = f"""
+import torch
+from torch.utils.data import Dataset
+from shardzoo.compat import AutoLoader{CHANGED}
+from shardzoo.trainer import Trainer{CHANGED}
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+trainer = Trainer(
+    env_type="pytorch", experiment_name="gpt2_title-generation", batch_size=8, gradient_accumulation_steps=1, lr=2e-3,
+    weight_decay=1e-3, epochs=4, log_interval=1, eval_interval=10000, load_dir=None, pytorch_device=device,
+    save_dir="checkpoints_gpt2_title-generation", checkpoint_activations=True, save_interval=1000,
+)
+auto_loader = AutoLoader("seq2seq", model_name="gpt2-base-ch", model_dir="./state_dict/")
+model = auto_loader.get_model()
+tokenizer = auto_loader.get_tokenizer()
+{PREPARE}
+class GPT2Seq2seqDataset(Dataset):
+    def __init__(self, sents_src, sents_tgt, tokenizer, maxlen=512):
+        super(GPT2Seq2seqDataset, self).__init__()
+        self.sents_src = sents_src
+        self.sents_tgt = sents_tgt
+        self.tokenizer = tokenizer
+        self.maxlen = maxlen
+
+    def __getitem__(self, i):
+        src = self.sents_src[i]
+        tgt = self.sents_tgt[i]
+        data = self.tokenizer.encode_plus(src, tgt, max_length=self.maxlen)
+
+        output = {{
+            "input_ids": data["input_ids"],
+        }}
+        return output
+
+    def __len__(self):
+        return len(self.sents_src)
+
+    @staticmethod
+    def collate_fn(batch):
+        def padding(indice, max_length, pad_idx=0):
+            pad_indice = [
+                item + [pad_idx] * max(0, max_length - len(item)) for item in indice
+            ]
+            return torch.tensor(pad_indice)
+
+        input_ids = [data["input_ids"] for data in batch]
+        max_length = max([len(t) for t in input_ids])
+        input_ids = padding(input_ids, max_length)
+
+        data = {{
+            "input_ids": input_ids,
+            "labels": input_ids
+        }}
+        return data
+
+train_dataset = GPT2Seq2seqDataset(sources, targets, tokenizer=tokenizer, maxlen=64)
+val_dataset = GPT2Seq2seqDataset(sources[:3], targets[:3], tokenizer=tokenizer, maxlen=64)
+optimizer = torch.optim.Adam(model.parameters(),
+                             lr=1e-3,
+                             weight_decay=1e-5)
+trainer.train(model,
+              train_dataset=train_dataset,
+              valid_dataset=val_dataset,
+              collate_fn=GPT2Seq2seqDataset.collate_fn,
+              optimizer=optimizer
+              )
 """
 T2T = f"""
 from shardzoo import finetuning as t2t{CHANGED}
@@ -444,14 +738,46 @@ def glm(environment: str) -> str:
     return script
 
 
+def multi_gpu_titles() -> str:
+    several = (
+        'env_type="pytorchDDP", num_checkpoints=1, master_ip="127.0.0.1", master_port=17750, num_nodes=1, num_gpus=2, '
+        'model_parallel_size=1, hostfile="./hostfile", deepspeed_config="./deepspeed.json", training_script=__file__,'
+    )
+    script = BERT_TITLES.replace('env_type="pytorch",', several)
+    return script.replace("batch_size=8", "batch_size=4").replace("checkpoints_seq2seq", "several")
+
+
+def ner_generate(kind: str, run: str, wanted: str, more: str = "") -> str:
+    target = '["LOC", "ORG", "PER"]'
+    if kind == "crf":
+        target = '["O", "B-LOC", "I-LOC", "B-ORG", "I-ORG", "B-PER", "I-PER"]'
+    script = NER_GENERATE.replace("KIND", kind).replace("RUN", run).replace("WANTED", wanted)
+    return script.replace("TARGET", target).replace("MORE", more)
+
+
 SCRIPTS = {
     "FlagAI t5_title_generation": T5_TITLES,
     "FlagAI glm_title_generation": glm("deepspeed"),
     "FlagAI bert_title_generation": BERT_TITLES,
     "FlagAI roberta_ner": ROBERTA_NER,
     "FlagAI roberta_ner/train_crf": ROBERTA_CRF,
+    "FlagAI roberta_ner/generate_crf": ner_generate(
+        "crf", "checkpoints_ner_crf/roberta_ner", "{'LOC': [' red']}"
+    ),
+    "FlagAI roberta_ner/train_global_pointer": ROBERTA_POINTER,
+    "FlagAI roberta_ner/generate_global_pointer": ner_generate(
+        "gp", "checkpoints_ner_gp/roberta_ner_global_pointer", "{'LOC': [' red'], 'PER': [t]}",
+        "inner_dim=64, only_download_config=True,",
+    ),
     "FlagAI roberta_semantic_matching": ROBERTA_MATCHING,
     "FlagAI gpt2_text_writting": GPT2_WRITING,
+    "FlagAI quickstart/ner_ch": QUICK_NER,
+    "FlagAI quickstart/title_ch": QUICK_TITLE,
+    "FlagAI quickstart/glm_title_ch": QUICK_GLM_TITLE,
+    "FlagAI quickstart/glm_blank_filling_QA_ch": QUICK_BLANKS,
+    "FlagAI roberta_semantic_matching/generate": MATCHING_GENERATE,
+    "FlagAI roberta_title_generation/train_multi_gpu": multi_gpu_titles(),
+    "FlagAI gpt2_title_generation": GPT2_TITLES,
     "t2t tldr": t2t(f"{VALIDATED} gradient_accumulation_steps=1,", TRAIN_AND_TEST),
     "t2t gradient_checkpointing": t2t("gradient_checkpointing=True,", TRAIN_AND_TEST, valid=False),
     "t2t soft_prompt_tuning": t2t(
@@ -463,9 +789,16 @@ SCRIPTS = {
     "diacritics on two processes": diacritics("pytorchDDP", 2),
     "t2t model_parallel": t2t(f"{VALIDATED} model_parallel_gpus=2,", TRAIN_AND_TEST),
 }  # fmt: skip
+# A script that uses what another one has trained.
+FOLLOWS = {
+    "FlagAI roberta_ner/generate_crf": "FlagAI roberta_ner/train_crf",
+    "FlagAI roberta_ner/generate_global_pointer": "FlagAI roberta_ner/train_global_pointer",
+    "FlagAI roberta_semantic_matching/generate": "FlagAI roberta_semantic_matching",
+}
 # Start processes, or DeepSpeed.
 SEVERAL = (
     "FlagAI glm_title_generation",
+    "FlagAI roberta_title_generation/train_multi_gpu",
     "t2t deepspeed_test",
     "t2t model_parallel",
     "diacritics",  # reads by workers
@@ -511,6 +844,7 @@ def folder(tmp_path_factory):
         "glm-bpe", [text(seed, 12) for seed in range(200)], 340, models / "GLM-large-ch"
     )
     save_glm(models / "GLM-large-ch", "gpt2", max_sequence_length=600)
+    (root / "checkpoints").symlink_to(models)  # FlagAI's default folder of models
     rows = [(f"{text(n, 5)} red", text(n, 2)) for n in range(16)]
     for side, name in enumerate(("train.src", "train.tgt")):
         (root / name).write_text("".join(row[side] + "\n" for row in rows))
@@ -529,9 +863,14 @@ def changed_lines(script: str) -> int:
 @pytest.mark.parametrize("name", by_turns(SCRIPTS, 4))
 def test_a_script_runs(name, folder, monkeypatch):
     """In this process, or if it starts several, as a command."""
+    monkeypatch.chdir(folder)
+    if name in FOLLOWS:
+        before = folder / f"{FOLLOWS[name].replace(' ', '_').replace('/', '_')}.py"
+        if not before.exists():
+            before.write_text(SCRIPTS[FOLLOWS[name]])
+            runpy.run_path(str(before), run_name="__main__")
     path = folder / f"{name.replace(' ', '_').replace('/', '_')}.py"
     path.write_text(SCRIPTS[name])
-    monkeypatch.chdir(folder)
     if name in SEVERAL:
         command = ["python", str(path)]
         ran = subprocess.run(
@@ -541,7 +880,7 @@ def test_a_script_runs(name, folder, monkeypatch):
     else:
         runpy.run_path(str(path), run_name="__main__")
     curves = sorted(Path(folder).rglob("metrics.jsonl"), key=lambda file: file.stat().st_mtime)
-    if "writting" not in name:
+    if "trainer.train" in SCRIPTS[name] or name.startswith("t2t"):
         records = [json.loads(line) for line in curves[-1].read_text().splitlines()]
         losses = [record["train/loss"] for record in records if "train/loss" in record]
         assert losses[-1] < losses[0] or len(losses) == 1
@@ -554,7 +893,7 @@ def test_a_script_runs(name, folder, monkeypatch):
 def test_few_lines_of_the_scripts_had_to_change():
     counts = {name: changed_lines(script) for name, script in SCRIPTS.items()}
     assert statistics.median(counts.values()) <= 2
-    assert max(counts.values()) <= 3
+    assert max(counts.values()) <= 4
 
 
 # LiBai's configuration for mT5 as overrides of `pretrain.py --config recipes/mt5-libai.yaml`, which has its model,
@@ -620,8 +959,8 @@ def test_flagais_loader_makes_new_models_and_names_the_task_to_use(folder):
     new = AutoLoader("masklm", load_pretrain_params=False, **place).get_model()
     assert new.config == loaded.config
     assert any((a != b).any() for a, b in zip(new.parameters(), loaded.parameters(), strict=True))
-    with pytest.raises(ValueError, match=r"global pointer.* use ner-crf,"):
-        AutoLoader("ner-gp", class_num=3, **place)
+    with pytest.raises(ValueError, match=r"inner_dim is for the tasks with -gp, not for ner"):
+        AutoLoader("ner", class_num=3, inner_dim=8, **place)
 
 
 def test_a_second_run_is_refused_before_anything_is_loaded(tmp_path):
