@@ -67,6 +67,8 @@ class Prepare(Configurable):
     """What to do with records that hold no text."""
     resume: bool = True
     """Continue an interrupted run."""
+    overwrite: bool = False
+    """Replace finished files that were made from other text or with other settings."""
 
     def run(self, console: Console) -> None:
         tokenizer = find_model(self.tokenizer, "--tokenizer", TEXTS)
@@ -81,6 +83,7 @@ class Prepare(Configurable):
                 workers=self.workers,
                 on_bad=fail_on_bad if self.on_bad_record == "fail" else skip_bad,
                 resume=self.resume,
+                overwrite=self.overwrite,
                 progress=progress,
             )
         _print_report(console, report)

@@ -75,7 +75,7 @@ def main(
         prefix.parent.mkdir(parents=True, exist_ok=True)
         if model is None:
             train_byte_level_bpe((doc.text for doc in tiny.docstrings()), 600, folder)
-        prepare_dataset(source, prefix, PrepareOptions(folder))
+        prepare_dataset(source, prefix, PrepareOptions(folder), overwrite=True)
 
     on_first_rank(prepare)
     tokenizer = load_tokenizer(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -49,7 +50,9 @@ def _find_common_meta(datasets: Sequence[IndexedDataset]) -> CorpusMeta | None:
         ):
             if mine != theirs:
                 raise ValueError(f"{first} and {prefix} have different {name}: {mine} and {theirs}")
-    return known[0][1] if len(known) == len(datasets) else None
+    if len(known) < len(datasets):
+        return None
+    return replace(known[0][1], made_from=None)
 
 
 def split_dataset(
@@ -75,9 +78,10 @@ def split_dataset(
     order = np.random.default_rng([seed, dataset.num_documents]).permutation(dataset.num_documents)
     owner = np.empty(dataset.num_documents, np.int8)
     owner[order] = np.repeat(np.arange(len(names)), counts)
+    meta = None if dataset.meta is None else replace(dataset.meta, made_from=None)
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(IndexedDatasetWriter(name, dataset.dtype, meta=dataset.meta))
+            stack.enter_context(IndexedDatasetWriter(name, dataset.dtype, meta=meta))
             for name in names
         ]
         for start, stop in _iter_runs(owner):

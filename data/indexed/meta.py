@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ...files.strict_json import read_json_object
@@ -18,17 +18,23 @@ class CorpusMeta:
         vocabulary: The vocabulary of the tokens.
         end_token: Id of the token after every document; None if there is none.
         split_sentences: Whether a sequence is a sentence, rather than a document.
+        made_from: Hash of the texts' files and of the settings that the pair was made from; None if
+            it was made in another way. It says nothing about the tokens.
     """
 
     vocabulary: Vocabulary
     end_token: int | None
     split_sentences: bool = False
+    made_from: str | None = field(default=None, compare=False)
 
     def write(self, prefix: str | Path) -> None:
         """Writes the record of a pair, in one step."""
         path = meta_path(prefix)
         partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        values = asdict(self)
+        if self.made_from is None:
+            del values["made_from"]
+        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
 
 
@@ -52,7 +58,8 @@ def read_meta(prefix: str | Path) -> CorpusMeta | None:
         )
     if not isinstance(split, bool):
         raise ValueError(f"{path}: split_sentences must be true or false, not {split!r:.100}")
-    return CorpusMeta(vocabulary, end, split)
+    made_from = values.get("made_from")
+    return CorpusMeta(vocabulary, end, split, made_from if isinstance(made_from, str) else None)
 
 
 def meta_path(prefix: str | Path) -> Path:

@@ -4,6 +4,7 @@ constant memory.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 from ..indexed.format import dtype_for_vocabulary
-from ..indexed.meta import CorpusMeta
+from ..indexed.meta import CorpusMeta, read_meta
 from ..indexed.writer import IndexedDatasetWriter, WriterState
 from ..tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..tokenizers.vocabulary import Vocabulary, tokenizer_digest
@@ -92,6 +93,7 @@ def prepare_dataset(
     workers: int = 1,
     on_bad: OnBad = skip_bad,
     resume: bool = True,
+    overwrite: bool = False,
     progress: PrepareProgress | None = None,
 ) -> PrepareReport:
     """Writes `output.bin` and `output.idx`, the same for any number of workers.
@@ -110,11 +112,13 @@ def prepare_dataset(
         on_bad: Called with every bad record; raises (see `fail_on_bad`), or returns to skip the
             record.
         resume: Whether to resume an interrupted run.
+        overwrite: Whether to replace a finished pair that was made from other text or with other
+            settings. The same pair may be made again in any case.
         progress: Called after every chunk.
 
     Raises:
-        ValueError: The source or the tokenizer is missing, the source has no text, or `on_bad`
-            raises.
+        ValueError: The source or the tokenizer is missing, the source has no text, `output` is a
+            finished pair of other text, or `on_bad` raises.
         RuntimeError: A worker process died.
     """
     if workers < 1:
@@ -122,9 +126,12 @@ def prepare_dataset(
     chunks = plan_chunks(source)
     tokenizer = load_tokenizer(options.tokenizer)
     end = _find_end_of_text(tokenizer, options)  # raises a clear error here rather than in a worker
-    meta = CorpusMeta(Vocabulary.from_tokenizer(tokenizer), end, options.split_sentences)
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     settings = _describe_run(source, options, tokenizer)
+    made_from = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    if not overwrite:
+        _refuse_other_pair(output, made_from)
+    meta = CorpusMeta(Vocabulary.from_tokenizer(tokenizer), end, options.split_sentences, made_from)
     progress_file = _ProgressFile(Path(f"{output}.progress.json"), settings)
     state = None
     report = PrepareReport()
@@ -162,6 +169,18 @@ def prepare_dataset(
             raise ValueError(f"{name_source(source)} holds no document with text{named}")
     progress_file.path.unlink(missing_ok=True)
     return report
+
+
+def _refuse_other_pair(output: str | Path, made_from: str) -> None:
+    """Raises ValueError if `output` is a finished pair that was made from something else."""
+    if not Path(f"{output}.idx").exists():
+        return
+    meta = read_meta(output)
+    if meta is None or meta.made_from != made_from:
+        raise ValueError(
+            f"{output}.bin and .idx exist already, and were made from other text or with other "
+            "settings: name another output, or replace them with --overwrite (overwrite=True)"
+        )
 
 
 def _encode(chunk: Chunk, options: PrepareOptions, tokenizer: Tokenizer) -> _EncodedChunk:

@@ -89,13 +89,41 @@ def test_other_settings_or_resume_off_start_again(
     for change in ({"append_eos": False}, {}):
         with pytest.raises(KeyboardInterrupt):
             prepare_dataset(
-                jsonl, tmp_path / "a", PrepareOptions(tokenizer_dir), progress=interrupt
+                jsonl,
+                tmp_path / "a",
+                PrepareOptions(tokenizer_dir),
+                overwrite=True,
+                progress=interrupt,
             )
         report = prepare_dataset(
-            jsonl, tmp_path / "a", PrepareOptions(tokenizer_dir, **change), resume=bool(change)
+            jsonl,
+            tmp_path / "a",
+            PrepareOptions(tokenizer_dir, **change),
+            resume=bool(change),
+            overwrite=True,
         )
         assert report.resumed_chunks == 0
         assert report.documents == 200
+
+
+def test_a_finished_pair_is_not_replaced_by_other_text(tokenizer_dir, tmp_path):
+    path, prefix = tmp_path / "x.jsonl", tmp_path / "a"
+    path.write_text('{"text": "one"}\n')
+    options = PrepareOptions(tokenizer_dir)
+    prepare_dataset(path, prefix, options)
+    before = files(prefix)
+    prepare_dataset(path, prefix, options)
+    path.write_text('{"text": "one two three"}\n')
+    for changed in (options, PrepareOptions(tokenizer_dir, append_eos=False)):
+        with pytest.raises(ValueError, match=r"a\.bin and \.idx exist already.*overwrite=True"):
+            prepare_dataset(path, prefix, changed)
+    assert files(prefix) == before
+    prepare_dataset(path, prefix, options, overwrite=True)
+    assert files(prefix) != before
+    # A pair without a record may be another tool's.
+    Path(f"{prefix}.meta.json").unlink()
+    with pytest.raises(ValueError, match="exist already"):
+        prepare_dataset(path, prefix, options)
 
 
 def test_a_run_between_does_not_lend_its_tokens(
