@@ -81,7 +81,7 @@ WITHOUT_AUTOTP = (
 )  # DeepSpeed 0.19 refuses the first, and splits the other's gates wrongly
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 PARTS = {  # part of a step -> what the names of its torch operators contain
-    "products": ("aten::mm", "aten::addmm", "aten::bmm", "matrix_product"),
+    "products": ("aten::mm", "aten::addmm", "aten::bmm", "matrix_product", "grouped_"),
     "attention": ("attention", "scaled_dot_product", "masked_softmax"),
     "norms": ("layer_norm", "rms_norm"),
     "activations": ("gelu", "glu", "aten::clamp_min", "threshold"),

@@ -11,8 +11,9 @@ experts. Tokens are sorted by their expert, so that the tokens of one expert are
     y = combine_tokens(rows, weights, order)  # [T, H]
 
 `mix_experts` is the naive reference of these steps together. An accelerator multiplies all experts
-at once (`torch.nn.functional.grouped_mm`) and never waits for the counts. A CPU multiplies one
-expert after the other: its matrix products are large, and one call each costs nothing beside them.
+at once (`torch.nn.functional.grouped_mm`) and never waits for the counts. On a CPU our kernel of
+large products computes all experts in one call where it is faster than PyTorch's products, which
+are called for one expert after the other.
 
 An expert with a limited capacity drops tokens (Fedus et al. 2022, arXiv:2101.03961). A dropped pair
 has the number E instead of an expert's, so that it is sorted behind all others: the grouped products
@@ -29,6 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import Function, once_differentiable
+from .cpu.pool import empty_pooled
+from .cpu.products import multiply_groups, multiply_groups_outer
 from .device import records_graph
 from .matmul import autocast_arguments
 from .registration import Op
@@ -336,7 +339,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, drops: bool) -> Tenso
 
 
 def _multiply_by_expert(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
-    """Multiplies the rows of one expert after the other; the host must know the counts.
+    """Multiplies the rows of each expert where the host must know the counts.
 
     A compiler, which cannot trace what depends on them, records one operator.
     """
@@ -351,77 +354,62 @@ class _GroupedProduct(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.spans = _list_spans(counts)
+        ctx.counts = counts.tolist()
         ctx.transposed = transposed
-        return _multiply_spans(x, weight, ctx.spans, transposed)
+        return _multiply_groups(x, weight, ctx.counts, transposed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         x, weight = ctx.saved_tensors
+        grad = grads[0]
         input_grad = None
         weight_grad = None
         if ctx.needs_input_grad[0]:
-            input_grad = _multiply_input_grad(grads[0], x, weight, ctx.spans, ctx.transposed)
+            input_grad = _multiply_groups(grad, weight, ctx.counts, not ctx.transposed)
         if ctx.needs_input_grad[1]:
-            weight_grad = _multiply_weight_grad(grads[0], x, weight, ctx.spans, ctx.transposed)
+            weight_grad = _multiply_weight_grad(grad, x, ctx.counts, ctx.transposed)
         return input_grad, weight_grad, None, None
 
 
-def _multiply_spans(
-    x: Tensor, weight: Tensor, spans: list[tuple[int, int, int]], transposed: bool
-) -> Tensor:
+def _multiply_groups(x: Tensor, weight: Tensor, counts: list[int], transposed: bool) -> Tensor:
+    """Returns each expert's rows times its matrix of [E, C, F], or of [E, F, C] transposed, [M, F].
+
+    Rows behind those of the experts give zeros.
+    """
     width = weight.shape[1] if transposed else weight.shape[2]
-    out = x.new_empty(len(x), width)
-    for number, start, stop in spans:
+    out = empty_pooled(x, len(x), width)
+    used = sum(counts)
+    if used < len(x):
+        out[used:].zero_()
+    if multiply_groups(x, weight, counts, transposed, out):
+        return out
+    for number, start, stop in _list_spans(counts):
         matrix = weight[number].t() if transposed else weight[number]
         torch.mm(x[start:stop], matrix, out=out[start:stop])
-    _clear_unused(out, spans)
     return out
 
 
-def _multiply_input_grad(
-    grad: Tensor, x: Tensor, weight: Tensor, spans: list[tuple[int, int, int]], transposed: bool
-) -> Tensor:
-    grad = grad.contiguous()
-    input_grad = torch.empty_like(x)
-    for number, start, stop in spans:
-        matrix = weight[number] if transposed else weight[number].t()
-        torch.mm(grad[start:stop], matrix, out=input_grad[start:stop])
-    _clear_unused(input_grad, spans)
-    return input_grad
+def _multiply_weight_grad(grad: Tensor, x: Tensor, counts: list[int], transposed: bool) -> Tensor:
+    """Returns the gradient of the matrices, [E, C, F], or [E, F, C] of transposed ones."""
+    first = grad if transposed else x
+    second = x if transposed else grad
+    products = empty_pooled(x, len(counts), first.shape[1], second.shape[1])
+    if multiply_groups_outer(first, second, counts, products):
+        return products
+    for number, count in enumerate(counts):
+        if not count:
+            products[number].zero_()
+    for number, start, stop in _list_spans(counts):
+        torch.mm(first[start:stop].t(), second[start:stop], out=products[number])
+    return products
 
 
-def _clear_unused(rows: Tensor, spans: list[tuple[int, int, int]]) -> None:
-    """Sets the rows behind those of the experts to zero."""
-    used = spans[-1][2] if spans else 0
-    if used < len(rows):
-        rows[used:].zero_()
-
-
-def _multiply_weight_grad(
-    grad: Tensor, x: Tensor, weight: Tensor, spans: list[tuple[int, int, int]], transposed: bool
-) -> Tensor:
-    grad = grad.contiguous()
-    weight_grad = torch.empty_like(weight)
-    used = {number for number, _, _ in spans}
-    for number in range(len(weight)):
-        if number not in used:
-            weight_grad[number].zero_()
-    for number, start, stop in spans:
-        own = grad[start:stop]
-        rows = x[start:stop]
-        first = own if transposed else rows
-        second = rows if transposed else own
-        torch.mm(first.t(), second, out=weight_grad[number])
-    return weight_grad
-
-
-def _list_spans(counts: Tensor) -> list[tuple[int, int, int]]:
+def _list_spans(counts: list[int]) -> list[tuple[int, int, int]]:
     """Returns (expert, start, stop) of the rows of each expert that has any."""
     spans: list[tuple[int, int, int]] = []
     start = 0
-    for number, count in enumerate(counts.tolist()):
+    for number, count in enumerate(counts):
         if count:
             spans.append((number, start, start + count))
         start += count
@@ -432,14 +420,14 @@ def _list_spans(counts: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _products(x, weight, counts, transposed):
-    return (_multiply_spans(x, weight, _list_spans(counts), transposed),)
+    return (_multiply_groups(x, weight, counts.tolist(), transposed),)
 
 
 def _products_backward(grad, x, weight, counts, transposed):
-    spans = _list_spans(counts)
+    numbers = counts.tolist()
     return (
-        _multiply_input_grad(grad, x, weight, spans, transposed),
-        _multiply_weight_grad(grad, x, weight, spans, transposed),
+        _multiply_groups(grad, weight, numbers, not transposed),
+        _multiply_weight_grad(grad, x, numbers, transposed),
     )
 
 

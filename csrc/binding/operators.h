@@ -63,6 +63,9 @@
   X(attention_of_few_queries,                                                                                     \
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal) -> Tensor?")                          \
   X(matrix_product, "(Tensor a, Tensor b, Tensor? bias) -> Tensor?")                                              \
+  X(grouped_product,                                                                                              \
+    "(Tensor x, Tensor weight, int[] counts, bool transposed, Tensor(a!) y) -> ()")                               \
+  X(grouped_outer_product, "(Tensor x, Tensor y, int[] counts, Tensor(a!) products) -> ()")                       \
   X(square_sum, "(Tensor x) -> float")                                                                            \
   X(adamw,                                                                                                        \
     "(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? rounded, "            \

@@ -271,6 +271,74 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor | None:
     return library.call_compiled("matrix_product", a, b, bias)
 
 
+def multiply_groups(
+    x: Tensor, weight: Tensor, counts: list[int], transposed: bool, out: Tensor
+) -> bool:
+    """Multiplies each group of rows by its own matrix outside autograd, if our kernel should.
+
+    Args:
+        x: [M, C], of which the groups have `counts` rows each, one after the other.
+        weight: One matrix for each group, [G, C, F], or transposed [G, F, C].
+        out: [M, F], which the products are written to, but for the rows behind those of the groups.
+
+    Returns:
+        Whether it did.
+    """
+    rows = sum(counts)
+    if not _suits_groups(x, weight, rows):
+        return False
+    for counter in flop_counters():
+        operator = torch.ops.shardzoo_kernels.grouped_product
+        counter.flop_registry.setdefault(operator, _count_group_flops)
+    tensors = (x.contiguous(), weight.contiguous())
+    library.call_compiled("grouped_product", *tensors, counts, transposed, out)
+    return True
+
+
+def multiply_groups_outer(x: Tensor, y: Tensor, counts: list[int], out: Tensor) -> bool:
+    """Multiplies the transposed rows of each group with its other rows outside autograd, if our
+    kernel should.
+
+    Args:
+        x: [M, C], of which the groups have `counts` rows each, one after the other.
+        y: [M, F].
+        out: [G, C, F], which the products are written to.
+
+    Returns:
+        Whether it did.
+    """
+    if not _suits_groups(x, out, sum(counts)):
+        return False
+    for counter in flop_counters():
+        operator = torch.ops.shardzoo_kernels.grouped_outer_product
+        counter.flop_registry.setdefault(operator, _count_outer_flops)
+    library.call_compiled("grouped_outer_product", x.contiguous(), y.contiguous(), counts, out)
+    return True
+
+
+def _suits_groups(x: Tensor, matrices: Tensor, rows: int) -> bool:
+    """Returns whether our kernel computes products with matrices [G, ...] of `rows` rows together.
+
+    Groups of few rows are PyTorch's.
+    """
+    multiplications = rows * matrices[:1].numel()
+    return (
+        multiplications >= _min_product(x.dtype) * len(matrices)
+        and is_plain_call(x, matrices)
+        and _suits_kernel(multiplications, x)
+    )
+
+
+def _count_group_flops(
+    x: Tensor, weight: Tensor, counts: list[int], *_: object, out_val: object
+) -> int:
+    return 2 * sum(counts) * weight[:1].numel()
+
+
+def _count_outer_flops(x: Tensor, y: Tensor, counts: list[int], *_: object, out_val: object) -> int:
+    return 2 * sum(counts) * x.shape[1] * y.shape[1]
+
+
 def _count_flops(a: Tensor, b: Tensor, *_: object, out_val: Tensor | None) -> int:
     return 0 if out_val is None else 2 * a.numel() * b.shape[1]
 

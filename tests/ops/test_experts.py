@@ -208,3 +208,107 @@ def test_biases_of_experts():
     assert y[:, 0].tolist() == [1, 1, 5, 5, 5, 5]  # the last row belongs to no expert
     y[:5].sum().backward()
     assert bias.grad.tolist() == [[2, 2], [0, 0], [3, 3]]
+
+
+needs_kernels = pytest.mark.skipif(
+    ops.variants.unavailable("cpp", "cpu") is not None, reason="no compiled kernels"
+)
+COUNTS = [[3, 0, 5, 1], [0, 0, 9, 0], [0, 0, 0, 0], [1, 2, 3, 4]]
+
+
+@pytest.fixture
+def ours(monkeypatch):
+    """The grouped products that our kernel computes, here of any size, type and processor."""
+    from shardzoo.ops import library
+    from shardzoo.ops.cpu import products
+
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    monkeypatch.setattr(products, "_kernel_dtypes", lambda: kinds)
+    monkeypatch.setattr(products, "_min_product", lambda dtype: 0)
+    seen, call = [], library.call_compiled
+
+    def remember(name, *arguments):
+        seen.append(name)
+        return call(name, *arguments)
+
+    monkeypatch.setattr(library, "call_compiled", remember)
+    return seen
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("transposed", [True, False])
+def test_the_kernel_rounds_grouped_products_once(kind, transposed, ours):
+    """Products and both gradients, also of experts without rows, and zeros behind the experts' rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(kind)
+
+    multiply = ops.grouped_linear if transposed else ops.grouped_product
+    for counts in COUNTS:
+        rows = sum(counts) + 2
+        x, weight = draw(rows, 33).requires_grad_(), draw(4, 33, 50)
+        if transposed:
+            weight = weight.transpose(1, 2).contiguous()
+        weight.requires_grad_()
+        grad = draw(rows, 50)
+        y = multiply(x, weight, torch.tensor(counts), drops=True)
+        y.backward(grad)
+
+        matrices = weight.detach().double()
+        if transposed:
+            matrices = matrices.transpose(1, 2)
+        exact = [torch.zeros(rows, 50), torch.zeros(rows, 33), torch.zeros_like(matrices)]
+        start = 0
+        for number, count in enumerate(counts):
+            own = slice(start, start + count)
+            start += count
+            wide, wide_grad = x.detach()[own].double(), grad[own].double()
+            exact[0][own] = wide @ matrices[number]
+            exact[1][own] = wide_grad @ matrices[number].t()
+            exact[2][number] = wide.t() @ wide_grad
+        weight_grad = weight.grad.transpose(1, 2) if transposed else weight.grad
+        # One rounding of the type, and of fp32 for each of at most 50 terms of about 1.
+        unit = 0 if kind is torch.float32 else torch.finfo(kind).eps / 2
+        for found, expected in zip((y, x.grad, weight_grad), exact, strict=True):
+            error = (found.double() - expected.double()).abs()
+            assert bool((error <= 1.01 * unit * expected.abs() + 1e-4).all())
+            assert found.dtype == kind
+        assert torch.equal(y[-2:], torch.zeros_like(y[-2:]))
+        assert torch.equal(x.grad[-2:], torch.zeros_like(x.grad[-2:]))
+    assert ours.count("grouped_product") == 2 * len(COUNTS)
+    assert ours.count("grouped_outer_product") == len(COUNTS)
+
+
+@needs_kernels
+def test_grouped_products_have_the_bits_of_single_ones_and_are_counted(ours):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from shardzoo.ops import library
+
+    x, weight = torch.randn(9, 40), torch.randn(3, 24, 40, requires_grad=True)
+    counts = torch.tensor([2, 0, 7])
+    y = ops.grouped_linear(x, weight, counts)
+    single = library.call_compiled("matrix_product", x[2:], weight[2].detach().t(), None)
+    assert torch.equal(y[2:], single)
+    with FlopCounterMode(display=False) as counter:
+        again = ops.grouped_linear(x, weight, counts)
+        again.sum().backward()
+    assert torch.equal(again, y)
+    assert counter.get_total_flops() == 2 * 2 * 9 * 24 * 40
+
+
+@needs_kernels
+def test_grouped_products_of_wrong_sizes_are_refused():
+    from shardzoo.ops import library
+
+    x, weight, y = torch.randn(5, 4), torch.randn(2, 4, 3), torch.empty(5, 3)
+    for counts, message in (([3, 3], "6 rows"), ([5], "1 groups"), ([7, -2], "groups of")):
+        with pytest.raises(RuntimeError, match=message):
+            library.call_compiled("grouped_product", x, weight, counts, False, y)
+    for bad in (torch.empty(5, 4), torch.empty(3, 5).t(), torch.empty(5, 3).double()):
+        with pytest.raises(RuntimeError):
+            library.call_compiled("grouped_product", x, weight, [2, 3], False, bad)
+        with pytest.raises(RuntimeError):
+            library.call_compiled("grouped_outer_product", x, bad, [2, 3], torch.empty(2, 4, 3))

@@ -36,9 +36,6 @@ class DDPEngine(TorchEngine):
         ranks: Ranks,
     ) -> None:
         super().__init__(model, optimizer, arguments)
-        # DDP averages fp32 gradients over the ranks, but the ranks' losses already add up to the
-        # mean.
-        self._loss_factor = ranks.replica_size if arguments.precision == "fp32" else 1
         self._experts_mesh = ranks.mesh if ranks.ep_size > 1 else None
         experts = {
             name
@@ -48,9 +45,12 @@ class DDPEngine(TorchEngine):
         # What DDP does not exchange: `_sum_experts` does so among fewer ranks.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
         self.model = _FixedBuckets(model, ranks.replica_size)
-        if arguments.precision != "fp32":
-            # torch reads the annotations of a hook, and knows them only as types: a lambda has
-            # none.
+        # DDP itself averages gradients over the ranks, but the ranks' losses already add up to the
+        # mean. torch reads the annotations of a hook, and knows them only as types: a lambda has
+        # none.
+        if arguments.precision == "fp32":
+            self.model.register_comm_hook(None, lambda _, bucket: _sum_bucket(bucket))
+        else:
             self.model.register_comm_hook(
                 self._masters, lambda masters, bucket: _sum_in_fp32(masters, bucket)
             )
@@ -68,7 +68,7 @@ class DDPEngine(TorchEngine):
         self.model.require_backward_grad_sync = is_last
 
     def backward(self, loss: Tensor) -> None:
-        super().backward(loss * self._loss_factor)
+        super().backward(loss)
         if self.model.require_backward_grad_sync and self._experts_mesh is not None:
             self._sum_experts(self._experts_mesh)
         if self.model.require_backward_grad_sync and self._without_gradient:
@@ -91,13 +91,18 @@ class DDPEngine(TorchEngine):
         """
         for updated in self._names:
             if getattr(updated, "expert_parallel", False) and updated.grad is not None:
-                updated.grad.div_(self._loss_factor)
                 cast(Any, dist).all_reduce(updated.grad, group=mesh.group(*EXPERT_REPLICA_AXES))
 
     def clip(self) -> Tensor:
         return clip_gradients(
             list(self._names), self._clip_grad, self.optimizer, self._experts_mesh
         )
+
+
+def _sum_bucket(bucket: Any) -> torch.futures.Future[Tensor]:
+    """Adds up the ranks' gradients of a bucket, in place."""
+    work = cast(Any, dist).all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 def _sum_in_fp32(masters: MasterWeights, bucket: Any) -> torch.futures.Future[Tensor]:
