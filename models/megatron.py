@@ -83,12 +83,22 @@ SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "window_size": (None,),
     "softmax_type": ("vanilla",),
 }
-# GPT-NeoX's names for the same.
+# Argument -> its name in GPT-NeoX.
+_NAMES_IN_NEOX = {
+    "position_embedding_type": "pos_emb",
+    "normalization": "norm",
+    "swiglu": "activation",
+    "rotary_percent": "rotary_pct",
+    "window_size": "sliding_window_width",
+}
+# Arguments that GPT-NeoX alone has; those with another name in Megatron-LM are known by that.
 _SUPPORTED_BY_NEOX: Mapping[str, tuple[Any, ...]] = {
-    "pos_emb": ("learned",),
-    "norm": ("layernorm",),
     "gpt_j_residual": (False,),
     "activation": ("gelu",),
+    "attention_config": ("global",),
+    "use_qk_layernorm": (False,),
+    "use_mup": (False,),
+    "moe_num_experts": (1, 0, None),
 }
 
 
@@ -260,10 +270,11 @@ class MegatronMap:
         for name, values in supported.items():
             if arguments.get(name, values[0]) not in values:
                 wanted = " or ".join(map(repr, dict.fromkeys(values)))
-                raise ValueError(
-                    f"its arguments say {name}={arguments[name]!r}, but the zoo's models have "
-                    f"{wanted}"
-                )
+                said = f"{name}={arguments[name]!r}"
+                own = _NAMES_IN_NEOX.get(name, name)
+                if own != name and own in arguments:
+                    said = f"{own}={arguments[own]!r}, which is Megatron-LM's {said}"
+                raise ValueError(f"its arguments say {said}, but the zoo's models have {wanted}")
         if self.post_norm and not any(name.startswith("language_model.") for name in names):
             raise ValueError(
                 "it is a BERT of megatron-core, with the norms of transformers' megatron-bert, "

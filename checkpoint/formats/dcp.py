@@ -77,6 +77,7 @@ _WRAPPERS = ("app", "state", "state_dict", "model", "module", "_orig_mod")
 _PARAMETER_ENDS = ("weight", "bias")
 # Megatron-LM stores all layers as one tensor, whose name has no layer number.
 _OF_A_LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.*)")
+_COMMON_STATE = "common_state/shard_"  # first part of the name of what lies beside the tensors
 _STACKED = re.compile(r"(.*\blayers\.)(?!\d+\.)(.*)")
 # And all experts of a layer.
 _OF_AN_EXPERT = re.compile(r"(.*\.mlp\.experts\.)linear_fc([12])\.weight(\d+)")
@@ -262,7 +263,7 @@ def open_dcp(folder: Path) -> tuple[SavedRun | None, Mapping[str, StoredTensor]]
     """
     metadata = read_metadata(folder)
     tensors = _read_tensors(folder, metadata)
-    saved = _read_megatron_run(folder)
+    saved = _read_megatron_run(folder, metadata)
     if saved is not None:
         tensors = dict(_split_layers(tensors))
     for wrapper in _WRAPPERS:
@@ -321,8 +322,12 @@ def read_metadata(folder: Path) -> InertObject:
     return found
 
 
-def _read_megatron_run(folder: Path) -> SavedRun | None:
-    """Returns what megatron-core's own files say, or None if it did not write the folder."""
+def _read_megatron_run(folder: Path, metadata: InertObject) -> SavedRun | None:
+    """Returns what megatron-core's own files say, or None if it did not write the folder.
+
+    The arguments are in `common.pt`, or in newer releases such as 0.19 among the tensors, as a list
+    of one dictionary.
+    """
     description = read_folder_json(folder, MEGATRON_DESCRIPTION)
     if description is None or "sharded_backend" not in description:
         return None
@@ -333,7 +338,19 @@ def _read_megatron_run(folder: Path) -> SavedRun | None:
             f"only torch_dist is read"
         )
     path = folder / MEGATRON_ARGUMENTS
-    state = read_state(checked_file(folder, path.name)) if path.exists() else {}
+    state: dict[Any, Any] = {}
+    placed = metadata.get("storage_data")
+    if path.exists():
+        state = read_state(checked_file(folder, path.name))
+    elif isinstance(placed, dict):
+        for index, place in cast(dict[Any, Any], placed).items():
+            name = index.get("fqn") if isinstance(index, InertObject) else None
+            if (
+                isinstance(name, str)
+                and name.startswith(_COMMON_STATE)
+                and isinstance(place, InertObject)
+            ):
+                state = _read_common_state(folder, name, place)
     version = check_version(path, state, VERSION)
     iteration = state.get("iteration")
     return SavedRun(
@@ -343,6 +360,19 @@ def _read_megatron_run(folder: Path) -> SavedRun | None:
         arguments=read_arguments(state),
         iteration=iteration if type(iteration) is int else None,
     )
+
+
+def _read_common_state(folder: Path, name: str, place: InertObject) -> dict[Any, Any]:
+    """Returns the dictionary that megatron-core stores beside the tensors."""
+    from .torch_file import load_object
+
+    file, offset, length = _read_place(folder, name, place)
+    found = load_object(file, name, offset, length)
+    match found:
+        case [dict()]:
+            return cast(Any, found)[0]
+        case _:
+            raise ValueError(f"{name} in {file} is no list of one dictionary")
 
 
 # (name of a tensor, first indices of a chunk) -> where the chunk is.
@@ -466,6 +496,25 @@ def _locate_chunk(
     """
     from .torch_file import locate_saved_tensor
 
+    file, offset, length = _read_place(folder, f"tensor {expected.name}", place)
+    key = (str(file), offset, length)
+    if key not in located:
+        located[key] = locate_saved_tensor(file, expected.name, offset, length)
+    found = located[key]
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        raise ValueError(
+            f"{found} is {found.dtype} {list(found.shape)}, "
+            f"but {expected.dtype} {list(expected.shape)} according to {METADATA}"
+        )
+    return found
+
+
+def _read_place(folder: Path, what: str, place: InertObject) -> tuple[Path, int, int]:
+    """Returns the file, the first byte and the number of bytes of something that is stored.
+
+    Raises:
+        ValueError: The metadata does not say them, or there is no such file, or it is shorter.
+    """
     path = place.get("relative_path")
     offset = place.get("offset")
     length = place.get("length")
@@ -475,30 +524,21 @@ def _locate_chunk(
         or type(length) is not int
         or min(offset, length) < 0
     ):
-        raise ValueError(f"{folder / METADATA} does not say where tensor {expected.name} is")
+        raise ValueError(f"{folder / METADATA} does not say where {what} is")
     transforms = place.get("transform_descriptors")
     if transforms:
         described = describe(transforms)
         if isinstance(transforms, list):
             described = f"[{', '.join(map(describe, cast(list[Any], transforms[:5])))}]"
-        raise ValueError(f"{folder / METADATA}: {expected.name} is stored with {described}")
+        raise ValueError(f"{folder / METADATA}: {what} is stored with {described}")
     if not path.endswith(SUFFIX):
         raise ValueError(
             f"{folder / METADATA} names the file {describe(path)}, which is not a {SUFFIX} file"
         )
-    key = (path, offset, length)
-    if key not in located:
-        file = checked_file(folder, path)
-        if offset + length > file.stat().st_size:
-            raise ValueError(f"{folder / METADATA} places {expected.name} behind the end of {path}")
-        located[key] = locate_saved_tensor(file, expected.name, offset, length)
-    found = located[key]
-    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-        raise ValueError(
-            f"{found} is {found.dtype} {list(found.shape)}, "
-            f"but {expected.dtype} {list(expected.shape)} according to {METADATA}"
-        )
-    return found
+    file = checked_file(folder, path)
+    if offset + length > file.stat().st_size:
+        raise ValueError(f"{folder / METADATA} places {what} behind the end of {path}")
+    return file, offset, length
 
 
 def _split_layers(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:

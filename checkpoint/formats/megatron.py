@@ -7,7 +7,8 @@ that of rank 1 without pipeline stages. After Megatron-LM's `training/checkpoint
 Megatron-DeepSpeed and GPT-NeoX write `layer_05-model_01-model_states.pt` for tensor-parallel rank 1
 and the module at position 5 of the pipeline: the embedding, a block, the final norm or the output
 head. Beside them, `mp_rank_00_model_states.pt` has the arguments. After DeepSpeed's
-`PipelineModule.save_state_dict`.
+`PipelineModule.save_state_dict`, and for GPT-NeoX's own names after `megatron/model` and
+`tools/ckpts` of its source. Their arguments and tensors are told by Megatron-LM's names.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...files.printable import describe
 from ...files.safe_paths import checked_file
-from ..stored_tensor import FileState, StoredTensor, read_file_state
+from ..stored_tensor import (
+    Chunk,
+    ChunkedTensor,
+    FileState,
+    StoredTensor,
+    cut_rows,
+    list_chunks,
+    read_file_state,
+)
 
 if TYPE_CHECKING:
     from ..layout import RowOrder
@@ -50,6 +59,21 @@ _NESTED = (
     "binary_head",
 )
 _HEADS = {"final_linear.weight", "lm_head.weight"}  # GPT-NeoX's and Megatron-DeepSpeed's name
+# What the file of an RMSNorm at the end holds, under the names of both.
+_LAST_RMS_NORMS = {"weight", "norm.weight", "norm.scale"}
+# Beginning of a name in GPT-NeoX's file of a block -> that of Megatron-LM.
+_BLOCK_OF_NEOX = (
+    ("input_layernorm.scale", "input_layernorm.weight"),
+    ("post_attention_layernorm.scale", "post_attention_layernorm.weight"),
+    ("mlp.linear1.", "mlp.dense_h_to_4h."),
+    ("mlp.linear2.", "mlp.dense_4h_to_h."),
+    ("mlp.w2.", "mlp.dense_4h_to_h."),
+)
+_FREQUENCIES = ".rotary_emb.inv_freq"  # a buffer of some releases, which follows from the arguments
+_QKV_OF_LAYER = "attention.query_key_value.weight"
+_FIRST_OF_MLP = "mlp.dense_h_to_4h.weight"
+# GPT-NeoX's matrices of a gated MLP before `linear1`: of the gate, and of what it multiplies.
+_GATE_AND_UP = ("mlp.w1.weight", "mlp.w3.weight")
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 _HEAD_OF_TWO_STACKS = re.compile(r"(lm_head\.)?output_layer\.")
 _REPEATED = "repeated."  # first part of the names of what several stages have
@@ -311,25 +335,105 @@ def open_layer_files(folder: Path) -> tuple[SavedRun, Ranks]:
     main = folder / "mp_rank_00_model_states.pt"
     state = read_state(checked_file(folder, main.name)) if main.exists() else {}
     arguments = read_arguments(state)
+    is_neox = "no_weight_tying" in arguments
+    arguments = _rename_neox(arguments) if is_neox else _rename_megatron_deepspeed(arguments)
     iteration = state.get("iteration")
     stages = arguments.get("pipe_parallel_size", arguments.get("pipeline_model_parallel_size"))
     run = SavedRun(
-        tool="GPT-NeoX" if "no_weight_tying" in arguments else "Megatron-DeepSpeed",
+        tool="GPT-NeoX" if is_neox else "Megatron-DeepSpeed",
         version=check_version(main, state, VERSION),
         stages=stages if type(stages) is int and stages > 0 else 1,
         arguments=arguments,
         iteration=iteration if type(iteration) is int else None,
     )
     run.check_sizes(folder, size)
-    ranks = [_join_layers([grid[rank, number] for number in numbers]) for rank in range(size)]
+    ranks: list[dict[str, StoredTensor]] = []
+    for rank in range(size):
+        paths = [grid[rank, number] for number in numbers]
+        ranks.append(_join_layers(paths, arguments if is_neox else None, size))
     return run, check_same_names(ranks)
 
 
-def _join_layers(paths: Sequence[Path]) -> dict[str, StoredTensor]:
+def _rename_megatron_deepspeed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns Megatron-DeepSpeed's arguments with those of Megatron-LM that mean the same."""
+    found = dict(arguments)
+    rotates = arguments.get("use_rotary_position_embeddings")
+    if rotates is not None:
+        has_table = arguments.get("add_position_embedding", True)
+        plain = "learned_absolute" if has_table else "none"
+        found["position_embedding_type"] = "rope" if rotates else plain
+    norms = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+    if "normalization" in arguments:
+        name = arguments["normalization"]
+        found["normalization"] = norms.get(name, name)
+    if "rope_theta" in arguments:
+        found["rotary_base"] = arguments["rope_theta"]
+    return found | _find_groups(arguments, "num_key_value_heads")
+
+
+def _rename_neox(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns GPT-NeoX's arguments with those of Megatron-LM that mean the same.
+
+    A window of FlashAttention counts the positions before the query's own, as Megatron-LM's does.
+    """
+    found = dict(arguments)
+    positions = {"learned": "learned_absolute", "rotary": "rope"}
+    norms = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+    if "pos_emb" in arguments:
+        kind = arguments["pos_emb"]
+        found["position_embedding_type"] = positions.get(kind, kind)
+    if "norm" in arguments:
+        kind = arguments["norm"]
+        name = kind.removeprefix("te_") if isinstance(kind, str) else kind
+        found["normalization"] = norms.get(name, kind)
+        if name == "rmsnorm" and "rms_norm_epsilon" in arguments:
+            found["norm_epsilon"] = arguments["rms_norm_epsilon"]
+    for own, name in (("rotary_pct", "rotary_percent"), ("rotary_emb_base", "rotary_base")):
+        if own in arguments:
+            found[name] = arguments[own]
+    if isinstance(arguments.get("no_weight_tying"), bool):
+        found["untie_embeddings_and_output_weights"] = arguments["no_weight_tying"]
+    if arguments.get("sliding_window_width") is not None:
+        found["window_size"] = (arguments["sliding_window_width"], 0)
+
+    # Older releases have a second type of MLP, with a gate whose function the activation names.
+    activation = arguments.get("activation")
+    is_older_gate = arguments.get("mlp_type", "regular") != "regular" and activation in (
+        "silu",
+        "swish",
+    )
+    if activation == "swiglu" or is_older_gate:
+        found["swiglu"] = True
+        del found["activation"]
+    elif "activation" in arguments:
+        found["swiglu"] = False
+    kinds = arguments.get("attention_config")
+    if isinstance(kinds, tuple) and set(cast("tuple[Any, ...]", kinds)) <= {"global", "flash"}:
+        del found["attention_config"]
+    return found | _find_groups(arguments, "num_kv_heads")
+
+
+def _find_groups(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns Megatron-LM's arguments for the number of key-value heads that another one gives."""
+    groups = arguments.get(name)
+    if groups is None:
+        return {}
+    is_grouped = groups != arguments.get("num_attention_heads")
+    return {"group_query_attention": is_grouped, "num_query_groups": groups}
+
+
+def _join_layers(
+    paths: Sequence[Path], neox: Mapping[str, Any] | None, ranks: int
+) -> dict[str, StoredTensor]:
     """Returns the tensors of one rank's files by Megatron-LM's names, in the pipeline's order.
 
     What a file holds is told by its tensors, because the programs number the modules in different
     ways.
+
+    Args:
+        paths: The rank's files.
+        neox: The arguments, if GPT-NeoX wrote the files.
+        ranks: The number of tensor-parallel ranks.
     """
     tensors: dict[str, StoredTensor] = {}
     blocks = 0
@@ -342,11 +446,15 @@ def _join_layers(paths: Sequence[Path]) -> dict[str, StoredTensor]:
             for name, tensor in found.items():
                 named[f"language_model.embedding.{name}"] = tensor
         elif any(name.startswith(("attention.", "self_attention.")) for name in found):
+            if neox is not None:
+                found = _arrange_block_of_neox(path, found, neox, ranks)
             for name, tensor in found.items():
                 named[f"language_model.encoder.layers.{blocks}.{name}"] = tensor
             blocks += 1
         elif len(found) == 1 and found.keys() <= _HEADS:
             (named["language_model.output_layer.weight"],) = found.values()
+        elif len(found) == 1 and found.keys() <= _LAST_RMS_NORMS:
+            (named["language_model.encoder.final_layernorm.weight"],) = found.values()
         elif len(found) == 2 and last_names == {"weight", "bias"}:
             for name, tensor in found.items():
                 named[f"language_model.encoder.final_layernorm.{name.rpartition('.')[2]}"] = tensor
@@ -362,6 +470,112 @@ def _join_layers(paths: Sequence[Path]) -> dict[str, StoredTensor]:
             )
         tensors |= named
     return tensors
+
+
+def _arrange_block_of_neox(
+    path: Path, block: Mapping[str, StoredTensor], arguments: Mapping[str, Any], ranks: int
+) -> dict[str, StoredTensor]:
+    """Returns the tensors of a block by Megatron-LM's names and in its order of rows.
+
+    With grouped queries, GPT-NeoX's rank has all its queries, then its keys, then its values, and
+    Megatron-LM's has them group by group. Of a gated MLP, the rows that the gate multiplies come
+    before those of the gate.
+    """
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in block.items():
+        if name.endswith(_FREQUENCIES):
+            continue
+        for own, other in _BLOCK_OF_NEOX:
+            if name.startswith(own):
+                name = other + name.removeprefix(own)
+        if name in found:
+            raise ValueError(f"{path} has {name} twice, as {found[name].name} and as {tensor.name}")
+        found[name] = tensor
+
+    if arguments.get("swiglu"):
+        first = found.get(_FIRST_OF_MLP)
+        if first is not None and "mlp.linear1.weight" in block:
+            rows = _count_rows(first, 2)
+            halves = ((rows // 2, rows), (0, rows // 2))
+            found[_FIRST_OF_MLP] = _stack_rows([(first, *half) for half in halves], first.name)
+        elif all(name in found for name in _GATE_AND_UP):
+            parts = [found.pop(name) for name in _GATE_AND_UP]
+            wholes = [(part, 0, _count_rows(part, 1)) for part in parts]
+            found[_FIRST_OF_MLP] = _stack_rows(wholes, _FIRST_OF_MLP)
+
+    fused = found.get(_QKV_OF_LAYER)
+    if fused is not None and arguments.get("group_query_attention"):
+        heads = arguments.get("num_attention_heads")
+        groups = arguments["num_query_groups"]
+        if (
+            type(heads) is not int
+            or type(groups) is not int
+            or groups < 1
+            or heads % groups
+            or groups % ranks
+        ):
+            raise ValueError(
+                f"{path} is of {ranks} ranks with num_attention_heads={heads!r} and "
+                f"num_kv_heads={groups!r}; the ranks must divide the second, and it the first"
+            )
+        own_groups = groups // ranks
+        queries = heads // groups
+        size = _count_rows(fused, own_groups * (queries + 2)) // (own_groups * (queries + 2))
+        keys = own_groups * queries * size
+        values = keys + own_groups * size
+        pieces: list[tuple[StoredTensor, int, int]] = []
+        for group in range(own_groups):
+            query = group * queries * size
+            pieces.append((fused, query, query + queries * size))
+            for start in (keys + group * size, values + group * size):
+                pieces.append((fused, start, start + size))
+        found[_QKV_OF_LAYER] = _stack_rows(pieces, fused.name)
+    return found
+
+
+def _count_rows(tensor: StoredTensor, parts: int) -> int:
+    """Returns the number of rows. Raises ValueError if it is no matrix of so many equal parts."""
+    if len(tensor.shape) != 2 or not tensor.shape[0] or tensor.shape[0] % parts:
+        raise ValueError(
+            f"{tensor} has the shape {list(tensor.shape)}, but must be a matrix whose rows are "
+            f"{parts} equal parts"
+        )
+    return tensor.shape[0]
+
+
+def _stack_rows(pieces: Sequence[tuple[StoredTensor, int, int]], name: str) -> StoredTensor:
+    """Returns the tensor that has these rows of these matrices, one piece after another.
+
+    Args:
+        pieces: Matrices, each with its first row and that behind the last one.
+        name: The name of the result.
+
+    Raises:
+        ValueError: The matrices have several widths or types, or are views of other tensors.
+    """
+    chunks: list[Chunk] = []
+    rows = 0
+    first = pieces[0][0]
+    for tensor, start, stop in pieces:
+        if (tensor.dtype, tensor.shape[1]) != (first.dtype, first.shape[1]):
+            raise ValueError(
+                f"{tensor} is {tensor.dtype} {list(tensor.shape)}, which does not fit "
+                f"{first.name} of {first.dtype} {list(first.shape)}"
+            )
+        for origin, chunk in list_chunks(cut_rows(tensor, start, stop, name)):
+            chunks.append(((origin[0] + rows, *origin[1:]), chunk))
+        rows += stop - start
+    begin = chunks[0][1]
+    shape = (rows, *first.shape[1:])
+    return ChunkedTensor(
+        name,
+        begin.file,
+        begin.dtype,
+        shape,
+        begin.offset,
+        tuple(chunks),
+        file_state=begin.file_state,
+    )
 
 
 def check_same_names(ranks: Sequence[Mapping[str, StoredTensor]]) -> Ranks:

@@ -159,15 +159,7 @@ def locate_saved_tensor(path: Path, name: str, start: int, length: int) -> Store
     file_state = read_file_state(path)
     records = ZipRecords(path, (start, length))
     storages: dict[str, torch.TypedStorage] = {}
-    unpickler: Any = _weights_only_unpickler.Unpickler(
-        io.BytesIO(records.pickled), encoding="utf-8"
-    )
-    unpickler.persistent_load = partial(_make_meta_storage_of_zip, storages=storages)
-    try:
-        with _only_placeholder_types():
-            tensor = unpickler.load()
-    except (pickle.UnpicklingError, *DAMAGE) as error:
-        raise ValueError(f"{where} is refused: {_first_line(error)}") from None
+    tensor = _unpickle(records, storages, where)
     if not isinstance(tensor, torch.Tensor) or len(storages) != 1:
         raise ValueError(f"{where} is a {type(tensor).__name__}, not one tensor")
     (key,) = storages
@@ -177,6 +169,29 @@ def locate_saved_tensor(path: Path, name: str, start: int, length: int) -> Store
     if tensor.layout == torch.strided and tensor.numel() and not tensor.is_contiguous():
         raise ValueError(f"{where} is not contiguous; save it after .contiguous()")
     return _locate(path, name, tensor, records, file_state)
+
+
+def load_object(path: Path, name: str, start: int, length: int) -> Any:
+    """Returns what `torch.save` wrote into `length` bytes of a file from `start` on, with its
+    tensors on the meta device.
+
+    Raises:
+        ValueError: The bytes are damaged, or loading them needs code.
+    """
+    return _unpickle(ZipRecords(path, (start, length)), {}, f"{name} in {path}")
+
+
+def _unpickle(records: ZipRecords, storages: dict[str, torch.TypedStorage], where: str) -> Any:
+    """Returns the object of some records, and adds the storages of its tensors."""
+    unpickler: Any = _weights_only_unpickler.Unpickler(
+        io.BytesIO(records.pickled), encoding="utf-8"
+    )
+    unpickler.persistent_load = partial(_make_meta_storage_of_zip, storages=storages)
+    try:
+        with _only_placeholder_types():
+            return unpickler.load()
+    except (pickle.UnpicklingError, *DAMAGE) as error:
+        raise ValueError(f"{where} is refused: {_first_line(error)}") from None
 
 
 def _make_meta_storage_of_zip(

@@ -185,6 +185,36 @@ def test_a_bert_has_no_torch_dist_folder(bert, tmp_path):
         merge(bert, tmp_path / "out", style="torch_dist")
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("damage", [False, True])
+def test_arguments_among_the_tensors(damage, gpt, hashes, tmp_path):
+    """Newer releases of megatron-core, such as 0.19, write a list of what common.pt held as one more object."""
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+
+    merge(gpt, tmp_path / "ours", style="torch_dist")
+    place = tmp_path / "ours" / "release"
+    listed = FileSystemReader(place).read_metadata().state_dict_metadata
+    state: dict = {name: torch.empty(entry.size) for name, entry in listed.items()}
+    dcp.load(state, checkpoint_id=place, no_dist=True)
+    common = torch.load(place / "common.pt", weights_only=False)
+    state["common_state/shard_0_1"] = common if damage else [common]
+    newer = tmp_path / "newer"
+    dcp.save(
+        state, checkpoint_id=newer, no_dist=True,
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+    )  # fmt: skip
+    shutil.copy(place / "metadata.json", newer)
+    if damage:
+        with pytest.raises(ValueError, match=r"common_state/shard_0_1 in .* is no list of one"):
+            merge(newer, tmp_path / "hf")
+        return
+    merge(newer, tmp_path / "padded")
+    assert json.loads((tmp_path / "padded" / "config.json").read_text())["n_head"] == 4
+    shutil.copy(gpt / "config.json", tmp_path / "c.json")
+    merge(newer, tmp_path / "hf", Options(config_file=tmp_path / "c.json"))
+    assert hashes(tmp_path / "hf") == hashes(gpt)
+
+
 def test_an_interrupted_conversion_resumes(gpt, hashes, tmp_path):
     def stop(done, total):
         if done > total // 2:
