@@ -111,6 +111,7 @@ class Teacher:
             config.use_cache = False
         self.mesh = mesh
         student_size = tp_size(student_mesh)
+        self._student_size = student_size
         self.shares_layout = tp_size(mesh) == student_size
         # The student's replicas whose batches this rank's group of the teacher runs.
         self.replicas = max(1, tp_size(mesh) // student_size)
@@ -140,11 +141,6 @@ class Teacher:
                 logits = moved
         assert logits is not None
         return logits
-
-    @property
-    def _student_size(self) -> int:
-        """The number of the student's tensor-parallel ranks, where the teacher has more."""
-        return tp_size(self.mesh) // self.replicas
 
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
         return find_logits(self.model(**inputs, **self._options))
