@@ -44,7 +44,12 @@ def serve_groups_by_one_thread() -> None:
     device, start = gloo.create_device(interface="lo"), gloo.__init__
 
     def start_with_device(
-        self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta,
+        **later: bool,  # torch 2.15 says here whether a group may change its ranks; ours never do
     ) -> None:
         options = gloo._Options()
         options._devices, options._timeout = [device], timeout
