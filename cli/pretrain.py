@@ -23,7 +23,7 @@ from ..data.objectives.objective import Objective
 from ..data.objectives.registry import find_objective, objective_names
 from ..files.verbosity import is_quiet, take_verbosity
 from ..pretraining.arguments import DEFAULT_MODEL, FIXED, PretrainingArguments
-from ..pretraining.inputs import choose_inputs, default_objective
+from ..pretraining.inputs import check_sources, choose_inputs, default_objective
 from ..pretraining.tables import run_plan
 from ..trainer.arguments.value_types import checked_value
 from ..trainer.launch.environment import end_process
@@ -120,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launch.is_first and arguments.config and arguments.config.parent == RECIPES:
             defaults = f"defaults of recipes/{arguments.config.name}"
         if arguments.dry_run and launch.is_first:
+            if not inputs.continues:
+                check_sources(arguments)
             print(defaults)
             make_console().print(run_plan(arguments, inputs))
 

@@ -28,6 +28,7 @@ from ..trainer.engines.factory import gather_parameters, shard_model
 from ..trainer.engines.precision import prepare_model
 from ..trainer.estimate.pipeline import check_layout
 from ..trainer.evaluation import Metric
+from ..trainer.launch.launch import count_processes
 from ..trainer.launch.rank_info import RankInfo
 from ..trainer.launch.ranks import on_first_rank
 from ..trainer.lora import convert_to_lora, has_lora, lora_settings, take_adapter
@@ -51,7 +52,14 @@ from .evaluation import (
     value_names,
 )
 from .freezing import ModelSummary, merge_summaries, part_parameters, summarize
-from .loading import find_positions, find_source, label_modules, load_model, task_config
+from .loading import (
+    ModelSource,
+    find_positions,
+    find_source,
+    label_modules,
+    load_model,
+    task_config,
+)
 from .losses import SMOOTHED, WEIGHTED, WeightedLoss, parse_class_weights
 from .preference.data import PreferenceCollate
 from .preference.objective import WITH_REFERENCE, PreferenceObjective, RewardObjective
@@ -161,14 +169,42 @@ class Trainer(BaseTrainer):
     def check_before_launch(self) -> None:
         """Raises ValueError, before any process is started, if the model or the batch cannot be
         split over them.
+
+        A dry run reads the files too, and prints what it would train.
         """
         rank_info = RankInfo.from_environment()
         if rank_info.world_size > 1:
             return
         source = find_source(self.arguments)
+        task = choose_task(self.arguments, source)
         if source.native:
-            config = task_config(source, choose_task(self.arguments, source))
-            check_layout(self.arguments, config, rank_info)
+            check_layout(self.arguments, task_config(source, task), rank_info)
+        if self.arguments.dry_run:
+            self._show_plan(source, task)
+
+    def _show_plan(self, source: ModelSource, task: str) -> None:
+        """Reads the files that the arguments name, and prints what a run would do with them.
+
+        Raises:
+            ValueError: A file, the tokenizer or the run's folder cannot be used.
+        """
+        arguments = self.arguments
+        backend = load_transformers_tokenizer(source.adapter or source.folder)
+        data = FinetuningData(arguments, task, source, TextTokenizer(backend))
+        lines = [f"model        {source.folder} ({source.model_type})", f"task         {task}"]
+        if arguments.train_file is not None:
+            validates = arguments.validation_file is not None or arguments.validation_split > 0
+            samples = len(data.train(validates))
+            processes = count_processes(arguments) * max(1, arguments.num_nodes)
+            batch = arguments.global_batch(processes // arguments.processes_of_a_replica)
+            check_size(samples, batch)
+            lines.append(f"train_file   {samples} samples, {batch} in a step")
+        for name in ("validation_file", "test_file"):
+            path = getattr(arguments, name)
+            if path is not None:
+                lines.append(f"{name.ljust(12)} {len(data.read(path, None))} records")
+        check_run(arguments)
+        print("\n".join(lines))
 
     def run_model(self, data: dict[str, Any], model: Any, mems: Any) -> Any:
         """Runs one forward pass; its loss is the task's own, or has the smoothing and weights of

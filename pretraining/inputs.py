@@ -12,12 +12,13 @@ from pathlib import Path
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.hub import TEXTS, find_folder
 from ..checkpoint.manifest import checked_tokenizer
+from ..data.indexed.dataset import IndexedDataset
 from ..data.indexed.meta import read_meta
 from ..data.loading.mixture import parse_mixture
 from ..data.objectives.objective import Objective
 from ..data.objectives.registry import find_objective, objective_names
 from ..data.text.corpus import as_prefix, find_tokenizer
-from ..data.text.sources import Source
+from ..data.text.sources import Source, plan_chunks
 from ..data.tokenizers.files import has_tokenizer
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.vocabulary import Vocabulary
@@ -233,6 +234,18 @@ def list_sources(arguments: PretrainingArguments) -> list[Source]:
                 "use no stream"
             )
     return sources
+
+
+def check_sources(arguments: PretrainingArguments) -> None:
+    """Raises ValueError if a source of the run's text is missing or is damaged, as far as that is
+    known without reading the text.
+    """
+    for source in list_sources(arguments):
+        prefix = as_prefix(source)
+        if prefix is not None:
+            IndexedDataset(prefix)
+        elif not arguments.stream:  # A stream's source may be a data set on the Hub.
+            plan_chunks(source)
 
 
 def list_prefixes(sources: Sequence[Source]) -> list[Path]:

@@ -125,7 +125,8 @@ class Trainer:
         save_dir = Path(self.arguments.save_dir)
         self.run_folder = RunFolder(save_dir / name if name else save_dir)
         self._check_run_folder()
-        if mesh is None and not environment.is_one_process:
+        # A dry run ends where processes are joined.
+        if mesh is None and (self.arguments.dry_run or not environment.is_one_process):
             self.check_before_launch()
 
         self.mesh, self.device = self._join_processes(mesh)

@@ -143,6 +143,25 @@ def test_mistakes_end_with_code_2_and_one_message(
     assert "Traceback" not in captured
 
 
+def test_a_dry_run_checks_what_a_run_would_and_starts_nothing(workplace, monkeypatch, capsys):
+    (workplace / "some-run/checkpoints").mkdir(parents=True)
+    pairs = ("--model-name-or-path", "t5", "--train-file", "pairs.json", "--output-dir", "dry")
+    for arguments, message in (
+        (("--model-name-or-path", "some-run", *pairs[2:]), "some-run is a run's folder; name a"),
+        ((*pairs, "--test-file", "no.json"), "test_file no.json does not exist"),
+        ((*pairs, "--global-batch-size", "7", "--micro-batch-size", "2"), "is not a multiple of"),
+        ((*pairs, "--global-batch-size", "64"), "fewer than the 64"),
+        ((*pairs[:5], "t5"), "output_dir t5 holds files that do not belong to a run"),
+    ):
+        code = finetune(*arguments, "--dry-run", cwd=workplace, monkeypatch=monkeypatch)
+        assert (code, capsys.readouterr().err.count(message)) == (2, 1), message
+    with pytest.raises(SystemExit) as end:
+        finetune(*pairs, "--batch_size", "4", "--dry-run", cwd=workplace, monkeypatch=monkeypatch)
+    assert end.value.code == 0
+    assert "23 samples, 4 in a step" in capsys.readouterr().out
+    assert not (workplace / "dry").exists()
+
+
 # In training itself, or just before it.
 REFUSED_LATE = [
     (("--output-dir", "t5"), "output_dir t5 holds files that do not belong to a run"),

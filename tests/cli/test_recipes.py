@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from every_case import by_turns
@@ -13,8 +14,9 @@ from every_case import by_turns
 import shardzoo.cli.pretrain
 from shardzoo.cli.models import measure
 from shardzoo.cli.pretrain import RECIPES, read_arguments
+from shardzoo.data.indexed.writer import IndexedDatasetWriter
 from shardzoo.models import family, find_config
-from shardzoo.pretraining.inputs import choose_inputs
+from shardzoo.pretraining.inputs import check_sources, choose_inputs
 from shardzoo.pretraining.tables import estimated_job
 from shardzoo.trainer.estimate import estimate
 from shardzoo.trainer.launch.rank_info import RankInfo
@@ -179,3 +181,15 @@ def test_a_run_says_whose_defaults_it_has(capsys):
     shown = capsys.readouterr().out
     assert shown.count("defaults of recipes/bert-large-uncased.yaml") == 1
     assert "bert-nsp (mask_probability=0.15" in shown
+
+
+def test_a_dry_run_looks_at_the_corpus(tmp_path, capsys):
+    line = ["--model", "gpt2", "--dry-run", "--data"]
+    assert shardzoo.cli.pretrain.main([*line, "nowhere.jsonl"]) == 2
+    assert "nowhere.jsonl does not exist" in capsys.readouterr().err
+    prefix = tmp_path / "pair"
+    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
+        writer.add_documents(np.arange(9, dtype=np.uint16), np.array([9]))
+    Path(f"{prefix}.bin").write_bytes(b"1234")
+    with pytest.raises(ValueError, match=r"pair\.bin has 4 bytes"):
+        check_sources(read_arguments([*line, str(prefix)], quiet=True))
