@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ..files.working_copies import OpenFile, RangedFile, close_file
 from .dtypes import item_size
 from .stored_tensor import StoredTensor, StridedTensor, WidenedTensor, read_file_state
 
@@ -21,14 +22,14 @@ SPARE_FILES = 64  # descriptors left for what threads and libraries open besides
 
 
 class OpenFiles:
-    """The descriptors of open files by path.
+    """Open files by path: descriptors, and objects of stores.
 
     Each path is opened once. Leaving the context closes all files.
     """
 
-    def __init__(self, opener: Callable[[Path], int]) -> None:
+    def __init__(self, opener: Callable[[Path], OpenFile]) -> None:
         self._opener = opener
-        self._descriptors: dict[Path, int] = {}
+        self._descriptors: dict[Path, OpenFile] = {}
 
     def open(self, paths: Sequence[Path]) -> None:
         """Opens files.
@@ -43,21 +44,27 @@ class OpenFiles:
             _allow_open_files(len(self._descriptors) + len(new))
         self._descriptors.update((path, self._opener(path)) for path in new)
 
-    def __getitem__(self, path: Path) -> int:
+    def __getitem__(self, path: Path) -> OpenFile:
         return self._descriptors[path]
 
     def sync(self) -> None:
         """Flushes what was written to the disk."""
         for descriptor in self._descriptors.values():
-            os.fsync(descriptor)
+            if not isinstance(descriptor, RangedFile):
+                os.fsync(descriptor)
 
     def __enter__(self) -> OpenFiles:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        opened = list(self._descriptors.values())
         self._descriptors.clear()
+        for file in opened:
+            close_file(file)
+        if not any(exception):
+            for file in opened:
+                if isinstance(file, RangedFile):
+                    file.check_unchanged()
 
 
 def _allow_open_files(count: int) -> None:
@@ -74,10 +81,6 @@ def _allow_open_files(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def open_for_reading(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-
 def view_bytes(array: NDArray[Any]) -> memoryview:
     """Returns the bytes of a contiguous array without copying them."""
     return _flatten_to_bytes(array).data
@@ -88,7 +91,7 @@ def _flatten_to_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
     return cast(Any, array).reshape(-1).view(np.uint8)
 
 
-def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: NDArray[Any]) -> None:
+def read_into(tensor: StoredTensor, descriptor: OpenFile, start: int, buffer: NDArray[Any]) -> None:
     """Fills a contiguous buffer with the tensor's bytes from byte `start` on.
 
     Raises:
@@ -104,6 +107,13 @@ def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: NDArray
         _gather_strided(tensor, descriptor, start, buffer)
         return
     view = view_bytes(buffer)
+    if isinstance(descriptor, RangedFile):
+        first = tensor.offset + start
+        data = descriptor.read(first, first + len(view))
+        if len(data) < len(view):
+            raise ValueError(f"{tensor} ends early: the object was cut while it was being read")
+        view[:] = data
+        return
     done = 0
     while done < len(view):
         try:
@@ -115,7 +125,27 @@ def read_into(tensor: StoredTensor, descriptor: int, start: int, buffer: NDArray
         done += count
 
 
-def _read_widened(tensor: WidenedTensor, descriptor: int, start: int, buffer: NDArray[Any]) -> None:
+def read_pieces(
+    tensor: StoredTensor, descriptor: OpenFile, pieces: Sequence[tuple[int, NDArray[Any]]]
+) -> None:
+    """Fills several contiguous buffers, each from a byte of the tensor on. A store is asked for all
+    of them at once.
+    """
+    if not isinstance(descriptor, RangedFile) or isinstance(tensor, (StridedTensor, WidenedTensor)):
+        for start, buffer in pieces:
+            read_into(tensor, descriptor, start, buffer)
+        return
+    ranges: list[tuple[int, int]] = []
+    for start, buffer in pieces:
+        first = tensor.offset + start
+        ranges.append((first, first + buffer.nbytes))
+    for (_, buffer), data in zip(pieces, descriptor.read_many(ranges), strict=True):
+        view_bytes(buffer)[:] = data
+
+
+def _read_widened(
+    tensor: WidenedTensor, descriptor: OpenFile, start: int, buffer: NDArray[Any]
+) -> None:
     """Fills a contiguous buffer with a widened tensor's bytes from byte `start` on."""
     wide_size = item_size(tensor.dtype)
     narrow_size = item_size(tensor.narrow.dtype)
@@ -133,7 +163,7 @@ def _read_widened(tensor: WidenedTensor, descriptor: int, start: int, buffer: ND
 
 
 def _gather_strided(
-    tensor: StridedTensor, descriptor: int, start: int, buffer: NDArray[Any]
+    tensor: StridedTensor, descriptor: OpenFile, start: int, buffer: NDArray[Any]
 ) -> None:
     """Fills a contiguous buffer with a strided tensor's bytes, in row-major order, from byte
     `start` on.
@@ -142,6 +172,7 @@ def _gather_strided(
     first, inside = divmod(start, itemsize)
     view = _flatten_to_bytes(buffer)
     count = -(-(inside + len(view)) // itemsize)
+    assert not isinstance(descriptor, RangedFile), "pickled files are copied from a store"
     try:
         with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped:
             elements: NDArray[Any] = np.ndarray(
@@ -158,19 +189,20 @@ def _gather_strided(
     view[:] = _flatten_to_bytes(gathered)[inside : inside + len(view)]
 
 
-def read_bytes(tensor: StoredTensor, descriptor: int, start: int, count: int) -> bytes:
+def read_bytes(tensor: StoredTensor, descriptor: OpenFile, start: int, count: int) -> bytes:
     """Returns `count` bytes of the tensor from byte `start` on."""
     content = np.empty(count, np.uint8)
     read_into(tensor, descriptor, start, content)
     return content.tobytes()
 
 
-def write_all(tensor: StoredTensor, descriptor: int, start: int, data: memoryview) -> None:
+def write_all(tensor: StoredTensor, descriptor: OpenFile, start: int, data: memoryview) -> None:
     """Writes bytes of a tensor, from its byte `start` on.
 
     Raises:
         ValueError: The file cannot be written.
     """
+    assert not isinstance(descriptor, RangedFile), "a store's objects are not written in place"
     done = 0
     while done < len(data):
         try:
@@ -179,7 +211,7 @@ def write_all(tensor: StoredTensor, descriptor: int, start: int, data: memoryvie
             raise ValueError(f"cannot write {tensor}: {error.strerror}") from None
 
 
-def hash_stored(tensor: StoredTensor, descriptor: int, chunk: int) -> str:
+def hash_stored(tensor: StoredTensor, descriptor: OpenFile, chunk: int) -> str:
     """Returns the sha256 of a stored tensor, which is read in chunks of at most `chunk` bytes."""
     digest = hashlib.sha256()
     buffer = np.empty(min(chunk, max(tensor.nbytes, 1)), np.uint8)
@@ -214,7 +246,7 @@ class HashingReader:
         expected: The recorded sha256, or None to skip the check.
     """
 
-    def __init__(self, tensor: StoredTensor, descriptor: int, expected: str | None) -> None:
+    def __init__(self, tensor: StoredTensor, descriptor: OpenFile, expected: str | None) -> None:
         self.tensor = tensor
         self._descriptor = descriptor
         self._expected = expected
@@ -274,7 +306,7 @@ class HashingWriter:
     """A `TensorSink` that writes the same bytes to one or several files and hashes them once."""
 
     def __init__(
-        self, tensors: Sequence[StoredTensor], files: Mapping[Path, int] | OpenFiles
+        self, tensors: Sequence[StoredTensor], files: Mapping[Path, OpenFile] | OpenFiles
     ) -> None:
         self.tensors = tensors
         self._targets = [(tensor, files[tensor.file]) for tensor in tensors]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..files.hashing import hash_file
+from ..files.working_copies import find_source
 from .folder_files import CONFIG
 
 WEIGHTS = ("*.safetensors",)
@@ -37,11 +38,16 @@ def find_model(
     patterns: tuple[str, ...] = (*TEXTS, *WEIGHTS),
     options: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Returns the folder of `org/name[@revision]` on the Hub, or of any other name the path itself.
+    """Returns the folder of `org/name[@revision]` on the Hub, or of a URL of an object store, or of
+    any other name the path itself.
 
-    A folder on the Hub is downloaded if needed. A name is one on the Hub if there is neither such a
-    path nor a folder `org`. Arguments and errors are those of `find_folder`.
+    A folder on the Hub is downloaded if needed; of a store, see `find_source`. A name is one on the
+    Hub if there is neither such a path nor a folder `org`. Arguments and errors are those of
+    `find_folder`.
     """
+    copy = _find_in_store(name, argument, patterns)
+    if copy is not None:
+        return copy
     path = Path(name)
     match = HUB_NAME.fullmatch(str(name))
     if match is None or path.exists() or path.is_symlink() or Path(match["owner"]).exists():
@@ -62,13 +68,14 @@ def find_folder(
     cache: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Returns the folder `name`, or that of the Hub's repository `name[@revision]`.
+    """Returns the folder `name`, of a URL of an object store, or of the Hub's repository
+    `name[@revision]`.
 
     The repository is downloaded if needed; a download that was cut is continued. Weight files are
     compared once with the sha256 that names them.
 
     Args:
-        name: A path, or a name on the Hub.
+        name: A path, a URL, or a name on the Hub.
         argument: What the name was given as, for messages.
         patterns: The files to download.
         cache: The folder for downloads; by default the Hub's.
@@ -77,6 +84,9 @@ def find_folder(
     Raises:
         ValueError: There is neither, the Hub cannot be reached, or a file is damaged.
     """
+    copy = _find_in_store(name, argument, patterns)
+    if copy is not None:
+        return copy
     if Path(name).is_dir():
         return Path(name)
     repository, _, revision = name.partition("@")
@@ -109,6 +119,16 @@ def find_folder(
             f"it prints"
         )
     return folder
+
+
+def _find_in_store(name: str | Path, argument: str, patterns: tuple[str, ...]) -> Path | None:
+    """Returns a local copy of a URL's folder, or None for other names.
+
+    Where weights are asked for, they may have any format.
+    """
+    if set(WEIGHTS) <= set(patterns):
+        patterns = ("*",)
+    return find_source(name, argument, patterns)
 
 
 def upload_folder(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 from ..files.strict_json import LARGEST_JSON, is_object, maps_to_text, parse_json
+from ..files.working_copies import close_file, open_for_reading, read_at
 from .dtypes import DTYPES, item_size
 from .stored_tensor import StoredTensor, read_file_state
 
@@ -29,10 +30,11 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
             its bytes or offsets outside the file, or tensors overlap or leave a gap. The message
             names the file and the tensor.
     """
-    with path.open("rb") as file:
-        file_state = read_file_state(file.fileno())
+    file = open_for_reading(path)
+    try:
+        file_state = read_file_state(file)
         size = file_state[0]
-        length_bytes = file.read(LENGTH.size)
+        length_bytes = read_at(file, 0, LENGTH.size)
         if len(length_bytes) < LENGTH.size:
             raise ValueError(f"{path} has {size} bytes, too few for a safetensors file")
         (length,) = LENGTH.unpack(length_bytes)
@@ -44,7 +46,9 @@ def read_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
             raise ValueError(
                 f"{path} declares a header of {length:,} bytes; at most {LARGEST_JSON:,} are read"
             )
-        text = file.read(length)
+        text = read_at(file, LENGTH.size, length)
+    finally:
+        close_file(file)
     if not text.startswith(b"{"):
         raise ValueError(
             f"the header of {path} does not start with '{{': it is not a safetensors file"

@@ -7,13 +7,16 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
+from ..files.working_copies import OpenFile, RangedFile
 from .dtypes import item_size
 
 FileState = tuple[int, int]  # bytes of a file, and its modification time in nanoseconds
 
 
-def read_file_state(file: Path | int) -> FileState:
-    """Returns the state of a file, given its path or its descriptor, to notice a change."""
+def read_file_state(file: Path | OpenFile) -> FileState:
+    """Returns the state of a file, given its path or opened, to notice a change."""
+    if isinstance(file, RangedFile):
+        return file.state
     found = os.stat(file)
     return found.st_size, found.st_mtime_ns
 

@@ -12,11 +12,14 @@ from itertools import repeat
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ..files.working_copies import open_for_reading
 from .dtypes import item_size, torch_name
-from .file_io import OpenFiles, check_hash, hash_stored, open_for_reading, read_into
+from .file_io import OpenFiles, check_hash, hash_stored, read_into, read_pieces
 from .layout import ParameterPlacement
 from .safetensors_header import read_header
 from .stored_tensor import StoredTensor
@@ -33,12 +36,19 @@ class TensorReader:
     def __init__(self) -> None:
         self._files = OpenFiles(open_for_reading)
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        self._held: dict[StoredTensor, Tensor] = {}
 
     def __enter__(self) -> TensorReader:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._files.__exit__(*exception)
+
+    def hold(self, values: Mapping[StoredTensor, Tensor]) -> None:
+        """Gives the values of tensors that are in memory, which `chunks` and `fill` then take, in
+        the place of those that were given before.
+        """
+        self._held = dict(values)
 
     def chunks(
         self, tensor: StoredTensor, dim: int, start: int, stop: int
@@ -54,6 +64,9 @@ class TensorReader:
         Yields:
             The chunk's rows in the result, and the chunk, in the stored type.
         """
+        if tensor in self._held:
+            yield slice(0, None), self._held[tensor].narrow(dim, start, stop - start)
+            return
         itemsize = item_size(tensor.dtype)
         if dim == 0:
             row_length = prod(tensor.shape[1:])
@@ -69,8 +82,12 @@ class TensorReader:
             for first in range(0, rows, step):
                 last = min(first + step, rows)
                 chunk = self._view_buffer(tensor, last - first, stop - start)
-                for row in range(first, last):
-                    self._read(tensor, row * columns + start, chunk[row - first])
+                pieces = [
+                    ((row * columns + start) * itemsize, _view_bytes(chunk[row - first]))
+                    for row in range(first, last)
+                ]
+                self._files.open([tensor.file])
+                read_pieces(tensor, self._files[tensor.file], pieces)
                 yield slice(first, last), chunk
 
     def flat(self, tensor: StoredTensor, start: int, stop: int) -> Tensor:
@@ -128,8 +145,12 @@ class TensorReader:
     def _read(self, tensor: StoredTensor, element: int, into: Tensor) -> None:
         """Fills the contiguous `into` with the tensor's elements from number `element` on."""
         self._files.open([tensor.file])
-        array = into.reshape(-1).view(torch.uint8).numpy()
-        read_into(tensor, self._files[tensor.file], element * item_size(tensor.dtype), array)
+        start = element * item_size(tensor.dtype)
+        read_into(tensor, self._files[tensor.file], start, _view_bytes(into))
+
+
+def _view_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def torch_dtype(tensor: StoredTensor) -> torch.dtype:
@@ -138,7 +159,7 @@ def torch_dtype(tensor: StoredTensor) -> torch.dtype:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Returns the bytes of a contiguous CPU tensor without copying them."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return _view_bytes(tensor).data
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

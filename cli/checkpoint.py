@@ -15,6 +15,7 @@ from tyro.conf import Positional
 
 from ..checkpoint.folder_files import STATE, find_changed_files, read_state_file
 from ..files.printable import printable
+from ..files.working_copies import find_source
 from ..trainer.run_folder import RunFolder
 from .console import USAGE_ERROR, explain_error, format_bytes, format_table, run_and_report
 from .help import HelpPage, show_commands
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(command: Verify) -> int:
     """Prints what is found about each checkpoint. Raises ValueError if there is none."""
-    folder = command.folder
+    folder = find_source(command.folder, "folder") or command.folder
     if (folder / STATE).exists() or (folder / STATE).is_symlink():
         checkpoints = [folder]
     else:

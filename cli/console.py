@@ -16,6 +16,7 @@ from typing import Any
 
 from ..files.printable import printable
 from ..files.verbosity import is_quiet, is_verbose
+from ..files.working_copies import name_urls
 
 USAGE_ERROR = 2
 # Seconds between two lines of progress.
@@ -86,7 +87,7 @@ def print_error(error: ValueError | OSError) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    line = Text(printable(" ".join(explain_error(error).split())))
+    line = Text(printable(" ".join(name_urls(explain_error(error)).split())))
     Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red") + line)
 
 

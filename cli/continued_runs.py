@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files.safe_paths import checked_file
+from ..files.working_copies import name_urls
 from ..trainer.arguments.training_arguments import LORA_OPTIONS
 from ..trainer.launch.rank_process import is_restarted
 from ..trainer.run_folder import RunFolder
@@ -27,7 +27,7 @@ def add_restart_options(argv: Sequence[str], values: Mapping[str, Any]) -> list[
     folder = given_value(argv, "output_dir") or values.get("output_dir")
     if folder is None or not is_restarted():
         return list(argv)
-    if RunFolder(Path(folder)).latest_step() is None:
+    if RunFolder.named(folder).latest_step() is None:
         return [*argv, "--overwrite"]
     return [*argv, "--resume", "--no-overwrite"]
 
@@ -54,7 +54,7 @@ def read_saved_values(
         if resume:
             raise ValueError("--resume continues the run in --output-dir: name that folder too")
         return None
-    saved = RunFolder(Path(folder)).arguments_file
+    saved = RunFolder.named(folder).arguments_file
     if resume and not saved.exists():
         raise ValueError(f"--resume: {folder} holds no run; start one without --resume")
     if not saved.exists() or not (resume or is_on("eval_only")):
@@ -97,5 +97,5 @@ def naming_how_to_resume(trainer: Trainer) -> Generator[None]:
         run = trainer.run_folder
         if run.latest_step() is None:
             raise
-        folder = shlex.quote(str(run.path))
+        folder = shlex.quote(name_urls(str(run.path)))
         raise KeyboardInterrupt(f"continue with --resume --output-dir {folder}") from None

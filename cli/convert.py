@@ -15,9 +15,11 @@ from tyro.conf import Positional
 
 from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.hub import find_model
+from ..files.object_store import find_url
 from ..files.printable import printable
 from ..files.strict_json import read_folder_json
 from ..files.verbosity import is_quiet
+from ..files.working_copies import find_source, find_work
 from .console import (
     explain_error,
     format_bytes,
@@ -298,6 +300,8 @@ def _find_folders(command: Common) -> Common:
         path = getattr(command, name, None)
         if path is not None:
             folders[name] = find_model(path, name)
+    if command.config is not None:
+        folders["config"] = find_source(command.config, "config") or command.config
     return replace(command, **folders)
 
 
@@ -424,12 +428,9 @@ def _print_outcome(
     command: Converting | UpcycleCheckpoint, outcome: Outcome, seconds: float
 ) -> None:
     speed = (outcome.nbytes - outcome.kept) / max(seconds, 1e-9)
+    destination = find_url(command.destination) or str(command.destination)
     if command.json:
-        pace = {
-            "seconds": seconds,
-            "bytes_per_second": round(speed),
-            "destination": str(command.destination),
-        }
+        pace = {"seconds": seconds, "bytes_per_second": round(speed), "destination": destination}
         print(json.dumps({**asdict(outcome), **pace}))
         return
     if is_quiet():
@@ -438,13 +439,13 @@ def _print_outcome(
     if outcome.kept:
         size += f", of which {format_bytes(outcome.kept)} already existed"
     print(
-        f"{command.destination}: {outcome.tensors:,} tensors, {size}, "
+        f"{destination}: {outcome.tensors:,} tensors, {size}, "
         f"in {seconds:.1f} s ({speed / 1e9:.2f} GB/s)"
     )
     if isinstance(command, MergeShards):
         from ..models.huggingface import CRF_NOTE
 
-        config = read_folder_json(command.destination, CONFIG) or {}
+        config = read_folder_json(find_work(command.destination), CONFIG) or {}
         if config.get("crf"):
             print(CRF_NOTE)
 

@@ -36,6 +36,7 @@ from ..checkpoint.file_io import (
 )
 from ..checkpoint.layout import LowRankUpdate, ParameterPlacement, TensorSlice
 from ..checkpoint.stored_tensor import StoredTensor
+from ..files.working_copies import OpenFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -471,7 +472,7 @@ def _find_runs(
 
 def _read_tile(
     tensor: StoredTensor,
-    descriptor: int,
+    descriptor: OpenFile,
     rows: tuple[int, int],
     columns: tuple[int, int],
     block_bytes: int,

@@ -115,7 +115,7 @@ def _holds_other_weights(folder: Path) -> bool:
 
 def dequantize(
     source: Path,
-    destination: Path,
+    destination: str | Path,
     dtype: str,
     largest_file: int,
     report: Callable[[int, int], None] | None = None,
@@ -154,6 +154,7 @@ def dequantize(
     targets = [tensor for file in files for tensor in file.tensors.values()]
     total = sum(tensor.nbytes for tensor in targets)
     if resume and place.is_complete():
+        place.tidy()
         return len(targets), total, total
 
     kept = write_folder(

@@ -18,21 +18,24 @@ from ..checkpoint.folder_files import CONFIG, write_state_file
 from ..checkpoint.manifest import MANIFEST, Manifest
 from ..checkpoint.planned_file import PlannedFile
 from ..files.durable import sync
+from ..files.working_copies import find_work, forget_pending, locate, mark_pending, pull, push
 from .journal import JOURNAL, PARTIAL, Journal, check_unused
 
 
 class Destination:
-    """A folder to be written.
+    """A folder to be written. That of a URL is written as a local copy, which is then sent.
 
     Attributes:
         folder: Its final name.
         work: The folder in which its files are written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: str | Path) -> None:
+        folder = find_work(folder)
         self.folder = folder
         self.work = folder.parent / f".{folder.name}{PARTIAL}"
         self._replaced = folder.parent / f".{folder.name}.replaced"
+        self._is_finished = False
 
     def check(self, source: Path, *, overwrite: bool, resume: bool) -> None:
         """Checks that the folder may be written.
@@ -45,8 +48,9 @@ class Destination:
             raise ValueError(
                 "--resume continues a conversion and --overwrite starts it again: use one of them"
             )
-        here = folder.resolve()
-        there = source.resolve()
+        pull(folder)
+        here = locate(folder)
+        there = locate(source)
         if not folder.name or here == there or here in there.parents or there in here.parents:
             raise ValueError(
                 f"{folder} and the source {source} must be two folders, neither inside the other"
@@ -97,6 +101,7 @@ class Destination:
         if overwrite and self.work.exists():
             check_unused(self.work)
             shutil.rmtree(self.work)
+        mark_pending(self.folder)
         is_resumed = self.work.exists()
         self.work.mkdir(exist_ok=True)
         journal = Journal(self.work, fingerprint)
@@ -166,6 +171,7 @@ class Destination:
             sync(self.folder.parent)
         except OSError as error:
             raise ValueError(_explain_disk_error(error, self.folder)) from None
+        self._is_finished = True
         self.tidy()
 
     def _write_text(self, name: str, content: bytes | Path) -> None:
@@ -178,12 +184,24 @@ class Destination:
         sync(path)
 
     def tidy(self) -> None:
-        """Removes what a complete folder no longer needs."""
+        """Removes what a complete folder no longer needs, and sends it to its store, if it has one."""
         (self.folder / JOURNAL).unlink(missing_ok=True)
         shutil.rmtree(self._replaced, ignore_errors=True)
+        try:
+            push(self.folder)
+        except OSError as error:
+            raise ValueError(
+                f"cannot write {error.filename}: {error.strerror}; continue with --resume"
+            ) from None
 
     def abandon(self) -> None:
-        """Removes the work folder, and restores the folder that was about to be replaced."""
+        """Removes the work folder, and restores the folder that was about to be replaced.
+
+        A finished folder that could not be sent stays, for another attempt.
+        """
+        if self._is_finished:
+            return
+        forget_pending(self.folder)
         shutil.rmtree(self.work, ignore_errors=True)
         if self._replaced.exists() and not self.folder.exists():
             self._replaced.rename(self.folder)

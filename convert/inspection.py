@@ -12,8 +12,9 @@ import numpy as np
 
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.dtypes import item_size
-from ..checkpoint.file_io import OpenFiles, open_for_reading, read_into
+from ..checkpoint.file_io import OpenFiles, read_into
 from ..checkpoint.stored_tensor import StoredTensor
+from ..files.working_copies import open_for_reading
 
 
 @dataclass(frozen=True)

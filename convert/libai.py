@@ -19,6 +19,7 @@ from torch import Tensor
 from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.formats.oneflow import is_oneflow, read_oneflow
 from ..files.strict_json import read_folder_json, read_json_object
+from ..files.working_copies import find_work, pull, push
 from ..models import MT5Config, config_from_dict
 from ..models.loading import check_pretrained
 
@@ -78,6 +79,8 @@ def convert_libai(source: Path, destination: Path, config_file: Path | None) -> 
         ValueError: The file is damaged or of another model, the configuration does not fit, or the
             destination holds files.
     """
+    destination = find_work(destination)
+    pull(destination)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ValueError(f"{destination} exists already; choose another folder")
     values = _read_config(source, config_file)
@@ -110,6 +113,7 @@ def convert_libai(source: Path, destination: Path, config_file: Path | None) -> 
         os.replace(partial, destination)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    push(destination)
     return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
 
 

@@ -17,10 +17,11 @@ from typing import Literal
 
 from ..checkpoint.checkpoint import EXTRAS, open_checkpoint
 from ..checkpoint.dtypes import set_config_dtype, torch_name
-from ..checkpoint.file_io import HashingWriter, OpenFiles, hash_stored, open_for_reading
+from ..checkpoint.file_io import HashingWriter, OpenFiles, hash_stored
 from ..checkpoint.folder_files import CONFIG, list_auxiliary_files
 from ..checkpoint.manifest import ExtraRecord, Manifest, TensorRecord
 from ..checkpoint.stored_tensor import StoredTensor
+from ..files.working_copies import find_source, naming_urls, open_for_reading
 from ..models.mapping import MappedCheckpoint
 from ..models.megatron import Style
 from .copying import Digests, TensorCopy
@@ -123,9 +124,10 @@ class Outcome:
     kept: int
 
 
+@naming_urls()
 def split(
-    source: Path,
-    destination: Path,
+    source: str | Path,
+    destination: str | Path,
     size: int,
     options: Options | None = None,
     report: ProgressReport | None = None,
@@ -137,8 +139,8 @@ def split(
     """Writes a folder of `size` tensor-parallel ranks from a folder of any format.
 
     Args:
-        source: The folder to read.
-        destination: The folder to write.
+        source: The folder to read, or its URL in an object store.
+        destination: The folder to write, or its URL.
         size: The number of ranks.
         options: By default those of `Options`.
         report: Called with the bytes done and the bytes in all.
@@ -169,9 +171,10 @@ def split(
     return _convert(source, destination, options, report, build_target)
 
 
+@naming_urls()
 def merge(
-    source: Path,
-    destination: Path,
+    source: str | Path,
+    destination: str | Path,
     options: Options | None = None,
     report: ProgressReport | None = None,
     style: Literal["hf", "dcp", "torch_dist", "universal"] = "hf",
@@ -203,21 +206,22 @@ def merge(
 
 
 def _convert(
-    source: Path,
-    destination: Path,
+    source: str | Path,
+    destination: str | Path,
     options: Options,
     report: ProgressReport | None,
     build_target: Callable[[MappedCheckpoint], Target] | None,
 ) -> Outcome:
     """Converts to the target that `build_target` plans, or without it to a universal checkpoint."""
     options.check()
+    source = find_source(source, "source") or Path(source)
     if options.dequantize is not None:
         return _convert_dequantized(source, destination, options, report, build_target)
     place = Destination(destination)
     place.check(source, overwrite=options.overwrite, resume=options.resume)
     plan = _plan(source, options, build_target)
     if options.resume and place.is_complete():
-        _check_is_result(plan, destination)
+        _check_is_result(plan, place.folder)
         place.tidy()
         return Outcome(len(plan.copies), plan.nbytes, plan.nbytes)
 
@@ -242,12 +246,13 @@ def _convert(
 
 
 def _dequantize(
-    source: Path, destination: Path, options: Options, report: ProgressReport | None
+    source: str | Path, destination: str | Path, options: Options, report: ProgressReport | None
 ) -> Outcome:
     """Writes a Hugging Face folder of full weights."""
     from .dequantizing import dequantize
 
     options.check()
+    source = find_source(source, "source") or Path(source)
     assert options.dequantize is not None
     tensors, nbytes, kept = dequantize(
         source,
@@ -264,7 +269,7 @@ def _dequantize(
 
 def _convert_dequantized(
     source: Path,
-    destination: Path,
+    destination: str | Path,
     options: Options,
     report: ProgressReport | None,
     build_target: Callable[[MappedCheckpoint], Target] | None,
@@ -273,8 +278,9 @@ def _convert_dequantized(
 
     An interruption leaves that folder, so that a resumed conversion goes on with it.
     """
-    Destination(destination).check(source, overwrite=options.overwrite, resume=options.resume)
-    full = destination.parent / f".{destination.name}.dequantized"
+    place = Destination(destination)
+    place.check(source, overwrite=options.overwrite, resume=options.resume)
+    full = place.folder.with_name(f".{place.folder.name}.dequantized")
     has_full = full.is_dir() and options.resume
     if not has_full:
         shutil.rmtree(full, ignore_errors=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
-from ..checkpoint.file_io import OpenFiles, open_for_reading
+from ..checkpoint.file_io import OpenFiles
 from ..checkpoint.folder_files import CONFIG, STATE, check_file_digests, read_count, read_state_file
 from ..checkpoint.formats.universal import FP32, UniversalState
 from ..checkpoint.layout import (
@@ -31,6 +31,7 @@ from ..checkpoint.rank_files import MASTER_WEIGHT, OPTIMIZER, open_rank_files, r
 from ..checkpoint.stored_tensor import FileState, StoredTensor, list_chunks, read_file_state
 from ..checkpoint.tensor_reader import TensorReader
 from ..files.strict_json import is_object
+from ..files.working_copies import open_for_reading, read_at
 from ..models.lora import StoredAdapter, open_adapter
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from .copying import TensorCopy
@@ -548,7 +549,7 @@ def _estimate_seconds(plan: ConversionPlan) -> float:
     with OpenFiles(open_for_reading) as files:
         files.open([largest])
         started = time.perf_counter()
-        sample = os.pread(files[largest], SAMPLE_BYTES, 0)
+        sample = read_at(files[largest], 0, SAMPLE_BYTES)
         hashlib.sha256(sample).digest()
         elapsed = time.perf_counter() - started
     threads = min(4, os.cpu_count() or 1)

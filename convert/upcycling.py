@@ -23,6 +23,7 @@ from ..checkpoint.dtypes import torch_name
 from ..checkpoint.folder_files import CONFIG, list_auxiliary_files
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import TensorReader
+from ..files.working_copies import find_source, naming_urls
 from ..models.auto import build_on_meta, config_from_dict
 from ..models.config import ModelConfig
 from ..models.huggingface import LARGEST_FILE, plan_weight_files
@@ -151,9 +152,10 @@ def _resolve(config: ModelConfig) -> dict[str, NameEntry]:
     return dict(zip(names, entries, strict=True))
 
 
+@naming_urls()
 def upcycle(
-    source: Path,
-    destination: Path,
+    source: str | Path,
+    destination: str | Path,
     experts: int,
     top_k: int,
     *,
@@ -183,6 +185,7 @@ def upcycle(
         ValueError: The source is damaged or no dense model with a family of mixtures, the
             destination exists, or its disk is too full.
     """
+    source = find_source(source, "source") or Path(source)
     place = Destination(destination)
     place.check(source, overwrite=overwrite, resume=resume)
     plan = plan_upcycling(source, experts, top_k)
@@ -190,6 +193,7 @@ def upcycle(
     targets = [tensor for file in files for tensor in file.tensors.values()]
     total = sum(tensor.nbytes for tensor in targets)
     if resume and place.is_complete():
+        place.tidy()
         return len(targets), total, total
     origins = [f"{tensor!r}{tensor.file_state}" for tensor in plan.copied.values()]
     state = f"{plan.config.to_dict()!r}{seed}{targets!r}{''.join(origins)}"

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..checkpoint.checkpoint import open_checkpoint
-from ..checkpoint.file_io import ComparingSink, OpenFiles, check_hash, hash_stored, open_for_reading
+from ..checkpoint.file_io import ComparingSink, OpenFiles, check_hash, hash_stored
 from ..checkpoint.layout import TensorSlice
 from ..checkpoint.stored_tensor import StoredTensor
+from ..files.working_copies import open_for_reading
 from ..models.mapping import MappedCheckpoint, map_checkpoint
 from .copying import Digests, TensorCopy
 from .operations import Options, merge, split

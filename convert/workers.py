@@ -23,7 +23,8 @@ from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
-from ..checkpoint.file_io import HashingWriter, OpenFiles, open_for_reading
+from ..checkpoint.file_io import HashingWriter, OpenFiles
+from ..files.working_copies import open_for_reading
 from .copying import Digests, SinkFactory, TensorCopy, run_copy
 
 MEMORY = 40 << 20  # bytes of all threads' blocks together

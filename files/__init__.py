@@ -9,4 +9,6 @@ Modules:
     expressions  bounds the time of foreign regular expressions
     durable      writes files that survive a crash
     printable    makes text of a foreign file safe for a terminal
+    object_store    reaches `s3://`, `gs://`, `hf://` and `memory://` by fsspec
+    working_copies  lets readers and writers of folders work on such stores by local copies
 """

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from .working_copies import close_file, open_for_reading, read_at
+
 BLOCK_BYTES = 1 << 20
 
 
@@ -17,14 +19,16 @@ def hash_file(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> st
         ranges: (first byte, end) of each range; by default the whole file.
     """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    file = open_for_reading(path)
+    try:
         for first, end in ranges or [(0, path.stat().st_size)]:
-            file.seek(first)
             position = first
             while position < end:
-                block = file.read(min(BLOCK_BYTES, end - position))
+                block = read_at(file, position, min(BLOCK_BYTES, end - position))
                 if not block:  # The file is shorter than the range.
                     break
                 digest.update(block)
                 position += len(block)
+    finally:
+        close_file(file)
     return digest.hexdigest()

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..checkpoint.folder_files import GENERATION_CONFIG, STATE, replace_saved_model
 from ..data.tokenizers.tokenizer import check_saved_copy
+from ..files.working_copies import find_source
 from ..models.generation.generation_config import TOKENS, GenerationConfig
 from ..models.lora import save_adapter
 from ..trainer.launch.rank_process import mark_run_as_begun
@@ -28,12 +29,12 @@ def check_run(arguments: FinetuningArguments) -> None:
     checkpoint. Writes nothing.
     """
     if arguments.output_dir:
-        folder = RunFolder(Path(arguments.output_dir))
+        folder = RunFolder.named(arguments.output_dir)
         texts = (arguments.train_file, arguments.validation_file, arguments.test_file)
         reads = (arguments.model_name_or_path, arguments.load_dir, *texts)
         folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite, reads=reads)
     if arguments.load_dir is not None:
-        path = Path(arguments.load_dir)
+        path = find_source(arguments.load_dir, "load_dir") or Path(arguments.load_dir)
         if not RunFolder(path).steps() and not (path / STATE).exists():
             raise ValueError(f"load_dir {path} holds no checkpoint")
 
@@ -48,7 +49,7 @@ def open_run(arguments: FinetuningArguments, write_companions: Callable[[Path], 
     if not arguments.output_dir:
         folder = RunFolder(make_run_folder(arguments.model_name_or_path))
     else:
-        folder = RunFolder(Path(arguments.output_dir))
+        folder = RunFolder.named(arguments.output_dir)
     take_folder(folder.path)
     try:
         check_run(arguments)

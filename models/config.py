@@ -32,6 +32,7 @@ from typing_extensions import Self
 from ..checkpoint.folder_files import CONFIG
 from ..checkpoint.hub import find_config_folder
 from ..files.strict_json import read_folder_json
+from ..files.working_copies import writing
 from .blocks.activation_functions import ACTIVATIONS
 
 
@@ -476,18 +477,18 @@ class ModelConfig(metaclass=ConfigType):
             setattr(self, name, value)
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False) -> None:
-        """Writes `config.json` into a folder, which is made if needed.
+        """Writes `config.json` into a folder, which is made if needed, or into that of a URL.
 
         Raises:
             ValueError: `push_to_hub` is set: a model is committed with its configuration.
         """
         if push_to_hub:
             raise ValueError("push_to_hub of a configuration alone is not supported; push a model")
-        folder = Path(save_directory)
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"{folder} is a file; name a folder to save the configuration in")
-        folder.mkdir(parents=True, exist_ok=True)
-        self.save(folder)
+        with writing(save_directory) as folder:
+            if folder.exists() and not folder.is_dir():
+                raise ValueError(f"{folder} is a file; name a folder to save the configuration in")
+            folder.mkdir(parents=True, exist_ok=True)
+            self.save(folder)
 
     def fitted_to(self, stored_names: Collection[str]) -> Self:
         """Returns the configuration of the model whose tensors have these names, if the names

@@ -20,6 +20,7 @@ from ..checkpoint.layout import ParameterPlacement, ParameterSpec
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import TensorReader, check_digests
 from ..checkpoint.tensor_reader import torch_dtype as stored_dtype
+from ..files.working_copies import find_stand_in, keeping_bytes, naming_urls
 from ..mpu import (
     ParallelMesh,
     VocabParallelHead,
@@ -67,6 +68,7 @@ from .parallel_config import ParallelConfig
 from .pipeline import slice_pipeline_stage
 
 
+@naming_urls()
 def from_pretrained(
     path: str | Path | None,
     mesh: ParallelMesh | None = None,
@@ -98,7 +100,8 @@ def from_pretrained(
         path: A Hugging Face folder (`model.safetensors`, `pytorch_model.bin`, or several files with
             their index), a shardzoo folder (`manifest.json`) written by any number of ranks, or a
             folder of rank files of the original GLM, DeepSpeed or FlagAI; or `org/name[@revision]`
-            on the Hugging Face Hub, of which it reads safetensors. None, with `config` and
+            on the Hugging Face Hub, of which it reads safetensors; or such a folder's URL in an
+            object store, of which it reads the ranges that it needs. None, with `config` and
             `state_dict`, reads no folder.
         mesh: The mesh over whose tensor-parallel ranks the model is split.
         dtype: The type of the parameters; by default, and with "auto", the stored one.
@@ -459,15 +462,18 @@ def _load(
         if name in parameters
     }
     shares: dict[str, Tensor] = {}
+    bands: dict[str, dict[StoredTensor, Tensor]] = {}
     problem = ""
     try:
-        _check_digests(mapped, placements.values(), rank, size)
-        with TensorReader() as reader, TensorReader() as other_reader:
+        with keeping_bytes(), TensorReader() as reader, TensorReader() as other_reader:
+            _check_digests(mapped, placements.values(), rank, size)
             _check_zeros(reader, mapped)
             for name, placement in placements.items():
                 spec = specs[name]
                 if spec.shard is None:
                     shares[name] = _read_share(reader, placement, parameters[name], rank, size)
+                elif mesh is not None and _is_cut_by_columns(placement, spec, size):
+                    bands[name] = _read_band(reader, placement, rank, size)
                 elif receive is None:
                     reader.fill(placement, spec.list_ranges_on(mesh), parameters[name])
                 else:
@@ -484,6 +490,19 @@ def _load(
         raise ValueError(problem or "another rank could not read its part of the checkpoint")
     # The ranks exchange tensors on the mesh's device, which may differ from the parameters'.
     exchange_device = "cpu" if mesh is None else mesh.device_type
+    with TensorReader() as reader:
+        for name, band in bands.items():
+            wholes: dict[StoredTensor, Tensor] = {}
+            for tensor, share in band.items():
+                values = gather_from_tp(share.to(exchange_device), mesh, dim=0)
+                wholes[tensor] = values[: tensor.numel].view(tensor.shape).to("cpu")
+            reader.hold(wholes)
+            part = parameters[name]
+            if receive is not None:
+                part = torch.zeros(part.shape, dtype=part.dtype)
+            reader.fill(placements[name], specs[name].list_ranges_on(mesh), part)
+            if receive is not None:
+                receive(name, part)
     for name, share in shares.items():
         parameter = parameters[name]
         whole = gather_from_tp(share.to(exchange_device), mesh, dim=0)
@@ -515,6 +534,42 @@ def _check_zeros(reader: TensorReader, mapped: MappedCheckpoint) -> None:
                 f"{tensor} must be zero, because an old version kept it beside the parameters; "
                 "merge the folder and split it again"
             )
+
+
+def _is_cut_by_columns(placement: ParameterPlacement, spec: ParameterSpec, size: int) -> bool:
+    """Returns whether each rank needs a piece of every row of a tensor in an object store.
+
+    Every rank gets the same answer. To ask for so many small pieces would take long, so the ranks
+    read equal shares of the whole tensor instead, and exchange them.
+    """
+    assert spec.shard is not None
+    if size == 1 or spec.shard.is_nested:
+        return False
+    longest = spec.shard.local_shape(0, size)[placement.dim]
+    for part in placement.copies[0]:
+        stored_dim = 1 - placement.dim if part.transposed else placement.dim
+        is_wider = len(part.tensor.shape) == 2 and part.tensor.shape[1] > longest
+        if stored_dim == 1 and is_wider and find_stand_in(part.tensor.file) is not None:
+            return True
+    return False
+
+
+def _read_band(
+    reader: TensorReader, placement: ParameterPlacement, rank: int, size: int
+) -> dict[StoredTensor, Tensor]:
+    """Reads this rank's share of each tensor that stores a parameter, in one dimension.
+
+    A share is as long on every rank: the last one is padded.
+    """
+    band: dict[StoredTensor, Tensor] = {}
+    for part in placement.copies[0]:
+        tensor = part.tensor
+        if tensor not in band:
+            start, stop = _find_share(tensor.numel, rank, size)
+            share = torch.zeros(-(-tensor.numel // size), dtype=stored_dtype(tensor))
+            share[: stop - start] = reader.flat(tensor, start, stop)
+            band[tensor] = share
+    return band
 
 
 def _read_share(

@@ -7,7 +7,6 @@ same tensors in them.
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dtypes import FLOATS, torch_name
-from ..checkpoint.file_io import open_for_reading, read_bytes
+from ..checkpoint.file_io import read_bytes
 from ..checkpoint.folder_files import STATE
 from ..checkpoint.formats.megatron import SavedRun, find_repeated
 from ..checkpoint.layout import (
@@ -37,6 +36,7 @@ from ..checkpoint.layout import (
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.stored_tensor import StoredTensor, WidenedTensor, list_chunks
 from ..checkpoint.tensor_reader import TensorReader
+from ..files.working_copies import close_file, open_for_reading
 from .auto import build_on_meta, config_from_dict, infer_config
 from .config import ModelConfig
 from .family_table import family, list_families
@@ -433,7 +433,7 @@ def _read_bytes(tensor: StoredTensor, start: int, count: int) -> bytes:
     try:
         return read_bytes(tensor, descriptor, start, min(count, tensor.nbytes - start))
     finally:
-        os.close(descriptor)
+        close_file(descriptor)
 
 
 def _is_tied(

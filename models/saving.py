@@ -37,6 +37,7 @@ from ..checkpoint.planned_file import PlannedFile
 from ..checkpoint.stored_tensor import StoredTensor
 from ..checkpoint.tensor_reader import tensor_bytes
 from ..files.durable import sync
+from ..files.working_copies import OpenFile, find_work, name_urls, pull, push
 from ..mpu import ParallelMesh, tp_rank, tp_size
 from ..mpu.collectives import gather_bytes, gather_rows
 from ..mpu.mesh import EXPERT_REPLICA_AXES
@@ -66,18 +67,20 @@ def save_pretrained(
     gets a model card. Collective over the model's mesh.
 
     Args:
-        save_directory: A folder that all ranks see.
+        save_directory: A folder that all ranks see, or the URL of one in an object store.
         max_shard_size: The largest weight file: bytes, or a text such as "5GB".
 
     Raises:
         ValueError: The folder holds shards or a training checkpoint, cannot be written, or is not
             seen by all ranks.
     """
-    folder = Path(save_directory)
+    folder = find_work(save_directory)
     mesh: ParallelMesh | None = model.mesh
+    _run_on_first(mesh, lambda: pull(folder))
     if getattr(model, "lora", None) is not None:
         _run_on_first(mesh, lambda: _check_folder(folder))
         save_adapter(model, folder)
+        _run_on_first(mesh, lambda: push(folder))
         return
     if find_packed_parameters(model):
         raise ValueError(
@@ -94,6 +97,7 @@ def save_pretrained(
         _run_on_first(mesh, lambda: _create_files(folder, work, files))
         _run_together(mesh, lambda: _write_parameters(model, native, files, work))
         _run_on_first(mesh, lambda: _replace_weights(model, folder, work, files, texts))
+        _run_on_first(mesh, lambda: push(folder))
     except ValueError:
         if _is_first(mesh):
             shutil.rmtree(work, ignore_errors=True)
@@ -212,9 +216,9 @@ def _run_together(mesh: ParallelMesh | None, work: Callable[[], None]) -> None:
     try:
         work()
     except OSError as error:
-        problem = f"cannot write the model: {error}"
+        problem = f"cannot write the model: {name_urls(str(error))}"
     except ValueError as error:
-        problem = str(error)
+        problem = name_urls(str(error))
     failed = problem != ""
     if mesh is not None and mesh.world_size > 1:
         flag = torch.tensor(float(failed), device=mesh.device_type)
@@ -322,7 +326,7 @@ def _check_part(spec: ParameterSpec, parameter: Tensor, mesh: ParallelMesh | Non
 
 
 def _write_block(
-    tensor: StoredTensor, descriptor: int, block: Tensor, dim: int, start: int
+    tensor: StoredTensor, descriptor: OpenFile, block: Tensor, dim: int, start: int
 ) -> None:
     """Writes a block of a stored tensor.
 
@@ -330,6 +334,7 @@ def _write_block(
         descriptor: The open file that holds the tensor.
         block: The values of the indices from `start` on along `dim`, and of all others' indices.
     """
+    assert isinstance(descriptor, int), "new files have bytes of their own"
     for offset, data in _split_block(tensor, block, dim, start):
         position = tensor.offset + offset
         while len(data):

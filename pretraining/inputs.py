@@ -207,7 +207,7 @@ def check_folder(arguments: PretrainingArguments) -> None:
             reads.append(source)
         else:
             reads.extend(source or ())
-    folder = RunFolder(Path(arguments.output_dir))
+    folder = RunFolder.named(arguments.output_dir)
     folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite, reads=reads)
 
 
@@ -215,7 +215,7 @@ def find_checkpoint(arguments: PretrainingArguments) -> Path | None:
     """Returns the last checkpoint of the run that is resumed or evaluated; None if there is none."""
     if arguments.output_dir is None or not (arguments.resume or arguments.eval_only):
         return None
-    run = RunFolder(Path(arguments.output_dir))
+    run = RunFolder.named(arguments.output_dir)
     step = run.latest_step()
     return None if step is None else run.checkpoint(step)
 

@@ -232,7 +232,7 @@ class Pretraining:
         arguments = self.arguments
         if arguments.eval_only:
             if arguments.output_dir and self.inputs.continues:
-                return Path(arguments.output_dir), 0
+                return RunFolder.named(arguments.output_dir).path, 0
             folder = RunFolder(Path(mkdtemp(prefix="shardzoo-")))
             try:
                 prepare_data(arguments, self.inputs, folder.data, self.console)
@@ -241,7 +241,7 @@ class Pretraining:
                 raise
             return folder.path, 0
         path = arguments.output_dir or make_run_folder(arguments.model_name)
-        folder = RunFolder(Path(path))
+        folder = RunFolder.named(path)
         take_folder(folder.path, self.console.print)
         try:
             return folder.path, self._fill_folder(folder)

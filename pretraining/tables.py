@@ -143,7 +143,7 @@ def run_plan(arguments: PretrainingArguments, inputs: Inputs) -> Group:
         )
     facts["corpus"] = ", ".join(arguments.data) or "the Python standard library"
     usual_folder = Path("runs", f"{Path(arguments.model_name).name}-DATE")
-    folder = RunFolder(Path(arguments.output_dir or usual_folder))
+    folder = RunFolder.named(arguments.output_dir or usual_folder)
     if arguments.overwrite and folder.own_files():
         facts["would delete"] = ", ".join(str(path) for path in folder.own_files())
     tables = [facts_table("Plan", facts | run_files(folder, inputs.config.architecture))]

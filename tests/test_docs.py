@@ -49,6 +49,7 @@ ELSEWHERE = {
     "docs/board.md": "tests/cli/test_board.py",
     "docs/evaluation.md": "tests/evaluation/test_harness.py",
     "docs/gpu.md": "tests/test_gpu_calls.py",
+    "docs/object-storage.md": "tests/stores/test_page.py",
     "docs/finetune.md": "tests/cli/test_finetune.py",
     "docs/pretraining.md": "tests/cli/test_pretrain.py",
     "examples/README.md": "tests/examples/test_examples.py",

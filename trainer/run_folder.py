@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import yaml
 
 from ..files.durable import write_durably
 from ..files.strict_json import read_regular_file
+from ..files.working_copies import find_work, locate, pull
 from .run_lock import LOCK
 
 BEST = "best"  # a file that names the best checkpoint
@@ -68,6 +70,16 @@ class RunFolder:
 
     path: Path
 
+    @classmethod
+    def named(cls, name: str | Path) -> RunFolder:
+        """Returns the folder of a name: a path, or the URL of one in an object store.
+
+        Of a URL it is the local copy, which is as the store unless a run on this machine uses it.
+        """
+        path = find_work(name)
+        pull(path, largest=sys.maxsize, unless=LOCK)
+        return cls(path)
+
     @property
     def arguments_file(self) -> Path:
         return self.path / "arguments.yaml"
@@ -109,9 +121,9 @@ class RunFolder:
 
     def owns(self, path: Path) -> bool:
         """Returns whether `path` is this folder or one of its checkpoints."""
-        path = path.resolve()
-        is_step = STEP_FOLDER.fullmatch(path.name) and path.parent == self.checkpoints.resolve()
-        return bool(is_step) or path == self.path.resolve()
+        path = locate(path)
+        is_step = STEP_FOLDER.fullmatch(path.name) and path.parent == locate(self.checkpoints)
+        return bool(is_step) or path == locate(self.path)
 
     def steps(self) -> list[int]:
         """Returns the steps with a complete checkpoint, in order."""
@@ -211,7 +223,7 @@ class RunFolder:
                 "with --overwrite, or choose another --output-dir"
             )
         for path in filter(None, reads):
-            if Path(path).resolve().is_relative_to(self.path.resolve()):
+            if locate(path).is_relative_to(locate(self.path)):
                 raise ValueError(
                     f"--overwrite would delete {path}, which this run reads; choose another "
                     "--output-dir"

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from filelock import SoftFileLease, Timeout
 
+from ..files.working_copies import name_urls, pull, push
 from .launch.heartbeat import process_state
+from .store_lease import (
+    NO_PROCESS,
+    ZOMBIE,
+    is_here,
+    is_lost_in_store,
+    return_in_store,
+    take_in_store,
+)
 
 # The file that names the host and the process that use the folder; its time is refreshed while they
 # live.
@@ -21,19 +30,18 @@ SECONDS_TO_DECIDE = SECONDS_WITHOUT_REFRESH + 10.0  # for which another run watc
 # filelock records a host as its name and, after this, the inode of the namespace of its processes,
 # which containers of one host do not share.
 NAMESPACE = "?pidns-"
-# States of a process that has ended, of `process_state`.
-NO_PROCESS = ""
-ZOMBIE = "Z"
 
 
 _taken: dict[Path, SoftFileLease] = {}  # by this process
+_times: dict[Path, int] = {}  # how often it has taken each
 
 
 def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
     """Reserves a folder for this process, and creates it. A process may take a folder again, and
     returns it as often as it has taken it.
 
-    The lock of a process that no longer runs is replaced:
+    Of a local copy of a folder in an object store, the folder there is reserved too, and the copy
+    is made equal to it. The lock of a process that no longer runs is replaced:
 
     - at once, if the process ran on this host, and neither the process table nor the disk is in the
       way (NFS cannot exchange two files);
@@ -43,6 +51,7 @@ def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
         ValueError: Another process uses the folder, or the folder cannot be created.
     """
     path = folder.resolve()
+    is_first = path not in _taken
     lease = _taken.get(path) or SoftFileLease(
         path / LOCK, timeout=0, lease_duration=SECONDS_WITHOUT_REFRESH, thread_local=False
     )
@@ -69,6 +78,14 @@ def take_folder(folder: Path, notify: Callable[[str], None] = print) -> None:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ValueError(f"{folder} cannot be used: {reason}; choose another folder") from None
     _taken[path] = lease
+    _times[path] = _times.get(path, 0) + 1
+    if is_first:
+        try:
+            take_in_store(path, notify)
+            pull(path, largest=sys.maxsize)
+        except BaseException:
+            return_folder(folder, send=False)
+            raise
 
 
 def _wait_for(lease: SoftFileLease) -> None:
@@ -98,13 +115,25 @@ def _sign_of_life(lease: SoftFileLease) -> tuple[Any, int]:
     return owner, 0
 
 
-def return_folder(folder: Path) -> None:
-    """Undoes one `take_folder`, and removes the folder if nothing has been written into it."""
+def return_folder(folder: Path, *, send: bool = True) -> None:
+    """Undoes one `take_folder`, and removes the folder if nothing has been written into it.
+
+    What a local copy of a folder in an object store has is sent there first, unless `send` is
+    False.
+    """
     path = folder.resolve()
     lease = _taken[path]
-    lease.release()
+    try:
+        _times[path] -= 1
+        if _times[path] == 0:
+            if send and lease.compromise is None and not is_lost_in_store(path):
+                push(path, at_once=False)
+            return_in_store(path)
+    finally:
+        lease.release()
     if not lease.is_locked:
         del _taken[path]
+        del _times[path]
         with contextlib.suppress(OSError):
             path.rmdir()
 
@@ -119,6 +148,10 @@ def check_not_lost(folder: Path) -> None:
             f"{folder} is no longer this run's ({lease.compromise.reason}); another run may have "
             "taken it"
         )
+    if is_lost_in_store(folder.resolve()):
+        raise ValueError(
+            f"{name_urls(str(folder))} is no longer this run's; another run has taken it"
+        )
 
 
 def _runs_here(owner: Any) -> bool:
@@ -128,15 +161,7 @@ def _runs_here(owner: Any) -> bool:
     One that is only left in the process table has ended: a container's first process may reap none.
     """
     host, _, namespace = owner.hostname.partition(NAMESPACE)
-    try:
-        here = f"{os.stat('/proc/self/ns/pid').st_ino:x}"
-    except OSError:  # no Linux
-        here = ""
-    return (
-        host == socket.gethostname()
-        and namespace in ("", here)
-        and process_state(owner.pid) not in (NO_PROCESS, ZOMBIE)
-    )
+    return is_here(host, namespace) and process_state(owner.pid) not in (NO_PROCESS, ZOMBIE)
 
 
 def _describe_owner(lease: SoftFileLease) -> str:

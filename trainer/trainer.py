@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..data import Share
 from ..data.loading.collate import DataCollator, with_loss_mask
 from ..files.verbosity import is_quiet
+from ..files.working_copies import name_urls
 from ..mpu import ParallelMesh, dropout_state, set_reduction
 from ..mpu.fused_products import use_symmetric_memory
 from ..ops.device import computes_on_host, has_tf32
@@ -123,7 +124,7 @@ class Trainer:
             zero_stage(self.arguments)  # refuses a stage that does not work
         name = self.arguments.experiment_name
         save_dir = Path(self.arguments.save_dir)
-        self.run_folder = RunFolder(save_dir / name if name else save_dir)
+        self.run_folder = RunFolder.named(save_dir / name if name else save_dir)
         self._check_run_folder()
         # A dry run ends where processes are joined.
         if mesh is None and (self.arguments.dry_run or not environment.is_one_process):
@@ -172,9 +173,8 @@ class Trainer:
             arguments.epochs or arguments.train_steps
         ):
             return  # Others have folders of their own, or only evaluate.
-        loads_own = arguments.load_dir is not None and self.run_folder.owns(
-            Path(arguments.load_dir)
-        )
+        load_dir = arguments.load_dir
+        loads_own = load_dir is not None and self.run_folder.owns(Path(load_dir))
         step = self.run_folder.latest_step()
         if step is not None and not (arguments.resume or arguments.overwrite or loads_own):
             raise ValueError(explain_other_run(self.run_folder, step))
@@ -314,7 +314,8 @@ class Trainer:
         # The run's folder, and the checkpoint in it to resume from.
         point = open_run(self.run_folder, arguments, ranks, self.console.print)
         if point and point.own:
-            self.console.print(f"resuming from step {point.step} of {self.run_folder.path}")
+            folder = name_urls(str(self.run_folder.path))
+            self.console.print(f"resuming from step {point.step} of {folder}")
         checkpoint = point.folder if point else None
         extras = with_tokenizer(extras, model, checkpoint, train_dataset, self.console.print)
         files = model_files(model)

@@ -8,9 +8,10 @@ import shutil
 import pytest
 
 import shardzoo
-from shardzoo.checkpoint.file_io import open_for_reading, read_into
+from shardzoo.checkpoint.file_io import read_into
 from shardzoo.checkpoint.stored_tensor import StoredTensor
 from shardzoo.convert import operations
+from shardzoo.files.working_copies import open_for_reading
 
 
 @pytest.fixture(scope="module")

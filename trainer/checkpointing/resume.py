@@ -13,6 +13,7 @@ from ...checkpoint.rank_files import rank_file
 from ...checkpoint.tensor_reader import read_tensors
 from ...files.printable import printable
 from ...files.safe_paths import checked_file
+from ...files.working_copies import find_source, locate, name_urls, naming_urls
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.rank_process import mark_run_as_begun
 from ..launch.ranks import Ranks, on_first_rank
@@ -46,6 +47,7 @@ class ResumePoint:
         return self.state.step
 
 
+@naming_urls()
 def open_run(
     run_folder: RunFolder, arguments: TrainingArguments, ranks: Ranks, notify: Callable[[str], None]
 ) -> ResumePoint | None:
@@ -93,10 +95,20 @@ def _find(
             )
     if load_dir is None:
         return None
-    found = find_checkpoint(Path(load_dir), arguments.load_type, ranks, notify)
+    folder = _find_load_dir(load_dir, run_folder)
+    found = find_checkpoint(folder, arguments.load_type, ranks, notify)
     if found is None:
         raise ValueError(f"load_dir {load_dir} holds no checkpoint")
     return ResumePoint(*found, arguments.load_optim, arguments.load_rng, own=loads_own)
+
+
+def _find_load_dir(load_dir: str | Path, run_folder: RunFolder) -> Path:
+    """Returns the folder that `load_dir` names; of a URL a local copy to read."""
+    place = locate(load_dir)
+    own = locate(run_folder.path)
+    if place.is_relative_to(own):
+        return run_folder.path / place.relative_to(own)
+    return find_source(load_dir, "load_dir") or Path(load_dir)
 
 
 def _prepare_folder(
@@ -113,7 +125,7 @@ def _prepare_folder(
         if not arguments.overwrite:
             raise ValueError(explain_other_run(folder, step))
         load_dir = arguments.load_dir
-        if load_dir is not None and Path(load_dir).resolve().is_relative_to(folder.path.resolve()):
+        if load_dir is not None and locate(load_dir).is_relative_to(locate(folder.path)):
             raise ValueError(
                 f"overwrite=True would delete {load_dir}, which load_dir names; choose another "
                 "save_dir or experiment_name"
@@ -136,7 +148,7 @@ def _prepare_folder(
 def explain_other_run(folder: RunFolder, step: int) -> str:
     """Returns why a run cannot begin in a folder, and what to do."""
     return (
-        f"{folder.path} holds a run that is saved at step {step}; resume it with resume=True, "
+        f"{name_urls(str(folder.path))} holds a run that is saved at step {step}; resume it with resume=True, "
         "replace it with overwrite=True, or choose another save_dir or experiment_name"
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...files.working_copies import push
 from ..launch.phase import SAVE, phase
 from ..launch.ranks import Ranks, on_first_rank
 from ..run_folder import RunFolder
@@ -74,6 +75,7 @@ class BackgroundSaver:
         def amend() -> None:
             amend_state(self.run_folder.checkpoint(step), validation=validation, best=best)
             self._name_best(step, best)
+            push(self.run_folder.path, at_once=False)
 
         on_first_rank(amend)
 
@@ -84,7 +86,9 @@ class BackgroundSaver:
 
     @phase(SAVE)
     def wait(self) -> None:
-        """Waits until everything is on disk. Raises OSError if it could not be written."""
+        """Waits until everything is on disk, and in the store of a run that has its folder there.
+        Raises OSError if it could not be written.
+        """
         saving = self._saving
         self._saving = None
         if saving is not None:
@@ -109,6 +113,7 @@ class BackgroundSaver:
         write_snapshot(snapshot, folder, self._ranks, self._group)
         if self._ranks.rank == 0:
             self._name_best(snapshot.state.step, snapshot.state.best)
+            push(self.run_folder.path, at_once=False)
 
     def _name_best(self, step: int, best: dict[str, Any]) -> None:
         if best.get("step") == step:

@@ -19,6 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ...files.working_copies import name_urls
 from ..launch.stop_signal import printing
 from .trackers import Tracker
 
@@ -146,7 +147,7 @@ class RunReporter:
         self.notice(f"step {step}: {label} {shown}")
 
     def saved(self, step: int, folder: Path) -> None:
-        self.notice(f"step {step}: saved {folder}")
+        self.notice(f"step {step}: saved {name_urls(str(folder))}")
 
     def notice(self, text: str) -> None:
         with printing():

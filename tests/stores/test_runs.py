@@ -1,0 +1,168 @@
+"""Runs whose folder is in an object store."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from store_runs import train
+
+from shardzoo.files.object_store import (
+    find_object,
+    list_objects,
+    read_object,
+    remove_object,
+    write_object,
+)
+from shardzoo.files.working_copies import find_work
+from shardzoo.trainer import store_lease
+from shardzoo.trainer.run_lock import return_folder, take_folder
+
+
+def losses(content: bytes) -> list[float]:
+    return [json.loads(line)["train/loss"] for line in content.splitlines()]
+
+
+def checkpoint_files(url: str, step: int) -> dict[str, bytes]:
+    folder = f"{url}/checkpoints/step-{step:06d}"
+    return {name: read_object(f"{folder}/{name}") for name in list_objects(folder)}
+
+
+def test_a_run_in_a_store_equals_one_on_a_disk(memory_bucket, tmp_path):
+    url = f"{memory_bucket}/run"
+    here = train(tmp_path / "run", 6)
+    first = train(url, 4)
+    assert not torch.equal(first.inner.weight, here.inner.weight)
+    with pytest.raises(ValueError, match=f"{url} holds a run that is saved at step 4"):
+        train(url, 6)
+    there = train(url, 6, resume=True)
+    assert torch.equal(there.inner.weight, here.inner.weight)
+
+    names = list_objects(url)
+    assert ".run.lock" not in names
+    assert {name.split("/")[1] for name in names if name.startswith("checkpoints/")} == {
+        "step-000002",
+        "step-000004",
+        "step-000006",
+    }
+    folder = tmp_path / "run" / "checkpoints" / "step-000006"
+    stored = checkpoint_files(url, 6)
+    assert stored.keys() == {path.name for path in folder.iterdir()}
+    for path in folder.iterdir():
+        assert stored[path.name] == path.read_bytes(), path.name
+    logged = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert losses(read_object(f"{url}/metrics.jsonl")) == losses(logged)
+
+
+def test_only_the_last_checkpoints_are_kept(memory_bucket):
+    url = f"{memory_bucket}/run"
+    train(url, 8, save_total_limit=1)
+    steps = {name.split("/")[1] for name in list_objects(url) if name.startswith("checkpoints/")}
+    assert steps == {"step-000008"}
+
+
+def test_a_checkpoint_without_its_state_is_none(memory_bucket):
+    url = f"{memory_bucket}/run"
+    train(url, 4)
+    remove_object(f"{url}/checkpoints/step-000004/trainer_state.json")
+    train(url, 4, resume=True)
+    assert "checkpoints/step-000004/trainer_state.json" in list_objects(url)
+
+
+def test_another_machine_resumes(memory_bucket, tmp_path, monkeypatch):
+    url = f"{memory_bucket}/run"
+    here = train(tmp_path / "run", 6)
+    train(url, 4)
+    monkeypatch.setenv("SHARDZOO_OBJECTS", str(tmp_path / "other"))
+    there = train(url, 6, resume=True)
+    assert torch.equal(there.inner.weight, here.inner.weight)
+    assert len(losses(read_object(f"{url}/metrics.jsonl"))) == 6
+    again = train(tmp_path / "on-a-disk", 6, load_dir=f"{url}/checkpoints/step-000002")
+    assert torch.equal(again.inner.weight, here.inner.weight)
+
+
+def test_a_damaged_checkpoint_is_left_behind(memory_bucket, capsys):
+    url = f"{memory_bucket}/run"
+    train(url, 4)
+    name = f"{url}/checkpoints/step-000004/model.safetensors"
+    content = bytearray(read_object(name))
+    content[-1] ^= 1
+    write_object(name, bytes(content))
+    before = checkpoint_files(url, 2)
+    train(url, 4, resume=True)
+    assert "step-000004 is damaged" in capsys.readouterr().out.replace("\n", " ")
+    assert read_object(name) != bytes(content)
+    assert checkpoint_files(url, 2) == before
+
+
+def test_one_run_at_a_time_uses_a_folder(memory_bucket, monkeypatch, tmp_path):
+    url = f"{memory_bucket}/run"
+    folder = find_work(url)
+    take_folder(folder)
+    owner = json.loads(read_object(f"{url}/.run.lock"))
+    assert owner["process"] == os.getpid()
+    # A process that has another folder for local copies does not see this one's lock file.
+    monkeypatch.setenv("SHARDZOO_OBJECTS", str(tmp_path / "other"))
+    with pytest.raises(ValueError, match=f"{url} is in use by process {os.getpid()}"):
+        take_folder(find_work(url))
+    return_folder_at(folder, monkeypatch, tmp_path)
+    assert find_object(f"{url}/.run.lock") is None
+
+
+def return_folder_at(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDZOO_OBJECTS", str(folder.parents[2]))
+    return_folder(folder)
+
+
+def test_the_lease_of_a_process_that_has_ended_is_replaced(memory_bucket, monkeypatch):
+    url = f"{memory_bucket}/run"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    here = {"host": store_lease.socket.gethostname(), "namespace": store_lease.find_namespace()}
+    write_object(f"{url}/.run.lock", json.dumps({**here, "process": ended.pid}).encode())
+    folder = find_work(url)
+    take_folder(folder)
+    return_folder(folder)
+
+    # Of a process elsewhere, only its signs of life tell.
+    monkeypatch.setattr(store_lease, "SECONDS_WITHOUT_SIGN", 0.2)
+    monkeypatch.setattr(store_lease, "SECONDS_TO_SETTLE", 0.0)
+    elsewhere = json.dumps({"host": "elsewhere", "process": 1, "token": "other"}).encode()
+    write_object(f"{url}/.run.lock", elsewhere)
+    said: list[str] = []
+    take_folder(folder, said.append)
+    assert "waiting to see whether process 1 on elsewhere still runs" in said[0]
+
+    # Another one has taken it meanwhile.
+    write_object(f"{url}/.run.lock", elsewhere)
+    from shardzoo.trainer.run_lock import check_not_lost
+
+    with pytest.raises(ValueError, match="no longer this run's"):
+        check_not_lost(folder)
+    (folder / "metrics.jsonl").write_text("{}")
+    return_folder(folder)
+    assert "metrics.jsonl" not in list_objects(url)
+    assert read_object(f"{url}/.run.lock") == elsewhere
+
+
+def test_a_live_owner_elsewhere_keeps_the_folder(memory_bucket, monkeypatch):
+    url = f"{memory_bucket}/run"
+    monkeypatch.setattr(store_lease, "SECONDS_WITHOUT_SIGN", 5.0)
+    content = {"host": "elsewhere", "process": 1, "token": "other"}
+    write_object(f"{url}/.run.lock", json.dumps(content).encode())
+
+    def sign(text: str) -> None:
+        content["signs"] = 1
+        write_object(f"{url}/.run.lock", json.dumps(content).encode())
+
+    def notify(text: str) -> None:
+        threading.Timer(0.2, sign, [""]).start()
+
+    with pytest.raises(ValueError, match=f"{url} is in use by process 1 on elsewhere"):
+        take_folder(find_work(url), notify)
+    assert json.loads(read_object(f"{url}/.run.lock"))["token"] == "other"
