@@ -151,6 +151,7 @@ from .llama import (
     LlamaModel,
 )
 from .loading import from_pretrained
+from .longt5 import LongT5Config, LongT5EncoderModel, LongT5ForConditionalGeneration, LongT5Model
 from .m2m_100 import M2M100Config, M2M100Encoder, M2M100ForConditionalGeneration, M2M100Model
 from .marian import MarianConfig, MarianEncoder, MarianForCausalLM, MarianModel, MarianMTModel
 from .mbart import (
@@ -440,6 +441,10 @@ __all__ = [
     "LlamaForSequenceClassification",
     "LlamaForTokenClassification",
     "LlamaModel",
+    "LongT5Config",
+    "LongT5EncoderModel",
+    "LongT5ForConditionalGeneration",
+    "LongT5Model",
     "M2M100Config",
     "M2M100Encoder",
     "M2M100ForConditionalGeneration",

@@ -152,6 +152,9 @@ class BlockSpec:
         capped: Whether a soft cap bounds the scores.
         position_terms: The number of terms of relative positions in the scores, which have products
             with `positions` embeddings.
+        block_length: The number of queries of a block of local attention, which sees its own keys
+            and those of both neighbors; 0 for attention to all keys.
+        summed: The number of positions whose sum is one more key of each block; 0 for no sums.
         window: Each position attends only to those at most so far away; None for all positions.
         borrows: Whether the projection of queries, keys and values is put together from rows of
             several ranks.
@@ -192,6 +195,8 @@ class BlockSpec:
     capped: bool = False
     position_terms: int = 0
     positions: int = 0
+    block_length: int = 0
+    summed: int = 0
     window: int | None = None
     borrows: bool = False
     routed: int = 0
@@ -351,15 +356,19 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
         total += _all_heads_norm(stack, batch, layout)
     elif block.qk_norm:  # the statistics of each head; the inputs are parts of qkv
         total += tokens * (inner + block.key_value_size) // block.head_size * FP32
-    if block.latent is None:
+    lengths = [_own_length(stack, batch)]
+    if block.block_length:
+        total += _local_attention(stack, batch, layout, without_core=without_core)
+    elif block.latent is None:
         total += _attention_features(stack, batch, layout, without_core=without_core) * tokens * e
     else:
         total += _latent_attention(stack, batch, layout, block.latent, without_core=without_core)
-    lengths = [_own_length(stack, batch)]
     if block.cross:
         total += (2 * tokens + 2 * batch.size * batch.length) * inner * e
         lengths.append(batch.length)
     for number, keys in enumerate(lengths):
+        if block.block_length and number == 0:
+            continue
         total += _core(stack, batch, layout, keys, crosses=number == 1, recomputed=without_core)
     if block.own_bias and _in_blocks(block, layout, lengths[0], lengths[0], crosses=False):
         total += block.heads * (2 * lengths[0] - 1) * e
@@ -375,7 +384,7 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
     if block.gated and not block.fused and t > 1:
         # The weights of gate and up are stacked for a single collective.
         total += 2 * block.feed_forward * block.hidden * e
-    if block.attention_dropout:
+    if block.attention_dropout and not block.block_length:
         dropping = [
             not without_core or _in_blocks(block, layout, lengths[0], keys, crosses=False)
             for keys in lengths
@@ -511,6 +520,43 @@ def _latent_attention(
     return total + tokens * block.heads * features * e
 
 
+def _local_attention(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool) -> int:
+    """Returns the bytes that local attention keeps of queries, keys and values, of its weights and
+    of its output.
+    """
+    block = stack.block
+    e = layout.itemsize
+    inner = block.heads * block.head_size
+    tokens = _tokens(stack, batch)
+    rows, keys = _count_local_keys(block, batch)
+    queries = batch.size * rows * block.block_length
+    total = tokens * inner * e  # the output
+    sums = 0
+    if block.summed:
+        sums = batch.size * (keys - 3 * block.block_length)
+        # The input, the output and the statistics of the norm of the sums.
+        total += sums * (2 * block.hidden * e + block.statistics * FP32) // layout.sequence_split
+    if without_core:  # queries, keys and values as they are projected
+        return total + (3 * tokens + 3 * sums) * inner * e
+    # Each block has its own copy of the keys and values that its queries see.
+    total += (queries + 2 * batch.size * rows * keys) * inner * e
+    weights = queries * block.heads * keys * e
+    if suits_tiles(block.block_length, keys, layout.device, e) and not block.summed:
+        return total + queries * block.heads * FP32
+    total += weights * (2 if block.attention_dropout else 1)
+    if block.attention_dropout:
+        total += batch.size * rows * INT64
+    return total
+
+
+def _count_local_keys(block: BlockSpec, batch: Batch) -> tuple[int, int]:
+    """Returns the number of blocks of a sequence, and of the keys that a query of one sees."""
+    keys = 3 * block.block_length
+    if block.summed:
+        keys += max(batch.length // block.summed, 1)
+    return -(-batch.length // block.block_length), keys
+
+
 def _own_length(stack: StackSpec, batch: Batch) -> int:
     return batch.target_length if stack.is_decoder else batch.length
 
@@ -579,7 +625,12 @@ def _working(stack: StackSpec, batch: Batch, layout: Layout, recomputed: int = 0
     inner = tokens * block.heads * block.head_size * e
     length = _own_length(stack, batch)
     attention = 4 * inner
-    if _materializes_weights(block, layout, length, length, crosses=False):
+    if block.block_length:
+        rows, keys = _count_local_keys(block, batch)
+        features = rows * (block.block_length + 2 * keys) * block.head_size
+        scores = rows * block.block_length * keys
+        attention += batch.size * block.heads * (scores + features) * e
+    elif _materializes_weights(block, layout, length, length, crosses=False):
         # While the gradient of the weights exists, the only others are those of the output and of
         # the values.
         attention = max(batch.size * block.heads * length**2 * e + 2 * inner, attention)

@@ -65,6 +65,8 @@ class Family:
             default.
         name_map: Where a Hugging Face checkpoint stores each parameter. `find_names` returns it
             with the names of a configuration's experts.
+        name_map_of: Returns the name map of a configuration, where it depends on more than the
+            numbers of experts and layers; `name_map` is then that of the default configuration.
         presets: Name of a preset -> its configuration.
         kind: Which stacks of blocks the models have.
         objective: Name of the default pretraining objective in `shardzoo.data`.
@@ -102,6 +104,7 @@ class Family:
     pretrains: Mapping[Format, str]
     tokenizer: str
     activations: Callable[[Any], Activations]
+    name_map_of: Callable[[Any], NameMap] | None = None
     tokenizers: Mapping[str, str] = field(default_factory=dict[str, str])
     tasks: Mapping[str, str] = field(default_factory=dict[str, str])
     in_transformers: bool = True
@@ -146,7 +149,8 @@ class Family:
 
     def find_names(self, config: ModelConfig) -> NameMap:
         """Returns where a checkpoint of a configuration's model stores each parameter."""
-        names = self.name_map.with_experts(config.expert_count).ignoring_layers(config.extra_layers)
+        names = self.name_map if self.name_map_of is None else self.name_map_of(config)
+        names = names.with_experts(config.expert_count).ignoring_layers(config.extra_layers)
         return names.with_own_embeddings() if config.has_own_embeddings else names
 
     def tokenizer_of(self, config: ModelConfig) -> str:

@@ -29,7 +29,6 @@ MISSING: dict[str, tuple[str, str]] = {
     "gptj": ("llama", "blocks with attention and MLP side by side"),
     "led": ("bart", "local attention with global tokens"),
     "longformer": ("roberta", "local attention with global tokens"),
-    "longt5": ("t5", "local and transient global attention"),
     "mpnet": ("bert", "a relative bias of attention scores"),
     "mpt": ("gpt2", "ALiBi, a bias of attention scores"),
     "opt": ("gpt2", "positions that start at 2 after padding"),

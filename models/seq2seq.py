@@ -72,8 +72,10 @@ class Seq2SeqStack(nn.Module):
         """Returns the stack's output from the last block's."""
         raise NotImplementedError
 
-    def shared_arguments(self, ids: Tensor, cached: int) -> tuple[Any, ...]:
-        """Returns what all blocks get between `mask` and `source`."""
+    def shared_arguments(
+        self, ids: Tensor, cached: int, pieces: Tensor | None = None
+    ) -> tuple[Any, ...]:
+        """Returns what all blocks get between `mask` and `source`. See `embed` for the arguments."""
         return ()
 
     def forward(
@@ -102,7 +104,7 @@ class Seq2SeqStack(nn.Module):
             mask.
         """
         cached = 0 if cache is None else cache.length
-        shared = (mask, *self.shared_arguments(ids, cached), source, source_mask)
+        shared = (mask, *self.shared_arguments(ids, cached, pieces), source, source_mask)
 
         def block_arguments(layer: int) -> tuple[Any, ...]:
             if cache is None:

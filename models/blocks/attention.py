@@ -116,6 +116,8 @@ class Attention(nn.Module):
             biases.
         softcap: The scores are softcap * tanh(scale · q·kᵀ / softcap), if it is given.
         sinks: See `CoreAttention`.
+        source_size: The width of the sequence that cross-attention attends to; hidden_size by
+            default.
 
     Raises:
         ValueError: The tensor-parallel size is larger than the number of heads; a head is never
@@ -137,6 +139,7 @@ class Attention(nn.Module):
         softcap: float | None = None,
         dropout: float = 0.0,
         sinks: bool = False,
+        source_size: int | None = None,
         mesh: ParallelMesh | None = None,
         parallel_config: ParallelConfig,
     ) -> None:
@@ -174,8 +177,11 @@ class Attention(nn.Module):
                 shared_kv_groups = tuple(
                     number for number, block in enumerate(blocks) if block in "kv"
                 )
+            width = hidden_size
+            if "q" not in blocks and source_size is not None:
+                width = source_size
             projection = ColumnParallelLinear(
-                hidden_size,
+                width,
                 sum(widths),
                 bias=qkv_bias,
                 groups=groups,
@@ -188,6 +194,10 @@ class Attention(nn.Module):
         self.output = RowParallelLinear(
             num_heads * self.head_size, hidden_size, bias=output_bias, **shared
         )
+
+    def gather_probabilities(self, recorded: Tensor) -> Tensor:
+        """Returns what a call recorded for this rank's heads, [B, Np, Sq, Sk], for all heads."""
+        return self.core.gather_heads(recorded)
 
 
 class AllHeadsNorms(nn.Module):

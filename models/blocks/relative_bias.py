@@ -61,14 +61,18 @@ class RelativeBias(nn.Module):
                 self.max_distance,
                 self.bidirectional,
             )
-        # Many distances share a bucket, so their gradients are summed in fp32.
-        wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-        by_distance = F.embedding(buckets, wide).to(self.weight.dtype).t()  # [Np, Sq + Sk - 1]
+        by_distance = self.look_up(buckets)  # [Np, Sq + Sk - 1]
         if context_size(self.mesh) > 1:
             return by_distance  # of which each rank needs a part
-        if suits_tiles(queries, keys, wide.device.type, self.weight.itemsize):
+        if suits_tiles(queries, keys, self.weight.device.type, self.weight.itemsize):
             return by_distance
         return lay_out_diagonals(by_distance, queries, keys)[None]
+
+    def look_up(self, buckets: Tensor) -> Tensor:
+        """Returns the bias of each of D distances, [Np, D], from their buckets, int64 [D]."""
+        # Many distances share a bucket, so their gradients are summed in fp32.
+        wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        return F.embedding(buckets, wide).to(self.weight.dtype).t()
 
     def extra_repr(self) -> str:
         return f"{self.shard.describe()}, bidirectional={self.bidirectional}"

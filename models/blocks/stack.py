@@ -136,6 +136,10 @@ class BlockList(nn.ModuleList):
             record: See `AttentionRecord`.
             name: The blocks' module, "attention" or "cross_attention".
         """
-        cores = [getattr(block, name).core for block in self if hasattr(block, name)]
-        found = tuple(core.gather_heads(record[core]) for core in cores if core in record)
+        attentions = [getattr(block, name) for block in self if hasattr(block, name)]
+        found = tuple(
+            attention.gather_probabilities(record[attention.core])
+            for attention in attentions
+            if attention.core in record
+        )
         return found or None

@@ -61,7 +61,7 @@ class T5Block(Block):
                 num_heads=heads, **config.bucketing(is_decoder), mesh=mesh
             )
         self.attention_norm = RMSNorm(size, eps, **shared)
-        self.attention = SelfAttention(size, heads, head_size=config.d_kv, **attention)
+        self.attention = self.build_attention(config, is_decoder, **attention)
         self.attention_dropout = residual_dropout(rate, mesh, parallel_config)
         if is_decoder:
             self.cross_attention_norm = RMSNorm(size, eps, **shared)
@@ -70,6 +70,10 @@ class T5Block(Block):
         self.mlp_norm = RMSNorm(size, eps, **shared)
         self.mlp = self.build_mlp(config, is_decoder, layer, **block)
         self.mlp_dropout = residual_dropout(rate, mesh, parallel_config)
+
+    def build_attention(self, config: Any, is_decoder: bool, **arguments: Any) -> SelfAttention:
+        """Returns the attention of a layer to its own stack."""
+        return SelfAttention(config.d_model, config.num_heads, head_size=config.d_kv, **arguments)
 
     def build_mlp(self, config: Any, is_decoder: bool, layer: int, **arguments: Any) -> nn.Module:
         """Returns the feed-forward part of a layer, from what its dropout and split are."""
@@ -146,7 +150,9 @@ class T5Stack(Seq2SeqStack):
     ) -> Tensor:
         return self.embedding_dropout(words)
 
-    def shared_arguments(self, ids: Tensor, cached: int) -> tuple[Any]:
+    def shared_arguments(
+        self, ids: Tensor, cached: int, pieces: Tensor | None = None
+    ) -> tuple[Any]:
         queries = ids.shape[1]
         keys = cached + queries
         if self.relative_bias is not None:

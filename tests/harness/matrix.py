@@ -580,7 +580,7 @@ def add_up(runs: Sequence[Run]) -> Run:
     )
 
 
-def whole(family_name: str, ranks: list, expert: int = 1) -> Run:
+def whole(family_name: str, ranks: list, expert: int = 1, config: Any = None) -> Run:
     """One run from what all ranks returned. Results that are replicated over the tensor axis must be the same."""
     tensor = len(ranks) // expert
     by_expert = [ranks[first : first + tensor] for first in range(0, len(ranks), tensor)]
@@ -595,7 +595,7 @@ def whole(family_name: str, ranks: list, expert: int = 1) -> Run:
             joined[name] = (torch.cat(parts) if is_dealt else sum(parts), shard)
         grads.append(joined)
     firsts = add_up([Run(*group[0][:2], {}) for group in by_expert])
-    return Run(firsts.outputs, firsts.loss, merge_gradients(family_name, grads))
+    return Run(firsts.outputs, firsts.loss, merge_gradients(family_name, grads, config))
 
 
 def check_replicated(ranks: list) -> None:
@@ -629,8 +629,11 @@ def check_case(
         converts: Whether the files are converted, too.
         device: Where our model and transformers' in bf16 compute; what they are compared with is computed on the CPU.
     """
+    from shardzoo.models import config_from_dict
+
     family_name, case = row
     model = build(name, case, folder / "hf")
+    config = config_from_dict(model.config.to_dict())
     inputs, figures = Inputs(name, case, model.config), Figures()
     todo = list(layouts) or [(m, k) for m in MODES for k in KINDS if k != "bf16" or m in BF16_MODES]
     has_bf16 = any(kind == "bf16" for _, kind in todo)
@@ -647,7 +650,7 @@ def check_case(
             "theirs": reference(copy.deepcopy(model).bfloat16(), batches, family_name, device)
             if has_bf16
             else [],
-            "dropout": [whole(family_name, runs) for runs in dropped],
+            "dropout": [whole(family_name, runs, config=config) for runs in dropped],
         },
         figures,
         1.0 if device == "cpu" else SLACK_OF_A_GPU,
@@ -670,7 +673,7 @@ def check_case(
         for i, (mode, kind) in enumerate(todo):
             try:
                 by_batch = zip(*(results[i] for results, _ in ranks), strict=True)
-                runs = [whole(family_name, list(results), expert) for results in by_batch]
+                runs = [whole(family_name, list(results), expert, config) for results in by_batch]
             except AssertionError as error:
                 figures.problems.append(f"{layout}, {mode}, {kind}: {error}")
                 continue

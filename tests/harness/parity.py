@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,16 +86,18 @@ def whole(config: dict, ranks: list, mode: int) -> Run:
     )
 
 
-def merge_gradients(family_name: str, ranks: list[dict]) -> dict[str, Tensor]:
+def merge_gradients(family_name: str, ranks: list[dict], config: Any = None) -> dict[str, Tensor]:
     """Whole gradients by stored name, from {native name: (this rank's gradient, its shard)} of all ranks.
 
-    Gradients of replicated parameters must be the same on every rank.
+    Gradients of replicated parameters must be the same on every rank. The names may depend on a configuration.
     """
     from shardzoo.models import family
 
     grads = ranks[0]
     merged: dict[str, Tensor] = {}
-    name_map = family(family_name).name_map.with_own_embeddings()
+    facts = family(family_name)
+    name_map = facts.name_map if facts.name_map_of is None else facts.name_map_of(config)
+    name_map = name_map.with_own_embeddings()
     for native, entry in zip(grads, name_map.resolve(grads), strict=True):
         shard = grads[native][1]
         if "{e}" in entry.stored_names()[0]:

@@ -93,8 +93,14 @@ TINY: dict[str, dict[str, Any]] = {
     "pegasus": _BART,
     "marian": {**_BART, "pad_token_id": 1, "decoder_start_token_id": 1},
 }  # fmt: skip
-# More mixtures, of which not every table has a row. The encoder-decoders leave no padding out.
+# More families, of which not every table has a row. The encoder-decoders leave no padding out.
 SPARSE: dict[str, dict[str, Any]] = {
+    "longt5": {**_SEQ2SEQ, "local_radius": 3, "encoder_attention_type": "transient-global", "global_block_size": 4},
+    "deberta-v2": {
+        **_ENCODER, "max_position_embeddings": 64, "relative_attention": True, "position_buckets": 8,
+        "pos_att_type": "c2p|p2c", "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+        "pad_token_id": 0, "type_vocab_size": 0,
+    },
     "olmoe": {**_DECODER, "num_key_value_heads": 4, "num_experts": 5, "num_experts_per_tok": 2, "pad_token_id": 0},
     "gpt_oss": {
         **_DECODER, "head_dim": 16, "intermediate_size": 20, "num_local_experts": 7, "num_experts_per_tok": 3,
@@ -129,6 +135,7 @@ _DROPOUTS = {
     "electra": _BERT_DROPOUTS,
     "xlm-roberta-xl": _BERT_DROPOUTS,
     "esm": _BERT_DROPOUTS,
+    "deberta-v2": (*_BERT_DROPOUTS, "pooler_dropout"),
     "eurobert": ("attention_dropout",),
     **dict.fromkeys(
         ("modernbert", "modernbert-decoder"),
@@ -140,6 +147,7 @@ _DROPOUTS = {
     "nllb-moe": ("dropout", "attention_dropout", "activation_dropout", "moe_token_dropout"),
     "mt5": ("dropout_rate",),
     "umt5": ("dropout_rate",),
+    "longt5": ("dropout_rate",),
     **dict.fromkeys(
         ("bart", "mbart", "m2m_100", "pegasus", "marian"),
         ("dropout", "attention_dropout", "activation_dropout"),
@@ -159,6 +167,7 @@ _DEPTHS = {
     "electra": ("num_hidden_layers",),
     "xlm-roberta-xl": ("num_hidden_layers",),
     "esm": ("num_hidden_layers",),
+    "deberta-v2": ("num_hidden_layers",),
     "eurobert": ("num_hidden_layers",),
     "modernbert": ("num_hidden_layers",),
     "modernbert-decoder": ("num_hidden_layers",),
@@ -172,6 +181,7 @@ _DEPTHS = {
     "deepseek_v3": ("num_hidden_layers",),
     "mt5": ("num_layers", "num_decoder_layers"),
     "umt5": ("num_layers", "num_decoder_layers"),
+    "longt5": ("num_layers", "num_decoder_layers"),
     **dict.fromkeys(
         ("bart", "mbart", "m2m_100", "pegasus", "marian"), ("encoder_layers", "decoder_layers")
     ),

@@ -82,6 +82,7 @@ STACKS = {
             "t5",
             "mt5",
             "umt5",
+            "longt5",
             "bart",
             "mbart",
             "m2m_100",
@@ -134,6 +135,7 @@ def check_deep_stacks(result, graphs):
 
 DEEP_DAILY = [("t5", 12, 1)]
 DEEP = [case for case in product(TINY, (12, 24), (1, 2)) if case not in DEEP_DAILY]
+DEEP += product(("longt5", "deberta-v2"), (12,), (1, 2))
 
 
 @pytest.mark.parametrize(("family", "layers", "tp"), every_day(DEEP_DAILY, more=DEEP))

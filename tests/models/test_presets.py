@@ -53,6 +53,12 @@ PUBLISHED = {
     **{f"{name}-large": 1_229_581_312 for name in ("mt5", "mt0")},
     **{f"{name}-xl": 3_742_619_648 for name in ("mt5", "mt0")},
     **{f"{name}-xxl": 12_921_057_280 for name in ("mt5", "mt0")},
+    # Those of T5 1.1, and of transient-global attention a norm a layer and a table.
+    "long-t5-local-base": 247_577_856,
+    "long-t5-local-large": 783_150_080,
+    "long-t5-tglobal-base": 247_587_456,
+    "long-t5-tglobal-large": 783_175_168,
+    "long-t5-tglobal-xl": 2_849_807_360,
     "xlm-roberta-base": 278_295_186,
     "xlm-roberta-large": 560_142_482,
     "camembert-base": 110_655_493,

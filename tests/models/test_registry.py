@@ -43,7 +43,6 @@ UNKNOWN_FAMILIES = {  # model_type, architecture: the nearest model, and a word 
     ("albert", "AlbertForMaskedLM"): ("BertForMaskedLM (bert)", "share their weights"),
     ("bloom", "BloomForCausalLM"): ("GPT2LMHeadModel (gpt2)", "ALiBi"),
     ("opt", "OPTForCausalLM"): ("GPT2LMHeadModel (gpt2)", "positions"),
-    ("longt5", "LongT5ForConditionalGeneration"): ("T5ForConditionalGeneration (t5)", "global attention"),
     ("gpt_neox", "GPTNeoXForCausalLM"): ("LlamaForCausalLM (llama)", "side by side"),
     ("gemma3", "Gemma3ForConditionalGeneration"): ("(gemma3_text)", "reads images"),
     ("chatglm", "ChatGLMModel"): ("Glm4Model (glm4)", "norms after attention"),

@@ -46,6 +46,7 @@ DECODER_HEADS = ("Model", "ForSequenceClassification", "ForTokenClassification")
 WANTED = {
     **dict.fromkeys(("T5", "MT5", "UMT5"), T5_HEADS),
     **dict.fromkeys(("Roberta", "XLMRoberta", "Camembert", "DistilBert", "Electra"), ENCODER_HEADS),
+    "LongT5": ("Model", "EncoderModel", "ForConditionalGeneration"),
     "Bert": (*ENCODER_HEADS, "ForPreTraining", "ForNextSentencePrediction"),
     "EuroBert": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
     "XLMRobertaXL": (*ENCODER_HEADS, "ForCausalLM"),
