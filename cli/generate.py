@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
-    from ..models import find_config
+    from ..models import find_config, from_pretrained
     from ..models.auto import build_on_meta
     from ..models.blocks.attention import check_heads
     from ..models.blocks.moe import check_experts
@@ -226,6 +226,8 @@ def start(argv: Sequence[str] | None, launch: RankInfo, quiet: bool) -> int:
         * arguments.expert_parallel_size
     )
     if launch.world_size < processes:
+        # Damaged files are refused before anything starts; on this device only headers are read.
+        from_pretrained(arguments.model, device="meta")
         return start_processes(processes)
     if launch.world_size != processes:
         asked = f"--tp {arguments.model_parallel_size}"

@@ -16,7 +16,7 @@ from torch import nn
 from ..checkpoint.manifest import checked_tokenizer
 from ..data.tokenizers.tokenizer import load_transformers_tokenizer
 from ..models.huggingface import CRF_NOTE
-from ..models.loading import missing_modules
+from ..models.loading import check_stored_model, missing_modules
 from ..models.lora import list_stored_modules, merge_lora
 from ..mpu import Dropout, ParallelMesh
 from ..mpu.packed import PackedParameter
@@ -168,9 +168,9 @@ class Trainer(BaseTrainer):
 
     def check_before_launch(self) -> None:
         """Raises ValueError, before any process is started, if the model or the batch cannot be
-        split over them.
+        split over them, or the model's files are damaged.
 
-        A dry run reads the files too, and prints what it would train.
+        A dry run reads the other files too, and prints what it would train.
         """
         rank_info = RankInfo.from_environment()
         if rank_info.world_size > 1:
@@ -178,7 +178,9 @@ class Trainer(BaseTrainer):
         source = find_source(self.arguments)
         task = choose_task(self.arguments, source)
         if source.native:
-            check_layout(self.arguments, task_config(source, task), rank_info)
+            config = task_config(source, task)
+            check_layout(self.arguments, config, rank_info)
+            check_stored_model(source.folder, config, label_modules(config))
         if self.arguments.dry_run:
             self._show_plan(source, task)
 

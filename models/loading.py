@@ -394,6 +394,23 @@ def missing_modules(folder: Path, config: ModelConfig) -> list[str]:
     return missing
 
 
+def check_stored_model(folder: Path, config: ModelConfig, new: Iterable[str] = ()) -> None:
+    """Compares the tensors of a folder with those of a model; reads the headers of its files alone.
+
+    Commands that start processes call this first, so that a user gets one message.
+
+    Args:
+        config: The model's. What the folder lacks of its head may be new.
+        new: More modules that need not be as the folder has them.
+
+    Raises:
+        ValueError: A tensor is missing, is unknown to the model, or has a wrong shape, or a file is
+            cut off.
+    """
+    absent = sorted({*missing_modules(folder, config), *new})
+    from_pretrained(folder, config=config, new=absent, device="meta")
+
+
 def _find_absent_names(model: nn.Module, new: Sequence[str]) -> set[str]:
     """Returns the names of parameters that are not read: of `new` modules, and of other heads.
 

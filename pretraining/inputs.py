@@ -24,6 +24,7 @@ from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.vocabulary import Vocabulary
 from ..models import family, find_config, presets
 from ..models.config import ModelConfig
+from ..models.loading import check_stored_model
 from ..models.mapping import read_model_config
 from ..trainer.estimate.pipeline import check_layout
 from ..trainer.launch.rank_info import RankInfo
@@ -140,6 +141,8 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
         # A teacher may have rows after its tokens, as T5 has.
         config = config.with_changes(vocab_size=teacher.config.vocab_size)
     check_layout(arguments, config, launch)
+    if weights is not None and launch.world_size == 1:
+        check_stored_model(weights.folder, config)
     sequence_length, target_length = choose_lengths(arguments, config, objective)
     return Inputs(
         config,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from shutil import copytree
 
 import pytest
 from safetensors.torch import load_file, save_file
 from tiny_models import save_model
 
 import shardzoo
-from shardzoo.cli import convert, generate, pretrain
+from shardzoo.cli import convert, finetune, generate, pretrain
 from shardzoo.convert import split
 
 EXPERTS = {  # architecture -> a matrix of its last expert
@@ -71,6 +72,40 @@ def test_experts_that_are_missing_or_damaged_are_refused(architecture, folders, 
             weights.write_bytes(original)
     finally:
         weights.write_bytes(original)
+
+
+def refuse_to_start(*_):
+    pytest.fail("processes were started")
+
+
+def test_commands_refuse_damaged_experts_before_they_start_processes(
+    folders, tmp_path, capsys, monkeypatch
+):
+    """Each with as many processes as no process group of this one has."""
+    from shardzoo.trainer.launch import launch
+
+    monkeypatch.setattr(launch, "start_processes", refuse_to_start)
+    name = "MixtralForCausalLM"
+    folder = copytree(folders[name], tmp_path / "damaged")
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    lose(tensors, EXPERTS[name])
+    save_file(tensors, weights, {"format": "pt"})
+    (tmp_path / "text.txt").write_text("one two three\n" * 50)
+    (tmp_path / "labels.jsonl").write_text('{"s": "one", "l": "a"}\n{"s": "two", "l": "b"}\n')
+    run = ["--output-dir", str(tmp_path / "run")]
+    labels = ["--train-file", str(tmp_path / "labels.jsonl"), "--task", "text-classification"]
+    commands = [
+        (generate, ["--model", str(folder), "--prompt", "one", "--ep", "2"]),
+        (generate, ["--model", str(folder), "--prompt", "one", "--tp", "3"]),
+        (pretrain, ["--init-from", str(folder), "--data", str(tmp_path / "text.txt"), *run, "--ep", "2"]),
+        (finetune, ["--model", str(folder), *labels, *run, "--tp", "2"]),
+    ]  # fmt: skip
+    for command, arguments in commands:
+        assert f"the checkpoint lacks {EXPERTS[name]}" in read_refusal(
+            command.main, arguments, capsys
+        )
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_flipped_bit_in_the_shard_of_an_expert_is_refused(folders, tmp_path):

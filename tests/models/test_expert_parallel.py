@@ -111,6 +111,9 @@ def test_the_estimate_refuses_layouts_that_the_trainer_refuses(oracle):
         model_memory(find_config(str(oracle[0])), Job(expert_parallel_size=6, precision="fp32"))
     with pytest.raises(ValueError, match="expert_parallel_size=2 works with neither fsdp"):
         Job(expert_parallel_size=2, fsdp=True)
+    for wrong in ({"precision": "fp16"}, {"optimizer": "muon"}):
+        with pytest.raises(ValueError, match="use fp32 or bf16 with adamw"):
+            Job(expert_parallel_size=2, **wrong)
 
 
 def test_the_estimate_divides_the_state_of_experts_among_the_ranks_that_have_them(oracle):

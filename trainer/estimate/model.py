@@ -476,6 +476,15 @@ class Job:
                 f"expert_parallel_size={self.expert_parallel_size} works with neither fsdp, ZeRO "
                 "stage 3, LoRA nor context parallelism; use zero_stage 0 to 2, or expert_parallel_size=1"
             )
+        is_elementwise = find_optimizer(self.optimizer).is_elementwise
+        if self.expert_parallel_size > 1 and (
+            PRECISIONS[self.precision].scales_loss or not is_elementwise
+        ):
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} does not work with precision="
+                f"{self.precision!r} and optimizer={self.optimizer!r}; use fp32 or bf16 with "
+                f"{', '.join(ELEMENTWISE_NAMES)}, or expert_parallel_size=1"
+            )
         if self.lora_rank < 0 or (self.lora_rank and self.pipeline_parallel_size > 1):
             raise ValueError(
                 f"lora_rank={self.lora_rank} must be 0 or more, and is estimated for one pipeline "
