@@ -57,6 +57,13 @@ def native_t5(mesh: Any, **sizes: int) -> Any:
     return from_config(tiny("t5", **{**SIZES, **sizes}), mesh).train()
 
 
+def native_mixture(mesh: Any) -> Any:
+    """The zoo's Mixtral of five experts, with dropout and the auxiliary loss."""
+    from shardzoo.models import from_config
+
+    return from_config(tiny("mixtral", 0.1, vocab_size=64, output_router_logits=True), mesh).train()
+
+
 def run_training(
     mesh: Any,
     folder: Path,

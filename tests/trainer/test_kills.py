@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from training import Pairs, Stream, native_t5, run_training
+from training import Pairs, Stream, native_mixture, native_t5, run_training
 
 KILLS = int(os.environ.get("SHARDZOO_KILLS", "0"))
 STEPS = 30 if KILLS else 10
@@ -30,6 +30,11 @@ RUNS = {
     "deepspeed+mpu": ({"env_type": "deepspeed+mpu", "model_parallel_size": 2}, 2, 2),
     "fsdp": ({"env_type": "fsdp", "model_parallel_size": 2}, 2, 2),
     "context": ({"env_type": "deepspeed+mpu", "context_parallel_size": 2}, 1, 1),
+    "experts": (
+        {"env_type": "deepspeed+mpu", "model_parallel_size": 2, "expert_parallel_size": 2, "zero_stage": 1},
+        2,
+        1,
+    ),
     "pipeline": (
         {
             "env_type": "deepspeed+mpu",
@@ -40,10 +45,11 @@ RUNS = {
         2,
         1,
     ),
-}
+}  # fmt: skip
 A_FEW = [
     ("pipeline", "indexed", 1),
     ("context", "indexed", 1),
+    ("experts", "indexed", 1),
     ("fsdp", "indexed", 1),
     ("pytorchDDP", "streamed", 2),
 ]
@@ -119,16 +125,19 @@ def test_killed_runs_equal_whole_ones(run_mesh, tmp_path, name, data, kills):
     samples = Pairs(60) if data == "indexed" else Stream(Pairs(60))
     settings = {"data": samples, "dropout": 0.1, **arguments}
     context = arguments.get("context_parallel_size", 1)
-    if tp > 1 or context > 1:
+    experts = arguments.get("expert_parallel_size", 1)
+    if experts > 1:
+        settings["model"] = native_mixture
+    elif tp > 1 or context > 1:
         settings["model"] = native_t5
     stages = arguments.get("pipeline_parallel_size", 1)
-    run = partial(run_mesh, tp, data=ranks, pipeline=stages, context=context)
+    run = partial(run_mesh, tp, data=ranks, pipeline=stages, context=context, expert=experts)
     run(partial(train, folder=tmp_path / "whole", **settings))
     generator = random.Random(f"{name} {data}")
     done = 0
     while done < kills:
         blow = Blow(
-            generator.randrange(tp * ranks * stages * context),
+            generator.randrange(tp * ranks * stages * context * experts),
             generator.randrange(1, MOST_STEPS),
             generator.random(),
         )
