@@ -10,12 +10,11 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_origin, get_type_hints
 
-import tyro
-
 from ..compat.spellings import RESUME, SAVE_EPOCH
 from ..files.strict_yaml import read_strict_yaml
 from ..trainer.arguments.aliases import SPELLINGS, argument_aliases, hint, resolve_aliases
 from .help import HelpPage, show_help
+from .parsing import parse_words
 from .spellings import respell
 
 Arguments = TypeVar("Arguments")
@@ -52,7 +51,7 @@ def parse(
     show_help(page, argv, default, quiet=quiet)
     argv = respell(argv, [field.name for field in fields(cast(Any, default))], quiet=quiet)
     argv = join_repeated_lists(resolve_alias_options(argv, default), default)
-    return tyro.cli(kind, prog=page.program, args=argv, default=default, console_outputs=not quiet)
+    return parse_words(kind, argv, page.program, quiet=quiet, default=default)
 
 
 def given_value(argv: Sequence[str], name: str) -> str | None:

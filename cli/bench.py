@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 from rich import box
 from rich.table import Table
 
@@ -20,6 +19,7 @@ from ..ops.bench.measure import Result, measure
 from ..trainer.logging.console import make_console
 from .console import USAGE_ERROR, print_error, run_and_report
 from .help import HelpPage, show_commands
+from .parsing import parse_words
 
 # Operators whose sizes --shape gives.
 SHAPED = ("layer_norm", "rms_norm", "bias_gelu", "geglu", "swiglu", "bias_dropout_residual")
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] != ["kernels"]:
         print_error(ValueError("name what to measure: shardzoo bench kernels"))
         return USAGE_ERROR
-    options = tyro.cli(Kernels, args=argv[1:], prog=HELP.program)
+    options = parse_words(Kernels, argv[1:], HELP.program)
     return run_and_report(lambda: run(options))
 
 

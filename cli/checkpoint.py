@@ -19,6 +19,7 @@ from ..files.working_copies import find_source
 from ..trainer.run_folder import RunFolder
 from .console import USAGE_ERROR, explain_error, format_bytes, format_table, run_and_report
 from .help import HelpPage, show_commands
+from .parsing import errors_in_one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, or 2 after a user's error or if a checkpoint is damaged."""
     argv = sys.argv[1:] if argv is None else argv
     show_commands("shardzoo checkpoint", "Checks the checkpoints of a training run.", HELP, argv)
-    command = tyro.extras.subcommand_cli_from_dict(
-        {"verify": Verify}, prog="shardzoo checkpoint", args=argv
-    )
+    with errors_in_one_line():
+        command = tyro.extras.subcommand_cli_from_dict(
+            {"verify": Verify}, prog="shardzoo checkpoint", args=argv
+        )
     return run_and_report(lambda: report(command))
 
 

@@ -11,6 +11,7 @@ import tyro
 from ..files.verbosity import OPTIONS
 from .console import run_and_report
 from .help import HelpPage, show_help
+from .parsing import parse_words
 from .spellings import SHORT_NAMES
 
 BASH = """# Completes shardzoo's commands, options and choices.
@@ -141,7 +142,7 @@ def write_bash(pages: Mapping[str, Mapping[str, HelpPage]]) -> str:
 def main(argv: list[str]) -> int:
     """Runs the command. Returns 0."""
     show_help(HELP, argv)
-    command = tyro.cli(Completion, prog=HELP.program, args=argv)
+    command = parse_words(Completion, argv, HELP.program)
 
     def work() -> int:
         script = write_bash({**list_pages(), "lm-eval": {"": HelpPage("", Nothing)}})

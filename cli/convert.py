@@ -29,6 +29,7 @@ from .console import (
     show_transfer,
 )
 from .help import HelpPage, show_commands
+from .parsing import parse_words
 from .spellings import SHORT_NAMES, respell
 
 if TYPE_CHECKING:
@@ -274,8 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = HELP[argv[0]].arguments if argv and argv[0] in HELP else Common
     argv = [*argv[:1], *respell(argv[1:], [field.name for field in fields(kind)])]
     command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
-    command = tyro.cli(
-        command_type, prog="shardzoo convert", args=argv, config=(tyro.conf.OmitSubcommandPrefixes,)
+    command = parse_words(
+        command_type, argv, "shardzoo convert", config=(tyro.conf.OmitSubcommandPrefixes,)
     )
     return run_and_report(lambda: run(command))
 

@@ -29,6 +29,7 @@ from ..trainer.logging.console import make_console
 from .arguments import given_value, read_yaml
 from .console import run_and_report
 from .help import HelpPage, show_commands
+from .parsing import parse_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +200,7 @@ def main(argv: list[str]) -> int:
 
     def work() -> int:
         command_type: Any = Command  # Any for type checkers; tyro itself accepts a Union
-        command = tyro.cli(command_type, args=add_config(argv), prog="shardzoo data")
+        command = parse_words(command_type, add_config(argv), "shardzoo data")
         is_answer = isinstance(command, Inspect)
         try:
             command.run(make_console(quiet=is_quiet() and not is_answer))

@@ -12,13 +12,13 @@ import subprocess
 from dataclasses import dataclass
 
 import torch
-import tyro
 from rich.console import Console
 
 from ..mpu import shared_memory
 from ..ops import current_choice, library, variants
 from ..trainer.logging.provenance import hardware, versions
 from .help import HelpPage, show_help
+from .parsing import parse_words
 
 
 @dataclass
@@ -32,7 +32,7 @@ HELP = HelpPage("shardzoo doctor", Doctor)
 def main(argv: list[str]) -> int:
     """Prints the report. Returns 0, or 1 if SHARDZOO_KERNELS forces kernels that cannot run here."""
     show_help(HELP, argv)
-    tyro.cli(Doctor, args=argv, prog=HELP.program)
+    parse_words(Doctor, argv, HELP.program)
     console = Console(highlight=False, soft_wrap=True)
     kernels = describe_kernels()
     sections = {

@@ -37,6 +37,7 @@ from ..trainer.precisions import PrecisionName
 from .arguments import given_value
 from .console import run_and_report
 from .help import HelpPage, show_help
+from .parsing import parse_words
 from .spellings import SHORT_NAMES, respell
 
 GIB = 1 << 30
@@ -188,7 +189,7 @@ def main(argv: list[str]) -> int:
         values = read_run_file(Path(config), names) if config else {}
         # What the file says comes first, so that the command line replaces it.
         words = [*values, *argv]
-        return run(tyro.cli(EstimateArguments, prog=HELP.program, args=words))
+        return run(parse_words(EstimateArguments, words, HELP.program))
 
     return run_and_report(work)
 

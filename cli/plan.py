@@ -34,6 +34,7 @@ from ..trainer.precisions import PrecisionName
 from .arguments import read_yaml
 from .console import run_and_report
 from .help import HelpPage, show_help
+from .parsing import parse_words
 from .pretrain import RECIPES, PretrainCommand
 from .spellings import respell
 
@@ -204,7 +205,7 @@ def main(argv: list[str]) -> int:
     show_help(HELP, argv)
     names = [field.name for field in fields(PlanArguments)]
     argv = respell(argv, names, positional="model")
-    arguments = tyro.cli(PlanArguments, prog=HELP.program, args=argv)
+    arguments = parse_words(PlanArguments, argv, HELP.program)
     return run_and_report(lambda: run(arguments))
 
 

@@ -20,7 +20,6 @@ from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
-import tyro
 from tyro.conf import Positional
 
 from ...checkpoint.manifest import Manifest, TensorRecord
@@ -29,6 +28,7 @@ from ...trainer.run_folder import RunFolder, parse_metrics_line
 from ...trainer.run_lock import LOCK
 from ..console import explain_error, run_and_report
 from ..help import HelpPage, show_help
+from ..parsing import parse_words
 
 PAGE = Path(__file__).with_name("page")
 # All that is served as a file. Nothing in a request is ever part of a path.
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serves the page until it is interrupted. Returns 2 after a user's error."""
     argv = sys.argv[1:] if argv is None else argv
     show_help(HELP, argv)
-    command = tyro.cli(Board, prog=HELP.program, args=argv)
+    command = parse_words(Board, argv, HELP.program)
     return run_and_report(lambda: serve(command))
 
 

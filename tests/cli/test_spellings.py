@@ -98,6 +98,32 @@ def test_mistakes_are_answered_with_what_was_meant(capsys):
         assert len(shown) < 160, "all names are listed beside the one that was meant"
 
 
+def test_a_command_line_that_does_not_parse_is_one_line(capsys):
+    for words, line in (
+        (
+            ["models", "--tp", "x"],
+            "--model-parallel-size: invalid literal for int() with base 10: 'x'",
+        ),
+        (["plan", "gpt2", "--gpu", "4"], "unrecognized options: --gpu, 4; did you mean --gpus?"),
+        (["estimate", "gpt2", "--precision", "fp8"], "expected one of ('fp32', 'bf16', 'fp16')"),
+        (
+            ["data", "prepare"],
+            "missing: --output PATH, --tokenizer PATH; see shardzoo data prepare",
+        ),
+        (
+            ["data", "inspect"],
+            "missing: PATH (PREFIX of the files); see shardzoo data inspect --help",
+        ),
+        (["checkpoint"], "expected one of {verify}"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 2
+        [shown] = capsys.readouterr().err.splitlines()
+        assert shown.startswith("error: ")
+        assert line.lower() in shown.lower()
+
+
 def test_a_shell_completes_commands_options_and_choices(pages, tmp_path):
     script = tmp_path / "completion"
     script.write_text(write_bash(pages))

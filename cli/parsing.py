@@ -1,0 +1,94 @@
+"""Parses command lines by tyro, whose boxes of errors become one line as all other errors are."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
+
+import tyro
+
+from .console import print_error
+
+LONGEST_HINT = 60  # characters of an argument's text in a message
+
+
+def parse_words(
+    kind: Any, words: Sequence[str], program: str, *, quiet: bool = False, **options: Any
+) -> Any:
+    """Returns the arguments of a command line as an object of `kind`.
+
+    A mistake exits with code 2 after one line on stderr; with `quiet` without it.
+
+    Args:
+        program: The name of the command, for messages.
+        options: More arguments of `tyro.cli`.
+    """
+    with errors_in_one_line():
+        return tyro.cli(kind, prog=program, args=words, console_outputs=not quiet, **options)
+
+
+@contextmanager
+def errors_in_one_line() -> Generator[None]:
+    """Prints one line instead of each box that tyro prints before it exits."""
+    shown = io.StringIO()
+    try:
+        with redirect_stderr(shown):
+            yield
+    except SystemExit as end:
+        if end.code and shown.getvalue().strip():
+            print_error(ValueError(shorten_box(shown.getvalue())))
+        raise
+    sys.stderr.write(shown.getvalue())
+
+
+def shorten_box(box: str) -> str:
+    """Returns what a box of tyro's says, without the texts of help in it."""
+    lines = [line for line in box.splitlines() if line.strip()]
+    # The first line is a title. A terminal without Unicode gets a box without borders.
+    sections: list[list[str]] = [[]]
+    for line in lines[1:]:
+        if not line.strip("╭╮╰╯│ ─-"):
+            sections.append([])
+        else:
+            sections[-1].append(line[2:].rstrip("│ "))
+    message = ""
+    for section in sections:
+        words = " ".join(" ".join(section).split())
+        if words.startswith("Missing from "):
+            message = f"missing: {_list_missing(section[1:])}"
+        elif words.startswith("Perhaps you meant"):
+            names = re.findall(r"^ {4}(--\S+)", "\n".join(section), flags=re.MULTILINE)
+            message += f"; did you mean {' or '.join(names)}?" if names else ""
+        elif words.startswith("Available subcommands"):
+            message += f"; {words[0].lower()}{words[1:]}"
+        elif words.startswith("For full helptext"):
+            page = re.search(r"(?:run:?|see) (.*)", words)
+            message += f"; see {page[1]}" if page else ""
+        elif words and not words.startswith("Argument helptext"):
+            message += f"; {words}" if message else words
+    message = message.strip().removeprefix("Error parsing ").replace(".; ", "; ")
+    return message[:1].lower() + message[1:]
+
+
+def _list_missing(lines: Sequence[str]) -> str:
+    """Returns the arguments of a box that are missing, each with the beginning of its text."""
+    found: list[tuple[str, str]] = []
+    for line in lines:
+        if not line.startswith(" " * 8):
+            found.append((line.strip(), ""))
+        elif found:
+            name, text = found[-1]
+            found[-1] = (name, f"{text} {line.strip()}".strip())
+    shown: list[str] = []
+    for name, text in found:
+        if name.startswith("--"):
+            shown.append(name)
+            continue
+        # An argument without an option has a type alone: its text says what it is.
+        hint = re.split(r"[.,] ", text.removesuffix("(required)"))[0].strip()
+        shown.append(f"{name} ({hint[:LONGEST_HINT].rstrip('. ')})")
+    return ", ".join(shown)
