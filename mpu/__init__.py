@@ -36,7 +36,7 @@ from .dropout import (
     scaled_masked_softmax,
 )
 from .embedding import VocabParallelEmbedding
-from .experts import ParallelExperts
+from .experts import ParallelExperts, expert_load_counting
 from .fused_products import use_symmetric_memory
 from .grad_clipping import clip_factor, clip_grad_norm_, grad_norm
 from .head import VocabParallelHead
@@ -79,6 +79,7 @@ __all__ = [
     "draw_seed",
     "dropout_state",
     "exchange_heads",
+    "expert_load_counting",
     "fp32_parameter",
     "gather_from_context",
     "gather_from_dp",

@@ -12,7 +12,8 @@ another how many tokens come, and this is the only time that the host waits for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from ..ops import (
     permute_tokens,
     sort_by_expert,
 )
+from ..ops.device import records_graph
 from ..ops.dropout_mask import keys_from_row
 from ..ops.experts import add_expert_bias, permute_rows
 from .collectives import (
@@ -62,6 +64,35 @@ class TokenRoutes:
     counts: Tensor
 
 
+class ExpertLoadCounting:
+    """Says whether mixtures count what their experts compute. Each process has one instance,
+    `expert_load_counting`.
+
+    Attributes:
+        is_on: While a forward pass is counted; what a backward pass recomputes is not counted again.
+        is_token: For each stack of the model that has a mask, [B, S], 0 for padding, which is not
+            counted. See `ParallelExperts.stack`.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.is_token: Mapping[str, Tensor] = {}
+
+    @contextmanager
+    def over(self, is_token: Mapping[str, Tensor]) -> Generator[None]:
+        """Counts within the context."""
+        self.is_on = True
+        self.is_token = is_token
+        try:
+            yield
+        finally:
+            self.is_on = False
+            self.is_token = {}
+
+
+expert_load_counting = ExpertLoadCounting()
+
+
 class ParallelExperts(SplitLayer):
     """E MLPs, with or without a gate, each of which computes the tokens that a router sends to it.
 
@@ -90,7 +121,15 @@ class ParallelExperts(SplitLayer):
         gate_up_bias, up_bias, down_bias: [Ep · 2Fp], [Ep · Fp] and [Ep · Hp], or None. Each
             tensor-parallel rank adds its part of the last one to its part of the results.
         first, last: The experts of this rank, [first, last); they may be none.
+        load: int64 [E + 1], how often each expert, of all ranks, was chosen for this rank's tokens
+            while `expert_load_counting` was on, and the number of choices that were dropped; None if
+            nobody counts. Tensor-parallel ranks count the same tokens. Compiled code does not count.
+        stack: The part of the model whose tokens these are: "encoder", "decoder", or "" where there
+            is one stack.
     """
+
+    load: Tensor | None = None
+    stack: str = ""
 
     def __init__(
         self,
@@ -157,6 +196,8 @@ class ParallelExperts(SplitLayer):
                 a dropped token.
             experts: int64 [B, S, k], the experts that the weights belong to.
         """
+        if self.load is not None and expert_load_counting.is_on and not records_graph():
+            self.count_choices(self.load, experts)
         if self.sequence_parallel:
             x = gather_sequence(x, self.mesh)
         else:
@@ -167,6 +208,15 @@ class ParallelExperts(SplitLayer):
         if self.sequence_parallel:
             return reduce_scatter_sequence(y, self.mesh)
         return reduce_from_tp(y, self.mesh)
+
+    def count_choices(self, load: Tensor, experts: Tensor) -> None:
+        """Adds the choices of a forward pass, int64 [B, S, k], to `load`."""
+        ones = torch.ones_like(experts)
+        is_token = expert_load_counting.is_token.get(self.stack)
+        # Where an encoder leaves padding out, no row is padding.
+        if is_token is not None and is_token.shape == experts.shape[:2]:
+            ones = ones * (is_token != 0)[..., None]
+        load.scatter_add_(0, experts.flatten(), ones.flatten())
 
     def mix(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Returns this rank's part of the weighted sums, [B, S, H], of x [B, S, H] and [B, S, k]."""

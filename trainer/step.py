@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..models.blocks.corrected_moe import CorrectionUpdate
-from ..mpu import dropout_state
+from ..mpu import dropout_state, expert_load_counting
 from ..ops.device import computes_on_host, make_copy_stream, pins_host_memory
 from .arguments.training_arguments import TrainingArguments
 from .batches.loss_normalization import LossNormalizer, describe_label_problem, find_loss, to_device
@@ -36,6 +36,7 @@ from .launch.phase import phase
 from .launch.ranks import Ranks
 from .launch.stop_signal import StopSignal
 from .logging.diagnostics import Throughput, diagnose_non_finite, memory_by_rank
+from .logging.expert_load import ExpertLoad, find_token_masks
 from .step_graph import GraphResults, StepGraph
 
 
@@ -117,6 +118,7 @@ class TrainingStep:
         self.global_batch_size = arguments.global_batch(ranks.dp_size)
         self.device = next(engine.module.parameters()).device
         self.throughput = Throughput(self.device)
+        self.expert_load = ExpertLoad(engine.module, ranks, self.device)
         self.reads_late = not computes_on_host(self.device)
         self.copy_stream = make_copy_stream(self.device)
         self.graph: StepGraph | None = None
@@ -174,7 +176,8 @@ class TrainingStep:
         def forward(k: int) -> Tensor:
             dropout_state.set(self.arguments.seed, self.first_sample(step, k))
             inputs = {**on_device.get(k), **self.normalizer.model_arguments(target_counts)}
-            with self._flops_counted_once(inputs):
+            masks = find_token_masks(inputs, engine.module)
+            with self._flops_counted_once(inputs), expert_load_counting.over(masks):
                 output = self.forward_step(inputs, engine.model, None)
             return self.normalizer.normalize(find_loss(output), own_counts[k], target_counts)
 
@@ -297,6 +300,7 @@ class TrainingStep:
             "samples_per_second": self.global_batch_size / seconds,
             **self.throughput.values(result.tokens, seconds),
             **memory_by_rank(self.device, self.ranks),
+            **self.expert_load.read(),
         }
         if result.outcome.grad_norm is not None:
             values["grad_norm"] = float(result.outcome.grad_norm)

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mpu import dropout_state
+from ..mpu import dropout_state, expert_load_counting
 from ..ops.device import can_record_graphs, record_graph
 from .arguments.training_arguments import TrainingArguments
 from .batches.loss_normalization import LossNormalizer, find_loss
 from .engines.engine import Engine, ForwardStep
 from .engines.torch_engine import TorchEngine
+from .logging.expert_load import find_token_masks
 
 # Steps before the one that is recorded.
 EAGER_STEPS = 2
@@ -203,7 +204,9 @@ class StepGraph:
         dropout_state.set(self._arguments.seed, self._first_samples[k])
         names = self._normalizer.arguments
         counts = dict(zip(names, self._totals.unbind(), strict=False))
-        output = self._forward_step({**self._inputs[k], **counts}, self._engine.model, None)
+        masks = find_token_masks(self._inputs[k], self._engine.module)
+        with expert_load_counting.over(masks):
+            output = self._forward_step({**self._inputs[k], **counts}, self._engine.model, None)
         loss = find_loss(output)
         return loss if names else loss * self._shares[k]
 

@@ -51,6 +51,9 @@ def write_report(
         sections: Heading -> text or table, shown between the results and the arguments.
     """
     parts: dict[str, Section] = {"Results": _summarize(records)}
+    load = _list_expert_load(records)
+    if load:
+        parts["Load of the experts at the last logged step"] = load
     parts.update(sections or {})
     parts["Arguments"] = {name: value for name, value in arguments.items() if value is not None}
     page = PAGE.format(
@@ -160,6 +163,29 @@ def _summarize(records: Records) -> dict[str, str]:
     return rows
 
 
+def _list_expert_load(records: Records) -> dict[str, str]:
+    """Returns the rows of the table of a mixture's layers; none of another model."""
+    train = [record for record in records if "train/router/load" in record]
+    if not train:
+        return {}
+    last = train[-1]
+    rows: dict[str, str] = {}
+    prefix = "train/router/load/"
+    for name, load in last.items():
+        if not name.startswith(prefix):
+            continue
+        layer = name.removeprefix(prefix)
+        text = f"busiest expert {load:.2f} of the mean"
+        entropy = last.get(f"train/router/entropy/{layer}")
+        if entropy is not None:
+            text += f", entropy {entropy:.3f} of an even load's"
+        dropped = last.get(f"train/router/dropped/{layer}")
+        if dropped is not None:
+            text += f", {dropped:.1%} dropped"
+        rows[f"layer {layer}"] = text
+    return rows
+
+
 def _average_loss(train: Records, before: int) -> float:
     """Returns the mean training loss of the steps after step `before` up to the last record.
 
@@ -185,15 +211,23 @@ def _list_values(record: dict[str, float], prefix: str) -> str:
 
 
 def _draw_plots(records: Records) -> str:
-    """Returns plots of loss, learning rate and gradient norm over the steps, as inline SVG."""
+    """Returns plots of loss, learning rate and gradient norm over the steps, and of the load of a
+    mixture's busiest expert, as inline SVG.
+    """
     from matplotlib.figure import Figure  # imported here because only one rank plots
 
-    figure = Figure(figsize=(8, 5.5))
+    train = _select(records, "train")
+    shown = [("train/lr", "learning rate"), ("train/grad_norm", "grad norm")]
+    if any("train/router/load" in record for record in train):
+        shown.append(("train/router/load", "expert load"))
+    figure = Figure(figsize=(8, 3.7 + 0.9 * len(shown)))
     # Fixed margins, because measuring the texts to find them takes longer than all the rest.
     margins = {"left": 0.11, "right": 0.98, "bottom": 0.09, "top": 0.98, "hspace": 0.2}
-    loss, *others = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1), gridspec_kw=margins)
+    heights = (3, *(1 for _ in shown))
+    loss, *others = figure.subplots(
+        len(heights), 1, sharex=True, height_ratios=heights, gridspec_kw=margins
+    )
 
-    train = _select(records, "train")
     if train:
         steps = np.array([record["step"] for record in train])
         losses = np.array([record["train/loss"] for record in train])
@@ -205,9 +239,7 @@ def _draw_plots(records: Records) -> str:
         loss.legend()
     loss.set_ylabel("loss (nats per target)")
 
-    for axes, name, label in zip(
-        others, ("train/lr", "train/grad_norm"), ("learning rate", "grad norm"), strict=True
-    ):
+    for axes, (name, label) in zip(others, shown, strict=True):
         logged = [record for record in train if name in record]
         steps = [record["step"] for record in logged] or [0]
         values = [record[name] for record in logged] or [0]

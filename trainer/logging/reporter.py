@@ -21,6 +21,7 @@ from rich.progress import (
 
 from ...files.working_copies import name_urls
 from ..launch.stop_signal import printing
+from .expert_load import describe_load
 from .trackers import Tracker
 
 LINES_WITHOUT_TERMINAL = 20  # number of progress lines if the output is a file
@@ -98,7 +99,10 @@ class RunReporter:
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=BAR_WIDTH),
-            TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
+            TextColumn(
+                "loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"
+                "{task.fields[experts]}"
+            ),
             TimeElapsedColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
@@ -106,7 +110,7 @@ class RunReporter:
             disable=not console.is_terminal,
         )
         self._task = self._progress.add_task(
-            "train", total=total_steps, completed=first_step, loss=0.0, speed=0.0
+            "train", total=total_steps, completed=first_step, loss=0.0, speed=0.0, experts=""
         )
 
     def __enter__(self) -> RunReporter:
@@ -129,7 +133,12 @@ class RunReporter:
         self._since_line.append(logged)
         with printing():
             self._progress.update(
-                self._task, completed=step, loss=find_mean(self._recent), speed=speed, refresh=True
+                self._task,
+                completed=step,
+                loss=find_mean(self._recent),
+                speed=speed,
+                experts=describe_load(values),
+                refresh=True,
             )
         if self._console.is_terminal:
             self._since_line = []
@@ -138,7 +147,10 @@ class RunReporter:
             self._has_line = True
             loss = find_mean(self._since_line)
             self._since_line = []
-            self.notice(f"step {step}/{self._total or '?'}  loss {loss:.3f}  {speed:,.0f} tokens/s")
+            self.notice(
+                f"step {step}/{self._total or '?'}  loss {loss:.3f}  {speed:,.0f} tokens/s"
+                f"{describe_load(values)}"
+            )
 
     def evaluation(self, step: int, values: dict[str, float], kind: Evaluation = "valid") -> None:
         self._log(step, kind, values)
