@@ -24,7 +24,9 @@ from ..data.text.prepare import PrepareOptions, PrepareProgress, PrepareReport, 
 from ..data.text.sources import Source
 from ..data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokenizers.training import TokenizerKind, train_tokenizer
+from ..files.object_store import find_url
 from ..files.verbosity import is_quiet
+from ..files.working_copies import name_urls, writing
 from ..trainer.logging.console import make_console
 from .arguments import given_value, read_yaml
 from .console import run_and_report
@@ -101,7 +103,7 @@ class Merge(Configurable):
 
     def run(self, console: Console) -> None:
         merge_datasets(self.inputs, self.output)
-        console.print(IndexedDataset(self.output))
+        console.print(name_urls(repr(IndexedDataset(self.output))))
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class Split(Configurable):
         shares = {name: share for name, share in zip(names, self.shares, strict=True) if share != 0}
         counts = split_dataset(IndexedDataset(self.prefix), shares, seed=self.seed)
         for name, count in counts.items():
-            console.print(f"{name}: {count} documents")
+            console.print(f"{find_url(name) or name}: {count} documents")
 
 
 @dataclass(frozen=True)
@@ -170,9 +172,12 @@ class TrainTokenizer(Configurable):
 
     def run(self, console: Console) -> None:
         documents = Documents(choose_source(self.input), self.text_key)
-        tokenizer = train_tokenizer(self.kind, documents, self.vocab_size, self.output)
+        with writing(self.output) as output:
+            tokenizer = train_tokenizer(self.kind, documents, self.vocab_size, output)
         count = documents.report.documents
-        console.print(f"{self.output}: {tokenizer.vocab_size} entries from {count} documents")
+        console.print(
+            f"{find_url(self.output) or self.output}: {tokenizer.vocab_size} entries from {count} documents"
+        )
         _print_bad(console, documents.report)
 
 

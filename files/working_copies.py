@@ -5,7 +5,7 @@ A copy has the files of the store, but those with tensors are empty stand-ins of
 zeros instead of a header and refuses them. A folder that is written is a copy, too, which `push`
 sends to the store. So all that is above this floor sees local folders.
 
-    find_source(name)    a URL's folder or file as a local copy to read; other names are paths
+    find_source(name)    a URL's folder or file as a local copy to read; None for other names
     find_work(name)      the local copy of a URL to write, or the path itself
     pull(folder)         makes such a copy equal to the store
     push(folder)         makes the store equal to the copy
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -32,6 +33,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryFile
+from typing import Any, BinaryIO, cast
 
 from .durable import write_durably
 from .object_store import (
@@ -58,6 +60,7 @@ STATE = LAST[-1]
 # In the names of a run's checkpoints that it has left behind: they stay on the machine that found it.
 ABANDONED = ".abandoned"
 RECORD = "objects.json"
+STREAM_BLOCK = 1 << 20  # bytes that are read ahead of whoever reads in order
 SHORT_GAP = 64 << 10  # bytes between two ranges that one request reads
 LARGEST_TEXT = 16 << 20  # bytes of a file that whoever replaces a folder may look at
 PENDING = "pending"
@@ -165,7 +168,12 @@ def _find_root() -> Path:
 
 
 def find_source(
-    name: str | os.PathLike[str], argument: str, patterns: Sequence[str] = ("*",)
+    name: str | os.PathLike[str],
+    argument: str,
+    patterns: Sequence[str] = ("*",),
+    *,
+    largest: int = sys.maxsize,
+    ranged: Collection[str] = RANGED,
 ) -> Path | None:
     """Returns a local copy of a URL, to read; None for any other name.
 
@@ -173,6 +181,8 @@ def find_source(
         name: A URL or a path.
         argument: What the name was given as, for messages.
         patterns: The names of the files that are needed.
+        largest: Bytes of a file that is fetched; larger ones are stand-ins.
+        ranged: Endings of other files that are stand-ins.
 
     Raises:
         ValueError: There is nothing at the URL, or a folder that is not complete.
@@ -195,7 +205,7 @@ def find_source(
     copy.make()
     with copy.locked():
         _remove_others(copy, objects)
-        _update(copy, wanted)
+        _update(copy, wanted, largest, ranged)
     return copy.path
 
 
@@ -234,18 +244,25 @@ def _remove_others(copy: WorkingCopy, objects: Collection[str]) -> None:
 
 
 def _update(
-    copy: WorkingCopy, objects: Mapping[str, StoredObject], largest: int = sys.maxsize
+    copy: WorkingCopy,
+    objects: Mapping[str, StoredObject],
+    largest: int = sys.maxsize,
+    ranged: Collection[str] = RANGED,
 ) -> None:
-    """Makes files of the copy equal to objects; those of more than `largest` bytes are stand-ins."""
+    """Makes files of the copy equal to objects.
+
+    Those of more than `largest` bytes, and those with an ending in `ranged`, are stand-ins.
+    """
     record = copy.read_record()
     for name, found in objects.items():
         path = copy.local(name)
         known = record.get(name)
-        if known is not None and known.version == found.version and known.fits(path):
+        is_whole = path.suffix not in ranged and found.size <= largest
+        is_known = known is not None and known.version == found.version and known.fits(path)
+        if known is not None and is_known and (known.is_whole or not is_whole):
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        is_whole = path.suffix not in RANGED and found.size <= largest
         try:
             if is_whole:
                 download(copy.remote(name), partial)
@@ -388,11 +405,53 @@ def find_stand_in(path: Path) -> RangedFile | None:
     copy = WorkingCopy.find(path)
     if copy is None:
         return None
-    name = path.relative_to(copy.path).as_posix()
-    record = copy.read_record().get("" if name == "." else name)
+    name = "" if path == copy.path else path.relative_to(copy.path).as_posix()
+    record = copy.read_record().get(name)
     if record is None or record.is_whole or not record.fits(path):
         return None
     return RangedFile(path, copy.remote(name), record)
+
+
+class _RangedStream(io.RawIOBase):
+    """Reads an object of a store in order."""
+
+    def __init__(self, file: RangedFile) -> None:
+        self._file = file
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.state[0]}
+        self._position = origins[whence] + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self._file.read(self._position, self._position + len(view))
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.check_unchanged()
+        super().close()
+
+
+def open_to_read(path: Path) -> BinaryIO:
+    """Opens a file to be read in order; of a stand-in the object of the store, a block at a time."""
+    stand_in = find_stand_in(path)
+    if stand_in is None:
+        return path.open("rb")
+    return cast(BinaryIO, io.BufferedReader(_RangedStream(stand_in), STREAM_BLOCK))
 
 
 def read_at(file: OpenFile, start: int, count: int) -> bytes:
@@ -517,6 +576,24 @@ def _push(copy: WorkingCopy, *, at_once: bool) -> None:
     copy.write_record(record)
     if is_marked or (at_once and INCOMPLETE in objects):
         remove_object(copy.remote(INCOMPLETE))
+
+
+def push_files(prefix: Path, endings: Sequence[str]) -> None:
+    """Sends the files whose names are a prefix and an ending. Does nothing if the prefix is not that
+    of local copies.
+
+    The last file says that the others are there: it is removed first, and sent last.
+    """
+    copy = WorkingCopy.find(prefix)
+    if copy is None:
+        return
+    remove_object(f"{copy.url}{endings[-1]}")
+    for ending in endings:
+        path = Path(f"{prefix}{ending}")
+        if path.exists():
+            upload(path, f"{copy.url}{ending}")
+        else:
+            remove_object(f"{copy.url}{ending}")
 
 
 def _rank(name: str) -> int:

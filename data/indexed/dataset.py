@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from .format import HEADER, bin_path, idx_path, parse_header
+from ...files.working_copies import find_stand_in
+from .format import HEADER, bin_path, find_pair, idx_path, parse_header
 from .meta import CorpusMeta, read_meta
+from .ranged_tokens import RangedTokens
 
 # Index entries checked at a time, so that memory does not grow with the number of sequences.
 CHECK_BLOCK = 1 << 22
@@ -39,7 +41,8 @@ class IndexedDataset:
     meta: CorpusMeta | None = None
 
     def __init__(self, prefix: str | Path) -> None:
-        self.prefix = Path(prefix)
+        self.prefix = find_pair(prefix) or Path(prefix)
+        prefix = self.prefix
         index = idx_path(prefix)
         tokens = bin_path(prefix)
         for path in (index, tokens):
@@ -175,7 +178,7 @@ class IndexedDataset:
                     f"{path}: document {first + int(steps.argmin())} ends before it begins"
                 )
 
-    def _map_tokens(self, path: Path) -> np.ndarray:
+    def _map_tokens(self, path: Path) -> Any:
         actual = path.stat().st_size
         if actual != self._bin_bytes:
             raise ValueError(
@@ -184,6 +187,9 @@ class IndexedDataset:
             )
         if actual == 0:
             return np.empty(0, self.dtype)  # An empty file cannot be mapped.
+        stand_in = find_stand_in(path)
+        if stand_in is not None:
+            return RangedTokens(stand_in, self.dtype)
         return np.asarray(np.memmap(path, mode="r", dtype=self.dtype))
 
 

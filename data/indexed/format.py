@@ -13,6 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ...files.object_store import find_object, find_url
+from ...files.working_copies import find_source
+from ..tokenizers.files import TOKENIZER_FILES
+
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
@@ -42,6 +46,25 @@ def bin_path(prefix: str | Path) -> Path:
 def idx_path(prefix: str | Path) -> Path:
     """Returns the index of a prefix; see `bin_path`."""
     return Path(f"{prefix}.idx")
+
+
+def find_pair(prefix: str | Path) -> Path | None:
+    """Returns the prefix of the local copy of a pair in an object store, or None if the name is no
+    URL, or that of something else.
+
+    The index is fetched, and the tokenizer beside the pair; the tokens are read by ranges.
+    """
+    url = find_url(prefix)
+    if url is None:
+        return None
+    for candidate in dict.fromkeys((url, url.removesuffix(".bin").removesuffix(".idx"))):
+        if find_object(f"{candidate}.idx") is None:
+            continue
+        folder, _, stem = candidate.rpartition("/")
+        files = [f"{stem}{ending}" for ending in (".bin", ".idx", ".meta.json")]
+        found = find_source(folder, "data", (*files, *TOKENIZER_FILES), ranged=(".bin",))
+        return found / stem if found is not None else None
+    return None
 
 
 def dtype_for_vocabulary(vocab_size: int) -> np.dtype:

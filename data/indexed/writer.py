@@ -17,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ...files.safe_paths import is_named
+from ...files.working_copies import find_work, push_files
 from .dataset import IndexedDataset
 from .format import HEADER, MAGIC, VERSION, bin_path, dtype_code, idx_path
 from .meta import CorpusMeta, meta_path
@@ -69,7 +70,8 @@ class IndexedDatasetWriter:
         keep_partial: bool = False,
         meta: CorpusMeta | None = None,
     ) -> None:
-        self.prefix = Path(prefix)
+        self.prefix = find_work(prefix)
+        prefix = self.prefix
         self.dtype = np.dtype(dtype)
         self._code = dtype_code(self.dtype)
         self._limits = np.iinfo(self.dtype) if self.dtype.kind in "iu" else None
@@ -243,6 +245,7 @@ class IndexedDatasetWriter:
         self._index_partial.replace(idx_path(self.prefix))
         for file in self._files.values():
             file.close()
+        push_files(self.prefix, (".bin", ".meta.json", ".idx"))
 
     def _open(self, part: str) -> None:
         descriptor = os.open(self._names[part], os.O_RDWR | os.O_CREAT, 0o666)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..indexed.dataset import IndexedDataset
-from ..indexed.format import bin_path, dtype_for_vocabulary, idx_path
+from ..indexed.format import bin_path, dtype_for_vocabulary, find_pair, idx_path
 from ..indexed.merge import split_dataset
 from ..indexed.meta import CorpusMeta
 from ..indexed.writer import IndexedDatasetWriter
@@ -276,6 +276,9 @@ def as_prefix(source: Source) -> Path | None:
                 "`shardzoo data merge`"
             )
         return None
+    pair = find_pair(source)
+    if pair is not None:
+        return pair
     path = Path(source)
     candidates = [path]
     if path.suffix in (".bin", ".idx"):

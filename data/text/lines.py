@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...files.strict_json import parse_record
+from ...files.working_copies import open_to_read
 
 SNIFF_BYTES = 4096
 
@@ -37,7 +38,7 @@ def iter_text_lines(lines: Iterable[bytes], what: object) -> Iterator[tuple[int,
 
 def read_text_lines(path: Path) -> list[str]:
     """Returns the lines of a text file; see `iter_text_lines`."""
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         return [text for _, text in iter_text_lines(file, path)]
 
 
@@ -49,13 +50,18 @@ def iter_json_records(path: Path) -> Iterator[tuple[int, Any]]:
         ValueError: A record is not JSON; the message names the file and the record.
     """
     if begins_json_array(path):
-        records = parse_json_text(path.read_bytes(), f"{path} is not a JSON array")
+        records = parse_json_text(_read_whole(path), f"{path} is not a JSON array")
         yield from enumerate(records, 1)
         return
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         for number, raw in enumerate(file, 1):
             if not raw.isspace():
                 yield number, parse_json_text(raw, f"bad record in {path}, record {number}")
+
+
+def _read_whole(path: Path) -> bytes:
+    with open_to_read(path) as file:
+        return file.read()
 
 
 def parse_json_text(raw: bytes, problem: str) -> Any:
@@ -82,5 +88,5 @@ def begins_json(path: Path) -> bool:
 
 def _read_beginning(path: Path) -> bytes:
     """Returns the first bytes of a file after its byte order mark and white space."""
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         return file.read(SNIFF_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()

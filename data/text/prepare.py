@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
+from ...files.working_copies import find_work
 from ..indexed.format import dtype_for_vocabulary
 from ..indexed.meta import CorpusMeta, read_meta
 from ..indexed.writer import IndexedDatasetWriter, WriterState
@@ -123,6 +124,7 @@ def prepare_dataset(
     """
     if workers < 1:
         raise ValueError(f"workers is {workers}; it must be at least 1")
+    output = find_work(output)
     chunks = plan_chunks(source)
     tokenizer = load_tokenizer(options.tokenizer)
     end = _find_end_of_text(tokenizer, options)  # raises a clear error here rather than in a worker

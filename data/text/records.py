@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from ...files.working_copies import open_to_read
 from .lines import iter_json_records
 from .sources import Chunk
 
@@ -71,7 +72,7 @@ def read_chunk(chunk: Chunk, text_key: str = "text") -> ChunkText:
 
 def _read_jsonl(chunk: Chunk, text_key: str, found: ChunkText) -> None:
     path = chunk.paths[0]
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         for raw in lines_starting_in(file, chunk.start, chunk.stop):
             found.lines += 1
             found.bytes += len(raw)
@@ -181,7 +182,7 @@ def _read_files(chunk: Chunk, text_key: str, found: ChunkText) -> None:
 
 def _read_pieces(path: Path, start: int, stop: int, piece_bytes: int, found: ChunkText) -> None:
     """Reads a range of a text file, which is cut into documents of about `piece_bytes`."""
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         for number, raw in enumerate(text_pieces(file, start, stop, piece_bytes), 1):
             found.lines += 1
             found.bytes += len(raw)
@@ -199,7 +200,7 @@ def _read_pieces(path: Path, start: int, stop: int, piece_bytes: int, found: Chu
 def _read_parquet(chunk: Chunk, text_key: str, found: ChunkText) -> None:
     from pyarrow.parquet import ParquetFile
 
-    with ParquetFile(chunk.paths[0]) as file:
+    with open_to_read(chunk.paths[0]) as opened, ParquetFile(opened) as file:
         if text_key not in file.schema_arrow.names:
             names = ", ".join(map(repr, file.schema_arrow.names))
             raise ValueError(

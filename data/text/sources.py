@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from ...files.working_copies import find_source, locate, open_to_read
 from .lines import begins_json_array
 
 CHUNK_BYTES = 4 << 20
@@ -31,6 +32,8 @@ LEAST_PIECE_BYTES = 512
 FILE_PIECE_BYTES = 1 << 20
 COMPRESSED_SUFFIXES = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip"})
 SNIFF_BYTES = 8192
+# Files of more bytes are read from an object store as they are needed.
+LARGEST_FETCHED = 1 << 20
 
 Source = str | Path | Sequence[str | Path] | None
 
@@ -60,8 +63,8 @@ def plan_chunks(source: Source) -> list[Chunk]:
     if source is None:
         return _plan_texts(python_stdlib())
     if not isinstance(source, (str, Path)):
-        return _plan_list([Path(path) for path in source])
-    path = Path(source)
+        return _plan_list([_find_text(path) for path in source])
+    path = _find_text(source)
     if not path.exists():
         raise ValueError(
             f"{path} does not exist; give a text file, JSON lines, parquet, or a folder of those"
@@ -70,6 +73,13 @@ def plan_chunks(source: Source) -> list[Chunk]:
         return _plan_arrow(path)
     files = list_files(path) if path.is_dir() else [path]
     return _plan_files(files, str(path))
+
+
+def _find_text(name: str | Path) -> Path:
+    """Returns the path of a source; of a URL that of a local copy, whose large files are read from
+    the store.
+    """
+    return find_source(name, "input", largest=LARGEST_FETCHED) or Path(name)
 
 
 def is_arrow_folder(path: Path) -> bool:
@@ -96,7 +106,7 @@ def fingerprint(source: Source) -> str:
         digest.update(f"{chunk.kind} {chunk.start} {chunk.stop}".encode())
         for path in chunk.paths:
             stat = path.stat()
-            described = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+            described = f"{locate(path)} {stat.st_size} {stat.st_mtime_ns}"
             digest.update(described.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
@@ -106,7 +116,7 @@ def is_text(path: Path) -> bool:
 
     Other defects are found when the file is read.
     """
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         return b"\0" not in file.read(SNIFF_BYTES)
 
 
@@ -215,7 +225,7 @@ def _plan_parquet(path: Path) -> list[Chunk]:
     from pyarrow.parquet import ParquetFile
 
     try:
-        with ParquetFile(path) as file:
+        with open_to_read(path) as opened, ParquetFile(opened) as file:
             groups = range(file.num_row_groups)
     except ArrowInvalid as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from None

@@ -54,3 +54,13 @@ def train_in_process(variables: dict[str, str], save_dir: str, steps: int) -> No
     os.environ.update(variables)
     torch.set_num_threads(1)
     train(save_dir, steps, resume=True, save_total_limit=2)
+
+
+def convert_in_process(
+    variables: dict[str, str], source: str, destination: str, resume: bool
+) -> None:
+    """Splits a model over four ranks in a new process."""
+    from shardzoo.convert.operations import Options, split
+
+    os.environ.update(variables)
+    split(source, destination, 4, Options(resume=resume, jobs=2))

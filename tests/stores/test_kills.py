@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 from object_stores import needs_s3
-from store_runs import train, train_in_process
+from store_runs import convert_in_process, train, train_in_process
 
+from shardzoo.convert.operations import merge, split
+from shardzoo.convert.verification import verify_folder
 from shardzoo.files.object_store import list_objects, read_object
+from shardzoo.files.working_copies import find_source
 
 KILLS = int(os.environ.get("SHARDZOO_KILLS", "4"))
 STEPS = 30
@@ -40,16 +43,13 @@ def kill_at_request(s3, process, count: int, delay: float) -> None:
     s3.on_request = on_request
 
 
-def run_until_killed(s3, fork_server, function, arguments, generator) -> bool:
+def run_until_killed(s3, fork_server, function, arguments, generator, most=MOST_REQUESTS) -> bool:
     """Returns whether the process was killed; if not, it has ended well."""
     process = fork_server.Process(target=function, args=arguments)
     s3.on_request = lambda: None
     process.start()
     kill_at_request(
-        s3,
-        process,
-        generator.randrange(1, MOST_REQUESTS),
-        generator.choice([0, generator.random() / 20]),
+        s3, process, generator.randrange(1, most), generator.choice([0, generator.random() / 20])
     )
     process.join()
     s3.on_request = lambda: None
@@ -74,7 +74,7 @@ def test_killed_runs_equal_one_on_a_disk(s3, s3_bucket, fork_server, tmp_path):
             compare(url, tmp_path / "run")
             finished += 1
             url = f"{s3_bucket}/run-{finished}"
-    process = fork_server.Process(target=train_in_process, args=(s3.variables, url, STEPS))
+    process = fork_server.Process(target=train_in_process, args=(variables, url, STEPS))
     process.start()
     process.join()
     assert process.exitcode == 0
@@ -99,3 +99,51 @@ def compare(url: str, folder: Path) -> None:
         assert (
             read_object(f"{url}/{checkpoint}/{name}") == (folder / checkpoint / name).read_bytes()
         )
+
+
+def test_killed_conversions_leave_nothing_or_a_whole_folder(
+    s3, s3_bucket, fork_server, zoo, tmp_path
+):
+    sizes = {"heads": 4, "head_size": 16, "feed_forward": 64, "vocabulary": 999}
+    folder = zoo.make(tmp_path / "hf", "gpt2", **sizes)
+    split(folder, tmp_path / "split", 4)
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "split").iterdir()}
+    merge(folder, f"{s3_bucket}/hf")
+    generator = random.Random(0)
+    done = 0
+    seen = {"nothing": 0, "incomplete": 0, "whole": 0}
+    number = 0
+    resume = False
+    source = str(folder)
+    variables = {**s3.variables, "SHARDZOO_OBJECTS": os.environ["SHARDZOO_OBJECTS"]}
+    while done < KILLS:
+        url = f"{s3_bucket}/split-{number}"
+        if not resume:
+            source = generator.choice([str(folder), f"{s3_bucket}/hf"])
+        arguments = (variables, source, url, resume)
+        if run_until_killed(s3, fork_server, convert_in_process, arguments, generator, most=60):
+            done += 1
+            resume = True
+            seen[look_at(url, wanted)] += 1
+        else:
+            assert look_at(url, wanted) == "whole"
+            number += 1
+            resume = False
+    print(f"{done} kills, after which there was: {seen}; {number} whole conversions")
+
+
+def look_at(url: str, wanted: dict[str, bytes]) -> str:
+    """Returns what a reader finds. Raises an error if it is a part of a model."""
+    from shardzoo.convert.operations import Options
+
+    try:
+        copy = find_source(url, "path")
+    except ValueError as error:
+        if "there is nothing at" in str(error):
+            return "nothing"
+        if "is not complete" not in str(error):
+            raise
+        return "incomplete"
+    verify_folder(copy, Options())
+    assert {name: read_object(f"{url}/{name}") for name in list_objects(url)} == wanted
+    return "whole"

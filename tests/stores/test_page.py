@@ -18,6 +18,9 @@ from shardzoo.files import object_store
 def test_commands_of_the_page_run(s3_bucket, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path / "openai-community" / "gpt2", "GPT2LMHeadModel", "gpt2")
+    (tmp_path / "corpus.jsonl").write_text('{"text": "a few words of a corpus"}\n' * 50)
+    corpus = (tmp_path / "corpus.jsonl").read_bytes()
+    object_store.write_object("s3://models/texts/corpus.jsonl", corpus)
     for command in commands("docs/object-storage.md"):
         program, *words = shlex.split(command, comments=True)
         assert program == "shardzoo"
