@@ -43,7 +43,6 @@ class Call:
         self.python = os.environ.get("PYTHON") or sys.executable
         self.started = time.monotonic()
         self.longest = DRY_CALL if self.dry else LIMITS.get(self.name, LONGEST_CALL)
-        self.warm = WarmStart(ROOT) if self.name in WARM_CALLS else None
         self.outcomes: list[Outcome] = []
         self.facts: dict[str, Any] = {}
         self.running: subprocess.Popen[bytes] | None = None
@@ -60,6 +59,7 @@ class Call:
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        self.warm = WarmStart(ROOT, self.environment) if self.name in WARM_CALLS else None
 
     def run(self, part: Part) -> None:
         """Runs a part and notes how it ended."""
