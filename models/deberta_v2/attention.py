@@ -60,7 +60,8 @@ def round_distances(distance: Tensor, buckets: int, most: int) -> Tensor:
     middle = buckets // 2
     is_near = (distance < middle) & (distance > -middle)
     size = torch.where(is_near, middle - 1, distance.abs())
-    widest = torch.log(torch.tensor((most - 1) / middle, device=distance.device))
+    # `torch.tensor` would send the number to a GPU, for which the host would wait in each call.
+    widest = torch.log(torch.full((), (most - 1) / middle, device=distance.device))
     rounded = torch.ceil(torch.log(size / middle) / widest * (middle - 1)) + middle
     return torch.where(size <= middle, distance, rounded * distance.sign()).long()
 
