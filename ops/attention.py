@@ -15,7 +15,7 @@ et al. 2022).
 - Which probabilities dropout keeps is a function of the sample, head, query and key alone
   (dropout_mask.py), so a block computes its own part of the mask.
 - A query without any allowed key gets zeros.
-- cap(x) is x, or softcap * tanh(x / softcap) (Gemma 2), which the reference alone computes.
+- cap(x) is x, or softcap * tanh(x / softcap) (Gemma 2), which of the kernels Triton's compute.
 
 Shapes: B samples, N query heads, K key-value heads, Sq queries, Sk keys, D the size of a head, R
 the queries of a block.
@@ -94,7 +94,8 @@ def attention(
         first_head: The head of the unsplit sample where q begins.
         first_row: The query of the unsplit sample where q begins.
         softcap: The scaled scores become softcap * tanh(scores / softcap), before the bias and the
-            mask are added. No kernel has it, so the reference computes it, a block at a time.
+            mask are added. The C++ kernels do not have it, so that on a CPU the reference computes
+            it, a block at a time.
 
     Raises:
         ValueError: The shapes do not match, a prefix is passed without `causal`, or dropout without
@@ -227,8 +228,8 @@ def suits_tiles(queries: int, keys: int, device: str, itemsize: int) -> bool:
 
 
 def suits_blocks(queries: int, keys: int, device: str) -> bool:
-    """Returns whether attention with a soft cap, which no kernel has, should compute a block of the
-    scores at a time; otherwise it keeps them for the backward pass.
+    """Returns whether attention with a soft cap, which no kernel for a CPU has, should compute a
+    tile or block of the scores at a time; otherwise it keeps them for the backward pass.
 
     Args:
         queries: Sq.
@@ -632,6 +633,24 @@ def _prepare(q, k, v, *rules):
     )
 
 
+def _prepare_compiled(*arguments):
+    return _without_cap(_prepare(*arguments), arguments)
+
+
+def _prepare_backward_compiled(*arguments):
+    return _without_cap(_prepare_backward(*arguments), arguments)
+
+
+def _without_cap(prepared, arguments):
+    """Returns what the C++ kernels take of the prepared arguments, or why they do not.
+
+    The soft cap, the last argument, they do not have.
+    """
+    if arguments[-1]:
+        return "a soft cap of the scores"
+    return prepared if isinstance(prepared, str) else prepared[:-1]
+
+
 def _prepare_backward(grad, out, lse, q, k, v, *rules):
     return find_obstacle(q, k, v, rules) or (
         *_make_rows_dense(grad, out),
@@ -648,7 +667,7 @@ def _make_rows_dense(*tensors):
 
 def _prepare_rules(q, k, relative_bias, mask, prefix, key_lengths, keys, *settings):
     """Returns the bias in fp32, and the mask with all dimensions, of which a broadcast one has
-    stride 0. The kernels have no soft cap, the last of the settings.
+    stride 0.
     """
     return (
         None if relative_bias is None else relative_bias.float().contiguous(),
@@ -657,7 +676,7 @@ def _prepare_rules(q, k, relative_bias, mask, prefix, key_lengths, keys, *settin
             None if x is None else x.to(torch.int64).contiguous()
             for x in (prefix, key_lengths, keys)
         ],
-        *settings[:-1],
+        *settings,
     )
 
 
@@ -668,8 +687,6 @@ def find_obstacle(q, k, v, rules):
         rules: The fields of `ScoreRules`.
     """
     bias, mask = rules[:2]
-    if rules[-1]:
-        return "a soft cap of the scores"
     if q.dtype == torch.float64 or (bias is not None and bias.dtype == torch.float64):
         return "the kernels compute in fp32"
     if q.shape[3] > WIDEST_HEAD:
@@ -698,6 +715,7 @@ forward_op = Op(
     reference=reference,
     prepare=_prepare,
     compiled=("cpp",),
+    prepare_compiled=_prepare_compiled,
     triton=_launch_triton,
 )
 
@@ -709,6 +727,7 @@ backward_op = Op(
     reference=backward_reference,
     prepare=_prepare_backward,
     compiled=("cpp",),
+    prepare_compiled=_prepare_backward_compiled,
     triton=_launch_triton_backward,
 )
 

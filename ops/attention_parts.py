@@ -121,9 +121,10 @@ def merge_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
 
 
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor, rules: PartRules) -> bool:
-    if (rules.dropout and rules.first_key) or rules.softcap:
+    if rules.dropout and rules.first_key:
         return False
-    if forward_op.choose_variant(q.device.type) == "reference":
+    variant = forward_op.choose_variant(q.device.type)
+    if variant == "reference" or (rules.softcap and variant != "triton"):
         return False
     return not isinstance(
         find_obstacle(q, k, v, (*_list_tensors(rules), *_list_settings(rules))), str
@@ -136,7 +137,8 @@ def _list_tensors(rules: PartRules) -> tuple[Tensor | None, ...]:
 
 
 def _list_settings(rules: PartRules) -> tuple[float | bool | int, ...]:
-    return rules.scale, rules.causal, rules.dropout, rules.first_head, rules.first_row, 0.0
+    settings = (rules.scale, rules.causal, rules.dropout, rules.first_head, rules.first_row)
+    return *settings, rules.softcap or 0.0
 
 
 def _split_rows(q: Tensor, k: Tensor) -> Iterator[tuple[int, int]]:

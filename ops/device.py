@@ -109,6 +109,11 @@ def find_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     return make_copy_stream(device)
 
 
+def is_for_amd() -> bool:
+    """Returns whether PyTorch is built for AMD's GPUs, which it calls "cuda" as well."""
+    return torch.version.hip is not None
+
+
 def can_record_graphs(device: torch.device) -> bool:
     """Returns whether what is queued on the device can be recorded and queued again as one graph."""
     return device.type == "cuda"

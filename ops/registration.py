@@ -46,6 +46,8 @@ class Op:
             tensor of size 0.
         allocate, reference, prepare: See above.
         compiled: The variants whose compiled kernels exist, of "cpp" and "cuda".
+        prepare_compiled: As `prepare`, for the compiled kernels, where they take other calls or
+            arguments than Triton's.
         triton: Launches the Triton kernels with the prepared arguments and the outputs; None if
             there are none. Instead of a variant that does not exist the reference runs; where the
             choice is free, an accelerator runs the Triton kernels before that.
@@ -61,6 +63,7 @@ class Op:
         reference: Callable[..., Outputs],
         prepare: Callable[..., tuple | str] | None,
         compiled: Sequence[str] = ("cpp", "cuda"),
+        prepare_compiled: Callable[..., tuple | str] | None = None,
         triton: Callable[..., None] | None = None,
     ) -> None:
         self.name = name
@@ -68,6 +71,7 @@ class Op:
         self.allocate = allocate
         self.reference = reference
         self.prepare = prepare
+        self.prepare_compiled = prepare if prepare_compiled is None else prepare_compiled
         self.triton = triton
         self.variants = tuple(compiled) if triton is None else (*compiled, "triton")
         self._has_one_output = len(self.outputs) == 1
@@ -185,9 +189,10 @@ class Op:
         variant = variants.choose_variant(device.type)
         if variant not in self.variants:
             variant = self._choose_other_variant(device.type)
-        if variant == "reference" or self.prepare is None:
+        prepare = self.prepare if variant == "triton" else self.prepare_compiled
+        if variant == "reference" or prepare is None:
             return False
-        prepared = "an empty tensor" if 0 in first.shape else self.prepare(*arguments)
+        prepared = "an empty tensor" if 0 in first.shape else prepare(*arguments)
         if variant == "triton" and type(prepared) is not str:
             prepared = unfit_for_triton(first) or prepared
         if type(prepared) is str:

@@ -21,6 +21,7 @@ import os
 from collections.abc import Iterator
 
 from . import library
+from .device import is_for_amd
 
 VARIANTS = ("reference", "cpp", "cuda", "triton")
 CHOICES = ("auto", *VARIANTS)
@@ -112,6 +113,8 @@ def unavailable(variant: str, device_type: str) -> str | None:
         return "this build of the library runs its CUDA kernels on CPU tensors"
     if device_type != ("cpu" if variant == "cpp" else "cuda"):
         return f"{variant} kernels do not run on {device_type} tensors"
+    if variant == "cuda" and is_for_amd():
+        return "the compiled kernels are for NVIDIA's GPUs, and this PyTorch is for AMD's"
     return library.missing_kernels(device_type)
 
 

@@ -15,13 +15,14 @@ fp32; factors of a product are rounded to the dtype of q.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.runtime import driver
 
+from ..device import is_for_amd
 from ..dropout_mask import dropout_threshold
 from ..registration import contiguous
 from .common import ceil_div, is_kept, row_key
@@ -72,6 +73,7 @@ class KernelRules(NamedTuple):
     lengths: torch.Tensor | None
     sample_keys: torch.Tensor | None
     scale: float
+    softcap: float | None
     keep_scale: float
     threshold: int
     first_head: int
@@ -211,22 +213,75 @@ def keys_of_block(
 
 
 @triton.jit
-def apply_rules(products, row, column, end, b, n, sizes, rules, CUT: tl.constexpr):
-    """Returns z of a tile from its q·k, -inf at hidden keys.
+def tanh(x):
+    """Returns tanh(x) to fp32's precision: near 0, where 1 - 2 / (exp(2 x) + 1) cancels, by its series."""
+    square = x * x
+    series = 62.0 / 2835.0
+    series = series * square - 17.0 / 315.0
+    series = series * square + 2.0 / 15.0
+    series = series * square - 1.0 / 3.0
+    series = series * square * x + x
+    return tl.where(square < 0.05, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0))
 
-    `row`, `column` and `end`, the number of keys that a query sees, broadcast to the tile. Without
-    CUT, the queries see all of its keys that the mask allows.
+
+@triton.jit
+def scaled_scores(products, rules):
+    """Returns the scores of a tile from its q·k: scaled, capped, and times log2(e)."""
+    if rules.softcap is None:
+        scores = products * (rules.scale * LOG2_E)
+    else:
+        scores = tanh(products * (rules.scale / rules.softcap)) * (rules.softcap * LOG2_E)
+    return scores
+
+
+@triton.jit
+def slope_of_cap(scores, rules):
+    """Returns the derivative of the soft cap at `scaled_scores`."""
+    share = scores * (1.0 / (rules.softcap * LOG2_E))
+    return 1.0 - share * share
+
+
+@triton.jit
+def bias_of_tile(
+    first_row, first_column, n, sizes, rules, A: tl.constexpr, B: tl.constexpr, KEYS_FIRST: tl.constexpr
+):  # fmt: skip
+    """Returns the bias of a tile [A, B] of queries and keys, or of keys and queries with KEYS_FIRST.
+
+    A tile has as many different numbers as diagonals, so these alone are read, and each element takes its own.
     """
-    z = products * (rules.scale * LOG2_E)
-    row = tl.minimum(row, sizes.queries - 1)
+    ROWS: tl.constexpr = B if KEYS_FIRST else A
+    LENGTH: tl.constexpr = 2 * A if A > B else 2 * B  # a power of 2 that holds A + B - 1 diagonals
+    distance = first_column - first_row - (ROWS - 1) + tl.arange(0, LENGTH)
+    inside = (distance > -sizes.queries) & (distance < sizes.keys)
+    head_bias = rules.bias + tl.cast(n, tl.int64) * rules.bias_stride + rules.bias_center
+    diagonals = tl.load(head_bias + distance, mask=inside, other=0.0).to(tl.float32)
+    if KEYS_FIRST:
+        diagonal = tl.arange(0, A)[:, None] - tl.arange(0, B)[None, :] + (ROWS - 1)
+    else:
+        diagonal = tl.arange(0, B)[None, :] - tl.arange(0, A)[:, None] + (ROWS - 1)
+    return tl.reshape(tl.gather(diagonals, tl.reshape(diagonal, [A * B]), 0), [A, B])
+
+
+@triton.jit
+def apply_rules(
+    scores, row, column, end, first_row, first_column, b, n, sizes, rules, CUT: tl.constexpr
+):
+    """Returns z of a tile from its scores, -inf at hidden keys.
+
+    `row`, `column` and `end`, the number of keys that a query sees, broadcast to the tile, whose first query and key
+    are `first_row` and `first_column`. Without CUT, the queries see all of its keys that the mask allows.
+    """
+    z = scores
     visible = column < end
     if rules.bias is not None:
-        head_bias = rules.bias + tl.cast(n, tl.int64) * rules.bias_stride + rules.bias_center
-        at = head_bias + (column - row)
-        bias = tl.load(at, mask=visible, other=0.0) if CUT else tl.load(at)
-        z += bias.to(tl.float32) * LOG2_E
+        keys_first: tl.constexpr = row.shape[0] == 1
+        bias = bias_of_tile(
+            first_row, first_column, n, sizes, rules, scores.shape[0], scores.shape[1], keys_first
+        )
+        z += bias * LOG2_E
     if rules.mask is not None:
         head_mask = head_start(rules.mask, rules.mask_strides, None, b, n)
+        row = tl.minimum(row, sizes.queries - 1)
         row_mask = head_mask + row.to(tl.int64) * rules.mask_strides[2]
         at = row_mask + column * rules.mask_strides[3]
         mask = tl.load(at, mask=visible, other=0) if CUT else tl.load(at)
@@ -246,7 +301,7 @@ def keys_of_rows(row, b, n, rules):
 
 @triton.jit
 def attend(
-    state, q, k_ptr, v_ptr, strides, start, stop, row, row_keys, b, n, sizes, rules, CAUSAL: tl.constexpr, CUT:
+    state, q, k_ptr, v_ptr, strides, start, stop, first, row, row_keys, b, n, sizes, rules, CAUSAL: tl.constexpr, CUT:
     tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [start, stop) to an online softmax: the largest z, the sum of exponentials, and
@@ -258,7 +313,8 @@ def attend(
         column = j + tl.arange(0, COLUMNS)[None, :]
         k = load_rows(k_ptr, strides[1][2], j, sizes.keys if CUT else None, WIDTH, COLUMNS, D)
         products = product(q, tl.trans(k), None, PRECISION)
-        z = apply_rules(products, row[:, None], column, end, b, n, sizes, rules, CUT)
+        scores = scaled_scores(products, rules)
+        z = apply_rules(scores, row[:, None], column, end, first, j, b, n, sizes, rules, CUT)
         higher = tl.maximum(top, tl.max(z, axis=1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(z - shift[:, None])
@@ -299,12 +355,12 @@ def forward(
         tl.zeros([ROWS, D], tl.float32),
     )
     state = attend(
-        state, q, k_ptr, v_ptr, strides, 0, cut, row, row_keys, b, n, sizes, rules, CAUSAL, False, PRECISION, WIDTH, D,
-        COLUMNS,
+        state, q, k_ptr, v_ptr, strides, 0, cut, first, row, row_keys, b, n, sizes, rules, CAUSAL, False, PRECISION,
+        WIDTH, D, COLUMNS,
     )  # fmt: skip
     top, total, out = attend(
-        state, q, k_ptr, v_ptr, strides, cut, stop, row, row_keys, b, n, sizes, rules, CAUSAL, True, PRECISION, WIDTH,
-        D, COLUMNS,
+        state, q, k_ptr, v_ptr, strides, cut, stop, first, row, row_keys, b, n, sizes, rules, CAUSAL, True, PRECISION,
+        WIDTH, D, COLUMNS,
     )  # fmt: skip
     empty = total == 0.0
     out *= tl.where(empty, 0.0, rules.keep_scale / tl.where(empty, 1.0, total))[:, None]
@@ -317,25 +373,31 @@ def forward(
 
 @triton.jit
 def tile_gradient(
-    left, right, left_grad, right_grad, row, column, end, lse, delta, row_keys, b, n, sizes, rules, CUT:
-    tl.constexpr, PRECISION: tl.constexpr,
+    left, right, left_grad, right_grad, row, column, end, first_row, first_column, lse, delta, row_keys, b, n, sizes,
+    rules, CUT: tl.constexpr, PRECISION: tl.constexpr, OF_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Returns a tile's probabilities, with dropout but for its factor, and the gradient of its
-    scores.
+    """Returns a tile's probabilities, with dropout but for its factor, and the gradient of its z but for log2(e), or
+    with OF_PRODUCTS that of its products of q and k, but for the scale.
 
     The products of `left` and `right` (q and k, or k and q) are the scores; those of `left_grad`
     and `right_grad` (the gradient of the output and v, or the reverse), the gradients of the
     probabilities.
     """
     products = product(left, tl.trans(right), None, PRECISION)
-    p = tl.exp2(apply_rules(products, row, column, end, b, n, sizes, rules, CUT) - lse)
+    scores = scaled_scores(products, rules)
+    z = apply_rules(scores, row, column, end, first_row, first_column, b, n, sizes, rules, CUT)
+    p = tl.exp2(z - lse)
     grad = product(left_grad, tl.trans(right_grad), None, PRECISION)
     weights = p
     if row_keys is not None:
         keep = is_kept(row_keys, column, rules.threshold)
         weights = tl.where(keep, p, 0.0)
         grad = tl.where(keep, grad * rules.keep_scale, 0.0)
-    return weights, p * (grad - delta)
+    grad_z = p * (grad - delta)
+    if OF_PRODUCTS:  # noqa: SIM102 - Triton decides each at compile time
+        if rules.softcap is not None:
+            grad_z *= slope_of_cap(scores, rules)
+    return weights, grad_z
 
 
 @triton.jit
@@ -350,7 +412,7 @@ def load_lse(lse_ptr, at, inside):
 
 @triton.jit
 def add_query_gradient(
-    grad_q, q, grad, k_ptr, v_ptr, strides, start, stop, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL:
+    grad_q, q, grad, k_ptr, v_ptr, strides, start, stop, first, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL:
     tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, COLUMNS:
     tl.constexpr,
 ):  # fmt: skip
@@ -361,7 +423,7 @@ def add_query_gradient(
         k = load_rows(k_ptr, strides[1][2], j, sizes.keys if CUT else None, WIDTH, COLUMNS, D)
         v = load_rows(v_ptr, strides[2][2], j, sizes.keys if CUT else None, WIDTH, COLUMNS, D)
         _, grad_z = tile_gradient(
-            q, k, grad, v, row, column, end, lse, delta, row_keys, b, n, sizes, rules, CUT, PRECISION
+            q, k, grad, v, row, column, end, first, j, lse, delta, row_keys, b, n, sizes, rules, CUT, PRECISION, True
         )  # fmt: skip
         grad_q = product(grad_z.to(k.dtype), k, grad_q, PRECISION)
     return grad_q
@@ -423,12 +485,12 @@ def query_gradient(
     grad_q = tl.zeros([ROWS, D], tl.float32)
     row = row[:, None]
     grad_q = add_query_gradient(
-        grad_q, q, grad, k_ptr, v_ptr, strides, 0, cut, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL, False,
-        PRECISION, WIDTH, D, COLUMNS,
+        grad_q, q, grad, k_ptr, v_ptr, strides, 0, cut, first, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL,
+        False, PRECISION, WIDTH, D, COLUMNS,
     )  # fmt: skip
     grad_q = add_query_gradient(
-        grad_q, q, grad, k_ptr, v_ptr, strides, cut, stop, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL, True,
-        PRECISION, WIDTH, D, COLUMNS,
+        grad_q, q, grad, k_ptr, v_ptr, strides, cut, stop, first, row, lse, delta, row_keys, b, n, sizes, rules, CAUSAL,
+        True, PRECISION, WIDTH, D, COLUMNS,
     )  # fmt: skip
     place = first_place(rules.query_starts, b, sizes.queries)
     grad_q_ptr += (place * sizes.heads + n) * WIDTH
@@ -439,9 +501,9 @@ def query_gradient(
 
 @triton.jit
 def add_key_gradients(
-    sums, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, row_keys_ptr, strides, start, stop, column, limit, b, n, sizes,
-    rules, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
-    ROWS: tl.constexpr,
+    sums, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, row_keys_ptr, strides, start, stop, first, column, limit, b, n,
+    sizes, rules, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, D:
+    tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Adds what the queries [start, stop) of a head contribute to the gradients of a block of keys."""
     grad_k, grad_v = sums
@@ -457,7 +519,7 @@ def add_key_gradients(
             row_keys = tl.load(row_keys_ptr + row, mask=row < sizes.queries, other=0)
         end = visible_end(row, b, limit, sizes, rules, CAUSAL)
         weights, grad_z = tile_gradient(
-            k, q, v, grad, row, column, end, lse, delta, row_keys, b, n, sizes, rules, CUT, PRECISION
+            k, q, v, grad, row, column, end, i, first, lse, delta, row_keys, b, n, sizes, rules, CUT, PRECISION, True
         )  # fmt: skip
         grad_v = product(weights.to(grad.dtype), grad, grad_v, PRECISION)
         grad_k = product(grad_z.to(q.dtype), q, grad_k, PRECISION)
@@ -530,11 +592,11 @@ def key_gradient(
         keys_head = None if row_keys_ptr is None else row_keys_ptr + of_head
         sums = add_key_gradients(
             sums, k, v, q_head, grad_head, lse_ptr + of_head, delta_ptr + of_head, keys_head, strides, start, whole,
-            column, limit, b, n, sizes, rules, CAUSAL, True, PRECISION, WIDTH, D, ROWS,
+            first, column, limit, b, n, sizes, rules, CAUSAL, True, PRECISION, WIDTH, D, ROWS,
         )  # fmt: skip
         sums = add_key_gradients(
             sums, k, v, q_head, grad_head, lse_ptr + of_head, delta_ptr + of_head, keys_head, strides, whole,
-            sizes.queries, column, limit, b, n, sizes, rules, CAUSAL, False, PRECISION, WIDTH, D, ROWS,
+            sizes.queries, first, column, limit, b, n, sizes, rules, CAUSAL, False, PRECISION, WIDTH, D, ROWS,
         )  # fmt: skip
     grad_k, grad_v = sums
     at = (first_place(rules.key_starts, b, sizes.keys) * groups + group) * WIDTH
@@ -630,8 +692,8 @@ def diagonal_tile(
         row_keys = tl.load(row_keys_ptr + at, mask=row < sizes.queries, other=0)
     end = visible_end(row, b, key_limit(b, sizes, rules), sizes, rules, CAUSAL)
     _, grad_z = tile_gradient(
-        q, k, grad, v, row, column, end, lse, delta, row_keys, b, n, sizes, rules, True, PRECISION
-    )
+        q, k, grad, v, row, column, end, i, j, lse, delta, row_keys, b, n, sizes, rules, True, PRECISION, False
+    )  # fmt: skip
     return grad_z
 
 
@@ -695,7 +757,7 @@ TILES = {
         1024: SMALL,
     },
     bias_gradient: {
-        128: TileShape(32, 32, 4, 2),
+        128: TileShape(32, 32, 8, 2),
         256: TileShape(32, 32, 8, 1),
         512: TileShape(16, 16, 8, 1),
         1024: SMALL,
@@ -715,6 +777,12 @@ HOPPER_TILES_FP32 = {
     key_gradient: {512: TileShape(32, 32, 8, 2)},
     bias_gradient: {512: TileShape(16, 16, 8, 2)},
 }
+# The same for AMD's GPUs, whose warps have 64 lanes: a group of 4 has 512 registers in each.
+AMD_TILES = {
+    forward: {128: TileShape(128, 64, 4, 1)},
+    query_gradient: {256: TileShape(64, 32, 4, 1)},
+    key_gradient: {256: TileShape(32, 64, 4, 1)},
+}
 
 
 def choose_tile(kernel, q: torch.Tensor, *, is_varlen: bool = False) -> TileShape:
@@ -725,19 +793,23 @@ def choose_tile(kernel, q: torch.Tensor, *, is_varlen: bool = False) -> TileShap
     bytes_of_row = triton.next_power_of_2(q.shape[3]) * q.itemsize
     size = max(bytes_of_row, 128) if q.itemsize == 2 else max(2 * bytes_of_row, 512)
     size = min(size, 1024)
-    tables = HOPPER_TILES if q.itemsize == 2 else HOPPER_TILES_FP32
-    hopper = tables.get(kernel, {})
+    tables = _special_tiles(q)
     lacks_registers = is_varlen and size == 256 and kernel is not key_gradient
-    if size in hopper and not lacks_registers and _multiplies_by_warp_groups(q.device):
-        return hopper[size]
-    return TILES[kernel][size]
+    if tables is HOPPER_TILES and lacks_registers:
+        tables = {}
+    return tables.get(kernel, {}).get(size) or TILES[kernel][size]
 
 
-def _multiplies_by_warp_groups(device: torch.device) -> bool:
-    """Returns whether the GPU that a kernel is compiled for has sm_90's matrix instructions."""
-    if _precision(device) == "interpreted":
-        return False
-    return driver.active.get_current_target().arch >= 90
+def _special_tiles(q: torch.Tensor) -> dict[Any, dict[int, TileShape]]:
+    """Returns where tiles differ from TILES on the GPU that a kernel is compiled for."""
+    if _precision(q.device) == "interpreted":
+        return {}
+    target = driver.active.get_current_target()
+    if target.backend == "hip":
+        return AMD_TILES
+    if target.arch >= 90:
+        return HOPPER_TILES if q.itemsize == 2 else HOPPER_TILES_FP32
+    return {}
 
 
 def _launch(kernel, tile, programs, tensors, strided, sizes, rules, causal):
@@ -759,14 +831,18 @@ def _launch(kernel, tile, programs, tensors, strided, sizes, rules, causal):
 
 def _precision(device: torch.device) -> str:
     """Returns how fp32 factors are multiplied: to fp32's precision, unless PyTorch's matrix
-    products use TF32.
+    products use TF32. AMD's matrix instructions take fp32 as it is.
     """
     if device.type == "cpu":
         return "interpreted"
+    if is_for_amd():
+        return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _call(q, k, bias, mask, prefix, lengths, keys, scale, causal, dropout, first_head, first_row):
+def _call(
+    q, k, bias, mask, prefix, lengths, keys, scale, causal, dropout, first_head, first_row, softcap
+):
     """Returns the sizes and the rules of a call."""
     batch, heads, queries, _ = q.shape
     _, groups, total, _ = k.shape
@@ -776,8 +852,8 @@ def _call(q, k, bias, mask, prefix, lengths, keys, scale, causal, dropout, first
     kept = (1.0 / (1.0 - dropout), dropout_threshold(dropout))
     center = queries - 1
     rules = KernelRules(
-        bias, total + center, center, mask, strides, prefix, lengths, keys, scale, *kept, first_head,
-        first_row, None, None,
+        bias, total + center, center, mask, strides, prefix, lengths, keys, scale, softcap or None, *kept,
+        first_head, first_row, None, None,
     )  # fmt: skip
     return CallSizes(heads, heads // groups, queries, total), rules
 
@@ -790,7 +866,8 @@ def _call_varlen(q, k, starts, bias, keys, longest, scale, causal, dropout, firs
     stride = 0 if bias is None else bias.shape[1]
     kept = (1.0 / (1.0 - dropout), dropout_threshold(dropout))
     rules = KernelRules(
-        bias, stride, longest[0] - 1, None, None, None, None, keys, scale, *kept, first_head, 0, *starts
+        bias, stride, longest[0] - 1, None, None, None, None, keys, scale, None, *kept, first_head, 0,
+        *starts,
     )  # fmt: skip
     return CallSizes(heads, heads // groups, *longest), rules
 

@@ -17,11 +17,15 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 6e-3, torch.bfloat16: 6e-2}
 def attend_in_fp64(tensors, rules):
     """Returns attention and the log of the sums, by PyTorch's operators on whole scores."""
     q, k, v, bias = tensors
-    mask, prefix, lengths, sample_keys, scale, causal, dropout, first_head, first_row = rules
+    mask, prefix, lengths, sample_keys, scale, causal, dropout, first_head, first_row, softcap = (
+        rules
+    )
     batch, heads, queries, _ = q.shape
     total = k.shape[2]
     served = heads // k.shape[1]
     scores = scale * q @ k.repeat_interleave(served, 1).mT
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     row = torch.arange(queries)[:, None]
     column = torch.arange(total)[None]
     if bias is not None:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.optim import optimizer as torch_optimizer
+import torch.optim.optimizer as torch_optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

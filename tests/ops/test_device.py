@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shardzoo import ops
 from shardzoo.ops import device as devices
-from shardzoo.ops import registration
+from shardzoo.ops import registration, variants
 
 GPU = torch.device("cuda", 1)
 
@@ -69,3 +70,21 @@ def test_generate_attends_to_a_growing_cache(monkeypatch):
     monkeypatch.setattr(generation, "attending_to_growing_cache", note)
     from_config(tiny("gpt2")).generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2)
     assert chosen == [torch.device("cpu")]
+
+
+def test_amd_gpus_run_the_triton_kernels(monkeypatch):
+    """PyTorch calls them "cuda", too, but they run no code of NVIDIA's, and have other matrix instructions."""
+    kernels = pytest.importorskip("shardzoo.ops.triton_kernels.attention")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "this PyTorch is for AMD's" in str(variants.unavailable("cuda", "cuda"))
+    assert variants.unavailable("triton", "cuda") is None
+    assert variants._best_variant.__wrapped__("auto", "cuda") == "triton"
+    with pytest.raises(RuntimeError, match="SHARDZOO_KERNELS=cuda cannot run here: the compiled"):
+        variants._best_variant.__wrapped__("cuda", "cuda")
+    device = torch.device("cuda")
+    assert kernels._precision(device) == "ieee"
+    target = SimpleNamespace(backend="hip", arch="gfx942")
+    active = SimpleNamespace(get_current_target=lambda: target)
+    monkeypatch.setattr(kernels, "driver", SimpleNamespace(active=active))
+    q = SimpleNamespace(device=device, shape=(1, 1, 1, 64), itemsize=2)
+    assert kernels.choose_tile(kernels.forward, q).warps == 4

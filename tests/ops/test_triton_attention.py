@@ -24,6 +24,7 @@ SCALE = 0.3
 BATCH = 2
 FIRST_HEAD = 3
 FIRST_ROW = 5
+SOFTCAP = 1.5  # of scores with a deviation of about 0.3 · 8 ** 0.5, so that some are beyond it
 
 
 class Case(NamedTuple):
@@ -75,6 +76,9 @@ def list_cases():
         ("causal", "added"),
         ("causal", "prefix", "bias"),
         ("causal", "dropout"),
+        ("cap",),
+        ("cap", "causal", "dropout"),
+        ("cap", "causal", "prefix", "lengths", "mask", "bias", "dropout"),
     ]
     cases += [
         Case(rules, 80, lengths, next(groups), torch.float32, next(tiles))
@@ -116,7 +120,7 @@ def make_problem(case):
     tensors = [None if x is None else x.to(case.dtype) for x in (q, k, v, bias)]
     rules = (
         mask, prefix, lengths, sample_keys, SCALE, "causal" in case.rules, dropout, FIRST_HEAD,
-        FIRST_ROW,
+        FIRST_ROW, SOFTCAP if "cap" in case.rules else 0.0,
     )  # fmt: skip
     return tensors, grad.to(case.dtype), rules
 
@@ -175,6 +179,8 @@ def test_triton_computes_what_fp64_does(case):
 
 PLAIN = Case((), 64, (33, 40), 1, torch.float32, (16, 16))
 CAUSAL = PLAIN._replace(rules=("causal",))
+BIASED = PLAIN._replace(rules=("bias",))
+CAPPED = PLAIN._replace(rules=("cap",))
 # name: (text of the kernels, what replaces it, a case that reaches it)
 MUTANTS = {
     "sums keep an old maximum": ("total * rescale + tl.sum", "total + tl.sum", PLAIN),
@@ -198,7 +204,29 @@ MUTANTS = {
         PLAIN._replace(rules=("lengths",)),
     ),
     "a bias by the wrong sign of the distance": (
-        "head_bias + (column - row)", "head_bias + (row - column)", PLAIN._replace(rules=("bias",), lengths=(33, 33)),
+        "head_bias + distance", "head_bias - distance", PLAIN._replace(rules=("bias",), lengths=(33, 33)),
+    ),
+    "a bias beside its place": ("(ROWS - 1) + tl.arange(0, LENGTH)", "ROWS + tl.arange(0, LENGTH)", BIASED),
+    "a tile's bias ends too early": ("(distance < sizes.keys)", "(distance < sizes.keys - 1)", BIASED),
+    "a tile's bias begins too late": (
+        "(distance > -sizes.queries)", "(distance > 1 - sizes.queries)", BIASED,
+    ),
+    "a bias of queries for keys": (
+        "tl.arange(0, A)[:, None] - tl.arange(0, B)[None, :]", "tl.arange(0, B)[None, :] - tl.arange(0, A)[:, None]",
+        BIASED,
+    ),
+    "a bias of another tile of queries": (
+        "first_column - first_row - (ROWS - 1)", "first_column - (ROWS - 1)", BIASED,
+    ),
+    "the cap has no slope": ("grad_z *= slope_of_cap(scores, rules)", "grad_z *= 1.0", CAPPED),
+    "the slope of the cap is that of the bias, too": (
+        "sizes, rules, True, PRECISION, False", "sizes, rules, True, PRECISION, True",
+        PLAIN._replace(rules=("cap", "bias")),
+    ),
+    "a cap before the scale": ("(rules.scale / rules.softcap)", "(1.0 / rules.softcap)", CAPPED),
+    "a series that ends early": ("series * square - 1.0 / 3.0", "-1.0 / 3.0", CAPPED),
+    "a cap that is too low": (
+        "* (rules.softcap * LOG2_E)\n    return scores", "* rules.softcap\n    return scores", CAPPED,
     ),
     "neighboring diagonals share sums": ("(offset + rows) % 2", "0", PLAIN._replace(rules=("bias",))),
     "a diagonal beside its place": ("diagonal + row - (T - 1)", "diagonal + row - T", PLAIN._replace(rules=("bias",))),

@@ -14,6 +14,7 @@ import pytest
 COMPILE = """
 import importlib
 import json
+import re
 import sys
 import triton
 from triton.backends.compiler import GPUTarget
@@ -31,6 +32,8 @@ def type_of(name, element):
         return ELEMENTS.get(name.removesuffix("_ptr"), element)
     return "fp32" if name in FLOATS else "i64"
 
+target = GPUTarget(*json.loads(sys.argv[1]))
+
 def compile(module):
     # how many kernels it has, times two element types
     count = 0
@@ -40,12 +43,14 @@ def compile(module):
         for element in ("*bf16", "*fp32"):
             constants = {n: FLAGS.get(n, True) for n in kernel.arg_names if n.isupper()}
             signature = {n: "constexpr" if n.isupper() else type_of(n, element) for n in kernel.arg_names}
-            built = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
-            assert len(built.asm["cubin"]) > 1000
+            built = triton.compile(ASTSource(kernel, signature, constants), target=target)
+            assert len(built.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 1000
+            spilled = re.findall(r"[sv]gpr_spill_count: +([0-9]+)", built.asm.get("amdgcn", ""))
+            assert set(spilled) <= {"0"}, (name, spilled)
             count += 1
     return count
 
-print(json.dumps({module: compile(module) for module in sys.argv[1:]}))
+print(json.dumps({module: compile(module) for module in sys.argv[2:]}))
 """
 # Attention's kernels, as they are launched: a driver stands in for a device, and a launch only compiles.
 COMPILE_LAUNCHES = """
@@ -70,6 +75,12 @@ def compile(self, grid):
     def launch(*arguments, **options):
         global ptx
         kernel = self.run(*arguments, grid=grid, warmup=True, **options)
+        if "hsaco" in kernel.asm:
+            names = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
+            usage = [int(re.search(f"[.]{name}: +([0-9]+)", kernel.asm["amdgcn"])[1]) for name in names]
+            products = kernel.asm["amdgcn"].count("v_mfma")
+            results.append([self.fn.__name__, *usage, kernel.metadata.shared, [products, 0, 0], label])
+            return
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
             file.flush()
@@ -83,19 +94,22 @@ def compile(self, grid):
 triton.runtime.jit.KernelInterface.__getitem__ = compile
 
 def compile_for(arch):
+    target = GPUTarget("cuda", arch, 32) if isinstance(arch, int) else GPUTarget("hip", arch, 64)
+    attention._precision = lambda device: "tf32x3" if target.backend == "cuda" else "ieee"
     driver.set_active(SimpleNamespace(
         get_current_device=lambda: arch, get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", arch, 32)))
+        get_current_target=lambda: target))
 """
 COMPILE_ATTENTION = """
 for arch, width, dtype, everything in json.loads(sys.argv[1]):
     compile_for(arch)
     q = torch.zeros(2, 4, 512, width, dtype=getattr(torch, dtype))
     label = [arch, width, dtype]
+    cap = 30.0 if everything == "capped" else 0.0
     lse, number, bias = torch.zeros(2, 4, 512), torch.zeros(2, dtype=torch.int64), q.new_zeros(4, 1023)
-    rules = (None,) * 5 + (0.125, False, 0.0, 0, 0)
+    rules = (None,) * 5 + (0.125, False, 0.0, 0, 0, 0.0)
     if everything:
-        rules = (bias, q.new_zeros(2, 4, 512, 512), number, number, number, 0.125, True, 0.1, 0, 0)
+        rules = (bias, q.new_zeros(2, 4, 512, 512), number, number, number, 0.125, True, 0.1, 0, 0, cap)
     if everything != "varlen":
         attention.launch_forward(q, q, q, *rules, q, lse)
         attention.launch_backward(q, q, lse, q, q, q, *rules, q, q, q, bias)
@@ -169,7 +183,7 @@ def attend(batch, length, **changes):
     q = torch.zeros(batch, 4, length, 64, dtype=torch.bfloat16)
     lse = torch.zeros(batch, 4, length)
     rules = {"bias": None, "mask": None, "prefix": None, "lengths": None, "keys": None, "scale": 0.125,
-             "causal": False, "dropout": 0.0, "first_head": 0, "first_row": 0, **changes}
+             "causal": False, "dropout": 0.0, "first_head": 0, "first_row": 0, "softcap": 0.0, **changes}
     attention.launch_forward(q, q, q, *rules.values(), q, lse)
 
 def rotate(first):
@@ -207,6 +221,7 @@ ATTENTION = [(arch, 64, "bfloat16", True) for arch in (80, 90)] + [
     (arch, width, dtype, everything) for arch in (80, 90) for width, dtype in [
         (64, "float16"), (80, "bfloat16"), (128, "bfloat16"), (256, "bfloat16")] for everything in (False, True)
 ] + [(arch, width, "bfloat16", "varlen") for arch in (80, 90) for width in (64, 128)
+] + [(arch, width, "bfloat16", "capped") for arch in (80, 90) for width in (64, 128)
 ] + [(90, 64, "float32", everything) for everything in (False, True)]  # fmt: skip
 MODULES = {"softmax": 4, "norm": 4, "activation": 8, "dropout": 4, "cross_entropy": 4,
            "packing": 4}  # fmt: skip
@@ -216,6 +231,8 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
 SHARED = 163 << 10  # bytes of shared memory that a block may have on sm_80
+AMD = ("gfx942", "gfx950")  # MI300 and MI350
+SHARED_OF_AMD = 64 << 10  # of gfx942; gfx950 has 160 KiB
 
 
 def printed(folder, program, *arguments):
@@ -228,7 +245,7 @@ def printed(folder, program, *arguments):
 
 @pytest.mark.before_release
 def test_all_compile_for_sm_90(tmp_path):
-    assert printed(tmp_path, COMPILE, *MODULES) == MODULES
+    assert printed(tmp_path, COMPILE, '["cuda", 90, 32]', *MODULES) == MODULES
 
 
 @pytest.mark.timeout(1200)
@@ -251,6 +268,34 @@ def test_attention_keeps_its_tiles_in_registers(tmp_path):
             assert products >= 4, (width, dtype)  # of whole groups of warps
             assert copies > 0, (width, dtype)  # while others are multiplied
             assert stages >= 2, (width, dtype)
+
+
+@pytest.mark.before_release
+@pytest.mark.parametrize("arch", AMD)
+def test_all_compile_for_amd(arch, tmp_path):
+    """Without spills, which the program itself looks for."""
+    assert printed(tmp_path, COMPILE, json.dumps(["hip", arch, 64]), *MODULES) == MODULES
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.before_release
+@pytest.mark.parametrize("arch", AMD)
+def test_attention_compiles_for_amd(arch, tmp_path):
+    """With AMD's matrix instructions, in the registers and the memory that a block has."""
+    cases = [
+        (arch, 64, "bfloat16", False),
+        (arch, 64, "bfloat16", "capped"),  # with every rule
+        (arch, 128, "bfloat16", "capped"),
+        (arch, 128, "bfloat16", "varlen"),
+        (arch, 64, "float32", "capped"),
+    ]
+    built = printed(tmp_path, COMPILE_LAUNCHES + COMPILE_ATTENTION, json.dumps(cases))
+    assert len(built) == 3 + 4 * 4
+    for kernel, registers, stack, spilled, shared, (products, *_), label in built:
+        assert registers <= 512, (kernel, label)
+        assert (stack, spilled) == (0, 0), (kernel, label)
+        assert shared <= SHARED_OF_AMD, (kernel, label)
+        assert products > 0, (kernel, label)
 
 
 @pytest.mark.before_release

@@ -101,7 +101,7 @@ def compute_expected(tensors, grad, starts, rules):
         own = [x[rows].transpose(0, 1)[None] for x, rows in ((q, queries), (k, keys), (v, keys))]
         if not count:
             continue
-        own_rules = (None, None, None, own_keys, scale, causal, dropout, first_head, 0)
+        own_rules = (None, None, None, own_keys, scale, causal, dropout, first_head, 0, 0.0)
         if keys.stop == keys.start:
             out, lse = torch.zeros_like(own[0]), own[0].new_full(own[0].shape[:3], -math.inf)
         else:
