@@ -1,8 +1,8 @@
 """Starts the parts of a call as copies of a process that has imported PyTorch, transformers and this package already.
 
-Importing them takes eight seconds of a processor in each part, of which a call of eight minutes has nineteen. A copy has
-not touched the GPU before, which no process can use that is the copy of one that has. It leads a group of processes, so
-that all that it starts ends with it.
+Importing them takes eight seconds of a processor in each part, of which a call of eight minutes has eighteen. A copy of
+a process that has used the GPU could not use it, so the imports do not touch it. Each copy leads a group of processes,
+so that all that it starts ends with it.
 """
 
 from __future__ import annotations
