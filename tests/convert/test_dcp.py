@@ -268,7 +268,7 @@ def test_megatron_core_runs_what_is_written_and_its_checkpoints_are_read(
     split(gpt, tmp_path / "megatron", 2, style="megatron", names="local")
     ids = torch.randint(300, (2, 17), generator=torch.Generator().manual_seed(0))
     folders = [(tmp_path / "megatron", tmp_path / "dist")]
-    [logits] = run_ranks(2, in_megatron_core, core_gpt, folders, ids, isolated=True)[0]
+    [logits] = run_ranks(2, in_megatron_core, core_gpt, folders, ids, isolated=True, timeout=500)[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(
         gpt, attn_implementation="eager"
     ).eval()

@@ -641,7 +641,7 @@ def run_by_core(folders, run_ranks, tmp_path_factory) -> dict[str, tuple[torch.T
         split(folders(case), written / case, 2, style="megatron", names="local")
         merge(folders(case), written / f"{case}.dist", style="torch_dist")
     pairs = [(written / case, places / case) for case in RUN]
-    logits = run_ranks(2, in_megatron_core, core_decoder, pairs, IDS, isolated=True)[0]
+    logits = run_ranks(2, in_megatron_core, core_decoder, pairs, IDS, isolated=True, timeout=500)[0]
     return {case: (found, places / case) for case, found in zip(RUN, logits, strict=True)}
 
 

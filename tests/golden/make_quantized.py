@@ -50,6 +50,19 @@ def compressed(bits, strategy, symmetric, dtype, packed):
     return parts, settings, expected
 
 
+def compressed_floats(strategy, dtype):
+    """A weight of compressed-tensors in fp8."""
+    arguments = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
+    values = (torch.randn(ROWS, COLUMNS) * 50).to(torch.float8_e4m3fn)
+    scale = torch.rand((ROWS, 1) if strategy == "channel" else (1,)).to(dtype)
+    settings = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"0": {"weights": arguments}},
+    }
+    expected = dequantize(values, scale, None, QuantizationArgs(**arguments))
+    return {"weight": values, "weight_scale": scale}, settings, expected
+
+
 def four_bits(kind, nested, dtype):
     """A weight of bitsandbytes in 4 bits."""
     weight = torch.randn(ROWS, COLUMNS, dtype=dtype)
@@ -82,6 +95,8 @@ def main():
         "nf4 nested": four_bits("nf4", True, torch.float16),
         "fp4": four_bits("fp4", False, torch.float32),
         "bitsandbytes int8": eight_bits(),
+        "fp8 rows": compressed_floats("channel", torch.bfloat16),
+        "fp8 matrix": compressed_floats("tensor", torch.float32),
     }
     tensors = {}
     settings = {}
