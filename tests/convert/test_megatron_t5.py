@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_case import by_turns
+from every_case import by_turns, every_day
 from parity import randomize
 
 from shardzoo.cli.convert import main
@@ -34,6 +34,8 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "tied": ("T5ForConditionalGeneration", {**UNSCALED, "feed_forward_proj": "gated-silu"}, False),
     "mt5": ("MT5ForConditionalGeneration", {**SIZES, "feed_forward_proj": "gated-gelu"}, True),
 }
+# Those that megatron-core runs: one more is the first one in bf16.
+RUN = every_day(CASES, more=["bf16"])
 LAYOUTS = ((1, 1), (2, 1), (2, 2))  # tensor-parallel ranks, pipeline stages
 IDS = torch.randint(3, 97, (2, 13), generator=torch.Generator().manual_seed(0))
 TARGETS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -43,12 +45,14 @@ def save_t5(case: str, folder: Path) -> Path:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    architecture, changes, untied = CASES[case]
+    architecture, changes, untied = CASES["gated" if case == "bf16" else case]
     model_class = getattr(transformers, architecture)
     model = model_class(model_class.config_class(**changes))
     if untied:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     randomize(model, 1)
+    if case == "bf16":
+        model.bfloat16()
     model.save_pretrained(folder)
     path = folder / "config.json"
     # The files decide whether the head is tied.
@@ -58,7 +62,7 @@ def save_t5(case: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    return {case: save_t5(case, tmp_path_factory.mktemp(case) / "hf") for case in CASES}
+    return {case: save_t5(case, tmp_path_factory.mktemp(case) / "hf") for case in RUN}
 
 
 def build_core(given: Namespace, has_encoder: bool, has_decoder: bool) -> Any:
@@ -151,6 +155,7 @@ def run_in_core(jobs: list[tuple[Path, Path, Path, int, int, Path]]) -> list[tor
         has_encoder, has_decoder = stages == 1 or stage == 0, stage == stages - 1
         model = build_core(state["args"], has_encoder, has_decoder).eval()
         model.load_state_dict(state["model"], strict=True)
+        dtype = next(iter(state["model"].values())).dtype
 
         sees_all = torch.zeros(2, 1, 1, 1, dtype=torch.bool)
         causal = torch.ones(1, 1, 9, 9).tril() < 0.5
@@ -174,6 +179,8 @@ def run_in_core(jobs: list[tuple[Path, Path, Path, int, int, Path]]) -> list[tor
                     logits = model(IDS, TARGETS, *masks, encoder_hidden_states=states)
         found.append(logits)
 
+        # The logits were those of the stored weights in fp32; a run of bf16 saves bf16.
+        model.to(dtype)
         # As a run would save it: the head of an encoder's stage is never trained.
         content = {**state, "model": model.state_dict(), "iteration": 50}
         if has_encoder and not has_decoder and "output_layer.weight" in content["model"]:
@@ -234,11 +241,12 @@ def by_core(
     return {key: (results[3][i], *job[1:3]) for i, (key, job) in enumerate(jobs.items())}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RUN)
 def test_megatron_core_computes_transformers_logits(case, folders, by_core):
     import transformers
 
-    model = getattr(transformers, CASES[case][0]).from_pretrained(folders[case]).eval()
+    architecture = CASES.get(case, CASES["gated"])[0]
+    model = getattr(transformers, architecture).from_pretrained(folders[case]).eval().float()
     with torch.no_grad():
         wanted = model(input_ids=IDS, decoder_input_ids=TARGETS).logits
     assert wanted.abs().max() > 0.5
@@ -248,7 +256,7 @@ def test_megatron_core_computes_transformers_logits(case, folders, by_core):
         assert (logits[..., :97] - wanted).abs().max() <= 1e-5 * scale, (size, stages)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RUN)
 def test_what_megatron_core_saves_becomes_the_original_bytes(
     case, folders, by_core, hashes, tmp_path
 ):
