@@ -1,8 +1,11 @@
-# Tested versions are pinned in constraints.txt; setup.py and pyproject.toml keep ranges.
+# Tested versions are pinned in constraints.txt, or in a file of that version of Python, such as constraints-3.10.txt;
+# setup.py and pyproject.toml keep ranges.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+CONSTRAINTS := $(firstword $(wildcard constraints-$(PYTHON_VERSION).txt) constraints.txt)
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 # Without bytecode on disk, each of the many processes of the tests would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -12,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: $(VENV)/.complete
 
 # torch comes first: DeepSpeed's set-up and our own look at it. seqeval's set-up fails without build isolation.
-$(VENV)/.complete: pyproject.toml setup.py constraints.txt
+$(VENV)/.complete: pyproject.toml setup.py $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel packaging ninja pybind11
 	$(PIP) torch numpy seqeval

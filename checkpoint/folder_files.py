@@ -40,7 +40,9 @@ WEIGHT_SUFFIXES = frozenset(
         ".partial",
     )
 )
-OWN_FILES = frozenset(("manifest.json", STATE, "latest", "latest_checkpointed_iteration.txt"))
+OWN_FILES = frozenset(
+    ("manifest.json", STATE, "latest", "latest_checkpointed_iteration.txt", "latest_universal")
+)
 LARGEST_AUXILIARY_FILE = 1 << 30  # bytes
 GENERATION_CONFIG = "generation_config.json"
 # The files in which a model or an adapter is saved, with their indexes; a file like model_ema.safetensors is

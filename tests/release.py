@@ -66,8 +66,11 @@ def install(distributions: Path, python: str, folder: Path) -> Path:
             "--only-binary",
             "shardzoo",
         ]
-        constraints = ["--constraint", ROOT / "constraints.txt"]
-        run(programs, folder, *command, *constraints, "shardzoo", DS_BUILD_OPS="0")
+        version = "import sys; print('%d.%d' % sys.version_info[:2])"
+        own = ROOT / f"constraints-{run(programs, folder, 'python', '-c', version).strip()}.txt"
+        constraints = own if own.exists() else ROOT / "constraints.txt"
+        command += ["--constraint", constraints]
+        run(programs, folder, *command, "shardzoo", DS_BUILD_OPS="0")
     return programs
 
 

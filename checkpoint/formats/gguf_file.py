@@ -21,9 +21,11 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,12 +57,42 @@ def find_gguf(source: Path) -> Path | None:
 
 
 @dataclass(frozen=True)
+class StoredRows:
+    """The rows of a tensor as they lie in a file.
+
+    They are read, although the `gguf` package maps the file: mapped pages count as memory of the
+    process, and there are as many as the file has.
+
+    Attributes:
+        path: The file.
+        offset: Its byte at which the rows begin.
+        dtype: The type of the numbers; bytes of tensors in blocks.
+        shape: The shape; of tensors in blocks, [rows, bytes].
+    """
+
+    path: Path
+    offset: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Returns rows [start, stop). Raises ValueError if the file ends before."""
+        width = prod(self.shape[1:])
+        count = (stop - start) * width
+        with self.path.open("rb") as file:
+            file.seek(self.offset + start * width * self.dtype.itemsize)
+            found = np.fromfile(file, self.dtype, count)
+        if found.size != count:
+            raise ValueError(f"{self.path} ends before its row {stop}: it is incomplete")
+        return found.reshape(stop - start, *self.shape[1:])
+
+
+@dataclass(frozen=True)
 class GgufWeight(QuantizedWeight):
     """A tensor of a GGUF file.
 
     Attributes:
-        data: The blocks of each row, [rows, bytes], or the numbers of a floating-point tensor, as
-            they lie in the file.
+        rows: The blocks of each row, or the numbers of a floating-point tensor.
         decode: Returns the fp32 numbers of some of these rows.
         order: The row of the file for each row of the weight; None if they are the same.
         transposed: Whether the file holds the transposed matrix.
@@ -68,14 +100,14 @@ class GgufWeight(QuantizedWeight):
 
     method: ClassVar[str] = "GGUF"
 
-    data: Any
+    rows: StoredRows
     decode: Callable[[Any], Any]
     order: Tensor | None = None
     transposed: bool = False
 
     def open(self, reader: TensorReader) -> RowReader:
         if self.transposed:
-            whole = torch.from_numpy(self.decode(self.data)).t()
+            whole = torch.from_numpy(self.decode(self.rows.read(0, self.rows.shape[0]))).t()
 
             def read_columns(start: int, stop: int) -> Tensor:
                 return whole[start:stop]
@@ -84,11 +116,12 @@ class GgufWeight(QuantizedWeight):
 
         def read_rows(start: int, stop: int) -> Tensor:
             if self.order is None:
-                found = self.data[start:stop]
-            else:
-                found = self.data[self.order[start:stop].numpy()]
-            # A copy, since a tensor of floating-point numbers would be the file itself.
-            return torch.from_numpy(self.decode(found).copy())
+                return torch.from_numpy(self.decode(self.rows.read(start, stop)))
+            # The rows of a head change places, so those that are wanted are near one another.
+            wanted = self.order[start:stop].numpy()
+            first = int(wanted.min())
+            found = self.rows.read(first, int(wanted.max()) + 1)
+            return torch.from_numpy(self.decode(found[wanted - first]))
 
         return read_rows
 
@@ -242,7 +275,9 @@ class _Reading:
             shape=shape[::-1] if transposed else shape,
             parts={},
             settings={},
-            data=tensor.data,
+            rows=StoredRows(
+                self.path, int(tensor.data_offset), tensor.data.dtype, tensor.data.shape
+            ),
             decode=self._find_decoder(tensor),
             order=order,
             transposed=transposed,

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from megatron_files import Layout, gpt_modules, write_layers
+import torch
+from megatron_files import Layout, gpt_modules, write_decoder_layers, write_layers
 from safetensors.torch import load_file
 
 from shardzoo.cli.convert import main
@@ -18,7 +19,10 @@ TARGETS = {
     "mp_rank files": ("split", "--to", "legacy"),
     "Megatron-LM": ("split", "--to", "megatron"),
     "DCP": ("merge", "--to", "dcp"),
+    "torch_dist": ("merge", "--to", "torch_dist"),
 }
+# Formats that are only read, or are written of training checkpoints alone.
+SOURCES = (*TARGETS, "universal", "layer files")
 FAMILIES = {
     "gpt2": "GPT-2",
     "bert-pretraining": "BERT",
@@ -31,6 +35,18 @@ FAMILIES = {
 }
 
 
+def write_universal(origin: Path, folder: Path) -> Path:
+    """Writes the weights as DeepSpeed's `ds_to_universal` does."""
+    place = folder / "global_step1"
+    for name, tensor in load_file(origin / "model.safetensors").items():
+        (place / "zero" / name).mkdir(parents=True)
+        torch.save({"param": tensor}, place / "zero" / name / "fp32.pt")
+    torch.save({"global_steps": 1}, place / "mp_rank_00_model_states.pt")
+    (folder / "latest_universal").write_text("global_step1")
+    shutil.copy(origin / "config.json", folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def table(zoo, tmp_path_factory) -> str:
     """For each format and each other one: the families that are converted and come back with the same bytes."""
@@ -41,7 +57,10 @@ def table(zoo, tmp_path_factory) -> str:
     for variant, name in FAMILIES.items():
         origin = zoo.make(place / variant / "origin", variant, vocabulary=104)
         wanted = tensor_hashes(origin)
-        sources = {"Hugging Face": origin}
+        sources = {
+            "Hugging Face": origin,
+            "universal": write_universal(origin, place / variant / "universal"),
+        }
         for target, command in TARGETS.items():
             made = place / variant / target
             if (
@@ -54,6 +73,11 @@ def table(zoo, tmp_path_factory) -> str:
             sources["layer files"] = write_layers(
                 place / variant / "layers", modules, Layout(2), "deepspeed"
             )
+        if variant == "llama":
+            sources["layer files"] = write_decoder_layers(
+                origin, place / variant / "layers", 1, "neox"
+            )
+        if "layer files" in sources:
             shutil.copy(origin / "config.json", sources["layer files"])
         for source, folder in sources.items():
             for target, command in TARGETS.items():
@@ -65,7 +89,7 @@ def table(zoo, tmp_path_factory) -> str:
                     shutil.rmtree(back)
                     shutil.rmtree(made)
     lines = [f"| from, to | {' | '.join(TARGETS)} |", "|---" * (len(TARGETS) + 1) + "|"]
-    for source in (*TARGETS, "layer files"):
+    for source in SOURCES:
         cells = [found.get((source, target), []) for target in TARGETS]
         shown = (
             "all families" if len(cell) == len(FAMILIES) else ", ".join(cell) or "–"

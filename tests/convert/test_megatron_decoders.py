@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from every_case import by_turns
-from megatron_files import in_megatron_core
+from megatron_files import in_megatron_core, write_decoder_layers
 from parity import randomize
 from safetensors.torch import load_file, save_file
 from tiny_models import hf_model
 
 from shardzoo.cli.convert import main
 from shardzoo.convert.operations import Options, merge, split
+from shardzoo.models.llama.megatron import find_windows
 
 SIZES = {"num_hidden_layers": 4, "intermediate_size": 44, "tie_word_embeddings": False}
 # Six heads in groups of three; in Qwen3 a head is wider than hidden / heads.
@@ -237,99 +238,6 @@ def write(source: Path, folder: Path, size: int, stages: int, style: str, **chan
     return folder
 
 
-def write_layers(source: Path, folder: Path, size: int, program: str, **changes: Any) -> Path:
-    """Writes the files of layers of a run at step 9, with the names, orders of rows and arguments of a program.
-
-    They are those of GPT-NeoX's `tools/ckpts/convert_hf_llama_to_neox.py` ("neox"), of its
-    `convert_raw_llama_weights_to_neox.py` before `linear1` ("old neox"), and of Megatron-DeepSpeed's
-    `tools/hf2megads_weight_converter.py` ("deepspeed").
-    """
-    weights = load_file(source / "model.safetensors")
-    config = json.loads((source / "config.json").read_text())
-    count, heads, groups = (
-        config[f"num_{what}"] for what in ("hidden_layers", "attention_heads", "key_value_heads")
-    )
-    is_neox = program != "deepspeed"
-    place = folder / "global_step9"
-    place.mkdir(parents=True)
-    for rank in range(size):
-
-        def vocabulary(tensor: torch.Tensor, rank: int = rank) -> torch.Tensor:
-            rows = -len(tensor) % (16 * size)
-            return part(torch.cat([tensor, torch.zeros(rows, tensor.shape[1])]), rank, size)
-
-        files = {
-            0 if is_neox else 1: {"word_embeddings.weight": weights["model.embed_tokens.weight"]}
-        }
-        files = {n: {k: vocabulary(v) for k, v in own.items()} for n, own in files.items()}
-        for i in range(count):
-            own = {
-                name.removeprefix(f"model.layers.{i}."): tensor
-                for name, tensor in weights.items()
-                if name.startswith(f"model.layers.{i}.")
-            }
-            q, k, v = (part(own[f"self_attn.{x}_proj.weight"], rank, size) for x in "qkv")
-            if is_neox and heads != groups:
-                qkv = torch.cat([q, k, v])
-            else:
-                by_group = [x.reshape(groups // size, -1, x.shape[1]) for x in (q, k, v)]
-                qkv = torch.cat(by_group, 1).flatten(0, 1)
-            gate, up = (part(own[f"mlp.{x}_proj.weight"], rank, size) for x in ("gate", "up"))
-            down = part(own["mlp.down_proj.weight"], rank, size, 1)
-            attention, norm = ("attention", "scale") if is_neox else ("self_attention", "weight")
-            files[i + 2] = {
-                f"input_layernorm.{norm}": own["input_layernorm.weight"],
-                f"post_attention_layernorm.{norm}": own["post_attention_layernorm.weight"],
-                f"{attention}.query_key_value.weight": qkv,
-                f"{attention}.dense.weight": part(own["self_attn.o_proj.weight"], rank, size, 1),
-                **{
-                    "neox": {"mlp.linear1.weight": torch.cat([up, gate]), "mlp.linear2.weight": down},
-                    "old neox": {
-                        "mlp.w1.weight": gate, "mlp.w3.weight": up, "mlp.w2.weight": down,
-                        "attention.rotary_emb.inv_freq": torch.ones(4),
-                    },
-                    "deepspeed": {
-                        "mlp.dense_h_to_4h.weight": torch.cat([gate, up]), "mlp.dense_4h_to_h.weight": down
-                    },
-                }[program],
-            }  # fmt: skip
-        last = count + (3 if is_neox else 2)
-        files[last] = {"norm.scale" if is_neox else "weight": weights["model.norm.weight"]}
-        if "lm_head.weight" in weights:
-            name = "final_linear.weight" if is_neox else "lm_head.weight"
-            files[last + 1] = {name: vocabulary(weights["lm_head.weight"])}
-        for number, tensors in files.items():
-            torch.save(
-                {name: tensor.clone() for name, tensor in tensors.items()},
-                place / f"layer_{number:02d}-model_{rank:02d}-model_states.pt",
-            )
-        arguments: dict[str, Any] = {"num_attention_heads": heads, "max_position_embeddings": 64}
-        if is_neox:
-            arguments |= {
-                "pos_emb": "rotary", "norm": "rmsnorm", "rms_norm_epsilon": config["rms_norm_eps"], "rotary_pct": 1,
-                "no_weight_tying": "lm_head.weight" in weights, "num_kv_heads": groups if groups != heads else None,
-                "gpt_j_residual": False, "rotary_emb_base": 10000, "layernorm_epsilon": 0.5, "pipe_parallel_size": 1,
-                "attention_config": ["flash"] * count, "sliding_window_width": None, "model_parallel_size": size,
-                **({"mlp_type": "llama", "activation": "silu"} if program == "old neox" else {"activation": "swiglu"}),
-            }  # fmt: skip
-            if config["model_type"] == "mistral":
-                arguments["sliding_window_width"] = 6
-        else:
-            arguments |= {
-                "use_rotary_position_embeddings": True, "add_position_embedding": False, "normalization": "rmsnorm",
-                "layernorm_epsilon": config["rms_norm_eps"], "swiglu": True, "num_key_value_heads": groups,
-                "rope_theta": 10000, "add_bias_linear": False, "tensor_model_parallel_size": size,
-                "untie_embeddings_and_output_weights": "lm_head.weight" in weights,
-            }  # fmt: skip
-        arguments |= changes
-        torch.save(
-            {"args": arguments if is_neox else Namespace(**arguments), "iteration": 9},
-            place / f"mp_rank_{rank:02d}_model_states.pt",
-        )
-    (folder / "latest").write_text("global_step9")
-    return folder
-
-
 def vocabulary_of(source: Path, place: Path) -> Options:
     """Without config.json, the padding of the vocabulary belongs to it."""
     shutil.copy(source / "config.json", place)
@@ -366,7 +274,7 @@ def test_every_layout_becomes_the_original_bytes(
     ],
 )  # fmt: skip
 def test_files_of_layers(case, size, program, folders, hashes, tmp_path):
-    source = write_layers(folders(case), tmp_path / "layers", size, program)
+    source = write_decoder_layers(folders(case), tmp_path / "layers", size, program)
     merge(source, tmp_path / "hf", vocabulary_of(folders(case), tmp_path / "c.json"))
     assert hashes(tmp_path / "hf") == hashes(folders(case))
     merge(source, tmp_path / "inferred")
@@ -392,7 +300,7 @@ def test_files_of_layers(case, size, program, folders, hashes, tmp_path):
     ("deepspeed", {"rotary_percent": 0.5}, "rotary_percent=0.5"),
 ])  # fmt: skip
 def test_other_files_of_layers_are_refused(program, changes, message, folders, tmp_path, capsys):
-    source = write_layers(folders("llama"), tmp_path / "layers", 2, program, **changes)
+    source = write_decoder_layers(folders("llama"), tmp_path / "layers", 2, program, **changes)
     assert main(["merge", str(source), str(tmp_path / "hf")]) == 2
     text = " ".join(capsys.readouterr().err.split())
     assert message in text
@@ -565,6 +473,13 @@ def test_models_that_megatron_does_not_have(case, changes, message, tmp_path):
     hf_model(architecture, 0.0, **{**settings, **changes}).save_pretrained(tmp_path / "hf")
     with pytest.raises(ValueError, match=message):
         split(tmp_path / "hf", tmp_path / "out", 2, style="megatron")
+
+
+def test_layers_without_a_window():
+    """A number counts the layers from 1, as megatron-core's `is_layer_window_attention` does."""
+    arguments = {"window_size": (4, 0), "window_attn_skip_freq": 3}
+    assert find_windows(arguments, 4) == (5, 5, None, 5)
+    assert find_windows({"window_size": (-1, 0)}, 2) == (None, None)
 
 
 def test_a_window_that_config_json_does_not_have(folders, tmp_path):

@@ -499,6 +499,8 @@ def test_what_deepspeed_wrote_becomes_a_training_checkpoint(run_ranks, tmp_path,
     assert main(["split", str(universal), str(moved), "--tp", "2", "--with-optimizer"]) == 0
     state = read_state_file(moved)
     assert (state["step"], state["world_size"]) == (2, 0)
+    assert main(["merge", str(universal), str(tmp_path / "merged")]) == 0
+    assert main(["verify", str(tmp_path / "merged"), str(universal)]) == 0
     assert main(["merge", str(moved), str(tmp_path / "again"), "--to", "universal"]) == 0
     zero = tmp_path / "again" / "global_step2" / "zero"
     for name, value in wanted.items():

@@ -6,6 +6,7 @@ Names are those of tools/checkpoint/schema_core.py and of megatron/legacy/model;
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import warnings
 from argparse import Namespace
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 PADDING = 16  # --make-vocab-size-divisible-by
@@ -331,6 +333,105 @@ def write_layers(
         torch.save(content, place / name)
     (folder / "latest").write_text("global_step90")
     return folder
+
+
+def write_decoder_layers(
+    source: Path, folder: Path, size: int, program: str, **changes: Any
+) -> Path:
+    """Writes a Llama's or Mistral's files of layers at step 9, with a program's names, orders of rows and arguments.
+
+    They are those of GPT-NeoX's `tools/ckpts/convert_hf_llama_to_neox.py` ("neox"), of its
+    `convert_raw_llama_weights_to_neox.py` before `linear1` ("old neox"), and of Megatron-DeepSpeed's
+    `tools/hf2megads_weight_converter.py` ("deepspeed").
+    """
+    weights = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    count, heads, groups = (
+        config[f"num_{what}"] for what in ("hidden_layers", "attention_heads", "key_value_heads")
+    )
+    is_neox = program != "deepspeed"
+    place = folder / "global_step9"
+    place.mkdir(parents=True)
+    for rank in range(size):
+
+        def vocabulary(tensor: torch.Tensor, rank: int = rank) -> torch.Tensor:
+            rows = -len(tensor) % (16 * size)
+            return _part(torch.cat([tensor, torch.zeros(rows, tensor.shape[1])]), rank, size)
+
+        files = {
+            0 if is_neox else 1: {"word_embeddings.weight": weights["model.embed_tokens.weight"]}
+        }
+        files = {n: {k: vocabulary(v) for k, v in own.items()} for n, own in files.items()}
+        for i in range(count):
+            own = {
+                name.removeprefix(f"model.layers.{i}."): tensor
+                for name, tensor in weights.items()
+                if name.startswith(f"model.layers.{i}.")
+            }
+            q, k, v = (_part(own[f"self_attn.{x}_proj.weight"], rank, size) for x in "qkv")
+            if is_neox and heads != groups:
+                qkv = torch.cat([q, k, v])
+            else:
+                by_group = [x.reshape(groups // size, -1, x.shape[1]) for x in (q, k, v)]
+                qkv = torch.cat(by_group, 1).flatten(0, 1)
+            gate, up = (_part(own[f"mlp.{x}_proj.weight"], rank, size) for x in ("gate", "up"))
+            down = _part(own["mlp.down_proj.weight"], rank, size, 1)
+            attention, norm = ("attention", "scale") if is_neox else ("self_attention", "weight")
+            files[i + 2] = {
+                f"input_layernorm.{norm}": own["input_layernorm.weight"],
+                f"post_attention_layernorm.{norm}": own["post_attention_layernorm.weight"],
+                f"{attention}.query_key_value.weight": qkv,
+                f"{attention}.dense.weight": _part(own["self_attn.o_proj.weight"], rank, size, 1),
+                **{
+                    "neox": {"mlp.linear1.weight": torch.cat([up, gate]), "mlp.linear2.weight": down},
+                    "old neox": {
+                        "mlp.w1.weight": gate, "mlp.w3.weight": up, "mlp.w2.weight": down,
+                        "attention.rotary_emb.inv_freq": torch.ones(4),
+                    },
+                    "deepspeed": {
+                        "mlp.dense_h_to_4h.weight": torch.cat([gate, up]), "mlp.dense_4h_to_h.weight": down
+                    },
+                }[program],
+            }  # fmt: skip
+        last = count + (3 if is_neox else 2)
+        files[last] = {"norm.scale" if is_neox else "weight": weights["model.norm.weight"]}
+        if "lm_head.weight" in weights:
+            name = "final_linear.weight" if is_neox else "lm_head.weight"
+            files[last + 1] = {name: vocabulary(weights["lm_head.weight"])}
+        for number, tensors in files.items():
+            torch.save(
+                {name: tensor.clone() for name, tensor in tensors.items()},
+                place / f"layer_{number:02d}-model_{rank:02d}-model_states.pt",
+            )
+        arguments: dict[str, Any] = {"num_attention_heads": heads, "max_position_embeddings": 64}
+        if is_neox:
+            arguments |= {
+                "pos_emb": "rotary", "norm": "rmsnorm", "rms_norm_epsilon": config["rms_norm_eps"], "rotary_pct": 1,
+                "no_weight_tying": "lm_head.weight" in weights, "num_kv_heads": groups if groups != heads else None,
+                "gpt_j_residual": False, "rotary_emb_base": 10000, "layernorm_epsilon": 0.5, "pipe_parallel_size": 1,
+                "attention_config": ["flash"] * count, "sliding_window_width": None, "model_parallel_size": size,
+                **({"mlp_type": "llama", "activation": "silu"} if program == "old neox" else {"activation": "swiglu"}),
+            }  # fmt: skip
+            if config["model_type"] == "mistral":
+                arguments["sliding_window_width"] = 6
+        else:
+            arguments |= {
+                "use_rotary_position_embeddings": True, "add_position_embedding": False, "normalization": "rmsnorm",
+                "layernorm_epsilon": config["rms_norm_eps"], "swiglu": True, "num_key_value_heads": groups,
+                "rope_theta": 10000, "add_bias_linear": False, "tensor_model_parallel_size": size,
+                "untie_embeddings_and_output_weights": "lm_head.weight" in weights,
+            }  # fmt: skip
+        arguments |= changes
+        torch.save(
+            {"args": arguments if is_neox else Namespace(**arguments), "iteration": 9},
+            place / f"mp_rank_{rank:02d}_model_states.pt",
+        )
+    (folder / "latest").write_text("global_step9")
+    return folder
+
+
+def _part(tensor: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
+    return tensor.chunk(size, dim)[rank].clone()
 
 
 def in_megatron_core(
