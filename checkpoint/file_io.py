@@ -18,6 +18,7 @@ from .dtypes import item_size
 from .stored_tensor import StoredTensor, StridedTensor, WidenedTensor, read_file_state
 
 ZEROS = bytes(1 << 16)
+RANGE_BYTES = 4 << 20  # that one request to a store asks for; they are in memory twice
 SPARE_FILES = 64  # descriptors left for what threads and libraries open besides
 
 
@@ -109,10 +110,12 @@ def read_into(tensor: StoredTensor, descriptor: OpenFile, start: int, buffer: ND
     view = view_bytes(buffer)
     if isinstance(descriptor, RangedFile):
         first = tensor.offset + start
-        data = descriptor.read(first, first + len(view))
-        if len(data) < len(view):
-            raise ValueError(f"{tensor} ends early: the object was cut while it was being read")
-        view[:] = data
+        for done in range(0, len(view), RANGE_BYTES):
+            piece = view[done : done + RANGE_BYTES]
+            data = descriptor.read(first + done, first + done + len(piece))
+            if len(data) < len(piece):
+                raise ValueError(f"{tensor} ends early: the object was cut while it was being read")
+            piece[:] = data
         return
     done = 0
     while done < len(view):

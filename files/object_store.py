@@ -32,8 +32,8 @@ STORES = "s3://, gs://, hf:// or memory://"
 # Path("s3://bucket/name") has one slash: the slashes of a URL do not survive in a Path.
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*):/+(?P<rest>.*)", re.DOTALL)
 # Bytes of a part of an upload; a few parts are in memory at a time.
-PART_BYTES = 8 << 20
-PARTS_AT_ONCE = 3
+PART_BYTES = 5 << 20  # the least that S3 takes
+PARTS_AT_ONCE = 2
 MOST_PARTS = 9_000  # S3 allows 10,000
 # The packages whose errors are a store's, whatever their classes.
 _CLIENTS = frozenset(

@@ -127,6 +127,15 @@ class WorkingCopy:
         except OSError:
             return None
 
+    @classmethod
+    def find_whole(cls, path: Path) -> WorkingCopy | None:
+        """Returns the copy that a local path is, or None: also for a path within a copy.
+
+        A folder within a run's copy is sent with the run.
+        """
+        copy = cls.find(path)
+        return copy if copy is not None and copy.path == path else None
+
     def make(self) -> None:
         """Makes the folder that holds the copy."""
         self.home.mkdir(parents=True, exist_ok=True)
@@ -492,7 +501,7 @@ def pull(folder: Path, *, largest: int = LARGEST_TEXT, unless: str = "") -> None
         largest: Bytes of a file that is fetched; larger ones are stand-ins.
         unless: A file of the copy by which another process says that it uses the copy.
     """
-    copy = WorkingCopy.find(folder)
+    copy = WorkingCopy.find_whole(folder)
     if copy is None:
         return
     with copy.locked():
@@ -508,14 +517,14 @@ def pull(folder: Path, *, largest: int = LARGEST_TEXT, unless: str = "") -> None
 
 def mark_pending(folder: Path) -> None:
     """Notes that a copy is about to have what the store does not, so that `pull` keeps it."""
-    copy = WorkingCopy.find(folder)
+    copy = WorkingCopy.find_whole(folder)
     if copy is not None:
         write_durably(copy.home / PENDING, "")
 
 
 def forget_pending(folder: Path) -> None:
     """Lets the next `pull` replace what a copy has."""
-    copy = WorkingCopy.find(folder)
+    copy = WorkingCopy.find_whole(folder)
     if copy is not None:
         (copy.home / PENDING).unlink(missing_ok=True)
 
@@ -531,7 +540,7 @@ def push(folder: Path, *, at_once: bool = True) -> None:
     Raises:
         OSError: The store cannot be reached, or refuses.
     """
-    copy = WorkingCopy.find(folder)
+    copy = WorkingCopy.find_whole(folder)
     if copy is None:
         return
     with copy.locked():
@@ -584,7 +593,7 @@ def push_files(prefix: Path, endings: Sequence[str]) -> None:
 
     The last file says that the others are there: it is removed first, and sent last.
     """
-    copy = WorkingCopy.find(prefix)
+    copy = WorkingCopy.find_whole(prefix)
     if copy is None:
         return
     remove_object(f"{copy.url}{endings[-1]}")

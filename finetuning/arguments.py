@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from ..files.working_copies import find_source
 from ..trainer.arguments.aliases import with_argument_aliases
 from ..trainer.arguments.deepspeed_file import read_deepspeed_file
 from ..trainer.arguments.training_arguments import TrainingArguments
@@ -384,7 +385,9 @@ class FinetuningArguments(TrainingArguments):
         """
         for name in ("train_file", "validation_file", "test_file"):
             path = getattr(self, name)
-            if path is not None and not Path(path).exists() and not Path(f"{path}.source").exists():
+            if path is None or find_source(path, name) is not None:
+                continue
+            if not Path(path).exists() and not Path(f"{path}.source").exists():
                 raise ValueError(f"{name} {path} does not exist")
         return replace(
             self,

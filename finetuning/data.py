@@ -36,6 +36,7 @@ from ..data import (
     load_questions,
 )
 from ..data.tokenizers.tokenizer import TransformersTokenizer
+from ..files.working_copies import find_source
 from ..models import family
 from ..models.language_model import IGNORED
 from .arguments import WITH_LABELS, FinetuningArguments
@@ -100,7 +101,9 @@ class FinetuningData:
         """Returns the keys of the records, from the first of the files."""
         chosen = self.arguments
         for path in (chosen.train_file, chosen.validation_file, chosen.test_file):
-            record = {} if path is None else first_record(Path(path))
+            if path is None:
+                continue
+            record = first_record(find_source(path, "input") or Path(path))
             if record:
                 return keys.from_record(record, chosen.columns)
         raise ValueError(
@@ -236,7 +239,8 @@ class FinetuningData:
         Raises:
             ValueError: A record is bad, or has a label that the model does not have.
         """
-        records = _select_first(self._read(path), most)
+        local = str(find_source(path, "input") or path)
+        records = _select_first(self._read(local), most)
         if self.labels is not None:
             for number in range(len(records)):
                 record = records[number]

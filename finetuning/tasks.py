@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..data.text.lines import iter_json_records, parse_json_text
+from ..files.working_copies import find_source
 from ..models import family
 from .arguments import WITH_LABELS, FinetuningArguments, ProblemType, Task
 from .loading import ModelSource
@@ -68,7 +69,7 @@ def _infer_task(arguments: FinetuningArguments, source: ModelSource, fitting: Se
     """Returns the task that the first record of the training file is for."""
     if arguments.train_file is None:
         return fitting[0]
-    path = Path(arguments.train_file)
+    path = find_source(arguments.train_file, "train_file") or Path(arguments.train_file)
     record = first_record(path)
     if {"question", "context", "answers"} <= record.keys() or isinstance(record.get("data"), list):
         return "question-answering"

@@ -15,6 +15,7 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..files.working_copies import name_urls
 from ..models import family
 from ..models.auto import build_on_meta
 from ..models.config import ModelConfig
@@ -234,8 +235,8 @@ def step_time(records: Sequence[Mapping[str, float]], samples: int) -> dict[str,
 
 
 def run_files(folder: RunFolder, architecture: str) -> dict[str, str]:
-    """Returns the files that a run leaves."""
-    return {
+    """Returns the files that a run leaves; of a run in an object store their URLs."""
+    files = {
         "loss curve": str(folder.loss_plot),
         "report": str(folder.report),
         "TensorBoard": f"tensorboard --logdir {folder.tensorboard}",
@@ -243,6 +244,7 @@ def run_files(folder: RunFolder, architecture: str) -> dict[str, str]:
         "corpus, tokenizer": str(folder.data),
         "Hugging Face folder": f"{folder.hf} ({architecture}; README.md is its model card)",
     }
+    return {name: name_urls(path) for name, path in files.items()}
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def take_in_store(path: Path, notify: Callable[[str], None]) -> None:
         ValueError: Another run uses it.
         OSError: The store cannot be reached, or refuses.
     """
-    copy = WorkingCopy.find(path)
+    copy = WorkingCopy.find_whole(path)
     if copy is None:
         return
     lease = StoreLease(copy.remote(LOCK_OBJECT))

@@ -12,6 +12,9 @@ import pytest
 import torch
 from store_runs import train
 
+import shardzoo
+from shardzoo.convert.operations import merge
+from shardzoo.data.indexed.writer import IndexedDatasetWriter
 from shardzoo.files.object_store import (
     find_object,
     list_objects,
@@ -98,6 +101,23 @@ def test_a_damaged_checkpoint_is_left_behind(memory_bucket, capsys):
     assert "step-000004 is damaged" in capsys.readouterr().out.replace("\n", " ")
     assert read_object(name) != bytes(content)
     assert checkpoint_files(url, 2) == before
+
+
+def test_a_model_that_is_written_into_a_run_is_sent_with_the_run(memory_bucket, gpt2_folder):
+    url = f"{memory_bucket}/run"
+    folder = find_work(url)
+    take_folder(folder)
+    (folder / "metrics.jsonl").write_text("not sent yet")
+    (folder / "hf").mkdir()
+    merge(gpt2_folder, folder / "hf")
+    shardzoo.from_pretrained(gpt2_folder).save_pretrained(folder / "again")
+    with IndexedDatasetWriter(folder / "data" / "train") as writer:
+        writer.add_sequence([1, 2])
+    assert (folder / "metrics.jsonl").read_text() == "not sent yet"
+    assert set(list_objects(memory_bucket)) == {"run/.run.lock"}
+    return_folder(folder)
+    sent = {name.split("/")[1] for name in list_objects(memory_bucket)}
+    assert sent == {"metrics.jsonl", "hf", "again", "data"}
 
 
 def test_one_run_at_a_time_uses_a_folder(memory_bucket, monkeypatch, tmp_path):
