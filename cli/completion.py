@@ -73,6 +73,7 @@ def list_pages() -> dict[str, Mapping[str, HelpPage]]:
         models,
         plan,
         pretrain,
+        recipes,
     )
     from .board import command as board
 
@@ -84,6 +85,7 @@ def list_pages() -> dict[str, Mapping[str, HelpPage]]:
         "generate": {"": generate.HELP},
         "convert": convert.HELP,
         "models": {"": models.HELP},
+        "recipes": {"": recipes.HELP},
         "data": data.HELP,
         "estimate": {"": estimate.HELP},
         "plan": {"": plan.HELP},

@@ -77,7 +77,7 @@ class Converting(Common):
     They are added to the model's weights.
     """
     keep_adapter: bool = False
-    """Keep the adapter in the folder DESTINATION/adapter instead of adding it to the weights."""
+    """Keep an adapter in DESTINATION/adapter, instead of adding it to the weights."""
     precision: Precision | None = None
     """Convert floating-point tensors to this type; by default every byte is unchanged."""
     dequantize: FullDType | None = None

@@ -71,7 +71,7 @@ class Prepare(Configurable):
     resume: bool = True
     """Continue an interrupted run."""
     overwrite: bool = False
-    """Replace finished files that were made from other text or with other settings."""
+    """Replace finished files, which were made from other text or with other settings."""
 
     def run(self, console: Console) -> None:
         tokenizer = find_model(self.tokenizer, "--tokenizer", TEXTS)

@@ -95,7 +95,7 @@ class EstimateArguments:
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """DeepSpeed's ZeRO stage; by default no DeepSpeed, or stage 1 under tensor parallelism."""
     fsdp: bool = False
-    """Split parameters, gradients and optimizer state by torch's FSDP2 instead."""
+    """Split parameters, gradients and states by FSDP2, instead of ZeRO."""
     sequence_parallel: bool = False
     """Also split norms, dropouts and residuals along the sequence."""
     recompute: Recompute = "none"
@@ -249,7 +249,7 @@ def run(arguments: EstimateArguments) -> int:
         print(json.dumps(result, indent=2))
     else:
         console = make_console()
-        console.print(build_table(fullest, arguments))
+        console.print(build_table(fullest, arguments, job))
         if arguments.pipeline_parallel_size > 1:
             console.print(stage_table(stages, job))
         if arguments.device_memory is not None and largest is not None:
@@ -313,14 +313,43 @@ def list_stages(stages: Sequence[Estimate], job: Job) -> dict[str, Any]:
     return {"stages": rows, "bubble": bubble(len(stages), job.accumulation_steps)}
 
 
-def build_table(found: Estimate, arguments: EstimateArguments) -> Table:
-    """Returns a table of the memory in use at the peak."""
+def describe_settings(job: Job) -> str:
+    """Returns what an estimate depends on beside the model, whether it was given or assumed."""
+    parts = [
+        f"micro-batch {job.micro_batch_size} x {job.length} tokens",
+        job.precision,
+        job.optimizer,
+        f"recompute {job.recompute}",
+    ]
+    sizes = {
+        "tp": job.tensor_parallel_size,
+        "pp": job.pipeline_parallel_size,
+        "cp": job.context_parallel_size,
+        "ep": job.expert_parallel_size,
+        "dp": job.data_parallel_size,
+    }
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    parts.append(layout or "one process")
+    if job.target_length is not None:
+        parts[0] += f" and {job.target_length} of the target"
+    return "for " + ", ".join(parts)
+
+
+def build_table(found: Estimate, arguments: EstimateArguments, job: Job) -> Table:
+    """Returns a table of the memory in use at the peak, and of the settings that it is for."""
     title = f"{arguments.model}: {found.parameters:,} parameters"
     if arguments.model_parallel_size * arguments.pipeline_parallel_size > 1:
         title += " on a rank"
     if found.trained != found.parameters:
         title += f", {found.trained:,} of them trained"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=describe_settings(job),
+        caption_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
     table.add_column(f"at the peak, {found.peak.name}")
     table.add_column("GiB", justify="right")
     for name, value in found.peak.lines.items():

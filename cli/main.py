@@ -29,6 +29,7 @@ TOPICS = {
     "train": {
         "pretrain": "pretrain a model on text",
         "finetune": "fine-tune a model on pairs, labelled texts or plain text",
+        "recipes": "list the recipes of published models, or print one",
         "board": "show runs on a local page while they go on",
         "checkpoint": "verify the checkpoints of a run",
     },
@@ -60,6 +61,8 @@ def run_command(name: str, argv: list[str]) -> int:
             from .pretrain import main
         case "finetune":
             from .finetune import main
+        case "recipes":
+            from .recipes import main
         case "board":
             from .board.command import main
         case "checkpoint":

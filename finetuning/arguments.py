@@ -102,9 +102,9 @@ class FinetuningArguments(TrainingArguments):
     """
 
     train_file: str | None = None
-    """JSON lines {"translation": {"s": source, "t": target}} or with the two keys at the top,
-    NAME.source beside NAME.target, parquet, or a datasets folder; for text-generation text files,
-    folders, or JSON lines with `text`."""
+    """Pairs of texts, or what the task learns: JSON lines {"translation": {"s": source,
+    "t": target}} or with the two keys at the top, NAME.source beside NAME.target, parquet, or a
+    datasets folder; for text-generation text files, folders, or JSON lines with `text`."""
     validation_file: str | None = None
     """A file like train_file, for evaluations during training."""
     test_file: str | None = None
@@ -145,7 +145,7 @@ class FinetuningArguments(TrainingArguments):
     """If False, an encoder-decoder also learns to predict the padding after a target."""
 
     predict_with_generate: bool = False
-    """Generate texts in evaluations and compare them with the targets by `metric`."""
+    """Generate texts in evaluations, and compare them with the targets by `metric`."""
     generation_num_beams: int = 4
     generation_max_length: int | None = None
     """Maximum new tokens of generated texts; by default max_target_length."""

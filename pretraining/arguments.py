@@ -94,7 +94,7 @@ class PretrainingArguments(TrainingArguments):
     overwrite: bool = False
     """Delete the run in output_dir first."""
     fast_dev_run: bool = False
-    """Run only 20 steps, with an evaluation after the tenth and one at the end."""
+    """Run only 20 steps, to find mistakes, with an evaluation after the tenth and one at the end."""
     eval_only: bool = False
     """Only evaluate, on held-out text: the last checkpoint in output_dir, or the weights of
     `init_from`.

@@ -342,7 +342,7 @@ class Pretraining:
             folder.loss_plot,
             tokens_per_step=global_batch * self.inputs.tokens_per_sample,
             entropy=self.entropy,
-            entropy_label="entropy of the held-out targets",
+            entropy_label="entropy of the held-out targets, which frequencies alone reach",
             title=f"{arguments.model_name} on {mesh}",
         )
 

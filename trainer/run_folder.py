@@ -22,7 +22,7 @@ import yaml
 from ..files.durable import write_durably
 from ..files.strict_json import read_regular_file
 from ..files.working_copies import find_work, locate, pull
-from .run_lock import LOCK
+from .run_lock import LOCK, find_user
 
 BEST = "best"  # a file that names the best checkpoint
 STEP_FOLDER = re.compile(r"step-([0-9]{6}|[1-9][0-9]{6,17})")
@@ -194,6 +194,12 @@ class RunFolder:
             raise ValueError("--resume continues a run and --overwrite deletes it: use one of them")
         step = self.latest_step()
         if resume:
+            user = find_user(self.path) if step is None else None
+            if user is not None:
+                raise ValueError(
+                    f"--resume: the run in {self.path} goes on in {user}, and has saved no "
+                    "checkpoint yet; wait for it, or end it"
+                )
             if step is None:
                 instead = "start one"
                 if self.arguments_file.exists():

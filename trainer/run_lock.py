@@ -138,6 +138,18 @@ def return_folder(folder: Path, *, send: bool = True) -> None:
             path.rmdir()
 
 
+def find_user(folder: Path) -> str | None:
+    """Returns which other process of this host uses a folder, such as "process 7 on host"; None if
+    none is known to.
+    """
+    path = folder.resolve()
+    if path in _taken:
+        return None
+    lease = SoftFileLease(path / LOCK, timeout=0, lease_duration=SECONDS_WITHOUT_REFRESH)
+    owner = lease.owner
+    return _describe_owner(lease) if owner and _runs_here(owner) else None
+
+
 def check_not_lost(folder: Path) -> None:
     """Raises ValueError if this process took a folder and has lost it, because it stood still for
     too long.

@@ -225,7 +225,8 @@ def shorten(text: str, room: int) -> str:
         return sentence
     end = 0  # of the last clause that there is room for
     for match in re.finditer(r"[;:,] | \(", sentence):
-        if match.start() <= room:
+        before = sentence[: match.start()]
+        if match.start() <= room and before.count("{") == before.count("}"):
             end = match.start()
     if end >= SHORTEST:
         return sentence[:end]

@@ -89,7 +89,7 @@ class GenerationSettings:
     """A sequence ends when it contains one of these; needs a tokenizer."""
 
     do_sample: bool = False
-    """Sample tokens by their probability instead of taking the most likely one."""
+    """Sample tokens by their probability, instead of taking the most likely one."""
     seed: int | None = None
     """Seed of sampling, the same for every tensor-parallel size; by default from the first rank's
     torch generator.

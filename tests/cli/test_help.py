@@ -26,6 +26,7 @@ from shardzoo.cli import (
     models,
     plan,
     pretrain,
+    recipes,
 )
 from shardzoo.cli import main as cli
 from shardzoo.cli.board import command as board
@@ -35,8 +36,8 @@ from shardzoo.cli.help.page import shorten
 SCREEN = 48  # lines
 COLUMNS = (80, 120)
 PAGES = [
-    pretrain.help_page("gpt"), finetune.help_page(), generate.HELP, models.HELP, estimate.HELP, plan.HELP, board.HELP,
-    doctor.HELP, bench.HELP, *convert.HELP.values(), *data.HELP.values(), *checkpoint.HELP.values(),
+    pretrain.help_page("gpt"), finetune.help_page(), generate.HELP, models.HELP, recipes.HELP, estimate.HELP, plan.HELP,
+    board.HELP, doctor.HELP, bench.HELP, *convert.HELP.values(), *data.HELP.values(), *checkpoint.HELP.values(),
 ]  # fmt: skip
 
 
@@ -87,6 +88,12 @@ def test_a_page_fits_a_screen_and_begins_with_what_is_required(words, columns, m
     entries = [line for line in lines if line.startswith("  ")]
     assert all(re.match(r"  \S+", line) for line in entries), "a line for each entry"
     assert all(len(line.split("  ", 2)[2].strip()) > 3 for line in entries), "each says what it is"
+    if columns > COLUMNS[0]:
+        options = [line for line in entries if line.startswith("  --")]
+        cut = [
+            line for line in options if line.endswith(" ...") or line.count("{") > line.count("}")
+        ]
+        assert not cut
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.program.removeprefix("shardzoo "))

@@ -193,3 +193,18 @@ def test_a_dry_run_looks_at_the_corpus(tmp_path, capsys):
     Path(f"{prefix}.bin").write_bytes(b"1234")
     with pytest.raises(ValueError, match=r"pair\.bin has 4 bytes"):
         check_sources(read_arguments([*line, str(prefix)], quiet=True))
+
+
+def test_the_recipes_are_listed_and_printed(capsys):
+    from shardzoo.cli.main import main
+
+    assert main(["recipes"]) == 0
+    listed = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert {*NAMES, "dpo"} <= listed.keys()
+    assert "pretrain  GPT-2 small, 124 million parameters" in listed["gpt2"]
+    assert "finetune  zephyr-7b-dpo-qlora" in listed["dpo"]
+    assert "pretrain  DistilBERT" in listed["distillation"]
+    assert main(["recipes", "gpt2"]) == 0
+    assert capsys.readouterr().out.endswith((RECIPES / "gpt2.yaml").read_text())
+    assert main(["recipes", "gpt2-x1"]) == 2
+    assert "did you mean gpt2-xl?" in capsys.readouterr().err

@@ -74,6 +74,19 @@ def test_a_folder_in_use_is_refused_also_while_its_process_stands_still(tmp_path
                 take_folder(path)
 
 
+def test_a_run_that_has_saved_nothing_yet_is_not_called_broken(tmp_path, other_process):
+    folder = RunFolder(tmp_path / "run")
+    process = other_process(folder.path)
+    with pytest.raises(
+        ValueError, match=rf"goes on in process {process.pid} on .* no checkpoint yet"
+    ):
+        folder.first_step(resume=True, overwrite=False)
+    process.kill()
+    process.wait()
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+        folder.first_step(resume=True, overwrite=False)
+
+
 def test_the_folder_of_a_killed_process_is_free_at_once(tmp_path, other_process):
     process = other_process(tmp_path / "run")
     process.kill()

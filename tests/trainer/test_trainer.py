@@ -240,11 +240,14 @@ def test_the_console_shows_mean_losses():
                 step, {"loss": 99.0, "mean_loss": float(step), "tokens_per_second": 1.0}
             )
     shown = lines.getvalue().splitlines()
-    assert shown[:2] == ["step 1/43  loss 1.000  1 tokens/s", "step 2/43  loss 2.000  1 tokens/s"]
-    assert shown[2] == "step 4/43  loss 3.500  1 tokens/s"
+    assert shown[:2] == [
+        "step 1/43  loss 1.000  1 target tokens/s",
+        "step 2/43  loss 2.000  1 target tokens/s",
+    ]
+    assert shown[2] == "step 4/43  loss 3.500  1 target tokens/s"
     assert shown[21:] == [
-        "step 42/43  loss 41.500  1 tokens/s",
-        "step 43/43  loss 43.000  1 tokens/s",
+        "step 42/43  loss 41.500  1 target tokens/s",
+        "step 43/43  loss 43.000  1 target tokens/s",
     ]
 
     lines = io.StringIO()
@@ -268,7 +271,7 @@ def test_the_console_shows_mean_losses():
         reporter.training(10, {"mean_loss": 2.0, "tokens_per_second": 123_456.0})
         reporter.training(40, {"mean_loss": 3.0, "tokens_per_second": 123_456.0})
     last = terminal.getvalue().split("\r")[-1]
-    assert "loss 2.750  123,456 tokens/s" in last
+    assert "loss 2.750  123,456 target tokens/s" in last
     # The elapsed and the remaining time are not cut off.
     assert ("0:00:0" in last and " ETA -:--:--" in last) or " ETA 0:" in last
 

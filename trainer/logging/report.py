@@ -82,7 +82,7 @@ def plot_loss(
     Args:
         records: A dict for each line of `metrics.jsonl`.
         path: The picture.
-        tokens_per_step: Target tokens of a global batch.
+        tokens_per_step: Tokens of a global batch.
         entropy: A loss to compare with, drawn as a line; in nats per target token, as the losses.
         entropy_label: What the legend calls it.
         title: The heading of the picture.
@@ -90,21 +90,31 @@ def plot_loss(
     from matplotlib.figure import Figure  # imported here because only one rank plots
 
     train = _select(records, "train")
-    millions = tokens_per_step / 1e6
+    total = max([record["step"] for record in records if "step" in record] or [1])
+    unit, size = choose_unit(total * tokens_per_step)
+    per_step = tokens_per_step / size
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    at = [record["step"] * millions for record in train]
+    at = [record["step"] * per_step for record in train]
     losses = np.array([record["train/loss"] for record in train])
     means = np.array([record.get("train/mean_loss", record["train/loss"]) for record in train])
-    axes.plot(at, losses, color=PALE_BLUE, linewidth=0.8)
+    axes.plot(at, losses, color=PALE_BLUE, linewidth=0.8, label="training, each logged step")
     axes.plot(at, smoothed(means), color=BLUE, linewidth=1.8, label="training, running mean")
-    _plot_evaluations(axes, records, millions)
+    _plot_evaluations(axes, records, per_step)
     axes.axhline(entropy, color=RED, linestyle="--", label=entropy_label)
-    axes.set(xlabel="tokens trained on (millions)", ylabel="loss (nats per target token)")
+    axes.set(xlabel=f"tokens trained on ({unit})", ylabel="loss (nats per target token)")
     axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def choose_unit(tokens: float) -> tuple[str, float]:
+    """Returns the unit in which a number of tokens is at least 1, and its size."""
+    for unit, size in (("billions", 1e9), ("millions", 1e6)):
+        if tokens >= size:
+            return unit, size
+    return "thousands", 1e3
 
 
 def smoothed(values: np.ndarray, share: float = 0.02) -> np.ndarray:
@@ -150,7 +160,7 @@ def _summarize(records: Records) -> dict[str, str]:
             f"{last_loss:.4f}, the mean of the last {last_steps:,} steps "
             f"(of the first {first_steps:,}: {first_loss:.4f})"
         )
-        rows["tokens per second (median)"] = f"{speed:,.0f}"
+        rows["target tokens per second (median)"] = f"{speed:,.0f}"
         rows["seconds per step (median)"] = f"{seconds:.4f}"
         rows["share of the device's peak arithmetic (median)"] = f"{utilization:.1%}"
         rows["peak memory"] = f"{memory:.2f} GB"
@@ -232,7 +242,7 @@ def _draw_plots(records: Records) -> str:
         steps = np.array([record["step"] for record in train])
         losses = np.array([record["train/loss"] for record in train])
         means = np.array([record.get("train/mean_loss", record["train/loss"]) for record in train])
-        loss.plot(steps, losses, color=PALE_BLUE, linewidth=0.8)
+        loss.plot(steps, losses, color=PALE_BLUE, linewidth=0.8, label="training, each logged step")
         loss.plot(steps, smoothed(means), color=BLUE, linewidth=1.8, label="training, running mean")
     _plot_evaluations(loss, records, 1.0)
     if train or _select(records, "valid") or _select(records, "final"):
@@ -275,7 +285,9 @@ def _plot_evaluations(axes: Any, records: Records, per_step: float) -> None:
         point = (valid[-1]["step"] * per_step, valid[-1]["valid/loss"])
     else:
         return
-    axes.annotate(f"{point[1]:.4f}", point, textcoords="offset points", xytext=(0, 10), ha="right")
+    # Below the point: the curve of training comes from above.
+    below = {"textcoords": "offset points", "xytext": (0, -9), "ha": "right", "va": "top"}
+    axes.annotate(f"{point[1]:.4f}", point, **below)
 
 
 def _write_section(heading: str, content: Section) -> str:

@@ -100,7 +100,7 @@ class RunReporter:
             MofNCompleteColumn(),
             BarColumn(bar_width=BAR_WIDTH),
             TextColumn(
-                "loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"
+                "loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} target tokens/s"
                 "{task.fields[experts]}"
             ),
             TimeElapsedColumn(),
@@ -148,7 +148,7 @@ class RunReporter:
             loss = find_mean(self._since_line)
             self._since_line = []
             self.notice(
-                f"step {step}/{self._total or '?'}  loss {loss:.3f}  {speed:,.0f} tokens/s"
+                f"step {step}/{self._total or '?'}  loss {loss:.3f}  {speed:,.0f} target tokens/s"
                 f"{describe_load(values)}"
             )
 
