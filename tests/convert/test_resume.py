@@ -26,15 +26,21 @@ KINDS = every_day(["merge"], more=["split", "reshard"])
 if KILLS:
     KINDS = ["split", "merge", "reshard", "legacy", "megatron", "from megatron", "dcp", "from dcp"]
     KINDS += ["split experts", "merge experts", "reshard experts"]
+    KINDS += ["split stacked experts", "merge stacked experts", "reshard stacked experts"]
 # Of each kind, killed one, two or three times in turn before they are resumed.
 ATTEMPTS = KILLS // 2 + 1 if KILLS else 2
+
+
+def operation_of(kind: str) -> str:
+    """What is done, without the model that it is done to."""
+    return kind.removesuffix(" experts").removesuffix(" stacked")
 
 
 def convert(kind: str, source: Path, destination: Path, resume: bool) -> None:
     """Runs in a process of its own, in small blocks, so that there is something to interrupt."""
     workers.MEMORY = 1 << 20
     options = Options(resume=resume, jobs=2, largest_file=500_000)
-    if kind in ("merge", "merge experts", "dcp") or kind.startswith("from"):
+    if operation_of(kind) in ("merge", "dcp") or kind.startswith("from"):
         merge(source, destination, options, style="dcp" if kind == "dcp" else "hf")
     else:
         split(
@@ -55,22 +61,35 @@ def model(zoo, tmp_path_factory) -> Path:
     )
 
 
+SIZES = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 1000}
+
+
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory) -> Path:
+def stacked(tmp_path_factory) -> Path:
     """A gpt-oss of several megabytes, with the experts of a layer in one tensor each."""
-    sizes = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 1000}
-    folder = tmp_path_factory.mktemp("mixture") / "hf"
-    hf_model("GptOssForCausalLM", **sizes).save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("stacked") / "hf"
+    hf_model("GptOssForCausalLM", **SIZES).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    """A Mixtral of several megabytes, with a tensor for each matrix of each expert."""
+    folder = tmp_path_factory.mktemp("experts") / "hf"
+    hf_model("MixtralForCausalLM", **SIZES).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_random_moments(kind, fork_server, request, tmp_path, file_tree):
-    model = request.getfixturevalue("mixture" if kind.endswith("experts") else "model")
+    name = "model"
+    if kind.endswith("experts"):
+        name = "stacked" if "stacked" in kind else "experts"
+    model = request.getfixturevalue(name)
     source = model
     if kind == "from dcp":
         merge(model, source := tmp_path / "two", style="dcp")
-    elif kind.removesuffix(" experts") in ("reshard", "merge", "from megatron"):
+    elif operation_of(kind) in ("reshard", "merge", "from megatron"):
         split(
             model,
             source := tmp_path / "two",
@@ -130,7 +149,7 @@ def wait_for(chosen: random.Random, process, journal: Path, lines: int) -> None:
 
 def wanted_copies(source: Path, kind: str) -> tuple:
     """The copies of the conversion, each of which is a line of the journal."""
-    merged = kind in ("merge", "merge experts", "dcp") or kind.startswith("from")
+    merged = operation_of(kind) in ("merge", "dcp") or kind.startswith("from")
     return plan_conversion(
         source,
         build_huggingface_target if merged else lambda mapped: build_shards_target(mapped, 4),
