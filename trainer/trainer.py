@@ -489,6 +489,12 @@ class Trainer:
                 arguments.context_parallel_size,
                 arguments.expert_parallel_size,
             )
+        dealt = mesh.size("expert")
+        if dealt != arguments.expert_parallel_size:
+            raise ValueError(
+                f"the mesh deals experts over {dealt} processes, but expert_parallel_size is "
+                f"{arguments.expert_parallel_size}; make them equal, or leave mesh out"
+            )
         set_collective_timeout(mesh, arguments.collective_timeout)
         set_reduction(mesh.tp_group, arguments.tensor_parallel_reduction)
         if arguments.symmetric_memory:

@@ -109,7 +109,7 @@ MORE_DEALT = {
 }
 
 
-@pytest.mark.parametrize("name", by_turns(DEALT | MORE_DEALT, 5))
+@pytest.mark.parametrize("name", by_turns(DEALT | MORE_DEALT, 9))
 def test_dealt_experts_train_the_same_curve_and_resume_anywhere(train, deal, tmp_path, name):
     tensor, expert, processes, changes = (DEALT | MORE_DEALT)[name]
     expected = train(1, folder="unsplit", save_interval=4)
@@ -212,6 +212,26 @@ def _train_without_experts(folder: Path) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _join_another_mesh(folder: Path, expert: int, asked: int) -> str:
+    from shardzoo.mpu import ParallelMesh
+    from shardzoo.trainer import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        env_type="deepspeed+mpu", expert_parallel_size=asked, train_steps=1, save_dir=str(folder)
+    )
+    try:
+        Trainer(arguments, mesh=ParallelMesh(expert_parallel_size=expert))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("expert", "asked"), [(1, 2), (2, 1)])
+def test_a_mesh_of_another_expert_axis_is_refused(run_ranks, tmp_path, expert, asked):
+    for message in run_ranks(2, _join_another_mesh, tmp_path, expert, asked):
+        assert f"over {expert} processes, but expert_parallel_size is {asked}" in message
 
 
 def test_a_model_without_experts_is_refused(run_ranks, tmp_path):
