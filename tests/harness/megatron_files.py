@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import queue
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -459,7 +460,7 @@ def in_megatron_core(
 def _load_save_and_run(
     build: Callable[[Namespace], Any], written: Path, place: Path, ids: Tensor
 ) -> Tensor:
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import parallel_state
 
     rank = parallel_state.get_tensor_model_parallel_rank()
     state = torch.load(
@@ -472,7 +473,7 @@ def _load_save_and_run(
     place.mkdir(exist_ok=True)
     torch.distributed.barrier()
     common = {"args": state["args"], "checkpoint_version": 3.0, "iteration": 50}
-    dist_checkpointing.save({**model.sharded_state_dict(prefix=""), **common}, str(place))
+    _save_in_this_process({**model.sharded_state_dict(prefix=""), **common}, place)
     ours = written.with_name(f"{written.name}.dist") / "release"
     if ours.exists():
         _check_torch_dist(model, ours, rank)
@@ -480,6 +481,34 @@ def _load_save_and_run(
     positions = torch.arange(length)[None].expand_as(ids)
     with torch.no_grad():
         return model(ids, positions, torch.ones(1, 1, length, length).tril() < 0.5)
+
+
+def _save_in_this_process(state: dict[str, Any], place: Path) -> None:
+    """Saves by megatron-core's own code, but for its writing processes.
+
+    They are forked from this one, which has threads: on a busy machine a thread often holds a lock at that moment, and
+    the new process waits for it without end.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    request = dist_checkpointing.save(state, str(place), async_sharded_save=True)
+    transforms = request.async_fn.args[0]
+    results = request.async_fn_args[2]
+    written, unfinished = queue.SimpleQueue(), queue.Queue()
+    for number, bucket in enumerate(request.preload_fn()):
+        unfinished.put(number)
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, bucket, written, unfinished, use_fsync=False
+        )
+    by_number = dict(written.get() for _ in range(written.qsize()))
+    for found in by_number.values():
+        if isinstance(found, Exception):
+            raise found
+    results.put(by_number)
+    torch.distributed.barrier()
+    for finalize in request.finalize_fns:
+        finalize()
 
 
 def _check_torch_dist(model: Any, folder: Path, rank: int) -> None:
