@@ -52,6 +52,9 @@ class PretrainingArguments(TrainingArguments):
     """Overrides the model's."""
     num_attention_heads: int | None = None
     """Overrides the model's."""
+    router_aux_loss_coef: float | None = None
+    """Adds the loss that balances a mixture's experts, times this weight; by default what the model's
+    configuration says."""
     init_from: str | None = None
     """Weights to start from, with their tokenizer: a Hugging Face folder, a shardzoo folder or
     checkpoint, or a name on the Hugging Face Hub; by default new weights."""
@@ -176,6 +179,7 @@ FIXED = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
+    "router_aux_loss_coef",
     "init_from",
     "tokenizer",
     "objective",

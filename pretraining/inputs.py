@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.hub import TEXTS, find_folder
@@ -269,9 +270,11 @@ def choose_config(arguments: PretrainingArguments, weights: Weights | None) -> M
         if value is not None:
             changes[name] = value
     if weights is None:
-        return find_config(arguments.model_name).with_changes(**changes)
+        config = find_config(arguments.model_name).with_changes(**changes)
+        return add_balance_loss(config, arguments.router_aux_loss_coef)
+    own = add_balance_loss(weights.config, arguments.router_aux_loss_coef)
     if arguments.model is None and not changes:
-        return weights.config
+        return own
     asked = find_config(arguments.model or str(weights.folder)).with_changes(**changes)
     for name in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         mine = getattr(asked, asked.attribute_map.get(name, name))
@@ -282,7 +285,28 @@ def choose_config(arguments: PretrainingArguments, weights: Weights | None) -> M
                 f"{weights.name} have {theirs}; leave the model out, because the weights have its "
                 "configuration"
             )
-    return weights.config
+    return own
+
+
+def add_balance_loss(config: ModelConfig, weight: float | None) -> ModelConfig:
+    """Returns a configuration of the same model whose loss has that of its routers added to it.
+
+    Args:
+        weight: Of the routers' loss; None to leave the configuration as it is.
+
+    Raises:
+        ValueError: The model's routers have no such loss.
+    """
+    if weight is None:
+        return config
+    names = {field.name for field in fields(config)}
+    if "router_aux_loss_coef" not in names:
+        raise ValueError(
+            f"router_aux_loss_coef={weight} needs a mixture whose routers have a balance loss, such "
+            f"as mixtral; {config.architecture} has none, so leave it out"
+        )
+    changes: dict[str, Any] = {"router_aux_loss_coef": weight, "output_router_logits": True}
+    return config.with_changes(**changes)
 
 
 def choose_architecture(config: ModelConfig, objective: Objective, name: str) -> ModelConfig:

@@ -109,6 +109,14 @@ PUBLISHED = {
     "glm-10b": {"lr": 1e-4, "weight_decay": 0.1, "beta2": 0.95, "train_steps": 175_000, "warmup_steps": 7_000},
     "t5-v1_1-xxl": {"sequence_length": 512, "target_length": 114, "global_batch_size": 2048},
     "mt5-xxl": {"sequence_length": 1024, "target_length": 229, "global_batch_size": 1024},
+    "olmoe-1b-7b-0924": {
+        "sequence_length": 4096, "global_batch_size": 1024, "warmup_steps": 2500, "lr": 4e-4, "weight_decay": 0.1,
+        "beta1": 0.9, "beta2": 0.95, "adam_eps": 1e-8, "clip_grad": 1.0, "router_aux_loss_coef": 0.01,
+    },
+    "switch-base-8": {
+        "sequence_length": 512, "target_length": 114, "global_batch_size": 2048, "train_steps": 550_000,
+        "router_aux_loss_coef": 0.01,
+    },
     "mt5-libai": {
         "sequence_length": 512, "target_length": 128, "micro_batch_size": 16, "lr": 1e-4, "weight_decay": 0.01,
         "beta1": 0.9, "beta2": 0.999, "clip_grad": 1.0, "tf32": True, "optimizer": "adamw",
@@ -131,6 +139,7 @@ def test_targets_are_as_long_as_span_corruption_makes_them():
         "t5-v1_1-base-4096",
         "t5-v1_1-base-32768",
         "t5-v1_1-xxl",
+        "switch-base-8",
         "mt5-base",
         "mt5-xxl",
     ):
@@ -208,3 +217,20 @@ def test_the_recipes_are_listed_and_printed(capsys):
     assert capsys.readouterr().out.endswith((RECIPES / "gpt2.yaml").read_text())
     assert main(["recipes", "gpt2-x1"]) == 2
     assert "did you mean gpt2-xl?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b-v0.1", "olmoe-1b-7b-0924", "switch-base-8"])
+def test_a_mixture_is_trained_with_its_balance_loss(name):
+    arguments = read(RECIPES / f"{name}.yaml")
+    config = choose_inputs(arguments, RankInfo(0, 8, 0, 8)).config
+    assert config.output_router_logits
+    assert config.router_aux_loss_coef == 0.01
+    # A preset is what the published config.json says.
+    assert not find_config(name).output_router_logits
+
+
+@pytest.mark.parametrize("name", ["gpt2", "glm-4.5-air"])
+def test_a_model_without_a_balance_loss_is_refused(name):
+    arguments = read_arguments(["--model", name, "--router-aux-loss-coef", "0.01"], quiet=True)
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0\.01 needs a mixture"):
+        choose_inputs(arguments, RankInfo(0, 1, 0, 1))
