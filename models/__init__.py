@@ -289,6 +289,14 @@ from .t5 import (
     T5ForTokenClassification,
     T5Model,
 )
+from .t5gemma import (
+    T5GemmaConfig,
+    T5GemmaEncoderModel,
+    T5GemmaForConditionalGeneration,
+    T5GemmaForSequenceClassification,
+    T5GemmaForTokenClassification,
+    T5GemmaModel,
+)
 from .umt5 import (
     UMT5Config,
     UMT5EncoderModel,
@@ -564,6 +572,12 @@ __all__ = [
     "T5ForQuestionAnswering",
     "T5ForSequenceClassification",
     "T5ForTokenClassification",
+    "T5GemmaConfig",
+    "T5GemmaEncoderModel",
+    "T5GemmaForConditionalGeneration",
+    "T5GemmaForSequenceClassification",
+    "T5GemmaForTokenClassification",
+    "T5GemmaModel",
     "T5Model",
     "UMT5Config",
     "UMT5EncoderModel",

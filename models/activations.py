@@ -364,7 +364,12 @@ def _kept(stack: StackSpec, batch: Batch, layout: Layout, *, without_core: bool)
     else:
         total += _latent_attention(stack, batch, layout, block.latent, without_core=without_core)
     if block.cross:
-        total += (2 * tokens + 2 * batch.size * batch.length) * inner * e
+        # Weights that are written are multiplied by keys and values with each head repeated.
+        eager = not without_core and _materializes_weights(
+            block, layout, lengths[0], batch.length, crosses=True
+        )
+        key_value = inner if eager else block.key_value_size
+        total += (2 * tokens * inner + 2 * batch.size * batch.length * key_value) * e
         lengths.append(batch.length)
     for number, keys in enumerate(lengths):
         if block.block_length and number == 0:

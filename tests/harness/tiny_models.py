@@ -16,6 +16,9 @@ _ENCODER = {
     "intermediate_size": 48,
 }
 _DECODER = {**_ENCODER, "num_key_value_heads": 2, "max_position_embeddings": 64}
+_GEMMA_STACK = {
+    **_DECODER, "head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 2.0, "vocab_size": 97,
+}  # fmt: skip
 _MODERN_DECODERS = (
     "llama",
     "mistral",
@@ -96,6 +99,7 @@ TINY: dict[str, dict[str, Any]] = {
 # More families, of which not every table has a row. The encoder-decoders leave no padding out.
 SPARSE: dict[str, dict[str, Any]] = {
     "longt5": {**_SEQ2SEQ, "local_radius": 3, "encoder_attention_type": "transient-global", "global_block_size": 4},
+    "t5gemma": {"encoder": _GEMMA_STACK, "decoder": _GEMMA_STACK},
     "deberta-v2": {
         **_ENCODER, "max_position_embeddings": 64, "relative_attention": True, "position_buckets": 8,
         "pos_att_type": "c2p|p2c", "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
@@ -135,6 +139,7 @@ _DROPOUTS = {
     "electra": _BERT_DROPOUTS,
     "xlm-roberta-xl": _BERT_DROPOUTS,
     "esm": _BERT_DROPOUTS,
+    "t5gemma": ("dropout_rate", "attention_dropout"),
     "deberta-v2": (*_BERT_DROPOUTS, "pooler_dropout"),
     "eurobert": ("attention_dropout",),
     **dict.fromkeys(
@@ -168,6 +173,7 @@ _DEPTHS = {
     "xlm-roberta-xl": ("num_hidden_layers",),
     "esm": ("num_hidden_layers",),
     "deberta-v2": ("num_hidden_layers",),
+    "t5gemma": (),
     "eurobert": ("num_hidden_layers",),
     "modernbert": ("num_hidden_layers",),
     "modernbert-decoder": ("num_hidden_layers",),
@@ -210,15 +216,14 @@ def tiny(
     dropout: of every kind; None leaves the family's defaults. layers: of each stack. changes: other keys.
     """
     rates = {} if dropout is None else dict.fromkeys(_DROPOUTS[family], dropout)
+    sizes = (TINY | SPARSE)[family]
     depths = {} if layers is None else dict.fromkeys(_DEPTHS[family], layers)
-    return {
-        "model_type": family,
-        "vocab_size": vocab_size,
-        **(TINY | SPARSE)[family],
-        **rates,
-        **depths,
-        **changes,
-    }
+    values = {"model_type": family, "vocab_size": vocab_size, **sizes, **rates, **depths, **changes}
+    for name in ("encoder", "decoder"):  # stacks with configurations of their own
+        if name in sizes:
+            depth = {} if layers is None else {"num_hidden_layers": layers}
+            values[name] = {**values[name], "vocab_size": vocab_size, **depth}
+    return values
 
 
 def hf_model(architecture: str, dropout: float | None = None, **changes: Any) -> Any:

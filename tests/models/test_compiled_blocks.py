@@ -21,8 +21,9 @@ KINDS = {
     "gemma2": 2,
     "gemma3_text": 2,
     "olmo3": 2,
+    "t5gemma": 4,
 }
-NEWER = ("longt5", "deberta-v2")
+NEWER = ("longt5", "deberta-v2", "t5gemma")
 
 
 @pytest.fixture

@@ -59,6 +59,14 @@ PUBLISHED = {
     "long-t5-tglobal-base": 247_587_456,
     "long-t5-tglobal-large": 783_175_168,
     "long-t5-tglobal-xl": 2_849_807_360,
+    # Both stacks, each with its own embedding.
+    "t5gemma-s-s-ul2": 312_517_632,
+    "t5gemma-b-b-ul2": 591_490_560,
+    "t5gemma-l-l-ul2": 1_241_761_792,
+    "t5gemma-xl-xl-ul2": 3_766_980_608,
+    "t5gemma-2b-2b-ul2": 5_596_853_760,
+    "t5gemma-9b-2b-ul2": 12_292_375_296,
+    "t5gemma-9b-9b-ul2": 20_333_401_088,
     "xlm-roberta-base": 278_295_186,
     "xlm-roberta-large": 560_142_482,
     "camembert-base": 110_655_493,
@@ -222,6 +230,7 @@ def test_parameter_counts(name):
         "llama-3.2-1b",
         "glm-4-9b-0414",
         "bart-base",
+        "t5gemma-9b-2b-ul2",
     ],
 )
 def test_the_written_config_builds_the_same_model_in_transformers(name, tmp_path):
@@ -233,8 +242,9 @@ def test_the_written_config_builds_the_same_model_in_transformers(name, tmp_path
         decodes = family(config.model_type).kind == "decoder"
         kind = transformers.AutoModelForCausalLM if decodes else transformers.AutoModelForSeq2SeqLM
         model = kind.from_config(theirs)
-    ties = model.lm_head.weight is model.get_input_embeddings().weight  # transformers 5 does for T5
-    own_head = prod(model.lm_head.weight.shape) if ties and not config.tie_word_embeddings else 0
+    head = model.get_output_embeddings().weight
+    ties = head is model.get_input_embeddings().weight  # transformers 5 does for T5
+    own_head = prod(head.shape) if ties and not config.tie_word_embeddings else 0
     assert sum(p.numel() for p in model.parameters()) + own_head == PUBLISHED[name]
     assert getattr(theirs, "scale_decoder_outputs", None) == getattr(
         config, "scale_decoder_outputs", None

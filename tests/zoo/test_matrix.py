@@ -47,6 +47,13 @@ WANTED = {
     **dict.fromkeys(("T5", "MT5", "UMT5"), T5_HEADS),
     **dict.fromkeys(("Roberta", "XLMRoberta", "Camembert", "DistilBert", "Electra"), ENCODER_HEADS),
     "LongT5": ("Model", "EncoderModel", "ForConditionalGeneration"),
+    "T5Gemma": (
+        "Model",
+        "EncoderModel",
+        "ForConditionalGeneration",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+    ),
     "Bert": (*ENCODER_HEADS, "ForPreTraining", "ForNextSentencePrediction"),
     "EuroBert": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
     "XLMRobertaXL": (*ENCODER_HEADS, "ForCausalLM"),
