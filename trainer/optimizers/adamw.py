@@ -64,7 +64,7 @@ class AdamW(torch.optim.AdamW):
         scale = 1.0 if factor is None else factor.item()
         if updates:
             torch.ops.aten._foreach_add_([step for *_, step in updates], 1)
-        for group, tensors, step in updates:
+        for group, tensors, step in filter(has_rows, updates):
             parameter, gradient, *states = tensors
             beta1, beta2 = group["betas"]
             adamw(
@@ -112,7 +112,7 @@ class AdamW(torch.optim.AdamW):
         for number, group in enumerate(self.param_groups):
             tensors = [
                 self._describe(own_tensors, step)
-                for own_group, own_tensors, step in updates
+                for own_group, own_tensors, step in filter(has_rows, updates)
                 if own_group is group
             ]
             adamw_together(
@@ -185,13 +185,20 @@ class AdamW(torch.optim.AdamW):
             *tensors, _, steps = lists
             for own_tensors, step in zip(zip(*tensors, strict=True), steps, strict=True):
                 updates.append((group, own_tensors, step))
-        # A rank may have no row of a small parameter, which is then nothing to update.
-        updates = [update for update in updates if update[1][0].numel()]
+        filled = [update for update in updates if has_rows(update)]
         if together:
-            suits = all(suits_adamw_together(self._describe(own, step)) for _, own, step in updates)
+            suits = all(suits_adamw_together(self._describe(own, step)) for _, own, step in filled)
         else:
-            suits = all(suits_optimizer_kernels(*tensors) for _, tensors, _ in updates)
+            suits = all(suits_optimizer_kernels(*tensors) for _, tensors, _ in filled)
         return updates if suits else None
+
+
+def has_rows(update: Update) -> bool:
+    """Returns whether there is anything to update: a rank may have no row of a small parameter.
+
+    Its steps are counted there too, because a checkpoint has one count for all ranks.
+    """
+    return update[1][0].numel() > 0
 
 
 def clip_gradients(
