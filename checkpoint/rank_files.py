@@ -234,6 +234,9 @@ class ShardedReader:
         shard = self._shards.get(name)
         written_size = len(self._ranks)
         tensors = [self._find(name, written) for written in range(written_size)]
+        if shard is not None and [split.axis for split in shard.splits] == ["expert"]:
+            # Every file has all experts.
+            return shard.slice(self._reader.whole(tensors[0]), rank, size)
         if shard is not None:
             # This also refuses a shard that not the tensor axis alone splits.
             shard.check(size)

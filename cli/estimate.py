@@ -116,6 +116,8 @@ class EstimateArguments:
     """transformers' names of the layers that get LoRA weights, or all-linear; by default peft's
     choice.
     """
+    lora_target_parameters: tuple[str, ...] = ()
+    """transformers' names of stacked experts that get LoRA weights."""
     base_precision: Literal["nf4", "int8", "fp8"] | None = None
     """How the linear layers under LoRA weights are packed, if they are."""
     teacher_model: str | None = None
@@ -156,6 +158,7 @@ class EstimateArguments:
             frozen=self.freeze,
             lora_rank=self.lora_rank,
             lora_target_modules=lora_targets,
+            lora_target_parameters=self.lora_target_parameters,
             base_precision=self.base_precision,
             teacher=None if self.teacher_model is None else find_config(self.teacher_model),
             teacher_parallel_size=self.teacher_parallel_size,

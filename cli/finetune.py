@@ -62,6 +62,7 @@ FIXED = (
     "prompt_list",
     "lora_rank",
     "lora_target_modules",
+    "lora_target_parameters",
     "base_precision",
     "freeze_encoder",
     "freeze_decoder",

@@ -155,6 +155,7 @@ TRANSFORMERS = Spellings(
         "lora_r": "lora_rank",
         "lora_target": "lora_target_modules",
         "target_modules": "lora_target_modules",
+        "target_parameters": "lora_target_parameters",
         "additional_target": "lora_modules_to_save",
         "modules_to_save": "lora_modules_to_save",
         "adapter_name_or_path": "adapter",

@@ -79,7 +79,7 @@ def gather_parameter(part: Tensor, spec: ParameterSpec, mesh: ParallelMesh | Non
     if spec.shard is None:
         return part
     if mesh is not None and spec.shard.is_nested and mesh.size(*MIXTURE_AXES) > 1:
-        return _gather_experts(part, spec.shard, mesh)
+        return gather_experts(part, spec.shard, mesh)
     if size == 1:
         return part.narrow(spec.dim, 0, spec.shape[spec.dim])
     shapes = [spec.local_shape(rank, size) for rank in range(size)]
@@ -96,17 +96,23 @@ def gather_parameter(part: Tensor, spec: ParameterSpec, mesh: ParallelMesh | Non
     return spec.shard.merge(parts)
 
 
-def _gather_experts(part: Tensor, shard: Shard, mesh: ParallelMesh) -> Tensor:
-    """Returns the whole of a mixture's stacked matrices. Collective over the ranks that hold it."""
+def gather_experts(part: Tensor, shard: Shard, mesh: ParallelMesh | None) -> Tensor:
+    """Returns the whole of what a mixture's ranks have of a tensor that the expert axis splits.
+    Collective over the ranks that hold it.
+    """
+    axes: tuple[Axis, ...] = MIXTURE_AXES if shard.is_nested else ("expert",)
+    if mesh is None or mesh.size(*axes) == 1:
+        return part.clone()
     shapes: list[tuple[int, ...]] = []
     for expert, tensor in product(range(mesh.size("expert")), range(mesh.tp_size)):
         ranks: dict[Axis, int] = {"expert": expert, "tensor": tensor}
-        shapes.append(shard.local_shape(ranks, mesh.sizes))
+        if shard.is_nested or tensor == 0:
+            shapes.append(shard.local_shape(ranks, mesh.sizes))
     longest = max(shape[0] for shape in shapes)
     padded = part.new_zeros((longest, *part.shape[1:]))
     padded[: len(part)] = part
     exchange = padded.to(mesh.device_type)
-    everyone = start_all_gather(exchange, 0, mesh.group(*MIXTURE_AXES))().to(part.device)
+    everyone = start_all_gather(exchange, 0, mesh.group(*axes))().to(part.device)
     parts: list[Tensor] = []
     for number, shape in enumerate(shapes):
         parts.append(everyone[number * longest : number * longest + shape[0]])

@@ -15,7 +15,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -36,11 +36,14 @@ from ..files.expressions import check_matching_time, compile_expression
 from ..files.hashing import hash_file
 from ..files.safe_paths import checked_file
 from ..files.strict_json import read_json_object
-from ..mpu import ParallelMesh, gather_from_tp, initialize, tp_rank, tp_size
+from ..mpu import ParallelMesh, gather_from_tp, initialize, tp_size
 from ..mpu.collectives import gather_rows
 from ..mpu.initialization import Receive
+from ..mpu.mesh import axis_ranks, axis_sizes
 from .auto import build_on_meta
+from .blocks.expert_lora import ExpertAdapter, ExpertFactors
 from .blocks.lora import LINEARS, AdaptedRows, Adapter, LoraFactors, attach, detach
+from .hf_state import gather_experts
 from .mapping import (
     NativeModel,
     compute_stacked_ranges,
@@ -60,6 +63,7 @@ SUPPORTED = frozenset(
     {
         "r",
         "target_modules",
+        "target_parameters",
         "exclude_modules",
         "lora_alpha",
         "lora_dropout",
@@ -83,7 +87,7 @@ SUPPORTED = frozenset(
     }
 )
 # Settings of peft that select nothing if they are empty.
-EMPTY_SELECTIONS = frozenset({"target_parameters", "layer_replication"})
+EMPTY_SELECTIONS = frozenset({"layer_replication"})
 INITIAL_VALUES = (True, "gaussian")
 LARGEST_FLOAT = sys.float_info.max
 
@@ -152,6 +156,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "target_modules": (_name_modules, "names of modules or one regular expression"),
     "exclude_modules": (_name_modules, "names of modules or one regular expression"),
     "layers_pattern": (_name_modules, "names of modules or one regular expression"),
+    "target_parameters": (_are_names, "a list of names of parameters"),
     "modules_to_save": (_are_names, "a list of names of modules"),
     "layers_to_transform": (_number_blocks, "a number or a list of numbers of blocks"),
     "base_model_name_or_path": (_is_text, "a name or a folder"),
@@ -187,6 +192,37 @@ class LinearModule:
         return self.name.rpartition(".")[2]
 
 
+# The zoo's names of stacked experts -> transformers'.
+EXPERT_PARAMETERS = {"gate_up": "gate_up_proj", "down": "down_proj"}
+
+
+@dataclass(frozen=True)
+class ExpertParameter:
+    """The stacked matrices of a mixture that have factors.
+
+    Attributes:
+        layer: The name of the zoo's `ParallelExperts`.
+        weight: The name of their parameter there.
+        module: The name of transformers' module of the experts.
+        nesting: How many of the module's wrappers are around that of this parameter in peft's model.
+    """
+
+    layer: str
+    weight: str
+    module: str
+    nesting: int = 0
+
+    @property
+    def key(self) -> str:
+        """The name of the parameter in transformers' module, and of the factors in the adapter."""
+        return EXPERT_PARAMETERS[self.weight]
+
+    def name_factor(self, factor: str) -> tuple[str, str]:
+        """Returns the zoo's and peft's name of `lora_A` or `lora_B`."""
+        native = f"{self.layer}.adapter.{self.key}.{factor}"
+        return native, f"{PREFIX}{self.module}.{'base_layer.' * self.nesting}{factor}.weight"
+
+
 @dataclass(frozen=True)
 class Lora:
     """The LoRA weights of a model, as its attribute `lora` describes them.
@@ -196,11 +232,13 @@ class Lora:
         modules: The modules with factors, on all pipeline stages.
         saved: The parameters that are trained besides, whole: name -> names of the tensors that are
             stored for it.
+        experts: The stacked experts with factors, on all pipeline stages.
     """
 
     config: Any
     modules: tuple[LinearModule, ...]
     saved: Mapping[str, tuple[str, ...]]
+    experts: tuple[ExpertParameter, ...] = ()
 
 
 def import_peft() -> Any:
@@ -313,6 +351,25 @@ def initialize_factors(model: Any, seed: int, receive: Receive | None = None) ->
     fill = partial(_fill_factor, model.lora.config)
     for path, adapter in find_adapters(model).items():
         initialize(adapter, fill, seed, model.mesh, prefix=f"{path}.adapter", receive=receive)
+    for path, adapter in find_expert_adapters(model).items():
+        fill = partial(_fill_expert_factor, model.lora.config, adapter)
+        initialize(adapter, fill, seed, model.mesh, prefix=f"{path}.adapter", receive=receive)
+
+
+def _fill_expert_factor(
+    config: Any, adapter: ExpertAdapter, name: str, full: Tensor, generator: torch.Generator
+) -> None:
+    """Sets initial values as `_fill_factor` does; A of `down` is transposed."""
+    _, key, factor = name.rsplit(".", 2)
+    pair: Any = adapter.get_submodule(key)
+    if factor == "lora_B":
+        full.zero_()
+    elif config.init_lora_weights == "gaussian":
+        full.normal_(0.0, 1 / pair.r, generator=generator)
+    else:
+        fan_in = full.shape[0] // pair.count if pair.is_down else full.shape[1]
+        bound = 1 / math.sqrt(fan_in)
+        full.uniform_(-bound, bound, generator=generator)
 
 
 def _fill_factor(config: Any, name: str, full: Tensor, generator: torch.Generator) -> None:
@@ -332,6 +389,7 @@ def attach_factors(model: Any, config: Any) -> None:
         raise ValueError("the model has LoRA weights already; load the base model again for others")
     native = NativeModel.from_config(model.config)
     config = copy.copy(config)
+    experts = _choose_experts(native, config)
     chosen = _choose_modules(model, native, config)
     saved = _find_saved_parameters(native, config.modules_to_save or ())
     packed = sorted(find_packed_parameters(model).keys() & saved.keys())
@@ -351,7 +409,68 @@ def attach_factors(model: Any, config: Any) -> None:
         weight = getattr(layer, modules[0].parameter.name.rpartition(".")[2])
         if weight is not None:  # Otherwise another pipeline stage has the layer.
             attach(layer, _make_adapter(layer, modules, config).to(weight.device))
-    model.lora = Lora(config, chosen, saved)
+    for path in dict.fromkeys(parameter.layer for parameter in experts):
+        layer = model.get_submodule(path)
+        if layer.down is not None:
+            own = [parameter for parameter in experts if parameter.layer == path]
+            layer.adapter = _make_expert_adapter(layer, own, config).to(layer.down.device)
+    model.lora = Lora(config, chosen, saved, experts)
+
+
+def _choose_experts(native: NativeModel, config: Any) -> tuple[ExpertParameter, ...]:
+    """Returns the stacked experts that `target_parameters` name.
+
+    Raises ValueError if a name matches none, or with settings that peft refuses for parameters.
+    """
+    targets: list[str] = sorted(config.target_parameters or ())
+    if not targets:
+        return ()
+    if config.lora_dropout:
+        raise ValueError(
+            f"LoRA: lora_dropout={config.lora_dropout} does not work with target_parameters, whose "
+            "factors are added to the experts' matrices; use 0"
+        )
+    known: list[ExpertParameter] = []
+    for name, entry in native.entries().items():
+        layer, _, weight = name.rpartition(".")
+        if not layer.endswith(".experts") or weight not in EXPERT_PARAMETERS:
+            continue
+        mixture = native.to_hf_name(entry.stored_names()[0]).partition(".experts.")[0]
+        module = f"{mixture.rpartition('.')[0]}.mlp.experts"
+        known.append(ExpertParameter(layer, weight, module))
+    names = {parameter: f"{parameter.module}.{parameter.key}" for parameter in known}
+    for target in targets:
+        if not any(_is_part(target, name) for name in names.values()):
+            keys = dict.fromkeys(f"mlp.experts.{parameter.key}" for parameter in known)
+            raise ValueError(
+                f"LoRA: target_parameters {target!r} match no stacked experts of the model, which has "
+                f"{', '.join(keys) or 'none'}"
+            )
+    found = [
+        parameter
+        for parameter in known
+        if any(_is_part(target, names[parameter]) for target in targets)
+    ]
+    chosen: list[ExpertParameter] = []
+    for number, parameter in enumerate(found):
+        # peft wraps a module once for each parameter, the first one innermost.
+        later = [other for other in found[number + 1 :] if other.layer == parameter.layer]
+        chosen.append(replace(parameter, nesting=len(later)))
+    return tuple(chosen)
+
+
+def _make_expert_adapter(
+    layer: Any, parameters: list[ExpertParameter], config: Any
+) -> ExpertAdapter:
+    """Makes the factors of a mixture's experts."""
+    factors: dict[str, ExpertFactors] = {}
+    for parameter in parameters:
+        name = f"{parameter.module}.{parameter.key}"
+        rank = _find_pattern_value(config.rank_pattern, name, config.r)
+        alpha = _find_pattern_value(config.alpha_pattern, name, config.lora_alpha)
+        divisor = math.sqrt(rank) if config.use_rslora else rank
+        factors[parameter.key] = ExpertFactors(layer, parameter.weight, rank, alpha / divisor)
+    return ExpertAdapter(factors)
 
 
 def _make_adapter(layer: Any, modules: list[LinearModule], config: Any) -> Adapter:
@@ -416,6 +535,9 @@ def _choose_modules(model: Any, native: NativeModel, config: Any) -> tuple[Linea
     check_matching_time(expressions, [module.name for module in known], "LoRA: the expression")
     linear = [module for module in known if isinstance(model.get_submodule(module.layer), LINEARS)]
     targets: Any = config.target_modules
+    if not targets and config.target_parameters:
+        config.target_modules = None
+        return ()
     if not targets:
         defaults = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         targets = defaults.get(native.config.model_type)
@@ -553,13 +675,22 @@ def find_adapters(model: nn.Module) -> dict[str, Adapter]:
     return found
 
 
+def find_expert_adapters(model: nn.Module) -> dict[str, ExpertAdapter]:
+    """Returns the adapters of this rank's mixtures by the names of their experts."""
+    found: dict[str, ExpertAdapter] = {}
+    for name, module in cast(Any, model).named_modules():
+        if isinstance(module, ExpertAdapter):
+            found[name.removesuffix(".adapter")] = module
+    return found
+
+
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Generator[None]:
     """A context in which the model computes what it does without its LoRA weights.
 
     Parameters that are trained whole (`modules_to_save`) keep their trained values.
     """
-    adapters = find_adapters(model).values()
+    adapters = [*find_adapters(model).values(), *find_expert_adapters(model).values()]
     for adapter in adapters:
         adapter.enabled = False
     try:
@@ -577,6 +708,10 @@ def list_peft_names(model: Any) -> dict[str, tuple[str, ...]]:
         for factor in ("lora_A", "lora_B"):
             native = f"{module.layer}.adapter.{module.key}.{factor}"
             names[native] = (f"{PREFIX}{module.name}.{factor}.weight",)
+    for parameter in lora.experts:
+        for factor in ("lora_A", "lora_B"):
+            native, stored_name = parameter.name_factor(factor)
+            names[native] = (stored_name,)
     for native, stored in lora.saved.items():
         names[native] = tuple(PREFIX + name for name in stored)
     return names
@@ -598,6 +733,8 @@ def gather_weights(model: Any) -> dict[str, Tensor]:
         whole = _gather_parameter(parameter, model.mesh).cpu()
         if name in entries:
             parts = _unstack(whole, native.parameters[name], entries[name])
+        elif isinstance(owner := model.get_submodule(name.rpartition(".")[0]), ExpertFactors):
+            parts = [owner.to_peft(name.rpartition(".")[2], whole)]
         else:  # A factor is stored as it is.
             parts = [whole]
         found.update(zip(names[name], parts, strict=True))
@@ -648,6 +785,8 @@ def _gather_parameter(parameter: Any, mesh: ParallelMesh | None) -> Tensor:
     """
     shard = getattr(parameter, "shard", None)
     parameter = gather_rows(parameter)
+    if shard is not None and shard.splits_experts:
+        return gather_experts(parameter.detach(), shard, mesh)
     size = tp_size(mesh)
     if shard is None or (size == 1 and tuple(parameter.shape) == shard.shape):
         return parameter.detach().clone()
@@ -778,7 +917,7 @@ def load_weights(model: Any, folder: Path) -> None:
             if name in names:
                 tensors = [stored[part] for part in names[name]]
                 transposed = name in entries and entries[name].transpose
-                _fill_parameter(reader, tensors, parameter, model.mesh, transposed)
+                _fill_parameter(reader, tensors, parameter, model, name, transposed)
 
 
 def _read_stored_weights(model: Any, folder: Path) -> dict[str, StoredTensor]:
@@ -826,6 +965,12 @@ def open_adapter(native: NativeModel, folder: Path) -> StoredAdapter:
     with torch.device("meta"), config_errors():
         model: Any = build_on_meta(native.config, None)
         attach_factors(model, config)
+    if model.lora.experts:
+        raise ValueError(
+            f"{folder} adapts experts (target_parameters), which are not merged from files; load it by "
+            "shardzoo.from_pretrained(base, adapter=folder), merge it by shardzoo.models.lora.merge_lora "
+            "and save it by save_pretrained"
+        )
     stored = _read_stored_weights(model, folder)
     names = list_peft_names(model)
     layers = find_adapters(model)
@@ -870,7 +1015,8 @@ def _fill_parameter(
     reader: TensorReader,
     stored: list[StoredTensor],
     parameter: Any,
-    mesh: ParallelMesh | None,
+    model: Any,
+    name: str,
     transposed: bool,
 ) -> None:
     """Sets this rank's part of a parameter to the values of the tensors that are stacked in it.
@@ -878,6 +1024,11 @@ def _fill_parameter(
     Raises ValueError if their shapes are not the parameter's.
     """
     parts = [reader.whole(tensor) for tensor in stored]
+    path, _, factor = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if isinstance(owner, ExpertFactors):
+        _check_shape(stored[0], owner.list_peft_shapes()[factor])
+        parts = [owner.from_peft(factor, parts[0])]
     if transposed:
         parts = [part.t() for part in parts]
     shard = getattr(parameter, "shard", None)
@@ -892,7 +1043,7 @@ def _fill_parameter(
             f"{stored[0]} has shape {list(stored[0].shape)}, but {list(expected)} are needed in all"
         )
     if shard is not None:
-        whole = shard.slice(whole, tp_rank(mesh), tp_size(mesh))
+        whole = shard.slice(whole, axis_ranks(model.mesh), axis_sizes(model.mesh))
     sharded = getattr(parameter, "sharded", None)
     if sharded is not None:  # FSDP
         sharded.fill(whole)
@@ -912,6 +1063,10 @@ def compute_merged_weights(model: nn.Module) -> dict[str, Tensor]:
             name = f"{path}.{names[output]}"
             weight = merged.get(name, layer.get_parameter(names[output]))
             merged[name] = factors.add_to(weight)
+    for path, adapter in find_expert_adapters(model).items():
+        experts = model.get_submodule(path)
+        for pair in adapter.factors:
+            merged[f"{path}.{pair.weight}"] = pair.add_to(experts.get_parameter(pair.weight))
     return merged
 
 
@@ -926,4 +1081,8 @@ def merge_lora(model: Any) -> None:
         model.get_parameter(name).copy_(value)
     for path in find_adapters(model):
         detach(model.get_submodule(path))
+    for path in find_expert_adapters(model):
+        experts: Any = model.get_submodule(path)
+        del experts.adapter
+        experts.adapter = None
     model.lora = None

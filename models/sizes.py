@@ -158,6 +158,11 @@ def compute_uneven_work(model: nn.Module, tensor_parallel_size: int) -> float:
 
 
 def _list_shards(model: nn.Module) -> list[Shard]:
-    return [
-        parameter.shard for parameter in model.parameters() if isinstance(parameter, SplitParameter)
-    ]
+    """Returns the splits of the parameters that tensor-parallel ranks split."""
+    shards: list[Shard] = []
+    for parameter in model.parameters():
+        if not isinstance(parameter, SplitParameter):
+            continue
+        if any(split.axis == "tensor" for split in parameter.shard.splits):
+            shards.append(parameter.shard)
+    return shards

@@ -126,6 +126,8 @@ class ParallelExperts(SplitLayer):
             nobody counts. Tensor-parallel ranks count the same tokens. Compiled code does not count.
         stack: The part of the model whose tokens these are: "encoder", "decoder", or "" where there
             is one stack.
+        adapter: None, or a module whose `add(weight, product, x, counts)` returns what a product with
+            the matrices "gate_up" or "down" becomes, such as LoRA's.
     """
 
     load: Tensor | None = None
@@ -175,6 +177,7 @@ class ParallelExperts(SplitLayer):
             self.shard = _stack_experts(count, (inner_size,), hidden_size)
             self.up = split_parameter(self.shard, mesh)
         self.down = split_parameter(_stack_experts(count, (inner_size,), hidden_size), mesh)
+        self.adapter: Any = None
         self.gate_up_bias: Tensor | None = None
         self.up_bias: Tensor | None = None
         self.down_bias: Tensor | None = None
@@ -289,7 +292,10 @@ class ParallelExperts(SplitLayer):
         first = first.view(own, -1, self.hidden_size)  # [Ep, 2Fp or Fp, H]
         down = self.down.view(own, -1, self.hidden_size)  # [Ep, Fp, H]
         drops = self.drops_tokens
+        inputs = rows
         rows = grouped_linear(rows, first, counts, drops=drops)
+        if self.adapter is not None:
+            rows = self.adapter.add("gate_up", rows, inputs, counts)
         first_bias = self.gate_up_bias if self.gated else self.up_bias
         if first_bias is not None:
             rows = add_expert_bias(rows, first_bias.view(own, -1), counts)
@@ -300,7 +306,10 @@ class ParallelExperts(SplitLayer):
             rows = bias_dropout_residual(
                 rows, None, None, p=dropout.p, keys=keys, first_column=first_column
             )
+        inputs = rows
         rows = grouped_product(rows, down, counts, drops=drops)
+        if self.adapter is not None:
+            rows = self.adapter.add("down", rows, inputs, counts)
         if self.down_bias is None:
             return rows
         # The ranks' results are added up, so each rank adds the biases of its own columns alone.

@@ -26,18 +26,22 @@ def lora_settings(arguments: TrainingArguments) -> dict[str, Any]:
     """Returns the arguments of peft's LoraConfig that the training arguments name."""
     names = [part.strip() for name in arguments.lora_target_modules for part in _parts(name)]
     saved = [part for name in arguments.lora_modules_to_save for part in _parts(name)]
+    parameters = [part for name in arguments.lora_target_parameters for part in _parts(name)]
     # peft takes a list of names, or a text: a regular expression, or "all-linear".
     targets: Any = names
     if names in (["all"], ["all-linear"]):
         targets = "all-linear"
     elif len(names) == 1 and REGEX & set(names[0]):
         targets = names[0]
+    if parameters and not targets:
+        targets = []
     return {
         "r": arguments.lora_rank,
         "lora_alpha": arguments.lora_alpha,
         "lora_dropout": arguments.lora_dropout,
         "use_rslora": arguments.use_rslora,
-        "target_modules": targets or None,
+        "target_modules": targets if targets or parameters else None,
+        "target_parameters": parameters or None,
         "modules_to_save": saved or None,
     }
 

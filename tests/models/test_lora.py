@@ -299,5 +299,5 @@ def test_a_run_goes_on_with_the_same_products_only(name, adapted, tmp_path):
 def test_empty_selections_of_peft_are_none():
     settings = {"target_parameters": [], "layer_replication": []}
     assert lora_config(r=2, **settings).r == 2
-    with pytest.raises(ValueError, match="do not support target_parameters"):
-        lora_config(r=2, target_parameters=["mlp.weight"])
+    with pytest.raises(ValueError, match="do not support layer_replication"):
+        lora_config(r=2, layer_replication=[(0, 1)])

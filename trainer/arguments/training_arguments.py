@@ -30,6 +30,7 @@ LORA_OPTIONS = (
     "lora_alpha",
     "lora_dropout",
     "lora_target_modules",
+    "lora_target_parameters",
     "lora_modules_to_save",
     "use_rslora",
 )
@@ -166,6 +167,9 @@ class TrainingArguments:
     lora_target_modules: tuple[str, ...] = ()
     """transformers' names of the linear layers that get LoRA weights, a regular expression, or
     "all-linear"; by default peft's choice for the model."""
+    lora_target_parameters: tuple[str, ...] = ()
+    """transformers' names of stacked experts that get LoRA weights, such as
+    mlp.experts.gate_up_proj; then no module gets some unless lora_target_modules names it."""
     lora_modules_to_save: tuple[str, ...] = ()
     """transformers' names of modules that are trained whole beside LoRA weights, such as lm_head.
     """
@@ -408,7 +412,7 @@ class TrainingArguments:
             raise ValueError(f"seed must be from 0 to {(1 << 32) - 1}, not {self.seed}")
 
     def _check_lora(self) -> None:
-        for name in ("lora_target_modules", "lora_modules_to_save"):
+        for name in ("lora_target_modules", "lora_target_parameters", "lora_modules_to_save"):
             object.__setattr__(self, name, texts(name, getattr(self, name)))
         if self.lora_rank < 0:
             raise ValueError(f"lora_rank must not be negative, but is {self.lora_rank}")
@@ -590,22 +594,20 @@ class TrainingArguments:
         """Raises ValueError for what does not work with experts that are dealt over processes."""
         environment = ENVIRONMENTS[self.env_type]
         wrong = {
-            f"env_type={self.env_type!r}": environment.is_one_process or environment.uses_fsdp,
-            f"context_parallel_size={self.context_parallel_size}": self.context_parallel_size > 1,
+            f"env_type={self.env_type!r}": environment.is_one_process,
             "torch_compile": self.torch_compile,
             f"zero_stage={self.zero_stage}": self.zero_stage == 3,
             f"deepspeed_config={self.deepspeed_config!r}": self.deepspeed_config is not None,
-            "offload_optimizer": self.offload_optimizer,
+            "offload_optimizer": self.offload_optimizer and not environment.uses_fsdp,
             f"optimizer={self.optimizer!r}": not find_optimizer(self.optimizer).is_elementwise,
-            f"lora_rank={self.lora_rank}": self.lora_rank > 0,
             f"precision={self.precision!r}": PRECISIONS[self.precision].scales_loss,
         }
         for name in (name for name, given in wrong.items() if given):
             raise ValueError(
                 f"expert_parallel_size={self.expert_parallel_size} does not work with {name}; use "
-                "env_type='deepspeed+mpu' or 'deepspeed' with zero_stage 0, 1 or 2, or "
-                "'pytorchDDP', in fp32 or bf16, an optimizer like adamw, and none of context "
-                "parallelism, LoRA and torch_compile; or expert_parallel_size=1"
+                "env_type='deepspeed+mpu' or 'deepspeed' with zero_stage 0, 1 or 2, 'pytorchDDP' or "
+                "'fsdp', in fp32 or bf16, an optimizer like adamw, and no torch_compile; or "
+                "expert_parallel_size=1"
             )
 
     def _check_context(self) -> None:

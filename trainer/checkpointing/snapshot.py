@@ -189,7 +189,8 @@ def place_experts(module: nn.Module, tensors: Tensors, ranks: Ranks) -> Tensors:
         for rank in range(mesh.rank_in("expert")):
             own = parameter.shard.local_shape({**mesh.ranks, "expert": rank}, mesh.sizes)
             before += prod(own)
-        whole = parameter.shard.local_shape(mesh.tp_rank, mesh.tp_size)
+        ranks_of_file = {**mesh.ranks, "expert": 0}
+        whole = parameter.shard.local_shape(ranks_of_file, {**mesh.sizes, "expert": 1})
         if isinstance(value, TensorPart):
             placed[name] = TensorPart(whole, before + value.start, value.values)
             continue

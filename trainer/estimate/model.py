@@ -225,7 +225,12 @@ def _measure_parameters_of_family(
     """
     if job.lora_rank:
         model = build_on_meta(config, None)
-        attach_factors(model, lora_config(r=job.lora_rank, target_modules=job.lora_target_modules))
+        config_of_lora = lora_config(
+            r=job.lora_rank,
+            target_modules=job.lora_target_modules or None,
+            target_parameters=list(job.lora_target_parameters) or None,
+        )
+        attach_factors(model, config_of_lora)
     else:
         model = unsplit_on_meta(config)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -417,7 +422,8 @@ class Job:
         optimizer_in_backward: Whether each parameter is updated as soon as it has its gradient.
         precision: Precision of parameters, activations and gradients. The optimizer keeps fp32
             copies of 16-bit parameters.
-        lora_rank, lora_target_modules: Those of LoRA weights, which alone are trained; 0 for none.
+        lora_rank, lora_target_modules, lora_target_parameters: Those of LoRA weights, which alone
+            are trained; 0 for none.
         base_precision: How the linear layers under LoRA weights are packed, if they are.
         teacher: The configuration of a teacher, of the same precision; None without one.
         teacher_parallel_size: Its tensor-parallel ranks; None for the student's.
@@ -445,6 +451,7 @@ class Job:
     frozen: tuple[Literal["embeddings", "encoder", "decoder"], ...] = ()
     lora_rank: int = 0
     lora_target_modules: str | tuple[str, ...] | None = None
+    lora_target_parameters: tuple[str, ...] = ()
     base_precision: PackedFormat | None = None
     teacher: ModelConfig | None = None
     teacher_parallel_size: int | None = None
@@ -469,12 +476,10 @@ class Job:
                     f"a sequence of {length} tokens cannot be split over "
                     f"{self.context_parallel_size} context-parallel ranks"
                 )
-        if self.expert_parallel_size > 1 and (
-            self.fsdp or self.stage == 3 or self.lora_rank or self.context_parallel_size > 1
-        ):
+        if self.expert_parallel_size > 1 and self.stage == 3:
             raise ValueError(
-                f"expert_parallel_size={self.expert_parallel_size} works with neither fsdp, ZeRO "
-                "stage 3, LoRA nor context parallelism; use zero_stage 0 to 2, or expert_parallel_size=1"
+                f"expert_parallel_size={self.expert_parallel_size} does not work with ZeRO stage 3; "
+                "use zero_stage 0 to 2, or fsdp, or expert_parallel_size=1"
             )
         is_elementwise = find_optimizer(self.optimizer).is_elementwise
         if self.expert_parallel_size > 1 and (
