@@ -283,7 +283,12 @@ class FinetuningArguments(TrainingArguments):
                 )
 
     def _check_splitting(self) -> None:
-        for name in ("model_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
+        for name in (
+            "model_parallel_size",
+            "pipeline_parallel_size",
+            "context_parallel_size",
+            "expert_parallel_size",
+        ):
             size = getattr(self, name)
             if self.native is False and size > 1:
                 raise ValueError(
@@ -296,11 +301,6 @@ class FinetuningArguments(TrainingArguments):
                 raise ValueError(
                     f"{name} does not work with pipeline stages; use pipeline_parallel_size=1"
                 )
-        if self.expert_parallel_size > 1:
-            raise ValueError(
-                f"expert_parallel_size={self.expert_parallel_size} does not work in fine-tuning yet; "
-                "use Trainer or pretraining, or expert_parallel_size=1"
-            )
         environment = self._find_environment()
         repeats_backward = environment in ("pytorch", "deepspeed", "deepspeed+mpu")
         if self.embedding_mini_batch is not None and (not repeats_backward or self.zero_stage == 3):
@@ -365,6 +365,7 @@ class FinetuningArguments(TrainingArguments):
             self.model_parallel_size,
             self.pipeline_parallel_size,
             self.context_parallel_size,
+            self.expert_parallel_size,
             self.num_nodes,
             RankInfo.from_environment().world_size,
         )

@@ -120,16 +120,22 @@ def generated_texts(
     generator: TextGenerator, model: Any, sources: Sequence[str], ranks: Ranks
 ) -> list[str]:
     """Returns the texts generated for the sources, on all ranks; the data-parallel ranks share the
-    sources. Of a model that FSDP has split, every step gathers blocks, so that all ranks take the same
-    steps for all sources.
+    sources.
+
+    Of a model that FSDP has split, every step gathers blocks, and of dealt experts every step sends
+    tokens to them, so that the ranks that need one another take the same steps for the same sources.
     """
     if getattr(model, "sharded_model", None) is not None:
         with torch.random.fork_rng():
             # Drawn tokens must be the same on every rank.
             torch.manual_seed(0)
             return generator(model, sources)
-    mine = range(ranks.dp_rank, len(sources), ranks.dp_size)
-    texts = generator(model, [sources[number] for number in mine])
+    # Ranks along the expert axis have the same sources.
+    mine = range(ranks.dp_rank // ranks.ep_size, len(sources), ranks.dp_size // ranks.ep_size)
+    with torch.random.fork_rng(enabled=ranks.ep_size > 1):
+        if ranks.ep_size > 1:
+            torch.manual_seed(mine.start)
+        texts = generator(model, [sources[number] for number in mine])
     every = ranks.gather(list(zip(mine, texts, strict=True)) if ranks.reports else [])
     found = dict(pair for part in every for pair in part)
     return [found[number] for number in range(len(sources))]

@@ -117,7 +117,7 @@ def find_source(arguments: FinetuningArguments) -> ModelSource:
             f"base_precision packs the layers of the zoo's models, and {folder} is trained as "
             f"transformers' {model_type}; leave it out, or use a model of {', '.join(FAMILIES)}"
         )
-    for name in ("model_parallel_size", "pipeline_parallel_size"):
+    for name in ("model_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
         if getattr(arguments, name) > 1 and not native:
             raise ValueError(
                 f"{name}={getattr(arguments, name)} splits the model, which transformers' "

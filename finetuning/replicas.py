@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..mpu import ParallelMesh, broadcast_from_stage
+from ..mpu.mesh import SAMPLE_AXES
 from ..trainer.batches.loss_normalization import to_device
 
 
@@ -28,8 +29,8 @@ def iterate_replica_batches(
     results is in the order of the samples. The last sample is repeated to fill the last batches, so
     the results are to be cut to `len(samples)`.
     """
-    replicas = 1 if mesh is None else mesh.dp_size
-    replica = 0 if mesh is None else mesh.dp_rank
+    replicas = 1 if mesh is None else mesh.size(*SAMPLE_AXES)
+    replica = 0 if mesh is None else mesh.rank_in(*SAMPLE_AXES)
     for start in range(0, len(samples), batch_size * replicas):
         first = start + replica * batch_size
         numbers = [min(first + row, len(samples) - 1) for row in range(batch_size)]

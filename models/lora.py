@@ -433,7 +433,10 @@ def _choose_experts(native: NativeModel, config: Any) -> tuple[ExpertParameter, 
     known: list[ExpertParameter] = []
     for name, entry in native.entries().items():
         layer, _, weight = name.rpartition(".")
-        if not layer.endswith(".experts") or weight not in EXPERT_PARAMETERS:
+        # transformers stacks the matrices of experts with gates.
+        if f"{layer}.gate_up" not in native.parameters or weight not in EXPERT_PARAMETERS:
+            continue
+        if not layer.endswith(".experts"):
             continue
         mixture = native.to_hf_name(entry.stored_names()[0]).partition(".experts.")[0]
         module = f"{mixture.rpartition('.')[0]}.mlp.experts"

@@ -247,20 +247,26 @@ class ParallelMesh:
             self._groups[key] = self._make_group(key)
         return self._groups[key]
 
-    def split_data_axis(self, replicas: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup]:
+    def split_data_axis(
+        self, replicas: int, holders: tuple[Axis, ...] = REPLICA_AXES
+    ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup]:
         """Returns the groups of this process along the two parts of the ranks that hold the same
         parameters: [replicas, ranks that share one replica's parameters], of which the second varies
         fastest.
 
-        Collective over all processes. The data axis is cut, so context-parallel ranks share a
-        replica. The first group is None for one replica.
+        Collective over all processes. The data axis is cut, so context- and expert-parallel ranks
+        share a replica. The first group is None for one replica.
+
+        Args:
+            holders: The axes of the ranks that hold the same parameters: `REPLICA_AXES`, or of
+                experts `EXPERT_REPLICA_AXES`.
         """
         if replicas == 1:
-            return None, self.group(*REPLICA_AXES)
+            return None, self.group(*holders)
         grid = torch.arange(self.world_size).view(*self.sizes.values())
-        axes = [AXES.index(axis) for axis in REPLICA_AXES]
+        axes = [AXES.index(axis) for axis in holders]
         others = [number for number in range(len(AXES)) if number not in axes]
-        sharing = self.size(*REPLICA_AXES) // replicas
+        sharing = self.size(*holders) // replicas
         last = grid.permute(*others, *axes).reshape(-1, replicas, sharing)
         across: Any = last.transpose(1, 2).flatten(0, 1)
         within: Any = last.flatten(0, 1)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...mpu import ParallelMesh, gather_from_dp
+from ...mpu.mesh import SAMPLE_AXES
 
 Distance = Callable[[Tensor, Tensor], Tensor]
 TINY = 1e-6  # added to differences, as torch.nn.functional.pairwise_distance does
@@ -87,7 +88,7 @@ def multiple_negatives_ranking(
     """
     anchors = embeddings[0]
     candidates = torch.cat([gather_from_dp(column, mesh) for column in embeddings[1:]])
-    first = 0 if mesh is None else mesh.dp_rank * len(anchors)
+    first = 0 if mesh is None else mesh.rank_in(*SAMPLE_AXES) * len(anchors)
     similarities = compute_cosines(anchors, candidates) * scale  # [B, dp B (columns - 1)]
     positives = torch.arange(first, first + len(anchors), device=anchors.device)
     return F.cross_entropy(similarities, positives)

@@ -137,18 +137,23 @@ def test_factors_are_split_like_the_experts(tmp_path, run_ranks, layout):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("family", "settings", "message"),
     [
-        ({"target_parameters": ["mlp.weight"]}, "match no stacked experts"),
-        ({"target_parameters": NAMES, "lora_dropout": 0.1}, "does not work with target_parameters"),
-        ({"target_parameters": "down_proj"}, "must be a list of strings"),
+        ("mixtral", {"target_parameters": ["mlp.weight"]}, "match no stacked experts"),
+        ("switch_transformers", {"target_parameters": NAMES}, "match no stacked experts"),
+        (
+            "mixtral",
+            {"target_parameters": NAMES, "lora_dropout": 0.1},
+            "does not work with target_parameters",
+        ),
+        ("mixtral", {"target_parameters": "down_proj"}, "must be a list of strings"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(settings, message):
+def test_what_cannot_be_adapted_is_refused(family, settings, message):
     from tiny_models import tiny
 
     from shardzoo.models import from_config
     from shardzoo.models.lora import add_lora, lora_config
 
     with pytest.raises(ValueError, match=message):
-        add_lora(from_config(tiny("mixtral")), lora_config(r=2, **settings))
+        add_lora(from_config(tiny(family)), lora_config(r=2, **settings))

@@ -109,8 +109,8 @@ def test_the_estimate_refuses_layouts_that_the_trainer_refuses(oracle):
 
     with pytest.raises(ValueError, match="5 experts of MixtralForCausalLM cannot be dealt over 6"):
         model_memory(find_config(str(oracle[0])), Job(expert_parallel_size=6, precision="fp32"))
-    with pytest.raises(ValueError, match="expert_parallel_size=2 works with neither fsdp"):
-        Job(expert_parallel_size=2, fsdp=True)
+    with pytest.raises(ValueError, match="expert_parallel_size=2 does not work with ZeRO"):
+        Job(expert_parallel_size=2, zero_stage=3)
     for wrong in ({"precision": "fp16"}, {"optimizer": "muon"}):
         with pytest.raises(ValueError, match="use fp32 or bf16 with adamw"):
             Job(expert_parallel_size=2, **wrong)

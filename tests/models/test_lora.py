@@ -237,7 +237,8 @@ def test_wrong_values_of_a_stored_configuration_are_named(adapted, tmp_path):
 
 # These say which modules have weights, whose names are compared when they are read.
 CHOOSING = {
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "fan_in_fan_out",
+    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "modules_to_save", "fan_in_fan_out",
 }  # fmt: skip
 # Another value of every other field. The adapter has r=3, lora_alpha=7, rank-stabilized scaling, and
 # alpha_pattern={"h.1.attn.c_attn": 9}.

@@ -531,5 +531,6 @@ def test_layouts_of_a_mixture_deal_its_experts_evenly():
     layouts = list(list_layouts(find_config("mixtral-quickstart"), request, 12))  # eight experts
     assert {run.expert for run in layouts} == {1, 2, 4}
     assert all(run.data % run.expert == 0 for run in layouts)
-    assert all(not run.fsdp and run.zero_stage < 3 for run in layouts if run.expert > 1)
+    assert all(run.zero_stage < 3 for run in layouts if run.expert > 1)
+    assert any(run.fsdp for run in layouts if run.expert > 1)
     assert {run.expert for run in list_layouts(tiny(), request, 12)} == {1}

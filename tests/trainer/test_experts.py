@@ -69,13 +69,24 @@ def test_every_layout_trains_the_same_curve(train, name):
 
 
 def _train_dealt(
-    tensor: int, expert: int, folder: Path, config: dict[str, Any], stages: int = 1, **changes: Any
+    tensor: int,
+    expert: int,
+    folder: Path,
+    config: dict[str, Any],
+    stages: int = 1,
+    context: int = 1,
+    **changes: Any,
 ) -> list[float]:
     from shardzoo.mpu import ParallelMesh
 
-    mesh = ParallelMesh(tensor, stages, expert_parallel_size=expert)
+    mesh = ParallelMesh(tensor, stages, context, expert)
     size = mesh.size("data", "expert")
-    settings = {"micro_batch_size": 4 // size, "zero_stage": None, **changes}
+    settings = {
+        "micro_batch_size": 4 // size,
+        "zero_stage": None,
+        "context_parallel_size": context,
+        **changes,
+    }
     return endless_losses(mesh, folder, config, expert_parallel_size=expert, **settings)
 
 
@@ -104,7 +115,14 @@ MORE_DEALT = {
     "EP 2 x DP 2": (1, 2, 4, {"zero_stage": 0}),
     "EP 2 x PP 2, ZeRO 1": (1, 2, 4, {"stages": 2, "zero_stage": 1}),
     "EP 2 x PP 2": (1, 2, 4, {"stages": 2, "zero_stage": 0}),
+    "EP 2 x CP 2": (1, 2, 4, {"context": 2, "recompute": "selective"}),
+    "EP 2 x CP 2, DDP": (1, 2, 4, {"context": 2, "env_type": "pytorchDDP"}),
     "EP 4": (1, 4, 4, {}),
+    "EP 2 x DP 2, FSDP": (1, 2, 4, {"env_type": "fsdp", "recompute": "full"}),
+    "TP 2 x EP 2, FSDP": (2, 2, 4, {"env_type": "fsdp", "sequence_parallel": True}),
+    "EP 2 x CP 2, FSDP": (1, 2, 4, {"env_type": "fsdp", "context": 2}),
+    "EP 2 x DP 2, FSDP, replicas": (1, 2, 4, {"env_type": "fsdp", "fsdp_replicas": 2}),
+    "EP 2, FSDP, offloaded": (1, 2, 2, {"env_type": "fsdp", "offload_optimizer": True}),
     "one micro-batch": (1, 2, 2, {"micro_batch_size": 4}),
 }
 
@@ -125,15 +143,45 @@ def test_dealt_experts_train_the_same_curve_and_resume_anywhere(train, deal, tmp
     assert again == pytest.approx(expected[4:], **SAME_LOSS)
 
 
+EXPERTS = {"lora_target_parameters": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")}
+BOTH = {**EXPERTS, "lora_target_modules": ("q_proj", "o_proj")}
+ADAPTED = {
+    "TP 2 x EP 2, both": (2, 2, 4, {"zero_stage": 1, "sequence_parallel": True}, BOTH),
+    "EP 2 x DP 2, attention, ZeRO 1": (1, 2, 4, {"zero_stage": 1}, {"lora_dropout": 0.1}),
+    "EP 2 x DP 2, both, ZeRO 2": (1, 2, 4, {"zero_stage": 2, "recompute": "full"}, BOTH),
+    "EP 2 x DP 2, both, DDP": (1, 2, 4, {"env_type": "pytorchDDP"}, BOTH),
+    "EP 2 x DP 2, experts, FSDP": (1, 2, 4, {"env_type": "fsdp"}, EXPERTS),
+    "EP 2 x PP 2, experts": (1, 2, 4, {"stages": 2, "zero_stage": 1}, EXPERTS),
+}
+
+
+@pytest.mark.parametrize("name", by_turns(ADAPTED, 6))
+def test_adapters_train_beside_and_in_dealt_experts(train, deal, tmp_path, name):
+    tensor, expert, processes, changes, adapter = ADAPTED[name]
+    adapter = {"lora_rank": 2, "lora_alpha": 8, **adapter}
+    expected = train(1, folder="unsplit", save_interval=4, **adapter)
+    changes = {**changes, **adapter, "save_interval": 4}
+    losses = deal(tensor, expert, processes, **changes)
+    assert losses == pytest.approx(expected, **SAME_LOSS)
+
+
+def test_experts_alone_are_refused_where_an_engine_needs_more(deal):
+    adapter = {"lora_rank": 2, **EXPERTS, "train_steps": 1}
+    with pytest.raises(AssertionError, match=r"only experts that are dealt .* are trained"):
+        deal(1, 2, 2, env_type="pytorchDDP", **adapter)
+
+
 NORMS = {
     "EP 2 x DP 2, ZeRO 2": (1, 2, 4, {"zero_stage": 2}),
     "TP 2 x EP 2, ZeRO 1": (2, 2, 4, {"zero_stage": 1}),
     "EP 2 x PP 2": (1, 2, 4, {"stages": 2, "zero_stage": 0}),
     "EP 2 x DP 2, DDP": (1, 2, 4, {"env_type": "pytorchDDP"}),
+    "EP 2 x CP 2, ZeRO 1": (1, 2, 4, {"context": 2, "zero_stage": 1}),
+    "EP 2 x DP 2, FSDP": (1, 2, 4, {"env_type": "fsdp"}),
 }
 
 
-@pytest.mark.parametrize("name", by_turns(NORMS, 4))
+@pytest.mark.parametrize("name", by_turns(NORMS, 6))
 def test_the_norm_counts_each_expert_once(train, deal, name):
     """AdamW would hide a norm that is off by a factor."""
     changes = {"logged": "grad_norm", "train_steps": 2}
@@ -148,10 +196,11 @@ NARROW = {
     "TP 2 x EP 2, ZeRO 2": (2, 2, 4, {"zero_stage": 2, "sequence_parallel": True}),
     "EP 2 x PP 2": (1, 2, 4, {"stages": 2}),
     "EP 2 x DP 2, DDP": (1, 2, 4, {"env_type": "pytorchDDP"}),
+    "EP 2 x DP 2, FSDP": (1, 2, 4, {"env_type": "fsdp"}),
 }
 
 
-@pytest.mark.parametrize("name", by_turns(NARROW, 4))
+@pytest.mark.parametrize("name", by_turns(NARROW, 5))
 def test_dealt_experts_train_in_bf16(train, deal, tmp_path, name):
     """Close to one process, whose sums are rounded elsewhere; and a resumed run is the same."""
     tensor, expert, processes, changes = NARROW[name]
@@ -169,12 +218,9 @@ def test_dealt_experts_train_in_bf16(train, deal, tmp_path, name):
 
 REFUSED = [
     ({"env_type": "pytorch"}, "env_type='pytorch'"),
-    ({"context_parallel_size": 2}, "context_parallel_size=2"),
     ({"zero_stage": 3, "env_type": "deepspeed"}, "zero_stage=3"),
     ({"offload_optimizer": True}, "offload_optimizer"),
-    ({"env_type": "fsdp"}, "env_type='fsdp'"),
     ({"optimizer": "muon"}, "optimizer='muon'"),
-    ({"lora_rank": 2}, "lora_rank=2"),
     ({"precision": "fp16"}, "precision='fp16'"),
 ]
 

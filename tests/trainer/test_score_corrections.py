@@ -87,6 +87,7 @@ LAYOUTS = {
 }  # fmt: skip
 MORE = {
     "DDP": (1, {"data": 2}, {"env_type": "pytorchDDP"}, {}),
+    "FSDP": (1, {"data": 2}, {"env_type": "fsdp"}, {}),
     "ZeRO 2": (1, {"data": 2}, {"zero_stage": 2, "micro_batch_size": 1}, {}),
     "pipeline": (1, {"pipeline": 2}, {"micro_batch_size": 4}, {"recompute": "selective"}),
 }

@@ -424,8 +424,11 @@ def mark_experts(model: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def has_dealt_experts(model: nn.Module) -> bool:
-    """Returns whether a model has experts that are dealt over ranks."""
-    return any(getattr(each, "expert_parallel", False) for each in model.parameters())
+    """Returns whether a model trains experts, or their adapters, that are dealt over ranks."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and getattr(parameter, "expert_parallel", False):
+            return True
+    return False
 
 
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

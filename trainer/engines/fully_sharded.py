@@ -30,7 +30,9 @@ from ...checkpoint.rank_files import TensorPart
 from ...models.config import ModelConfig
 from ...models.outputs import ModelOutput
 from ...models.sizes import find_blocks
+from ...mpu import ParallelExperts, ParallelMesh
 from ...mpu.collectives import gather_rows
+from ...mpu.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES, Axis
 from ..arguments.training_arguments import TrainingArguments
 from ..launch.ranks import Ranks
 from ..precisions import PRECISIONS
@@ -87,7 +89,9 @@ class ShardedModel:
     Attributes:
         module: The model itself, changed in place.
         parameters: The parts of this rank; shared parameters once.
-        group: The ranks that together have each parameter.
+        group: The ranks that together have each parameter, experts that are dealt over ranks
+            excepted: fewer ranks have the same ones.
+        unsplit: The parameters that stay whole, in fp32 and without a gradient.
 
     Args:
         optimizer: One that the caller has made for the model's parameters, which are replaced in
@@ -108,30 +112,35 @@ class ShardedModel:
         mesh = ranks.mesh
         assert mesh is not None
         replicas = arguments.fsdp_replicas
-        if ranks.dp_size % replicas:
+        if mesh.size("data") % replicas:
+            among = ""
+            if ranks.ep_size > 1:
+                among = f" of each of {ranks.ep_size} expert-parallel parts"
             raise ValueError(
-                f"fsdp_replicas={replicas} must divide the {ranks.dp_size} data-parallel ranks"
+                f"fsdp_replicas={replicas} must divide the {mesh.size('data')} data-parallel ranks"
+                f"{among}"
             )
-        replicate_group, self.group = mesh.split_data_axis(replicas)
+        self.group, device_mesh = _make_device_mesh(mesh, replicas, REPLICA_AXES)
+        experts_mesh = device_mesh
+        if ranks.ep_size > 1:
+            _, experts_mesh = _make_device_mesh(mesh, replicas, EXPERT_REPLICA_AXES)
         self._is_first_replica = ranks.replica_rank < ranks.replica_size // replicas
-        if replicate_group is None:
-            device_mesh = DeviceMesh.from_group(self.group, mesh.device_type)
-        else:
-            holders = torch.tensor(mesh.get_data_parallel_group_ranks())
-            device_mesh = DeviceMesh.from_group(
-                [replicate_group, self.group],
-                mesh.device_type,
-                mesh=holders.view(replicas, -1),
-                mesh_dim_names=("replicate", "shard"),
-            )
 
         without_values = {name for name, p in model.named_parameters() if p.is_meta}
         before = dict(model.named_parameters())
         ties = _find_ties(model)
         _refuse_unsuitable(before)
+        self.unsplit: dict[str, nn.Parameter] = {}
+        for name, parameter in before.items():
+            if hasattr(parameter, "keeps_fp32"):
+                self.unsplit[name] = parameter
         self._blocks = find_blocks(model)
+        # Experts that are dealt over ranks: other ranks have the same ones than have a block's rest.
+        self._experts: list[nn.Module] = []
+        if ranks.ep_size > 1:
+            self._experts = [each for each in model.modules() if isinstance(each, ParallelExperts)]
         self._hooks: list[Any] = []
-        self._shard(device_mesh, arguments)
+        self._shard(device_mesh, experts_mesh, arguments)
         if without_values:
             # Each rank gets storage for its own rows only.
             device = torch.device("cpu")
@@ -140,6 +149,7 @@ class ShardedModel:
             model._apply(
                 lambda value: torch.empty_like(value, device=device) if value.is_meta else value
             )
+            self.unsplit = {name: model.get_parameter(name) for name in self.unsplit}
         if _find_ties(model) != ties:
             raise ValueError(
                 "env_type='fsdp' cannot split a parameter that a block shares with what is outside "
@@ -177,7 +187,11 @@ class ShardedModel:
         filled: set[str] = set()
 
         def receive(name: str, value: Tensor) -> None:
-            parts[name].fill(value)
+            if name in parts:
+                parts[name].fill(value)
+            else:
+                with torch.no_grad():
+                    self.unsplit[name].copy_(value)
             filled.add(name)
 
         fill(receive)
@@ -185,8 +199,15 @@ class ShardedModel:
             missing = ", ".join(sorted(names - filled)[:MOST_NAMES])
             raise ValueError(f"the model is on the meta device, and {missing} got no value")
 
-    def _shard(self, device_mesh: DeviceMesh, arguments: TrainingArguments) -> None:
-        """Splits each block, and then what is outside of the blocks."""
+    def _shard(
+        self, device_mesh: DeviceMesh, experts_mesh: DeviceMesh, arguments: TrainingArguments
+    ) -> None:
+        """Splits dealt experts, the rest of each block, and then what is outside of the blocks.
+
+        Args:
+            device_mesh: The ranks that a parameter is split over.
+            experts_mesh: Those that an expert is split over.
+        """
         is_native = isinstance(getattr(self.module, "config", None), ModelConfig)
         precision = MixedPrecisionPolicy(cast_forward_inputs=not is_native)
         if arguments.precision != "fp32":
@@ -201,17 +222,18 @@ class ShardedModel:
         if arguments.offload_optimizer:
             offload = CPUOffloadPolicy(pin_memory=not on_host)
         options: dict[str, Any] = {
-            "mesh": device_mesh,
             "mp_policy": precision,
             "offload_policy": offload,
+            "ignored_params": set(self.unsplit.values()),
         }
+        frees = arguments.fsdp_reshard_after_forward
+        for experts in self._experts:
+            fully_shard(experts, mesh=experts_mesh, reshard_after_forward=frees, **options)
         for block in self._blocks:
-            fully_shard(
-                block, reshard_after_forward=arguments.fsdp_reshard_after_forward, **options
-            )
+            fully_shard(block, mesh=device_mesh, reshard_after_forward=frees, **options)
         # What is outside of the blocks is used again at once, when the backward pass begins.
         self._hooks.append(self.module.register_forward_hook(_hide_lazy_values))
-        fully_shard(self.module, reshard_after_forward=False, **options)
+        fully_shard(self.module, mesh=device_mesh, reshard_after_forward=False, **options)
         self._hooks.append(self.module.register_forward_hook(_show_lazy_values))
         for module in self._fsdp_modules():
             # The losses of the ranks add up to the mean, so gradients are summed and not averaged.
@@ -235,17 +257,23 @@ class ShardedModel:
                 block.set_modules_to_forward_prefetch(following)
             # By default torch gathers the preceding block. The model itself is whole already.
             block.set_modules_to_backward_prefetch(preceding or [root])
+        experts: Any
+        for experts in self._experts:
+            experts.set_modules_to_backward_prefetch([root])
 
     def _describe_parameters(
         self, before: dict[str, nn.Parameter], dtype: torch.dtype
     ) -> Iterator[ShardedParameter]:
-        shard_rank = dist.get_rank(self.group)
-        shards = dist.get_world_size(self.group)
         names = set()
         parameter: Any
         for name, parameter in self.module.named_parameters():
             names.add(name)
+            if name in self.unsplit:
+                continue
             old = before[name]
+            # The last dimension of its mesh is that of the ranks that share a replica.
+            shards = parameter.device_mesh.size(-1)
+            shard_rank = parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)
             vars(parameter).update(vars(old))
             local = nn.Parameter(parameter.to_local().detach(), requires_grad=old.requires_grad)
             vars(local).update(vars(old))
@@ -274,7 +302,7 @@ class ShardedModel:
         tensors: dict[str, Tensor | TensorPart] = {}
         for part in self.parameters:
             tensors[part.name] = part.describe(part.local.detach().to(part.stored_dtype))
-        for name, value in persistent_buffers(self.module).items():
+        for name, value in {**self.unsplit, **persistent_buffers(self.module)}.items():
             tensors[name] = value.detach().clone()
         return tensors
 
@@ -405,12 +433,34 @@ def _refuse_unsuitable(parameters: dict[str, nn.Parameter]) -> None:
             f"env_type='fsdp' splits parameters along their first dimension, and "
             f"{', '.join(scalars[:MOST_NAMES])} has none; use 'pytorchDDP' or 'deepspeed'"
         )
-    fixed = [name for name, parameter in parameters.items() if hasattr(parameter, "keeps_fp32")]
-    if fixed:
+    fixed = [name for name, each in parameters.items() if hasattr(each, "keeps_fp32")]
+    trained = [name for name in fixed if parameters[name].requires_grad]
+    if trained:
         raise ValueError(
-            f"env_type='fsdp' would round {fixed[0]}, which stays in fp32; use 'pytorchDDP', "
+            f"env_type='fsdp' would round {trained[0]}, which is trained in fp32; use 'pytorchDDP', "
             "'deepspeed' or 'deepspeed+mpu'"
         )
+
+
+def _make_device_mesh(
+    mesh: ParallelMesh, replicas: int, holders: tuple[Axis, ...]
+) -> tuple[dist.ProcessGroup, DeviceMesh]:
+    """Returns the ranks that split one replica's parameters, and the mesh of all that hold them:
+    [ranks], or [replicas, ranks]. Collective.
+
+    Args:
+        holders: The axes of the ranks that hold the same parameters.
+    """
+    replicate_group, group = mesh.split_data_axis(replicas, holders)
+    if replicate_group is None:
+        return group, DeviceMesh.from_group(group, mesh.device_type)
+    ranks = torch.tensor(dist.get_process_group_ranks(mesh.group(*holders)))
+    return group, DeviceMesh.from_group(
+        [replicate_group, group],
+        mesh.device_type,
+        mesh=ranks.view(replicas, -1),
+        mesh_dim_names=("replicate", "shard"),
+    )
 
 
 def _remove_hooks(module: Any) -> None:

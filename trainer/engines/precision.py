@@ -115,6 +115,17 @@ def _check_experts(model: nn.Module, arguments: TrainingArguments, ranks: Ranks)
             f"expert_parallel_size={ranks.ep_size} deals experts over processes, and a "
             f"{type(model).__name__} has none; use expert_parallel_size=1"
         )
+    trains_others = False
+    for parameter in model.parameters():
+        if parameter.requires_grad and not getattr(parameter, "expert_parallel", False):
+            trains_others = True
+    needs_others = ranks.pp_size == 1 and not ENVIRONMENTS[arguments.env_type].uses_fsdp
+    if needs_others and not trains_others:
+        raise ValueError(
+            f"only experts that are dealt over ranks are trained, and env_type={arguments.env_type!r} "
+            "needs another trained parameter; let lora_target_modules name some, use env_type='fsdp', "
+            "or expert_parallel_size=1"
+        )
     without = sorted({stage for stage, has in stages if not has})
     if without and arguments.precision != "fp32":
         # DeepSpeed's bf16 optimizer of pipelines sums the norms of experts over the stages.

@@ -315,10 +315,9 @@ def _fsdp_memory(model: ModelMemory, job: Job) -> EngineMemory:
 
     What is outside of the blocks stays gathered, with its gradient, until the backward pass ends.
     """
-    ranks = job.replicas
     every = sum(size.local for size in model.parameters)
     trained = sum(size.local for size in model.trained)
-    own = -(-trained // ranks)
+    own = job.share(model.trained)
     e = job.itemsize
     in_blocks = 0
     frozen_in_blocks = 0
@@ -342,12 +341,12 @@ def _fsdp_memory(model: ModelMemory, job: Job) -> EngineMemory:
     # A rank has fp32 rows; what is gathered has the precision of the forward pass.
     gathered = e * (2 * outside + frozen_outside) + block
     optimizer = find_optimizer(job.optimizer)
-    groups = [[-(-size.local // ranks) for size in group] for group in _groups(model)]
+    groups = [[job.share([size]) for size in group] for group in _groups(model)]
     largest = max((size.local for size in model.trained), default=0)
     updated = UpdatedTensors(groups, in_parts=True, largest_parameter=largest)
     accumulates = job.accumulation_steps > 1
     memory = EngineMemory(
-        parameters=FP32 * -(-every // ranks),
+        parameters=FP32 * job.share(model.parameters),
         masters=0,
         states=state_bytes(optimizer, model.trained, own),
         held=FP32 * own if accumulates else 0,
@@ -360,6 +359,7 @@ def _fsdp_memory(model: ModelMemory, job: Job) -> EngineMemory:
     if not job.optimizer_in_backward:
         return memory
     # The gradients of a block are exchanged together, and then those of what is outside.
+    ranks = job.expert_replicas if job.expert_parallel_size > 1 else job.replicas
     rows = -(-max(outside, most_in_block) // ranks)
     alone = UpdatedTensors([[-(-largest // ranks)]], in_parts=True, largest_parameter=largest)
     return _free_gradients(memory, FP32 * (rows + optimizer.count_temporaries(alone)))
