@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -34,6 +35,15 @@ def print_any_text() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def silence_optional_libraries() -> None:
+    """Leaves out what torchao says of its own parts when transformers or peft import it: nothing here
+    needs them. With `--verbose` it is printed.
+    """
+    if not is_verbose():
+        for name in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def prints_utf8() -> bool:
     """Returns whether standard output has every character of Unicode."""
     return _is_utf8(sys.stdout)
@@ -54,6 +64,7 @@ def run_and_report(work: Callable[[], int], *, quiet: bool = False) -> int:
     2; with `quiet`, the code alone.
     """
     print_any_text()
+    silence_optional_libraries()
     try:
         return work()
     except BrokenPipeError:

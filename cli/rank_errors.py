@@ -9,7 +9,13 @@ from datetime import timedelta
 
 from ..files.verbosity import is_verbose
 from ..trainer.launch.rank_info import RankInfo
-from .console import USAGE_ERROR, find_user_error, print_any_text, print_error
+from .console import (
+    USAGE_ERROR,
+    find_user_error,
+    print_any_text,
+    print_error,
+    silence_optional_libraries,
+)
 
 PACKAGE = __name__.partition(".")[0]
 # In which all ranks with the same error are expected to raise it.
@@ -35,6 +41,7 @@ def run_and_report_once(work: Callable[[], int], launch: RankInfo) -> int:
     them.
     """
     print_any_text()
+    silence_optional_libraries()
     try:
         return work()
     except Exception as error:

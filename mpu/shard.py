@@ -121,10 +121,9 @@ class AxisSplit:
         return ranges
 
     def describe_rows(self) -> str:
-        """Returns what is split, for messages, such as "14 + 2 + 2 rows in units of 64"."""
+        """Returns what is split, for messages, such as "14 + 2 + 2 units of 64 rows"."""
         counts = " + ".join(str(width // self.unit) for width in self.groups)
-        units = f" in units of {self.unit}" if self.unit > 1 else ""
-        return f"{counts} rows{units}"
+        return f"{counts} units of {self.unit} rows" if self.unit > 1 else f"{counts} rows"
 
     def complete(self, shape: tuple[int, ...]) -> AxisSplit:
         """Returns the same split with a dimension counted from the start, and all groups.

@@ -363,8 +363,12 @@ def remove(path: Path) -> None:
 def make_run_folder(model: str) -> Path:
     """Creates runs/MODEL-TIME, with a number appended if a run that started in the same second has
     that name.
+
+    The model in another run's folder, RUN/hf, is called RUN.
     """
-    named = Path("runs", f"{Path(model).name}-{datetime.now():%Y%m%d-%H%M%S}")
+    path = Path(model)
+    name = path.parent.name if path.name == "hf" and path.parent.name else path.name
+    named = Path("runs", f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
     named.parent.mkdir(exist_ok=True)
     folder = named
     for number in count(2):

@@ -320,6 +320,7 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
     folders = [make_run_folder("models/t5") for _ in range(20)]
     assert len(set(folders)) == 20
     assert all(folder.is_dir() and folder.name.startswith("t5-") for folder in folders)
+    assert make_run_folder("runs/first/hf").name.startswith("first-")
 
 
 def test_one_prompt_token_is_one_token(checkpoints):

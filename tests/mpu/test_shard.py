@@ -157,7 +157,7 @@ def test_heads_are_not_cut():
     heads = Shard((25 * 64, 8), 0, unit=64)
     assert [heads.local_shape(rank, 4)[0] // 64 for rank in range(4)] == [7, 6, 6, 6]
     with pytest.raises(
-        ValueError, match=r"4 rows in units of 64 .* cannot be split 5 ways; use 1 to 4 ranks"
+        ValueError, match=r"4 units of 64 rows .* cannot be split 5 ways; use 1 to 4 ranks"
     ):
         Shard((4 * 64, 8), 0, unit=64).local_shape(0, 5)
 
