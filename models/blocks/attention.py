@@ -67,7 +67,7 @@ from ...ops.softmax import lay_out_diagonals
 from ...ops.varlen_attention import suits_varlen
 from ..parallel_config import ContextExchange, LayerArguments, ParallelConfig
 from .cache import LayerKVCache
-from .documents import CrossDocuments, DocumentPlan, Documents
+from .documents import CrossDocuments, DocumentPlan, Documents, DocumentStarts
 from .masks import AttentionMask, split_mask
 from .padding import Tokens
 from .rotary import Rotary, rotate
@@ -702,11 +702,66 @@ class CoreAttention(nn.Module):
         column of a dropout mask is the key's place in its document.
         """
         batch, _, length, _ = q.shape
-        plan = documents.plan(batch, place.first_query, place.first_query + length)
         if self.dropout.drops:
             place = place._replace(keys=self.dropout.keys(q))
+        has_all_queries = place.first_query == 0 and length == k.shape[2]
+        if has_all_queries and self.takes_documents(q, position_bias):
+            starts = documents.find_starts(batch)
+            if starts is not None:
+                return self.attend_from_starts(q, k, v, starts, position_bias, causal, place)
+        plan = documents.plan(batch, place.first_query, place.first_query + length)
         rows = self.attend_by_plan(q, k, v, plan, position_bias, causal, place)[plan.order]
         return torch.unflatten(rows, 0, (batch, length)).transpose(1, 2)
+
+    def takes_documents(self, q: Tensor, position_bias: Tensor | None) -> bool:
+        """Whether a kernel computes documents one after another, without padding between them."""
+        if self.softcap is not None or self.sinks is not None:
+            return False
+        if attention_record.probabilities is not None:
+            return False
+        by_distance = position_bias is None or position_bias.dim() == 2
+        return by_distance and suits_varlen(q)
+
+    def attend_from_starts(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: DocumentStarts,
+        by_distance: Tensor | None,
+        causal: bool,
+        place: AttentionPlace,
+    ) -> Tensor:
+        """Returns the attention within documents, [B, Np, S, D].
+
+        Args:
+            by_distance: The relative bias of each distance of whole rows, [Np, 2 S - 1].
+            place: With the keys of the samples, if there is dropout.
+        """
+        batch, _, length, _ = q.shape
+        longest = documents.longest
+        if by_distance is not None:
+            by_distance = by_distance[:, length - longest : length + longest - 1]
+        if place.keys is not None:
+            own_keys = keys_from_row(place.keys[documents.samples], documents.firsts)
+            place = place._replace(keys=own_keys)
+        rows, own_k, own_v = (
+            x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)
+        )  # [B·S, Np or Kp, D]
+        attended = varlen_attention(
+            rows,
+            own_k,
+            own_v,
+            documents.starts,
+            documents.starts,
+            max_queries=longest,
+            max_keys=longest,
+            scale=self.scale,
+            relative_bias=by_distance,
+            causal=causal,
+            **self.dropout.attention_arguments(rows, place),
+        )
+        return torch.unflatten(attended, 0, (batch, length)).transpose(1, 2)
 
     def attend_by_plan(
         self,

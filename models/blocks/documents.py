@@ -67,6 +67,21 @@ class DocumentPlan(NamedTuple):
     order: Tensor
 
 
+class DocumentStarts(NamedTuple):
+    """Says where documents begin among the tokens of whole samples, one sample after the other.
+
+    Attributes:
+        starts: The first token of each of n documents, and the end of the last one, int64 [n + 1].
+        samples, firsts: The sample of each document, and its first token within it, int64 [n].
+        longest: The number of tokens of the longest document.
+    """
+
+    starts: Tensor
+    samples: Tensor
+    firsts: Tensor
+    longest: int
+
+
 class Documents:
     """Stands for the mask of packed rows, in which tokens attend within their document only.
 
@@ -96,6 +111,7 @@ class Documents:
         self._spans: dict[int, list[tuple[int, int, int]] | None] = {}
         self._plans: dict[tuple[int, int, int, bool], DocumentPlan | None] = {}
         self._shared: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {}
+        self._starts: dict[int, DocumentStarts | None] = {}
 
     def to_tensor(self) -> Tensor:
         """Returns the complete mask, bool [B or 1, 1, S, S]."""
@@ -136,6 +152,27 @@ class Documents:
                 spans += [(sample, *span) for span in zip(firsts, ends, strict=True)]
         self._spans[batch] = spans
         return spans
+
+    def find_starts(self, batch: int) -> DocumentStarts | None:
+        """Returns where the documents begin; None if not all tokens of a document, or with `causal`
+        all earlier ones, are visible, or if `find_spans` does not know them.
+        """
+        if batch not in self._starts:
+            self._starts[batch] = self._make_starts(batch)
+        return self._starts[batch]
+
+    def _make_starts(self, batch: int) -> DocumentStarts | None:
+        spans = self.find_spans(batch)
+        if spans is None or self.keys is not None or self.prefixes is not None:
+            return None
+        longest = max(end - first for _, first, end in spans)
+        if self.reach is not None and longest > self.reach:
+            return None
+        length = self.numbers.shape[1]
+        table = torch.tensor([(*span[:2], 0) for span in spans] + [(batch, 0, 0)])
+        table[:, 2] = table[:, 0] * length + table[:, 1]
+        samples, firsts, starts = table.to(self.numbers.device).unbind(1)
+        return DocumentStarts(starts.contiguous(), samples[:-1], firsts[:-1], longest)
 
     def find_shared(self, batch: int, share: int) -> tuple[tuple[int, int, int], ...]:
         """Returns the documents that lie on several ranks, each with `share` tokens of every sample;
@@ -305,6 +342,9 @@ class CrossDocuments(Documents):
     def find_spans(self, batch: int) -> list[tuple[int, int, int]] | None:
         """Returns the sample, the first key and the end of each document of the keys, as the base."""
         return super().find_spans(batch) if self.queries.find_spans(batch) is not None else None
+
+    def _make_starts(self, batch: int) -> DocumentStarts | None:
+        return None  # a document has other queries than keys
 
     def _pair_spans(self, batch: int) -> list[tuple[tuple[int, int, int], tuple[int, int]]]:
         spans = self.find_spans(batch)

@@ -769,7 +769,7 @@ TILES = {
 HOPPER_TILES = {
     forward: {256: TileShape(128, 64, 8, 2)},
     query_gradient: {256: TileShape(128, 64, 8, 2)},
-    key_gradient: {128: TileShape(32, 64, 4, 2), 256: TileShape(16, 128, 8, 2)},
+    key_gradient: {128: TileShape(32, 128, 8, 2), 256: TileShape(16, 128, 8, 2)},
 }
 # The same for fp32, whose rows of 512 bytes are those of heads of 64.
 HOPPER_TILES_FP32 = {
@@ -930,6 +930,9 @@ def _launch_backward(grad, out, lse, q, k, v, grads, batch, sizes, rules, causal
     programs = batch * sizes.heads * ceil_div(sizes.queries, tile.queries)
     _launch(query_gradient, tile, programs, (*statistics, grad_q), (q, k, v, grad, out), *call[1:])
     tile = choose_tile(key_gradient, q)
+    has_both = rules.bias is not None and rules.mask is not None
+    if has_both and tile == HOPPER_TILES[key_gradient][128]:
+        tile = tile._replace(queries=16)  # with both, 32 queries need more registers than there are
     programs = batch * k.shape[1] * ceil_div(sizes.keys, tile.keys)
     _launch(key_gradient, tile, programs, (*statistics, grad_k, grad_v), *call)
     if rules.bias is not None:

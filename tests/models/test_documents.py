@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from every_case import every_day
 from tiny_models import tiny
 
 from shardzoo.models import ParallelConfig, from_config
+from shardzoo.models.blocks import attention as attention_block
+from shardzoo.models.blocks import relative_bias
 from shardzoo.models.blocks.documents import CrossDocuments, Documents
 from shardzoo.models.blocks.masks import AttentionMask
+from shardzoo.mpu import dropout_state
+from shardzoo.ops import varlen_attention
 
 LENGTHS = [[3, 1, 17, 8, 5, 11], [20, 2, 23]]
 FAMILIES = {
@@ -84,6 +89,39 @@ def test_gradients_are_those_of_each_document_alone(family, recompute):
     torch.testing.assert_close(loss, wanted, rtol=1e-10, atol=1e-10)
     for name, gradient in alone.items():
         torch.testing.assert_close(packed[name], gradient, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("rate", every_day([0.3], more=[0.0]))
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "mistral", "bert", "t5"])
+def test_documents_one_after_another_are_those_in_batches(family, rate, monkeypatch):
+    """As on a GPU, whose kernel takes them without padding; mistral's windows are shorter than documents."""
+    config = tiny(family, rate, **FAMILIES[family])
+    model = from_config(config, dtype=torch.float64, seed=1).train()
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(5, 90, (2, 45), generator=generator)
+    weights = torch.randn(2, 45, 97, generator=generator, dtype=torch.float64)
+    numbers = torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in LENGTHS])
+    call = {"input_ids": ids, "seq_idx": numbers}
+    monkeypatch.setattr(relative_bias, "suits_tiles", lambda *_: True)
+    results = []
+    calls = []
+
+    def remember(*arguments, **rules):
+        calls.append(rules)
+        return varlen_attention(*arguments, **rules)
+
+    monkeypatch.setattr(attention_block, "varlen_attention", remember)
+    for suits in (False, True):
+        assert not calls
+        monkeypatch.setattr(attention_block, "suits_varlen", lambda _, suits=suits: suits)
+        dropout_state.set(7, 3)
+        results.append(compute_gradients(model, [call], [weights]))
+    assert bool(calls) == (family != "mistral")
+    assert all(("keys" in rules) == (rate > 0) for rules in calls)
+    (expected, in_batches), (value, in_rows) = results
+    torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+    for name, gradient in in_batches.items():
+        torch.testing.assert_close(in_rows[name], gradient, rtol=1e-10, atol=1e-10)
 
 
 # With their decoders, each of whose documents attends to the encoder's of its number.
