@@ -1,6 +1,6 @@
 """Compares training steps of a mixture of experts with those of transformers, and over two processes with one.
 
-    python benchmarks/experts.py --required 2 --required-split 1.15
+    python benchmarks/experts.py --required 2 --required-split 1.2
 
 The model is a Mixtral of 8 experts and 4 layers of width 512, in fp32. All variants have the same weights and batch,
 and step with clipping and a fused AdamW; their losses and gradient norms must agree, or no times are shown. They run in

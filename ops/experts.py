@@ -486,6 +486,8 @@ class _Permute(Function):
         grad = grads[0]
         # Each token's gradients are put side by side and summed, in the same order on every device.
         by_pair = torch.empty_like(grad).index_copy_(0, order, grad)
+        if ctx.top_k == 1:
+            return by_pair, None, None
         by_token = by_pair.view(-1, ctx.top_k, grad.shape[-1])
         wide = torch.promote_types(grad.dtype, torch.float32)
         return by_token.sum(1, dtype=wide).to(grad.dtype), None, None
