@@ -18,7 +18,7 @@ from ..checkpoint.folder_files import CONFIG, write_state_file
 from ..checkpoint.manifest import MANIFEST, Manifest
 from ..checkpoint.planned_file import PlannedFile
 from ..files.durable import sync
-from ..files.working_copies import find_work, forget_pending, locate, mark_pending, pull, push
+from ..files.working_copies import find_work, locate, mark_pending, pull, push
 from .journal import JOURNAL, PARTIAL, Journal, check_unused
 
 
@@ -101,7 +101,6 @@ class Destination:
         if overwrite and self.work.exists():
             check_unused(self.work)
             shutil.rmtree(self.work)
-        mark_pending(self.folder)
         is_resumed = self.work.exists()
         self.work.mkdir(exist_ok=True)
         journal = Journal(self.work, fingerprint)
@@ -163,6 +162,7 @@ class Destination:
                 write_state_file(self.work, state)
             sync(self.work)
 
+            mark_pending(self.folder)
             # Only now is the folder of before set aside, so there is always one of the two.
             shutil.rmtree(self._replaced, ignore_errors=True)
             if self.folder.exists():
@@ -201,7 +201,6 @@ class Destination:
         """
         if self._is_finished:
             return
-        forget_pending(self.folder)
         shutil.rmtree(self.work, ignore_errors=True)
         if self._replaced.exists() and not self.folder.exists():
             self._replaced.rename(self.folder)

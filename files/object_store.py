@@ -202,7 +202,13 @@ def upload(file: Path, url: str) -> None:
             options["chunksize"] = max(PART_BYTES, file.stat().st_size // MOST_PARTS)
         if url.startswith("s3"):
             options["max_concurrency"] = PARTS_AT_ONCE
-        filesystem.put_file(str(file), _strip(filesystem, url), **options)
+        path = _strip(filesystem, url)
+        try:
+            filesystem.put_file(str(file), path, **options)
+        except FileNotFoundError:
+            # A client that gave up waiting for the answer to its last request repeats it, and then
+            # hears that there is no such upload: it is complete. A missing bucket is missing again.
+            filesystem.put_file(str(file), path, **options)
 
 
 def download(url: str, file: Path) -> None:

@@ -516,17 +516,12 @@ def pull(folder: Path, *, largest: int = LARGEST_TEXT, unless: str = "") -> None
 
 
 def mark_pending(folder: Path) -> None:
-    """Notes that a copy is about to have what the store does not, so that `pull` keeps it."""
+    """Notes that a copy is about to have what the store does not, so that `pull` keeps it until it is
+    sent.
+    """
     copy = WorkingCopy.find_whole(folder)
     if copy is not None:
         write_durably(copy.home / PENDING, "")
-
-
-def forget_pending(folder: Path) -> None:
-    """Lets the next `pull` replace what a copy has."""
-    copy = WorkingCopy.find_whole(folder)
-    if copy is not None:
-        (copy.home / PENDING).unlink(missing_ok=True)
 
 
 def push(folder: Path, *, at_once: bool = True) -> None:
@@ -545,7 +540,7 @@ def push(folder: Path, *, at_once: bool = True) -> None:
         return
     with copy.locked():
         _push(copy, at_once=at_once)
-    forget_pending(folder)
+        (copy.home / PENDING).unlink(missing_ok=True)
 
 
 def _push(copy: WorkingCopy, *, at_once: bool) -> None:
@@ -563,7 +558,12 @@ def _push(copy: WorkingCopy, *, at_once: bool) -> None:
         # A stand-in that was renamed has no bytes to send.
         if (found.st_size, found.st_mtime_ns) not in stand_ins:
             changed.append(name)
-    stale = [name for name in objects if name not in files and not _is_hidden(name)]
+    # In a folder that this machine has not marked, what came after its last look is another's.
+    owns_all = not at_once or INCOMPLETE in objects
+    stale: list[str] = []
+    for name in objects:
+        if name not in files and not _is_hidden(name) and (owns_all or name in record):
+            stale.append(name)
     is_marked = at_once and bool(changed or stale)
     if is_marked:
         write_object(copy.remote(INCOMPLETE), b"")
@@ -643,12 +643,7 @@ def writing(name: str | os.PathLike[str]) -> Generator[Path]:
     """
     folder = find_work(name)
     pull(folder)
-    mark_pending(folder)
-    try:
-        yield folder
-    except BaseException:
-        forget_pending(folder)
-        raise
+    yield folder
     push(folder)
 
 
