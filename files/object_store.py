@@ -34,6 +34,7 @@ _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*):/+(?P<rest>.*)", re.DOTALL)
 # Bytes of a part of an upload; a few parts are in memory at a time.
 PART_BYTES = 5 << 20  # the least that S3 takes
 PARTS_AT_ONCE = 2
+SECONDS_TO_ANSWER = 180
 MOST_PARTS = 9_000  # S3 allows 10,000
 # The packages whose errors are a store's, whatever their classes.
 _CLIENTS = frozenset(
@@ -202,13 +203,7 @@ def upload(file: Path, url: str) -> None:
             options["chunksize"] = max(PART_BYTES, file.stat().st_size // MOST_PARTS)
         if url.startswith("s3"):
             options["max_concurrency"] = PARTS_AT_ONCE
-        path = _strip(filesystem, url)
-        try:
-            filesystem.put_file(str(file), path, **options)
-        except FileNotFoundError:
-            # A client that gave up waiting for the answer to its last request repeats it, and then
-            # hears that there is no such upload: it is complete. A missing bucket is missing again.
-            filesystem.put_file(str(file), path, **options)
+        filesystem.put_file(str(file), _strip(filesystem, url), **options)
 
 
 def download(url: str, file: Path) -> None:
@@ -242,8 +237,13 @@ def _open_store(url: str) -> Any:
         try:
             import fsspec  # pyright: ignore[reportMissingTypeStubs]
 
+            options: dict[str, Any] = {}
+            if scheme.startswith("s3"):
+                # To put the parts of a large object together takes the server some time. A client
+                # that gives up and asks again hears that there is no such upload.
+                options["config_kwargs"] = {"read_timeout": SECONDS_TO_ANSWER}
             # Listings must be those of now: other machines write there.
-            _filesystems[key] = fsspec.filesystem(scheme, use_listings_cache=False)
+            _filesystems[key] = fsspec.filesystem(scheme, use_listings_cache=False, **options)
         except ImportError:
             wanted = f"'shardzoo[{extra}]'" if extra else package
             raise ValueError(f"{url} needs the package {package}: pip install {wanted}") from None
