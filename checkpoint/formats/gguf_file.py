@@ -1,6 +1,6 @@
 """Reads GGUF files, llama.cpp's format of a model in one file.
 
-The `gguf` package reads the header and decodes the blocks of numbers. The families tell what the
+The `gguf` package decodes the blocks of numbers. The families tell what the
 names of tensors and the keys of the header mean in Hugging Face's folders. After llama.cpp's
 `convert_hf_to_gguf.py` (https://github.com/ggml-org/llama.cpp) and the description of the format
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md):
@@ -21,17 +21,16 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...files.printable import describe
 from ...files.safe_paths import checked_file
 from ..tensor_reader import TensorReader
+from .gguf_header import GgufTensor, StoredRows, read_gguf_header
 from .quantized import QuantizedFolder, QuantizedWeight, RowReader
 
 SUFFIX = ".gguf"
@@ -54,37 +53,6 @@ def find_gguf(source: Path) -> Path | None:
     if len(names) > 1:
         raise ValueError(f"{source} holds {len(names)} GGUF files: name one of {', '.join(names)}")
     return checked_file(source, names[0]) if names else None
-
-
-@dataclass(frozen=True)
-class StoredRows:
-    """The rows of a tensor as they lie in a file.
-
-    They are read, although the `gguf` package maps the file: mapped pages count as memory of the
-    process, and there are as many as the file has.
-
-    Attributes:
-        path: The file.
-        offset: Its byte at which the rows begin.
-        dtype: The type of the numbers; bytes of tensors in blocks.
-        shape: The shape; of tensors in blocks, [rows, bytes].
-    """
-
-    path: Path
-    offset: int
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Returns rows [start, stop). Raises ValueError if the file ends before."""
-        width = prod(self.shape[1:])
-        count = (stop - start) * width
-        with self.path.open("rb") as file:
-            file.seek(self.offset + start * width * self.dtype.itemsize)
-            found = np.fromfile(file, self.dtype, count)
-        if found.size != count:
-            raise ValueError(f"{self.path} ends before its row {stop}: it is incomplete")
-        return found.reshape(stop - start, *self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -196,31 +164,28 @@ def open_gguf(path: Path, architectures: Mapping[str, GgufArchitecture]) -> Gguf
         ValueError: The file is damaged, has a part that is not known here, or the `gguf` package is
             not installed.
     """
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise ValueError(
-            f"{path} is a GGUF file: pip install 'shardzoo[gguf]' to read it"
-        ) from None
     if _SPLIT.fullmatch(path.name):
         raise ValueError(
             f"{path} is one of several files of a model: join them by llama-gguf-split --merge"
         )
     try:
-        reader = GGUFReader(path)
-        values = {name: entry.contents() for name, entry in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+        header = read_gguf_header(path)
+    except ImportError:
+        raise ValueError(
+            f"{path} is a GGUF file: pip install 'shardzoo[gguf]' to read it"
+        ) from None
+    except (ValueError, KeyError, OverflowError, MemoryError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(f"{path} is damaged, or no GGUF file: {reason}") from None
 
-    name = values.get("general.architecture")
+    name = header.values.get("general.architecture")
     architecture = architectures.get(name) if isinstance(name, str) else None
     if architecture is None:
         raise ValueError(
             f"{path} has a model of the architecture {describe(name)}; those that are read are "
             f"{', '.join(architectures)}"
         )
-    return _Reading(path, architecture.name, architecture, values, reader.tensors).read()
+    return _Reading(path, architecture.name, architecture, header.values, header.tensors).read()
 
 
 @dataclass(frozen=True)
@@ -231,14 +196,14 @@ class _Reading:
     prefix: str
     architecture: GgufArchitecture
     values: Mapping[str, Any]
-    tensors: Sequence[Any]
+    tensors: Sequence[GgufTensor]
 
     def read(self) -> GgufFile:
         weights: dict[str, QuantizedWeight] = {}
         factors: dict[str, Tensor] = {}
         described: list[str] = []
         for tensor in self.tensors:
-            described.append(f"{tensor.name} {tensor.tensor_type} {list(tensor.shape)}")
+            described.append(f"{tensor.name} {tensor.kind} {list(tensor.shape)}")
             stem, _, kind = tensor.name.rpartition(".")
             if stem in _FACTORS:
                 factors[stem] = self._decode(tensor)
@@ -252,7 +217,7 @@ class _Reading:
         identity = f"{self.path.name} {state.st_size} {state.st_mtime_ns} {described} {config}"
         return GgufFile(QuantizedFolder(weights, {}), config, identity)
 
-    def _find_weight(self, tensor: Any, stem: str, kind: str) -> GgufWeight:
+    def _find_weight(self, tensor: GgufTensor, stem: str, kind: str) -> GgufWeight:
         block = _BLOCK.fullmatch(stem)
         key = stem if block is None else block[1] + block[3]
         own = self.architecture.names.get(key)
@@ -264,7 +229,7 @@ class _Reading:
             if int(block[2]) >= _MOST_LAYERS:
                 raise ValueError(f"{self.path} has the tensor {tensor.name} of too many layers")
             own = own.replace("{i}", str(int(block[2])))
-        shape = tuple(int(size) for size in reversed(tensor.shape))
+        shape = tensor.shape
         transposed = key in self.architecture.transposed and kind == "weight"
         order = None
         if self.architecture.rotates_neighbors and key in ("blk.attn_q", "blk.attn_k"):
@@ -275,18 +240,16 @@ class _Reading:
             shape=shape[::-1] if transposed else shape,
             parts={},
             settings={},
-            rows=StoredRows(
-                self.path, int(tensor.data_offset), tensor.data.dtype, tensor.data.shape
-            ),
+            rows=tensor.rows,
             decode=self._find_decoder(tensor),
             order=order,
             transposed=transposed,
         )
 
-    def _find_decoder(self, tensor: Any) -> Callable[[Any], Any]:
+    def _find_decoder(self, tensor: GgufTensor) -> Callable[[Any], Any]:
         from gguf.quants import dequantize
 
-        kind = tensor.tensor_type
+        kind = tensor.kind
 
         def decode(data: Any) -> Any:
             try:
@@ -299,8 +262,9 @@ class _Reading:
 
         return decode
 
-    def _decode(self, tensor: Any) -> Tensor:
-        return torch.from_numpy(self._find_decoder(tensor)(tensor.data).copy()).flatten()
+    def _decode(self, tensor: GgufTensor) -> Tensor:
+        stored = tensor.rows.read(0, tensor.rows.shape[0])
+        return torch.from_numpy(self._find_decoder(tensor)(stored)).flatten()
 
     def _order_rows(self, rows: int, count: str) -> Tensor:
         """Returns the file's row for each row of queries or keys.

@@ -203,6 +203,13 @@ def test_one_line_for_what_is_not_read(tmp_path, capsys):
         assert f"{cut.name} is damaged, or no GGUF file" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
 
+    for at, damage, reason in (
+        (4, b"\x09", "it has version 9"), (14, b"\x01", "it has 281,474,976,710,"), (30, b"\x01", "within its header"),
+    ):  # fmt: skip
+        (tmp_path / "damaged.gguf").write_bytes(content[:at] + damage + content[at + 1 :])
+        with pytest.raises(ValueError, match=f"is damaged, or no GGUF file: .*{reason}"):
+            open_gguf(tmp_path / "damaged.gguf", list_gguf())
+
     (tmp_path / "mamba.gguf").write_bytes(content.replace(b"llama", b"mamba"))
     with pytest.raises(
         ValueError,
