@@ -371,3 +371,49 @@ def test_a_split_folder_gives_the_same_text(folders, tmp_path, run_mesh):
     ]
     texts = [[entry["generated_text"] for entry in run] for run in runs]
     assert texts == [texts[0]] * 4
+
+
+@pytest.mark.before_release
+def test_a_bare_folder_generates_in_one_process_and_in_two_stages(tmp_path):
+    """config.json, pytorch_model.bin and spiece.model alone, as LiBai's page downloads mT5's."""
+    import sentencepiece
+    from tiny_models import text
+
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(text(seed, 12) for seed in range(300)))
+    folder = tmp_path / "mt5"
+    folder.mkdir()
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(texts), model_prefix=str(folder / "spiece"), vocab_size=44, pad_id=0, eos_id=1,
+        unk_id=2, bos_id=-1,
+    )  # fmt: skip
+    (folder / "spiece.vocab").unlink()
+    config = transformers.MT5Config(
+        vocab_size=44, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
+        decoder_start_token_id=0, architectures=["MT5ForConditionalGeneration"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.MT5ForConditionalGeneration(config).eval()
+    # Pieces of words are more probable than the special tokens.
+    theirs.lm_head.weight.data.normal_()[:3] = 0
+    config.save_pretrained(folder)
+    torch.save(theirs.state_dict(), folder / "pytorch_model.bin")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json", "pytorch_model.bin", "spiece.model",
+    ]  # fmt: skip
+
+    pieces = sentencepiece.SentencePieceProcessor(str(folder / "spiece.model"))
+    ids = [*pieces.encode("one two three"), 1]
+    limits = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    generated = theirs.generate(torch.tensor([ids]), **limits)[0, 1:].tolist()
+    wanted = pieces.decode([token for token in generated if token > 2])
+    for layout in ((), ("--pp", "2")):
+        words = ["--model", str(folder), "--prompt", "one two three", "--max-new-tokens", "8"]
+        ran = subprocess.run(
+            ["shardzoo", "generate", *words, "--min-new-tokens", "8", *layout],
+            env=warm_environment(), capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr
+        [answer] = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+        assert json.loads(answer)["generated_text"] == wanted
+    assert wanted
