@@ -74,7 +74,7 @@ def test_experts_that_are_missing_or_damaged_are_refused(architecture, folders, 
         weights.write_bytes(original)
 
 
-def refuse_to_start(*_):
+def refuse_to_start(*_, **__):
     pytest.fail("processes were started")
 
 
