@@ -781,7 +781,8 @@ HOPPER_TILES_FP32 = {
 AMD_TILES = {
     forward: {128: TileShape(128, 64, 4, 1)},
     query_gradient: {256: TileShape(64, 32, 4, 1)},
-    key_gradient: {256: TileShape(32, 64, 4, 1)},
+    key_gradient: {256: TileShape(32, 64, 4, 1), 512: TileShape(32, 32, 4, 1)},
+    bias_gradient: {512: SMALL},
 }
 
 

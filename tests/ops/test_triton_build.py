@@ -78,7 +78,8 @@ def compile(self, grid):
         if "hsaco" in kernel.asm:
             names = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
             usage = [int(re.search(f"[.]{name}: +([0-9]+)", kernel.asm["amdgcn"])[1]) for name in names]
-            products = kernel.asm["amdgcn"].count("v_mfma")
+            ptx = kernel.asm["amdgcn"]
+            products = ptx.count("v_mfma")
             results.append([self.fn.__name__, *usage, kernel.metadata.shared, [products, 0, 0], label])
             return
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -296,6 +297,19 @@ def test_attention_compiles_for_amd(arch, tmp_path):
         assert (stack, spilled) == (0, 0), (kernel, label)
         assert shared <= SHARED_OF_AMD, (kernel, label)
         assert products > 0, (kernel, label)
+
+
+@pytest.mark.before_release
+@pytest.mark.parametrize("arch", AMD)
+def test_rotary_positions_and_adamw_compile_for_amd(arch, tmp_path):
+    shapes = [(arch, 64, "bfloat16", False), (arch, 80, "float32", True)]
+    built = printed(tmp_path, COMPILE_LAUNCHES + COMPILE_ROTARY, json.dumps(shapes))
+    updates = [(arch, "float32", None), (arch, "bfloat16", "bfloat16")]
+    built += printed(tmp_path, COMPILE_LAUNCHES + COMPILE_ADAMW, json.dumps(updates))
+    assert [kernel for kernel, *_ in built] == ["rotate", "rotate", "update", "update"]
+    for _, registers, stack, spilled, *_ in built:
+        assert registers <= 256
+        assert (stack, spilled) == (0, 0)
 
 
 @pytest.mark.before_release
