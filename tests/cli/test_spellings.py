@@ -11,6 +11,7 @@ from shardzoo.cli import estimate, generate, models
 from shardzoo.cli.completion import list_options, list_pages, write_bash
 from shardzoo.cli.main import COMMANDS, main
 from shardzoo.cli.spellings import OLD, SHORT, respell
+from shardzoo.compat.spellings import FLAGAI, LIBAI, T2T_TUNER, TRANSFORMERS
 
 # The kernels' bench names the type and the sizes of an operator's tensors.
 OTHERS = {"bench"}
@@ -33,6 +34,23 @@ def test_an_option_has_one_name_in_all_commands(pages):
             # Two names of one thing are not in one command.
             assert not {"model", "model_name_or_path"} <= names
     assert {*OLD.values(), *SHORT.values(), "model", "optimizer", "micro_batch_size"} <= seen
+
+
+def test_no_command_has_another_systems_name_of_an_option_that_one_has(pages):
+    """What FlagAI, t2t-tuner, LiBai or transformers call an argument is its second name in all commands."""
+    renamed = {}
+    for system in (FLAGAI, T2T_TUNER, LIBAI, TRANSFORMERS):
+        renamed |= system.renamed
+    names = {
+        (command, field.name)
+        for command, own in pages.items()
+        for page in own.values()
+        for field in fields(page.arguments)
+    }
+    known = {name for _, name in names}
+    seconds = {(command, name) for command, name in names if renamed.get(name) in known}
+    # Prompts that are generated at a time, in no optimizer step.
+    assert seconds == {("generate", "batch_size")}
 
 
 def test_other_spellings_go_on(capsys):
