@@ -51,7 +51,7 @@ def test_no_command_has_another_systems_name_of_an_option_that_one_has(pages):
     seconds = {(command, name) for command, name in names if renamed.get(name) in known}
     assert seconds == {
         ("generate", "batch_size"),  # prompts at a time, in no optimizer step
-        # The folder of one run. The trainer's save_dir, which no help shows, is that of several.
+        # The folder of one run; save_dir is the folder of several.
         ("pretrain", "output_dir"),
         ("finetune", "output_dir"),
     }
