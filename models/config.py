@@ -713,7 +713,9 @@ def _check_value(name: str, annotation: Any, value: Any) -> None:
 @lru_cache
 def _find_annotations(config_class: type[ModelConfig]) -> dict[str, Any]:
     """Returns the annotation of each field of a configuration."""
-    hints = get_type_hints(config_class, include_extras=True)
+    # To Python 3.10 the marker of keyword-only fields, an object, is no annotation; its class is one.
+    marker = {"KW_ONLY": type(KW_ONLY)}
+    hints = get_type_hints(config_class, localns=marker, include_extras=True)
     return {field.name: hints[field.name] for field in fields(config_class)}
 
 
