@@ -166,9 +166,13 @@ class EstimateArguments:
         )
 
 
+# Options that the short page leaves out, so that it fits a screen.
+RARE = ("lora_target_modules", "lora_target_parameters")
+
 HELP = HelpPage(
     "shardzoo estimate",
     EstimateArguments,
+    common=tuple(field.name for field in fields(EstimateArguments) if field.name not in RARE),
     sections={
         "model_parallel_size": "layout",
         "micro_batch_size": "batch",

@@ -369,7 +369,7 @@ BEFORE_ANY_PROCESS = [
         ["--model-parallel-size", "13"],
         "12 attention heads cannot be split 13 ways; use a model-parallel size from 1",
     ),
-    (["--model-paralle-size", "2"], "--model-parallel-size INT"),
+    (["--model-paralle-size", "2"], "did you mean --model-parallel-size?"),
     (["--sequence-length", "1000"], "256 positions"),
     (["--model", "gpt5"], "'gpt5' is neither a preset"),
     (["--objective", "t5"], "objective 't5' does not fit model gpt2-quickstart, a gpt2; use gpt"),
