@@ -100,7 +100,7 @@ class RunReporter:
             MofNCompleteColumn(),
             BarColumn(bar_width=BAR_WIDTH),
             TextColumn(
-                "loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} target tokens/s"
+                "loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"
                 "{task.fields[experts]}"
             ),
             TimeElapsedColumn(),
