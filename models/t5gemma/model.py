@@ -34,8 +34,19 @@ from ..language_model import VOCABULARY_MULTIPLE, vocabulary_head
 from ..llama.model import Masks
 from ..outputs import BackboneOutput, StageOutput
 from ..parallel_config import ParallelConfig, layer_arguments
-from ..seq2seq import SEQ2SEQ_INPUTS, EncoderBackbone, Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
+from ..seq2seq import EncoderBackbone, Seq2SeqBackbone, Seq2SeqLM, Seq2SeqStack
 from .config import T5GemmaConfig, T5GemmaModuleConfig
+
+# Positions that are given are refused: they follow from the order of the tokens.
+T5GEMMA_INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+    "decoder_position_ids",
+    "encoder_outputs",
+)
 
 
 class T5GemmaBlock(Block):
@@ -274,6 +285,8 @@ class T5GemmaWeights(Backbone):
 class T5GemmaEncoderBackbone(EncoderBackbone, T5GemmaWeights):
     """The encoder without a head."""
 
+    positional_inputs = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
+
     @property
     def word_embeddings(self) -> GemmaWordEmbedding:  # type: ignore[override] - that of its stack
         return cast(GemmaWordEmbedding, self.encoder.word_embeddings)
@@ -282,6 +295,12 @@ class T5GemmaEncoderBackbone(EncoderBackbone, T5GemmaWeights):
 class T5GemmaBackbone(Seq2SeqBackbone, T5GemmaWeights):
     """Encoder and decoder without a head."""
 
+    positional_inputs = (
+        *T5GEMMA_INPUTS,
+        "past_key_values",
+        "inputs_embeds",
+        "decoder_inputs_embeds",
+    )
     drops_padding = False  # Windows count positions with padding.
 
     def __init__(
@@ -334,7 +353,7 @@ class T5GemmaClassifier(T5GemmaBackbone):
 class T5GemmaForSequenceClassification(SequenceClassification, T5GemmaClassifier):
     """T5Gemma that classifies a text, by the decoder's state at the last token of the source."""
 
-    positional_inputs = (*SEQ2SEQ_INPUTS, "inputs_embeds", "decoder_inputs_embeds")
+    positional_inputs = (*T5GEMMA_INPUTS, "inputs_embeds", "decoder_inputs_embeds")
     pooling = "last"
 
     def pool(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -349,5 +368,5 @@ class T5GemmaForSequenceClassification(SequenceClassification, T5GemmaClassifier
 class T5GemmaForTokenClassification(TokenClassification, T5GemmaClassifier):
     """T5Gemma that classifies each token, by the decoder's states of a source that it reads."""
 
-    positional_inputs = (*SEQ2SEQ_INPUTS, "inputs_embeds", "decoder_inputs_embeds")
+    positional_inputs = (*T5GEMMA_INPUTS, "inputs_embeds", "decoder_inputs_embeds")
     linear_name = "classifier"
