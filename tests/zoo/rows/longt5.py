@@ -15,7 +15,9 @@ V1_1 = {
 }  # fmt: skip
 CASES = {
     "LongT5ForConditionalGeneration": Case(SIZES, sizes=(1, 2, 3, 4)),
-    "LongT5ForConditionalGeneration, transient-global, version 1.1": Case(V1_1, sizes=(1, 2, 3, 4)),
+    "LongT5ForConditionalGeneration, transient-global, version 1.1": Case(
+        V1_1, untied=True, sizes=(1, 2, 3, 4)
+    ),
     "LongT5ForConditionalGeneration, transient-global, groups of four": Case(
         {**V1_1, "global_block_size": 4, "local_radius": 1, "tie_word_embeddings": True}
     ),
