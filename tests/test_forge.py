@@ -50,7 +50,7 @@ def test_jobs_are_limited(workflow):
 
 def test_all_places_name_the_same_pythons():
     tests = jobs(ROOT / ".github/workflows/ci.yml")["test"]["strategy"]["matrix"]["include"]
-    assert sorted(row["python"] for row in tests) == PYTHONS
+    assert {row["python"] for row in tests} == set(PYTHONS)
     assert (
         jobs(ROOT / ".github/workflows/wheels.yml")["try"]["strategy"]["matrix"]["python"]
         == PYTHONS
