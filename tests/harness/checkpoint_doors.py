@@ -6,11 +6,12 @@ import contextlib
 import hashlib
 import io
 import multiprocessing
+import os
 import re
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,11 +159,22 @@ def resume(folder: Path) -> str:
     return digest_of(model)
 
 
+@contextlib.contextmanager
+def _working_in(folder: str) -> Iterator[None]:
+    """Changes the working directory, as contextlib.chdir of Python 3.11 does."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 def shardzoo(*words: object) -> str:
     """Runs a command in a folder of its own. A refusal is one line and exit code 2, and leaves nothing behind."""
     from shardzoo.cli.main import main
 
-    with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
+    with tempfile.TemporaryDirectory() as temporary, _working_in(temporary):
         Path("text.txt").write_text("w1 w2 w3 w4 w5\n" * 40)
         with (
             contextlib.redirect_stderr(io.StringIO()) as errors,
