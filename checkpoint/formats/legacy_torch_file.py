@@ -101,7 +101,8 @@ def make_meta_storage(saved: Any, storages: dict[str, torch.TypedStorage]) -> to
     kind, storage_type, key, _, count, view = saved
     if kind not in ("storage", b"storage") or view is not None:
         raise ValueError("it contains views of storages, which only torch before 0.4 wrote")
-    dtype = storage_type.dtype
+    # Types that no class of storages has, such as those of 8 bits, are saved in storages of bytes.
+    dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
     name = _name_storage(key)
     if name not in storages:
         storage = torch.UntypedStorage(count * dtype.itemsize, device="meta")

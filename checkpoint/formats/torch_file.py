@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, cast
 
 import torch
-from torch import _weights_only_unpickler
+from torch import _utils, _weights_only_unpickler
 
 from ...files.printable import describe
 from ..dtypes import from_torch_name
@@ -94,11 +94,7 @@ def load_without_storage(path: Path) -> Any:
     """
     try:
         with _only_placeholder_types():
-            if zipfile.is_zipfile(path):
-                # This checks the file first: torch.load crashes on tensors of the other byte order.
-                ZipRecords(path)
-                return torch.load(path, map_location="meta", mmap=True, weights_only=True)
-            return load_legacy_file(path)
+            return _load_zip_file(path) if zipfile.is_zipfile(path) else load_legacy_file(path)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} is refused: {_explain_refusal(error)}") from None
     except DAMAGE as error:
@@ -106,6 +102,21 @@ def load_without_storage(path: Path) -> Any:
         if not reason.startswith(str(path)):
             reason = f"{path} is damaged: {reason}"
         raise ValueError(reason) from None
+
+
+def _load_zip_file(path: Path) -> Any:
+    """Loads the format since torch 1.6: a zip file with a pickle and a record of each storage.
+
+    torch.load does the same, but since torch 2.14 it reads the indices of sparse tensors.
+    """
+    records = ZipRecords(path)
+    storages: dict[str, torch.TypedStorage] = {}
+    state = _make_unpickler(records, storages).load()
+    for key, typed in storages.items():
+        if f"data/{key}" not in records.named:
+            raise ValueError(f"it has no record of its storage {key!r:.50}")
+        cast(Any, typed)._untyped_storage._checkpoint_offset = records.named[f"data/{key}"]
+    return state
 
 
 def _explain_refusal(error: pickle.UnpicklingError) -> str:
@@ -183,15 +194,20 @@ def load_object(path: Path, name: str, start: int, length: int) -> Any:
 
 def _unpickle(records: ZipRecords, storages: dict[str, torch.TypedStorage], where: str) -> Any:
     """Returns the object of some records, and adds the storages of its tensors."""
+    try:
+        with _only_placeholder_types():
+            return _make_unpickler(records, storages).load()
+    except (pickle.UnpicklingError, *DAMAGE) as error:
+        raise ValueError(f"{where} is refused: {_first_line(error)}") from None
+
+
+def _make_unpickler(records: ZipRecords, storages: dict[str, torch.TypedStorage]) -> Any:
+    """Returns what loads the object of some records, and adds the storages of its tensors."""
     unpickler: Any = _weights_only_unpickler.Unpickler(
         io.BytesIO(records.pickled), encoding="utf-8"
     )
     unpickler.persistent_load = partial(_make_meta_storage_of_zip, storages=storages)
-    try:
-        with _only_placeholder_types():
-            return unpickler.load()
-    except (pickle.UnpicklingError, *DAMAGE) as error:
-        raise ValueError(f"{where} is refused: {_first_line(error)}") from None
+    return unpickler
 
 
 def _make_meta_storage_of_zip(
@@ -310,7 +326,10 @@ class ZipRecords:
                         name_length, extra_length = _LOCAL_NAME_LENGTHS.unpack(header)
                         start = base + info.header_offset + len(header) + name_length + extra_length
                         self._stops[start] = start + info.file_size
-                        self.named[info.filename.partition("/")[2]] = start
+                        name = info.filename.partition("/")[2]
+                        if name in self.named:
+                            raise ValueError(f"{path} has two records of the name {name!r:.50}")
+                        self.named[name] = start
         except (
             zipfile.BadZipFile,
             struct.error,
@@ -328,7 +347,7 @@ class ZipRecords:
             raise ValueError(f"{path} is compressed, which torch.save does not do")
         if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
             raise ValueError(f"{path} was written on a big-endian machine")
-        if info.filename.endswith("/data.pkl"):
+        if info.filename.partition("/")[2] == "data.pkl":
             if info.file_size > LARGEST_PICKLE:
                 raise ValueError(
                     f"{path} has {info.file_size:,} pickled bytes, "
@@ -355,7 +374,10 @@ class ZipRecords:
 
 
 def _check_directory(path: Path, file: BinaryIO) -> None:
-    """Raises ValueError if listing the records would take too much memory."""
+    """Raises ValueError if listing the records would take too much memory, or if the zip format
+    does not begin where the file does."""
+    if file.read(4) != b"PK\3\4":
+        raise ValueError(f"{path} has bytes before its zip format, which torch.save does not write")
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _END_DIRECTORY.size))
     signature, length = _END_DIRECTORY.unpack(file.read(_END_DIRECTORY.size))
@@ -377,10 +399,15 @@ def _check_directory(path: Path, file: BinaryIO) -> None:
 
 @contextmanager
 def _only_placeholder_types() -> Generator[None]:
-    """Lets `torch.load` replace the types of `PLACEHOLDER_TYPES`, and refuse all others.
+    """Lets torch's unpickler replace the types of `PLACEHOLDER_TYPES`, and refuse all others.
 
     Other libraries may have allowed types of their own in this process; they are set aside.
+
+    torch keeps a list of the sparse tensors that its unpickler made, whose indices the next
+    `torch.load` checks. Tensors without storage have none, so they leave the list again.
     """
+    unchecked: list[torch.Tensor] = cast(Any, _utils)._sparse_tensors_to_validate
+    before = len(unchecked)
     allowed_by_others = cast(list[Any], torch.serialization.get_safe_globals())
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals([(PlaceholderObject, name) for name in PLACEHOLDER_TYPES])
@@ -388,6 +415,7 @@ def _only_placeholder_types() -> Generator[None]:
     try:
         yield
     finally:
+        del unchecked[before:]
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(allowed_by_others)
 

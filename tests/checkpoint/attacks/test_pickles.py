@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import os
 import pickle
 import re
@@ -14,6 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
+
+from shardzoo.checkpoint.formats.torch_file import load_without_storage, locate_tensors
+from shardzoo.checkpoint.stored_tensor import read_file_state
 
 
 class Calls:
@@ -190,6 +194,73 @@ def test_lying_records(change, arena, folder, weights):
     torch.save(weights, path)
     rezip(path, change)
     assert "pytorch_model.bin" in arena.refused_split(folder)
+
+
+def without_storage_0(archive, contents):
+    for name, content in contents.items():
+        if name != "archive/data/0":
+            archive.writestr(name, content)
+
+
+def with_two_pickles(archive, contents):
+    for name, content in contents.items():
+        archive.writestr(name, content)
+    archive.writestr("other/data.pkl", contents["archive/data.pkl"])
+
+
+@pytest.mark.parametrize(
+    ("write", "before", "message"),
+    [
+        (without_storage_0, b"", "has no record of its storage '0'"),
+        (with_two_pickles, b"", "two records of the name 'data.pkl'"),
+        (None, b"#!/bin/sh\n", "has bytes before its zip format"),
+    ],
+)
+def test_records_that_torch_would_not_write(write, before, message, arena, folder, weights):
+    path = folder / "pytorch_model.bin"
+    saved = io.BytesIO()
+    torch.save(weights, saved)
+    if write is not None:
+        with zipfile.ZipFile(saved) as archive:
+            contents = {
+                f"archive/{name.partition('/')[2]}": archive.read(name)
+                for name in archive.namelist()
+            }
+        saved = io.BytesIO()
+        with zipfile.ZipFile(saved, "w") as archive:
+            write(archive, contents)
+    path.write_bytes(before + saved.getvalue())
+    assert message in arena.refused_split(folder)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_sparse_tensor_is_not_checked_later(old, arena, folder, weights):
+    """torch's unpickler remembers sparse tensors, and the next torch.load would check this one without storage."""
+    name = "transformer.wte.weight"
+    sparse = {**weights, name: weights[name].to_sparse()}
+    torch.save(weights, arena.folder / "dense.pt")
+    torch.save(sparse, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not old)
+    with torch.sparse.check_sparse_tensor_invariants():
+        assert f"tensor {name} " in (refusal := arena.refused_split(folder))
+        assert "is not a dense tensor" in refusal
+        assert torch.load(arena.folder / "dense.pt").keys() == weights.keys()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_types_without_a_class_of_storages(old, tmp_path):
+    """Since torch 2.1 newer types are saved in storages of bytes."""
+    values = {
+        "a": torch.tensor([[1, 2, 3], [4, 5, 65535]], dtype=torch.uint16),
+        "b": torch.linspace(-2, 2, 10).to(torch.float8_e4m3fn)[3:],
+    }
+    torch.save(values, tmp_path / "file.pt", _use_new_zipfile_serialization=not old)
+    path = tmp_path / "file.pt"
+    found = locate_tensors(path, load_without_storage(path), read_file_state(path))
+    content = path.read_bytes()
+    for name, value in values.items():
+        assert found[name].shape == tuple(value.shape)
+        stored = content[found[name].offset :][: found[name].nbytes]
+        assert stored == value.view(torch.uint8).numpy().tobytes()
 
 
 def test_a_truncated_zip(arena, folder, weights):
