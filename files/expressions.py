@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Collection, Iterable
 
 from .printable import describe
@@ -49,8 +50,11 @@ def compile_expression(expression: str, what: str) -> re.Pattern[str]:
     if len(expression) > LONGEST:
         raise ValueError(f"{what} has {len(expression):,} characters; at most {LONGEST:,} are used")
     try:
-        return re.compile(expression)
-    except (re.error, OverflowError, RecursionError, MemoryError) as error:
+        with warnings.catch_warnings():
+            # Flags in the middle are an error since Python 3.11.
+            warnings.simplefilter("error", DeprecationWarning)
+            return re.compile(expression)
+    except (re.error, OverflowError, RecursionError, MemoryError, DeprecationWarning) as error:
         raise ValueError(
             f"{what} {describe(expression)} is no regular expression: {error}"
         ) from None
