@@ -271,7 +271,7 @@ def test_the_console_shows_mean_losses():
         reporter.training(10, {"mean_loss": 2.0, "tokens_per_second": 123_456.0})
         reporter.training(40, {"mean_loss": 3.0, "tokens_per_second": 123_456.0})
     last = terminal.getvalue().split("\r")[-1]
-    assert "loss 2.750  123,456 target tokens/s" in last
+    assert "loss 2.750  123,456 tokens/s" in last
     # The elapsed and the remaining time are not cut off.
     assert ("0:00:0" in last and " ETA -:--:--" in last) or " ETA 0:" in last
 
