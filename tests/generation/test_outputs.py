@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from repetition import generate_as_newest
 
 import shardzoo
 from shardzoo import generation
@@ -60,8 +61,8 @@ def test_fields_are_those_of_transformers(saved, inputs, run_mesh):
     for name, (family, options) in CASES.items():
         reference = saved(family)[0]
         reference.set_attn_implementation("eager")
-        wanted = reference.generate(
-            ids[family], attention_mask=masks[family], max_new_tokens=6, **ALL, **options
+        wanted = generate_as_newest(
+            reference, ids[family], masks[family], max_new_tokens=6, **ALL, **options
         )
         transitions = reference.compute_transition_scores(
             wanted.sequences, wanted.scores, wanted.get("beam_indices"), normalize_logits=True
