@@ -634,7 +634,7 @@ def test_every_private_name_has_a_canary():
         "_foreach_norm", "_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_step_supports_amp_scaling",
         "_resolve_process_group", "_worker_info", "_epoch", "_cdata", "_version", "_python_dispatch",
         "_utils", "_untyped_storage", "_checkpoint_offset", "_rebuild_tensor_v2", "_StorageInfo",
-        "_MEM_FORMAT_ENCODING", "_get_layout",
+        "_MEM_FORMAT_ENCODING", "_get_layout", "_sparse_tensors_to_validate",
         "_set_pg_timeout", "_symmetric_memory", "_cli", "_do_optimizer_sanity_check",
         "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported",
         "_hasattr_wrapped",
@@ -662,17 +662,31 @@ def test_every_private_name_has_a_canary():
     assert not found, f"private names of other libraries without a canary: {found}"
 
 
-def test_torch_load_tells_where_bytes_lie(tmp_path):
+def test_a_storage_keeps_where_its_bytes_lie():
     with needed_by(
-        "checkpoint/formats/torch_file.py, which reads tensors of `.bin` files by their place",
-        breaks="no `.bin` file is read: every tensor has no bytes in the file",
-        remedy="take the place of a storage from the record `data/KEY` of the zip file",
+        "checkpoint/formats/torch_file.py, which notes the place of a tensor's bytes at its storage",
+        breaks="no file of torch.save is read: every tensor has no bytes in the file",
+        remedy="note the places by name of the storage, and ask tensors for that name",
     ):
-        path = tmp_path / "weights.bin"
-        torch.save({"a": torch.arange(6.0)}, path)
-        state = torch.load(path, map_location="meta", mmap=True, weights_only=True)
-        offset = state["a"].untyped_storage()._checkpoint_offset
-        assert path.read_bytes()[offset : offset + 24] == torch.arange(6.0).numpy().tobytes()
+        storage: Any = torch.UntypedStorage(24, device="meta")
+        storage._checkpoint_offset = 64
+        typed = torch.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True)
+        tensor = torch._utils._rebuild_tensor_v2(typed, 0, (6,), (1,), False, OrderedDict())
+        assert tensor.untyped_storage()._checkpoint_offset == 64
+
+
+def test_the_unpickler_lists_sparse_tensors():
+    with needed_by(
+        "checkpoint/formats/torch_file.py, which takes sparse tensors without storage off torch's list",
+        breaks="the torch.load after a file with a sparse tensor fails",
+        remedy="find where torch.load keeps the tensors that it will check",
+    ):
+        unchecked: list[Any] = torch._utils._sparse_tensors_to_validate
+        before = len(unchecked)
+        made: Any = torch.eye(2).to_sparse().__reduce_ex__(2)
+        made[0](*made[1])
+        assert len(unchecked) == before + 1
+        del unchecked[before:]
 
 
 def test_an_operator_holds_the_call_that_it_makes():
