@@ -79,8 +79,12 @@ def _connect() -> Any:
 
 def set_collective_timeout(mesh: ParallelMesh, seconds: float) -> None:
     """Sets the timeout of the mesh's groups, which torch creates with a constant one."""
+    # The name of torch 2.14, and that of older releases.
+    set_timeout = (
+        getattr(dist, "set_timeout", None) or cast(Any, dist).distributed_c10d._set_pg_timeout
+    )
     for group in mesh.groups:
-        cast(Any, dist).distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        set_timeout(timedelta(seconds=seconds), group)
         shared_memory.set_timeout(group, seconds)
 
 
