@@ -55,7 +55,9 @@ def test_all_places_name_the_same_pythons():
         jobs(ROOT / ".github/workflows/wheels.yml")["try"]["strategy"]["matrix"]["python"]
         == PYTHONS
     )
-    assert re.findall(r"Python :: (3\.\d+)", PYPROJECT) == PYTHONS
+    # Only those whose versions are listed: with these the tests have been run.
+    tried = {row["python"] for row in tests if row["torch"] == "pinned"}
+    assert re.findall(r"Python :: (3\.\d+)", PYPROJECT) == sorted(tried)
     assert re.findall(r"cp(3)(\d+)-manylinux", PYPROJECT) == [
         ("3", python[2:]) for python in PYTHONS
     ]
