@@ -142,7 +142,9 @@ def choose_inputs(arguments: PretrainingArguments, launch: RankInfo) -> Inputs:
         # A teacher may have rows after its tokens, as T5 has.
         config = config.with_changes(vocab_size=teacher.config.vocab_size)
     check_layout(arguments, config, launch)
-    if weights is not None and launch.world_size == 1:
+    # Of a run's own checkpoints the trainer takes the last that is not damaged.
+    has_choice = checkpoint is not None and not arguments.eval_only and not adapts
+    if weights is not None and launch.world_size == 1 and not has_choice:
         check_stored_model(weights.folder, config)
     sequence_length, target_length = choose_lengths(arguments, config, objective)
     return Inputs(
@@ -212,16 +214,34 @@ def check_folder(arguments: PretrainingArguments) -> None:
         else:
             reads.extend(source or ())
     folder = RunFolder.named(arguments.output_dir)
-    folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite, reads=reads)
+    step = folder.first_step(resume=arguments.resume, overwrite=arguments.overwrite, reads=reads)
+    if arguments.train_steps is not None and step > arguments.train_steps:
+        raise ValueError(
+            f"the run in {arguments.output_dir} is at step {step} already, behind "
+            f"train_steps={arguments.train_steps}; name at least {step} steps"
+        )
 
 
 def find_checkpoint(arguments: PretrainingArguments) -> Path | None:
-    """Returns the last checkpoint of the run that is resumed or evaluated; None if there is none."""
+    """Returns the last checkpoint of the run that is resumed or evaluated; None if there is none.
+
+    A run is resumed from the last that can be opened. The trainer compares the digests of all, and
+    says which it passes over.
+    """
     if arguments.output_dir is None or not (arguments.resume or arguments.eval_only):
         return None
     run = RunFolder.named(arguments.output_dir)
     step = run.latest_step()
-    return None if step is None else run.checkpoint(step)
+    if step is None:
+        return None
+    if arguments.resume:
+        for earlier in reversed(run.steps()):
+            try:
+                find_weights(str(run.checkpoint(earlier)))
+            except (ValueError, OSError):
+                continue
+            return run.checkpoint(earlier)
+    return run.checkpoint(step)
 
 
 def list_sources(arguments: PretrainingArguments) -> list[Source]:

@@ -773,7 +773,7 @@ HOPPER_TILES = {
 }
 # The same for fp32, whose rows of 512 bytes are those of heads of 64.
 HOPPER_TILES_FP32 = {
-    forward: {512: TileShape(64, 32, 8, 2)},
+    forward: {512: TileShape(64, 32, 8, 1)},
     key_gradient: {512: TileShape(32, 32, 8, 2)},
     bias_gradient: {512: TileShape(16, 16, 8, 2)},
 }

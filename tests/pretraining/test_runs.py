@@ -16,6 +16,7 @@ import pytest
 import torch
 from every_case import EVERY_CASE, by_turns, every_day
 from pretraining_runs import run_pretraining, train_losses
+from rank_pool import RanksFailedError
 from tiny_models import hf_model, save_glm
 
 import shardzoo
@@ -327,10 +328,17 @@ def test_a_stream_trains_alike_on_every_layout_and_resumes(run_mesh, tmp_path, t
         train_losses(whole), rel=1e-5
     )
     shutil.rmtree(tmp_path / "whole" / "checkpoints" / "step-000012")
-    again = run_mesh(1, partial(run, folder=tmp_path / "whole", resume=True, export=False, **size))[
-        0
-    ]
+    resume = partial(run, folder=tmp_path / "whole", resume=True, export=False)
+    again = run_mesh(1, partial(resume, **size))[0]
     assert train_losses(again) == train_losses(whole)
+
+    # A last checkpoint that was cut off is passed over, and its steps are trained again.
+    last = tmp_path / "whole" / "checkpoints" / "step-000012"
+    os.truncate(next(last.glob("rank_*.safetensors")), 2000)
+    again = run_mesh(1, partial(resume, **size))[0]
+    assert train_losses(again) == train_losses(whole)
+    with pytest.raises(RanksFailedError, match="is at step 12 already, behind train_steps=7"):
+        run_mesh(1, partial(resume, **{**size, "train_steps": 7}))
 
 
 def test_an_export_that_does_not_fit_the_device_is_evaluated_on_the_cpu(tmp_path, monkeypatch):

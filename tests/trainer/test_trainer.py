@@ -256,6 +256,13 @@ def test_the_console_shows_mean_losses():
         reporter.training(13, {"mean_loss": 3.0, "tokens_per_second": 1.0})
     assert [line.split()[3] for line in lines.getvalue().splitlines()] == ["2.000", "3.000"]
 
+    # A run that passed over its last checkpoint, at step 60, continues from the one before.
+    lines = io.StringIO()
+    with RunReporter(Console(file=lines), [], first_step=60, total_steps=66) as reporter:
+        for step in range(41, 61):
+            reporter.training(step, {"mean_loss": float(step), "tokens_per_second": 1.0})
+    assert [line.split()[3] for line in lines.getvalue().splitlines()][-1] == "59.000"
+
     # A twentieth of 950 steps is 47, of which few multiples are logged.
     lines = io.StringIO()
     console = Console(file=lines)

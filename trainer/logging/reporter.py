@@ -127,6 +127,9 @@ class RunReporter:
     def training(self, step: int, values: dict[str, float]) -> None:
         self._log(step, "train", values)
         speed = values["tokens_per_second"]
+        if step <= self._last_step:
+            # The last checkpoint was damaged, and the run continues from one before it.
+            self._last_step = step - 1
         logged = (values["mean_loss"], step - self._last_step)
         self._last_step = step
         self._recent.append(logged)
