@@ -37,7 +37,7 @@ COLUMNS = (
     "problems",
 )
 TINY = ("T5ForConditionalGeneration",)
-JOBS = 6  # cases at a time; each process takes half a GiB of the GPU for itself
+JOBS = 12  # cases at a time; each process takes half a GiB of the GPU for itself
 
 
 def compare(name: str, device: str, in_bf16: bool) -> tuple[list[str], list[str]]:

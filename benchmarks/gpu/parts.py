@@ -133,7 +133,9 @@ def first(out: Path) -> list[Part]:
     all of them end in time; what a part has measured is written after each of its rows.
     """
     workers = [] if missing(["xdist"]) else ["-n", "12"]
-    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/test_gpu.py"]
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.operator_report"]
+    tests += ["--tb=short", "tests/ops/test_gpu.py"]
+    report = {"SHARDZOO_TEST_REPORT": str(out / "operators.json")}
     chosen = "cuda or attention or reproducible or (triton and (40x130 or 64x4096))"
     rows = [
         "layer_norm",
@@ -148,7 +150,7 @@ def first(out: Path) -> list[Part]:
     return [
         Part(
             "operators", 65, [*tests, *workers, "-k", chosen], [*tests, "-k", "fp64 and rms_norm and float32 and cpp"],
-            dry_environment={"SHARDZOO_TEST_DEVICE": "cpu"},
+            environment=report, dry_environment={**report, "SHARDZOO_TEST_DEVICE": "cpu"},
         ),
         script("families", 40, out, *quick, file="device_parity"),
         script("training", 40, out, *quick, file="device_training"),

@@ -164,16 +164,26 @@ def prepare(call: Call, site: Path) -> str:
         "--json",
         str(path),
     ]
-    with (call.files / "machine.log").open("w+b") as log:
-        code = call.wait([call.python, *words], call.environment, 60, log)
-        log.seek(0)
-        text = log.read().decode(errors="replace").strip()
+    code, text = describe_machine(call, words)
+    if code and call.warm is not None:
+        # The imports may have touched the GPU, of which a copy of their process can make no use.
+        print(f"parts start cold, because a warm one failed: {text[-300:]}", flush=True)
+        call.warm = None
+        code, text = describe_machine(call, words)
     if code:
         return text.splitlines()[-1] if text else f"the machine could not be described ({code})"
     if code is None:
         return "importing PyTorch and finding the GPU took more than 60 s"
     call.facts = json.loads(path.read_text())
     return ""
+
+
+def describe_machine(call: Call, words: Sequence[str]) -> tuple[int | None, str]:
+    """Runs benchmarks/gpu/machine.py; returns its exit code, None if it had to be ended, and its output."""
+    with (call.files / "machine.log").open("w+b") as log:
+        code = call.wait([call.python, *words], call.environment, 60, log)
+        log.seek(0)
+        return code, log.read().decode(errors="replace").strip()
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
