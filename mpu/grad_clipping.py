@@ -89,5 +89,5 @@ def clip_grad_norm_(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
         # The factor is fp32, so a 16-bit gradient is rounded once.
-        torch.ops.aten._foreach_mul_(gradients, factor)
+        torch.ops.aten._foreach_mul_.Tensor(gradients, factor)
     return norm

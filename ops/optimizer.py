@@ -78,7 +78,7 @@ def sum_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         total = sum(call_compiled("square_sum", tensor) for tensor in tensors)
         return torch.tensor(total, dtype=torch.float32)
     wide = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
-    norms = torch.ops.aten._foreach_norm(list(tensors), 2, dtype=wide)
+    norms = torch.ops.aten._foreach_norm.Scalar(list(tensors), 2, dtype=wide)
     return torch.stack([norm.to(device) for norm in norms]).square().sum().float()
 
 

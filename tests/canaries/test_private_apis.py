@@ -365,12 +365,12 @@ def test_a_fused_optimizer_can_skip_an_update_and_lists_are_updated_like_their_t
         assert not getattr(torch.optim.AdamW([weight]), "_step_supports_amp_scaling", False)
         wide, narrow = torch.rand(2, 9), torch.rand(2, 9).bfloat16()
         (a, b), factor = wide.clone(), torch.tensor(0.3)
-        torch.ops.aten._foreach_add_([a, b], list(narrow))
+        torch.ops.aten._foreach_add_.List([a, b], list(narrow))
         assert torch.equal(torch.stack([a, b]), wide + narrow)
-        torch.ops.aten._foreach_copy_(list(narrow), [a, b])
+        torch.ops.aten._foreach_copy_.default(list(narrow), [a, b])
         assert torch.equal(narrow, torch.stack([a, b]).bfloat16())
         scaled = narrow.clone()
-        torch.ops.aten._foreach_mul_(list(scaled), factor)
+        torch.ops.aten._foreach_mul_.Tensor(list(scaled), factor)
         assert torch.equal(scaled, narrow * factor)
 
 
@@ -382,7 +382,9 @@ def test_operators_that_are_called_by_their_private_names():
         "compare bits with the old path.",
     ):
         torch.ops.aten._assert_async(torch.tensor(True))
-        [norm] = torch.ops.aten._foreach_norm([torch.tensor([3.0, 4.0])], 2, dtype=torch.float64)
+        [norm] = torch.ops.aten._foreach_norm.Scalar(
+            [torch.tensor([3.0, 4.0])], 2, dtype=torch.float64
+        )
         assert norm.dtype == torch.float64
         assert float(norm) == 5.0
 

@@ -42,6 +42,11 @@ class Waits(TorchDispatchMode):
         self.pinned.append(tensor.clone())
         return self.pinned[-1]
 
+    def print(self, *_: Any, **__: Any) -> str:
+        """Stands for `Tensor.__repr__`, which reads values. PyTorch prints the arguments that do not fit an overload."""
+        self.note("values that are printed")
+        return "tensor(...)"
+
     def note(self, what: str) -> None:
         frames = [
             f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}"
@@ -123,6 +128,7 @@ def pretended_gpu() -> Generator[Waits]:
         patch.object(step, "pins_host_memory", lambda _: False),  # of the results that are read
         patch.object(loss_normalization, "pins_host_memory", lambda _: True),
         patch.object(torch.Tensor, "pin_memory", lambda tensor: waits.pin(tensor)),
+        patch.object(torch.Tensor, "__repr__", waits.print),
         patch.object(
             torch_optimizer, "_get_fused_kernels_supported_devices", lambda: [*supported, "meta"]
         ),

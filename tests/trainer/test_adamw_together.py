@@ -250,3 +250,20 @@ def test_a_recorded_launch_gets_its_table_before_it_runs(monkeypatch):
     assert table.addresses is kept
     assert kept.tolist() == [[16, 32, 48, 64, 80, 0, 5]]
     assert table.owners.tolist() == [[0, 0]]
+
+
+def test_no_step_prints_a_tensor(monkeypatch):
+    """A call that fits no overload by its first argument prints its tensors, for which the host waits."""
+    printed = []
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda *_, **__: printed.append(1) or "")
+    parameters = make_parameters()
+    optimizer = AdamW(make_groups(parameters), **SETTINGS, fused=True)
+    for found_inf in (None, torch.tensor(0.0), torch.tensor(1.0)):
+        if found_inf is not None:
+            optimizer.found_inf = found_inf
+        for parameter, gradient in zip(parameters, make_gradients(1, torch.float32), strict=True):
+            parameter.grad = gradient
+        with ops.kernels("triton"):
+            clip_gradients(parameters, 0.5, optimizer)
+            optimizer.step()
+    assert not printed

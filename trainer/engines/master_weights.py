@@ -65,9 +65,9 @@ class MasterWeights:
                 master.grad = master.grad.to(master.dtype)
             added.append((master.grad, gradient))
         if copied:
-            torch.ops.aten._foreach_copy_(*zip(*copied, strict=True))
+            torch.ops.aten._foreach_copy_.default(*zip(*copied, strict=True))
         if added:
-            torch.ops.aten._foreach_add_(*zip(*added, strict=True))
+            torch.ops.aten._foreach_add_.List(*zip(*added, strict=True))
         self._already_added.clear()
 
     def find(self, parameter: Any) -> Any:
@@ -103,7 +103,7 @@ class MasterWeights:
         """Copies the master weights, rounded, into the parameters."""
         if self.pairs:
             parameters, masters = zip(*self.pairs, strict=True)
-            torch.ops.aten._foreach_copy_(parameters, masters)
+            torch.ops.aten._foreach_copy_.default(parameters, masters)
 
 
 def _widen(value: Any) -> Any:

@@ -63,7 +63,7 @@ class AdamW(torch.optim.AdamW):
             return None
         scale = 1.0 if factor is None else factor.item()
         if updates:
-            torch.ops.aten._foreach_add_([step for *_, step in updates], 1)
+            torch.ops.aten._foreach_add_.Scalar([step for *_, step in updates], 1)
         for group, tensors, step in filter(has_rows, updates):
             parameter, gradient, *states = tensors
             beta1, beta2 = group["betas"]
@@ -106,9 +106,9 @@ class AdamW(torch.optim.AdamW):
         tables: dict[int, dict[Any, Any]] = vars(self).setdefault("_tables", {})
         steps = [step for *_, step in updates]
         if steps and found_inf is None:
-            torch.ops.aten._foreach_add_(steps, 1)
+            torch.ops.aten._foreach_add_.Scalar(steps, 1)
         elif steps:
-            torch.ops.aten._foreach_add_(steps, (found_inf == 0).float())
+            torch.ops.aten._foreach_add_.Tensor(steps, (found_inf == 0).float())
         for number, group in enumerate(self.param_groups):
             tensors = [
                 self._describe(own_tensors, step)
@@ -153,7 +153,7 @@ class AdamW(torch.optim.AdamW):
                 for parameter in group["params"]
                 if parameter.grad is not None
             ]
-            torch.ops.aten._foreach_mul_(gradients, factor)
+            torch.ops.aten._foreach_mul_.Tensor(gradients, factor)
         # The user's hooks are called around `step` of this class already, so not around torch's.
         step: Any = torch.optim.AdamW.step
         if getattr(step, "hooked", False):
