@@ -16,8 +16,8 @@ LONGEST_REPAIR = 180
 WARM_PREPARATION = 20
 MODELS = ("gpt2-medium", "bert-large", "t5-large", "gpt2-xl")
 STEPS = (
-    ("gpt2-medium", 30), ("bert-large", 25), ("t5-large", 25), ("gpt2-xl", 30), ("llama-1b", 20), ("libai", 20),
-    ("nanot5", 20), ("t5-padded", 15), ("gpt2-64", 10), ("t5-64", 10),
+    ("gpt2-medium", 25), ("bert-large", 14), ("t5-large", 26), ("gpt2-xl", 36), ("llama-1b", 14), ("libai", 11),
+    ("nanot5", 27), ("t5-padded", 17), ("gpt2-64", 16), ("t5-64", 20),
 )  # fmt: skip
 
 
@@ -149,27 +149,27 @@ def first(out: Path) -> list[Part]:
     quick = ("--quick",)
     return [
         Part(
-            "operators", 65, [*tests, *workers, "-k", chosen], [*tests, "-k", "fp64 and rms_norm and float32 and cpp"],
+            "operators", 55, [*tests, *workers, "-k", chosen], [*tests, "-k", "fp64 and rms_norm and float32 and cpp"],
             environment=report, dry_environment={**report, "SHARDZOO_TEST_DEVICE": "cpu"},
         ),
-        script("families", 40, out, *quick, file="device_parity"),
-        script("training", 40, out, *quick, file="device_training"),
+        script("families", 55, out, *quick, file="device_parity"),
+        script("training", 42, out, *quick, file="device_training"),
         kernels(
-            "kernels", 25, out,
+            "kernels", 12, out,
             ["--op", *rows, "--shape", "8192x768", "8192x4096", "--no-compile", "--repetitions", "7"],
             ["--op", "rms_norm", "--shape", "8x32"],
         ),
         kernels(
-            "attention", 40, out, [*attended, "--length", "1024", "4096", "--repetitions", "5", "--no-compile"],
+            "attention", 36, out, [*attended, "--length", "1024", "4096", "--repetitions", "5", "--no-compile"],
             [*attended, "--length", "8", "--scale", "0.001"], "",
         ),
-        script("linear_cross_entropy", 10, out),
-        script("optimizer", 10, out),
+        script("linear_cross_entropy", 7, out),
+        script("optimizer", 5, out),
         *(
             script(f"steps_{name}", seconds, out, "--model", name, *quick, file="steps")
             for name, seconds in STEPS
         ),
-        script("compiled_blocks", 15, out, "--model", "gpt2-medium", "--compiled", file="steps"),
+        script("compiled_blocks", 28, out, "--model", "gpt2-medium", "--compiled", file="steps"),
     ]  # fmt: skip
 
 

@@ -43,7 +43,7 @@ class Waits(TorchDispatchMode):
         return self.pinned[-1]
 
     def print(self, *_: Any, **__: Any) -> str:
-        """Stands for `Tensor.__repr__`, which reads values. PyTorch prints the arguments that do not fit an overload."""
+        """Stands for `Tensor.__repr__`, which reads values. PyTorch prints arguments that do not fit an overload."""
         self.note("values that are printed")
         return "tensor(...)"
 

@@ -334,3 +334,15 @@ def test_who_looks_at_a_call_sees_the_operator():
         )
         torch.testing.assert_close(torch.func.vmap(norm)(x), expected)
     assert any("shardzoo" in str(node.target) for node in graphs[0].graph.nodes)
+
+
+def test_cases_of_a_device_stay_there(zoo, case_name):
+    """On a GPU, tests/ops/test_gpu.py moves a case's tensors, and nothing of it may be left behind."""
+    case = zoo.cases(4, 6)[case_name]
+    moved = {
+        name: tensor.to("meta") if isinstance(tensor, torch.Tensor) else tensor
+        for name, tensor in case.tensors.items()
+    }
+    case = zoo.Case(case.function, moved, case.differentiable, case.constants)
+    results = case.run("reference", torch.float32)
+    assert {value.device.type for value in results.values()} == {"meta"}
